@@ -1,0 +1,48 @@
+//! `uniffle-worker`: a shuffle server for Apache Spark that speaks Apache Uniffle's protocols.
+//!
+//! | layer | modules | does |
+//! | --- | --- | --- |
+//! | composition | [`server`], [`config`] | builds every part from the configuration, ordered shutdown |
+//! | doors | [`grpc`], [`tcp`], [`http`], [`coordinator`] | translate, never decide |
+//! | service | [`service`] | decides: register, write, report, read, purge |
+//! | flush | [`flush`] | memory → store, at its own pace |
+//! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
+//! | bytes | [`io`], [`wire`] | disks and codecs |
+//! | words | [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
+//!
+//! Imports point down this table only; `tests/layers.rs` holds that.
+//!
+//! *One send*: the door reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the door asks
+//! for room in the partition's chain and puts the bytes there → commit publishes the blocks' metadata → reply.
+//!
+//! *One read*: memory (in-flight batches in order, then the active chain) → local index → local data. A block is
+//! visible in memory until its index record is readable in the next tier.
+
+pub mod server;
+
+pub mod config;
+
+pub mod coordinator;
+pub mod grpc;
+pub mod http;
+pub mod tcp;
+
+pub mod service;
+
+pub mod flush;
+
+pub mod app;
+pub mod memory;
+pub mod store;
+
+pub mod io;
+pub mod wire;
+
+pub mod runtime;
+pub mod telemetry;
+
+pub mod metrics;
+pub mod proto;
+pub mod types;
+
+pub mod client;

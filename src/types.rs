@@ -1,0 +1,172 @@
+//! The words everybody uses: ids and block metadata, validated once at the edge and trusted inside.
+//!
+//! Not here: anything with behaviour, I/O or a lock. Raw `i32`/`i64` ids stay in `wire` and `proto`.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// Longest app id accepted, in bytes. Spark's are `<application id>_<uuid>`, well under 100; the id becomes one
+/// path component, which Linux limits to 255 bytes.
+pub const APP_ID_BYTES_MAX: usize = 200;
+
+/// Largest block accepted, in bytes (the upper bound; Java's is i32::MAX).
+pub const BLOCK_BYTES_MAX: u32 = 512 << 20;
+
+/// Why a string is not an application id.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidAppId {
+    /// The id has no characters.
+    #[error("application id is empty")]
+    Empty,
+    /// The id is longer than [`APP_ID_BYTES_MAX`].
+    #[error("application id has {0} bytes, at most {APP_ID_BYTES_MAX} are allowed")]
+    TooLong(usize),
+    /// The id could escape its directory or is not printable.
+    #[error("application id has a character at byte {0} that may not stand in a path component")]
+    Character(usize),
+}
+
+/// A validated application id: one safe path component of 1 to [`APP_ID_BYTES_MAX`] bytes.
+///
+/// Refused are `/`, `\`, control characters and a leading `.`, so that the id can become a directory name.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AppId(Arc<str>);
+
+impl AppId {
+    /// Validates `text`.
+    ///
+    /// # Errors
+    /// [`InvalidAppId`], which never repeats the text itself.
+    pub fn parse(text: &str) -> Result<Self, InvalidAppId> {
+        if text.is_empty() {
+            return Err(InvalidAppId::Empty);
+        }
+        if text.len() > APP_ID_BYTES_MAX {
+            return Err(InvalidAppId::TooLong(text.len()));
+        }
+        if text.starts_with('.') {
+            return Err(InvalidAppId::Character(0));
+        }
+        let unsafe_character = |c: char| c == '/' || c == '\\' || c.is_control();
+        if let Some(at) = text.find(unsafe_character) {
+            return Err(InvalidAppId::Character(at));
+        }
+        Ok(Self(text.into()))
+    }
+
+    /// The id as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for AppId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for AppId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident($raw:ty)) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(pub $raw);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+id!(
+    /// A shuffle of one application (Spark's shuffle id).
+    ShuffleId(i32)
+);
+id!(
+    /// A reduce partition of one shuffle.
+    PartitionId(i32)
+);
+id!(
+    /// A block, opaque to the worker: its layout is the client's (PROTOCOL §3.1). 0 is valid, −1 is not.
+    BlockId(i64)
+);
+id!(
+    /// The task attempt that wrote a block.
+    TaskAttemptId(i64)
+);
+id!(
+    /// The answer to a granted `requireBuffer`; positive, unique in the process.
+    TicketId(i64)
+);
+
+/// One shuffle of one application.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShuffleKey {
+    /// The application.
+    pub app: AppId,
+    /// The shuffle.
+    pub shuffle: ShuffleId,
+}
+
+impl ShuffleKey {
+    /// Key of `shuffle` in `app`.
+    #[must_use]
+    pub fn new(app: AppId, shuffle: ShuffleId) -> Self {
+        Self { app, shuffle }
+    }
+}
+
+impl fmt::Display for ShuffleKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.app, self.shuffle)
+    }
+}
+
+/// Order in which a shuffle's blocks stand in an extent (`DataDistribution` of `Rss.proto`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Distribution {
+    /// Any order.
+    #[default]
+    Normal,
+    /// Sorted by task attempt inside each extent, stable (PROTOCOL §3.5).
+    LocalOrder,
+}
+
+/// What is known of a block besides its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockMeta {
+    /// Id, unique in the partition.
+    pub block_id: BlockId,
+    /// The task attempt that wrote it.
+    pub task_attempt_id: TaskAttemptId,
+    /// Bytes as sent, 1..=[`BLOCK_BYTES_MAX`].
+    pub length: u32,
+    /// Bytes after decompression, by the client's word.
+    pub uncompressed_length: u32,
+    /// CRC-32 of the bytes as sent; 0 = not computed.
+    pub crc: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn app_ids_that_are_no_path_component_are_refused() {
+        for text in ["", "../x", "/x", "a/b", "a\\b", "a\0b", ".hidden", "..", "a\nb"] {
+            assert!(AppId::parse(text).is_err(), "{text:?}");
+        }
+        assert_eq!(AppId::parse(&"x".repeat(5000)), Err(InvalidAppId::TooLong(5000)));
+        assert!(AppId::parse("application_1700000000000_0001_1700000000001").is_ok());
+        assert!(AppId::parse("local-1700000000000_a b<img>").is_ok());
+    }
+}

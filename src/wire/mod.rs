@@ -1,0 +1,4 @@
+//! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
+
+pub mod index;
+pub mod send_message;
