@@ -1,4 +1,5 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
+pub mod bitmap;
 pub mod index;
 pub mod send_message;
