@@ -19,6 +19,8 @@ pub(super) struct Batch {
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
     /// How often it could not be written.
     pub(super) failures: u32,
+    /// Counts this batch as unfinished while it lives.
+    pub(super) _token: Arc<()>,
 }
 
 impl Batch {

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::Registry;
 use tokio::time::{MissedTickBehavior, interval};
@@ -29,8 +28,8 @@ pub struct Flusher {
     pub(super) queue: Queue,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
-    /// Batches sealed and neither released nor dropped, waiting retries included.
-    pub(super) unfinished: AtomicU64,
+    /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
+    batch_token: Arc<()>,
     wake: tokio::sync::Notify,
 }
 
@@ -53,7 +52,7 @@ impl Flusher {
             store,
             queue: Queue::default(),
             tasks: tasks.clone(),
-            unfinished: AtomicU64::new(0),
+            batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
         });
         tasks.spawn("flush scheduler", Arc::clone(&flusher).schedule());
@@ -81,10 +80,10 @@ impl Flusher {
         }
     }
 
-    /// Batches that are sealed and not yet in the store.
+    /// Batches that are sealed and not yet in the store, waiting retries included.
     #[must_use]
-    pub fn unfinished(&self) -> u64 {
-        self.unfinished.load(Ordering::Relaxed)
+    pub fn unfinished(&self) -> usize {
+        Arc::strong_count(&self.batch_token) - 1
     }
 
     /// Puts everything that is in memory in flight (tests, shutdown).
@@ -154,8 +153,8 @@ impl Flusher {
     }
 
     fn enqueue(&self, key: ShuffleKey, distribution: Distribution, parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>) {
-        self.unfinished.fetch_add(1, Ordering::Relaxed);
-        self.queue.push(Batch { key, distribution, parts, failures: 0 });
+        let token = Arc::clone(&self.batch_token);
+        self.queue.push(Batch { key, distribution, parts, failures: 0, _token: token });
     }
 }
 

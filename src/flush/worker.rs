@@ -1,7 +1,6 @@
 //! The workers: one batch at a time from memory to the store.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::memory::SealedData;
@@ -42,7 +41,6 @@ impl Flusher {
             Ok(_) => self.publish(batch, bytes),
             Err(error) if error.is_purged() => {
                 self.metrics.purged_batches.inc();
-                self.unfinished.fetch_sub(1, Ordering::Relaxed);
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }
             Err(error) => self.retry_later(batch, bytes, &error),
@@ -57,7 +55,6 @@ impl Flusher {
         }
         self.metrics.spilled_bytes.inc_by(bytes);
         self.metrics.spilled_batches.inc();
-        self.unfinished.fetch_sub(1, Ordering::Relaxed);
         tracing::debug!(shuffle = %batch.key, bytes, "flushed");
     }
 
