@@ -1,4 +1,7 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
+pub mod error;
 pub mod index;
 pub mod send_message;
+
+pub use error::DecodeError;
