@@ -1,5 +1,6 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
 pub mod bitmap;
+pub mod error;
 pub mod index;
 pub mod send_message;
