@@ -4,3 +4,5 @@ pub mod bitmap;
 pub mod error;
 pub mod index;
 pub mod send_message;
+
+pub use error::DecodeError;
