@@ -14,6 +14,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::{server, telemetry};
 
@@ -77,27 +78,48 @@ fn run(config: Config) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("can not start the runtime")?;
-    let result = runtime.block_on(async {
-        // Installed before anything is opened, so that a signal during start-up is an ordered stop too.
-        let stop = stop_signal().context("can not listen for signals")?;
-        Box::pin(server::run(config, stop)).await
-    });
+    let result = runtime.block_on(Box::pin(serve(config)));
     // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
     runtime.shutdown_background();
     result
 }
 
-/// Resolves at the first SIGTERM or SIGINT.
-fn stop_signal() -> std::io::Result<impl Future<Output = ()> + Send + 'static> {
-    let mut terminate: Signal = signal(SignalKind::terminate())?;
-    let mut interrupt: Signal = signal(SignalKind::interrupt())?;
-    Ok(async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-        };
-        tracing::info!(signal = name, "stopping");
-    })
+/// Runs the server until it fails or a signal stops it. A second signal gives up on the ordered stop.
+async fn serve(config: Config) -> anyhow::Result<()> {
+    // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
+    let mut signals = Signals::listen().context("can not listen for signals")?;
+    let (stop, stopped) = oneshot::channel();
+    let mut server = Box::pin(server::run(config, async {
+        let _ = stopped.await;
+    }));
+    tokio::select! {
+        result = &mut server => return result,
+        name = signals.next() => tracing::info!(signal = name, "stopping"),
+    }
+    let _ = stop.send(()); // a server that has ended meanwhile shows in the next line
+    tokio::select! {
+        result = server => result,
+        name = signals.next() => anyhow::bail!("{name} while stopping: not waiting any longer"),
+    }
+}
+
+/// The signals that stop the worker.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
 }
 
 fn notes(config: &Config) -> String {

@@ -5,10 +5,13 @@
 
 use std::backtrace::Backtrace;
 use std::io::IsTerminal as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntGauge, Registry};
 use tracing_appender::non_blocking::WorkerGuard;
 use tracing_appender::rolling;
 use tracing_subscriber::EnvFilter;
@@ -29,7 +32,7 @@ pub enum Rotation {
 #[derive(Debug, Clone, PartialEq)]
 pub struct TelemetryConfig {
     /// Directory of the log files; none = stderr.
-    pub directory: Option<std::path::PathBuf>,
+    pub directory: Option<PathBuf>,
     /// When files are changed.
     pub rotation: Rotation,
     /// Old files kept.
@@ -53,6 +56,31 @@ static PANICS: AtomicU64 = AtomicU64::new(0);
 #[must_use]
 pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
+}
+
+/// Exports [`panic_count`] as `panic_signal`, the name dashboards of riffle know.
+///
+/// # Errors
+/// When the registry has it already.
+pub fn register_panic_count(registry: &Registry) -> prometheus::Result<()> {
+    let gauge = IntGauge::new("panic_signal", "panics since the process started")?;
+    registry.register(Box::new(PanicCollector { gauge }))
+}
+
+/// Reads the count when metrics are gathered.
+struct PanicCollector {
+    gauge: IntGauge,
+}
+
+impl Collector for PanicCollector {
+    fn desc(&self) -> Vec<&Desc> {
+        self.gauge.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.gauge.set(i64::try_from(panic_count()).unwrap_or(i64::MAX));
+        self.gauge.collect()
+    }
 }
 
 /// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
@@ -126,6 +154,18 @@ mod tests {
         for bad in ["a=b=c=notalevel", "x=loud"] {
             assert!(parse_filter(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn panics_are_counted_and_exported() {
+        let registry = Registry::new();
+        register_panic_count(&registry).unwrap();
+        let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
+        let before = exported();
+        install_panic_hook();
+        std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();
+        drop(std::panic::take_hook());
+        assert!(exported() > before); // other tests may panic meanwhile, on purpose
     }
 
     #[test]
