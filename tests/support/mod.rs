@@ -18,7 +18,11 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// Polls `look` until it gives a value. Panics with `what` and what `look` last complained of when time is up.
-pub(crate) fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> T {
+pub(crate) fn wait_until<T>(
+    what: &str,
+    deadline: Duration,
+    mut look: impl FnMut() -> Result<T, String>,
+) -> T {
     let start = Instant::now();
     loop {
         match look() {
