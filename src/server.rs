@@ -16,8 +16,7 @@ use tokio::net::TcpListener;
 use crate::app::AppRegistry;
 use crate::config::{Config, startup_banner};
 use crate::coordinator::embedded::EmbeddedCoordinator;
-use crate::coordinator::report::{NodeReport, ReportSource};
-use crate::coordinator::{heartbeat, identity};
+use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::flush::Flusher;
 use crate::grpc::GrpcServer;
 use crate::http::HttpServer;
@@ -83,7 +82,7 @@ impl Worker {
         };
         let registry = metrics::registry()?;
         let (doors, background) = (Tasks::new(), Tasks::new());
-        let memory = Memory::new(parts::memory(config), &registry).with_context(|| {
+        let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
             format!("can not map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let local = match config.store_type.has_local() {
@@ -133,7 +132,9 @@ impl Worker {
         )?;
         match embedded {
             Some(embedded) => embedded.keep_reporting(source, config.heartbeat_interval, &self.background),
-            None => heartbeat::start(parts::heartbeat(config), source, &self.background, &self.registry)?,
+            None => {
+                heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+            }
         }
         Ok(())
     }

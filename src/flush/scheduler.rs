@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::Registry;
 use tokio::time::{MissedTickBehavior, interval};
@@ -31,6 +32,8 @@ pub struct Flusher {
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
+    /// Largest request refused since the scheduler last looked.
+    refused_bytes: AtomicU64,
 }
 
 impl Flusher {
@@ -54,6 +57,7 @@ impl Flusher {
             tasks: tasks.clone(),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
+            refused_bytes: AtomicU64::new(0),
         });
         tasks.spawn("flush scheduler", Arc::clone(&flusher).schedule());
         for _ in 0..flusher.config.workers {
@@ -78,6 +82,12 @@ impl Flusher {
         if policy::flush_goal(self.usage(0), &self.config.limits) > 0 {
             self.wake.notify_one();
         }
+    }
+
+    /// A ticket of `bytes` was refused: makes room for it even below the watermark.
+    pub fn refused(&self, bytes: u64) {
+        self.refused_bytes.fetch_max(bytes, Ordering::Relaxed);
+        self.wake.notify_one();
     }
 
     /// Batches that are sealed and not yet in the store, waiting retries included.
@@ -112,7 +122,7 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => {}
             }
-            let goal = policy::flush_goal(self.usage(self.memory.take_refused_bytes()), &self.config.limits);
+            let goal = policy::flush_goal(self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)), &self.config.limits);
             if goal > 0 {
                 self.flush_bytes(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
@@ -161,7 +171,7 @@ impl Flusher {
 fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
     policy::Candidate {
         bytes: buffer.active_bytes(),
-        blocks: buffer.block_count(),
+        blocks: buffer.active_blocks() as u64,
         in_flight_batches: buffer.in_flight_batches(),
     }
 }

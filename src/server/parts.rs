@@ -40,7 +40,7 @@ pub(super) fn disks(config: &Config) -> Vec<Arc<dyn Disk>> {
         .localfile
         .data_paths
         .iter()
-        .map(|path| Arc::new(BlockingDisk::new(path.clone(), config.localfile.write_concurrency_per_disk)) as _)
+        .map(|path| Arc::new(BlockingDisk::new(path.clone(), config.localfile.write_concurrency_per_disk, READS_PER_DISK)) as _)
         .collect()
 }
 
@@ -86,4 +86,8 @@ pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
     let coordinators =
         config.coordinator_quorum.iter().map(|endpoint| endpoint.to_string().parse()).collect::<Result<_, _>>()?;
     Ok(HeartbeatConfig { coordinators, interval: config.heartbeat_interval })
+}
+
+pub(super) fn http(config: &Config) -> HttpConfig {
+    HttpConfig { max_connections: config.http.max_connections, request_timeout: config.http.request_timeout }
 }
