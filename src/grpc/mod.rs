@@ -54,6 +54,9 @@ pub struct GrpcConfig {
     pub window_budget_bytes: u64,
     /// Time for a request to be complete, and for a small call to be answered. Default: 120 s.
     pub send_deadline: Duration,
+    /// Time for a call from its head to the last byte of its answer; then the stream is reset. More than
+    /// `send_deadline`. Default: 300 s.
+    pub stream_deadline: Duration,
     /// Bytes of a refused request that are read and thrown away, so that the client sees the answer.
     /// Default: 64 MiB.
     pub discard_bytes_max: u64,
@@ -81,6 +84,7 @@ impl Default for GrpcConfig {
             frame_bytes_max: 1 << 20,
             window_budget_bytes: 128 << 20,
             send_deadline: Duration::from_secs(120),
+            stream_deadline: Duration::from_secs(300),
             discard_bytes_max: 64 << 20,
             drain_deadline: Duration::from_secs(10),
             first_byte_deadline: Duration::from_secs(10),

@@ -143,10 +143,14 @@ async fn serve(
     socket.set_nodelay(true)?;
     let mut cancelled = pin!(tasks.cancelled());
     // hyper waits for a preface without limit; a peer that never says anything is not worth a slot.
+    let mut first_byte = [0];
+    let spoken = timeout(door.config.first_byte_deadline, socket.peek(&mut first_byte));
     tokio::select! {
         biased;
         () = cancelled.as_mut() => return Ok(()),
-        spoken = timeout(door.config.first_byte_deadline, socket.readable()) => spoken.map_err(silent)??,
+        spoken = spoken => if spoken.map_err(silent)?? == 0 {
+            return Ok(());
+        },
     }
     let service = service_fn(|request| Arc::clone(door).call(request));
     let connection =
@@ -173,7 +177,8 @@ fn silent(_: tokio::time::error::Elapsed) -> io::Error {
 
 fn builder(config: &GrpcConfig, window_bytes: u32, tasks: &Tasks) -> http2::Builder<TaskExecutor> {
     let stream_bytes = config.stream_window_bytes.min(window_bytes);
-    let mut builder = http2::Builder::new(TaskExecutor(tasks.clone()));
+    let executor = TaskExecutor { tasks: tasks.clone(), stream_deadline: config.stream_deadline };
+    let mut builder = http2::Builder::new(executor);
     builder
         .timer(TokioTimer::new())
         .initial_stream_window_size(stream_bytes)
@@ -187,16 +192,25 @@ fn builder(config: &GrpcConfig, window_bytes: u32, tasks: &Tasks) -> http2::Buil
     builder
 }
 
-/// Runs a connection's streams as tasks of the group.
+/// Runs a connection's streams as tasks of the group, each with an end: hyper does not ask a body for more while the
+/// peer takes nothing, so only from out here can a stalled answer be given up and its memory be freed.
 #[derive(Debug, Clone)]
-struct TaskExecutor(Tasks);
+struct TaskExecutor {
+    tasks: Tasks,
+    stream_deadline: Duration,
+}
 
 impl<F> hyper::rt::Executor<F> for TaskExecutor
 where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, future: F) {
-        self.0.spawn("grpc stream", future);
+        let bounded = timeout(self.stream_deadline, future);
+        self.tasks.spawn("grpc stream", async move {
+            if bounded.await.is_err() {
+                debug!("grpc stream gave up: its answer was not taken in time");
+            }
+        });
     }
 }
 
