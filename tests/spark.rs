@@ -78,16 +78,19 @@ fn vanilla_then_uniffle(spark: &mut Option<Jvm>, worker: &Worker, scenarios: &st
     let vanilla = application(spark, "vanilla", &words);
     assert_all_ok(spark, &vanilla, &words);
 
-    let apps = worker.metrics().total("total_app_number").unwrap_or_default();
+    let counted = ["total_received_data", "total_unregister"];
+    let before_uniffle = worker.metrics();
     let uniffle = application(spark, "uniffle", &format!("{words} quorum={}", worker.quorum()));
     assert_all_ok(spark, &uniffle, &words);
     for (answer, before) in uniffle.iter().zip(&vanilla) {
         assert_eq!(answer["digest"], before["digest"], "{answer}");
     }
-    if let Some(apps_now) = worker.metrics().total("total_app_number") {
-        assert!(apps_now > apps, "the application never came to the worker");
-    }
     worker.assert_clean();
+    let after_uniffle = worker.metrics();
+    for name in counted {
+        let (before, after) = (before_uniffle.expect(name), after_uniffle.expect(name));
+        assert!(after > before, "{name} is {after} as before: the application never told the worker");
+    }
     uniffle
 }
 
