@@ -1,7 +1,14 @@
 //! Unmodified Spark with the published Uniffle client, through a worker process, against vanilla Spark.
 //!
 //! One JVM serves all tests of this file (they take turns), each test has workers of its own. A scenario runs first
-//! in vanilla mode and then through a worker; the application compares the digests. By hand, see `uniffle.Main`.
+//! in vanilla mode and then through a worker; the application compares the digests.
+//!
+//! By hand, against a worker that runs (`uniffle.Main` has the other words; `spark.…=…` sets anything of Spark):
+//! ```text
+//! mvn -q -f tests/spark package
+//! java @tests/spark/jvm.options -cp 'target/tmp/spark/classes:target/tmp/spark/deps/*' uniffle.Main \
+//!     modes=vanilla,uniffle quorum=127.0.0.1:21100 scenarios=sort_small,join
+//! ```
 
 #![allow(clippy::panic, reason = "to panic is how a test fails")]
 
