@@ -9,7 +9,7 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::store::LocalStore;
+use crate::store::{LocalStore, ShuffleHandle};
 use crate::types::{Distribution, ShuffleKey};
 
 use super::FlushConfig;
@@ -72,8 +72,9 @@ impl Flusher {
         if !policy::is_oversized(candidate, &self.config.limits) {
             return;
         }
+        let Some(handle) = self.store.handle(shuffle.key()) else { return };
         if let Some(sealed) = buffer.seal() {
-            self.enqueue(shuffle.key().clone(), shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
+            self.enqueue(shuffle.key(), &handle, shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
         }
     }
 
@@ -147,25 +148,40 @@ impl Flusher {
         let candidates = self.memory.candidates();
         let sizes: Vec<policy::Candidate> =
             candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
-        let mut groups: HashMap<ShuffleKey, Vec<(Arc<Buffer>, Arc<SealedBatch>)>> = HashMap::new();
+        let mut groups: HashMap<ShuffleKey, Group> = HashMap::new();
         for index in policy::victims(&sizes, goal, &self.config.limits) {
-            let Candidate { key, buffer, .. } = &candidates[index];
-            if let Some(sealed) = buffer.seal() {
-                groups.entry(key.clone()).or_default().push((Arc::clone(buffer), sealed));
+            let Candidate { key, distribution, buffer, .. } = &candidates[index];
+            if !groups.contains_key(key) {
+                let Some(handle) = self.store.handle(key) else { continue };
+                groups.insert(key.clone(), Group { handle, distribution: *distribution, parts: Vec::new() });
+            }
+            if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal()) {
+                group.parts.push((Arc::clone(buffer), sealed));
             }
         }
-        for (key, parts) in groups {
-            let distribution = self.memory.shuffle(&key).map_or(Distribution::Normal, |shuffle| shuffle.distribution());
-            for parts in cut_batches(parts, self.config.batch_bytes_max) {
-                self.enqueue(key.clone(), distribution, parts);
+        for (key, group) in groups {
+            for parts in cut_batches(group.parts, self.config.batch_bytes_max) {
+                self.enqueue(&key, &group.handle, group.distribution, parts);
             }
         }
     }
 
-    fn enqueue(&self, key: ShuffleKey, distribution: Distribution, parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>) {
+    fn enqueue(&self, key: &ShuffleKey, handle: &ShuffleHandle, distribution: Distribution, parts: Parts) {
         let token = Arc::clone(&self.batch_token);
-        self.queue.push(Batch { key, distribution, parts, failures: 0, _token: token });
+        let (key, handle) = (key.clone(), handle.clone());
+        self.queue.push(Batch { key, handle, distribution, parts, failures: 0, _token: token });
     }
+}
+
+/// Sealed chains and the buffers they came from.
+type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
+
+/// Victims of one shuffle. The store's handle is taken *before* the seal: a buffer that can still be sealed was not
+/// purged, so the handle is of its own incarnation and not of a later shuffle with the same key.
+struct Group {
+    handle: ShuffleHandle,
+    distribution: Distribution,
+    parts: Parts,
 }
 
 fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
@@ -177,10 +193,7 @@ fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
 }
 
 /// Cuts `parts` into batches of about `bytes_max` payload bytes and at most [`BATCH_PARTS_MAX`] partitions.
-fn cut_batches(
-    parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
-    bytes_max: u64,
-) -> Vec<Vec<(Arc<Buffer>, Arc<SealedBatch>)>> {
+fn cut_batches(parts: Parts, bytes_max: u64) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
     let mut open_bytes = 0;
