@@ -42,11 +42,10 @@ fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoo
     let service = CoordinatorServerServer::new(coordinator.clone());
     let cancelled = tasks.cancelled();
     tasks.spawn("coordinator double", async move {
+        // With the shutdown signal, because tonic's connections outlive a dropped server.
         let server = Server::builder().add_service(service);
-        tokio::select! {
-            () = cancelled => {}
-            ended = server.serve_with_incoming(TcpListenerStream::new(listener)) => ended.unwrap(),
-        }
+        let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), cancelled);
+        ended.await.unwrap();
     });
     coordinator
 }
