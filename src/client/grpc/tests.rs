@@ -263,11 +263,9 @@ async fn a_partition_is_read_through_both_tiers_and_counted_once() {
     assert_eq!(read.blocks.len(), 10);
     assert!(all.iter().all(|block| read.blocks[&block.meta.block_id] == block.data));
     assert_eq!((read.from_memory, read.from_disk, read.repeats), (4, 6, 2));
-    let script = double.0.lock();
-    assert_eq!(script.cursors, [-1, all[7].meta.block_id.0, all[9].meta.block_id.0]);
+    assert_eq!(double.0.lock().cursors, [-1, all[7].meta.block_id.0, all[9].meta.block_id.0]);
     // 100 + 101 + 102 ≥ 300, 103 + 104 + 105 ≥ 300; the rest was in memory and is not fetched.
-    assert_eq!(script.data_reads, [(0, 303), (303, 312)]);
-    drop(script);
+    assert_eq!(double.0.lock().data_reads, [(0, 303), (303, 312)]);
     end(client, running).await;
 }
 
