@@ -276,14 +276,7 @@ impl Decoder {
     /// Consumes at least one byte of `window`, which is not empty and ends at the innermost message's end at most.
     fn take<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         match self.step {
-            Step::Key | Step::Value(_) | Step::Length(_) => {
-                let (taken, value) = self.varint.push(window).map_err(|what| self.malformed(what))?;
-                self.advance(taken);
-                if let Some(value) = value {
-                    self.varint_done(value, sink)?;
-                }
-                Ok(taken)
-            }
+            Step::Key | Step::Value(_) | Step::Length(_) => self.take_varints(window, sink),
             Step::Skip(left) => Ok(self.run(left, window, Step::Skip).len()),
             Step::AppId(left) => {
                 let piece = self.run(left, window, Step::AppId);
@@ -304,6 +297,24 @@ impl Decoder {
                 Ok(piece.len())
             }
         }
+    }
+
+    /// Keys, values and lengths as long as they stand in the same message: the fields of a block in one go.
+    fn take_varints<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
+        let level = self.level;
+        let mut taken = 0;
+        while taken < window.len()
+            && self.level == level
+            && matches!(self.step, Step::Key | Step::Value(_) | Step::Length(_))
+        {
+            let (length, value) = self.varint.push(&window[taken..]).map_err(|what| self.malformed(what))?;
+            taken += length;
+            self.advance(length);
+            if let Some(value) = value {
+                self.varint_done(value, sink)?;
+            }
+        }
+        Ok(taken)
     }
 
     /// The part of `window` that belongs to a run of `left` bytes; moves on to the next step.
