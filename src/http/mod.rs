@@ -1,1 +1,126 @@
-//! placeholder
+//! The HTTP door: metrics, health and a banner. It translates only; what is ready or measured comes in as hooks.
+//!
+//! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is nothing to protect.
+//! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
+
+mod serve;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use prometheus::{Encoder as _, Registry, TEXT_FORMAT, TextEncoder};
+
+use serve::Acceptor;
+use tokio::net::TcpListener;
+
+use crate::runtime::Tasks;
+use crate::{metrics, telemetry};
+
+/// Bounds of the door.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HttpConfig {
+    /// Connections at once; more wait in the listener's backlog.
+    pub max_connections: usize,
+    /// From accept to the last byte of the answer.
+    pub request_timeout: Duration,
+}
+
+/// Brings gauges up to date; called before each gathering.
+pub type Refresh = Arc<dyn Fn() + Send + Sync>;
+
+/// Whether clients may be sent here; the error is the reason why not.
+pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
+/// What the door asks the rest of the worker.
+#[derive(Clone)]
+struct Hooks {
+    registry: Registry,
+    refresh: Refresh,
+    ready: Ready,
+}
+
+/// The HTTP door.
+#[derive(Debug)]
+pub struct HttpServer;
+
+impl HttpServer {
+    /// Serves on `listener` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
+    ///
+    /// Also puts into `registry` what no other part owns: the door's connections and the process's panics.
+    ///
+    /// # Errors
+    /// When `registry` has these metrics already.
+    pub fn start(
+        config: HttpConfig,
+        listener: TcpListener,
+        registry: Registry,
+        refresh: Refresh,
+        ready: Ready,
+        tasks: &Tasks,
+    ) -> prometheus::Result<()> {
+        telemetry::register_panic_count(&registry)?;
+        let connections = metrics::gauge(
+            &registry,
+            "http_connection_number",
+            "connections of the HTTP door that are open",
+        )?;
+        let router = router(Hooks { registry, refresh, ready });
+        tasks.spawn(
+            "http accept",
+            Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
+        );
+        Ok(())
+    }
+}
+
+const BANNER: &str = concat!(
+    "uniffle-worker ",
+    env!("CARGO_PKG_VERSION"),
+    " (",
+    env!("WORKER_GIT_COMMIT"),
+    ")\n\
+     \n\
+     /metrics              metrics in Prometheus' text format (also /prometheus/metrics)\n\
+     /health/live          200 while the process answers\n\
+     /health/ready         200 while the worker takes shuffle data, else 503 and the reason\n"
+);
+
+/// All paths. Java's server has its Prometheus text below `/prometheus/metrics`, with an optional registry name; this
+/// worker has one registry, so that every name gives all of it.
+fn router(hooks: Hooks) -> Router {
+    Router::new()
+        .route("/", get(|| async { BANNER }))
+        .route("/metrics", get(metrics_text))
+        .route("/prometheus/metrics", get(metrics_text))
+        .route("/prometheus/metrics/{registry}", get(metrics_text))
+        .route("/health/live", get(|| async { "live\n" }))
+        .route("/health/ready", get(ready))
+        .with_state(hooks)
+}
+
+async fn metrics_text(State(hooks): State<Hooks>) -> Response {
+    (hooks.refresh)();
+    let mut text = Vec::new();
+    match TextEncoder::new().encode(&hooks.registry.gather(), &mut text) {
+        Ok(()) => ([(header::CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
+        Err(error) => {
+            tracing::error!(%error, "metrics can not be encoded");
+            (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response()
+        }
+    }
+}
+
+async fn ready(State(hooks): State<Hooks>) -> Response {
+    match (hooks.ready)() {
+        Ok(()) => "ready\n".into_response(),
+        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,135 @@
-//! placeholder
+//! What the worker does, in protocol-free terms: the doors translate into these calls and back.
+//!
+//! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
+//! two local reads.
+
+mod error;
+mod lifecycle;
+mod metrics;
+mod read;
+mod report;
+mod status;
+mod write;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::Registry;
+
+pub use error::ServiceError;
+pub use lifecycle::RegisterRequest;
+pub use metrics::ServiceMetrics;
+pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryReadRequest};
+pub use report::ReportRequest;
+pub use status::{WorkerState, WorkerStatus};
+pub use write::{BlockHeader, RequireGrant, RequireRequest, SendHeader, SendSession};
+
+use crate::app::{App, AppRegistry, ShuffleState};
+use crate::flush::Flusher;
+use crate::memory::Memory;
+use crate::store::LocalStore;
+use crate::types::{AppId, ShuffleId, ShuffleKey};
+
+/// Limits of the service.
+#[derive(Debug, Clone)]
+pub struct ServiceConfig {
+    /// Partitions one `requireBuffer` may name. Default: 1,000,000.
+    pub partitions_per_request_max: usize,
+    /// How long a local read waits for read memory before NO_BUFFER. Default: 10 s.
+    pub read_memory_wait: Duration,
+    /// Whether a block's CRC-32 is checked as it arrives. Default: true.
+    pub verify_crc: bool,
+}
+
+impl Default for ServiceConfig {
+    fn default() -> Self {
+        Self {
+            partitions_per_request_max: 1_000_000,
+            read_memory_wait: Duration::from_secs(10),
+            verify_crc: true,
+        }
+    }
+}
+
+/// The tier below memory, with what fills it. A worker of store type MEMORY has none.
+#[derive(Debug, Clone)]
+pub struct LocalTier {
+    /// Where blocks go.
+    pub store: Arc<LocalStore>,
+    /// Who brings them there.
+    pub flusher: Arc<Flusher>,
+}
+
+/// The service; shared by all doors.
+#[derive(Debug)]
+pub struct Service {
+    config: ServiceConfig,
+    apps: Arc<AppRegistry>,
+    memory: Arc<Memory>,
+    local: Option<LocalTier>,
+    status: WorkerStatus,
+    tasks: crate::runtime::Tasks,
+    metrics: ServiceMetrics,
+}
+
+impl Service {
+    /// Ties the parts together.
+    ///
+    /// # Errors
+    /// A metric name that is taken in `registry`.
+    pub fn new(
+        config: ServiceConfig,
+        apps: Arc<AppRegistry>,
+        memory: Arc<Memory>,
+        local: Option<LocalTier>,
+        tasks: crate::runtime::Tasks,
+        registry: &Registry,
+    ) -> prometheus::Result<Arc<Self>> {
+        let metrics = ServiceMetrics::new(registry)?;
+        Ok(Arc::new(Self { config, apps, memory, local, status: WorkerStatus::default(), tasks, metrics }))
+    }
+
+    /// State of the worker as a node of the cluster.
+    #[must_use]
+    pub fn status(&self) -> &WorkerStatus {
+        &self.status
+    }
+
+    /// The registry of apps.
+    #[must_use]
+    pub fn apps(&self) -> &Arc<AppRegistry> {
+        &self.apps
+    }
+
+    /// Brings gauges of live values up to date; called before metrics are gathered.
+    pub fn refresh_metrics(&self) {
+        let partitions: u64 = self
+            .apps
+            .apps()
+            .iter()
+            .flat_map(|app| app.shuffles())
+            .map(|shuffle| shuffle.partition_count())
+            .sum();
+        self.metrics.set_inventory(self.apps.app_count() as u64, partitions, self.apps.block_id_count());
+        self.metrics.set_state(self.status.state());
+    }
+
+    /// The app of a request; an id that can not exist is unknown like any other.
+    fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
+        self.apps.find(&id).ok_or(ServiceError::NotRegistered)
+    }
+
+    /// As [`Service::app`], and the app counts as used now.
+    fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let app = self.app(app)?;
+        self.apps.touch(&app);
+        Ok(app)
+    }
+}
+
+/// Key and state of a shuffle of `app`; `None` if it is not registered.
+fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
+    let state = app.shuffle(ShuffleId(shuffle))?;
+    Some((state.key().clone(), state))
+}

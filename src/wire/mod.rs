@@ -1,4 +1,8 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
+pub mod bitmap;
+pub mod error;
 pub mod index;
 pub mod send_message;
+
+pub use error::DecodeError;

@@ -112,6 +112,10 @@ impl LocalStore {
             }
         }
         self.core.remove_condemned().await;
+        self.remove_app_directory(app).await;
+    }
+
+    async fn remove_app_directory(&self, app: &AppId) {
         let directory = Path::new(APPS).join(app.as_str());
         let removals = self.core.disks.iter().map(|disk| {
             let removal = disk.io.remove_dir(&directory);
@@ -119,6 +123,20 @@ impl LocalStore {
             async { within(self.core.config.name_timeout, removal).await.ok() }
         });
         join_all(removals.collect::<Vec<_>>()).await;
+    }
+
+    /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`].
+    /// Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere.
+    pub fn forget(&self, key: &ShuffleKey) {
+        if let Some((_, shuffle)) = self.shuffles.remove(key) {
+            self.condemn(shuffle);
+        }
+    }
+
+    /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
+    pub async fn remove_files(&self, app: &AppId) {
+        self.core.remove_condemned().await;
+        self.remove_app_directory(app).await;
     }
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.

@@ -1,0 +1,108 @@
+//! A bounded count that is given back by `Drop`: how many block ids may be held in all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The bound is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("limit of {max} is reached")]
+pub struct QuotaExceeded {
+    /// The bound.
+    pub max: u64,
+}
+
+/// A bounded counter; clones share it.
+#[derive(Debug, Clone)]
+pub struct Quota(Arc<Counter>);
+
+#[derive(Debug)]
+struct Counter {
+    used: AtomicU64,
+    max: u64,
+}
+
+impl Quota {
+    /// A counter that never passes `max`.
+    #[must_use]
+    pub fn new(max: u64) -> Self {
+        Self(Arc::new(Counter { used: AtomicU64::new(0), max }))
+    }
+
+    /// What all shares hold together.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.0.used.load(Ordering::Relaxed)
+    }
+
+    /// An empty share.
+    #[must_use]
+    pub fn share(&self) -> Share {
+        Share { quota: self.clone(), held: 0 }
+    }
+}
+
+/// What one holder has taken; returned on drop.
+#[derive(Debug)]
+pub struct Share {
+    quota: Quota,
+    held: u64,
+}
+
+impl Share {
+    /// Takes `count` more.
+    ///
+    /// # Errors
+    /// [`QuotaExceeded`] if the bound would be passed; nothing is taken then.
+    pub fn grow(&mut self, count: u64) -> Result<(), QuotaExceeded> {
+        let max = self.quota.0.max;
+        self.quota
+            .0
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                used.checked_add(count).filter(|sum| *sum <= max)
+            })
+            .map_err(|_| QuotaExceeded { max })?;
+        self.held += count;
+        Ok(())
+    }
+
+    /// Gives back what is held above `count`.
+    pub fn shrink_to(&mut self, count: u64) {
+        let surplus = self.held.saturating_sub(count);
+        self.held -= surplus;
+        self.quota.0.used.fetch_sub(surplus, Ordering::Relaxed);
+    }
+
+    /// What this share holds.
+    #[must_use]
+    pub fn held(&self) -> u64 {
+        self.held
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.shrink_to(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_bounded_and_given_back() {
+        let quota = Quota::new(10);
+        let mut a = quota.share();
+        let mut b = quota.share();
+        a.grow(7).unwrap();
+        assert_eq!(b.grow(4), Err(QuotaExceeded { max: 10 }));
+        assert_eq!(b.grow(u64::MAX), Err(QuotaExceeded { max: 10 }));
+        b.grow(3).unwrap();
+        a.shrink_to(5);
+        assert_eq!(quota.used(), 8);
+        drop(a);
+        drop(b);
+        assert_eq!(quota.used(), 0);
+    }
+}

@@ -1,0 +1,95 @@
+//! Which partitions a shuffle has here: closed ranges, merged, so that 100,000 registered partitions cost a few words.
+
+/// A range that is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RangeError {
+    /// Negative start, or end before start.
+    #[error("partition range {start}..={end} is not a range of partition ids")]
+    Invalid {
+        /// First id as sent.
+        start: i32,
+        /// Last id as sent.
+        end: i32,
+    },
+}
+
+/// A set of partition ids as sorted, disjoint, closed ranges.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PartitionRanges(Vec<(i32, i32)>);
+
+impl PartitionRanges {
+    /// Merges `ranges`.
+    ///
+    /// # Errors
+    /// The first range that is none.
+    pub fn parse(ranges: &[(i32, i32)]) -> Result<Self, RangeError> {
+        if let Some(&(start, end)) = ranges.iter().find(|(start, end)| *start < 0 || end < start) {
+            return Err(RangeError::Invalid { start, end });
+        }
+        Ok(Self(merge(ranges.to_vec())))
+    }
+
+    /// Adds all of `other`.
+    pub fn extend(&mut self, other: &Self) {
+        let mut all = std::mem::take(&mut self.0);
+        all.extend_from_slice(&other.0);
+        self.0 = merge(all);
+    }
+
+    /// Whether `partition` is in one of the ranges.
+    #[must_use]
+    pub fn contains(&self, partition: i32) -> bool {
+        let after = self.0.partition_point(|(start, _)| *start <= partition);
+        after > 0 && partition <= self.0[after - 1].1
+    }
+
+    /// How many partitions the ranges hold.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|(start, end)| u64::from(end.abs_diff(*start)) + 1).sum()
+    }
+}
+
+fn merge(mut ranges: Vec<(i32, i32)>) -> Vec<(i32, i32)> {
+    ranges.sort_unstable();
+    let mut merged: Vec<(i32, i32)> = Vec::new();
+    for (start, end) in ranges {
+        match merged.last_mut() {
+            Some(last) if start <= last.1.saturating_add(1) => last.1 = last.1.max(end),
+            _ => merged.push((start, end)),
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn negative_and_reversed_ranges_are_refused() {
+        assert!(PartitionRanges::parse(&[(0, 3), (-1, 2)]).is_err());
+        assert!(PartitionRanges::parse(&[(3, 2)]).is_err());
+        let whole = PartitionRanges::parse(&[(0, i32::MAX), (5, i32::MAX)]).unwrap();
+        assert_eq!(whole.count(), 1 << 31);
+        assert!(whole.contains(i32::MAX) && !whole.contains(-1));
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_are_a_set(first in proptest::collection::vec((0i32..50, 0i32..9), 0..12),
+                            second in proptest::collection::vec((0i32..50, 0i32..9), 0..12)) {
+            let closed = |v: &[(i32, i32)]| v.iter().map(|(s, n)| (*s, s + n)).collect::<Vec<_>>();
+            let mut ranges = PartitionRanges::parse(&closed(&first)).unwrap();
+            ranges.extend(&PartitionRanges::parse(&closed(&second)).unwrap());
+            let model: BTreeSet<i32> =
+                closed(&first).into_iter().chain(closed(&second)).flat_map(|(s, e)| s..=e).collect();
+            prop_assert_eq!(ranges.count(), model.len() as u64);
+            for p in 0..70 {
+                prop_assert_eq!(ranges.contains(p), model.contains(&p));
+            }
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! Apps and their shuffles, with the time of their last use.
+//!
+//! Removing is done under the lock that registering takes, and the caller passes the work that must happen with it
+//! (`with` closures), so that a purge and a registration of the same app never interleave.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use dashmap::DashMap;
+use parking_lot::{Mutex, RwLock};
+use tokio::time::Instant;
+
+use crate::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
+
+use super::AppConfig;
+use super::block_ids::BlockIds;
+use super::quota::{Quota, QuotaExceeded};
+use super::ranges::PartitionRanges;
+
+/// What `registerShuffle` says.
+#[derive(Debug, Clone)]
+pub struct Registration {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// Its partitions on this worker; added to those already known.
+    pub ranges: PartitionRanges,
+    /// Order of blocks in extents.
+    pub distribution: Distribution,
+    /// Spark user.
+    pub user: String,
+    /// Client configuration, `.rss.` keys only.
+    pub properties: HashMap<String, String>,
+}
+
+/// One shuffle.
+#[derive(Debug)]
+pub struct ShuffleState {
+    key: ShuffleKey,
+    ranges: RwLock<PartitionRanges>,
+    block_ids: Mutex<BlockIds>,
+    stage_attempt: AtomicI32,
+}
+
+impl ShuffleState {
+    /// Its key.
+    #[must_use]
+    pub fn key(&self) -> &ShuffleKey {
+        &self.key
+    }
+
+    /// Whether the partition was registered.
+    #[must_use]
+    pub fn has_partition(&self, partition: PartitionId) -> bool {
+        self.ranges.read().contains(partition.0)
+    }
+
+    /// How many partitions were registered.
+    #[must_use]
+    pub fn partition_count(&self) -> u64 {
+        self.ranges.read().count()
+    }
+
+    /// Reported block ids.
+    #[must_use]
+    pub fn block_ids(&self) -> &Mutex<BlockIds> {
+        &self.block_ids
+    }
+
+    /// Latest stage attempt that sent data; raises it to `attempt` if that is later.
+    #[must_use]
+    pub fn latest_stage_attempt(&self, attempt: i32) -> i32 {
+        self.stage_attempt.fetch_max(attempt, Ordering::Relaxed).max(attempt)
+    }
+}
+
+/// One application.
+#[derive(Debug)]
+pub struct App {
+    id: AppId,
+    user: RwLock<String>,
+    properties: RwLock<HashMap<String, String>>,
+    /// Milliseconds since the registry was made.
+    last_use_ms: AtomicU64,
+    shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
+}
+
+impl App {
+    /// Its id.
+    #[must_use]
+    pub fn id(&self) -> &AppId {
+        &self.id
+    }
+
+    /// The user of its latest registration.
+    #[must_use]
+    pub fn user(&self) -> String {
+        self.user.read().clone()
+    }
+
+    /// A property of its latest registration.
+    #[must_use]
+    pub fn property(&self, key: &str) -> Option<String> {
+        self.properties.read().get(key).cloned()
+    }
+
+    /// One of its shuffles.
+    #[must_use]
+    pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
+        self.shuffles.read().get(&id).cloned()
+    }
+
+    /// All its shuffles.
+    #[must_use]
+    pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
+        self.shuffles.read().values().cloned().collect()
+    }
+}
+
+/// All applications.
+#[derive(Debug)]
+pub struct AppRegistry {
+    config: AppConfig,
+    apps: DashMap<AppId, Arc<App>>,
+    block_ids: Quota,
+    started: Instant,
+    /// Held while an app or shuffle is added or removed together with its state elsewhere.
+    lifecycle: Mutex<()>,
+}
+
+impl AppRegistry {
+    /// No apps.
+    #[must_use]
+    pub fn new(config: AppConfig) -> Self {
+        let block_ids = Quota::new(config.reported_blocks_max);
+        Self { config, apps: DashMap::new(), block_ids, started: Instant::now(), lifecycle: Mutex::new(()) }
+    }
+
+    /// Adds or refreshes an app and its shuffle, then runs `with` before anybody can remove them.
+    ///
+    /// # Errors
+    /// [`QuotaExceeded`] if there are too many apps or shuffles.
+    pub fn register<T>(
+        &self,
+        registration: Registration,
+        with: impl FnOnce() -> T,
+    ) -> Result<T, QuotaExceeded> {
+        let _alone = self.lifecycle.lock();
+        let Registration { key, ranges, user, properties, .. } = registration;
+        let app = match self.find(&key.app) {
+            Some(app) => app,
+            None if self.apps.len() >= self.config.apps_max => {
+                return Err(QuotaExceeded { max: self.config.apps_max as u64 });
+            }
+            None => self.insert(&key.app),
+        };
+        self.touch(&app);
+        *app.user.write() = user;
+        *app.properties.write() = properties;
+        let mut shuffles = app.shuffles.write();
+        if !shuffles.contains_key(&key.shuffle) && shuffles.len() >= self.config.shuffles_per_app_max {
+            return Err(QuotaExceeded { max: self.config.shuffles_per_app_max as u64 });
+        }
+        let shuffle = shuffles.entry(key.shuffle).or_insert_with(|| {
+            Arc::new(ShuffleState {
+                key,
+                ranges: RwLock::default(),
+                block_ids: Mutex::new(BlockIds::new(&self.block_ids)),
+                stage_attempt: AtomicI32::new(0),
+            })
+        });
+        shuffle.ranges.write().extend(&ranges);
+        drop(shuffles);
+        Ok(with())
+    }
+
+    fn insert(&self, id: &AppId) -> Arc<App> {
+        let app = Arc::new(App {
+            id: id.clone(),
+            user: RwLock::default(),
+            properties: RwLock::default(),
+            last_use_ms: AtomicU64::new(0),
+            shuffles: RwLock::default(),
+        });
+        self.apps.insert(id.clone(), Arc::clone(&app));
+        app
+    }
+
+    /// The app, without refreshing it.
+    #[must_use]
+    pub fn find(&self, id: &AppId) -> Option<Arc<App>> {
+        self.apps.get(id).map(|entry| Arc::clone(&entry))
+    }
+
+    /// Marks the app as used now.
+    pub fn touch(&self, app: &App) {
+        app.last_use_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
+    }
+
+    /// Removes one shuffle and runs `with` before it can be registered again. False if it was not known.
+    pub fn remove_shuffle(&self, key: &ShuffleKey, with: impl FnOnce()) -> bool {
+        let _alone = self.lifecycle.lock();
+        let Some(app) = self.find(&key.app) else { return false };
+        let removed = app.shuffles.write().remove(&key.shuffle).is_some();
+        with();
+        removed
+    }
+
+    /// Removes an app and runs `with` on its shuffles before it can be registered again. False if it was not known.
+    pub fn remove_app(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>)) -> bool {
+        self.remove_app_if(id, |_| true, with)
+    }
+
+    /// As [`AppRegistry::remove_app`], but only if the app is still expired (PROTOCOL trap 73: time passes between
+    /// finding an expired app and purging it).
+    pub fn remove_app_if_expired(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>)) -> bool {
+        self.remove_app_if(id, |app| self.is_expired(app), with)
+    }
+
+    fn remove_app_if(
+        &self,
+        id: &AppId,
+        condition: impl Fn(&App) -> bool,
+        with: impl FnOnce(Vec<ShuffleKey>),
+    ) -> bool {
+        let _alone = self.lifecycle.lock();
+        let Some((_, app)) = self.apps.remove_if(id, |_, app| condition(app)) else { return false };
+        let shuffles = std::mem::take(&mut *app.shuffles.write());
+        with(shuffles.into_values().map(|shuffle| shuffle.key.clone()).collect());
+        true
+    }
+
+    /// Apps without use for longer than the timeout.
+    #[must_use]
+    pub fn expired(&self) -> Vec<AppId> {
+        self.apps.iter().filter(|app| self.is_expired(app)).map(|app| app.id.clone()).collect()
+    }
+
+    fn is_expired(&self, app: &App) -> bool {
+        let idle_ms = self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed));
+        Duration::from_millis(idle_ms) > self.config.heartbeat_timeout
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// All apps.
+    #[must_use]
+    pub fn apps(&self) -> Vec<Arc<App>> {
+        self.apps.iter().map(|app| Arc::clone(&app)).collect()
+    }
+
+    /// How many apps are known.
+    #[must_use]
+    pub fn app_count(&self) -> usize {
+        self.apps.len()
+    }
+
+    /// How many reported block ids are held.
+    #[must_use]
+    pub fn block_id_count(&self) -> u64 {
+        self.block_ids.used()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration {
+        Registration {
+            key: ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle)),
+            ranges: PartitionRanges::parse(ranges).unwrap(),
+            distribution: Distribution::Normal,
+            user: "u".into(),
+            properties: HashMap::new(),
+        }
+    }
+
+    #[tokio::test]
+    async fn unregistering_app_1_leaves_app_10() {
+        let registry = AppRegistry::new(AppConfig::default());
+        for app in ["app-1", "app-10"] {
+            registry.register(registration(app, 1, &[(0, 0)]), || ()).unwrap();
+            registry.register(registration(app, 10, &[(0, 0)]), || ()).unwrap();
+        }
+        let mut purged = Vec::new();
+        assert!(registry.remove_app(&AppId::parse("app-1").unwrap(), |keys| purged = keys));
+        purged.sort();
+        assert_eq!(purged.iter().map(ToString::to_string).collect::<Vec<_>>(), ["app-1/1", "app-1/10"]);
+        let other = registry.find(&AppId::parse("app-10").unwrap()).unwrap();
+        assert_eq!(other.shuffles().len(), 2);
+        assert!(registry.remove_shuffle(&ShuffleKey::new(other.id().clone(), ShuffleId(1)), || ()));
+        assert!(other.shuffle(ShuffleId(10)).is_some());
+    }
+
+    #[tokio::test]
+    async fn registering_again_adds_ranges_and_keeps_reports() {
+        let registry = AppRegistry::new(AppConfig::default());
+        registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+        let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
+        shuffle.block_ids().lock().report(1, &[(PartitionId(0), vec![1])]).unwrap();
+        registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
+        assert_eq!(shuffle.partition_count(), 3);
+        assert!(shuffle.has_partition(PartitionId(4)) && !shuffle.has_partition(PartitionId(2)));
+        assert_eq!(registry.block_id_count(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_app_used_between_check_and_purge_stays() {
+        let registry = AppRegistry::new(AppConfig::default());
+        registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+        tokio::time::advance(Duration::from_secs(301)).await;
+        let expired = registry.expired();
+        assert_eq!(expired.len(), 1);
+        registry.touch(&registry.find(&expired[0]).unwrap());
+        assert!(!registry.remove_app_if_expired(&expired[0], |_| ()));
+        assert_eq!(registry.app_count(), 1);
+        tokio::time::advance(Duration::from_secs(301)).await;
+        assert!(registry.remove_app_if_expired(&expired[0], |_| ()));
+        assert_eq!(registry.app_count(), 0);
+    }
+
+    #[tokio::test]
+    async fn too_many_apps_are_refused_with_the_limit() {
+        let registry =
+            AppRegistry::new(AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() });
+        registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
+        assert_eq!(registry.register(registration("b", 1, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));
+        assert_eq!(registry.register(registration("a", 2, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));
+        assert_eq!(registry.app_count(), 1);
+    }
+}

@@ -1,0 +1,117 @@
+//! Why a request was refused, and the one mapping to the protocol's status codes.
+//!
+//! The text goes to `retMsg`. Codes above 10 are not sent: clients before 0.10 retry what they do not know
+//! (PROTOCOL §1.4); `NO_REGISTER` is the only "do not retry" that every version understands.
+
+use crate::app::{QuotaExceeded, RangeError, ReportError};
+use crate::memory::MemoryError;
+use crate::proto::StatusCode;
+use crate::store::StoreError;
+use crate::types::InvalidAppId;
+
+/// A refused request.
+#[derive(Debug, thiserror::Error)]
+pub enum ServiceError {
+    /// The app, shuffle or partition is not known here. The text is Java's literal.
+    #[error("NO_REGISTER")]
+    NotRegistered,
+    /// As above, with what was not found.
+    #[error("{0} is not registered")]
+    NotRegisteredPart(String),
+    /// The id is no application id.
+    #[error("{0}")]
+    InvalidApp(#[from] InvalidAppId),
+    /// A partition range is none.
+    #[error("{0}")]
+    InvalidRange(#[from] RangeError),
+    /// A field has a value that it can not have.
+    #[error("{field} is {value}, {allowed}")]
+    InvalidField {
+        /// Name on the wire.
+        field: &'static str,
+        /// As sent.
+        value: i64,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+    /// The request contradicts itself or what it announced.
+    #[error("{0}")]
+    Malformed(String),
+    /// A block's bytes do not have the checksum that came with them.
+    #[error("crc of block {block} is {actual:#010x}, the request says {announced:#010x}; nothing was stored")]
+    BlockCrc {
+        /// Block id.
+        block: i64,
+        /// Sent.
+        announced: u32,
+        /// Computed.
+        actual: u32,
+    },
+    /// Too many apps or shuffles.
+    #[error("too many applications or shuffles: {0}")]
+    TooMany(#[from] QuotaExceeded),
+    /// See [`ReportError`].
+    #[error("{0}")]
+    Report(#[from] ReportError),
+    /// The memory tier refused.
+    #[error("{0}")]
+    Memory(#[from] MemoryError),
+    /// The local tier failed.
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    /// No memory for a read came free in time.
+    #[error("no read memory came free within {waited_ms} ms, {asked} bytes are needed")]
+    NoReadMemory {
+        /// Bytes.
+        asked: u64,
+        /// How long was waited.
+        waited_ms: u64,
+    },
+    /// The worker is about to stop.
+    #[error("the worker is stopping")]
+    Stopping,
+    /// An older attempt of a stage sends data.
+    #[error("stage attempt {sent} sends data, attempt {latest} has begun")]
+    StaleStageAttempt {
+        /// Of the request.
+        sent: i32,
+        /// Newest seen.
+        latest: i32,
+    },
+    /// Something that this server does not do.
+    #[error("{0}")]
+    Unsupported(&'static str),
+}
+
+impl ServiceError {
+    /// The code that goes to the client.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::NotRegistered | Self::NotRegisteredPart(_) => StatusCode::NoRegister,
+            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => {
+                StatusCode::InvalidRequest
+            }
+            Self::Memory(error) => memory_status(error),
+            Self::NoReadMemory { .. } | Self::Stopping => StatusCode::NoBuffer,
+            Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
+            Self::Malformed(_)
+            | Self::BlockCrc { .. }
+            | Self::TooMany(_)
+            | Self::Report(_)
+            | Self::Store(_)
+            | Self::Unsupported(_) => StatusCode::InternalError,
+        }
+    }
+}
+
+fn memory_status(error: &MemoryError) -> StatusCode {
+    match error {
+        MemoryError::NoCapacity { .. } => StatusCode::NoBuffer,
+        MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
+        MemoryError::Evicted => StatusCode::NoRegister,
+        MemoryError::UnknownTicket
+        | MemoryError::TicketOverspent { .. }
+        | MemoryError::TooManyBlocks { .. } => StatusCode::InternalError,
+    }
+}

@@ -1,0 +1,189 @@
+//! Register, heartbeat, unregister, expire.
+//!
+//! An app or shuffle is taken out of the registry, memory and store together, under the registry's lock, so that a
+//! registration that follows at once meets clean ground. Deleting files comes after, in a task.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::app::{PartitionRanges, Registration};
+use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
+
+use super::{Service, ServiceError};
+
+/// `registerShuffle`.
+#[derive(Debug, Clone)]
+pub struct RegisterRequest<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// Closed ranges of partitions.
+    pub ranges: Vec<(i32, i32)>,
+    /// Spark user.
+    pub user: String,
+    /// Order wanted inside extents.
+    pub distribution: Distribution,
+    /// Client configuration.
+    pub properties: HashMap<String, String>,
+}
+
+impl Service {
+    /// Makes a shuffle and its partitions known; repeating it is harmless, further ranges are added.
+    ///
+    /// # Errors
+    /// An id or range that is none, or too many of them; then nothing was registered.
+    pub fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
+        let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
+        if request.shuffle < 0 {
+            return Err(invalid_shuffle(request.shuffle));
+        }
+        let ranges = PartitionRanges::parse(&request.ranges)?;
+        let partitions = ranges.count();
+        let new_app = self.apps.find(&key.app).is_none();
+        let registration = Registration {
+            key: key.clone(),
+            ranges,
+            distribution: request.distribution,
+            user: request.user,
+            properties: request.properties,
+        };
+        self.apps.register(registration, || {
+            self.memory.register(&key, request.distribution);
+            if let Some(local) = &self.local {
+                local.store.register(&key);
+            }
+        })?;
+        self.metrics.apps_registered.inc_by(u64::from(new_app));
+        self.metrics.partitions_registered.inc_by(partitions);
+        tracing::debug!(shuffle = %key, partitions, "registered");
+        Ok(())
+    }
+
+    /// The app is alive.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`].
+    pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
+        self.touched_app(app).map(drop)
+    }
+
+    /// Forgets a shuffle; its memory is free when this returns, its files soon after.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
+    pub fn unregister_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
+        let app = self.app(app)?;
+        let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
+        let removed =
+            self.apps.remove_shuffle(&key, || self.purge_state(&key.app, std::slice::from_ref(&key)));
+        self.metrics.unregisters.inc_by(u64::from(removed));
+        tracing::info!(shuffle = %key, "unregistered");
+        Ok(())
+    }
+
+    /// Forgets an app with all its shuffles.
+    ///
+    /// # Errors
+    /// [`ServiceError::NotRegistered`].
+    pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
+        let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
+        if !self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys)) {
+            return Err(ServiceError::NotRegistered);
+        }
+        self.metrics.unregisters.inc();
+        tracing::info!(app = %id, "unregistered");
+        Ok(())
+    }
+
+    /// Purges apps that were not used for the timeout; returns how many.
+    pub fn expire_apps(self: &Arc<Self>) -> usize {
+        let mut purged = 0;
+        for id in self.apps.expired() {
+            if self.apps.remove_app_if_expired(&id, |keys| self.purge_app_state(&id, &keys)) {
+                purged += 1;
+                tracing::info!(app = %id, "no heartbeat within the timeout, purged");
+            }
+        }
+        self.metrics.apps_expired.inc_by(purged);
+        self.status.observe_apps(self.apps.app_count());
+        usize::try_from(purged).unwrap_or(usize::MAX)
+    }
+
+    /// Expires tickets and apps at their intervals until the worker stops.
+    pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        let mut tickets = tokio::time::interval(tickets_every);
+        let mut apps = tokio::time::interval(apps_every);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stopped => return,
+                now = tickets.tick() => {
+                    let expired = self.memory.expire_tickets(now);
+                    if expired > 0 {
+                        tracing::debug!(expired, "tickets expired");
+                    }
+                }
+                _ = apps.tick() => {
+                    self.expire_apps();
+                }
+            }
+        }
+    }
+
+    /// An operator takes the node out of service.
+    ///
+    /// # Errors
+    /// [`ServiceError::InvalidField`] in a state from which that is not possible.
+    pub fn decommission(&self) -> Result<(), ServiceError> {
+        if !self.status.decommission() {
+            return Err(ServiceError::InvalidField {
+                field: "state",
+                value: 4,
+                allowed: "an unhealthy server can not be decommissioned",
+            });
+        }
+        self.status.observe_apps(self.apps.app_count());
+        tracing::info!("decommissioning");
+        Ok(())
+    }
+
+    /// An operator puts the node back into service.
+    ///
+    /// # Errors
+    /// None today.
+    pub fn cancel_decommission(&self) -> Result<(), ServiceError> {
+        self.status.cancel_decommission();
+        tracing::info!("decommissioning cancelled");
+        Ok(())
+    }
+
+    fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey]) {
+        self.memory.tickets().forget_app(app);
+        self.purge_state(app, keys);
+    }
+
+    /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task.
+    fn purge_state(&self, app: &AppId, keys: &[ShuffleKey]) {
+        for key in keys {
+            self.memory.purge(key);
+        }
+        let Some(local) = &self.local else { return };
+        for key in keys {
+            local.store.forget(key);
+        }
+        let (store, app) = (Arc::clone(&local.store), app.clone());
+        self.tasks.spawn("delete shuffle files", async move { store.remove_files(&app).await });
+    }
+}
+
+pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
+    ServiceError::InvalidField {
+        field: "shuffleId",
+        value: i64::from(shuffle),
+        allowed: "0 or more is allowed",
+    }
+}

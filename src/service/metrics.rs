@@ -1,0 +1,94 @@
+//! Counters and gauges of the service; names as the Java server's and riffle's (PROTOCOL §10.2, §10.6).
+
+use prometheus::{IntCounter, IntGauge, Registry};
+
+use super::status::WorkerState;
+
+/// See the module.
+#[derive(Debug)]
+pub struct ServiceMetrics {
+    pub(super) received_bytes: IntCounter,
+    pub(super) received_blocks: IntCounter,
+    pub(super) rejected_sends: IntCounter,
+    pub(super) crc_mismatches: IntCounter,
+    pub(super) read_bytes: IntCounter,
+    pub(super) read_memory_bytes: IntCounter,
+    pub(super) read_local_data_bytes: IntCounter,
+    pub(super) read_local_index_bytes: IntCounter,
+    pub(super) require_buffer_refused: IntCounter,
+    pub(super) apps_registered: IntCounter,
+    pub(super) partitions_registered: IntCounter,
+    pub(super) unregisters: IntCounter,
+    pub(super) apps_expired: IntCounter,
+    apps: IntGauge,
+    partitions: IntGauge,
+    block_ids: IntGauge,
+    unhealthy: IntGauge,
+    java_unhealthy: IntGauge,
+}
+
+impl ServiceMetrics {
+    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
+        let counter = |name: &str, help: &str| -> prometheus::Result<IntCounter> {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let gauge = |name: &str, help: &str| -> prometheus::Result<IntGauge> {
+            let gauge = IntGauge::new(name, help)?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        Ok(Self {
+            received_bytes: counter("total_received_data", "Payload bytes of blocks that were acknowledged")?,
+            received_blocks: counter("total_received_blocks", "Blocks that were acknowledged and stored")?,
+            rejected_sends: counter("total_rejected_sends", "Sends refused after their header was read")?,
+            crc_mismatches: counter(
+                "total_received_crc_mismatch",
+                "Blocks whose bytes did not have their CRC-32",
+            )?,
+            read_bytes: counter("total_read_data", "Payload bytes read, all tiers")?,
+            read_memory_bytes: counter("total_read_memory_data", "Payload bytes read from memory")?,
+            read_local_data_bytes: counter(
+                "total_read_local_data_file",
+                "Payload bytes read from local disks",
+            )?,
+            read_local_index_bytes: counter(
+                "total_read_local_index_file",
+                "Index bytes read from local disks",
+            )?,
+            require_buffer_refused: counter(
+                "total_require_buffer_failed",
+                "Tickets refused for lack of memory",
+            )?,
+            apps_registered: counter("total_app_num", "Applications registered since start")?,
+            partitions_registered: counter("total_partition_num", "Partitions registered since start")?,
+            unregisters: counter(
+                "total_unregister",
+                "Unregister calls of shuffles and applications that were known",
+            )?,
+            apps_expired: counter("total_expired_app_num", "Applications purged for want of a heartbeat")?,
+            apps: gauge("app_num_with_node", "Applications known now")?,
+            partitions: gauge("partition_num_with_node", "Partitions registered now")?,
+            block_ids: gauge("reported_block_count", "Reported block ids held")?,
+            unhealthy: gauge("service_is_healthy", "0 = healthy, 1 = not")?,
+            java_unhealthy: gauge("is_healthy", "0 = healthy, 1 = not")?,
+        })
+    }
+
+    pub(super) fn set_inventory(&self, apps: u64, partitions: u64, block_ids: u64) {
+        self.apps.set(clamped(apps));
+        self.partitions.set(clamped(partitions));
+        self.block_ids.set(clamped(block_ids));
+    }
+
+    pub(super) fn set_state(&self, state: WorkerState) {
+        let unhealthy = i64::from(state == WorkerState::Unhealthy);
+        self.unhealthy.set(unhealthy);
+        self.java_unhealthy.set(unhealthy);
+    }
+}
+
+fn clamped(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,198 @@
+//! Reads: memory, local index, local data.
+//!
+//! The rule that prevents loss: a block is visible in memory until its index record is readable in the next tier.
+//! Clients read the tiers downwards and never go back, so a block may be seen twice, never zero times. The flusher
+//! keeps the rule (publish, then release); nothing here may cache an answer.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::timeout;
+
+use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
+use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
+use crate::wire::bitmap;
+
+use super::lifecycle::invalid_shuffle;
+use super::{LocalTier, Service, ServiceError};
+
+/// Largest answer of a memory read that a client may ask for; a block that is larger still goes out whole.
+const MEMORY_READ_BYTES_MAX: u64 = 256 << 20;
+
+/// `getMemoryShuffleData`.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryReadRequest<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// Partition id.
+    pub partition: i32,
+    /// The last block that the client has, −1 for none.
+    pub last_block_id: i64,
+    /// Bytes after which the answer ends; 0 or less is one block.
+    pub read_buffer_size: i32,
+    /// Task attempts wanted, as Java's bitmap; absent or empty = all.
+    pub task_filter: Option<&'a [u8]>,
+}
+
+/// Index bytes of a partition.
+#[derive(Debug)]
+pub struct IndexAnswer {
+    /// Bytes that the chunks have together.
+    pub length: u64,
+    /// Length of the partition's data stream.
+    pub data_length: u64,
+    /// The bytes.
+    pub chunks: ChunkStream,
+}
+
+/// A range of a partition's data stream.
+#[derive(Debug)]
+pub struct DataAnswer {
+    /// Bytes that the chunks have together.
+    pub length: u64,
+    /// The bytes.
+    pub chunks: ChunkStream,
+}
+
+/// Bytes that are read from disk while they are sent; the first chunk is there already.
+#[derive(Debug)]
+pub struct ChunkStream {
+    first: Option<Bytes>,
+    source: Source,
+    memory: Arc<Memory>,
+}
+
+#[derive(Debug)]
+enum Source {
+    Nothing,
+    Index(IndexRead),
+    Data(DataRead),
+}
+
+impl Source {
+    async fn next(&mut self, pool: &ReadPool) -> Result<Option<Bytes>, StoreError> {
+        match self {
+            Self::Nothing => Ok(None),
+            Self::Index(read) => read.next_chunk(pool).await,
+            Self::Data(read) => read.next_chunk(pool).await,
+        }
+    }
+}
+
+impl ChunkStream {
+    /// The next bytes; `None` after the last.
+    ///
+    /// # Errors
+    /// The disk failed; the answer can not be completed.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
+        if let Some(first) = self.first.take() {
+            return Ok(Some(first));
+        }
+        Ok(self.source.next(self.memory.read_pool()).await?)
+    }
+}
+
+impl Service {
+    /// Blocks of a partition that are in memory.
+    ///
+    /// # Errors
+    /// Unknown app, or a filter that is no bitmap. A partition that never got data has no blocks, which is no error.
+    pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryRead, ServiceError> {
+        let key = self.read_key(request.app, request.shuffle)?;
+        let filter = match request.task_filter {
+            None | Some([]) => None,
+            Some(bytes) => Some(bitmap::decode(bytes).ok_or_else(|| {
+                ServiceError::Malformed("serializedExpectedTaskIdsBitmap is not a valid bitmap".to_owned())
+            })?),
+        };
+        let partition = PartitionId(request.partition);
+        let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
+            return Ok(MemoryRead { is_end: false, ..MemoryRead::default() });
+        };
+        let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
+        let limit = u64::try_from(request.read_buffer_size).unwrap_or(0).min(MEMORY_READ_BYTES_MAX);
+        let read = buffer.read(after, limit, filter.as_ref());
+        self.metrics.read_bytes.inc_by(read.length);
+        self.metrics.read_memory_bytes.inc_by(read.length);
+        Ok(read)
+    }
+
+    /// All index records of a partition that are on local disks.
+    ///
+    /// # Errors
+    /// Unknown app, a disk that fails, no read memory in time.
+    pub async fn read_index(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partition: i32,
+    ) -> Result<IndexAnswer, ServiceError> {
+        let key = self.read_key(app, shuffle)?;
+        let read = match &self.local {
+            Some(LocalTier { store, .. }) => store.index(&key, PartitionId(partition)),
+            None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
+        };
+        let read = match read {
+            // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (PROTOCOL §2.11).
+            Err(error) if error.kind == StoreErrorKind::NotFound => {
+                let chunks =
+                    ChunkStream { first: None, source: Source::Nothing, memory: Arc::clone(&self.memory) };
+                return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
+            }
+            read => read?,
+        };
+        let (length, data_length) = (read.length, read.data_length);
+        let chunks = self.start(Source::Index(read), length).await?;
+        self.metrics.read_local_index_bytes.inc_by(length);
+        Ok(IndexAnswer { length, data_length, chunks })
+    }
+
+    /// Exactly `length` bytes of a partition's data stream from `offset` on.
+    ///
+    /// # Errors
+    /// Unknown app, a range beyond what is published, a disk that fails, no read memory in time.
+    pub async fn read_data(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partition: i32,
+        offset: i64,
+        length: i32,
+    ) -> Result<DataAnswer, ServiceError> {
+        let key = self.read_key(app, shuffle)?;
+        let invalid =
+            |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
+        let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
+        let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
+        let Some(LocalTier { store, .. }) = &self.local else {
+            return Err(ServiceError::Unsupported("this worker has no local disks"));
+        };
+        let read = store.data(&key, PartitionId(partition), offset, length)?;
+        let length = u64::from(length);
+        let chunks = self.start(Source::Data(read), length).await?;
+        self.metrics.read_bytes.inc_by(length);
+        self.metrics.read_local_data_bytes.inc_by(length);
+        Ok(DataAnswer { length, chunks })
+    }
+
+    fn read_key(&self, app: &str, shuffle: i32) -> Result<ShuffleKey, ServiceError> {
+        let app = self.touched_app(app)?;
+        if shuffle < 0 {
+            return Err(invalid_shuffle(shuffle));
+        }
+        Ok(ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)))
+    }
+
+    /// Reads the first chunk while an error can still be answered with a status.
+    async fn start(&self, mut source: Source, length: u64) -> Result<ChunkStream, ServiceError> {
+        let wait = self.config.read_memory_wait;
+        let first = timeout(wait, source.next(self.memory.read_pool())).await.map_err(|_| {
+            let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            ServiceError::NoReadMemory { asked: length, waited_ms }
+        })??;
+        Ok(ChunkStream { first, source, memory: Arc::clone(&self.memory) })
+    }
+}

@@ -1,0 +1,116 @@
+//! Reports of finished task attempts, and what reducers are to expect.
+
+use bytes::Bytes;
+use croaring::Treemap;
+
+use crate::types::PartitionId;
+use crate::wire::bitmap;
+
+use super::{Service, ServiceError, shuffle_of};
+
+/// Above this many ids a result is built on a blocking thread (PROTOCOL trap 16).
+const INLINE_IDS_MAX: u64 = 100_000;
+
+/// Bits of a block id (PROTOCOL §3.1): they add up to 63.
+const BLOCK_ID_BITS: i32 = 63;
+
+/// `reportShuffleResult`.
+#[derive(Debug, Clone)]
+pub struct ReportRequest<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// Task attempt id, for logs.
+    pub task_attempt: i64,
+    /// `bitmapNum`.
+    pub bitmap_count: i32,
+    /// Block ids per partition.
+    pub partitions: Vec<(PartitionId, Vec<i64>)>,
+}
+
+impl Service {
+    /// Remembers which blocks a task attempt has written.
+    ///
+    /// # Errors
+    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids; nothing was taken then.
+    pub fn report(&self, request: &ReportRequest<'_>) -> Result<(), ServiceError> {
+        let app = self.touched_app(request.app)?;
+        if request.bitmap_count <= 0 {
+            let value = i64::from(request.bitmap_count);
+            return Err(ServiceError::InvalidField {
+                field: "bitmapNum",
+                value,
+                allowed: "1 or more is allowed",
+            });
+        }
+        let (_, shuffle) =
+            shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
+        shuffle.block_ids().lock().report(request.bitmap_count, &request.partitions)?;
+        Ok(())
+    }
+
+    /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
+    ///
+    /// # Errors
+    /// Unknown app, or a layout whose widths are not 1..=31 each and 63 together.
+    pub async fn results(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partitions: &[i32],
+        layout: Option<(i32, i32, i32)>,
+    ) -> Result<Bytes, ServiceError> {
+        let app = self.touched_app(app)?;
+        if let Some(layout) = layout {
+            check_layout(layout)?;
+        }
+        let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
+            return Ok(bitmap::encode(&Treemap::new()));
+        };
+        let partitions: Vec<PartitionId> = partitions.iter().copied().map(PartitionId).collect();
+        if shuffle.block_ids().lock().count() <= INLINE_IDS_MAX {
+            return Ok(bitmap::encode(&shuffle.block_ids().lock().of(&partitions)));
+        }
+        let build = move || {
+            let ids = shuffle.block_ids().lock().of(&partitions);
+            bitmap::encode(&ids)
+        };
+        tokio::task::spawn_blocking(build)
+            .await
+            .map_err(|error| ServiceError::Malformed(format!("block id bitmap could not be built: {error}")))
+    }
+}
+
+fn unknown_shuffle(shuffle: i32) -> ServiceError {
+    ServiceError::NotRegisteredPart(format!("shuffle {shuffle}"))
+}
+
+fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {
+    let widths = [sequence, partition, task];
+    let legal =
+        widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
+    if legal {
+        return Ok(());
+    }
+    Err(ServiceError::InvalidField {
+        field: "blockIdLayout",
+        value: widths.iter().map(|bits| i64::from(*bits)).sum(),
+        allowed: "three widths of 1 to 31 bits that add up to 63 are allowed",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts() {
+        for legal in [(18, 24, 21), (21, 20, 22), (31, 1, 31)] {
+            assert!(check_layout(legal).is_ok());
+        }
+        for illegal in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
+            assert!(check_layout(illegal).is_err());
+        }
+    }
+}
