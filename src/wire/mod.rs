@@ -1,5 +1,12 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
 pub mod bitmap;
+pub mod error;
+pub mod frame;
 pub mod index;
+pub mod reply;
+pub mod request;
+pub mod send_frame;
 pub mod send_message;
+
+pub use error::DecodeError;
