@@ -1,1 +1,359 @@
-//! placeholder
+//! The configuration: TOML and environment → sorted keys → typed [`Config`] → cross-checks.
+//!
+//! All problems are reported at once, each with its key, its value and what is allowed. Nothing here starts, opens or
+//! binds anything. Invariant: a `Config` made by [`Config::load`] or [`Config::parse`] needs no further checks.
+//! The environment is passed in as a map, the machine as a [`Machine`], so that tests share no state.
+
+mod banner;
+mod build;
+mod keys;
+mod machine;
+mod print;
+mod reader;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use banner::startup_banner;
+pub use machine::Machine;
+
+use crate::telemetry::TelemetryConfig;
+
+/// Least capacity of the memory store: room for a handful of the largest segments.
+pub const CAPACITY_BYTES_MIN: u64 = 16 << 20;
+
+/// Largest configuration file read; real ones have a few KiB.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Longest value repeated in a problem.
+const SHOWN_CHARS_MAX: usize = 120;
+
+/// Everything the worker can be told, checked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The file it came from; none for the embedded defaults.
+    pub source: Option<PathBuf>,
+    /// Things accepted that have no effect; to be logged once.
+    pub warnings: Vec<String>,
+    /// Tiers. Default: `MEMORY_LOCALFILE`.
+    pub store_type: StoreType,
+    /// Address all doors listen on. Default: 0.0.0.0.
+    pub bind_address: IpAddr,
+    /// gRPC port; 0 = any free one. Default: 21100.
+    pub grpc_port: u16,
+    /// Raw TCP port; 0 = any free one. Default: none.
+    pub urpc_port: Option<u16>,
+    /// HTTP port; 0 = any free one. Default: 19998.
+    pub http_port: u16,
+    /// Coordinators to send heartbeats to; none = embedded coordinator. Default: none. At most 16.
+    pub coordinator_quorum: Vec<Endpoint>,
+    /// Tags besides the ones of the protocol versions. Default: none. At most 64.
+    pub tags: Vec<String>,
+    /// Time between two heartbeats. Default: 10 s; 1 s to 1 h.
+    pub heartbeat_interval: Duration,
+    /// `WORKER_IP`: the address told to coordinators and clients; none = found out from the interfaces.
+    pub advertised_ip: Option<IpAddr>,
+    /// `[memory_store]`
+    pub memory: MemoryStore,
+    /// `[localfile_store]`
+    pub localfile: LocalfileStore,
+    /// `[hybrid_store]`
+    pub hybrid: HybridStore,
+    /// `[runtime_config]`
+    pub runtime: Runtime,
+    /// `[log]`; the filter is `RUST_LOG`, else `LOG`, else `info`. Default: stderr, `Daily`, 14 files (1 to 10,000).
+    pub log: TelemetryConfig,
+    /// `[app_config]`
+    pub app: App,
+    /// `[grpc]`
+    pub grpc: Grpc,
+    /// `[http]`
+    pub http: Http,
+    /// `[embedded_coordinator]`
+    pub embedded_coordinator: EmbeddedCoordinator,
+}
+
+/// The tiers a worker stores blocks in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoreType {
+    /// Memory only: when it is full, writers wait.
+    Memory,
+    /// Memory, spilled to local disks.
+    MemoryLocalfile,
+}
+
+impl StoreType {
+    /// The name used in configurations and by clients.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Memory => "MEMORY",
+            Self::MemoryLocalfile => "MEMORY_LOCALFILE",
+        }
+    }
+
+    /// True when blocks are spilled to local disks.
+    #[must_use]
+    pub fn has_local(self) -> bool {
+        match self {
+            Self::Memory => false,
+            Self::MemoryLocalfile => true,
+        }
+    }
+}
+
+/// `host:port` of a coordinator.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Endpoint {
+    /// Host name or IP address, IPv6 without brackets.
+    pub host: String,
+    /// Port, never 0.
+    pub port: u16,
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            return write!(f, "[{}]:{}", self.host, self.port);
+        }
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// `[memory_store]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryStore {
+    /// Bytes of the segment region. Default: 40 % of the memory, 256 MiB to 16 GiB; 16 MiB to 16 TiB.
+    pub capacity_bytes: u64,
+    /// Life of an unused ticket. Default: 300 s; 1 s to 1 d.
+    pub ticket_timeout: Duration,
+    /// Time between two looks for expired tickets. Default: 10 s; 100 ms to 1 h, at most the timeout.
+    pub ticket_check_interval: Duration,
+    /// Tickets outstanding at once. Default: 1,000,000; 1 to 100,000,000.
+    pub ticket_max_count: usize,
+    /// Bytes for reads from disk under way. Default: 64 MiB; 4 MiB to 64 GiB.
+    pub read_capacity_bytes: u64,
+    /// Blocks in memory at once. Default: one per 512 bytes of capacity; 1,000 to 2^32.
+    pub block_max_count: u64,
+}
+
+/// `[localfile_store]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct LocalfileStore {
+    /// One directory per disk. Default: one below the user's state directory. At most 64.
+    pub data_paths: Vec<PathBuf>,
+    /// Fewer healthy disks than this make the worker unhealthy. Default: 0; at most the number of paths.
+    pub healthy_check_min_disks: usize,
+    /// A disk used beyond this gets no new data. Default: 0.8.
+    pub disk_high_watermark: f64,
+    /// ... until it is used less than this. Default: 0.7.
+    pub disk_low_watermark: f64,
+    /// Operations under way per disk. Default: 2000; 1 to 1,000,000.
+    pub disk_max_concurrency: usize,
+    /// Writes under way per disk. Default: 4; 1 to 256.
+    pub write_concurrency_per_disk: usize,
+    /// Time between two health checks. Default: 60 s; 1 s to 1 d.
+    pub disk_healthy_check_interval: Duration,
+    /// Write past the page cache where the file system allows it. Default: true.
+    pub direct_io: bool,
+}
+
+/// `[hybrid_store]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct HybridStore {
+    /// Share of the capacity in use at which spilling starts. Default: 0.8.
+    pub memory_spill_high_watermark: f64,
+    /// ... and down to which it goes. Default: 0.2.
+    pub memory_spill_low_watermark: f64,
+    /// A single partition is spilled beyond this size. Default: 256 MiB; 1 MiB to 1 TiB.
+    pub memory_single_buffer_max_spill_size_bytes: u64,
+}
+
+/// `[runtime_config]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Runtime {
+    /// Threads of the asynchronous runtime. Default: cores; 1 to 1024.
+    pub worker_threads: usize,
+    /// Most threads for blocking work (disks). Default: 256; 4 to 4096.
+    pub blocking_threads: usize,
+}
+
+/// `[app_config]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct App {
+    /// An application silent for this long is purged. Default: 5 min; 10 s to 7 d.
+    pub heartbeat_timeout: Duration,
+}
+
+/// `[grpc]`: the bounds of the gRPC door.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Grpc {
+    /// Largest message accepted. Default: 1 GiB; 1 MiB to 2 GiB − 1.
+    pub max_message_bytes: u64,
+    /// Connections at once. Default: 4096; 1 to 100,000.
+    pub max_connections: usize,
+    /// Streams at once per connection. Default: 256; 1 to 65,535.
+    pub max_concurrent_streams: usize,
+    /// HTTP/2 window of a stream. Default: 1 MiB; 64 KiB to 64 MiB.
+    pub stream_window_bytes: u64,
+    /// HTTP/2 window of a connection. Default: 4 MiB; the stream's window to 512 MiB.
+    pub connection_window_bytes: u64,
+    /// Sum of the windows of all connections, which shrink to keep it. Default: 128 MiB; the connection's window to 64 GiB.
+    pub window_total_bytes: u64,
+    /// Largest HTTP/2 frame accepted. Default: 1 MiB; 16 KiB to 8 MiB.
+    pub max_frame_bytes: u64,
+    /// A request must have arrived within this time. Default: 120 s; 1 s to 1 h.
+    pub request_timeout: Duration,
+}
+
+/// `[http]`: the bounds of the HTTP door.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Http {
+    /// Connections at once; more wait. Default: 64; 1 to 10,000.
+    pub max_connections: usize,
+    /// A request is answered within this time. Default: 30 s; 1 s to 10 min.
+    pub request_timeout: Duration,
+}
+
+/// `[embedded_coordinator]`, used when there is no `coordinator_quorum`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct EmbeddedCoordinator {
+    /// Handed to clients by `fetchClientConf`. Default: empty. At most 256 entries.
+    pub client_conf: BTreeMap<String, String>,
+    /// Handed to clients by `fetchRemoteStorage`. Default: none.
+    pub remote_storage_path: Option<String>,
+}
+
+/// One thing wrong with a configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The key as written.
+    pub key: String,
+    /// Its value, shortened.
+    pub value: Option<String>,
+    /// What is allowed instead.
+    pub allowed: String,
+}
+
+impl Problem {
+    fn new(key: &str, value: &toml::Value, allowed: &str) -> Self {
+        Self { key: key.to_owned(), value: Some(value.to_string()), allowed: allowed.to_owned() }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(value) = &self.value else {
+            return write!(f, "{}: {}", self.key, self.allowed);
+        };
+        let shown: String =
+            value.chars().take(SHOWN_CHARS_MAX).map(|c| if c == '\n' { ' ' } else { c }).collect();
+        let cut = if value.chars().nth(SHOWN_CHARS_MAX).is_some() { "…" } else { "" };
+        write!(f, "{} = {shown}{cut}: {}", self.key, self.allowed)
+    }
+}
+
+/// Why there is no configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file can not be read.
+    #[error("can not read the configuration {path}: {source}")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not TOML; the text has line and column.
+    #[error("the configuration{} is not TOML: {text}", at(.path.as_deref()))]
+    Syntax {
+        /// The file, if there is one.
+        path: Option<PathBuf>,
+        /// What the parser says.
+        text: String,
+    },
+    /// The file is TOML, and this is wrong with it.
+    #[error("the configuration{} has {}:{}", at(.path.as_deref()), counted(.problems.len()), listed(.problems))]
+    Invalid {
+        /// The file, if there is one.
+        path: Option<PathBuf>,
+        /// Everything that is wrong.
+        problems: Vec<Problem>,
+    },
+}
+
+fn at(path: Option<&Path>) -> String {
+    path.map_or_else(String::new, |path| format!(" {}", path.display()))
+}
+
+fn counted(count: usize) -> String {
+    if count == 1 { "a problem".to_owned() } else { format!("{count} problems") }
+}
+
+fn listed(problems: &[Problem]) -> String {
+    problems.iter().map(|problem| format!("\n  {problem}")).collect()
+}
+
+impl Config {
+    /// Reads the file given on the command line, else the one of `WORKER_CONFIG_PATH`, else takes the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`]; its text is complete for a person, on several lines when there are several problems.
+    pub fn load(
+        command_line: Option<&Path>,
+        env: &HashMap<String, String>,
+        machine: &Machine,
+    ) -> Result<Self, ConfigError> {
+        let from_env = env.get("WORKER_CONFIG_PATH").filter(|path| !path.is_empty()).map(Path::new);
+        let Some(path) = command_line.or(from_env) else {
+            return Self::parse("", env, machine);
+        };
+        let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
+        let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
+        if bytes > FILE_BYTES_MAX {
+            let text = format!("it has {bytes} bytes, at most {FILE_BYTES_MAX} are read");
+            return Err(unreadable(std::io::Error::new(std::io::ErrorKind::FileTooLarge, text)));
+        }
+        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        match Self::parse(&text, env, machine) {
+            Ok(config) => Ok(Self { source: Some(path.to_owned()), ..config }),
+            Err(ConfigError::Syntax { text, .. }) => {
+                Err(ConfigError::Syntax { path: Some(path.to_owned()), text })
+            }
+            Err(ConfigError::Invalid { problems, .. }) => {
+                Err(ConfigError::Invalid { path: Some(path.to_owned()), problems })
+            }
+            Err(error @ ConfigError::Unreadable { .. }) => Err(error),
+        }
+    }
+
+    /// Reads a configuration from `text`; empty text gives the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`] without a path.
+    pub fn parse(text: &str, env: &HashMap<String, String>, machine: &Machine) -> Result<Self, ConfigError> {
+        let table: toml::Table = text
+            .parse()
+            .map_err(|error: toml::de::Error| ConfigError::Syntax { path: None, text: error.to_string() })?;
+        build::build(keys::sort_keys(table), env, machine)
+            .map_err(|problems| ConfigError::Invalid { path: None, problems })
+    }
+
+    /// True when no coordinator is configured, so that the worker is its own.
+    #[must_use]
+    pub fn is_embedded(&self) -> bool {
+        self.coordinator_quorum.is_empty()
+    }
+
+    /// The effective configuration as TOML with every supported key; parses back to an equal one.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        print::to_toml(self)
+    }
+}
+
+#[cfg(test)]
+mod tests;

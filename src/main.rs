@@ -1,1 +1,159 @@
-fn main() {}
+//! The command line, the allocator and the runtime; everything else is in the library.
+//!
+//! Exit codes: 0 after an ordered stop, 1 when the worker could not start or run, 2 when the command line or the
+//! configuration is wrong. What went wrong is on stderr, in one line or one line per problem.
+//!
+//! jemalloc is tuned at its build by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`, because exporting
+//! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::Parser;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::{server, telemetry};
+
+#[cfg(feature = "jemalloc")]
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
+/// A shuffle server for Apache Spark that speaks Apache Uniffle's protocols.
+///
+/// Without a configuration it starts on embedded defaults: memory and one local data directory, with a coordinator of
+/// its own, and prints how to point Spark at it.
+#[derive(Debug, Parser)]
+#[command(name = "uniffle-worker", version = VERSION)]
+struct CommandLine {
+    /// Configuration file (TOML); WORKER_CONFIG_PATH means the same
+    #[arg(short, long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Validate the configuration and exit
+    #[arg(long)]
+    check: bool,
+
+    /// Print the effective configuration as TOML and exit
+    #[arg(long)]
+    print_config: bool,
+}
+
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
+
+fn main() -> ExitCode {
+    let command_line = CommandLine::parse();
+    let env: HashMap<String, String> = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    let config = match Config::load(command_line.config.as_deref(), &env, &Machine::detect(&env)) {
+        Ok(config) => config,
+        Err(error) => return fail(2, &error.to_string()),
+    };
+    if command_line.print_config {
+        return print(&config.to_toml());
+    }
+    if command_line.check {
+        let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
+        return print(&format!("the configuration{source} is valid\n{}", notes(&config)));
+    }
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(1, &format!("{error:#}")),
+    }
+}
+
+fn run(config: Config) -> anyhow::Result<()> {
+    let _telemetry = telemetry::init(&config.log)?;
+    for warning in &config.warnings {
+        tracing::warn!("configuration: {warning}");
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(config.runtime.worker_threads)
+        .max_blocking_threads(config.runtime.blocking_threads)
+        .thread_name("uniffle")
+        .enable_all()
+        .build()
+        .context("can not start the runtime")?;
+    let result = runtime.block_on(Box::pin(serve(config)));
+    // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
+    runtime.shutdown_background();
+    result
+}
+
+/// Runs the server until it fails or a signal stops it. A second signal gives up on the ordered stop.
+async fn serve(config: Config) -> anyhow::Result<()> {
+    // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
+    let mut signals = Signals::listen().context("can not listen for signals")?;
+    let (stop, stopped) = oneshot::channel();
+    let mut server = Box::pin(server::run(config, async {
+        let _ = stopped.await;
+    }));
+    tokio::select! {
+        result = &mut server => return result,
+        name = signals.next() => tracing::info!(signal = name, "stopping"),
+    }
+    let _ = stop.send(()); // a server that has ended meanwhile shows in the next line
+    tokio::select! {
+        result = server => result,
+        name = signals.next() => anyhow::bail!("{name} while stopping: not waiting any longer"),
+    }
+}
+
+/// The signals that stop the worker.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+fn notes(config: &Config) -> String {
+    config.warnings.iter().map(|warning| format!("note: {warning}\n")).collect()
+}
+
+/// Writes to stdout; a reader that went away is no failure (`println!` would panic).
+fn print(text: &str) -> ExitCode {
+    let mut stdout = std::io::stdout().lock();
+    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    ExitCode::SUCCESS
+}
+
+fn fail(code: u8, text: &str) -> ExitCode {
+    let _ = writeln!(std::io::stderr().lock(), "uniffle-worker: {text}");
+    ExitCode::from(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        CommandLine::command().debug_assert();
+        let parsed = CommandLine::try_parse_from(["uniffle-worker", "-c", "x.toml", "--check"]).unwrap();
+        assert_eq!(parsed.config, Some(PathBuf::from("x.toml")));
+        assert!(parsed.check && !parsed.print_config);
+    }
+
+    #[test]
+    fn the_version_names_the_commit() {
+        let version = CommandLine::command().render_version();
+        assert!(version.contains(env!("CARGO_PKG_VERSION")) && version.contains(env!("WORKER_GIT_COMMIT")));
+    }
+}

@@ -1,1 +1,207 @@
-//! placeholder
+//! Logs: where they go, what is filtered, and the panic hook.
+//!
+//! [`init`] is called once per process by `main`; libraries and tests only use the `tracing` macros. Not here: metrics,
+//! except the count of panics, which is the process's like the hook that counts them.
+
+use std::backtrace::Backtrace;
+use std::io::IsTerminal as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::Context as _;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntGauge, Registry};
+use tracing_appender::non_blocking::WorkerGuard;
+use tracing_appender::rolling;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
+
+/// When a log file is closed and the next one opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rotation {
+    /// At midnight (UTC).
+    Daily,
+    /// At the full hour.
+    Hourly,
+    /// Never.
+    Never,
+}
+
+/// Where logs go, already validated.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TelemetryConfig {
+    /// Directory of the log files; none = stderr.
+    pub directory: Option<PathBuf>,
+    /// When files are changed.
+    pub rotation: Rotation,
+    /// Old files kept.
+    pub files_max: usize,
+    /// Text for [`parse_filter`].
+    pub filter: String,
+}
+
+/// Keeps the log writer alive; what is still queued is written when this is dropped.
+#[derive(Debug)]
+#[must_use = "logs to a file stop when this is dropped"]
+pub struct Telemetry {
+    _writer: Option<WorkerGuard>,
+}
+
+/// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
+/// behind it can not belong to one of two workers in a process.
+static PANICS: AtomicU64 = AtomicU64::new(0);
+
+/// Panics since the process started, counted once [`init`] was called.
+#[must_use]
+pub fn panic_count() -> u64 {
+    PANICS.load(Ordering::Relaxed)
+}
+
+/// Exports [`panic_count`] as `panic_signal`, the name dashboards of riffle know.
+///
+/// # Errors
+/// When the registry has it already.
+pub fn register_panic_count(registry: &Registry) -> prometheus::Result<()> {
+    let gauge = IntGauge::new("panic_signal", "panics since the process started")?;
+    registry.register(Box::new(PanicCollector { gauge }))
+}
+
+/// Reads the count when metrics are gathered.
+struct PanicCollector {
+    gauge: IntGauge,
+}
+
+impl Collector for PanicCollector {
+    fn desc(&self) -> Vec<&Desc> {
+        self.gauge.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.gauge.set(i64::try_from(panic_count()).unwrap_or(i64::MAX));
+        self.gauge.collect()
+    }
+}
+
+/// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
+///
+/// # Errors
+/// When a directive is not `target=level` or a level.
+pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
+    EnvFilter::builder().parse(text)
+}
+
+/// Installs the process's subscriber and panic hook.
+///
+/// # Errors
+/// When the log directory can not be used, or a subscriber is installed already.
+pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
+    let builder = tracing_subscriber::fmt().with_env_filter(parse_filter(&config.filter)?);
+    let (installed, writer) = match &config.directory {
+        None => {
+            let colours = std::io::stderr().is_terminal();
+            (builder.with_writer(std::io::stderr).with_ansi(colours).try_init(), None)
+        }
+        Some(directory) => {
+            let (appender, guard) = tracing_appender::non_blocking(log_file(config, directory)?);
+            (builder.with_writer(appender).with_ansi(false).try_init(), Some(guard))
+        }
+    };
+    installed.map_err(|error| anyhow::anyhow!("logs are set up already: {error}"))?;
+    install_panic_hook();
+    Ok(Telemetry { _writer: writer })
+}
+
+fn log_file(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<rolling::RollingFileAppender> {
+    let rotation = match config.rotation {
+        Rotation::Daily => rolling::Rotation::DAILY,
+        Rotation::Hourly => rolling::Rotation::HOURLY,
+        Rotation::Never => rolling::Rotation::NEVER,
+    };
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("can not create the log directory {}", directory.display()))?;
+    rolling::Builder::new()
+        .rotation(rotation)
+        .filename_prefix("uniffle-worker")
+        .filename_suffix("log")
+        .max_log_files(config.files_max)
+        .build(directory)
+        .with_context(|| format!("can not log into {}", directory.display()))
+}
+
+/// A panic ends its task, not the process: it is counted and logged with its backtrace, and the worker goes on.
+fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|panic| {
+        PANICS.fetch_add(1, Ordering::Relaxed);
+        let payload = panic.payload_as_str().unwrap_or("(no text)");
+        let location = panic.location().map(ToString::to_string).unwrap_or_default();
+        let thread = std::thread::current();
+        let thread = thread.name().unwrap_or("unnamed");
+        let backtrace = Backtrace::force_capture();
+        tracing::error!(%location, thread, "panic: {payload}\n{backtrace}");
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_levels_or_targets_with_levels() {
+        for good in ["info", "uniffle_worker=debug,h2=warn", "off"] {
+            assert!(parse_filter(good).is_ok(), "{good}");
+        }
+        for bad in ["a=b=c=notalevel", "x=loud"] {
+            assert!(parse_filter(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn panics_are_counted_and_exported() {
+        let registry = Registry::new();
+        register_panic_count(&registry).unwrap();
+        let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
+        let before = exported();
+        install_panic_hook();
+        std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();
+        drop(std::panic::take_hook());
+        assert!(exported() > before); // other tests may panic meanwhile, on purpose
+    }
+
+    #[test]
+    fn log_files_go_into_the_directory_and_are_flushed_by_the_guard() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("a/b");
+        let config = TelemetryConfig {
+            directory: Some(directory.clone()),
+            rotation: Rotation::Never,
+            files_max: 2,
+            filter: "info".to_owned(),
+        };
+        let (appender, guard) = tracing_appender::non_blocking(log_file(&config, &directory).unwrap());
+        let filter = parse_filter(&config.filter).unwrap();
+        let subscriber =
+            tracing_subscriber::fmt().with_env_filter(filter).with_writer(appender).with_ansi(false).finish();
+        tracing::subscriber::with_default(subscriber, || tracing::info!("found in the file"));
+        drop(guard);
+        let files: Vec<_> =
+            std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(files.len(), 1);
+        assert!(std::fs::read_to_string(&files[0]).unwrap().contains("found in the file"));
+    }
+
+    #[test]
+    fn a_log_directory_that_can_not_be_made_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let config = TelemetryConfig {
+            directory: None,
+            rotation: Rotation::Daily,
+            files_max: 2,
+            filter: String::new(),
+        };
+        let error = log_file(&config, &file.join("logs")).unwrap_err();
+        assert!(format!("{error:#}").contains("file/logs"), "{error:#}");
+    }
+}

@@ -1,1 +1,324 @@
-//! placeholder
+//! Shuffle data in memory: one bounded region, tickets that promise parts of it, and a buffer per partition.
+//!
+//! Not here: when to flush ([`crate::flush`]), where to ([`crate::store`]), who may send ([`crate::service`]).
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | [`region`], `buddy` | the mapping, its segments; which of them are free |
+//! | [`budget`] | capacity as a value with `Drop` |
+//! | [`ticket`] | capacity promised by `requireBuffer` |
+//! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
+//! | [`pool`] | buffers for reads from disk |
+//!
+//! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
+//! shuffles are purged and all readers gone, every counter is zero and the region is whole again.
+
+pub mod budget;
+pub mod buffer;
+pub mod chain;
+pub mod error;
+pub mod pool;
+pub mod read;
+pub mod region;
+pub mod sealed;
+pub mod ticket;
+
+mod buddy;
+mod list;
+mod metrics;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dashmap::DashMap;
+use parking_lot::RwLock;
+use prometheus::Registry;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+pub use budget::{Budget, Charge, NoCapacity};
+pub use buffer::{Buffer, Committed};
+pub use chain::BlockFill;
+pub use error::MemoryError;
+pub use pool::{READ_BUFFER_BYTES_MAX, ReadBuf, ReadPool};
+pub use read::MemoryRead;
+pub use sealed::{SealedBatch, SealedData, SealedExtent};
+pub use ticket::{Reservation, Tickets};
+
+use buffer::Shared;
+use metrics::MemoryMetrics;
+use region::Region;
+
+use crate::types::{Distribution, PartitionId, ShuffleKey};
+
+/// Part of the capacity that the region has on top of it: room for what a valid ticket may need beyond its bytes
+/// when seals cut off tails amid its send. At most [`SLACK_BYTES_MAX`], and resident only if ever used.
+const SLACK_DIVISOR: u64 = 64;
+const SLACK_BYTES_MAX: u64 = 64 << 20;
+
+/// How much memory there is and how it is promised.
+#[derive(Debug, Clone)]
+pub struct MemoryConfig {
+    /// Bytes for shuffle data, reserved or stored.
+    pub capacity_bytes: u64,
+    /// Bytes for buffers of reads from disk.
+    pub read_capacity_bytes: u64,
+    /// How long a ticket may wait for its send.
+    pub ticket_timeout: Duration,
+    /// Tickets outstanding at once.
+    pub tickets_max: usize,
+    /// Blocks in memory at once; bounds their metadata.
+    pub blocks_max: u64,
+}
+
+/// All shuffle data in memory.
+#[derive(Debug)]
+pub struct Memory {
+    shared: Arc<Shared>,
+    tickets: Tickets,
+    read_pool: ReadPool,
+    shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
+}
+
+/// A buffer that a flush could take from.
+#[derive(Debug, Clone)]
+pub struct Candidate {
+    /// Its shuffle.
+    pub key: ShuffleKey,
+    /// How the shuffle's extents are ordered.
+    pub distribution: Distribution,
+    /// The buffer.
+    pub buffer: Arc<Buffer>,
+    /// Payload that a seal would take.
+    pub active_bytes: u64,
+    /// Blocks that a seal would take.
+    pub active_blocks: usize,
+    /// Batches taken from it and not released.
+    pub in_flight_batches: usize,
+}
+
+impl Memory {
+    /// Maps the memory. Pages that are never used cost nothing.
+    ///
+    /// # Errors
+    /// When memory can not be mapped or a metric's name is taken.
+    pub fn new(config: &MemoryConfig, registry: &Registry) -> io::Result<Arc<Self>> {
+        let capacity = config.capacity_bytes;
+        let slack = (capacity / SLACK_DIVISOR).min(SLACK_BYTES_MAX);
+        let budget = Budget::new(capacity);
+        let shared = Shared {
+            region: Region::new(capacity.saturating_add(slack))?,
+            budget: budget.clone(),
+            blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
+            in_flight: Budget::new(u64::MAX),
+            hasher: hashbrown::DefaultHashBuilder::default(),
+            metrics: MemoryMetrics::new(registry).map_err(io::Error::other)?,
+        };
+        Ok(Arc::new(Self {
+            shared: Arc::new(shared),
+            tickets: Tickets::new(budget, config.ticket_timeout, config.tickets_max),
+            read_pool: ReadPool::new(config.read_capacity_bytes)?,
+            shuffles: DashMap::new(),
+        }))
+    }
+
+    /// What everything here is charged to.
+    #[must_use]
+    pub fn budget(&self) -> &Budget {
+        &self.shared.budget
+    }
+
+    /// The tickets.
+    #[must_use]
+    pub fn tickets(&self) -> &Tickets {
+        &self.tickets
+    }
+
+    /// Drops tickets whose time ran out at `now` and counts them.
+    pub fn expire_tickets(&self, now: Instant) -> usize {
+        let expired = self.tickets.expire(now);
+        self.shared.metrics.evicted_tickets.inc_by(expired as u64);
+        self.shared.metrics.expired_tickets.inc_by(expired as u64);
+        expired
+    }
+
+    /// Buffers for reads from disk.
+    #[must_use]
+    pub fn read_pool(&self) -> &ReadPool {
+        &self.read_pool
+    }
+
+    /// The buffers of a shuffle, made if there are none. Registering again changes nothing.
+    pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
+        let fresh = || Arc::new(ShuffleBuffers::new(key.clone(), distribution, Arc::clone(&self.shared)));
+        Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
+    }
+
+    /// The buffers of a registered shuffle.
+    #[must_use]
+    pub fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<ShuffleBuffers>> {
+        self.shuffles.get(key).map(|buffers| Arc::clone(&buffers))
+    }
+
+    /// Forgets a shuffle and evicts its buffers; sends under way find them evicted.
+    pub fn purge(&self, key: &ShuffleKey) {
+        if let Some((_, buffers)) = self.shuffles.remove(key) {
+            buffers.purge();
+        }
+    }
+
+    /// All buffers with something to flush. Gives back dead segments of the others in passing.
+    #[must_use]
+    pub fn candidates(&self) -> Vec<Candidate> {
+        // Two steps, so that no lock of the map is held while buffers are asked.
+        let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
+        shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
+    }
+
+    /// Notified when use crosses the wake mark, a commit lands above it, or a request was refused.
+    #[must_use]
+    pub fn pressure(&self) -> &Notify {
+        self.shared.budget.pressure()
+    }
+
+    /// Sets the use at which [`Memory::pressure`] is notified.
+    pub fn set_wake_mark(&self, bytes: u64) {
+        self.shared.budget.set_wake_mark(bytes);
+    }
+
+    /// Bytes for shuffle data in all.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> u64 {
+        self.shared.budget.capacity()
+    }
+
+    /// Bytes reserved or stored, metadata and batches in flight included.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.shared.budget.used()
+    }
+
+    /// Bytes reserved and not stored yet.
+    #[must_use]
+    pub fn pre_allocated_bytes(&self) -> u64 {
+        self.tickets.pre_allocated_bytes()
+    }
+
+    /// Charged bytes of batches taken by the flusher and still alive.
+    #[must_use]
+    pub fn in_flight_bytes(&self) -> u64 {
+        self.shared.in_flight.used()
+    }
+
+    /// Blocks in memory.
+    #[must_use]
+    pub fn block_count(&self) -> u64 {
+        self.shared.blocks.used()
+    }
+
+    /// Largest number of blocks in memory.
+    #[must_use]
+    pub fn blocks_max(&self) -> u64 {
+        self.shared.blocks.capacity()
+    }
+
+    /// Writes the live values into the gauges; the scraper calls it before it gathers.
+    pub fn refresh_metrics(&self) {
+        let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        let metrics = &self.shared.metrics;
+        let (used, reserved) = (self.used_bytes(), self.pre_allocated_bytes());
+        metrics.used_buffer_size.set(signed(used));
+        metrics.memory_used.set(signed(used.saturating_sub(reserved)));
+        metrics.allocated_buffer_size.set(signed(reserved));
+        metrics.memory_allocated.set(signed(reserved));
+        metrics.memory_capacity.set(signed(self.capacity_bytes()));
+        metrics.in_flush_buffer_size.set(signed(self.in_flight_bytes()));
+        metrics.block_count.set(signed(self.block_count()));
+        metrics.read_used_buffer_size.set(signed(self.read_pool.used_bytes()));
+        metrics.tickets.set(signed(self.tickets.count() as u64));
+        metrics.region_touched.set(signed(self.shared.region.touched_bytes()));
+    }
+}
+
+/// The buffers of one shuffle, made when a partition is first written to.
+#[derive(Debug)]
+pub struct ShuffleBuffers {
+    key: ShuffleKey,
+    distribution: Distribution,
+    shared: Arc<Shared>,
+    /// `None` once purged, so that a send that raced with the purge can not bring a buffer back.
+    buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
+}
+
+impl ShuffleBuffers {
+    fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>) -> Self {
+        Self { key, distribution, shared, buffers: RwLock::new(Some(HashMap::new())) }
+    }
+
+    /// The shuffle.
+    #[must_use]
+    pub fn key(&self) -> &ShuffleKey {
+        &self.key
+    }
+
+    /// How its extents are ordered.
+    #[must_use]
+    pub fn distribution(&self) -> Distribution {
+        self.distribution
+    }
+
+    /// The buffer of `partition`, made if there is none; `None` when the shuffle was purged.
+    #[must_use]
+    pub fn buffer(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
+        if let Some(buffer) = self.existing(partition) {
+            return Some(buffer);
+        }
+        let fresh = || Arc::new(Buffer::new(partition, Arc::clone(&self.shared)));
+        let mut buffers = self.buffers.write();
+        Some(Arc::clone(buffers.as_mut()?.entry(partition).or_insert_with(fresh)))
+    }
+
+    /// The buffer of `partition` if it was ever written to.
+    #[must_use]
+    pub fn existing(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
+        self.buffers.read().as_ref()?.get(&partition).cloned()
+    }
+
+    /// All buffers there are.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<Buffer>> {
+        self.buffers.read().as_ref().map_or_else(Vec::new, |buffers| buffers.values().cloned().collect())
+    }
+
+    fn candidates(&self) -> Vec<Candidate> {
+        let buffers = self.buffers.read();
+        let mut found = Vec::new();
+        for buffer in buffers.iter().flat_map(HashMap::values) {
+            buffer.drop_dead();
+            let active_bytes = buffer.active_bytes();
+            let active_blocks = buffer.active_blocks();
+            if active_blocks > 0 {
+                let in_flight_batches = buffer.in_flight_batches();
+                let (key, distribution) = (self.key.clone(), self.distribution);
+                found.push(Candidate {
+                    key,
+                    distribution,
+                    buffer: Arc::clone(buffer),
+                    active_bytes,
+                    active_blocks,
+                    in_flight_batches,
+                });
+            }
+        }
+        found
+    }
+
+    fn purge(&self) {
+        let buffers = self.buffers.write().take();
+        for buffer in buffers.iter().flat_map(HashMap::values) {
+            buffer.evict();
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! The few lines that tell a first user how to point Spark at an embedded worker. Text only; the caller prints it.
+
+use std::net::{IpAddr, SocketAddr};
+
+use super::StoreType;
+
+/// The published client the lines name; what works with it stands in the README.
+const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
+
+/// The `spark-submit` lines for a worker whose embedded coordinator answers at `host` and the port of `grpc`.
+///
+/// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine.
+#[must_use]
+pub fn startup_banner(host: IpAddr, grpc: SocketAddr, http: SocketAddr, store_type: StoreType) -> String {
+    let coordinator = SocketAddr::new(host, grpc.port());
+    let status = SocketAddr::new(host, http.port());
+    let storage = store_type.as_str();
+    format!(
+        "uniffle-worker {version} is ready: gRPC and embedded coordinator at {coordinator}, \
+         metrics at http://{status}/metrics\n\
+         Point Spark 3 at it with:\n\
+         \n\
+         spark-submit \\\n  \
+           --packages {CLIENT_PACKAGE} \\\n  \
+           --conf spark.shuffle.manager=org.apache.spark.shuffle.RssShuffleManager \\\n  \
+           --conf spark.serializer=org.apache.spark.serializer.KryoSerializer \\\n  \
+           --conf spark.rss.coordinator.quorum={coordinator} \\\n  \
+           --conf spark.rss.storage.type={storage} \\\n  \
+           --conf spark.rss.client.type=GRPC \\\n  \
+           --conf spark.shuffle.service.enabled=false \\\n  \
+           YOUR_APPLICATION\n",
+        version = env!("CARGO_PKG_VERSION"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lines_can_be_copied_into_a_shell() {
+        let host = IpAddr::from([127, 0, 0, 1]);
+        let text = startup_banner(
+            host,
+            "0.0.0.0:21100".parse().unwrap(),
+            "0.0.0.0:19998".parse().unwrap(),
+            StoreType::MemoryLocalfile,
+        );
+        let command: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("spark-submit")).collect();
+        let (last, continued) = command.split_last().unwrap();
+        assert!(continued.iter().all(|line| line.ends_with(" \\")), "{text}");
+        assert_eq!(last.trim(), "YOUR_APPLICATION");
+        assert_eq!(command.iter().filter(|line| line.trim_start().starts_with("--conf spark.")).count(), 6);
+        for part in [
+            "--packages org.apache.uniffle:rss-client-spark3-shaded:0.9.2",
+            "spark.rss.coordinator.quorum=127.0.0.1:21100",
+            "spark.rss.storage.type=MEMORY_LOCALFILE",
+            "http://127.0.0.1:19998/metrics",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

@@ -1,0 +1,391 @@
+//! From sorted keys to a [`Config`]: defaults, bounds of each key, then the checks between keys (`check_*`).
+
+use std::collections::{HashMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::time::Duration;
+
+use super::keys::Sorted;
+use super::machine::Machine;
+use super::reader::{Reader, Unit, absolute_path, size_text};
+use super::{
+    App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, LocalfileStore,
+    MemoryStore, Problem, Runtime, StoreType,
+};
+use crate::telemetry::{Rotation, TelemetryConfig, parse_filter};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
+
+const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(86_400);
+
+const COORDINATORS_MAX: usize = 16;
+const TAGS_MAX: usize = 64;
+const TAG_CHARS_MAX: usize = 100;
+const DATA_PATHS_MAX: usize = 64;
+const CLIENT_CONF_MAX: usize = 256;
+
+/// Builds a configuration, or says everything that is wrong.
+pub(super) fn build(
+    sorted: Sorted,
+    env: &HashMap<String, String>,
+    machine: &Machine,
+) -> Result<Config, Vec<Problem>> {
+    let mut reader = Reader { values: sorted.values, problems: sorted.problems };
+    let names_data_paths = reader.values.contains_key("localfile_store.data_paths");
+    let mut config = Config {
+        source: None,
+        warnings: sorted.warnings,
+        store_type: reader.text("store_type", store_type).unwrap_or(StoreType::MemoryLocalfile),
+        bind_address: reader.text("bind_address", ip_address).unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
+        grpc_port: reader.port("grpc_port").unwrap_or(21100),
+        urpc_port: reader.port("urpc_port"),
+        http_port: reader.port("http_port").unwrap_or(19998),
+        coordinator_quorum: reader
+            .texts("coordinator_quorum", COORDINATORS_MAX, endpoint)
+            .unwrap_or_default(),
+        tags: reader.texts("tags", TAGS_MAX, tag).unwrap_or_default(),
+        heartbeat_interval: reader.duration(
+            "heartbeat_interval_seconds",
+            10 * SECOND,
+            SECOND..=HOUR,
+            Unit::Seconds,
+        ),
+        advertised_ip: worker_ip(&mut reader, env),
+        memory: memory(&mut reader, machine),
+        localfile: localfile(&mut reader, machine),
+        hybrid: hybrid(&mut reader),
+        runtime: runtime(&mut reader, machine),
+        log: log(&mut reader, env),
+        app: app(&mut reader),
+        grpc: grpc(&mut reader),
+        http: http(&mut reader),
+        embedded_coordinator: embedded_coordinator(&mut reader),
+    };
+    debug_assert!(reader.values.is_empty(), "keys nobody reads: {:?}", reader.values);
+
+    check_ports(&mut reader, &config);
+    check_memory(&mut reader, &config);
+    check_localfile(&mut reader, &config, names_data_paths);
+    check_watermarks(&mut reader, &config);
+    check_windows(&mut reader, &config);
+    check_quorum(&mut reader, &config);
+    if !config.is_embedded() && config.embedded_coordinator != EmbeddedCoordinator::default() {
+        config.warnings.push("[embedded_coordinator] has no effect with a coordinator_quorum".to_owned());
+    }
+    if reader.problems.is_empty() { Ok(config) } else { Err(reader.problems) }
+}
+
+fn store_type(text: &str) -> Result<StoreType, String> {
+    match text.to_ascii_uppercase().as_str() {
+        "MEMORY" => Ok(StoreType::Memory),
+        "MEMORY_LOCALFILE" => Ok(StoreType::MemoryLocalfile),
+        "MEMORY_HDFS" | "MEMORY_LOCALFILE_HDFS" => {
+            Err("the HDFS tier is not supported by this build yet; MEMORY and MEMORY_LOCALFILE are"
+                .to_owned())
+        }
+        _ => Err("MEMORY or MEMORY_LOCALFILE".to_owned()),
+    }
+}
+
+fn ip_address(text: &str) -> Result<IpAddr, String> {
+    text.parse().map_err(|_| "an IP address, such as 0.0.0.0, 127.0.0.1 or ::".to_owned())
+}
+
+fn endpoint(text: &str) -> Result<Endpoint, String> {
+    let allowed = || "entries of the form host:port, such as \"coordinator1:21000\"".to_owned();
+    let (host, port) = text.rsplit_once(':').ok_or_else(allowed)?;
+    let port = port.parse().ok().filter(|port| *port != 0).ok_or_else(allowed)?;
+    let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let host_is_sound = match bracketed {
+        Some(literal) => literal.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            let is_host_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+            (1..=253).contains(&host.len()) && host.chars().all(is_host_char)
+        }
+    };
+    if !host_is_sound {
+        return Err(allowed());
+    }
+    Ok(Endpoint { host: bracketed.unwrap_or(host).to_owned(), port })
+}
+
+/// Tags are joined with commas in metrics and compared as a set by coordinators.
+fn tag(text: &str) -> Result<String, String> {
+    let is_sound = |c: char| !c.is_control() && !c.is_whitespace() && c != ',';
+    if text.is_empty() || text.chars().count() > TAG_CHARS_MAX || !text.chars().all(is_sound) {
+        return Err(format!("tags of 1 to {TAG_CHARS_MAX} characters without blanks or commas"));
+    }
+    Ok(text.to_owned())
+}
+
+fn worker_ip(reader: &mut Reader, env: &HashMap<String, String>) -> Option<IpAddr> {
+    let text = env.get("WORKER_IP").filter(|text| !text.is_empty())?;
+    let usable = text.trim().parse::<IpAddr>().ok().filter(|ip| !ip.is_unspecified() && !ip.is_multicast());
+    if usable.is_none() {
+        reader.refuse("WORKER_IP", text, "an IP address that clients can reach");
+    }
+    usable
+}
+
+fn memory(reader: &mut Reader, machine: &Machine) -> MemoryStore {
+    let capacity_bytes =
+        reader.size("memory_store.capacity", machine.default_capacity_bytes(), CAPACITY_BYTES_MIN..=16 * TIB);
+    MemoryStore {
+        capacity_bytes,
+        ticket_timeout: reader.duration(
+            "memory_store.buffer_ticket_timeout_sec",
+            300 * SECOND,
+            SECOND..=DAY,
+            Unit::Seconds,
+        ),
+        ticket_check_interval: reader.duration(
+            "memory_store.buffer_ticket_check_interval_sec",
+            10 * SECOND,
+            Duration::from_millis(100)..=HOUR,
+            Unit::Seconds,
+        ),
+        ticket_max_count: reader.count("memory_store.buffer_ticket_max_count", 1_000_000, 1..=100_000_000),
+        read_capacity_bytes: reader.size("memory_store.read_buffer_capacity", 64 * MIB, 4 * MIB..=64 * GIB),
+        block_max_count: reader.integer("memory_store.block_max_count", capacity_bytes / 512, 1000..=1 << 32),
+    }
+}
+
+fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
+    LocalfileStore {
+        data_paths: reader
+            .paths("localfile_store.data_paths", DATA_PATHS_MAX)
+            .unwrap_or_else(|| vec![machine.state_dir.join("data")]),
+        healthy_check_min_disks: reader.count(
+            "localfile_store.healthy_check_min_disks",
+            0,
+            0..=DATA_PATHS_MAX,
+        ),
+        disk_high_watermark: reader.ratio("localfile_store.disk_high_watermark", 0.8),
+        disk_low_watermark: reader.ratio("localfile_store.disk_low_watermark", 0.7),
+        disk_max_concurrency: reader.count("localfile_store.disk_max_concurrency", 2000, 1..=1_000_000),
+        write_concurrency_per_disk: reader.count("localfile_store.write_concurrency_per_disk", 4, 1..=256),
+        disk_healthy_check_interval: reader.duration(
+            "localfile_store.disk_healthy_check_interval_sec",
+            60 * SECOND,
+            SECOND..=DAY,
+            Unit::Seconds,
+        ),
+        direct_io: reader.boolean("localfile_store.direct_io", true),
+    }
+}
+
+fn hybrid(reader: &mut Reader) -> HybridStore {
+    HybridStore {
+        memory_spill_high_watermark: reader.ratio("hybrid_store.memory_spill_high_watermark", 0.8),
+        memory_spill_low_watermark: reader.ratio("hybrid_store.memory_spill_low_watermark", 0.2),
+        memory_single_buffer_max_spill_size_bytes: reader.size(
+            "hybrid_store.memory_single_buffer_max_spill_size",
+            256 * MIB,
+            MIB..=TIB,
+        ),
+    }
+}
+
+fn runtime(reader: &mut Reader, machine: &Machine) -> Runtime {
+    Runtime {
+        worker_threads: reader.count("runtime_config.worker_threads", machine.cores.clamp(1, 1024), 1..=1024),
+        blocking_threads: reader.count("runtime_config.blocking_threads", 256, 4..=4096),
+    }
+}
+
+fn log(reader: &mut Reader, env: &HashMap<String, String>) -> TelemetryConfig {
+    let set = |name: &str| env.get(name).filter(|text| !text.trim().is_empty()).cloned();
+    let (name, filter) = match (set("RUST_LOG"), set("LOG")) {
+        (Some(filter), _) => ("RUST_LOG", filter),
+        (None, Some(filter)) => ("LOG", filter),
+        (None, None) => ("RUST_LOG", "info".to_owned()),
+    };
+    if let Err(error) = parse_filter(&filter) {
+        reader.refuse(
+            name,
+            &filter,
+            &format!("a filter such as \"info\" or \"uniffle_worker=debug\" ({error})"),
+        );
+    }
+    let rotation = |text: &str| match text.to_ascii_lowercase().as_str() {
+        "daily" => Ok(Rotation::Daily),
+        "hourly" => Ok(Rotation::Hourly),
+        "never" => Ok(Rotation::Never),
+        _ => Err("Daily, Hourly or Never".to_owned()),
+    };
+    TelemetryConfig {
+        directory: reader.text("log.path", absolute_path),
+        rotation: reader.text("log.rotation", rotation).unwrap_or(Rotation::Daily),
+        files_max: reader.count("log.max_files", 14, 1..=10_000),
+        filter,
+    }
+}
+
+fn app(reader: &mut Reader) -> App {
+    App {
+        heartbeat_timeout: reader.duration(
+            "app_config.app_heartbeat_timeout_min",
+            300 * SECOND,
+            10 * SECOND..=7 * DAY,
+            Unit::Minutes,
+        ),
+    }
+}
+
+fn grpc(reader: &mut Reader) -> Grpc {
+    Grpc {
+        max_message_bytes: reader.size("grpc.max_message_size", GIB, MIB..=2 * GIB - 1),
+        max_connections: reader.count("grpc.max_connections", 4096, 1..=100_000),
+        max_concurrent_streams: reader.count("grpc.max_concurrent_streams", 256, 1..=65_535),
+        stream_window_bytes: reader.size("grpc.stream_window", MIB, 64 * KIB..=64 * MIB),
+        connection_window_bytes: reader.size("grpc.connection_window", 4 * MIB, 64 * KIB..=512 * MIB),
+        window_total_bytes: reader.size("grpc.window_total", 128 * MIB, 64 * KIB..=64 * GIB),
+        max_frame_bytes: reader.size("grpc.max_frame_size", MIB, 16 * KIB..=8 * MIB),
+        request_timeout: reader.duration(
+            "grpc.request_timeout_sec",
+            120 * SECOND,
+            SECOND..=HOUR,
+            Unit::Seconds,
+        ),
+    }
+}
+
+fn http(reader: &mut Reader) -> Http {
+    Http {
+        max_connections: reader.count("http.max_connections", 64, 1..=10_000),
+        request_timeout: reader.duration(
+            "http.request_timeout_sec",
+            30 * SECOND,
+            SECOND..=600 * SECOND,
+            Unit::Seconds,
+        ),
+    }
+}
+
+fn embedded_coordinator(reader: &mut Reader) -> EmbeddedCoordinator {
+    let remote_path = |text: &str| {
+        let has_scheme =
+            text.split_once("://").is_some_and(|(scheme, rest)| !scheme.is_empty() && !rest.is_empty());
+        if has_scheme {
+            Ok(text.to_owned())
+        } else {
+            Err("a URI such as \"hdfs://namenode:8020/uniffle\"".to_owned())
+        }
+    };
+    EmbeddedCoordinator {
+        client_conf: reader.text_table("embedded_coordinator.client_conf", CLIENT_CONF_MAX),
+        remote_storage_path: reader.text("embedded_coordinator.remote_storage_path", remote_path),
+    }
+}
+
+fn check_ports(reader: &mut Reader, config: &Config) {
+    let mut taken = HashMap::new();
+    let ports = [
+        ("grpc_port", Some(config.grpc_port)),
+        ("urpc_port", config.urpc_port),
+        ("http_port", Some(config.http_port)),
+    ];
+    for (key, port) in ports {
+        let Some(port) = port.filter(|port| *port != 0) else { continue };
+        if let Some(other) = taken.insert(port, key) {
+            reader.refuse(key, port, &format!("a port other than that of {other}"));
+        }
+    }
+}
+
+fn check_memory(reader: &mut Reader, config: &Config) {
+    let memory = &config.memory;
+    if memory.ticket_check_interval > memory.ticket_timeout {
+        let interval = humantime::format_duration(memory.ticket_check_interval);
+        reader.refuse(
+            "memory_store.buffer_ticket_check_interval_sec",
+            interval,
+            "at most memory_store.buffer_ticket_timeout_sec",
+        );
+    }
+}
+
+fn check_localfile(reader: &mut Reader, config: &Config, names_data_paths: bool) {
+    if !config.store_type.has_local() {
+        return;
+    }
+    let key = "localfile_store.data_paths";
+    let paths = &config.localfile.data_paths;
+    // The default directory is for a first try on one machine; a cluster's disks are to be named.
+    if !names_data_paths && !config.is_embedded() {
+        reader.refuse(key, "(absent)", "needed with a coordinator_quorum: one directory per disk");
+    }
+    if paths.is_empty() {
+        reader.refuse(key, "[]", "at least one directory for store_type MEMORY_LOCALFILE");
+    }
+    for (at, path) in paths.iter().enumerate() {
+        if path == Path::new("/") {
+            reader.refuse(key, "/", "a directory of its own below the root");
+        }
+        let overlaps = |other: &&std::path::PathBuf| path.starts_with(other) || other.starts_with(path);
+        if let Some(other) = paths.iter().take(at).find(overlaps) {
+            let allowed =
+                format!("distinct directories, none inside another; {} is listed too", other.display());
+            reader.refuse(key, path.display(), &allowed);
+        }
+    }
+    let min_disks = config.localfile.healthy_check_min_disks;
+    if min_disks > paths.len() {
+        let allowed = format!("at most the number of data_paths, {}", paths.len());
+        reader.refuse("localfile_store.healthy_check_min_disks", min_disks, &allowed);
+    }
+}
+
+fn check_watermarks(reader: &mut Reader, config: &Config) {
+    let pairs = [
+        (
+            "localfile_store.disk_low_watermark",
+            config.localfile.disk_low_watermark,
+            "localfile_store.disk_high_watermark",
+            config.localfile.disk_high_watermark,
+        ),
+        (
+            "hybrid_store.memory_spill_low_watermark",
+            config.hybrid.memory_spill_low_watermark,
+            "hybrid_store.memory_spill_high_watermark",
+            config.hybrid.memory_spill_high_watermark,
+        ),
+    ];
+    for (low_key, low, high_key, high) in pairs {
+        if low >= high {
+            reader.refuse(low_key, low, &format!("less than {high_key} ({high})"));
+        }
+    }
+}
+
+fn check_windows(reader: &mut Reader, config: &Config) {
+    let Grpc { stream_window_bytes, connection_window_bytes, window_total_bytes, .. } = config.grpc;
+    if stream_window_bytes > connection_window_bytes {
+        reader.refuse(
+            "grpc.stream_window",
+            size_text(stream_window_bytes),
+            &format!("at most grpc.connection_window ({})", size_text(connection_window_bytes)),
+        );
+    }
+    if connection_window_bytes > window_total_bytes {
+        reader.refuse(
+            "grpc.connection_window",
+            size_text(connection_window_bytes),
+            &format!("at most grpc.window_total ({})", size_text(window_total_bytes)),
+        );
+    }
+}
+
+fn check_quorum(reader: &mut Reader, config: &Config) {
+    let mut seen = HashSet::new();
+    for endpoint in &config.coordinator_quorum {
+        if !seen.insert(endpoint) {
+            reader.refuse("coordinator_quorum", endpoint, "each coordinator once");
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What the defaults take from the machine: memory, cores, a place for data.
+//!
+//! Read once at start-up into a plain value; tests give their own.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Facts that machine-dependent defaults follow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// Memory this process may use: the least of the machine's and its control groups'.
+    pub memory_bytes: u64,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// Directory for the data of a worker that was given none.
+    pub state_dir: PathBuf,
+}
+
+/// Assumed when the system does not say how much memory there is.
+const MEMORY_BYTES_FALLBACK: u64 = 1 << 30;
+
+impl Machine {
+    /// Looks at the running system. Never fails: what can not be read is assumed small.
+    #[must_use]
+    pub fn detect(env: &HashMap<String, String>) -> Self {
+        let physical =
+            std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_total_bytes(&text));
+        let memory_bytes = [physical, cgroup_limit_bytes(Path::new("/sys/fs/cgroup"))]
+            .into_iter()
+            .flatten()
+            .min()
+            .unwrap_or(MEMORY_BYTES_FALLBACK);
+        Self {
+            memory_bytes,
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            state_dir: state_dir(env),
+        }
+    }
+
+    /// Default capacity of the memory store: 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks.
+    /// A small machine gets less than the lower bound rather than more than half of its memory.
+    #[must_use]
+    pub fn default_capacity_bytes(&self) -> u64 {
+        const LEAST: u64 = 256 << 20;
+        const MOST: u64 = 16 << 30;
+        const BLOCK: u64 = 2 << 20;
+        let share = (self.memory_bytes / 5).saturating_mul(2).clamp(LEAST, MOST);
+        let capacity = share.min(self.memory_bytes / 2).max(super::CAPACITY_BYTES_MIN);
+        capacity / BLOCK * BLOCK
+    }
+}
+
+fn meminfo_total_bytes(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The least memory limit of this process's control groups, version 1 or 2, up to the root that is visible here.
+fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    own.lines()
+        .filter_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let (controllers, group) = (fields.next()?, fields.next()?);
+            match controllers {
+                "" => least_limit(mount, group, "memory.max"),
+                _ if controllers.split(',').any(|name| name == "memory") => {
+                    least_limit(&mount.join("memory"), group, "memory.limit_in_bytes")
+                }
+                _ => None,
+            }
+        })
+        .min()
+}
+
+/// The least limit from `group` up to `root`; a container often sees its own group mounted as the root.
+fn least_limit(root: &Path, group: &str, file: &str) -> Option<u64> {
+    let own = root.join(group.trim_start_matches('/'));
+    own.ancestors()
+        .take_while(|directory| directory.starts_with(root))
+        .filter_map(|directory| std::fs::read_to_string(directory.join(file)).ok())
+        .filter_map(|text| text.trim().parse().ok()) // "max" is no limit
+        .min()
+}
+
+/// `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory (with the user's id, so that two users differ).
+fn state_dir(env: &HashMap<String, String>) -> PathBuf {
+    let absolute =
+        |name: &str| env.get(name).map(PathBuf::from).filter(|path| super::reader::is_plain_absolute(path));
+    if let Some(state) = absolute("XDG_STATE_HOME") {
+        return state.join("uniffle-worker");
+    }
+    if let Some(home) = absolute("HOME").filter(|home| home != Path::new("/")) {
+        return home.join(".local/state/uniffle-worker");
+    }
+    let temp = absolute("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp"));
+    temp.join(format!("uniffle-worker-{}", rustix::process::getuid().as_raw()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capacity_is_a_share_within_bounds() {
+        let capacity = |memory_bytes| {
+            Machine { memory_bytes, cores: 1, state_dir: PathBuf::new() }.default_capacity_bytes()
+        };
+        assert_eq!(capacity(10 << 30), 4 << 30);
+        assert_eq!(capacity(1 << 40), 16 << 30);
+        assert_eq!(capacity(600 << 20), 256 << 20);
+        assert_eq!(capacity(256 << 20), 128 << 20);
+        assert_eq!(capacity(0), crate::config::CAPACITY_BYTES_MIN);
+    }
+
+    #[test]
+    fn state_follows_the_platform() {
+        let dir = |pairs: &[(&str, &str)]| {
+            state_dir(&pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
+        };
+        assert_eq!(dir(&[("XDG_STATE_HOME", "/s"), ("HOME", "/h")]), Path::new("/s/uniffle-worker"));
+        assert_eq!(
+            dir(&[("XDG_STATE_HOME", "rel"), ("HOME", "/h")]),
+            Path::new("/h/.local/state/uniffle-worker")
+        );
+        assert!(dir(&[("TMPDIR", "/t")]).starts_with("/t"));
+        assert!(dir(&[]).starts_with("/tmp"));
+    }
+
+    #[test]
+    fn limits_of_outer_groups_count() {
+        let root = tempfile::tempdir().unwrap();
+        let inner = root.path().join("a/b");
+        std::fs::create_dir_all(&inner).unwrap();
+        std::fs::write(inner.join("memory.max"), "max\n").unwrap();
+        std::fs::write(root.path().join("a/memory.max"), "1048576\n").unwrap();
+        assert_eq!(least_limit(root.path(), "/a/b", "memory.max"), Some(1_048_576));
+        assert_eq!(least_limit(root.path(), "/none", "memory.max"), None);
+    }
+
+    #[test]
+    fn meminfo_is_read_in_kib() {
+        assert_eq!(meminfo_total_bytes("MemTotal:       2048 kB\nMemFree: 1 kB\n"), Some(2 << 20));
+        assert_eq!(meminfo_total_bytes("garbage"), None);
+    }
+}

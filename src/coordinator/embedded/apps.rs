@@ -1,0 +1,168 @@
+//! The application table: who uses the cluster, and which remote storage an application was given.
+//!
+//! Pure state with the clock passed in. Invariants: at most [`APPS_MAX`] applications; an application keeps its remote
+//! storage until it expires (clients of one application must agree on the path).
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::types::AppId;
+
+/// Most applications kept. More are served, but not listed.
+pub const APPS_MAX: usize = 100_000;
+/// Longest user name kept, in bytes; longer ones are cut.
+const USER_BYTES_MAX: usize = 64;
+/// Most users with a count of their own; the rest are counted as [`OTHER_USERS`].
+const USERS_MAX: usize = 64;
+/// Label of users beyond [`USERS_MAX`].
+const OTHER_USERS: &str = "(others)";
+
+#[derive(Debug, Clone)]
+struct App {
+    user: String,
+    touched: Instant,
+    storage: Option<usize>,
+}
+
+/// Applications by id.
+#[derive(Debug)]
+pub(super) struct AppTable {
+    timeout: Duration,
+    apps: HashMap<AppId, App>,
+    /// Next full sweep; between two sweeps an expired application may still be counted.
+    sweep_at: Option<Instant>,
+}
+
+impl AppTable {
+    pub(super) fn new(timeout: Duration) -> Self {
+        Self { timeout, apps: HashMap::new(), sweep_at: None }
+    }
+
+    /// Registers or refreshes; true if the application is new. A name replaces the one known.
+    pub(super) fn touch(&mut self, id: &AppId, user: Option<&str>, now: Instant) -> bool {
+        self.sweep_if_due(now);
+        if let Some(app) = self.apps.get_mut(id) {
+            app.touched = now;
+            if let Some(user) = user {
+                app.user = cut(user);
+            }
+            return false;
+        }
+        if self.apps.len() >= APPS_MAX {
+            return false;
+        }
+        let user = cut(user.unwrap_or_default());
+        self.apps.insert(id.clone(), App { user, touched: now, storage: None });
+        true
+    }
+
+    /// The index of the application's storage out of `storages`; chosen once, by the fewest applications.
+    pub(super) fn storage(&mut self, id: &AppId, storages: usize, now: Instant) -> Option<usize> {
+        self.touch(id, None, now);
+        if storages == 0 {
+            return None;
+        }
+        if let Some(known) = self.apps.get(id).and_then(|app| app.storage).filter(|&at| at < storages) {
+            return Some(known);
+        }
+        let uses = self.storage_uses(storages);
+        let Some(app) = self.apps.get_mut(id) else {
+            // The table is full: a choice that needs no memory to be the same next time.
+            return usize::try_from(crc32fast::hash(id.as_str().as_bytes())).ok().map(|hash| hash % storages);
+        };
+        app.storage = (0..storages).min_by_key(|&at| uses[at]);
+        app.storage
+    }
+
+    /// Applications per storage.
+    pub(super) fn storage_uses(&self, storages: usize) -> Vec<u64> {
+        let mut uses = vec![0; storages];
+        for at in self.apps.values().filter_map(|app| app.storage) {
+            if let Some(count) = uses.get_mut(at) {
+                *count += 1;
+            }
+        }
+        uses
+    }
+
+    /// Drops applications that were silent for longer than the timeout.
+    pub(super) fn expire(&mut self, now: Instant) {
+        self.apps.retain(|_, app| now.saturating_duration_since(app.touched) <= self.timeout);
+        self.sweep_at = Some(now + self.timeout / 2);
+    }
+
+    /// Number of applications of each user, bounded in labels.
+    pub(super) fn users(&self) -> BTreeMap<String, u64> {
+        let mut users = BTreeMap::new();
+        for app in self.apps.values() {
+            let room = users.len() < USERS_MAX || users.contains_key(&app.user);
+            let label = if room { app.user.as_str() } else { OTHER_USERS };
+            *users.entry(label.to_owned()).or_insert(0) += 1;
+        }
+        users
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.apps.len()
+    }
+
+    fn sweep_if_due(&mut self, now: Instant) {
+        if self.sweep_at.is_none_or(|at| now >= at) {
+            self.expire(now);
+        }
+    }
+}
+
+fn cut(user: &str) -> String {
+    user[..user.floor_char_boundary(USER_BYTES_MAX)].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn app(id: &str) -> AppId {
+        AppId::parse(id).unwrap()
+    }
+
+    #[test]
+    fn an_app_keeps_its_storage_until_it_expires() {
+        let start = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        assert_eq!(table.storage(&app("a"), 2, start), Some(0));
+        assert_eq!(table.storage(&app("b"), 2, start), Some(1));
+        assert_eq!(table.storage(&app("a"), 2, start), Some(0));
+        assert_eq!(table.storage_uses(2), [1, 1]);
+        let later = start + Duration::from_secs(50);
+        table.touch(&app("b"), None, later);
+        table.expire(start + Duration::from_secs(61));
+        assert_eq!(table.len(), 1);
+        assert_eq!(table.storage(&app("b"), 2, later), Some(1));
+        assert_eq!(table.storage(&app("c"), 0, later), None);
+    }
+
+    #[test]
+    fn apps_are_counted_by_user_with_bounded_labels() {
+        let now = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        for n in 0..USERS_MAX + 10 {
+            table.touch(&app(&format!("a{n}")), Some(&format!("user{n}")), now);
+        }
+        assert!(!table.touch(&app("a1"), Some(&"é".repeat(100)), now));
+        let users = table.users();
+        assert!(users.len() <= USERS_MAX + 1);
+        assert_eq!(users.values().sum::<u64>(), (USERS_MAX + 10) as u64);
+        assert!(users.keys().all(|user| user.len() <= USER_BYTES_MAX));
+    }
+
+    #[test]
+    fn silent_apps_leave_on_the_next_touch() {
+        let start = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        table.touch(&app("a"), None, start);
+        table.touch(&app("b"), None, start + Duration::from_secs(120));
+        assert_eq!(table.len(), 1);
+    }
+}

@@ -1,0 +1,266 @@
+//! Which node gets which partition range (PROTOCOL §9.3), as pure functions: values in, decision out.
+//!
+//! Not here: the node table, the clock, messages. Invariants: every range has one answer of `replicas` servers, the
+//! servers of one range are distinct, and nothing is allocated per range (a placement is computed by index).
+
+use std::cmp::Ordering;
+use std::collections::HashSet;
+
+/// How candidates are ordered before the first ones are taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NodeOrder {
+    /// By free memory per partition that is, or is about to be, assigned to the node since its last heartbeat.
+    #[default]
+    PartitionBalance,
+    /// By free memory alone.
+    Basic,
+}
+
+/// How ranges are dealt out to the chosen servers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PartitionSelection {
+    /// Neighbouring ranges in groups on one server, so that a task writes to few servers.
+    #[default]
+    Continuous,
+    /// One range after the other, servers in rotation.
+    Round,
+}
+
+/// What the ordering needs to know of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    /// Server id; breaks ties, so that equal input gives equal output.
+    pub id: String,
+    /// Address, to spread replicas over hosts.
+    pub host: String,
+    /// Free memory of its last heartbeat.
+    pub available_bytes: u64,
+    /// Partitions given to it since that heartbeat.
+    pub assigned_since_heartbeat: u64,
+}
+
+/// Sorts `candidates`, best first.
+///
+/// `expected_partitions` is what a node would get if this request were spread over as many nodes as are ever used:
+/// `max(partitionNum · replica / nodes.max, 1)`.
+pub fn order(candidates: &mut [Candidate], by: NodeOrder, expected_partitions: u64) {
+    match by {
+        NodeOrder::PartitionBalance => {
+            let expected = u128::from(expected_partitions.max(1));
+            let share = |node: &Candidate| u128::from(node.assigned_since_heartbeat) + expected;
+            candidates.sort_by(|a, b| {
+                // a.available / share(a) descending, cross-multiplied: exact, and no division of small numbers.
+                let left = u128::from(b.available_bytes) * share(a);
+                let right = u128::from(a.available_bytes) * share(b);
+                left.cmp(&right).then_with(|| tie(a, b))
+            });
+        }
+        NodeOrder::Basic => {
+            candidates.sort_by(|a, b| b.available_bytes.cmp(&a.available_bytes).then_with(|| tie(a, b)));
+        }
+    }
+}
+
+fn tie(a: &Candidate, b: &Candidate) -> Ordering {
+    a.id.cmp(&b.id)
+}
+
+/// Takes the first `wanted` of the ordered candidates, those on a new host first (Java's `PREFER_DIFF`).
+/// Returns indexes into `ordered`.
+#[must_use]
+pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<usize> {
+    let mut hosts = HashSet::new();
+    let (first_on_host, others): (Vec<usize>, Vec<usize>) =
+        (0..ordered.len()).partition(|&at| hosts.insert(ordered[at].host.as_str()));
+    first_on_host.into_iter().chain(others).take(wanted).collect()
+}
+
+/// Everything that decides where range k goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placement {
+    selection: PartitionSelection,
+    ranges: usize,
+    servers: usize,
+    replicas: usize,
+    /// Ranges per group while whole rounds last (continuous selection only).
+    per_group: usize,
+}
+
+impl Placement {
+    /// A plan for `ranges` ranges; `concurrency` is min(partitionNum, estimateTaskConcurrency), 0 if unknown.
+    /// `None` unless `1 <= replicas <= servers` and there is a range.
+    #[must_use]
+    pub fn plan(selection: PartitionSelection, shape: Shape) -> Option<Self> {
+        let Shape { ranges, servers, replicas, partitions_per_range, concurrency } = shape;
+        if ranges == 0 || replicas == 0 || replicas > servers {
+            return None;
+        }
+        let slots = servers.saturating_mul(partitions_per_range.max(1));
+        let per_group = if concurrency > slots { concurrency / slots } else { 1 };
+        Some(Self { selection, ranges, servers, replicas, per_group })
+    }
+
+    /// Number of ranges.
+    #[must_use]
+    pub fn ranges(&self) -> usize {
+        self.ranges
+    }
+
+    /// The servers of range `k` (indexes into the chosen list), the primary first; all distinct.
+    pub fn servers_of(&self, k: usize) -> impl Iterator<Item = usize> + use<> {
+        let first = match self.selection {
+            PartitionSelection::Continuous => self.group_of(k),
+            PartitionSelection::Round => k.wrapping_mul(self.replicas),
+        };
+        let servers = self.servers;
+        (0..self.replicas).map(move |replica| (first % servers + replica) % servers)
+    }
+
+    /// Whole rounds of `servers` groups of `per_group` ranges each; what is left is spread evenly over the servers, the
+    /// first ones get one more.
+    fn group_of(&self, k: usize) -> usize {
+        let round = self.per_group.saturating_mul(self.servers);
+        let in_whole_rounds = self.ranges - self.ranges % round;
+        if k < in_whole_rounds {
+            return k / self.per_group;
+        }
+        let at = k - in_whole_rounds;
+        let rest = self.ranges - in_whole_rounds;
+        let (base, larger_groups) = (rest / self.servers, rest % self.servers);
+        let in_larger_groups = larger_groups * (base + 1);
+        if at < in_larger_groups {
+            at / (base + 1)
+        } else {
+            // Only reached when base > 0: with base = 0 all of `rest` lies in groups of one.
+            larger_groups + (at - in_larger_groups) / base.max(1)
+        }
+    }
+}
+
+/// Size of an assignment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Ranges to place.
+    pub ranges: usize,
+    /// Servers chosen.
+    pub servers: usize,
+    /// Distinct servers per range.
+    pub replicas: usize,
+    /// Partitions in one range.
+    pub partitions_per_range: usize,
+    /// Tasks expected to run at once.
+    pub concurrency: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn node(id: &str, host: &str, available_bytes: u64, assigned: u64) -> Candidate {
+        Candidate { id: id.into(), host: host.into(), available_bytes, assigned_since_heartbeat: assigned }
+    }
+
+    fn ids(nodes: &[Candidate]) -> Vec<&str> {
+        nodes.iter().map(|n| n.id.as_str()).collect()
+    }
+
+    fn shape(ranges: usize, servers: usize, replicas: usize, concurrency: usize) -> Shape {
+        Shape { ranges, servers, replicas, partitions_per_range: 1, concurrency }
+    }
+
+    fn primaries(placement: &Placement) -> Vec<usize> {
+        (0..placement.ranges()).map(|k| placement.servers_of(k).next().unwrap()).collect()
+    }
+
+    #[test]
+    fn partition_balance_prefers_the_node_that_got_less_since_its_heartbeat() {
+        let mut nodes = [node("busy", "h1", 100, 30), node("idle", "h2", 90, 0), node("full", "h3", 0, 0)];
+        order(&mut nodes, NodeOrder::PartitionBalance, 10);
+        assert_eq!(ids(&nodes), ["idle", "busy", "full"]);
+        order(&mut nodes, NodeOrder::Basic, 10);
+        assert_eq!(ids(&nodes), ["busy", "idle", "full"]);
+    }
+
+    #[test]
+    fn equal_nodes_are_ordered_by_id() {
+        let mut nodes = [node("b", "h", 5, 0), node("a", "h", 5, 0)];
+        order(&mut nodes, NodeOrder::PartitionBalance, 1);
+        assert_eq!(ids(&nodes), ["a", "b"]);
+    }
+
+    #[test]
+    fn different_hosts_come_first() {
+        let nodes = [node("a1", "a", 9, 0), node("a2", "a", 8, 0), node("b1", "b", 1, 0)];
+        assert_eq!(take_prefer_different_hosts(&nodes, 2), [0, 2]);
+        assert_eq!(take_prefer_different_hosts(&nodes, 9), [0, 2, 1]);
+    }
+
+    #[test]
+    fn continuous_cuts_groups_and_spreads_the_rest() {
+        // c = 8 > S = 2 → groups of 4; 11 = one round of 8 + 3 left, of which the first server gets two.
+        let placement = Placement::plan(PartitionSelection::Continuous, shape(11, 2, 1, 8)).unwrap();
+        assert_eq!(primaries(&placement), [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1]);
+        // No estimate: one by one.
+        let placement = Placement::plan(PartitionSelection::Continuous, shape(5, 3, 2, 0)).unwrap();
+        assert_eq!(primaries(&placement), [0, 1, 2, 0, 1]);
+        assert_eq!(placement.servers_of(2).collect::<Vec<_>>(), [2, 0]);
+    }
+
+    #[test]
+    fn round_goes_on_where_the_last_replica_was() {
+        let placement = Placement::plan(PartitionSelection::Round, shape(3, 3, 2, 0)).unwrap();
+        let all: Vec<Vec<usize>> = (0..3).map(|k| placement.servers_of(k).collect()).collect();
+        assert_eq!(all, [[0, 1], [2, 0], [1, 2]]);
+    }
+
+    #[test]
+    fn more_replicas_than_servers_have_no_plan() {
+        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(1, 1, 2, 0)), None);
+        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(1, 1, 0, 0)), None);
+        assert_eq!(Placement::plan(PartitionSelection::Continuous, shape(0, 1, 1, 0)), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_range_has_distinct_servers_that_exist(
+            ranges in 1usize..400,
+            servers in 1usize..12,
+            replicas in 1usize..5,
+            concurrency in 0usize..500,
+            partitions_per_range in 1usize..4,
+            round in any::<bool>(),
+        ) {
+            prop_assume!(replicas <= servers);
+            let selection = if round { PartitionSelection::Round } else { PartitionSelection::Continuous };
+            let shape = Shape { ranges, servers, replicas, partitions_per_range, concurrency };
+            let placement = Placement::plan(selection, shape).unwrap();
+            let mut load = vec![0usize; servers];
+            for k in 0..ranges {
+                let chosen: Vec<usize> = placement.servers_of(k).collect();
+                prop_assert_eq!(chosen.len(), replicas);
+                prop_assert_eq!(chosen.iter().collect::<HashSet<_>>().len(), replicas);
+                prop_assert!(chosen.iter().all(|&s| s < servers));
+                load[chosen[0]] += 1;
+            }
+            if !round {
+                // No server is primary of more than one range more than another: rounds are even, the rest is too.
+                let (least, most) = (load.iter().min().unwrap(), load.iter().max().unwrap());
+                prop_assert!(most - least <= 1, "{:?}", load);
+            }
+        }
+
+        #[test]
+        fn continuous_groups_are_contiguous(ranges in 1usize..300, servers in 1usize..9, concurrency in 0usize..300) {
+            let concurrency = concurrency.min(ranges);
+            let placement = Placement::plan(
+                PartitionSelection::Continuous, shape(ranges, servers, 1, concurrency)).unwrap();
+            let primaries = primaries(&placement);
+            // The server changes only to its successor in rotation.
+            for pair in primaries.windows(2) {
+                prop_assert!(pair[0] == pair[1] || (pair[0] + 1) % servers == pair[1], "{:?}", primaries);
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Metrics of the embedded coordinator, under the names of the Java coordinator (PROTOCOL §10.4).
+//!
+//! Not here: when they change; [`super::EmbeddedCoordinator`] refreshes the gauges when it sweeps.
+
+use std::collections::BTreeMap;
+
+use prometheus::{IntCounter, IntGauge, IntGaugeVec, Opts, Registry};
+
+use super::nodes::NodeCounts;
+
+/// Handles into the registry it was built from.
+#[derive(Debug, Clone)]
+pub(super) struct Metrics {
+    active_servers: IntGauge,
+    lost_servers: IntGauge,
+    total_servers: IntGauge,
+    excluded_servers: IntGauge,
+    unhealthy_servers: IntGauge,
+    running_apps: IntGauge,
+    apps_by_user: IntGaugeVec,
+    /// One per distinct host, beside the storages that count into it.
+    storage_uses: Vec<(IntGauge, Vec<usize>)>,
+    pub(super) apps_total: IntCounter,
+    pub(super) access_requests_total: IntCounter,
+    pub(super) candidates_denied_total: IntCounter,
+}
+
+impl Metrics {
+    /// `storage_hosts[i]` is the host of remote storage i.
+    pub(super) fn new(registry: &Registry, storage_hosts: &[String]) -> Result<Self, prometheus::Error> {
+        let gauge = |name: &str, help: &str| -> Result<IntGauge, prometheus::Error> {
+            let gauge = IntGauge::new(name, help)?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let apps_by_user = IntGaugeVec::new(Opts::new("app_num", "applications of a user"), &["user_name"])?;
+        registry.register(Box::new(apps_by_user.clone()))?;
+        let mut by_host: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+        for (at, host) in storage_hosts.iter().enumerate() {
+            by_host.entry(metric_suffix(host)).or_default().push(at);
+        }
+        let mut storage_uses = Vec::with_capacity(by_host.len());
+        for (host, storages) in by_host {
+            let name = format!("remote_storage_in_used_{host}");
+            storage_uses.push((gauge(&name, "applications on this remote storage")?, storages));
+        }
+        // The embedded coordinator has no load and quota checkers; the two names exist for dashboards and stay 0.
+        counter("total_load_denied_request", "accesses refused for load, always 0")?;
+        counter("total_quota_denied_request", "accesses refused for quota, always 0")?;
+        Ok(Self {
+            active_servers: gauge("active_server_num", "nodes that may be assigned")?,
+            lost_servers: gauge("lost_server_num", "nodes that fell silent and have not come back")?,
+            total_servers: gauge("total_server_num", "nodes alive")?,
+            excluded_servers: gauge("exclude_server_num", "nodes on the exclude list")?,
+            unhealthy_servers: gauge("unhealthy_server_num", "nodes alive that call themselves unhealthy")?,
+            running_apps: gauge("running_app_num", "applications known")?,
+            apps_by_user,
+            storage_uses,
+            apps_total: counter("total_app_num", "applications ever seen")?,
+            access_requests_total: counter("total_access_request", "accessCluster calls")?,
+            candidates_denied_total: counter(
+                "total_candidates_denied_request",
+                "accessCluster calls refused because no node has the tags",
+            )?,
+        })
+    }
+
+    pub(super) fn set_nodes(&self, counts: NodeCounts) {
+        self.active_servers.set(gauge_value(counts.active));
+        self.lost_servers.set(gauge_value(counts.lost));
+        self.total_servers.set(gauge_value(counts.total));
+        self.excluded_servers.set(gauge_value(counts.excluded));
+        self.unhealthy_servers.set(gauge_value(counts.unhealthy));
+    }
+
+    pub(super) fn set_apps(&self, running: usize, users: &BTreeMap<String, u64>, storage_uses: &[u64]) {
+        self.running_apps.set(gauge_value(running));
+        self.apps_by_user.reset();
+        for (user, count) in users {
+            let gauge = self.apps_by_user.with_label_values(&[user.as_str()]);
+            gauge.set(i64::try_from(*count).unwrap_or(i64::MAX));
+        }
+        for (gauge, storages) in &self.storage_uses {
+            let uses: u64 = storages.iter().filter_map(|&at| storage_uses.get(at)).sum();
+            gauge.set(i64::try_from(uses).unwrap_or(i64::MAX));
+        }
+    }
+}
+
+fn gauge_value(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// A host as the end of a metric name.
+fn metric_suffix(host: &str) -> String {
+    host.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_documented_name_is_exported_once() {
+        let registry = Registry::new();
+        let hosts = ["nn-1.example".to_owned(), "nn-1.example".to_owned()];
+        let metrics = Metrics::new(&registry, &hosts).unwrap();
+        metrics.set_apps(2, &BTreeMap::from([("u".to_owned(), 2)]), &[1, 2]);
+        let families = registry.gather();
+        let mut names: Vec<&str> = families.iter().map(prometheus::proto::MetricFamily::name).collect();
+        names.sort_unstable();
+        let expected = [
+            "active_server_num",
+            "app_num",
+            "exclude_server_num",
+            "lost_server_num",
+            "remote_storage_in_used_nn_1_example",
+            "running_app_num",
+            "total_access_request",
+            "total_app_num",
+            "total_candidates_denied_request",
+            "total_load_denied_request",
+            "total_quota_denied_request",
+            "total_server_num",
+            "unhealthy_server_num",
+        ];
+        assert_eq!(names, expected);
+        assert_eq!(metrics.storage_uses[0].0.get(), 3);
+    }
+}

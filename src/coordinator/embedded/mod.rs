@@ -1,0 +1,390 @@
+//! A `CoordinatorServer` inside the worker's process, so that one binary is all a first user needs.
+//!
+//! [`EmbeddedCoordinator`] owns the node and application tables and answers in protocol terms; `rpc` is the tonic trait
+//! on top, [`assign`] the decisions. Not here: consensus, quotas, load checks; a real cluster runs real coordinators.
+//! Invariant: the own worker is a node like any other. It is assigned only what its tags allow, so that a GRPC_NETTY
+//! client is refused while there is no TCP door.
+
+pub mod assign;
+
+mod apps;
+mod metrics;
+mod nodes;
+mod rpc;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use prometheus::Registry;
+use tokio::time::{Instant, MissedTickBehavior};
+
+use self::apps::AppTable;
+use self::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
+use self::metrics::Metrics;
+use self::nodes::{NodeTable, TAGS_MAX};
+use super::{NodeReport, ReportSource};
+use crate::proto::{self, StatusCode};
+use crate::runtime::Tasks;
+use crate::types::AppId;
+
+pub use self::apps::APPS_MAX;
+pub use self::nodes::{InvalidHeartbeat, NODES_MAX, Node};
+
+/// Most ranges of one assignment, replicas counted. Spark 0.9+ allows 2^20 partitions (`rss.blockId.maxPartitions`);
+/// an answer of this size has about 60 MB, larger ones are refused before anything is allocated.
+pub const RANGES_MAX: u64 = 1 << 20;
+
+/// A remote storage that applications may be sent to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteStorage {
+    /// URL, such as `hdfs://nameservice/uniffle`.
+    pub path: String,
+    /// Hadoop configuration that clients add for it.
+    pub conf: Vec<(String, String)>,
+}
+
+impl RemoteStorage {
+    /// The authority of the URL without its port.
+    fn host(&self) -> &str {
+        let rest = self.path.split_once("://").map_or(self.path.as_str(), |(_, rest)| rest);
+        let authority = rest.split('/').next().unwrap_or_default();
+        authority.split(':').next().unwrap_or_default()
+    }
+
+    fn to_message(&self) -> proto::RemoteStorage {
+        let item = |(key, value): &(String, String)| proto::RemoteStorageConfItem {
+            key: key.clone(),
+            value: value.clone(),
+        };
+        proto::RemoteStorage {
+            path: self.path.clone(),
+            remote_storage_conf: self.conf.iter().map(item).collect(),
+        }
+    }
+}
+
+/// Settings of the embedded coordinator, already validated.
+#[derive(Debug, Clone)]
+pub struct EmbeddedConfig {
+    /// Handed to every client that asks for configuration. Default: `rss.storage.type` = `MEMORY_LOCALFILE`.
+    pub client_conf: Vec<(String, String)>,
+    /// Remote storages to choose from. Default: none.
+    pub remote_storages: Vec<RemoteStorage>,
+    /// A node that is silent for longer is lost. Default: 30 s.
+    pub node_timeout: Duration,
+    /// An application that is silent for longer is forgotten. Default: 60 s.
+    pub app_timeout: Duration,
+    /// Most servers given to one shuffle (`rss.coordinator.shuffle.nodes.max`). Default: 9, at least 1.
+    pub shuffle_nodes_max: usize,
+    /// Order of candidates. Default: partition balance.
+    pub node_order: NodeOrder,
+    /// Dealing of ranges. Default: continuous.
+    pub partition_selection: PartitionSelection,
+    /// Ids of servers that get no assignment. Default: none.
+    pub excluded_nodes: HashSet<String>,
+}
+
+impl Default for EmbeddedConfig {
+    fn default() -> Self {
+        Self {
+            client_conf: vec![("rss.storage.type".to_owned(), "MEMORY_LOCALFILE".to_owned())],
+            remote_storages: Vec::new(),
+            node_timeout: Duration::from_secs(30),
+            app_timeout: Duration::from_secs(60),
+            shuffle_nodes_max: 9,
+            node_order: NodeOrder::default(),
+            partition_selection: PartitionSelection::default(),
+            excluded_nodes: HashSet::new(),
+        }
+    }
+}
+
+/// Why there is no assignment. The text goes to the client.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AssignmentError {
+    /// The request itself makes no sense.
+    #[error("invalid assignment request: {0}")]
+    Invalid(&'static str),
+    /// Too large an answer.
+    #[error("{asked} ranges (replicas counted) asked, at most {RANGES_MAX} are assigned")]
+    TooLarge {
+        /// Ranges times replicas.
+        asked: u64,
+    },
+    /// Java's text and Java's limitation.
+    #[error("PartitionNumPerRange must be one")]
+    RangeMustBeOne,
+    /// Fewer candidates than replicas.
+    #[error(
+        "There aren't enough shuffle servers: {found} of {wanted} are active and have the tags {tags:?} \
+         (alive: {alive})"
+    )]
+    NotEnough {
+        /// Candidates.
+        found: usize,
+        /// Replicas.
+        wanted: usize,
+        /// Tags that were required.
+        tags: Vec<String>,
+        /// Nodes alive.
+        alive: usize,
+    },
+}
+
+impl AssignmentError {
+    /// The status that goes with the text.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::Invalid(_) => StatusCode::InvalidRequest,
+            Self::TooLarge { .. } | Self::RangeMustBeOne | Self::NotEnough { .. } => {
+                StatusCode::InternalError
+            }
+        }
+    }
+}
+
+/// The coordinator. Clones share it; it implements tonic's `CoordinatorServer`.
+#[derive(Debug, Clone)]
+pub struct EmbeddedCoordinator(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    config: EmbeddedConfig,
+    nodes: Mutex<NodeTable>,
+    apps: Mutex<AppTable>,
+    metrics: Metrics,
+}
+
+/// A request for an assignment whose numbers were checked.
+#[derive(Debug)]
+struct Wanted {
+    partitions: u64,
+    per_range: u64,
+    ranges: u64,
+    replicas: usize,
+    servers: usize,
+    concurrency: u64,
+}
+
+impl EmbeddedCoordinator {
+    /// An empty coordinator whose metrics stand in `registry`.
+    ///
+    /// # Errors
+    /// When a metric of the same name is registered already.
+    pub fn new(config: EmbeddedConfig, registry: &Registry) -> Result<Self, prometheus::Error> {
+        let hosts: Vec<String> = config.remote_storages.iter().map(|s| s.host().to_owned()).collect();
+        let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.clone());
+        let apps = AppTable::new(config.app_timeout);
+        let metrics = Metrics::new(registry, &hosts)?;
+        Ok(Self(Arc::new(Inner { nodes: Mutex::new(nodes), apps: Mutex::new(apps), metrics, config })))
+    }
+
+    /// Takes the own worker's state, as if it had sent a heartbeat.
+    ///
+    /// # Errors
+    /// When the report is not a valid heartbeat.
+    pub fn report(&self, report: NodeReport) -> Result<(), InvalidHeartbeat> {
+        self.accept(report.into_request())
+    }
+
+    /// Reports `source` at once and then every `interval` (to be shorter than the node timeout), and sweeps both
+    /// tables as often. Call it when the listeners are bound; ends when `tasks` are cancelled.
+    pub fn keep_reporting(&self, source: ReportSource, interval: Duration, tasks: &Tasks) {
+        let coordinator = self.clone();
+        let cancelled = tasks.cancelled();
+        coordinator.report_and_sweep(&source);
+        tasks.spawn("embedded coordinator", async move {
+            let mut ticks = tokio::time::interval(interval);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            tokio::pin!(cancelled);
+            loop {
+                tokio::select! {
+                    biased;
+                    () = &mut cancelled => return,
+                    _ = ticks.tick() => coordinator.report_and_sweep(&source),
+                }
+            }
+        });
+    }
+
+    fn report_and_sweep(&self, source: &ReportSource) {
+        if let Err(error) = self.report(source.now()) {
+            tracing::error!(%error, "the own report is not accepted");
+        }
+        self.sweep();
+    }
+
+    /// Replaces the exclude list.
+    pub fn set_excluded(&self, excluded: HashSet<String>) {
+        self.0.nodes.lock().set_excluded(excluded);
+        self.sweep();
+    }
+
+    /// Nodes alive, for a status page.
+    #[must_use]
+    pub fn nodes(&self) -> Vec<Node> {
+        self.live_nodes(|node| node.clone())
+    }
+
+    /// Forgets silent nodes and applications and refreshes the gauges.
+    pub fn sweep(&self) {
+        let now = Instant::now();
+        let counts = {
+            let mut nodes = self.0.nodes.lock();
+            nodes.expire(now);
+            nodes.counts()
+        };
+        self.0.metrics.set_nodes(counts);
+        let mut apps = self.0.apps.lock();
+        apps.expire(now);
+        let storage_uses = apps.storage_uses(self.0.config.remote_storages.len());
+        self.0.metrics.set_apps(apps.len(), &apps.users(), &storage_uses);
+    }
+
+    fn live_nodes<T>(&self, view: impl Fn(&Node) -> T) -> Vec<T> {
+        let mut nodes = self.0.nodes.lock();
+        nodes.expire(Instant::now());
+        nodes.live().map(view).collect()
+    }
+
+    fn accept(&self, heartbeat: proto::ShuffleServerHeartBeatRequest) -> Result<(), InvalidHeartbeat> {
+        self.0.nodes.lock().accept(heartbeat, Instant::now())
+    }
+
+    /// True if some candidate has all `tags`.
+    fn serves(&self, tags: &[String]) -> bool {
+        let mut nodes = self.0.nodes.lock();
+        nodes.expire(Instant::now());
+        tags.len() <= TAGS_MAX && !nodes.candidates(tags, &HashSet::new()).is_empty()
+    }
+
+    fn touch_app(&self, id: &AppId, user: Option<&str>) {
+        if self.0.apps.lock().touch(id, user, Instant::now()) {
+            self.0.metrics.apps_total.inc();
+        }
+    }
+
+    fn remote_storage(&self, id: &AppId) -> Option<proto::RemoteStorage> {
+        let storages = &self.0.config.remote_storages;
+        let at = self.0.apps.lock().storage(id, storages.len(), Instant::now())?;
+        storages.get(at).map(RemoteStorage::to_message)
+    }
+
+    /// One assignment per range (PROTOCOL §9.3): clients register ranges as they are given.
+    fn assign(
+        &self,
+        request: &proto::GetShuffleServerRequest,
+    ) -> Result<Vec<proto::PartitionRangeAssignment>, AssignmentError> {
+        let config = &self.0.config;
+        let wanted = Wanted::check(request, config)?;
+        let (servers, candidates) = self.choose_servers(request, &wanted)?;
+        let shape = Shape {
+            ranges: index(wanted.ranges),
+            servers: servers.len(),
+            replicas: wanted.replicas,
+            partitions_per_range: index(wanted.per_range),
+            concurrency: index(wanted.concurrency),
+        };
+        let placement = Placement::plan(config.partition_selection, shape)
+            .ok_or(AssignmentError::Invalid("no placement"))?;
+        let mut given: HashMap<usize, u64> = HashMap::new();
+        let mut assignments = Vec::with_capacity(placement.ranges());
+        for k in 0..placement.ranges() {
+            let server = placement.servers_of(k).map(|at| {
+                *given.entry(at).or_default() += wanted.per_range;
+                servers[at].clone()
+            });
+            let server = server.collect();
+            let (start_partition, end_partition) = wanted.bounds(k);
+            assignments.push(proto::PartitionRangeAssignment { start_partition, end_partition, server });
+        }
+        let mut nodes = self.0.nodes.lock();
+        for (at, partitions) in given {
+            nodes.count_assigned(&candidates[at].id, partitions);
+        }
+        Ok(assignments)
+    }
+
+    /// The servers of this shuffle, in order of preference.
+    fn choose_servers(
+        &self,
+        request: &proto::GetShuffleServerRequest,
+        wanted: &Wanted,
+    ) -> Result<(Vec<proto::ShuffleServerId>, Vec<Candidate>), AssignmentError> {
+        let faulty: HashSet<&str> = request.faulty_server_ids.iter().map(String::as_str).collect();
+        let mut nodes = self.0.nodes.lock();
+        nodes.expire(Instant::now());
+        let mut candidates = nodes.candidates(&request.require_tags, &faulty);
+        if candidates.len() < wanted.replicas {
+            return Err(AssignmentError::NotEnough {
+                found: candidates.len(),
+                wanted: wanted.replicas,
+                tags: request.require_tags.clone(),
+                alive: nodes.counts().total,
+            });
+        }
+        let replicas = wanted.replicas as u64;
+        let nodes_max = self.0.config.shuffle_nodes_max.max(1) as u64;
+        assign::order(&mut candidates, self.0.config.node_order, wanted.partitions * replicas / nodes_max);
+        let chosen: Vec<Candidate> = assign::take_prefer_different_hosts(&candidates, wanted.servers)
+            .into_iter()
+            .map(|at| candidates[at].clone())
+            .collect();
+        // Both come out of one critical section, so every candidate still has its node.
+        let servers = chosen.iter().filter_map(|candidate| nodes.server(&candidate.id).cloned()).collect();
+        Ok((servers, chosen))
+    }
+}
+
+impl Wanted {
+    fn check(
+        request: &proto::GetShuffleServerRequest,
+        config: &EmbeddedConfig,
+    ) -> Result<Self, AssignmentError> {
+        let positive = |number: i32, text: &'static str| match u64::try_from(number) {
+            Ok(number) if number > 0 => Ok(number),
+            _ => Err(AssignmentError::Invalid(text)),
+        };
+        let partitions = positive(request.partition_num, "partitionNum must be positive")?;
+        let per_range = positive(request.partition_num_per_range, "partitionNumPerRange must be positive")?;
+        let replicas = positive(request.data_replica, "dataReplica must be positive")?;
+        if request.require_tags.len() > TAGS_MAX {
+            return Err(AssignmentError::Invalid("at most 64 tags may be required"));
+        }
+        if request.faulty_server_ids.len() > NODES_MAX {
+            return Err(AssignmentError::Invalid("more faulty servers than a cluster can have"));
+        }
+        let ranges = partitions.div_ceil(per_range);
+        let asked = ranges.saturating_mul(replicas);
+        if asked > RANGES_MAX {
+            return Err(AssignmentError::TooLarge { asked });
+        }
+        if config.node_order == NodeOrder::PartitionBalance && per_range != 1 {
+            return Err(AssignmentError::RangeMustBeOne);
+        }
+        let nodes_max = config.shuffle_nodes_max.max(1);
+        let asked_servers = usize::try_from(request.assignment_shuffle_server_number).unwrap_or(0);
+        let servers = if (1..nodes_max).contains(&asked_servers) { asked_servers } else { nodes_max };
+        let replicas = index(replicas);
+        let concurrency = u64::try_from(request.estimate_task_concurrency).unwrap_or(0).min(partitions);
+        Ok(Self { partitions, per_range, ranges, replicas, servers: servers.max(replicas), concurrency })
+    }
+
+    /// First and last partition of range `k`. The last range may reach beyond the last partition, as in Java.
+    fn bounds(&self, k: usize) -> (i32, i32) {
+        let start = k as u64 * self.per_range;
+        let end = start + self.per_range - 1;
+        (i32::try_from(start).unwrap_or(i32::MAX), i32::try_from(end).unwrap_or(i32::MAX))
+    }
+}
+
+/// Numbers that came out of an `i32` fit every `usize` this crate is built for.
+fn index(number: u64) -> usize {
+    usize::try_from(number).expect("at most i32::MAX or RANGES_MAX")
+}
+
+#[cfg(test)]
+mod tests;

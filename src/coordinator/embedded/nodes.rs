@@ -1,0 +1,315 @@
+//! The node table: who reported, when, and who is a candidate for an assignment.
+//!
+//! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
+//! nodes; a node that is silent for longer than the timeout is in no answer, whether or not anybody swept.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::assign::Candidate;
+use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
+
+/// Most nodes kept. Ten times the largest clusters known; a heartbeat is not authenticated, so there must be an end.
+pub const NODES_MAX: usize = 10_000;
+/// Longest id, address or tag accepted, in bytes.
+const TEXT_BYTES_MAX: usize = 255;
+/// Most tags of one node or of one request.
+pub(super) const TAGS_MAX: usize = 64;
+
+/// Why a heartbeat is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidHeartbeat {
+    /// A field is missing or out of its bounds.
+    #[error("heartbeat: {0}")]
+    Field(&'static str),
+    /// The table holds [`NODES_MAX`] nodes.
+    #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
+    Full,
+}
+
+/// One node, as its last heartbeat told.
+#[derive(Debug, Clone)]
+pub struct Node {
+    /// As reported: clients compare servers by all fields, so nothing is normalised.
+    pub server: ShuffleServerId,
+    /// Tags of the last heartbeat.
+    pub tags: Vec<String>,
+    /// The node's own word.
+    pub status: ServerStatus,
+    /// Free memory.
+    pub available_bytes: u64,
+    /// Memory in use.
+    pub used_bytes: u64,
+    seen: Instant,
+    assigned_since_heartbeat: u64,
+}
+
+/// Nodes by id.
+#[derive(Debug)]
+pub(super) struct NodeTable {
+    timeout: Duration,
+    nodes: HashMap<String, Node>,
+    lost: HashSet<String>,
+    excluded: HashSet<String>,
+}
+
+/// Numbers for gauges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct NodeCounts {
+    pub(super) total: usize,
+    pub(super) active: usize,
+    pub(super) unhealthy: usize,
+    pub(super) lost: usize,
+    pub(super) excluded: usize,
+}
+
+impl NodeTable {
+    pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
+        Self { timeout, nodes: HashMap::new(), lost: HashSet::new(), excluded }
+    }
+
+    pub(super) fn set_excluded(&mut self, excluded: HashSet<String>) {
+        self.excluded = excluded;
+    }
+
+    /// Takes a heartbeat; the last one of an id wins.
+    pub(super) fn accept(
+        &mut self,
+        heartbeat: ShuffleServerHeartBeatRequest,
+        now: Instant,
+    ) -> Result<(), InvalidHeartbeat> {
+        let status = status_of(&heartbeat);
+        let server = heartbeat.server_id.ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
+        check(&server, &heartbeat.tags)?;
+        self.expire(now);
+        if self.nodes.len() >= NODES_MAX && !self.nodes.contains_key(&server.id) {
+            return Err(InvalidHeartbeat::Full);
+        }
+        if self.lost.remove(&server.id) {
+            tracing::info!(node = %server.id, "node is back");
+        }
+        let node = Node {
+            tags: heartbeat.tags,
+            status,
+            available_bytes: u64::try_from(heartbeat.available_memory).unwrap_or(0),
+            used_bytes: u64::try_from(heartbeat.used_memory).unwrap_or(0),
+            seen: now,
+            assigned_since_heartbeat: 0,
+            server,
+        };
+        if self.nodes.insert(node.server.id.clone(), node).is_none() {
+            tracing::info!(nodes = self.nodes.len(), "node joined");
+        }
+        Ok(())
+    }
+
+    /// Drops nodes that were silent for longer than the timeout.
+    pub(super) fn expire(&mut self, now: Instant) {
+        let Self { nodes, lost, timeout, .. } = self;
+        nodes.retain(|id, node| {
+            let alive = now.saturating_duration_since(node.seen) <= *timeout;
+            if !alive {
+                tracing::warn!(node = %id, "no heartbeat, node is lost");
+                if lost.len() < NODES_MAX {
+                    lost.insert(id.clone());
+                }
+            }
+            alive
+        });
+    }
+
+    /// All live nodes; call [`NodeTable::expire`] first.
+    pub(super) fn live(&self) -> impl Iterator<Item = &Node> {
+        self.nodes.values()
+    }
+
+    /// Nodes that may be assigned: active, not excluded, not faulty, with all of `tags`.
+    pub(super) fn candidates(&self, tags: &[String], faulty: &HashSet<&str>) -> Vec<Candidate> {
+        self.live()
+            .filter(|node| self.is_active(node) && !faulty.contains(node.server.id.as_str()))
+            .filter(|node| tags.iter().all(|tag| node.tags.contains(tag)))
+            .map(|node| Candidate {
+                id: node.server.id.clone(),
+                host: node.server.ip.clone(),
+                available_bytes: node.available_bytes,
+                assigned_since_heartbeat: node.assigned_since_heartbeat,
+            })
+            .collect()
+    }
+
+    pub(super) fn server(&self, id: &str) -> Option<&ShuffleServerId> {
+        self.nodes.get(id).map(|node| &node.server)
+    }
+
+    /// Remembers what was given to a node, until its next heartbeat shows it in its memory figures.
+    pub(super) fn count_assigned(&mut self, id: &str, partitions: u64) {
+        if let Some(node) = self.nodes.get_mut(id) {
+            node.assigned_since_heartbeat = node.assigned_since_heartbeat.saturating_add(partitions);
+        }
+    }
+
+    pub(super) fn counts(&self) -> NodeCounts {
+        NodeCounts {
+            total: self.nodes.len(),
+            active: self.live().filter(|node| self.is_active(node)).count(),
+            unhealthy: self.live().filter(|node| node.status == ServerStatus::Unhealthy).count(),
+            lost: self.lost.len(),
+            excluded: self.excluded.len(),
+        }
+    }
+
+    fn is_active(&self, node: &Node) -> bool {
+        node.status == ServerStatus::Active && !self.excluded.contains(&node.server.id)
+    }
+}
+
+/// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (PROTOCOL §8.2).
+/// A status of a later protocol version is nobody we may assign to: UNHEALTHY.
+fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
+    match heartbeat.is_healthy {
+        Some(true) => ServerStatus::Active,
+        Some(false) => ServerStatus::Unhealthy,
+        None => heartbeat.status.map_or(ServerStatus::Active, |number| {
+            ServerStatus::try_from(number).unwrap_or(ServerStatus::Unhealthy)
+        }),
+    }
+}
+
+fn check(server: &ShuffleServerId, tags: &[String]) -> Result<(), InvalidHeartbeat> {
+    let named = |text: &str| !text.is_empty() && text.len() <= TEXT_BYTES_MAX;
+    // −1 is Java's "off".
+    let port_or_off = |port: i32| port == -1 || u16::try_from(port).is_ok();
+    let problem = if !named(&server.id) {
+        "id must have 1 to 255 bytes"
+    } else if !named(&server.ip) {
+        "ip must have 1 to 255 bytes"
+    } else if !matches!(server.port, 1..=65_535) {
+        "port must be 1 to 65535"
+    } else if !port_or_off(server.netty_port) || !port_or_off(server.jetty_port) {
+        "netty_port and jetty_port must be -1 to 65535"
+    } else if tags.len() > TAGS_MAX || tags.iter().any(|tag| tag.len() > TEXT_BYTES_MAX) {
+        "at most 64 tags of at most 255 bytes are taken"
+    } else {
+        return Ok(());
+    };
+    Err(InvalidHeartbeat::Field(problem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heartbeat(id: &str) -> ShuffleServerHeartBeatRequest {
+        ShuffleServerHeartBeatRequest {
+            server_id: Some(ShuffleServerId {
+                id: id.into(),
+                ip: "10.0.0.1".into(),
+                port: 21100,
+                ..Default::default()
+            }),
+            tags: vec!["ss_v5".into(), "GRPC".into()],
+            ..Default::default()
+        }
+    }
+
+    fn table() -> NodeTable {
+        NodeTable::new(Duration::from_secs(30), HashSet::from(["excluded".to_owned()]))
+    }
+
+    fn candidates(table: &NodeTable, tags: &[&str], faulty: &[&str]) -> Vec<String> {
+        let tags: Vec<String> = tags.iter().map(|&t| t.to_owned()).collect();
+        let faulty = faulty.iter().copied().collect();
+        table.candidates(&tags, &faulty).into_iter().map(|c| c.id).collect()
+    }
+
+    #[test]
+    fn candidates_are_active_tagged_not_faulty_and_not_excluded() {
+        let now = Instant::now();
+        let mut table = table();
+        table.accept(heartbeat("good"), now).unwrap();
+        table.accept(heartbeat("excluded"), now).unwrap();
+        let mut leaving = heartbeat("leaving");
+        leaving.status = Some(ServerStatus::Decommissioning.into());
+        table.accept(leaving, now).unwrap();
+        assert_eq!(candidates(&table, &["ss_v5", "GRPC"], &[]), ["good"]);
+        assert!(candidates(&table, &["ss_v5", "GRPC_NETTY"], &[]).is_empty());
+        assert!(candidates(&table, &[], &["good"]).is_empty());
+        let expected = NodeCounts { total: 3, active: 1, unhealthy: 0, lost: 0, excluded: 1 };
+        assert_eq!(table.counts(), expected);
+    }
+
+    #[test]
+    fn is_healthy_overrides_status_as_in_java() {
+        let mut request = heartbeat("n");
+        request.status = Some(ServerStatus::Decommissioning.into());
+        request.is_healthy = Some(true);
+        assert_eq!(status_of(&request), ServerStatus::Active);
+        request.is_healthy = Some(false);
+        assert_eq!(status_of(&request), ServerStatus::Unhealthy);
+        request.is_healthy = None;
+        request.status = Some(77);
+        assert_eq!(status_of(&request), ServerStatus::Unhealthy);
+    }
+
+    #[test]
+    fn the_last_heartbeat_replaces_tags_and_forgets_assignments() {
+        let now = Instant::now();
+        let mut table = table();
+        table.accept(heartbeat("n"), now).unwrap();
+        table.count_assigned("n", 7);
+        assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 7);
+        let mut second = heartbeat("n");
+        second.tags = vec!["other".into()];
+        table.accept(second, now).unwrap();
+        assert_eq!(table.candidates(&[], &HashSet::new())[0].assigned_since_heartbeat, 0);
+        assert!(candidates(&table, &["GRPC"], &[]).is_empty());
+    }
+
+    #[test]
+    fn malformed_heartbeats_are_refused() {
+        let now = Instant::now();
+        let mut table = table();
+        assert!(table.accept(ShuffleServerHeartBeatRequest::default(), now).is_err());
+        assert!(table.accept(heartbeat(""), now).is_err());
+        assert!(table.accept(heartbeat(&"x".repeat(256)), now).is_err());
+        for port in [0, -1, 65_536] {
+            let mut request = heartbeat("n");
+            request.server_id.as_mut().unwrap().port = port;
+            assert!(table.accept(request, now).is_err(), "{port}");
+        }
+        let mut request = heartbeat("n");
+        request.tags = vec!["t".into(); TAGS_MAX + 1];
+        assert!(table.accept(request, now).is_err());
+        let mut java = heartbeat("n");
+        java.server_id.as_mut().unwrap().netty_port = -1;
+        java.available_memory = -5;
+        table.accept(java, now).unwrap();
+        assert_eq!(table.counts().total, 1);
+    }
+
+    #[test]
+    fn a_full_table_takes_known_nodes_only() {
+        let now = Instant::now();
+        let mut table = table();
+        for n in 0..NODES_MAX {
+            table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+        }
+        assert_eq!(table.accept(heartbeat("another"), now), Err(InvalidHeartbeat::Full));
+        table.accept(heartbeat("n5"), now).unwrap();
+    }
+
+    #[test]
+    fn a_silent_node_is_lost_until_it_reports_again() {
+        let start = Instant::now();
+        let mut table = table();
+        table.accept(heartbeat("n"), start).unwrap();
+        table.expire(start + Duration::from_secs(30));
+        assert_eq!(table.counts().total, 1);
+        table.expire(start + Duration::from_millis(30_001));
+        assert_eq!((table.counts().total, table.counts().lost), (0, 1));
+        table.accept(heartbeat("n"), start + Duration::from_secs(60)).unwrap();
+        assert_eq!((table.counts().total, table.counts().lost), (1, 0));
+    }
+}

@@ -1,0 +1,178 @@
+//! The 13 RPCs of `CoordinatorServer`: messages in, messages out. What they mean is decided in the parent module.
+//!
+//! Application errors travel as status fields, as the Java coordinator sends them; a gRPC error is only given where the
+//! answer has no place for one.
+
+use tonic::{Request, Response, Status};
+use uuid::Uuid;
+
+use super::EmbeddedCoordinator;
+use crate::proto::coordinator_server_server::CoordinatorServer;
+use crate::proto::{self, StatusCode};
+use crate::types::AppId;
+
+type Answer<T> = Result<Response<T>, Status>;
+
+/// Java answers with an empty text on success.
+fn outcome(result: Result<(), impl std::fmt::Display>) -> (i32, String) {
+    match result {
+        Ok(()) => (StatusCode::Success.into(), String::new()),
+        Err(error) => (StatusCode::InvalidRequest.into(), error.to_string()),
+    }
+}
+
+#[tonic::async_trait]
+impl CoordinatorServer for EmbeddedCoordinator {
+    async fn get_shuffle_server_list(&self, _: Request<()>) -> Answer<proto::GetShuffleServerListResponse> {
+        let servers = self.live_nodes(|node| node.server.clone());
+        Ok(Response::new(proto::GetShuffleServerListResponse { servers }))
+    }
+
+    async fn get_shuffle_server_num(&self, _: Request<()>) -> Answer<proto::GetShuffleServerNumResponse> {
+        let num = i32::try_from(self.live_nodes(|_| ()).len()).unwrap_or(i32::MAX);
+        Ok(Response::new(proto::GetShuffleServerNumResponse { num }))
+    }
+
+    async fn get_shuffle_assignments(
+        &self,
+        request: Request<proto::GetShuffleServerRequest>,
+    ) -> Answer<proto::GetShuffleAssignmentsResponse> {
+        let request = request.into_inner();
+        if let Ok(app) = AppId::parse(&request.application_id) {
+            self.touch_app(&app, None);
+        }
+        let response = match self.assign(&request) {
+            Ok(assignments) => proto::GetShuffleAssignmentsResponse {
+                status: StatusCode::Success.into(),
+                assignments,
+                ret_msg: String::new(),
+            },
+            Err(error) => {
+                tracing::debug!(shuffle = request.shuffle_id, %error, "no assignment");
+                proto::GetShuffleAssignmentsResponse {
+                    status: error.status().into(),
+                    assignments: Vec::new(),
+                    ret_msg: error.to_string(),
+                }
+            }
+        };
+        Ok(Response::new(response))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<proto::ShuffleServerHeartBeatRequest>,
+    ) -> Answer<proto::ShuffleServerHeartBeatResponse> {
+        let (status, ret_msg) = outcome(self.accept(request.into_inner()));
+        Ok(Response::new(proto::ShuffleServerHeartBeatResponse { status, ret_msg }))
+    }
+
+    async fn get_shuffle_data_storage_info(
+        &self,
+        _: Request<()>,
+    ) -> Answer<proto::GetShuffleDataStorageInfoResponse> {
+        Err(Status::unimplemented("getShuffleDataStorageInfo is not implemented, as in Apache Uniffle"))
+    }
+
+    async fn check_service_available(&self, _: Request<()>) -> Answer<proto::CheckServiceAvailableResponse> {
+        let available = !self.live_nodes(|_| ()).is_empty();
+        let status = StatusCode::Success.into();
+        Ok(Response::new(proto::CheckServiceAvailableResponse { status, available }))
+    }
+
+    async fn app_heartbeat(
+        &self,
+        request: Request<proto::AppHeartBeatRequest>,
+    ) -> Answer<proto::AppHeartBeatResponse> {
+        let app = AppId::parse(&request.into_inner().app_id);
+        let (status, ret_msg) = outcome(app.map(|app| self.touch_app(&app, None)));
+        Ok(Response::new(proto::AppHeartBeatResponse { status, ret_msg }))
+    }
+
+    async fn report_client_operation(
+        &self,
+        _: Request<proto::ReportShuffleClientOpRequest>,
+    ) -> Answer<proto::ReportShuffleClientOpResponse> {
+        let status = StatusCode::Success.into();
+        Ok(Response::new(proto::ReportShuffleClientOpResponse { status, ret_msg: String::new() }))
+    }
+
+    async fn register_application_info(
+        &self,
+        request: Request<proto::ApplicationInfoRequest>,
+    ) -> Answer<proto::ApplicationInfoResponse> {
+        let request = request.into_inner();
+        let app = AppId::parse(&request.app_id);
+        let (status, ret_msg) = outcome(app.map(|app| self.touch_app(&app, Some(&request.user))));
+        Ok(Response::new(proto::ApplicationInfoResponse { status, ret_msg }))
+    }
+
+    async fn access_cluster(
+        &self,
+        request: Request<proto::AccessClusterRequest>,
+    ) -> Answer<proto::AccessClusterResponse> {
+        let tags = request.into_inner().tags;
+        self.0.metrics.access_requests_total.inc();
+        let response = if self.serves(&tags) {
+            proto::AccessClusterResponse {
+                status: StatusCode::Success.into(),
+                ret_msg: String::new(),
+                uuid: Uuid::new_v4().to_string(),
+            }
+        } else {
+            self.0.metrics.candidates_denied_total.inc();
+            proto::AccessClusterResponse {
+                status: StatusCode::AccessDenied.into(),
+                ret_msg: format!(
+                    "no active shuffle server has the tags {:?}",
+                    tags.iter().take(16).collect::<Vec<_>>()
+                ),
+                uuid: String::new(),
+            }
+        };
+        Ok(Response::new(response))
+    }
+
+    async fn fetch_client_conf(&self, _: Request<()>) -> Answer<proto::FetchClientConfResponse> {
+        Ok(Response::new(self.client_conf()))
+    }
+
+    async fn fetch_client_conf_v2(
+        &self,
+        _: Request<proto::FetchClientConfRequest>,
+    ) -> Answer<proto::FetchClientConfResponse> {
+        Ok(Response::new(self.client_conf()))
+    }
+
+    async fn fetch_remote_storage(
+        &self,
+        request: Request<proto::FetchRemoteStorageRequest>,
+    ) -> Answer<proto::FetchRemoteStorageResponse> {
+        let response = match AppId::parse(&request.into_inner().app_id) {
+            // None configured is an empty message, not an absent one (PROTOCOL §9.7).
+            Ok(app) => proto::FetchRemoteStorageResponse {
+                status: StatusCode::Success.into(),
+                remote_storage: Some(self.remote_storage(&app).unwrap_or_default()),
+            },
+            Err(_) => proto::FetchRemoteStorageResponse {
+                status: StatusCode::InvalidRequest.into(),
+                remote_storage: None,
+            },
+        };
+        Ok(Response::new(response))
+    }
+}
+
+impl EmbeddedCoordinator {
+    fn client_conf(&self) -> proto::FetchClientConfResponse {
+        let item = |(key, value): &(String, String)| proto::ClientConfItem {
+            key: key.clone(),
+            value: value.clone(),
+        };
+        proto::FetchClientConfResponse {
+            status: StatusCode::Success.into(),
+            ret_msg: String::new(),
+            client_conf: self.0.config.client_conf.iter().map(item).collect(),
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The scheduler: wakes on pressure or tick, asks the policy, seals victims, queues batches.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use prometheus::Registry;
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
+use crate::runtime::Tasks;
+use crate::store::LocalStore;
+use crate::types::{Distribution, ShuffleKey};
+
+use super::FlushConfig;
+use super::metrics::FlushMetrics;
+use super::policy::{self, Usage};
+use super::queue::{Batch, Queue};
+
+/// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
+const BATCH_PARTS_MAX: usize = 4096;
+
+/// The flusher of one worker.
+#[derive(Debug)]
+pub struct Flusher {
+    pub(super) config: FlushConfig,
+    pub(super) memory: Arc<Memory>,
+    pub(super) store: Arc<LocalStore>,
+    pub(super) queue: Queue,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: FlushMetrics,
+    /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
+    batch_token: Arc<()>,
+    wake: tokio::sync::Notify,
+}
+
+impl Flusher {
+    /// Starts the scheduler and its workers in `tasks`.
+    ///
+    /// # Errors
+    /// A metric name that is taken in `registry`.
+    pub fn start(
+        config: FlushConfig,
+        memory: Arc<Memory>,
+        store: Arc<LocalStore>,
+        tasks: Tasks,
+        registry: &Registry,
+    ) -> prometheus::Result<Arc<Self>> {
+        let flusher = Arc::new(Self {
+            metrics: FlushMetrics::new(registry)?,
+            config,
+            memory,
+            store,
+            queue: Queue::default(),
+            tasks: tasks.clone(),
+            batch_token: Arc::new(()),
+            wake: tokio::sync::Notify::new(),
+        });
+        tasks.spawn("flush scheduler", Arc::clone(&flusher).schedule());
+        for _ in 0..flusher.config.workers {
+            tasks.spawn("flush worker", Arc::clone(&flusher).work());
+        }
+        Ok(flusher)
+    }
+
+    /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
+    pub fn offer(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
+        let candidate = policy_candidate(buffer);
+        if !policy::is_oversized(candidate, &self.config.limits) {
+            return;
+        }
+        if let Some(sealed) = buffer.seal() {
+            self.enqueue(shuffle.key().clone(), shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
+        }
+    }
+
+    /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
+    pub fn check_pressure(&self) {
+        if policy::flush_goal(self.usage(0), &self.config.limits) > 0 {
+            self.wake.notify_one();
+        }
+    }
+
+    /// Batches that are sealed and not yet in the store, waiting retries included.
+    #[must_use]
+    pub fn unfinished(&self) -> usize {
+        Arc::strong_count(&self.batch_token) - 1
+    }
+
+    /// Puts everything that is in memory in flight (tests, shutdown).
+    pub fn flush_all(&self) {
+        self.flush_bytes(u64::MAX);
+    }
+
+    /// Brings gauges of live values up to date.
+    pub fn refresh_metrics(&self) {
+        self.metrics.queued.set(i64::try_from(self.queue.len()).unwrap_or(i64::MAX));
+    }
+
+    async fn schedule(self: Arc<Self>) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        let mut tick = interval(self.config.tick);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stopped => {
+                    self.queue.clear();
+                    return;
+                }
+                () = self.wake.notified() => {}
+                () = self.memory.pressure().notified() => {}
+                _ = tick.tick() => {}
+            }
+            let goal = policy::flush_goal(self.usage(self.memory.take_refused_bytes()), &self.config.limits);
+            if goal > 0 {
+                self.flush_bytes(goal);
+                // All in one go; whatever arrives meanwhile is looked at once, not once per request.
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    fn usage(&self, refused: u64) -> Usage {
+        Usage {
+            capacity: self.memory.budget().capacity(),
+            used: self.memory.budget().used(),
+            reserved: self.memory.tickets().pre_allocated_bytes(),
+            in_flight: self.memory.in_flight_bytes(),
+            blocks: self.memory.block_count(),
+            refused,
+        }
+    }
+
+    /// Seals the largest buffers until `goal` bytes are under way.
+    fn flush_bytes(&self, goal: u64) {
+        let candidates = self.memory.candidates();
+        let sizes: Vec<policy::Candidate> =
+            candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
+        let mut groups: HashMap<ShuffleKey, Vec<(Arc<Buffer>, Arc<SealedBatch>)>> = HashMap::new();
+        for index in policy::victims(&sizes, goal, &self.config.limits) {
+            let Candidate { key, buffer, .. } = &candidates[index];
+            if let Some(sealed) = buffer.seal() {
+                groups.entry(key.clone()).or_default().push((Arc::clone(buffer), sealed));
+            }
+        }
+        for (key, parts) in groups {
+            let distribution = self.memory.shuffle(&key).map_or(Distribution::Normal, |shuffle| shuffle.distribution());
+            for parts in cut_batches(parts, self.config.batch_bytes_max) {
+                self.enqueue(key.clone(), distribution, parts);
+            }
+        }
+    }
+
+    fn enqueue(&self, key: ShuffleKey, distribution: Distribution, parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>) {
+        let token = Arc::clone(&self.batch_token);
+        self.queue.push(Batch { key, distribution, parts, failures: 0, _token: token });
+    }
+}
+
+fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
+    policy::Candidate {
+        bytes: buffer.active_bytes(),
+        blocks: buffer.block_count(),
+        in_flight_batches: buffer.in_flight_batches(),
+    }
+}
+
+/// Cuts `parts` into batches of about `bytes_max` payload bytes and at most [`BATCH_PARTS_MAX`] partitions.
+fn cut_batches(
+    parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
+    bytes_max: u64,
+) -> Vec<Vec<(Arc<Buffer>, Arc<SealedBatch>)>> {
+    let mut batches = Vec::new();
+    let mut open = Vec::new();
+    let mut open_bytes = 0;
+    for part in parts {
+        let bytes = part.1.bytes();
+        let full = open_bytes + bytes > bytes_max || open.len() >= BATCH_PARTS_MAX;
+        if full && !open.is_empty() {
+            batches.push(std::mem::take(&mut open));
+            open_bytes = 0;
+        }
+        open_bytes += bytes;
+        open.push(part);
+    }
+    if !open.is_empty() {
+        batches.push(open);
+    }
+    batches
+}

@@ -1,0 +1,114 @@
+//! The workers: one batch at a time from memory to the store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::memory::SealedData;
+use crate::store::{ExtentData, ExtentWrite, StoreError};
+
+use super::queue::Batch;
+use super::scheduler::Flusher;
+
+impl Flusher {
+    pub(super) async fn work(self: Arc<Self>) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        loop {
+            let batch = tokio::select! {
+                biased;
+                () = &mut stopped => return,
+                batch = self.queue.pop() => batch,
+            };
+            self.flush(batch).await;
+        }
+    }
+
+    /// Writes one batch; memory is released only after the store has published it.
+    async fn flush(self: &Arc<Self>, batch: Batch) {
+        let bytes = batch.bytes();
+        let batch = Arc::new(batch);
+        let extents = {
+            // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
+            let batch = Arc::clone(&batch);
+            tokio::task::spawn_blocking(move || extents_of(&batch)).await
+        };
+        let written = match extents {
+            Ok(extents) => self.store.write(&batch.key, extents).await,
+            Err(error) => Err(StoreError::internal(format!("extents could not be laid out: {error}"))),
+        };
+        let Some(batch) = Arc::into_inner(batch) else { return };
+        match written {
+            Ok(_) => self.publish(batch, bytes),
+            Err(error) if error.is_purged() => {
+                self.metrics.purged_batches.inc();
+                tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
+            }
+            Err(error) => self.retry_later(batch, bytes, &error),
+        }
+    }
+
+    fn publish(&self, batch: Batch, bytes: u64) {
+        for (buffer, sealed) in batch.parts {
+            #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
+            self.metrics.extent_bytes.observe(sealed.bytes() as f64);
+            buffer.release(&sealed);
+        }
+        self.metrics.spilled_bytes.inc_by(bytes);
+        self.metrics.spilled_batches.inc();
+        tracing::debug!(shuffle = %batch.key, bytes, "flushed");
+    }
+
+    fn retry_later(self: &Arc<Self>, mut batch: Batch, bytes: u64, error: &StoreError) {
+        self.metrics.failed_writes.inc();
+        let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
+        tracing::warn!(
+            shuffle = %batch.key, bytes, failures = batch.failures + 1, %error,
+            "no disk took a batch, it stays in memory and is tried again"
+        );
+        batch.failures = batch.failures.saturating_add(1);
+        let flusher = Arc::clone(self);
+        self.tasks.spawn("flush retry", async move {
+            tokio::select! {
+                biased;
+                () = flusher.tasks.cancelled() => {}
+                () = tokio::time::sleep(pause) => flusher.queue.push(batch),
+            }
+        });
+    }
+}
+
+fn retry_pause(failures: u32, min: Duration, max: Duration) -> Duration {
+    min.saturating_mul(1 << failures.min(16)).min(max)
+}
+
+fn extents_of(batch: &Batch) -> Vec<ExtentWrite> {
+    batch
+        .parts
+        .iter()
+        .map(|(_, sealed)| {
+            let extent = sealed.extent(batch.distribution);
+            ExtentWrite {
+                partition: sealed.partition(),
+                length: sealed.bytes(),
+                blocks: extent.blocks,
+                data: match extent.data {
+                    SealedData::Aligned(pages) => ExtentData::Aligned(pages),
+                    SealedData::Pieces(pieces) => ExtentData::Pieces(pieces),
+                },
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_their_maximum() {
+        let (min, max) = (Duration::from_millis(100), Duration::from_secs(10));
+        assert_eq!(retry_pause(0, min, max), min);
+        assert_eq!(retry_pause(3, min, max), Duration::from_millis(800));
+        assert_eq!(retry_pause(u32::MAX, min, max), max);
+    }
+}

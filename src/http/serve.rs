@@ -1,0 +1,92 @@
+//! Connections of the HTTP door, bounded in number, time and size.
+//!
+//! A connection carries one request and lives for at most the request timeout, accept to last byte: that bounds slow
+//! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter.
+
+use std::time::Duration;
+
+use axum::Router;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use std::sync::Arc;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::{Hooks, HttpConfig, router};
+use crate::runtime::Tasks;
+
+/// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
+const HEAD_BYTES_MAX: usize = 8 << 10;
+
+/// Header lines of a request.
+const HEADERS_MAX: usize = 64;
+
+/// hyper's buffer per connection: twice the head, above its minimum of 8 KiB.
+const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
+
+/// Pause after a failed accept: out of descriptors is not cured by asking again at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What a connection gets to finish its answer after the group was cancelled.
+const STOP_GRACE: Duration = Duration::from_secs(1);
+
+/// Serves the HTTP door on `listener` in a task of `tasks`, until they are cancelled.
+pub fn serve(listener: TcpListener, config: HttpConfig, hooks: Hooks, tasks: &Tasks) {
+    let owner = tasks.clone();
+    tasks.spawn("http accept", async move {
+        tokio::select! {
+            biased;
+            () = owner.cancelled() => {}
+            () = accept(listener, config, router(hooks), &owner) => {}
+        }
+    });
+}
+
+async fn accept(listener: TcpListener, config: HttpConfig, router: Router, tasks: &Tasks) {
+    let permits = Arc::new(Semaphore::new(config.max_connections));
+    loop {
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
+            return; // never: nobody closes the semaphore
+        };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let served =
+                    connection(stream, router.clone(), config.request_timeout, tasks.clone(), permit);
+                tasks.spawn("http connection", served);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "http accept failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn connection(
+    stream: TcpStream,
+    router: Router,
+    timeout: Duration,
+    tasks: Tasks,
+    _permit: OwnedSemaphorePermit,
+) {
+    let served = hyper::server::conn::http1::Builder::new()
+        .keep_alive(false)
+        .max_header_size(HEAD_BYTES_MAX)
+        .max_headers(HEADERS_MAX)
+        .max_buf_size(BUFFER_BYTES_MAX)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let stopped = async {
+        tasks.cancelled().await;
+        tokio::time::sleep(STOP_GRACE).await;
+    };
+    // Whatever ends first drops the connection; a peer's bad manners are no news.
+    tokio::select! {
+        biased;
+        result = tokio::time::timeout(timeout, served) => match result {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(%error, "http connection"),
+            Err(_) => tracing::debug!("http connection timed out"),
+        },
+        () = stopped => {}
+    }
+}

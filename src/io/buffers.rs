@@ -1,0 +1,224 @@
+//! Buffers that the disk fills and empties: where reads land, and aligned staging for writes that must be gathered.
+//!
+//! The store asks a [`ReadBuffers`] for room and does not know whose memory it is (the worker's read pool implements
+//! it). [`AlignedPool`] is bounded and recycles, so gather copies neither grow the heap nor fault pages again.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::{BLOCK_ALIGN, BoxFuture};
+
+/// Largest read buffer anybody asks for: reads are streamed in chunks of at most this.
+pub const READ_CHUNK_BYTES_MAX: usize = 1 << 20;
+
+/// Bytes of one staging buffer: one gathered write call.
+pub const STAGING_BYTES: usize = 1 << 20;
+
+/// Somewhere to get read buffers from.
+pub trait ReadBuffers: Send + Sync {
+    /// Waits for a buffer of at least `len` bytes (`len` ≤ [`READ_CHUNK_BYTES_MAX`]).
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>>;
+}
+
+/// A buffer that a read fills and that becomes [`Bytes`].
+pub trait ReadBuffer: Send {
+    /// The whole buffer.
+    fn as_mut(&mut self) -> &mut [u8];
+    /// The first `len` bytes, immutable from now on; their memory goes back when the last clone is dropped.
+    fn freeze(self: Box<Self>, len: usize) -> Bytes;
+}
+
+/// A buffer and the part of it that one read fills.
+pub struct ReadTarget {
+    /// The buffer, owned by the read until it returns.
+    pub buffer: Box<dyn ReadBuffer>,
+    /// The part to fill.
+    pub range: Range<usize>,
+}
+
+impl ReadTarget {
+    /// The bytes to fill; `None` when the range lies outside the buffer.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        (*self.buffer).as_mut().get_mut(self.range.clone())
+    }
+}
+
+impl fmt::Debug for ReadTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadTarget").field("range", &self.range).finish_non_exhaustive()
+    }
+}
+
+/// Unbounded heap buffers, for tests and for small reads outside the worker's read pool.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HeapBuffers;
+
+impl ReadBuffers for HeapBuffers {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        let buffer: Box<dyn ReadBuffer> = Box::new(vec![0; len]);
+        Box::pin(std::future::ready(buffer))
+    }
+}
+
+impl ReadBuffer for Vec<u8> {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
+    }
+
+    fn freeze(self: Box<Self>, len: usize) -> Bytes {
+        let mut bytes = Bytes::from(*self);
+        bytes.truncate(len);
+        bytes
+    }
+}
+
+/// A bounded pool of recycled [`STAGING_BYTES`] buffers that begin on a [`BLOCK_ALIGN`] boundary.
+#[derive(Debug)]
+pub struct AlignedPool {
+    free: Mutex<Vec<Vec<u8>>>,
+    permits: Arc<Semaphore>,
+}
+
+impl AlignedPool {
+    /// A pool of at most `buffers` buffers; memory is taken when first needed.
+    #[must_use]
+    pub fn new(buffers: usize) -> Arc<Self> {
+        Arc::new(Self { free: Mutex::default(), permits: Arc::new(Semaphore::new(buffers.max(1))) })
+    }
+
+    /// Waits for a buffer. Holding one while waiting for another can dead-lock: fill, write, then ask again.
+    pub async fn acquire(self: &Arc<Self>) -> AlignedBuffer {
+        let permit =
+            Arc::clone(&self.permits).acquire_owned().await.expect("the pool never closes its semaphore");
+        let memory = self.free.lock().pop().unwrap_or_else(AlignedBuffer::allocate);
+        AlignedBuffer::around(memory, Some((Arc::clone(self), permit)))
+    }
+
+    /// Buffers nobody holds.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.permits.available_permits()
+    }
+}
+
+/// An aligned buffer that is filled from its start and becomes [`Bytes`].
+pub struct AlignedBuffer {
+    memory: Vec<u8>,
+    /// First aligned byte of `memory`, which is one alignment longer than the buffer.
+    start: usize,
+    filled: usize,
+    home: Option<(Arc<AlignedPool>, OwnedSemaphorePermit)>,
+}
+
+impl AlignedBuffer {
+    /// A buffer outside any pool.
+    #[must_use]
+    pub fn unpooled() -> Self {
+        Self::around(Self::allocate(), None)
+    }
+
+    fn allocate() -> Vec<u8> {
+        vec![0; STAGING_BYTES + BLOCK_ALIGN]
+    }
+
+    fn around(memory: Vec<u8>, home: Option<(Arc<AlignedPool>, OwnedSemaphorePermit)>) -> Self {
+        let address = memory.as_ptr().addr();
+        let start = address.next_multiple_of(BLOCK_ALIGN) - address;
+        Self { memory, start, filled: 0, home }
+    }
+
+    /// Bytes that still fit.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        STAGING_BYTES - self.filled
+    }
+
+    /// Bytes put so far, padding included.
+    #[must_use]
+    pub fn filled(&self) -> usize {
+        self.filled
+    }
+
+    /// Copies as much of `bytes` as fits and returns how much that was.
+    pub fn put(&mut self, bytes: &[u8]) -> usize {
+        let taken = bytes.len().min(self.room());
+        let at = self.start + self.filled;
+        self.memory[at..at + taken].copy_from_slice(&bytes[..taken]);
+        self.filled += taken;
+        taken
+    }
+
+    /// Zeroes up to the next multiple of [`BLOCK_ALIGN`]: what a former user left there must not reach a file.
+    pub fn pad(&mut self) {
+        let end = self.filled.next_multiple_of(BLOCK_ALIGN);
+        self.memory[self.start + self.filled..self.start + end].fill(0);
+        self.filled = end;
+    }
+
+    /// What was put, immutable; the buffer goes home when the last clone is dropped.
+    #[must_use]
+    pub fn freeze(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for AlignedBuffer {
+    fn as_ref(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.filled]
+    }
+}
+
+impl fmt::Debug for AlignedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AlignedBuffer").field("filled", &self.filled).finish_non_exhaustive()
+    }
+}
+
+impl Drop for AlignedBuffer {
+    fn drop(&mut self) {
+        if let Some((pool, permit)) = self.home.take() {
+            // The memory is back before the permit, so whoever gets the permit finds it.
+            pool.free.lock().push(std::mem::take(&mut self.memory));
+            drop(permit);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn buffers_are_aligned_padded_with_zeros_and_recycled() {
+        let pool = AlignedPool::new(1);
+        let mut first = pool.acquire().await;
+        assert_eq!(first.put(&[7; 5000]), 5000);
+        assert!(pool.acquire().now_or_never().is_none(), "the pool is bounded");
+        let bytes = first.freeze();
+        assert_eq!(bytes.as_ptr().addr() % BLOCK_ALIGN, 0);
+        let clone = bytes.slice(1..2);
+        drop(bytes);
+        assert_eq!(pool.available(), 0, "a clone still holds it");
+        drop(clone);
+        let mut second = pool.acquire().await;
+        second.put(&[1; 10]);
+        second.pad();
+        assert_eq!(second.filled(), BLOCK_ALIGN);
+        assert!(second.as_ref()[10..].iter().all(|byte| *byte == 0), "nothing of the first user is left");
+    }
+
+    #[test]
+    fn a_full_buffer_takes_no_more() {
+        let mut buffer = AlignedBuffer::unpooled();
+        assert_eq!(buffer.put(&vec![1; STAGING_BYTES + 3]), STAGING_BYTES);
+        assert_eq!(buffer.put(&[1]), 0);
+        assert_eq!(buffer.room(), 0);
+    }
+}

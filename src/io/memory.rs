@@ -1,0 +1,332 @@
+//! A disk in memory, for tests: a tree of files with an optional capacity.
+//!
+//! Clones share the tree, so that a test can "restart" on the same disk. A write beyond the capacity lands partly and
+//! fails with `StorageFull`, as the real thing does. Files that were removed stay readable through open handles.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::{
+    BoxFuture, Disk, DiskLock, File, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, require_inside,
+};
+
+/// Size that a disk without a capacity claims.
+const UNLIMITED_BYTES: u64 = 1 << 40;
+
+type Content = Arc<Mutex<Vec<u8>>>;
+
+/// A tree of directories and files in memory.
+#[derive(Debug, Clone)]
+pub struct MemoryDisk {
+    root: PathBuf,
+    tree: Arc<Mutex<Tree>>,
+}
+
+#[derive(Debug, Default)]
+struct Tree {
+    capacity_bytes: Option<u64>,
+    directories: BTreeSet<PathBuf>,
+    files: BTreeMap<PathBuf, Content>,
+    locked: BTreeSet<PathBuf>,
+}
+
+impl MemoryDisk {
+    /// A disk whose root is an empty directory called `root`.
+    #[must_use]
+    pub fn new(root: &str, capacity_bytes: Option<u64>) -> Self {
+        let directories = BTreeSet::from([PathBuf::new()]);
+        let tree = Tree { capacity_bytes, directories, ..Tree::default() };
+        Self { root: root.into(), tree: Arc::new(Mutex::new(tree)) }
+    }
+
+    /// Changes the capacity; what is stored stays.
+    pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
+        self.tree.lock().capacity_bytes = capacity_bytes;
+    }
+
+    /// Paths of all files, relative to the root.
+    #[must_use]
+    pub fn files(&self) -> Vec<PathBuf> {
+        self.tree.lock().files.keys().cloned().collect()
+    }
+
+    /// Paths of all directories, relative to the root.
+    #[must_use]
+    pub fn directories(&self) -> Vec<PathBuf> {
+        self.tree.lock().directories.iter().cloned().collect()
+    }
+
+    /// A file's content.
+    #[must_use]
+    pub fn content(&self, path: &Path) -> Option<Vec<u8>> {
+        let content = self.tree.lock().files.get(path).cloned()?;
+        let bytes = content.lock().clone();
+        Some(bytes)
+    }
+
+    /// Flips bits of one byte of a file, as a bad disk would.
+    pub fn corrupt(&self, path: &Path, at: usize, mask: u8) {
+        let content = self.tree.lock().files.get(path).cloned();
+        if let Some(content) = content
+            && let Some(byte) = content.lock().get_mut(at)
+        {
+            *byte ^= mask;
+        }
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        path: &Path,
+        work: impl FnOnce(&mut Tree, PathBuf) -> io::Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, io::Result<T>> {
+        let (tree, path) = (Arc::clone(&self.tree), path.to_path_buf());
+        Box::pin(async move {
+            require_inside(&path)?;
+            work(&mut tree.lock(), path)
+        })
+    }
+
+    fn file(&self, content: Content) -> Arc<dyn File> {
+        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content })
+    }
+}
+
+impl Tree {
+    fn used_bytes(&self) -> u64 {
+        self.files.values().map(|content| content.lock().len() as u64).sum()
+    }
+
+    fn find(&self, path: &Path) -> io::Result<Content> {
+        self.files.get(path).cloned().ok_or_else(not_found)
+    }
+
+    fn create(&mut self, path: PathBuf) -> io::Result<Content> {
+        let parent = path.parent().ok_or_else(not_found)?;
+        if !self.directories.contains(parent) {
+            return Err(not_found());
+        }
+        Ok(Arc::clone(self.files.entry(path).or_default()))
+    }
+
+    fn is_empty(&self, directory: &Path) -> bool {
+        let below = |path: &PathBuf| path != directory && path.starts_with(directory);
+        !self.directories.iter().any(below) && !self.files.keys().any(below)
+    }
+
+    fn move_below(&mut self, from: &Path, to: &Path) {
+        let moved = |path: &PathBuf| match path.strip_prefix(from) {
+            Ok(rest) if rest.as_os_str().is_empty() => to.to_path_buf(),
+            Ok(rest) => to.join(rest),
+            Err(_) => path.clone(),
+        };
+        self.directories = self.directories.iter().map(moved).collect();
+        self.files = std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
+    }
+}
+
+fn not_found() -> io::Error {
+    io::ErrorKind::NotFound.into()
+}
+
+impl Disk for MemoryDisk {
+    fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let disk = self.clone();
+        self.run(path, move |tree, path| {
+            if !how.create {
+                return Ok(disk.file(tree.find(&path)?));
+            }
+            if tree.files.contains_key(&path) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            Ok(disk.file(tree.create(path)?))
+        })
+    }
+
+    fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let disk = self.clone();
+        self.run(path, move |tree, path| Ok(disk.file(tree.find(&path)?)))
+    }
+
+    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            tree.directories.extend(path.ancestors().map(Path::to_path_buf));
+            Ok(())
+        })
+    }
+
+    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.is_empty(&path) {
+                return Err(io::ErrorKind::DirectoryNotEmpty.into());
+            }
+            if tree.directories.remove(&path) { Ok(()) } else { Err(not_found()) }
+        })
+    }
+
+    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            tree.directories.retain(|directory| !directory.starts_with(&path));
+            tree.files.retain(|file, _| !file.starts_with(&path));
+            Ok(())
+        })
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
+        let to = to.to_path_buf();
+        self.run(from, move |tree, from| {
+            require_inside(&to)?;
+            let to_parent = to.parent().is_some_and(|parent| tree.directories.contains(parent));
+            let source = tree.directories.contains(&from) || tree.files.contains_key(&from);
+            if !to_parent || !source {
+                return Err(not_found());
+            }
+            tree.move_below(&from, &to);
+            Ok(())
+        })
+    }
+
+    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            let all = tree.directories.iter().chain(tree.files.keys());
+            let children = all.filter(|entry| entry.parent() == Some(&path)).filter_map(|entry| entry.file_name());
+            let mut names: Vec<_> = children.map(|name| name.to_string_lossy().into_owned()).collect();
+            names.sort();
+            Ok(names)
+        })
+    }
+
+    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
+        self.run(path, |tree, path| {
+            let content = tree.find(&path)?.lock().clone();
+            if content.len() as u64 > SMALL_FILE_BYTES_MAX {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
+            Ok(content)
+        })
+    }
+
+    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            *tree.create(path)?.lock() = content;
+            Ok(())
+        })
+    }
+
+    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        let shared = Arc::clone(&self.tree);
+        self.run(path, move |tree, path| {
+            tree.create(path.clone())?;
+            if !tree.locked.insert(path.clone()) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            let lock: Box<dyn DiskLock> = Box::new(MemoryLock { tree: shared, path });
+            Ok(lock)
+        })
+    }
+
+    fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
+        let file_system = Arc::as_ptr(&self.tree).addr() as u64;
+        self.run(Path::new(""), move |tree, _| {
+            let total_bytes = tree.capacity_bytes.unwrap_or(UNLIMITED_BYTES);
+            let free_bytes = total_bytes.saturating_sub(tree.used_bytes());
+            Ok(Space { total_bytes, free_bytes, file_system })
+        })
+    }
+}
+
+#[derive(Debug)]
+struct MemoryLock {
+    tree: Arc<Mutex<Tree>>,
+    path: PathBuf,
+}
+
+impl DiskLock for MemoryLock {}
+
+impl Drop for MemoryLock {
+    fn drop(&mut self) {
+        self.tree.lock().locked.remove(&self.path);
+    }
+}
+
+#[derive(Debug)]
+struct MemoryFile {
+    tree: Arc<Mutex<Tree>>,
+    content: Content,
+}
+
+/// Writes as much as the capacity allows.
+fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::Result<()> {
+    let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
+    let mut room = capacity.saturating_sub(tree.used_bytes());
+    let mut content = content.lock();
+    let mut at = usize::try_from(offset).map_err(io::Error::other)?;
+    for piece in pieces {
+        let size = content.len();
+        let growth = ((at + piece.len()).saturating_sub(size)) as u64;
+        let fits = growth <= room;
+        // What does not fit is written as far as it does.
+        let room_end = size.saturating_add(usize::try_from(room).unwrap_or(usize::MAX));
+        let end = if fits { at + piece.len() } else { room_end.clamp(at, at + piece.len()) };
+        if end > at && size < end {
+            content.resize(end, 0);
+        }
+        if end > at {
+            content[at..end].copy_from_slice(&piece[..end - at]);
+        }
+        if !fits {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        room -= growth;
+        at = end;
+    }
+    Ok(())
+}
+
+impl File for MemoryFile {
+    fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
+        let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
+        Box::pin(async move { write(&tree.lock(), &content, &pieces, offset) })
+    }
+
+    fn read_at(&self, mut target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+        let content = Arc::clone(&self.content);
+        Box::pin(async move {
+            let Some(bytes) = target.bytes_mut() else {
+                return (target, Err(io::ErrorKind::InvalidInput.into()));
+            };
+            let start = usize::try_from(offset).unwrap_or(usize::MAX);
+            let result = match content.lock().get(start..start.saturating_add(bytes.len())) {
+                Some(stored) => {
+                    bytes.copy_from_slice(stored);
+                    Ok(())
+                }
+                None => Err(io::ErrorKind::UnexpectedEof.into()),
+            };
+            (target, result)
+        })
+    }
+
+    fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
+        let size = self.content.lock().len() as u64;
+        Box::pin(std::future::ready(Ok(size)))
+    }
+}

@@ -1,0 +1,297 @@
+//! Buddy bookkeeping: which 4 KiB to 2 MiB pieces of a region of 2 MiB blocks are free.
+//!
+//! Pure arithmetic: it never touches the memory it speaks of. Allocation takes the smallest piece that suffices, at
+//! the lowest address, out of blocks that were in use before, and opens a block never used only when there is no
+//! other way: pages that were never needed are never touched. Freeing merges with the buddy as far as it goes, so
+//! that a region that is given back whole is whole again.
+//!
+//! A block's state is a heap-ordered tree in a bitmap of 1,024 bits (node 1 is the block, 2 and 3 its halves, …,
+//! 512..1024 its 4 KiB units); a set bit is a free piece whose parent is not free as a whole. That is 128 bytes for 2 MiB.
+
+/// The smallest piece.
+pub(super) const UNIT_BYTES: usize = 4 << 10;
+/// The largest piece, and the unit in which the region grows: one huge page.
+pub(super) const BLOCK_BYTES: usize = 2 << 20;
+
+const ORDER_MAX: usize = 9;
+const ORDERS: usize = ORDER_MAX + 1;
+const WORDS: usize = 16;
+
+/// Free pieces of a row of blocks. Offsets are bytes from the start of the row.
+#[derive(Debug)]
+pub(super) struct Buddy {
+    blocks: Vec<[u64; WORDS]>,
+    /// Per order: the blocks that have a free piece of exactly this order.
+    having: [BlockSet; ORDERS],
+    /// Blocks from here on were never used; their bitmaps are still zero.
+    fresh: usize,
+    free_bytes: u64,
+}
+
+impl Buddy {
+    /// All of `blocks` free and never used.
+    pub(super) fn new(blocks: usize) -> Self {
+        Self {
+            // Zeroed by the kernel, so that the table of a large region is not resident until it is needed.
+            blocks: vec![[0; WORDS]; blocks],
+            having: std::array::from_fn(|_| BlockSet::new(blocks)),
+            fresh: 0,
+            free_bytes: (blocks * BLOCK_BYTES) as u64,
+        }
+    }
+
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.free_bytes
+    }
+
+    /// Bytes of the blocks that were ever used: what may be resident.
+    pub(super) fn touched_bytes(&self) -> u64 {
+        (self.fresh * BLOCK_BYTES) as u64
+    }
+
+    /// The largest piece that [`Buddy::allocate`] would grant now.
+    pub(super) fn largest_free(&self) -> usize {
+        if self.fresh < self.blocks.len() {
+            return BLOCK_BYTES;
+        }
+        let order = (0..ORDERS).rev().find(|order| self.having[*order].first().is_some());
+        order.map_or(0, |order| UNIT_BYTES << order)
+    }
+
+    /// Takes a piece of `bytes`, a power of two from 4 KiB to 2 MiB; its offset is a multiple of its size.
+    pub(super) fn allocate(&mut self, bytes: usize) -> Option<usize> {
+        let order = order_of(bytes);
+        let found = (order..ORDERS).find_map(|larger| Some((self.having[larger].first()?, larger)));
+        let (block, from) = match found {
+            Some(found) => found,
+            None => (self.open_fresh()?, ORDER_MAX),
+        };
+        let mut node = self.first_free(block, from).expect("`having` names only blocks with such a piece");
+        self.clear(block, node, from);
+        for smaller in (order..from).rev() {
+            node *= 2;
+            self.set(block, node + 1, smaller);
+        }
+        self.free_bytes -= bytes as u64;
+        let first_of_order = 1 << (ORDER_MAX - order);
+        Some(block * BLOCK_BYTES + (node - first_of_order) * bytes)
+    }
+
+    /// Gives a piece back that [`Buddy::allocate`] returned for the same `bytes`.
+    pub(super) fn free(&mut self, offset: usize, bytes: usize) {
+        let mut order = order_of(bytes);
+        let block = offset / BLOCK_BYTES;
+        let mut node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
+        debug_assert!(offset.is_multiple_of(bytes), "{offset} is no offset of a piece of {bytes}");
+        debug_assert!(!self.is_in_free_piece(block, node), "double free at {offset}");
+        while node > 1 && self.is_set(block, node ^ 1) {
+            self.clear(block, node ^ 1, order);
+            node /= 2;
+            order += 1;
+        }
+        self.set(block, node, order);
+        self.free_bytes += bytes as u64;
+    }
+
+    fn open_fresh(&mut self) -> Option<usize> {
+        let block = self.fresh;
+        if block == self.blocks.len() {
+            return None;
+        }
+        self.fresh += 1;
+        self.set(block, 1, ORDER_MAX);
+        Some(block)
+    }
+
+    fn is_set(&self, block: usize, node: usize) -> bool {
+        self.blocks[block][node / 64] & (1 << (node % 64)) != 0
+    }
+
+    fn is_in_free_piece(&self, block: usize, node: usize) -> bool {
+        std::iter::successors(Some(node), |node| (*node > 1).then_some(node / 2)).any(|n| self.is_set(block, n))
+    }
+
+    fn set(&mut self, block: usize, node: usize, order: usize) {
+        self.blocks[block][node / 64] |= 1 << (node % 64);
+        self.having[order].insert(block);
+    }
+
+    fn clear(&mut self, block: usize, node: usize, order: usize) {
+        self.blocks[block][node / 64] &= !(1 << (node % 64));
+        if self.first_free(block, order).is_none() {
+            self.having[order].remove(block);
+        }
+    }
+
+    /// The lowest free node of `order`: its nodes are `2^depth..2^(depth+1)`, a part of word 0 or whole words.
+    fn first_free(&self, block: usize, order: usize) -> Option<usize> {
+        let words = &self.blocks[block];
+        let first = 1usize << (ORDER_MAX - order);
+        if first < 64 {
+            let mask = ((1u64 << first) - 1) << first;
+            let free = words[0] & mask;
+            return (free != 0).then(|| free.trailing_zeros() as usize);
+        }
+        let word = (first / 64..first / 32).find(|word| words[*word] != 0)?;
+        Some(word * 64 + words[word].trailing_zeros() as usize)
+    }
+}
+
+fn order_of(bytes: usize) -> usize {
+    assert!(bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes), "no piece has {bytes} bytes");
+    (bytes / UNIT_BYTES).trailing_zeros() as usize
+}
+
+/// A set of block numbers with a quick minimum: a bitmap, a bitmap of its non-zero words, and so on up to one word.
+#[derive(Debug)]
+struct BlockSet {
+    levels: Vec<Vec<u64>>,
+}
+
+impl BlockSet {
+    fn new(blocks: usize) -> Self {
+        let mut levels = Vec::new();
+        let mut bits = blocks.max(1);
+        loop {
+            let words = bits.div_ceil(64);
+            levels.push(vec![0; words]);
+            if words == 1 {
+                return Self { levels };
+            }
+            bits = words;
+        }
+    }
+
+    fn insert(&mut self, mut at: usize) {
+        for level in &mut self.levels {
+            let was = level[at / 64];
+            level[at / 64] |= 1 << (at % 64);
+            if was != 0 {
+                return;
+            }
+            at /= 64;
+        }
+    }
+
+    fn remove(&mut self, mut at: usize) {
+        for level in &mut self.levels {
+            level[at / 64] &= !(1 << (at % 64));
+            if level[at / 64] != 0 {
+                return;
+            }
+            at /= 64;
+        }
+    }
+
+    fn first(&self) -> Option<usize> {
+        let mut at = 0;
+        for level in self.levels.iter().rev() {
+            let word = level[at];
+            if word == 0 {
+                return None;
+            }
+            at = at * 64 + word.trailing_zeros() as usize;
+        }
+        Some(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn freed_memory_is_reused_before_fresh_blocks() {
+        let mut buddy = Buddy::new(100);
+        let first = buddy.allocate(BLOCK_BYTES).unwrap();
+        let second = buddy.allocate(UNIT_BYTES).unwrap();
+        assert_eq!((first, second), (0, BLOCK_BYTES));
+        buddy.free(first, BLOCK_BYTES);
+        for _ in 0..1000 {
+            let offset = buddy.allocate(1 << 20).unwrap();
+            buddy.free(offset, 1 << 20);
+        }
+        assert_eq!(buddy.touched_bytes(), 2 * BLOCK_BYTES as u64);
+    }
+
+    #[test]
+    fn the_lowest_smallest_sufficient_piece_is_taken() {
+        let mut buddy = Buddy::new(2);
+        let units: Vec<_> = (0..512).map(|_| buddy.allocate(UNIT_BYTES).unwrap()).collect();
+        assert_eq!(units, (0..512).map(|i| i * UNIT_BYTES).collect::<Vec<_>>());
+        for unit in [300, 200, 201] {
+            buddy.free(unit * UNIT_BYTES, UNIT_BYTES);
+        }
+        assert_eq!(buddy.allocate(UNIT_BYTES), Some(300 * UNIT_BYTES), "a single unit before a pair");
+        assert_eq!(buddy.allocate(2 * UNIT_BYTES), Some(200 * UNIT_BYTES));
+        assert_eq!(buddy.largest_free(), BLOCK_BYTES);
+    }
+
+    #[test]
+    fn a_full_row_refuses_and_a_set_of_many_blocks_finds_its_minimum() {
+        let mut buddy = Buddy::new(5000);
+        let all: Vec<_> = (0..5000).map(|_| buddy.allocate(BLOCK_BYTES).unwrap()).collect();
+        assert_eq!(buddy.allocate(UNIT_BYTES), None);
+        assert_eq!((buddy.free_bytes(), buddy.largest_free()), (0, 0));
+        for offset in [all[4999], all[4097], all[130]] {
+            buddy.free(offset, BLOCK_BYTES);
+        }
+        let again: Vec<_> = (0..3).map(|_| buddy.allocate(BLOCK_BYTES).unwrap()).collect();
+        assert_eq!(again, [all[130], all[4097], all[4999]]);
+    }
+
+    /// The model: which units are taken, nothing else.
+    struct Bitmap(Vec<bool>);
+
+    impl Bitmap {
+        fn take(&mut self, offset: usize, bytes: usize, to: bool) {
+            for unit in &mut self.0[offset / UNIT_BYTES..(offset + bytes) / UNIT_BYTES] {
+                assert_ne!(*unit, to, "overlap at {offset}");
+                *unit = to;
+            }
+        }
+
+        fn largest_free(&self) -> usize {
+            let fits = |order: &usize| self.0.chunks(1 << order).any(|piece| piece.iter().all(|taken| !taken));
+            (0..ORDERS).rev().find(fits).map_or(0, |order| UNIT_BYTES << order)
+        }
+
+        fn free_bytes(&self) -> u64 {
+            (self.0.iter().filter(|taken| !**taken).count() * UNIT_BYTES) as u64
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn buddy_follows_a_bitmap(steps in prop::collection::vec((any::<bool>(), 0usize..ORDERS, any::<prop::sample::Index>()), 1..400)) {
+            let mut buddy = Buddy::new(3);
+            let mut model = Bitmap(vec![false; 3 * 512]);
+            let mut live: Vec<(usize, usize)> = Vec::new();
+            for (grow, order, at) in steps {
+                if grow || live.is_empty() {
+                    let bytes = UNIT_BYTES << order;
+                    let granted = buddy.allocate(bytes);
+                    prop_assert_eq!(granted.is_some(), model.largest_free() >= bytes);
+                    if let Some(offset) = granted {
+                        prop_assert_eq!(offset % bytes, 0);
+                        model.take(offset, bytes, true);
+                        live.push((offset, bytes));
+                    }
+                } else {
+                    let (offset, bytes) = live.swap_remove(at.index(live.len()));
+                    buddy.free(offset, bytes);
+                    model.take(offset, bytes, false);
+                }
+                prop_assert_eq!(buddy.free_bytes(), model.free_bytes());
+                prop_assert_eq!(buddy.largest_free(), model.largest_free());
+            }
+            for (offset, bytes) in live {
+                buddy.free(offset, bytes);
+            }
+            let whole: Vec<_> = (0..3).map(|_| buddy.allocate(BLOCK_BYTES)).collect();
+            prop_assert_eq!(whole, vec![Some(0), Some(BLOCK_BYTES), Some(2 * BLOCK_BYTES)]);
+        }
+    }
+}

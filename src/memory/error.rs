@@ -1,0 +1,50 @@
+//! Why memory was not given. Each variant exists because `service` answers it differently.
+
+use super::budget::NoCapacity;
+
+/// A refusal of this module.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum MemoryError {
+    /// Full for now; asking again later may help.
+    #[error("no memory: asked {asked} bytes, free {free}")]
+    NoCapacity {
+        /// What was asked for.
+        asked: u64,
+        /// What was free.
+        free: u64,
+    },
+    /// More than there will ever be; asking again does not help.
+    #[error("request of {asked} bytes exceeds what this server can ever grant, {max} bytes")]
+    TooLarge {
+        /// What was asked for.
+        asked: u64,
+        /// The largest grant.
+        max: u64,
+    },
+    /// No such ticket, or of another application, or expired, or spent.
+    #[error("unknown, expired or spent ticket")]
+    UnknownTicket,
+    /// More payload than the ticket was for.
+    #[error("block of {asked} bytes exceeds what is left of the ticket, {left} bytes")]
+    TicketOverspent {
+        /// Bytes of the block.
+        asked: u64,
+        /// Bytes left.
+        left: u64,
+    },
+    /// The shuffle was purged meanwhile.
+    #[error("the buffer was evicted")]
+    Evicted,
+    /// The limit on blocks in memory is reached; a flush helps.
+    #[error("too many blocks in memory, at most {max}")]
+    TooManyBlocks {
+        /// The limit.
+        max: u64,
+    },
+}
+
+impl From<NoCapacity> for MemoryError {
+    fn from(refusal: NoCapacity) -> Self {
+        Self::NoCapacity { asked: refusal.asked, free: refusal.free }
+    }
+}

@@ -1,0 +1,196 @@
+//! Committed blocks of one generation of a partition: records in commit order, their ids, and the chain below them.
+//!
+//! A list is first active (blocks are appended) and then sealed (it never changes again). Sealing drops nothing and
+//! releasing drops it whole, ids included. A record is 32 bytes and an id 4 to 8: with growth of the vectors that is
+//! what the 64 bytes charged per block pay for.
+
+use std::hash::BuildHasher;
+
+use hashbrown::{DefaultHashBuilder, HashTable};
+use smallvec::SmallVec;
+
+use super::budget::{Budget, Charge};
+use super::chain::{BlockFill, Chain};
+use super::region::Slice;
+use crate::types::{BlockId, BlockMeta, TaskAttemptId};
+
+/// Charged per block beside its bytes.
+pub(super) const METADATA_BYTES: u64 = 64;
+
+/// Offset of a stray: its bytes are in no range of this list's chain.
+const STRAY: u32 = u32::MAX;
+
+/// [`BlockMeta`] and an offset, flat, so that the latter fits where the former has padding.
+#[derive(Debug, Clone, Copy)]
+struct Record {
+    block_id: BlockId,
+    task_attempt_id: TaskAttemptId,
+    length: u32,
+    uncompressed_length: u32,
+    crc: u32,
+    offset: u32,
+}
+
+impl Record {
+    fn new(meta: &BlockMeta, offset: u32) -> Self {
+        let BlockMeta { block_id, task_attempt_id, length, uncompressed_length, crc } = *meta;
+        Self { block_id, task_attempt_id, length, uncompressed_length, crc, offset }
+    }
+
+    fn meta(&self) -> BlockMeta {
+        let Self { block_id, task_attempt_id, length, uncompressed_length, crc, offset: _ } = *self;
+        BlockMeta { block_id, task_attempt_id, length, uncompressed_length, crc }
+    }
+}
+
+// The charge of 64 bytes counts on it.
+const _: () = assert!(size_of::<Record>() <= 32);
+
+/// Blocks and where their bytes are.
+#[derive(Debug)]
+pub(super) struct BlockList {
+    records: Vec<Record>,
+    ids: HashTable<u32>,
+    hasher: DefaultHashBuilder,
+    pub(super) chain: Chain,
+    /// Blocks committed after their chain was sealed, by ascending record: they keep their slices themselves.
+    strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
+    bytes: u64,
+    /// What the records are charged; a count of blocks against the global limit, and their bytes.
+    permits: Charge,
+    metadata: Charge,
+}
+
+impl BlockList {
+    pub(super) fn new(chain_id: u64, hasher: DefaultHashBuilder, blocks: &Budget, budget: &Budget) -> Self {
+        Self {
+            records: Vec::new(),
+            ids: HashTable::new(),
+            hasher,
+            chain: Chain::new(chain_id),
+            strays: Vec::new(),
+            bytes: 0,
+            permits: blocks.nothing(),
+            metadata: budget.nothing(),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    /// Payload of all blocks.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What dropping it gives back to the budget (strays excepted, whose segments others may share).
+    pub(super) fn charged_bytes(&self) -> u64 {
+        self.chain.capacity() + self.metadata.bytes()
+    }
+
+    pub(super) fn meta(&self, at: usize) -> BlockMeta {
+        self.records[at].meta()
+    }
+
+    pub(super) fn task(&self, at: usize) -> TaskAttemptId {
+        self.records[at].task_attempt_id
+    }
+
+    /// Where a block stands.
+    pub(super) fn find(&self, id: BlockId) -> Option<usize> {
+        let same = |at: &u32| self.records[*at as usize].block_id == id;
+        self.ids.find(self.hasher.hash_one(id), same).map(|at| *at as usize)
+    }
+
+    /// Appends a block that is not in the list yet, and whose fill is fully written.
+    pub(super) fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
+        let at = u32::try_from(self.records.len()).expect("blocks are limited to u32 in number");
+        let in_chain = fill.chain() == self.chain.id();
+        let offset = if in_chain { fill.offset() } else { STRAY };
+        let slices = fill.freeze();
+        if in_chain {
+            self.chain.absorb(offset, slices);
+        } else {
+            self.strays.push((at, slices));
+        }
+        self.records.push(Record::new(&meta, offset));
+        self.bytes += u64::from(meta.length);
+        let Self { ids, records, hasher, .. } = self;
+        let hash_of = |at: &u32| hasher.hash_one(records[*at as usize].block_id);
+        ids.insert_unique(hasher.hash_one(meta.block_id), at, hash_of);
+    }
+
+    /// Takes over what was charged for blocks just pushed.
+    pub(super) fn charge(&mut self, permits: Charge, metadata: Charge) {
+        self.permits.merge(permits);
+        self.metadata.merge(metadata);
+    }
+
+    /// True when the chain holds these blocks and nothing else: no dead range, no stray, no fill outstanding.
+    pub(super) fn is_linear(&self) -> bool {
+        self.strays.is_empty() && self.bytes == self.chain.used()
+    }
+
+    /// The records by their place in the chain; only for a linear list.
+    pub(super) fn by_offset(&self) -> Vec<BlockMeta> {
+        let mut records = self.records.clone();
+        // Nearly sorted: runs of one request stand in commit order. Stable, for blocks of no bytes.
+        records.sort_by_key(|record| record.offset);
+        records.iter().map(Record::meta).collect()
+    }
+
+    /// Appends the bytes of block `at` to `out`.
+    pub(super) fn gather<'a>(&'a self, at: usize, out: &mut Gather<'a>) {
+        let record = &self.records[at];
+        if record.offset != STRAY {
+            return self.chain.pieces(record.offset, record.length, |segment, start, end| {
+                out.range(&self.chain, segment, start, end);
+            });
+        }
+        let record = u32::try_from(at).expect("records are numbered by u32");
+        let stray = self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
+        out.slices(&self.strays[stray].1);
+    }
+}
+
+/// Collects the bytes of blocks in order; neighbours in one segment become one slice.
+#[derive(Debug, Default)]
+pub(super) struct Gather<'a> {
+    pending: Option<(&'a Chain, usize, usize, usize)>,
+    slices: Vec<Slice>,
+}
+
+impl<'a> Gather<'a> {
+    fn range(&mut self, chain: &'a Chain, segment: usize, start: usize, end: usize) {
+        if let Some((of, number, _, until)) = &mut self.pending
+            && std::ptr::eq(*of, chain)
+            && (*number, *until) == (segment, start)
+        {
+            *until = end;
+            return;
+        }
+        self.settle();
+        self.pending = Some((chain, segment, start, end));
+    }
+
+    fn slices(&mut self, slices: &[Slice]) {
+        self.settle();
+        self.slices.extend(slices.iter().filter(|slice| !slice.is_empty()).cloned());
+    }
+
+    fn settle(&mut self) {
+        if let Some((chain, segment, start, end)) = self.pending.take() {
+            self.slices.push(chain.slice(segment, start, end));
+        }
+    }
+
+    pub(super) fn into_slices(mut self) -> Vec<Slice> {
+        self.settle();
+        self.slices
+    }
+}

@@ -1,0 +1,198 @@
+//! Buffers for reads from disk: a small region of its own, so that readers can not run past a bound either.
+//!
+//! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Waiting is
+//! first come, first served; the caller bounds it in time.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+
+use super::budget::Budget;
+use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
+
+/// Largest read buffer; reads are streamed in chunks of at most this.
+pub const READ_BUFFER_BYTES_MAX: usize = 1 << 20;
+
+/// Read buffers of a bounded total.
+#[derive(Clone)]
+pub struct ReadPool {
+    region: Arc<Region>,
+    budget: Budget,
+    /// Units of the smallest segment: who holds permits may allocate as much, unless the free memory is in pieces.
+    permits: Arc<Semaphore>,
+    freed: Arc<Notify>,
+}
+
+impl ReadPool {
+    /// A pool of `capacity_bytes`, at least 2 MiB.
+    ///
+    /// # Errors
+    /// When the memory can not be mapped.
+    pub fn new(capacity_bytes: u64) -> io::Result<Self> {
+        let region = Region::new(capacity_bytes)?;
+        let budget = Budget::new(region.capacity_bytes());
+        let units = usize::try_from(region.capacity_bytes()).unwrap_or(usize::MAX) / SEGMENT_BYTES_MIN;
+        let permits = Arc::new(Semaphore::new(units.min(Semaphore::MAX_PERMITS)));
+        Ok(Self { region, budget, permits, freed: Arc::new(Notify::new()) })
+    }
+
+    /// A buffer of `len` bytes (1 MiB at most, a larger one would be a bug), as soon as there is one.
+    pub async fn acquire(&self, len: usize) -> ReadBuf {
+        let bytes = segment_bytes(len);
+        loop {
+            // Before the attempt, so that a buffer freed in between is not missed.
+            let freed = self.freed.notified();
+            let permit = Arc::clone(&self.permits).acquire_many_owned(units(bytes)).await;
+            let permit = permit.expect("the semaphore is never closed");
+            if let Some(buffer) = self.allocate(len, bytes, permit) {
+                return buffer;
+            }
+            // Free memory is enough but in pieces: it merges as buffers come back, and those are short-lived.
+            freed.await;
+        }
+    }
+
+    /// A buffer of `len` bytes if there is one now.
+    #[must_use]
+    pub fn try_acquire(&self, len: usize) -> Option<ReadBuf> {
+        let bytes = segment_bytes(len);
+        let permit = Arc::clone(&self.permits).try_acquire_many_owned(units(bytes)).ok()?;
+        self.allocate(len, bytes, permit)
+    }
+
+    /// Bytes of buffers in use.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.budget.used()
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> u64 {
+        self.budget.capacity()
+    }
+
+    fn allocate(&self, len: usize, bytes: usize, permit: OwnedSemaphorePermit) -> Option<ReadBuf> {
+        let charge = self.budget.try_charge(bytes as u64).ok()?;
+        let mut segment = self.region.allocate(bytes, charge).ok()?;
+        let fill = segment.fill(len)?;
+        let lease = Lease { permit: Some(permit), freed: Arc::clone(&self.freed) };
+        Some(ReadBuf { fill, lease })
+    }
+}
+
+impl fmt::Debug for ReadPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (used, capacity) = (self.used_bytes(), self.capacity_bytes());
+        f.debug_struct("ReadPool").field("used", &used).field("capacity", &capacity).finish_non_exhaustive()
+    }
+}
+
+fn segment_bytes(len: usize) -> usize {
+    assert!(len <= READ_BUFFER_BYTES_MAX, "read buffer of {len} bytes");
+    const { assert!(READ_BUFFER_BYTES_MAX <= SEGMENT_BYTES_MAX) };
+    len.next_power_of_two().max(SEGMENT_BYTES_MIN)
+}
+
+fn units(bytes: usize) -> u32 {
+    u32::try_from(bytes / SEGMENT_BYTES_MIN).expect("at most 2 MiB in units of 4 KiB")
+}
+
+/// The permit of a buffer, returned after its memory, and a word to whoever waits for pieces to merge.
+#[derive(Debug)]
+struct Lease {
+    permit: Option<OwnedSemaphorePermit>,
+    freed: Arc<Notify>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        drop(self.permit.take());
+        self.freed.notify_waiters();
+    }
+}
+
+/// A buffer of a [`ReadPool`]. The memory is returned before the lease: fields drop in this order.
+#[derive(Debug)]
+pub struct ReadBuf {
+    fill: Fill,
+    lease: Lease,
+}
+
+struct Frozen {
+    slice: Slice,
+    _lease: Lease,
+}
+
+impl AsRef<[u8]> for Frozen {
+    fn as_ref(&self) -> &[u8] {
+        self.slice.as_ref()
+    }
+}
+
+impl ReadBuf {
+    /// Bytes of the buffer.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.fill.len()
+    }
+
+    /// True for a buffer of no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.fill.is_empty()
+    }
+
+    /// The buffer, page-aligned. It shows what the memory held before: write before showing it.
+    pub fn as_mut(&mut self) -> &mut [u8] {
+        self.fill.as_mut()
+    }
+
+    /// The first `len` bytes, which must have been written; the rest is zeroed.
+    #[must_use]
+    pub fn freeze(self, len: usize) -> Bytes {
+        let slice = self.fill.freeze_prefix(len);
+        Bytes::from_owner(Frozen { slice, _lease: self.lease })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_buffer_is_back_when_its_last_bytes_are_dropped() {
+        let pool = ReadPool::new(2 << 20).unwrap();
+        let mut first = pool.acquire(1 << 20).await;
+        first.as_mut()[..3].copy_from_slice(b"abc");
+        let bytes = first.freeze(3);
+        let second = pool.try_acquire(1 << 20).unwrap();
+        assert!(pool.try_acquire(1).is_none(), "the pool is bounded");
+        let waiting = tokio::time::timeout(std::time::Duration::ZERO, pool.acquire(1 << 20));
+        assert!(waiting.await.is_err());
+        let part = bytes.slice(1..2);
+        drop(bytes);
+        assert_eq!((&part[..], pool.used_bytes()), (&b"b"[..], 2 << 20));
+        drop((part, second));
+        assert_eq!(pool.used_bytes(), 0);
+        assert_eq!(pool.region.largest_free(), SEGMENT_BYTES_MAX);
+    }
+
+    #[tokio::test]
+    async fn memory_in_pieces_is_waited_for() {
+        let pool = ReadPool::new(2 << 20).unwrap();
+        let mut small: Vec<_> = (0..512).map(|_| pool.try_acquire(4096).unwrap()).collect();
+        // Every second unit stays in use: half of the memory is free, none of it in two units together.
+        let kept: Vec<_> = (0..256).map(|at| small.remove(at)).collect();
+        drop(small);
+        let other = pool.clone();
+        let mut waiting = std::pin::pin!(async move { other.acquire(8192).await });
+        assert!(futures::poll!(waiting.as_mut()).is_pending());
+        drop(kept);
+        assert_eq!(waiting.await.len(), 8192);
+        assert_eq!(pool.used_bytes(), 0);
+    }
+}

@@ -1,0 +1,94 @@
+//! Reading a partition's memory: PROTOCOL §3.4 over batches in age order and the active list.
+//!
+//! The sequence has no duplicate ids (commit sees to that), so a cursor names one place; it is found through the id
+//! tables, not by a scan.
+
+use bytes::Bytes;
+use croaring::Treemap;
+use smallvec::SmallVec;
+
+use super::list::{BlockList, Gather};
+use super::region::Slice;
+use crate::types::{BlockId, BlockMeta, TaskAttemptId};
+
+/// The answer to a memory read.
+#[derive(Debug, Default)]
+pub struct MemoryRead {
+    /// The blocks, in the order of their bytes in `data`.
+    pub blocks: Vec<BlockMeta>,
+    /// The bytes, neighbours coalesced.
+    pub data: Vec<Bytes>,
+    /// Bytes in all.
+    pub length: u64,
+    /// True when there was nothing more: less than the limit was found (always true for an empty answer).
+    pub is_end: bool,
+}
+
+/// What was found, still as slices, so that the lock can go before `Bytes` are made of them.
+#[derive(Debug)]
+pub(super) struct Found {
+    blocks: Vec<BlockMeta>,
+    slices: Vec<Slice>,
+    length: u64,
+    is_end: bool,
+}
+
+impl From<Found> for MemoryRead {
+    fn from(found: Found) -> Self {
+        let Found { blocks, slices, length, is_end } = found;
+        Self { blocks, data: slices.into_iter().map(Slice::into_bytes).collect(), length, is_end }
+    }
+}
+
+/// Walks `lists` from behind `after` (or from the head, if that is gone) until `limit_bytes` are reached: at least
+/// one block if any qualifies, and at most one block more than the limit.
+pub(super) fn walk(
+    lists: &SmallVec<[&BlockList; 8]>,
+    after: Option<BlockId>,
+    limit_bytes: u64,
+    tasks: Option<&Treemap>,
+) -> Found {
+    let place = |id| lists.iter().enumerate().find_map(|(n, list)| Some((n, list.find(id)? + 1)));
+    let (first, mut from) = after.and_then(place).unwrap_or((0, 0));
+    let mut filter = TaskFilter { tasks, last: None };
+    let mut gather = Gather::default();
+    let mut blocks = Vec::new();
+    let mut length = 0;
+    'all: for list in &lists[first.min(lists.len())..] {
+        for at in from..list.len() {
+            if !filter.admits(list.task(at)) {
+                continue;
+            }
+            let meta = list.meta(at);
+            list.gather(at, &mut gather);
+            blocks.push(meta);
+            length += u64::from(meta.length);
+            if length >= limit_bytes {
+                break 'all;
+            }
+        }
+        from = 0;
+    }
+    let is_end = length < limit_bytes || blocks.is_empty();
+    Found { blocks, slices: gather.into_slices(), length, is_end }
+}
+
+/// The filter with its last verdict: a request's blocks stand together and are of one task attempt.
+struct TaskFilter<'a> {
+    tasks: Option<&'a Treemap>,
+    last: Option<(TaskAttemptId, bool)>,
+}
+
+impl TaskFilter<'_> {
+    fn admits(&mut self, task: TaskAttemptId) -> bool {
+        let Some(tasks) = self.tasks else { return true };
+        if let Some((last, verdict)) = self.last
+            && last == task
+        {
+            return verdict;
+        }
+        let verdict = tasks.contains(task.0.cast_unsigned());
+        self.last = Some((task, verdict));
+        verdict
+    }
+}

@@ -1,0 +1,446 @@
+//! One mapping of memory, handed out in segments; the only `unsafe` of the crate.
+//!
+//! Not here: who pays ([`super::budget`]), which piece is free ([`super::buddy`]), what the bytes mean.
+//!
+//! # Why this is safe
+//!
+//! A [`Segment`] is the only handle that can hand out ranges of its piece, and its cursor only moves forward: two
+//! [`Fill`]s never overlap. A range is either *filling* (exactly one `Fill`, which alone may write) or *frozen* (any
+//! number of [`Slice`]s, which may only read), and a `Fill` is consumed by freezing. [`Segment::slice`] gives a
+//! `Slice` only inside ranges that were frozen before and told to the segment by [`Segment::absorb`]. Every handle
+//! holds the piece by `Arc`, so a piece returns to the buddy only when no handle is left, and the mapping lives as
+//! long as any piece. Bytes are always initialised: the mapping starts as zeroes and is only ever overwritten, so
+//! `&mut [u8]` over old content is sound (what may be *shown* is the caller's care; aborted ranges are zeroed).
+//!
+//! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region.
+//!
+//! Checked by Miri on a plain allocation instead of the mapping:
+//! `cargo +nightly miri test --lib memory::region` (needs `rustup +nightly component add miri`).
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use super::budget::Charge;
+use super::buddy::{BLOCK_BYTES, Buddy, UNIT_BYTES};
+
+/// Smallest segment, and the unit of alignment of every segment.
+pub const SEGMENT_BYTES_MIN: usize = UNIT_BYTES;
+/// Largest segment.
+pub const SEGMENT_BYTES_MAX: usize = BLOCK_BYTES;
+
+/// Memory of a fixed size that is handed out in [`Segment`]s.
+pub struct Region {
+    map: Mapping,
+    buddy: Mutex<Buddy>,
+}
+
+impl Region {
+    /// Maps at least `capacity_bytes` (whole 2 MiB blocks). Pages that are never used cost nothing.
+    ///
+    /// # Errors
+    /// When the kernel refuses the mapping, or the size is beyond the address space.
+    pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
+        let too_large = |_| io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let bytes = usize::try_from(capacity_bytes).map_err(too_large)?;
+        let blocks = bytes.div_ceil(BLOCK_BYTES).max(1);
+        let map = Mapping::new(blocks)?;
+        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)) }))
+    }
+
+    /// A segment of `bytes`, a power of two from 4 KiB to 2 MiB, paid for by `charge`.
+    ///
+    /// # Errors
+    /// The charge comes back when no such piece is free; a smaller one may be.
+    pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
+        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
+        let Some(offset) = self.buddy.lock().allocate(bytes) else { return Err(charge) };
+        let piece = Piece { region: Arc::clone(self), offset, bytes, _charge: charge };
+        Ok(Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() })
+    }
+
+    /// Bytes of the mapping.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> u64 {
+        self.map.bytes as u64
+    }
+
+    /// Bytes in no segment.
+    #[must_use]
+    pub fn free_bytes(&self) -> u64 {
+        self.buddy.lock().free_bytes()
+    }
+
+    /// Bytes that were ever in a segment, in whole blocks: the bound of what the region keeps resident.
+    #[must_use]
+    pub fn touched_bytes(&self) -> u64 {
+        self.buddy.lock().touched_bytes()
+    }
+
+    /// The largest segment that could be had now; 0 when the region is full.
+    #[must_use]
+    pub fn largest_free(&self) -> usize {
+        self.buddy.lock().largest_free()
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region").field("bytes", &self.map.bytes).field("free", &self.free_bytes()).finish()
+    }
+}
+
+/// An allocated piece of a region, alive while any handle is.
+struct Piece {
+    region: Arc<Region>,
+    offset: usize,
+    bytes: usize,
+    /// Given back by the field's drop, which runs after [`Piece::drop`]: memory first, then the charge. The other
+    /// way round, a new charge could be granted for which there is no memory yet.
+    _charge: Charge,
+}
+
+impl Piece {
+    fn at(&self, start: usize, len: usize) -> *mut u8 {
+        assert!(start + len <= self.bytes, "range {start}+{len} of a piece of {}", self.bytes);
+        self.region.map.at(self.offset + start, len)
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        self.region.buddy.lock().free(self.offset, self.bytes);
+    }
+}
+
+/// The owner of one piece of a [`Region`]: hands out ranges to fill, in order, and reads what was frozen.
+pub struct Segment {
+    piece: Arc<Piece>,
+    cursor: usize,
+    /// Frozen ranges, ascending, never touching each other: one when nothing was aborted and nothing is late.
+    frozen: SmallVec<[Range<usize>; 1]>,
+}
+
+impl Segment {
+    /// Bytes of the segment.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.piece.bytes
+    }
+
+    /// Bytes handed out so far.
+    #[must_use]
+    pub fn cursor(&self) -> usize {
+        self.cursor
+    }
+
+    /// Bytes not handed out yet.
+    #[must_use]
+    pub fn remaining(&self) -> usize {
+        self.piece.bytes - self.cursor
+    }
+
+    /// The next `len` bytes, to be written by the caller alone; `None` when fewer remain.
+    pub fn fill(&mut self, len: usize) -> Option<Fill> {
+        if len > self.remaining() {
+            return None;
+        }
+        let start = self.cursor;
+        self.cursor += len;
+        Some(Fill { piece: Some(Arc::clone(&self.piece)), start, len, written: 0 })
+    }
+
+    /// Notes that `slice` is frozen, so that [`Segment::slice`] can show it. It must be of this segment.
+    pub fn absorb(&mut self, slice: Slice) {
+        assert!(Arc::ptr_eq(&self.piece, &slice.piece), "a slice of another segment");
+        let Range { start, end } = slice.start..slice.start + slice.len;
+        if start == end {
+            return;
+        }
+        if let Some(last) = self.frozen.last_mut()
+            && last.end == start
+        {
+            last.end = end;
+            return;
+        }
+        let at = self.frozen.partition_point(|range| range.start < start);
+        self.frozen.insert(at, start..end);
+        if at + 1 < self.frozen.len() && self.frozen[at + 1].start == end {
+            self.frozen[at].end = self.frozen.remove(at + 1).end;
+        }
+        if at > 0 && self.frozen[at - 1].end == start {
+            self.frozen[at - 1].end = self.frozen.remove(at).end;
+        }
+    }
+
+    /// Hands out, zeroes and freezes what is missing to a multiple of `align`.
+    pub fn pad_to(&mut self, align: usize) {
+        let missing = (self.cursor.next_multiple_of(align) - self.cursor).min(self.remaining());
+        if let Some(mut fill) = self.fill(missing) {
+            fill.as_mut().fill(0);
+            self.absorb(fill.freeze_prefix(missing));
+        }
+    }
+
+    /// A frozen range; `None` unless all of it was frozen and absorbed.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Option<Slice> {
+        let at = self.frozen.partition_point(|frozen| frozen.end < range.end);
+        let frozen = self.frozen.get(at)?;
+        let inside = frozen.start <= range.start && range.start <= range.end && range.end <= frozen.end;
+        inside.then(|| Slice { piece: Arc::clone(&self.piece), start: range.start, len: range.len() })
+    }
+
+    /// All that was handed out, if all of it is frozen.
+    #[must_use]
+    pub fn readable(&self) -> Option<Slice> {
+        self.slice(0..self.cursor)
+    }
+
+    /// True when nothing in it can ever be read: nothing is frozen and nobody is filling or reading.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        // Only `&mut self` makes new handles, so a count of one seen by the owner can not rise behind its back.
+        self.frozen.is_empty() && Arc::strong_count(&self.piece) == 1
+    }
+}
+
+impl fmt::Debug for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let piece = (self.piece.offset, self.piece.bytes);
+        f.debug_struct("Segment").field("piece", &piece).field("cursor", &self.cursor).finish_non_exhaustive()
+    }
+}
+
+/// A range that only its owner may write. Dropped without freezing, it is zeroed.
+pub struct Fill {
+    /// `None` only after freezing, so that `drop` knows.
+    piece: Option<Arc<Piece>>,
+    start: usize,
+    len: usize,
+    written: usize,
+}
+
+impl Fill {
+    /// Bytes of the range.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes not written yet.
+    #[must_use]
+    pub fn remaining(&self) -> usize {
+        self.len - self.written
+    }
+
+    /// Appends as much of `bytes` as there is room for and says how much that was.
+    pub fn write(&mut self, bytes: &[u8]) -> usize {
+        let taken = bytes.len().min(self.remaining());
+        let from = self.written;
+        self.as_mut()[from..from + taken].copy_from_slice(&bytes[..taken]);
+        self.written += taken;
+        taken
+    }
+
+    /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
+    pub fn as_mut(&mut self) -> &mut [u8] {
+        let Some(piece) = &self.piece else { return &mut [] };
+        let start = piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. No other `Fill` or `Slice` covers it: the segment handed it out once, and it becomes
+        // readable only through `freeze*`, which consumes `self`.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
+    }
+
+    /// Ends writing. The slice covers what was written; the rest, if any, is zeroed and dead.
+    #[must_use]
+    pub fn freeze(self) -> Slice {
+        let written = self.written;
+        self.freeze_prefix(written)
+    }
+
+    /// Ends writing that went through [`Fill::as_mut`]: the first `len` bytes are good.
+    #[must_use]
+    pub fn freeze_prefix(mut self, len: usize) -> Slice {
+        assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
+        self.as_mut()[len..].fill(0);
+        let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
+        Slice { piece, start: self.start, len }
+    }
+}
+
+impl Drop for Fill {
+    fn drop(&mut self) {
+        self.as_mut().fill(0);
+    }
+}
+
+impl fmt::Debug for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fill").field("len", &self.len).field("written", &self.written).finish_non_exhaustive()
+    }
+}
+
+/// A frozen range. Keeps its segment's memory, and what was charged for it, until it is dropped.
+#[derive(Clone)]
+pub struct Slice {
+    piece: Arc<Piece>,
+    start: usize,
+    len: usize,
+}
+
+impl Slice {
+    /// Bytes of the range.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of it.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Slice {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
+        Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
+    }
+
+    /// The same memory as `Bytes`, not copied.
+    #[must_use]
+    pub fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for Slice {
+    fn as_ref(&self) -> &[u8] {
+        let start = self.piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more: nobody writes.
+        unsafe { std::slice::from_raw_parts(start, self.len) }
+    }
+}
+
+impl fmt::Debug for Slice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slice").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+/// The memory itself: whole 2 MiB blocks at a 2 MiB boundary.
+struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+    backing: backend::Backing,
+}
+
+// SAFETY: the mapping is plain memory that belongs to no thread; who may touch which part of it is settled by the
+// handles above, whatever thread they are on.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` alone gives addresses, never access.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(blocks: usize) -> io::Result<Self> {
+        let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
+        let (base, backing) = backend::map(bytes)?;
+        Ok(Self { base, bytes, backing })
+    }
+
+    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(offset + len <= self.bytes, "range {offset}+{len} of a region of {}", self.bytes);
+        self.base.as_ptr().wrapping_add(offset)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        backend::unmap(&self.backing);
+    }
+}
+
+#[cfg(not(miri))]
+mod backend {
+    use std::ffi::c_void;
+    use std::io;
+    use std::ptr::{NonNull, null_mut};
+
+    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+    use super::BLOCK_BYTES;
+
+    /// What `munmap` needs: one block more than is used, for the alignment.
+    pub(super) struct Backing {
+        start: *mut c_void,
+        bytes: usize,
+    }
+
+    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+        let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory in use.
+        let start = unsafe { mmap_anonymous(null_mut(), with_slack, access, flags) }?;
+        let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
+        // SAFETY: the range lies in the mapping just made. Advice for huge pages changes no content.
+        // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
+        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
+        let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
+        Ok((base, Backing { start, bytes: with_slack }))
+    }
+
+    pub(super) fn unmap(backing: &Backing) {
+        // SAFETY: exactly what `map` mapped, once: the owner is being dropped, and every handle held that owner.
+        let unmapped = unsafe { munmap(backing.start, backing.bytes) };
+        debug_assert!(unmapped.is_ok(), "munmap of a mapping of our own");
+    }
+}
+
+#[cfg(miri)]
+mod backend {
+    use std::alloc::{Layout, alloc_zeroed, dealloc};
+    use std::io;
+    use std::ptr::NonNull;
+
+    use super::BLOCK_BYTES;
+
+    pub(super) struct Backing {
+        start: NonNull<u8>,
+        layout: Layout,
+    }
+
+    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+        let layout = Layout::from_size_align(bytes, BLOCK_BYTES).map_err(io::Error::other)?;
+        // SAFETY: a region has at least one block, so the layout is not empty.
+        let start = unsafe { alloc_zeroed(layout) };
+        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok((start, Backing { start, layout }))
+    }
+
+    pub(super) fn unmap(backing: &Backing) {
+        // SAFETY: allocated by `map` with this layout, freed once: the owner is being dropped.
+        unsafe { dealloc(backing.start.as_ptr(), backing.layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,121 @@
+//! A sealed batch: what one flush takes from a partition, immutable, readable until it is released.
+//!
+//! It knows how its bytes can become one extent: as they lie (page-aligned, nothing copied) or piece by piece.
+
+use std::sync::OnceLock;
+
+use bytes::Bytes;
+
+use super::budget::Charge;
+use super::list::{BlockList, Gather};
+use super::region::Slice;
+use crate::types::{BlockMeta, Distribution, PartitionId};
+
+/// Blocks of one partition on their way to the next tier.
+#[derive(Debug)]
+pub struct SealedBatch {
+    partition: PartitionId,
+    list: BlockList,
+    /// Mirror of the charged bytes in the in-flight total, from the moment the flusher takes the batch.
+    in_flight: OnceLock<Charge>,
+}
+
+/// A batch as one extent.
+#[derive(Debug)]
+pub struct SealedExtent {
+    /// The blocks in the order in which their bytes stand in the extent.
+    pub blocks: Vec<BlockMeta>,
+    /// The bytes.
+    pub data: SealedData,
+}
+
+/// Bytes of an extent.
+#[derive(Debug, Clone)]
+pub enum SealedData {
+    /// Every piece starts at a page boundary and is whole pages; together the payload rounded up to 4 KiB, the rest
+    /// zeroes. To be written as it is.
+    Aligned(Vec<Bytes>),
+    /// The payload in pieces of any size and alignment.
+    Pieces(Vec<Bytes>),
+}
+
+impl SealedBatch {
+    pub(super) fn new(partition: PartitionId, mut list: BlockList) -> Self {
+        if list.is_linear() {
+            list.chain.pad_end();
+        }
+        Self { partition, list, in_flight: OnceLock::new() }
+    }
+
+    /// Counts the batch as in flight; returns false if it was already.
+    pub(super) fn claim(&self, in_flight: Charge) -> bool {
+        self.in_flight.set(in_flight).is_ok()
+    }
+
+    pub(super) fn is_claimed(&self) -> bool {
+        self.in_flight.get().is_some()
+    }
+
+    pub(super) fn list(&self) -> &BlockList {
+        &self.list
+    }
+
+    /// The partition.
+    #[must_use]
+    pub fn partition(&self) -> PartitionId {
+        self.partition
+    }
+
+    /// Payload bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.list.bytes()
+    }
+
+    /// Bytes that the budget gets back when the batch is gone.
+    #[must_use]
+    pub fn charged_bytes(&self) -> u64 {
+        self.list.charged_bytes()
+    }
+
+    /// Number of blocks.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.list.len()
+    }
+
+    /// The batch as an extent of distribution `d`. Aligned when the chain holds exactly these blocks (nothing
+    /// aborted, nothing late) and, for `LocalOrder`, they happen to lie sorted; the order of reads from memory is
+    /// not touched either way.
+    #[must_use]
+    pub fn extent(&self, d: Distribution) -> SealedExtent {
+        self.aligned(d).unwrap_or_else(|| self.pieces(d))
+    }
+
+    fn aligned(&self, d: Distribution) -> Option<SealedExtent> {
+        if !self.list.is_linear() {
+            return None;
+        }
+        let blocks = self.list.by_offset();
+        let in_order = d == Distribution::Normal || blocks.is_sorted_by_key(|block| block.task_attempt_id);
+        if !in_order {
+            return None;
+        }
+        let data = self.list.chain.whole()?.into_iter().filter(|slice| !slice.is_empty());
+        Some(SealedExtent { blocks, data: SealedData::Aligned(data.map(Slice::into_bytes).collect()) })
+    }
+
+    fn pieces(&self, d: Distribution) -> SealedExtent {
+        let mut order: Vec<usize> = (0..self.list.len()).collect();
+        if d == Distribution::LocalOrder {
+            order.sort_by_key(|at| self.list.task(*at));
+        }
+        let mut gather = Gather::default();
+        for at in &order {
+            self.list.gather(*at, &mut gather);
+        }
+        let data = gather.into_slices().into_iter().map(Slice::into_bytes).collect();
+        let blocks = order.iter().map(|at| self.list.meta(*at)).collect();
+        SealedExtent { blocks, data: SealedData::Pieces(data) }
+    }
+}

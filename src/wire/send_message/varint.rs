@@ -1,0 +1,33 @@
+//! A protobuf varint that may be cut anywhere.
+
+/// The part of a varint that has been seen.
+#[derive(Debug, Default)]
+pub(super) struct Varint {
+    partial: u64,
+    shift: u32,
+}
+
+impl Varint {
+    /// True between two varints.
+    pub(super) fn is_empty(&self) -> bool {
+        self.shift == 0
+    }
+
+    /// Takes bytes up to the varint's end: (bytes taken, the value when it is complete).
+    pub(super) fn push(&mut self, window: &[u8]) -> Result<(usize, Option<u64>), &'static str> {
+        for (index, byte) in window.iter().copied().enumerate() {
+            // The tenth byte holds bit 63 alone.
+            if self.shift == 63 && byte > 1 {
+                return Err("a varint is longer than 64 bits");
+            }
+            self.partial |= u64::from(byte & 0x7f) << self.shift;
+            if byte < 0x80 {
+                let value = self.partial;
+                *self = Self::default();
+                return Ok((index + 1, Some(value)));
+            }
+            self.shift += 7;
+        }
+        Ok((window.len(), None))
+    }
+}

@@ -1,0 +1,210 @@
+package uniffle;
+
+import com.fasterxml.jackson.core.JsonProcessingException;
+import com.fasterxml.jackson.databind.ObjectMapper;
+import java.io.BufferedReader;
+import java.io.IOException;
+import java.io.InputStreamReader;
+import java.nio.charset.StandardCharsets;
+import java.util.ArrayList;
+import java.util.HashMap;
+import java.util.LinkedHashMap;
+import java.util.List;
+import java.util.Locale;
+import java.util.Map;
+import org.apache.spark.SparkConf;
+import org.apache.spark.sql.SparkSession;
+
+/**
+ * Runs scenarios in Spark applications, one application after another in this JVM, and prints one JSON line for each
+ * scenario and one for each application that has stopped.
+ *
+ * <p>A command is a list of words {@code key=value}:
+ *
+ * <ul>
+ *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both)
+ *   <li>{@code scenarios=join,spill} (default: all)
+ *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
+ *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
+ *   <li>{@code master=local[2]}
+ *   <li>any {@code spark.…=…}: a setting of the application, last word wins
+ * </ul>
+ *
+ * With arguments these are the one command, and the exit code says whether all was well. Without, commands are read
+ * from standard input, one a line, until its end: between two applications the caller can look at the worker.
+ *
+ * <p>The digest of a scenario in mode vanilla is kept, and a later run of it in mode uniffle must have the same.
+ */
+public final class Main {
+  private static final ObjectMapper JSON = new ObjectMapper();
+
+  private final Map<Scenario, String> expected = new HashMap<>();
+  private boolean allOk = true;
+
+  private Main() {}
+
+  /** See the class. */
+  public static void main(String[] args) throws IOException {
+    Main main = new Main();
+    if (args.length > 0) {
+      main.command(List.of(args));
+    } else {
+      BufferedReader input = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
+      for (String line = input.readLine(); line != null; line = input.readLine()) {
+        main.command(List.of(line.trim().split(" +")));
+      }
+    }
+    System.exit(main.allOk ? 0 : 1);
+  }
+
+  private void command(List<String> words) {
+    Map<String, String> options = new LinkedHashMap<>();
+    for (String word : words) {
+      String[] pair = word.split("=", 2);
+      options.put(pair[0], pair.length == 2 ? pair[1] : "");
+    }
+    try {
+      List<Scenario> scenarios = scenarios(options.remove("scenarios"));
+      String modes = options.remove("modes");
+      for (String mode : (modes == null ? "vanilla,uniffle" : modes).split(",")) {
+        application(mode, scenarios, new LinkedHashMap<>(options));
+      }
+    } catch (Exception e) { // see scenario()
+      fail("command", String.join(" ", words), e);
+    }
+  }
+
+  private static List<Scenario> scenarios(String names) {
+    if (names == null) {
+      return List.of(Scenario.values());
+    }
+    List<Scenario> scenarios = new ArrayList<>();
+    for (String name : names.split(",")) {
+      scenarios.add(Scenario.valueOf(name.toUpperCase(Locale.ROOT)));
+    }
+    return scenarios;
+  }
+
+  private void application(String mode, List<Scenario> scenarios, Map<String, String> options) {
+    long start = System.nanoTime();
+    String id;
+    SparkSession spark = SparkSession.builder().config(conf(mode, options)).getOrCreate();
+    try {
+      id = spark.sparkContext().applicationId();
+      scenarios.forEach(scenario -> scenario(mode, scenario, spark));
+    } finally {
+      spark.stop();
+      SparkSession.clearActiveSession();
+      SparkSession.clearDefaultSession();
+    }
+    Map<String, Object> line = new LinkedHashMap<>();
+    line.put("event", "stopped");
+    line.put("mode", mode);
+    line.put("application", id);
+    line.put("seconds", secondsSince(start));
+    print(line);
+  }
+
+  private static SparkConf conf(String mode, Map<String, String> options) {
+    SparkConf conf = new SparkConf(false)
+        .setAppName("uniffle-worker-" + mode)
+        .setMaster(options.getOrDefault("master", "local[2]"))
+        .set("spark.ui.enabled", "false")
+        .set("spark.driver.host", "127.0.0.1")
+        .set("spark.driver.bindAddress", "127.0.0.1")
+        .set("spark.local.dir", System.getProperty("java.io.tmpdir"))
+        .set("spark.sql.session.timeZone", "UTC")
+        .set("spark.serializer", "org.apache.spark.serializer.KryoSerializer");
+    if (mode.equals("uniffle")) {
+      String quorum = options.get("quorum");
+      if (quorum == null) {
+        throw new IllegalArgumentException("mode uniffle needs quorum=host:port");
+      }
+      conf.set("spark.shuffle.manager", "org.apache.spark.shuffle.RssShuffleManager")
+          .set("spark.rss.coordinator.quorum", quorum)
+          .set("spark.rss.client.type", options.getOrDefault("client", "GRPC"))
+          .set("spark.rss.storage.type", "MEMORY_LOCALFILE")
+          .set("spark.shuffle.service.enabled", "false")
+          // The client's guide: a local reader would read every partition of a map task from the servers.
+          .set("spark.sql.adaptive.localShuffleReader.enabled", "false");
+    } else if (!mode.equals("vanilla")) {
+      throw new IllegalArgumentException("unknown mode " + mode);
+    }
+    options.forEach((key, value) -> {
+      if (key.startsWith("spark.")) {
+        conf.set(key, value);
+      }
+    });
+    return conf;
+  }
+
+  private void scenario(String mode, Scenario scenario, SparkSession application) {
+    String name = scenario.name().toLowerCase(Locale.ROOT);
+    SparkSession spark = application.newSession();
+    scenario.conf.forEach((key, value) -> spark.conf().set(key, value));
+    TaskTotals totals = new TaskTotals();
+    spark.sparkContext().addSparkListener(totals);
+    long start = System.nanoTime();
+    try {
+      Outcome outcome = scenario.run(spark);
+      double seconds = secondsSince(start);
+      spark.sparkContext().listenerBus().waitUntilEmpty();
+      compare(mode, scenario, outcome);
+      outcome.check(totals.failed() == 0, totals.failed() + " tasks failed");
+
+      Map<String, Object> line = new LinkedHashMap<>();
+      line.put("scenario", name);
+      line.put("mode", mode);
+      line.put("ok", outcome.error == null);
+      line.put("seconds", seconds);
+      line.put("digest", outcome.digest);
+      line.putAll(outcome.notes);
+      totals.report(line);
+      if (outcome.error != null) {
+        line.put("error", outcome.error);
+        allOk = false;
+      }
+      print(line);
+    } catch (Exception e) { // Spark throws checked exceptions that no signature names
+      fail(name, mode, e);
+    } finally {
+      spark.sparkContext().removeSparkListener(totals);
+    }
+  }
+
+  private void compare(String mode, Scenario scenario, Outcome outcome) {
+    if (mode.equals("vanilla")) {
+      expected.put(scenario, outcome.digest);
+      return;
+    }
+    String vanilla = expected.get(scenario);
+    outcome.note("compared", vanilla != null);
+    if (vanilla != null) {
+      outcome.check(vanilla.equals(outcome.digest), "vanilla Spark's digest is " + vanilla);
+    }
+  }
+
+  private void fail(String scenario, String mode, Exception e) {
+    allOk = false;
+    e.printStackTrace();
+    Map<String, Object> line = new LinkedHashMap<>();
+    line.put("scenario", scenario);
+    line.put("mode", mode);
+    line.put("ok", false);
+    line.put("error", String.valueOf(e));
+    print(line);
+  }
+
+  private static double secondsSince(long start) {
+    return Math.round((System.nanoTime() - start) / 1e6) / 1e3;
+  }
+
+  private static void print(Map<String, Object> line) {
+    try {
+      System.out.println(JSON.writeValueAsString(line));
+      System.out.flush();
+    } catch (JsonProcessingException e) {
+      throw new IllegalStateException("a map of plain values is JSON", e);
+    }
+  }
+}

@@ -1,0 +1,224 @@
+package uniffle;
+
+import static org.apache.spark.sql.functions.col;
+import static org.apache.spark.sql.functions.expr;
+
+import java.util.ArrayList;
+import java.util.List;
+import java.util.Map;
+import java.util.stream.Collectors;
+import java.util.stream.IntStream;
+import java.util.stream.LongStream;
+import org.apache.spark.api.java.JavaRDD;
+import org.apache.spark.api.java.JavaSparkContext;
+import org.apache.spark.sql.Column;
+import org.apache.spark.sql.Dataset;
+import org.apache.spark.sql.Row;
+import org.apache.spark.sql.SparkSession;
+import org.apache.spark.sql.execution.PartialReducerPartitionSpec;
+import org.apache.spark.sql.execution.SparkPlan;
+import org.apache.spark.sql.execution.adaptive.AQEShuffleReadExec;
+import org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec;
+import org.apache.spark.sql.execution.adaptive.QueryStageExec;
+import scala.Tuple2;
+import scala.collection.JavaConverters;
+
+/**
+ * The jobs themselves. Each makes its rows from row numbers and hashes of them, so that they are the same in every
+ * run and in every mode, and none of them adds floating-point numbers, whose sums depend on the order of rows.
+ */
+enum Scenario {
+  /** 10,000,000 rows of 100 random bytes in 64 map tasks, sorted into 64 partitions. */
+  SORT_1G(Map.of("spark.sql.adaptive.enabled", "false", "spark.sql.shuffle.partitions", "64")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      return sorted(Digest.ofSorted(randomRows(spark, 10_000_000, 64).sort("key")), 10_000_000);
+    }
+  },
+
+  /** A sort of pairs of the RDD API, which Kryo serialises: the other way through the client's writer. */
+  SORT_SMALL(Map.of()) {
+    @Override
+    Outcome run(SparkSession spark) {
+      long rows = 300_000;
+      JavaRDD<Long> ids = new JavaSparkContext(spark.sparkContext())
+          .parallelize(LongStream.range(0, 16).boxed().collect(Collectors.toList()), 16)
+          .flatMap(part -> LongStream.range(part * rows / 16, (part + 1) * rows / 16).iterator());
+      JavaRDD<Tuple2<String, String>> result = ids
+          .mapToPair(id -> new Tuple2<>(String.format("%016x", mix(id)), "value " + id))
+          .sortByKey(true, 16)
+          .map(pair -> pair);
+      return sorted(Digest.of(result, new Pairs()), rows);
+    }
+  },
+
+  /**
+   * 1,500,000 rows into 300,000 groups with 22 aggregates each, then a count of distinct values over them: three
+   * shuffles, and AQE coalesces the small partitions of the later ones into reads of several partitions.
+   */
+  WIDE_AGGREGATION(Map.of(
+      "spark.sql.adaptive.enabled", "true",
+      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "8m",
+      "spark.sql.shuffle.partitions", "48")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      List<Column> values = new ArrayList<>();
+      values.add(expr("pmod(xxhash64(id, 1L), 300000L) AS key"));
+      IntStream.range(0, 7).forEach(n ->
+          values.add(expr("shiftrightunsigned(xxhash64(id, " + (100 + n) + "L), 24) AS v" + n)));
+      List<Column> aggregates = IntStream.range(0, 7)
+          .mapToObj(n -> List.of("sum", "min", "max").stream()
+              .map(function -> expr(function + "(v" + n + ") AS " + function + n)))
+          .flatMap(stream -> stream)
+          .collect(Collectors.toList());
+      Dataset<Row> wide = spark.range(0, 1_500_000, 1, 24).select(values.toArray(new Column[0]))
+          .groupBy("key").agg(expr("count(*) AS rows"), aggregates.toArray(new Column[0]));
+      Dataset<Row> narrow = wide.groupBy(expr("key % 1000 AS family"))
+          .agg(expr("count(DISTINCT max0) AS peaks"), expr("sum(sum1) AS total"), expr("max(rows) AS most"));
+      Digest groups = Digest.of(wide);
+      Digest families = Digest.of(narrow);
+      return new Outcome(groups + "+" + families)
+          .check(families.rows == 1000, families.rows + " families instead of 1000")
+          .note("rows", groups.rows);
+    }
+  },
+
+  /** Sort-merge joins of 1,500,000 rows with 400,000 and with 50,000, the last one outer, with text columns. */
+  JOIN(Map.of(
+      "spark.sql.adaptive.enabled", "false",
+      "spark.sql.autoBroadcastJoinThreshold", "-1",
+      "spark.sql.shuffle.partitions", "32")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      Dataset<Row> orders = spark.range(0, 1_500_000, 1, 16).select(
+          col("id").as("order"),
+          expr("pmod(xxhash64(id, 2L), 500000L) AS customer"),
+          expr("pmod(xxhash64(id, 3L), 60000L) AS item"),
+          expr("concat('order ', hex(xxhash64(id, 4L))) AS text"));
+      Dataset<Row> customers = spark.range(0, 400_000, 1, 8).select(
+          col("id").as("customer"), expr("concat('customer ', sha1(cast(id AS string))) AS name"));
+      Dataset<Row> items = spark.range(0, 50_000, 1, 4).select(
+          col("id").as("item"), expr("concat('item ', md5(cast(id AS string))) AS label"));
+      Digest digest = Digest.of(orders.join(customers, "customer").join(items,
+          scala.collection.JavaConverters.asScalaBuffer(List.of("item")).toSeq(), "left_outer"));
+      return new Outcome(digest.toString())
+          .check(digest.rows > 1_100_000 && digest.rows < 1_300_000, "expected 1.2 million rows")
+          .note("rows", digest.rows);
+    }
+  },
+
+  /**
+   * A join in which two thirds of the rows have one key. AQE splits that partition by map tasks, so its reads name
+   * the task attempts they want (LOCAL_ORDER, expectedTaskIds). It is an error if nothing was split.
+   */
+  SKEW_JOIN_AQE(Map.of(
+      "spark.sql.adaptive.enabled", "true",
+      "spark.sql.adaptive.skewJoin.enabled", "true",
+      "spark.sql.adaptive.skewJoin.skewedPartitionFactor", "2",
+      "spark.sql.adaptive.skewJoin.skewedPartitionThresholdInBytes", "4m",
+      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "4m",
+      "spark.sql.autoBroadcastJoinThreshold", "-1",
+      "spark.sql.shuffle.partitions", "16")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      Dataset<Row> facts = spark.range(0, 900_000, 1, 24).select(
+          expr("if(id % 3 < 2, 7L, pmod(xxhash64(id, 5L), 100000L)) AS key"),
+          expr(randomBytes(6, 40) + " AS payload"));
+      Dataset<Row> names = spark.range(0, 200_000, 1, 8).select(
+          col("id").as("key"), expr("sha1(cast(id AS string)) AS name"));
+      Dataset<Row> joined = facts.join(names, "key");
+      Digest digest = Digest.of(joined);
+      long pieces = skewedPieces(joined.queryExecution().executedPlan());
+      return new Outcome(digest.toString())
+          .check(digest.rows == 900_000, digest.rows + " rows instead of 900000")
+          .check(pieces >= 2, "AQE did not split the skewed partition: " + joined.queryExecution().executedPlan())
+          .note("rows", digest.rows)
+          .note("skewed_pieces", pieces);
+    }
+  },
+
+  /**
+   * 4,000,000 rows of 100 random bytes dealt by hash to 32 partitions: about 440 MB on the wire, which is for a
+   * worker with a quarter of that as memory.
+   */
+  SPILL(Map.of("spark.sql.adaptive.enabled", "false")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      Digest digest = Digest.of(randomRows(spark, 4_000_000, 32).repartition(32, col("key")));
+      return new Outcome(digest.toString())
+          .check(digest.rows == 4_000_000, digest.rows + " rows instead of 4000000")
+          .note("rows", digest.rows);
+    }
+  };
+
+  /** Settings of Spark SQL that belong to the scenario. */
+  final Map<String, String> conf;
+
+  Scenario(Map<String, String> conf) {
+    this.conf = conf;
+  }
+
+  abstract Outcome run(SparkSession spark);
+
+  /** Rows of a 10-byte key and a 90-byte value that no codec makes smaller. */
+  private static Dataset<Row> randomRows(SparkSession spark, long rows, int tasks) {
+    return spark.range(0, rows, 1, tasks).select(
+        expr(randomBytes(10, 10) + " AS key"), expr(randomBytes(20, 90) + " AS value"));
+  }
+
+  private static String randomBytes(int seed, int length) {
+    String words = IntStream.range(0, (length + 7) / 8)
+        .mapToObj(n -> "cast(xxhash64(id, " + (seed + n) + "L) AS binary)")
+        .collect(Collectors.joining(", "));
+    return "substring(concat(" + words + "), 1, " + length + ")";
+  }
+
+  /** A bijection of longs (the finaliser of SplitMix64), so that keys are distinct and in no order. */
+  private static long mix(long value) {
+    long z = value + 0x9e3779b97f4a7c15L;
+    z = (z ^ (z >>> 30)) * 0xbf58476d1ce4e5b9L;
+    z = (z ^ (z >>> 27)) * 0x94d049bb133111ebL;
+    return z ^ (z >>> 31);
+  }
+
+  private static Outcome sorted(Digest digest, long rows) {
+    return new Outcome(digest.toString())
+        .check(digest.ordered, "rows are out of order")
+        .check(digest.rows == rows, digest.rows + " rows instead of " + rows)
+        .note("rows", digest.rows);
+  }
+
+  /** In how many pieces AQE reads the partitions that it found skewed, in all shuffle reads of the final plan. */
+  private static long skewedPieces(SparkPlan plan) {
+    if (plan instanceof AdaptiveSparkPlanExec) {
+      return skewedPieces(((AdaptiveSparkPlanExec) plan).executedPlan());
+    }
+    if (plan instanceof QueryStageExec) {
+      return skewedPieces(((QueryStageExec) plan).plan());
+    }
+    long pieces = 0;
+    if (plan instanceof AQEShuffleReadExec) {
+      pieces = JavaConverters.seqAsJavaList(((AQEShuffleReadExec) plan).partitionSpecs()).stream()
+          .filter(spec -> spec instanceof PartialReducerPartitionSpec)
+          .count();
+    }
+    for (SparkPlan child : JavaConverters.seqAsJavaList(plan.children())) {
+      pieces += skewedPieces(child);
+    }
+    return pieces;
+  }
+
+  private static final class Pairs implements Digest.Rows<Tuple2<String, String>> {
+    private static final long serialVersionUID = 1L;
+
+    @Override
+    public long hash(Tuple2<String, String> pair) {
+      return Digest.hash((pair._1 + "=" + pair._2).getBytes(java.nio.charset.StandardCharsets.UTF_8));
+    }
+
+    @Override
+    public byte[] key(Tuple2<String, String> pair) {
+      return pair._1.getBytes(java.nio.charset.StandardCharsets.UTF_8);
+    }
+  }
+}

@@ -1,0 +1,35 @@
+package uniffle;
+
+import java.util.Map;
+import org.apache.spark.executor.TaskMetrics;
+import org.apache.spark.scheduler.SparkListener;
+import org.apache.spark.scheduler.SparkListenerTaskEnd;
+
+/** Sums over the tasks of one scenario. A failed task that a later attempt repaired is still counted. */
+final class TaskTotals extends SparkListener {
+  private long written;
+  private long read;
+  private long failed;
+
+  @Override
+  public synchronized void onTaskEnd(SparkListenerTaskEnd end) {
+    if (!end.taskInfo().successful()) {
+      failed++;
+    }
+    TaskMetrics metrics = end.taskMetrics();
+    if (metrics != null) {
+      written += metrics.shuffleWriteMetrics().bytesWritten();
+      read += metrics.shuffleReadMetrics().totalBytesRead();
+    }
+  }
+
+  synchronized long failed() {
+    return failed;
+  }
+
+  synchronized void report(Map<String, Object> line) {
+    line.put("shuffle_written", written);
+    line.put("shuffle_read", read);
+    line.put("failed_tasks", failed);
+  }
+}

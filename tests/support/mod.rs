@@ -1,0 +1,51 @@
+//! What the tests with real components share: a worker process of its own, its metrics, the Spark application.
+//!
+//! A test binary takes this with `mod support;` and need not use all of it. Nothing here knows what a test is about:
+//! no expectations, only means, and every wait has a deadline. The worker is the binary as a user starts it, with a
+//! configuration file and ports that the system chose.
+
+#![allow(dead_code, reason = "each test binary takes what it needs")]
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::print_stderr, reason = "what a failed test has to show")]
+
+pub(crate) mod metrics;
+pub(crate) mod spark;
+pub(crate) mod worker;
+
+use std::io::Write as _;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Polls `look` until it gives a value. Panics with `what` and what `look` last complained of when time is up.
+pub(crate) fn wait_until<T>(
+    what: &str,
+    deadline: Duration,
+    mut look: impl FnMut() -> Result<T, String>,
+) -> T {
+    let start = Instant::now();
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(complaint) if start.elapsed() > deadline => {
+                panic!("{what}: not within {deadline:?}: {complaint}")
+            }
+            Err(_) => pause(Duration::from_millis(20)),
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "no runtime here: the thread waits for another process")]
+fn pause(duration: Duration) {
+    std::thread::sleep(duration);
+}
+
+/// A line that is seen even when the test passes and its output is captured.
+pub(crate) fn say(line: &str) {
+    drop(writeln!(std::io::stderr(), "{line}"));
+}
+
+/// Whether the pipeline runs: then a missing component is a failure and not a reason to skip.
+pub(crate) fn in_ci() -> bool {
+    std::env::var("CI").is_ok_and(|value| value == "true")
+}

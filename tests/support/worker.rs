@@ -1,0 +1,267 @@
+//! A worker process: started with a configuration in a directory of its own, killed on drop.
+//!
+//! The worker says that it is ready by the file that `WORKER_READY_FILE` names, one JSON object with the ports it got.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::metrics::{self, Metrics};
+use super::wait_until;
+
+/// Start-up claims directories and maps memory, but moves no data; a debug build on a busy machine gets time.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+/// An orderly stop waits for tasks that are given up after a few seconds.
+const STOP_DEADLINE: Duration = Duration::from_secs(30);
+/// Purges run behind the answer to an unregistration.
+const CLEAN_DEADLINE: Duration = Duration::from_secs(20);
+
+/// Gauges that must be zero when no application is left, of all those that the worker has.
+const ZERO_WHEN_IDLE: &[&str] = &[
+    "app_number",
+    "partition_number",
+    "block_id_number",
+    "reported_block_count",
+    "memory_used",
+    "memory_allocated",
+    "memory_allocated_tickets_num",
+    "memory_spill_in_flight_bytes",
+    "memory_spill_in_flushing_operations",
+    "memory_spill_in_flushing_bytes",
+    "memory_spill_localfile_in_flushing_bytes",
+    "local_disk_service_used",
+    "used_buffer_size",
+    "allocated_buffer_size",
+    "in_flush_buffer_size",
+    "read_used_buffer_size",
+    "require_buffer_count",
+    "total_in_memory_block_count",
+    "total_in_flush_block_count",
+    "storage_used_bytes",
+];
+/// Without these nothing would be asserted.
+const NEVER_MISSING: &[&str] = &["app_number", "memory_used", "memory_allocated", "total_received_data"];
+
+/// The marker by which a worker claims a data directory: the one file that stays.
+const CLAIM_FILE: &str = "uniffle-worker.claim";
+
+/// What a test chooses; everything else is the worker's default or belongs to the harness.
+#[derive(Debug, Clone)]
+pub(crate) struct Setup {
+    /// Shown in messages.
+    pub(crate) name: &'static str,
+    /// `memory_store.capacity`.
+    pub(crate) capacity: &'static str,
+    /// How many data directories it gets.
+    pub(crate) disks: usize,
+    /// More TOML, put behind the rest: whole tables only.
+    pub(crate) tables: &'static str,
+}
+
+/// A running worker.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    name: &'static str,
+    child: Child,
+    dir: tempfile::TempDir,
+    data_paths: Vec<PathBuf>,
+    ready: Ready,
+}
+
+/// What the worker writes once all its listeners are bound.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Ready {
+    /// Port of the shuffle server and of the embedded coordinator.
+    pub(crate) grpc_port: u16,
+    /// Port of `/metrics` and `/health`.
+    pub(crate) http_port: u16,
+    /// Port of the raw TCP door, when it is open.
+    pub(crate) urpc_port: Option<u16>,
+    /// The process that wrote it.
+    pub(crate) pid: u32,
+}
+
+impl Worker {
+    /// Starts the worker and waits until its listeners are bound.
+    pub(crate) fn start(setup: &Setup) -> Self {
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        let data_paths: Vec<PathBuf> =
+            (0..setup.disks).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
+        for path in &data_paths {
+            std::fs::create_dir(path).expect("a data dir");
+        }
+        let config = dir.path().join("config.toml");
+        std::fs::write(&config, config_text(setup, &data_paths)).expect("the configuration");
+        let ready_file = dir.path().join("ready.json");
+        let log = std::fs::File::create(dir.path().join("worker.log")).expect("the log");
+
+        let child = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
+            .arg("-c")
+            .arg(&config)
+            .env("WORKER_READY_FILE", &ready_file)
+            .env("WORKER_IP", "127.0.0.1")
+            .env("RUST_LOG", std::env::var("WORKER_TEST_LOG").unwrap_or_else(|_| "info".to_owned()))
+            .env("NO_COLOR", "1")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a second handle of the log"))
+            .stderr(log)
+            .spawn()
+            .expect("the worker's binary was built with this test");
+        // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
+        let nothing = Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id() };
+        let mut worker = Self { name: setup.name, child, dir, data_paths, ready: nothing };
+        let what = format!("worker {} gets ready", setup.name);
+        worker.ready = wait_until(&what, START_DEADLINE, || {
+            if let Ok(Some(status)) = worker.child.try_wait() {
+                panic!("worker {} ended at start: {status}", setup.name);
+            }
+            let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
+            // Half a file is not JSON, so that a write that is seen in the middle is seen again.
+            serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
+        });
+        assert_eq!(worker.ready.pid, worker.child.id(), "another process wrote the ready file");
+        worker
+    }
+
+    /// What `spark.rss.coordinator.quorum` is set to.
+    pub(crate) fn quorum(&self) -> String {
+        format!("127.0.0.1:{}", self.ready.grpc_port)
+    }
+
+    /// The ports.
+    pub(crate) fn ready(&self) -> &Ready {
+        &self.ready
+    }
+
+    /// Its data directories.
+    pub(crate) fn data_paths(&self) -> &[PathBuf] {
+        &self.data_paths
+    }
+
+    /// Its metrics now.
+    pub(crate) fn metrics(&self) -> Metrics {
+        Metrics::fetch(self.ready.http_port).unwrap_or_else(|error| panic!("worker {}: {error}", self.name))
+    }
+
+    /// The body of a page of its HTTP door.
+    pub(crate) fn page(&self, path: &str) -> Result<String, String> {
+        metrics::get(self.ready.http_port, path)
+    }
+
+    /// What it has logged so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("worker.log")).unwrap_or_default()
+    }
+
+    /// The largest resident size that the process ever had, from the kernel.
+    pub(crate) fn peak_resident_bytes(&self) -> u64 {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = std::fs::read_to_string(path).expect("the process lives");
+        let line =
+            status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM is always there");
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of kB");
+        kib << 10
+    }
+
+    /// Nothing of any application is left: it was unregistered (no application counts, long before a missing
+    /// heartbeat could tell), every memory counter is zero, and the data directories hold the claim and no more.
+    pub(crate) fn assert_clean(&self) {
+        wait_until(&format!("worker {} is clean", self.name), CLEAN_DEADLINE, || {
+            let metrics = Metrics::fetch(self.ready.http_port)?;
+            let missing: Vec<_> = NEVER_MISSING.iter().filter(|name| metrics.total(name).is_none()).collect();
+            if !missing.is_empty() {
+                return Err(format!("no metrics named {missing:?} among {:?}", metrics.names()));
+            }
+            let left: Vec<_> = ZERO_WHEN_IDLE
+                .iter()
+                .filter_map(|name| metrics.total(name).map(|value| (name, value)))
+                .filter(|(_, value)| *value != 0.0)
+                .collect();
+            if !left.is_empty() {
+                return Err(format!("not zero: {left:?}"));
+            }
+            let files: Vec<_> = self.data_paths.iter().flat_map(|path| leftovers(path)).collect();
+            if !files.is_empty() {
+                return Err(format!("files left: {files:?}"));
+            }
+            Ok(())
+        });
+    }
+
+    /// No line of level ERROR and no panic so far.
+    pub(crate) fn assert_no_error_logged(&self) {
+        let log = self.log();
+        let bad: Vec<_> = log
+            .lines()
+            .filter(|line| line.contains(" ERROR ") || line.contains("panicked at"))
+            .take(20)
+            .collect();
+        assert!(bad.is_empty(), "worker {} logged errors:\n{}", self.name, bad.join("\n"));
+    }
+
+    /// SIGTERM; it must end by itself with exit code 0.
+    pub(crate) fn stop(mut self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("our own child");
+        let status: ExitStatus =
+            wait_until(&format!("worker {} stops on SIGTERM", self.name), STOP_DEADLINE, || {
+                self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
+            });
+        assert_eq!(status.code(), Some(0), "worker {}: {status}", self.name);
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After stop() it has been waited for, and these do nothing.
+        drop(self.child.kill());
+        drop(self.child.wait());
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<_> = log.lines().collect();
+            let shown = &lines[lines.len().saturating_sub(100)..];
+            eprintln!(
+                "--- last {} of {} lines of worker {}\n{}",
+                shown.len(),
+                lines.len(),
+                self.name,
+                shown.join("\n")
+            );
+        }
+    }
+}
+
+fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
+    // A debug string of a path is a TOML string as long as it is printable ASCII, which a temp dir is.
+    format!(
+        "store_type = \"MEMORY_LOCALFILE\"\n\
+         grpc_port = 0\n\
+         http_port = 0\n\
+         [memory_store]\n\
+         capacity = \"{}\"\n\
+         [localfile_store]\n\
+         data_paths = {data_paths:?}\n\
+         {}\n",
+        setup.capacity, setup.tables
+    )
+}
+
+/// Everything below a data directory but its claim and the empty directory of applications.
+fn leftovers(base: &Path) -> Vec<PathBuf> {
+    let mut left = Vec::new();
+    let mut open = vec![base.to_owned()];
+    while let Some(dir) = open.pop() {
+        // A directory that a purge removes meanwhile is not left.
+        for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path == base.join("apps") {
+                open.push(path);
+            } else if path != base.join(CLAIM_FILE) {
+                left.push(path);
+            }
+        }
+    }
+    left
+}
