@@ -3,6 +3,8 @@
 pub mod bitmap;
 pub mod error;
 pub mod frame;
+#[cfg(test)]
+mod golden;
 pub mod index;
 pub mod reply;
 pub mod request;
