@@ -91,6 +91,9 @@ impl Service {
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
         if let Err(MemoryError::NoCapacity { .. }) = granted {
             self.metrics.require_buffer_refused.inc();
+            if let Some(local) = &self.local {
+                local.flusher.refused(bytes);
+            }
         }
         let TicketId(ticket) = granted?;
         Ok(RequireGrant { ticket, split_partitions: Vec::new() })
@@ -260,8 +263,8 @@ impl SendSession {
             }
             let stored = run.buffer.commit(run.blocks, &mut self.funds)?;
             self.service.metrics.received_bytes.inc_by(stored.bytes);
-            self.service.metrics.received_blocks.inc_by(stored.blocks);
-            self.service.metrics.duplicate_blocks.inc_by(stored.duplicate_blocks);
+            self.service.metrics.received_blocks.inc_by(stored.blocks as u64);
+            self.service.metrics.duplicate_blocks.inc_by(stored.duplicate_blocks as u64);
             if let Some(local) = &self.service.local {
                 local.flusher.offer(&self.buffers, &run.buffer);
             }
