@@ -26,7 +26,7 @@ const OK: &str = "OK";
 /// Java's words for a read of the server-side merge, which this worker does not do.
 const MERGE_DISABLED: &str = "Remote merge is disabled";
 /// `MergeState.INTERNAL_ERROR` of Java.
-const MERGE_STATE_ERROR: i32 = -1;
+const MERGE_STATE_ERROR: i32 = 3;
 
 /// Local answers that one connection has under way: one on the socket, and one that is ready when it is its turn.
 /// So a peer that reads slowly holds one of `TcpConfig::local_reads_in_flight_max`, whatever it asks for.
