@@ -120,8 +120,15 @@ impl Worker {
             routes.add_service(CoordinatorServerServer::new(embedded.clone()));
         }
         let service = Arc::clone(&self.service);
-        GrpcServer::new(parts::grpc(config), listeners.grpc, routes, service, self.doors.clone(), &self.registry)?
-            .start();
+        GrpcServer::new(
+            parts::grpc(config),
+            listeners.grpc,
+            routes,
+            service,
+            self.doors.clone(),
+            &self.registry,
+        )?
+        .start();
         let refresh = self.refresher();
         HttpServer::start(
             parts::http(config),
@@ -198,7 +205,8 @@ impl Worker {
     }
 
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
-        let (service, memory, local) = (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
+        let (service, memory, local) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
         move || {
             service.refresh_metrics();
             memory.refresh_metrics();
@@ -221,7 +229,8 @@ impl Worker {
     fn report_source(&self, config: &Config) -> ReportSource {
         let netty_port = self.addresses.urpc.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
-        let mut fixed = NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
+        let mut fixed =
+            NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
         fixed.tags = identity::tags(netty_port.is_some(), &config.tags);
@@ -230,7 +239,8 @@ impl Worker {
         fixed.start_time_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
-        let (service, memory, local) = (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
+        let (service, memory, local) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
         ReportSource::new(move || {
             let mut report = fixed.clone();
             report.status = node_status(service.status().state());
@@ -255,7 +265,9 @@ fn node_status(state: WorkerState) -> ServerStatus {
 }
 
 async fn bind(address: IpAddr, port: u16, key: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind((address, port)).await.with_context(|| format!("can not listen on {key} = {address}:{port}"))
+    TcpListener::bind((address, port))
+        .await
+        .with_context(|| format!("can not listen on {key} = {address}:{port}"))
 }
 
 async fn start_local(

@@ -123,7 +123,10 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => {}
             }
-            let goal = policy::flush_goal(self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)), &self.config.limits);
+            let goal = policy::flush_goal(
+                self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)),
+                &self.config.limits,
+            );
             if goal > 0 {
                 self.flush_bytes(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.

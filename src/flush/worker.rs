@@ -34,7 +34,7 @@ impl Flusher {
         };
         let written = match extents {
             Ok(extents) => self.store.write_to(&batch.handle, extents).await,
-            Err(error) => Err(StoreError::internal(format!("extents could not be laid out: {error}"))),
+            Err(error) => Err(StoreError::io(batch.key.to_string(), std::io::Error::other(error))),
         };
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {

@@ -40,7 +40,7 @@ pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service:
         app: &request.app_id,
         shuffle: request.shuffle_id,
         ranges: request.partition_ranges.iter().map(|range| (range.start, range.end)).collect(),
-        user: &request.user,
+        user: std::mem::take(&mut request.user),
         distribution,
         properties: std::mem::take(&mut request.properties),
     }

@@ -54,7 +54,7 @@ impl From<Status> for Refusal {
 
 /// Hands decoded blocks to the service.
 struct Intake<'s> {
-    service: &'s Service,
+    service: &'s Arc<Service>,
     message_bytes: u64,
     session: Option<SendSession>,
 }
@@ -77,8 +77,6 @@ impl SendSink for Intake<'_> {
             shuffle: header.shuffle_id,
             ticket: header.ticket,
             message_bytes: self.message_bytes,
-            // Field 6 stands behind the data; no released client sets it (PROTOCOL §2.5).
-            stage_attempt: 0,
         })?);
         Ok(())
     }
@@ -134,7 +132,7 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
 }
 
 async fn receive<B: RequestBody>(
-    service: &Service,
+    service: &Arc<Service>,
     config: &GrpcConfig,
     body: &mut B,
 ) -> Result<(), Refusal> {
@@ -142,7 +140,7 @@ async fn receive<B: RequestBody>(
     let mut intake = Intake { service, message_bytes: u64::from(message_bytes), session: None };
     let summary = fill(body, message_bytes, first, config.send_limits, &mut intake).await?;
     match intake.session {
-        Some(session) if summary.blocks > 0 => Ok(session.commit()?),
+        Some(session) if summary.blocks > 0 => Ok(session.commit(summary.stage_attempt)?),
         // The session is dropped, so that the ticket returns its bytes.
         _ => Err(Refusal::NoData),
     }

@@ -24,8 +24,7 @@ const LOCAL_DATA: u32 = 1;
 
 impl Chunks for ChunkStream {
     async fn next(&mut self) -> Option<Result<Bytes, String>> {
-        let chunk = ChunkStream::next(self).await?;
-        Some(chunk.map_err(|error| error.to_string()))
+        ChunkStream::next(self).await.map_err(|error| error.to_string()).transpose()
     }
 }
 

@@ -7,6 +7,7 @@ use tonic::{Request, Response, Status};
 use super::convert::{layout, not_offered, refusal, register_request, success, verdict};
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
 use crate::service::{ReportRequest, RequireRequest, Service};
+use crate::types::PartitionId;
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -95,12 +96,14 @@ impl ShuffleServer for ShuffleCalls {
     ) -> Answer<proto::ReportShuffleResultResponse> {
         let request = request.into_inner();
         let partitions = request.partition_to_block_ids.into_iter();
-        let report = self.service.report(ReportRequest {
+        let report = self.service.report(&ReportRequest {
             app: &request.app_id,
             shuffle: request.shuffle_id,
             task_attempt: request.task_attempt_id,
             bitmap_count: request.bitmap_num,
-            partitions: partitions.map(|reported| (reported.partition_id, reported.block_ids)).collect(),
+            partitions: partitions
+                .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
+                .collect(),
         });
         let (status, ret_msg) = verdict(report, "OK");
         answer(proto::ReportShuffleResultResponse { status, ret_msg })
@@ -113,7 +116,7 @@ impl ShuffleServer for ShuffleCalls {
         let request = request.into_inner();
         let partitions = [request.partition_id];
         let layout = layout(request.block_id_layout);
-        let result = self.service.results(&request.app_id, request.shuffle_id, &partitions, layout);
+        let result = self.service.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
         let ((status, ret_msg), serialized_bitmap) = match result {
             Ok(bitmap) => (success("OK"), bitmap),
             Err(error) => (refusal(&error), bytes::Bytes::new()),
@@ -127,7 +130,8 @@ impl ShuffleServer for ShuffleCalls {
     ) -> Answer<proto::GetShuffleResultForMultiPartResponse> {
         let request = request.into_inner();
         let layout = layout(request.block_id_layout);
-        let result = self.service.results(&request.app_id, request.shuffle_id, &request.partitions, layout);
+        let result =
+            self.service.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
         let ((status, ret_msg), serialized_bitmap) = match result {
             Ok(bitmap) => (success("OK"), bitmap),
             Err(error) => (refusal(&error), bytes::Bytes::new()),

@@ -69,14 +69,20 @@ pub(super) fn embedded(config: &Config) -> EmbeddedConfig {
     let mut client_conf = vec![("rss.storage.type".to_owned(), config.store_type.as_str().to_owned())];
     client_conf.retain(|(key, _)| !section.client_conf.contains_key(key));
     client_conf.extend(section.client_conf.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let remote_storages =
-        section.remote_storage_path.iter().map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() }).collect();
+    let remote_storages = section
+        .remote_storage_path
+        .iter()
+        .map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() })
+        .collect();
     EmbeddedConfig { client_conf, remote_storages, ..EmbeddedConfig::default() }
 }
 
 pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
-    let coordinators =
-        config.coordinator_quorum.iter().map(|endpoint| endpoint.to_string().parse()).collect::<Result<_, _>>()?;
+    let coordinators = config
+        .coordinator_quorum
+        .iter()
+        .map(|endpoint| endpoint.to_string().parse())
+        .collect::<Result<_, _>>()?;
     Ok(HeartbeatConfig { coordinators, interval: config.heartbeat_interval })
 }
 

@@ -6,3 +6,6 @@ pub mod error;
 pub mod local;
 
 pub use self::error::{StoreError, StoreErrorKind};
+pub use self::local::{
+    DataRead, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle,
+};

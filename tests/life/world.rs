@@ -87,7 +87,9 @@ impl World {
         let faulty: Vec<Arc<dyn Disk>> = disks
             .iter()
             .zip(&faults)
-            .map(|(disk, faults)| Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as _)
+            .map(|(disk, faults)| {
+                Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as _
+            })
             .collect();
         let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.expect("store");
         let limits = Limits {
@@ -106,7 +108,8 @@ impl World {
             retry_pause_max: Duration::from_secs(2),
         };
         let flusher =
-            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry).expect("flusher");
+            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry)
+                .expect("flusher");
         let service = Service::new(
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
@@ -212,8 +215,12 @@ impl World {
         if self.rng.random_bool(0.1) {
             return; // The ticket is left to expire.
         }
-        let header =
-            SendHeader { app: key.0, shuffle: key.1, ticket: grant.ticket, message_bytes: bytes as u64 + 1_000 };
+        let header = SendHeader {
+            app: key.0,
+            shuffle: key.1,
+            ticket: grant.ticket,
+            message_bytes: bytes as u64 + 1_000,
+        };
         let session = self.service.begin_send(header).expect("a fresh ticket of a registered shuffle");
         let epoch = self.promised[&key].epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
@@ -276,7 +283,8 @@ impl World {
 
     fn commit(&mut self, send: OpenSend) {
         let committed = send.session.commit(0);
-        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch) else {
+        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch)
+        else {
             assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");
             return;
         };
@@ -374,7 +382,9 @@ impl World {
             .disks
             .iter()
             .flat_map(|disk| disk.files())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "data" || extension == "index"))
+            .filter(|path| {
+                path.extension().is_some_and(|extension| extension == "data" || extension == "index")
+            })
             .collect();
         assert!(left.is_empty(), "files left: {left:?}");
         self.tasks.cancel();

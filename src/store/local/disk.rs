@@ -245,7 +245,10 @@ impl LocalDisk {
         let (mut target, result) = self.io.open_read(&path).await?.read_at(target, 0).await;
         result?;
         if target.bytes_mut().map(|bytes| &*bytes) != Some(&expected[..]) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "disk returned other bytes than were written"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "disk returned other bytes than were written",
+            ));
         }
         self.io.remove_dir_all(directory).await
     }

@@ -2,8 +2,8 @@
 //! operations, so that existing dashboards fill.
 
 use prometheus::{
-    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry,
+    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry,
 };
 
 /// Label value under which Java counts all disks together.
@@ -103,19 +103,21 @@ impl Metrics {
             write_blocks: it.counter("total_write_block", "blocks written to local disks")?,
             writes: it.counter("total_write_num", "batches written to local disks")?,
             write_exceptions: it.counter("total_write_exception", "failed attempts to write a batch")?,
-            write_local: it.counter("storage_total_write_local", "batches that local disks were asked to write")?,
+            write_local: it
+                .counter("storage_total_write_local", "batches that local disks were asked to write")?,
             write_local_retries: it.counter("storage_retry_write_local", "batches tried on another disk")?,
             write_local_failed: it.counter("storage_failed_write_local", "batches that no disk took")?,
             write_local_succeeded: it.counter("storage_success_write_local", "batches published")?,
             localfile_write_data: it.counters("total_localfile_write_data", "payload bytes written", disk)?,
             localfile_used: it.counter("total_localfile_used", "bytes ever occupied in data logs")?,
-            read_data_file: it.counter("total_read_local_data_file", "data reads")?,
-            read_index_file: it.counter("total_read_local_index_file", "index reads")?,
+            read_data_file: it.counter("localfile_disk_data_reads", "reads of data ranges")?,
+            read_index_file: it.counter("localfile_disk_index_reads", "reads of partition indexes")?,
             read_data_bytes: it.counter("total_read_data_from_localfile", "data bytes read")?,
             read_index_bytes: it.counter("total_read_index_from_localfile", "index bytes read")?,
             files_opened: it.counter("total_flush_file_num", "log files created")?,
             open_files: it.gauge("flush_file_num", "cached descriptors")?,
-            deleted_shuffle_directories: it.counter("total_delete_file_num", "shuffle directories removed")?,
+            deleted_shuffle_directories: it
+                .counter("total_delete_file_num", "shuffle directories removed")?,
             deletion_failed: it.counter("total_local_rename_and_deletion_failed", "removals that failed")?,
             dirs_total: it.gauge("local_storage_total_dirs_num", "data directories")?,
             dirs_corrupted: it.gauge("local_storage_corrupted_dirs_num", "unhealthy data directories")?,
@@ -127,17 +129,29 @@ impl Metrics {
             is_writable: it.gauges("local_storage_is_writable", "1 = takes batches", disk)?,
             is_timeout: it.gauges("local_storage_is_timeout", "1 = did not answer in time", disk)?,
             disk_is_healthy: it.gauges("local_disk_is_healthy", "0 = healthy, 1 = not", "root")?,
-            disk_used_ratio: it
-                .keep(GaugeVec::new(Opts::new("local_disk_used_ratio", "used space by all space"), &["root"]))?,
+            disk_used_ratio: it.keep(GaugeVec::new(
+                Opts::new("local_disk_used_ratio", "used space by all space"),
+                &["root"],
+            ))?,
             extents: it.gauge("local_extents", "published extents held in memory")?,
             extent_bytes: it.keep(Histogram::with_opts(extent_bytes))?,
-            append_operations: it.counters("localfile_disk_append_operation_counter", "write calls", "root")?,
-            append_bytes: it.counters("localfile_disk_append_operation_bytes_counter", "bytes written", "root")?,
-            append_duration: it.durations("localfile_disk_append_operation_duration", "seconds of write calls")?,
+            append_operations: it.counters(
+                "localfile_disk_append_operation_counter",
+                "write calls",
+                "root",
+            )?,
+            append_bytes: it.counters(
+                "localfile_disk_append_operation_bytes_counter",
+                "bytes written",
+                "root",
+            )?,
+            append_duration: it
+                .durations("localfile_disk_append_operation_duration", "seconds of write calls")?,
             read_operations: it.counters("localfile_disk_read_operation_counter", "read calls", "root")?,
             read_bytes: it.counters("localfile_disk_read_operation_bytes_counter", "bytes read", "root")?,
             read_duration: it.durations("localfile_disk_read_operation_duration", "seconds of read calls")?,
-            delete_duration: it.durations("localfile_disk_delete_operation_duration", "seconds of removals")?,
+            delete_duration: it
+                .durations("localfile_disk_delete_operation_duration", "seconds of removals")?,
         })
     }
 }

@@ -224,7 +224,8 @@ impl LocalStore {
         disks: Vec<Arc<dyn Disk>>,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
-        let metrics = Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
+        let metrics =
+            Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
         let roots = disks.len() as u64;
         let claims = disks.into_iter().map(|disk| LocalDisk::claim(0, disk, &config));
         let mut claimed = Vec::new();
@@ -245,7 +246,9 @@ impl LocalStore {
             }
         }
         if claimed.is_empty() {
-            return Err(last_error.unwrap_or_else(|| StoreError::new(StoreErrorKind::Unhealthy, "no data directory")));
+            return Err(
+                last_error.unwrap_or_else(|| StoreError::new(StoreErrorKind::Unhealthy, "no data directory"))
+            );
         }
         let core = Core {
             disks_refused: roots - claimed.len() as u64,
@@ -257,7 +260,11 @@ impl LocalStore {
             config,
         };
         core.set_gauges();
-        Ok(Arc::new(Self { core: Arc::new(core), shuffles: DashMap::new(), next_incarnation: AtomicU64::new(1) }))
+        Ok(Arc::new(Self {
+            core: Arc::new(core),
+            shuffles: DashMap::new(),
+            next_incarnation: AtomicU64::new(1),
+        }))
     }
 
     /// Makes a shuffle known; again is fine. Touches no disk.

@@ -126,7 +126,11 @@ impl Core {
     }
 
     /// Appends a group's bytes to the index log of its data's disk, or of any other that takes them.
-    async fn append_group(&self, shuffle: &Shuffle, pending: &Pending) -> Result<(Arc<Log>, u64), StoreError> {
+    async fn append_group(
+        &self,
+        shuffle: &Shuffle,
+        pending: &Pending,
+    ) -> Result<(Arc<Log>, u64), StoreError> {
         let bytes = pending.group.bytes.len() as u64;
         let mut tried = Vec::new();
         let mut last_error = None;

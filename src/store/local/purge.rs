@@ -204,7 +204,8 @@ impl Core {
             self.metrics.is_writable.with_label_values(&label).set(i64::from(writable));
             self.metrics.is_timeout.with_label_values(&label).set(i64::from(info.timed_out));
             self.metrics.disk_is_healthy.with_label_values(&label).set(i64::from(!info.healthy));
-            let (total_bytes, free_bytes, file_system) = (info.total_bytes, info.free_bytes, info.file_system);
+            let (total_bytes, free_bytes, file_system) =
+                (info.total_bytes, info.free_bytes, info.file_system);
             let ratio = used_ratio(Space { total_bytes, free_bytes, file_system });
             self.metrics.disk_used_ratio.with_label_values(&label).set(ratio);
             sick += i64::from(!info.healthy);

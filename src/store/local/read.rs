@@ -184,7 +184,13 @@ impl IndexRead {
             None => {
                 let extent = self.extents.next().expect("the length is the sum over the extents");
                 let log = shuffle.log_at(extent.index_log);
-                ExtentRecords { extent, log, done_bytes: 0, check: RecordCheck::default(), crc: crc32fast::Hasher::new() }
+                ExtentRecords {
+                    extent,
+                    log,
+                    done_bytes: 0,
+                    check: RecordCheck::default(),
+                    crc: crc32fast::Hasher::new(),
+                }
             }
         };
         let extent_bytes = u64::from(current.extent.blocks) * RECORD_BYTES as u64;

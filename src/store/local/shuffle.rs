@@ -135,7 +135,11 @@ impl Shuffle {
     }
 
     /// Reads the published state of a partition.
-    pub(super) fn with_partition<T>(&self, partition: PartitionId, read: impl FnOnce(Option<&Partition>) -> T) -> T {
+    pub(super) fn with_partition<T>(
+        &self,
+        partition: PartitionId,
+        read: impl FnOnce(Option<&Partition>) -> T,
+    ) -> T {
         read(self.partitions.read().get(&partition))
     }
 

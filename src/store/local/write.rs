@@ -75,7 +75,8 @@ impl Core {
         let _load = InFlight::begin(disk, bytes);
         let (log, offset) = shuffle.reserve(self, disk, LogKind::Data, bytes).await?;
         let file = self.writer(&log).await?;
-        let mut call = Call { core: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+        let mut call =
+            Call { core: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
             let pieces = extent.data.pieces();
