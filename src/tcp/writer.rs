@@ -41,6 +41,7 @@ pub(super) enum Body {
 #[derive(Debug)]
 pub(super) struct Ticket {
     /// Of the connection.
+    #[expect(dead_code, reason = "held until the reply is written")]
     pub(super) request: OwnedSemaphorePermit,
     /// Of the door: one of the memory reads, or of the local reads.
     pub(super) read: Option<OwnedSemaphorePermit>,
@@ -193,7 +194,7 @@ impl Writer {
 
 /// The next of `left` bytes, more than none and not too many.
 async fn next_chunk(shared: &Shared, chunks: &mut ChunkStream, left: u64) -> io::Result<Bytes> {
-    let end = match timeout(shared.config.write_timeout, chunks.next(&shared.service)).await {
+    let end = match timeout(shared.config.write_timeout, chunks.next()).await {
         Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
         Ok(Ok(_)) => io::Error::other("a local answer is not as long as announced"),
         Ok(Err(error)) => io::Error::other(error),
