@@ -19,8 +19,6 @@ mod metrics;
 mod reader;
 mod writer;
 
-#[cfg(test)]
-mod tests;
 
 use std::sync::Arc;
 
