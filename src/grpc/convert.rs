@@ -68,7 +68,7 @@ mod tests {
             ..Default::default()
         };
         let converted = register_request(&mut request);
-        assert_eq!((converted.app, converted.shuffle, converted.user), ("app-1", 7, "spark"));
+        assert_eq!((converted.app, converted.shuffle, converted.user.as_str()), ("app-1", 7, "spark"));
         assert_eq!(converted.ranges, [(1, 3)]);
         assert_eq!(converted.distribution, Distribution::LocalOrder);
         assert_eq!(converted.properties["a.rss.b"], "1");

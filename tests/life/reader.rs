@@ -152,7 +152,7 @@ impl Reader {
 
 async fn collect(mut chunks: ChunkStream, service: &Service, length: u64) -> Vec<u8> {
     let mut all = Vec::new();
-    while let Some(chunk) = chunks.next(service).await.expect("reads have no faults") {
+    while let Some(chunk) = chunks.next().await.expect("reads have no faults") {
         all.extend_from_slice(&chunk);
     }
     assert_eq!(all.len() as u64, length, "an answer has another length than announced");

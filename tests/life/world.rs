@@ -14,7 +14,7 @@ use uniffle_worker::app::{AppConfig, AppRegistry};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{Fault, FaultDisk, Faults, Operation};
+use uniffle_worker::io::fault::{EIO, ENOSPC, Fault, FaultDisk, Faults, Operation};
 use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
@@ -81,7 +81,7 @@ impl World {
             tickets_max: 100,
             blocks_max: 10_000,
         };
-        let memory = Memory::new(memory_config, &registry).expect("memory");
+        let memory = Memory::new(&memory_config, &registry).expect("memory");
         let disks: Vec<_> = (0..3).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect();
         let faults: Vec<_> = disks.iter().map(|_| Faults::default()).collect();
         let faulty: Vec<Arc<dyn Disk>> = disks
@@ -323,10 +323,10 @@ impl World {
         let seed = self.rng.random();
         let one_in = self.rng.random_range(1..4);
         let kinds = vec![
-            (Operation::Write, Fault::NoSpace),
-            (Operation::Write, Fault::Io),
-            (Operation::Write, Fault::ShortWrite),
-            (Operation::OpenWrite, Fault::Io),
+            (Operation::Write, Fault::Errno(ENOSPC)),
+            (Operation::Write, Fault::Errno(EIO)),
+            (Operation::Write, Fault::Short { bytes: 777, errno: EIO }),
+            (Operation::OpenWrite, Fault::Errno(EIO)),
         ];
         self.faults[disk].seed(seed, one_in, kinds);
     }
