@@ -76,9 +76,10 @@ impl Reader {
         let connection = self.connection.clone();
         let shared = Arc::clone(&self.shared);
         let end = tokio::select! {
+            // Cancelled first: a writer that gave up frees places, and what was left over must not be walked for it.
             biased;
-            end = self.read() => end,
             () = connection.cancelled() => return,
+            end = self.read() => end,
         };
         match end {
             End::Closed | End::Idle => {}

@@ -217,7 +217,7 @@ async fn a_send_is_committed_as_a_whole_or_not_at_all() {
     let reply = peer.hear().await;
     assert_eq!(reply.status, i32::from(StatusCode::InternalError), "{reply:?}");
     assert_eq!(world.blocks_in_memory().await, []);
-    assert_eq!(world.memory.used_bytes(), 0);
+    assert_eq!(world.used_bytes(), 0);
     peer.expect_works(&world).await;
     drop(peer);
     world.finish().await;
