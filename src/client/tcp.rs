@@ -25,8 +25,8 @@ use crate::wire::DecodeError;
 use crate::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
 use crate::wire::reply::Reply;
 use crate::wire::request::{
-    BlockServer, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, Placement, ReadRequest,
-    SendBlock, SendRequest, Target,
+    BlockServer, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, Placement,
+    ReadRequest, SendBlock, SendRequest, Target,
 };
 
 /// Requests that wait to be written, beyond which callers wait.
@@ -110,7 +110,8 @@ impl TcpClient {
         });
         // What a stock client repeats in every block.
         let (host, port) = (address.ip().to_string(), i32::from(address.port()));
-        let server = BlockServer { id: format!("{host}-{port}-{port}"), host, grpc_port: port, netty_port: port };
+        let server =
+            BlockServer { id: format!("{host}-{port}-{port}"), host, grpc_port: port, netty_port: port };
         Ok(Self { outgoing, waiting, next_id: AtomicI64::new(0), connection, servers: vec![server] })
     }
 
@@ -137,7 +138,12 @@ impl TcpClient {
     ///
     /// # Errors
     /// See [`TcpClientError`].
-    pub async fn send(&self, key: &ShuffleKey, ticket: TicketId, batch: &Batch) -> Result<(), TcpClientError> {
+    pub async fn send(
+        &self,
+        key: &ShuffleKey,
+        ticket: TicketId,
+        batch: &Batch,
+    ) -> Result<(), TcpClientError> {
         let request_id = self.next_request_id();
         let blocks = |blocks: &[Block]| blocks.iter().map(|block| self.block(block)).collect();
         let request = SendRequest {
@@ -196,7 +202,11 @@ impl TcpClient {
     ///
     /// # Errors
     /// See [`TcpClientError`].
-    pub async fn read_index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Reply, TcpClientError> {
+    pub async fn read_index(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+    ) -> Result<Reply, TcpClientError> {
         let request = LocalIndexRequest { target: self.target(key, partition), placement: PLACEMENT };
         self.read(&ReadRequest::LocalIndex(request)).await
     }

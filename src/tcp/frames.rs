@@ -40,8 +40,12 @@ pub(super) enum Wanted {
 
 /// Where in a frame the connection is.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one per connection, and a send is the common case")]
 enum Phase {
-    Header { bytes: [u8; HEADER_BYTES], have: usize },
+    Header {
+        bytes: [u8; HEADER_BYTES],
+        have: usize,
+    },
     Send(Ingest),
     Read(PartialRead),
     /// The rest of a refused frame.
@@ -200,7 +204,8 @@ impl Frames {
             self.walker.restart(message_bytes);
             return Phase::Send(Ingest::new(Arc::clone(&self.shared.service), message_bytes));
         }
-        let drain = |refusal| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), refusal });
+        let drain =
+            |refusal| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), refusal });
         let max = self.shared.config.read_request_bytes_max;
         if message_bytes > max {
             let (len, max) = (u64::from(message_bytes), u64::from(max));

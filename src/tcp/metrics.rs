@@ -1,6 +1,8 @@
 //! Counters of the TCP door; names as the Java server's and riffle's (PROTOCOL §10.3, §10.6).
 
-use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use prometheus::{
+    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
+};
 
 use crate::wire::frame::FrameType;
 
@@ -65,9 +67,12 @@ impl TcpMetrics {
         let totals =
             IntCounterVec::new(Opts::new("total_urpc_request_number", "Requests over raw TCP"), &["path"])?;
         registry.register(Box::new(totals.clone()))?;
-        let parsing = histogram("urpc_request_parsing_latency", "Seconds from a request's first byte to its last")?;
-        let processing =
-            histogram("urpc_request_processing_latency", "Seconds from a request's last byte to its reply's last")?;
+        let parsing =
+            histogram("urpc_request_parsing_latency", "Seconds from a request's first byte to its last")?;
+        let processing = histogram(
+            "urpc_request_processing_latency",
+            "Seconds from a request's last byte to its reply's last",
+        )?;
         let request = |name: &str, path: &str| -> prometheus::Result<RequestMetrics> {
             Ok(RequestMetrics {
                 java: counter(&format!("netty_{name}_request_total"), "Requests over raw TCP")?,
@@ -85,7 +90,10 @@ impl TcpMetrics {
             active: gauge("netty_active_connection", "Raw TCP connections open now")?,
             connections: gauge("urpc_connection_number", "Raw TCP connections open now")?,
             exceptions: counter("netty_handle_exception", "Raw TCP connections that ended with an error")?,
-            refused: counter("urpc_connection_refused_total", "Raw TCP connections closed for being too many")?,
+            refused: counter(
+                "urpc_connection_refused_total",
+                "Raw TCP connections closed for being too many",
+            )?,
         })
     }
 

@@ -19,7 +19,6 @@ mod metrics;
 mod reader;
 mod writer;
 
-
 use std::sync::Arc;
 
 use prometheus::Registry;

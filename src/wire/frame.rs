@@ -333,7 +333,10 @@ mod tests {
     #[test]
     fn fields_never_read_past_the_end() {
         let message = [0, 0, 0, 5, b'a', b'b'];
-        assert!(matches!(Fields::new(&message).string("x"), Err(DecodeError::TooLarge { len: 5, max: 2, .. })));
+        assert!(matches!(
+            Fields::new(&message).string("x"),
+            Err(DecodeError::TooLarge { len: 5, max: 2, .. })
+        ));
         assert_eq!(Fields::new(&message).i64(), Err(DecodeError::Incomplete));
         assert_eq!(Fields::new(&[0xff; 4]).bytes("x"), Ok(None));
         assert!(Fields::new(&[0xff; 4]).string("x").is_err());

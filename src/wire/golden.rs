@@ -178,7 +178,8 @@ fn golden_send() -> SendRequest {
 
 /// Many partitions, blocks and servers, a partition that repeats, an empty list of blocks.
 fn large_send() -> SendRequest {
-    let many = vec![block(b"x", vec![]), block(&[7; 300], vec![server(), server()]), block(b"yz", vec![server()])];
+    let many =
+        vec![block(b"x", vec![]), block(&[7; 300], vec![server(), server()]), block(b"yz", vec![server()])];
     let partitions = vec![(9, many.clone()), (0, vec![]), (9, many), (i32::MAX, vec![block(b"end", vec![])])];
     SendRequest { request_id: -1, partitions, ..golden_send() }
 }
@@ -352,7 +353,10 @@ fn a_negative_length_that_is_said_twice_is_refused() {
     assert!(matches!(walk(&message, 8), Err(Refusal::Decode(DecodeError::Malformed { .. }))));
     message[51..55].copy_from_slice(&i32::MAX.to_be_bytes());
     message[75..79].copy_from_slice(&i32::MAX.to_be_bytes());
-    assert!(matches!(walk(&message, 8), Err(Refusal::Decode(DecodeError::TooLarge { what: "block length", .. }))));
+    assert!(matches!(
+        walk(&message, 8),
+        Err(Refusal::Decode(DecodeError::TooLarge { what: "block length", .. }))
+    ));
 }
 
 #[test]

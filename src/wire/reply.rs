@@ -7,7 +7,9 @@
 use bytes::{BufMut, Bytes, BytesMut};
 
 use super::DecodeError;
-use super::frame::{FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length};
+use super::frame::{
+    FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES, put_string, wire_length,
+};
 use crate::types::BlockMeta;
 
 /// requestId, statusCode, length of retMessage.
@@ -93,7 +95,8 @@ pub fn encode_head(
 ) -> Result<(), DecodeError> {
     let message_bytes = PREFIX_BYTES + prefix.message.len() as u64 + fields.bytes();
     let max = u64::from(FRAME_BYTES_LIMIT - 1);
-    let too_large = DecodeError::TooLarge { what: "reply", len: message_bytes.saturating_add(body_bytes), max };
+    let too_large =
+        DecodeError::TooLarge { what: "reply", len: message_bytes.saturating_add(body_bytes), max };
     if message_bytes.saturating_add(body_bytes) > max {
         return Err(too_large);
     }
@@ -204,7 +207,9 @@ impl Reply {
         let text = fields.string("retMessage")?.to_owned();
         let answer = match kind {
             FrameType::RpcReply => Answer::Rpc,
-            FrameType::LocalIndexReply => Answer::LocalIndex { data_length: fields.i64()?, storage_ids: None },
+            FrameType::LocalIndexReply => {
+                Answer::LocalIndex { data_length: fields.i64()?, storage_ids: None }
+            }
             FrameType::LocalIndexV2Reply => {
                 let data_length = fields.i64()?;
                 let count = fields.count("storage id count", 4)?;
@@ -255,7 +260,9 @@ mod tests {
             assert!(encode_head(prefix, ReplyFields::LocalData, body_bytes, &mut out).is_err());
             assert!(out.is_empty());
         }
-        assert!(encode_head(prefix, ReplyFields::LocalData, u64::from(FRAME_BYTES_LIMIT) - 19, &mut out).is_ok());
+        assert!(
+            encode_head(prefix, ReplyFields::LocalData, u64::from(FRAME_BYTES_LIMIT) - 19, &mut out).is_ok()
+        );
     }
 
     #[test]

@@ -209,11 +209,15 @@ impl SendWalker {
                 State::HeaderRest => self.fixed::<HEADER_REST_BYTES, S>(&mut chunk, sink, Self::on_header)?,
                 State::Partition => self.fixed::<PARTITION_BYTES, S>(&mut chunk, sink, Self::on_partition)?,
                 State::BlockHead => self.fixed::<BLOCK_HEAD_BYTES, S>(&mut chunk, sink, Self::on_block)?,
-                State::ServerCount => self.fixed::<SERVER_COUNT_BYTES, S>(&mut chunk, sink, Self::on_servers)?,
+                State::ServerCount => {
+                    self.fixed::<SERVER_COUNT_BYTES, S>(&mut chunk, sink, Self::on_servers)?
+                }
                 State::ServerId => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_id)?,
                 State::ServerHost => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_host)?,
                 State::Ports => self.fixed::<PORTS_BYTES, S>(&mut chunk, sink, Self::on_ports)?,
-                State::BlockTail => self.fixed::<BLOCK_TAIL_BYTES, S>(&mut chunk, sink, Self::on_block_tail)?,
+                State::BlockTail => {
+                    self.fixed::<BLOCK_TAIL_BYTES, S>(&mut chunk, sink, Self::on_block_tail)?
+                }
                 State::Timestamp => self.fixed::<TIMESTAMP_BYTES, S>(&mut chunk, sink, Self::on_timestamp)?,
                 State::Done => return Err(self.malformed("bytes stand after the last field").into()),
             }
@@ -266,7 +270,13 @@ impl SendWalker {
     }
 
     /// A count of entries of at least `entry_bytes`, when `reserved` bytes must stand after them.
-    fn count(&self, what: &'static str, raw: i32, entry_bytes: u64, reserved: u64) -> Result<u32, DecodeError> {
+    fn count(
+        &self,
+        what: &'static str,
+        raw: i32,
+        entry_bytes: u64,
+        reserved: u64,
+    ) -> Result<u32, DecodeError> {
         let count = u32::try_from(raw).map_err(|_| self.malformed("a count is negative"))?;
         let max = self.left.saturating_sub(reserved) / entry_bytes;
         if u64::from(count) > max {
@@ -299,14 +309,23 @@ impl SendWalker {
         Ok(())
     }
 
-    fn on_header<S: SendFrameSink>(&mut self, group: &[u8; HEADER_REST_BYTES], sink: &mut S) -> Result<(), S::Error> {
+    fn on_header<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; HEADER_REST_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
         let mut group = Group(group);
         let (shuffle, ticket, partitions) = (group.i32(), group.i64(), group.i32());
         let app = std::str::from_utf8(&self.app).map_err(|_| self.malformed("appId is not UTF-8"))?;
         self.partitions_left =
             self.count("partition count", partitions, PARTITION_BYTES as u64, TIMESTAMP_BYTES as u64)?;
         self.shuffle = shuffle;
-        sink.header(SendFrameHeader { request_id: self.request_id.unwrap_or_default(), app, shuffle, ticket })?;
+        sink.header(SendFrameHeader {
+            request_id: self.request_id.unwrap_or_default(),
+            app,
+            shuffle,
+            ticket,
+        })?;
         self.next_partition();
         Ok(())
     }
@@ -315,11 +334,16 @@ impl SendWalker {
         self.state = if self.partitions_left == 0 { State::Timestamp } else { State::Partition };
     }
 
-    fn on_partition<S: SendFrameSink>(&mut self, group: &[u8; PARTITION_BYTES], sink: &mut S) -> Result<(), S::Error> {
+    fn on_partition<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; PARTITION_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
         let mut group = Group(group);
         self.partition = group.i32();
         self.partitions_left -= 1;
-        self.blocks_left = self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.reserved_after_blocks())?;
+        self.blocks_left =
+            self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.reserved_after_blocks())?;
         sink.partition(self.partition)?;
         self.next_block();
         Ok(())
@@ -333,7 +357,11 @@ impl SendWalker {
         }
     }
 
-    fn on_block<S: SendFrameSink>(&mut self, group: &[u8; BLOCK_HEAD_BYTES], sink: &mut S) -> Result<(), S::Error> {
+    fn on_block<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; BLOCK_HEAD_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
         let mut group = Group(group);
         let partition = group.i32();
         let block_id = group.i64();
@@ -354,15 +382,21 @@ impl SendWalker {
         }
         let reserved = SERVER_COUNT_BYTES as u64 + self.reserved_after_servers();
         let length = self.count("block length", data_length, 1, reserved)?;
-        self.block = FrameBlock { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
+        self.block =
+            FrameBlock { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
         sink.begin_block(length)?;
         self.state = if length == 0 { State::ServerCount } else { State::BlockData(length) };
         Ok(())
     }
 
-    fn on_servers<S: SendFrameSink>(&mut self, group: &[u8; SERVER_COUNT_BYTES], _: &mut S) -> Result<(), S::Error> {
+    fn on_servers<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; SERVER_COUNT_BYTES],
+        _: &mut S,
+    ) -> Result<(), S::Error> {
         let raw = i32::from_be_bytes(*group);
-        self.servers_left = self.count("server count", raw, SERVER_BYTES_MIN, self.reserved_after_servers())?;
+        self.servers_left =
+            self.count("server count", raw, SERVER_BYTES_MIN, self.reserved_after_servers())?;
         self.next_server();
         Ok(())
     }
@@ -396,14 +430,22 @@ impl SendWalker {
         Ok(())
     }
 
-    fn on_block_tail<S: SendFrameSink>(&mut self, group: &[u8; BLOCK_TAIL_BYTES], sink: &mut S) -> Result<(), S::Error> {
+    fn on_block_tail<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; BLOCK_TAIL_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
         self.block.uncompressed_length = Group(group).i32();
         sink.end_block(self.block)?;
         self.next_block();
         Ok(())
     }
 
-    fn on_timestamp<S: SendFrameSink>(&mut self, group: &[u8; TIMESTAMP_BYTES], _: &mut S) -> Result<(), S::Error> {
+    fn on_timestamp<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; TIMESTAMP_BYTES],
+        _: &mut S,
+    ) -> Result<(), S::Error> {
         self.timestamp_ms = i64::from_be_bytes(*group);
         self.state = State::Done;
         if self.left > 0 {

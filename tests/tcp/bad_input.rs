@@ -128,7 +128,9 @@ async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
         assert_eq!(reply.request_id, i64::from(kind));
         assert!(reply.status != 0 && reply.body.is_empty());
         let fits = match (kind, &reply.answer) {
-            (4, Answer::LocalIndex { data_length: 0, storage_ids: None }) | (21, Answer::Sorted { .. }) => true,
+            (4, Answer::LocalIndex { data_length: 0, storage_ids: None }) | (21, Answer::Sorted { .. }) => {
+                true
+            }
             (5 | 24 | 25, Answer::LocalData) => true,
             (6, Answer::Memory(segments)) => segments.is_empty(),
             _ => false,
@@ -238,13 +240,16 @@ async fn an_app_id_that_is_not_utf_8_is_refused() {
 #[tokio::test]
 async fn counts_that_do_not_match_are_refused() {
     // Offsets in the frame: partition count, block count, data length; see PROTOCOL §7.4.
-    for (at, value) in [(9 + 27, 2), (9 + 27, 0), (9 + 27, -1), (9 + 27, i32::MAX), (9 + 35, 2), (9 + 35, 0)] {
+    for (at, value) in [(9 + 27, 2), (9 + 27, 0), (9 + 27, -1), (9 + 27, i32::MAX), (9 + 35, 2), (9 + 35, 0)]
+    {
         let world = World::new().await;
         let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
         bytes[at..at + 4].copy_from_slice(&i32::to_be_bytes(value));
         refuses(StatusCode::InternalError, &bytes, world).await;
     }
-    for (at, value) in [(9 + 35, i32::MAX), (9 + 35, -1), (9 + 75, 99), (9 + 75, 101), (9 + 75, i32::MAX), (9 + 75, -1)] {
+    for (at, value) in
+        [(9 + 35, i32::MAX), (9 + 35, -1), (9 + 75, 99), (9 + 75, 101), (9 + 75, i32::MAX), (9 + 75, -1)]
+    {
         let world = World::new().await;
         let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
         bytes[at..at + 4].copy_from_slice(&i32::to_be_bytes(value));
@@ -284,7 +289,8 @@ async fn a_truncated_send_is_refused_when_its_frame_says_so() {
 #[tokio::test]
 async fn a_frame_inside_another_is_payload_or_refused() {
     let world = World::new().await;
-    let (first, second) = (frame(&world.request(1, &[block(0, 100)])), frame(&world.request(2, &[block(1, 100)])));
+    let (first, second) =
+        (frame(&world.request(1, &[block(0, 100)])), frame(&world.request(2, &[block(1, 100)])));
     // The second frame begins in the middle of the first one's data: the first is refused, for its crc does not
     // hold, or its counts; then the stream is out of step and ends.
     let mut bytes = first[..first.len() / 2].to_vec();

@@ -14,7 +14,8 @@ use uniffle_worker::tcp::TcpConfig;
 async fn what_was_sent_is_read_back_from_memory() {
     let world = World::new().await;
     let client = world.client().await;
-    let blocks: Vec<_> = [1, 10, 3000, 1 << 20, 70_000].iter().zip(0..).map(|(&len, i)| block(i, len)).collect();
+    let blocks: Vec<_> =
+        [1, 10, 3000, 1 << 20, 70_000].iter().zip(0..).map(|(&len, i)| block(i, len)).collect();
     world.send(&client, &[(PARTITION, blocks.clone())]).await;
     let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
     assert_eq!(reply.message, "OK");
@@ -87,7 +88,11 @@ async fn many_partitions_and_a_partition_that_repeats() {
 
 #[tokio::test]
 async fn many_requests_under_way_on_one_connection_are_all_answered() {
-    let config = TcpConfig { requests_in_flight_per_connection_max: 4, memory_reads_in_flight_max: 2, ..TcpConfig::default() };
+    let config = TcpConfig {
+        requests_in_flight_per_connection_max: 4,
+        memory_reads_in_flight_max: 2,
+        ..TcpConfig::default()
+    };
     let world = World::with(config).await;
     let client = world.client().await;
     let sends = (0..200).map(|i| {
@@ -115,8 +120,13 @@ async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
     let mut frames = BytesMut::new();
     for request_id in 0..500 {
         let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
-        let request =
-            MemoryRequest { target, last_block_id: -1, read_buffer_size: 1, timestamp_ms: 0, task_filter: None };
+        let request = MemoryRequest {
+            target,
+            last_block_id: -1,
+            read_buffer_size: 1,
+            timestamp_ms: 0,
+            task_filter: None,
+        };
         ReadRequest::Memory(request).encode_frame(&mut frames);
     }
     peer.say(&frames).await;
@@ -164,7 +174,8 @@ async fn a_read_of_sorted_data_is_refused() {
     let client = world.client().await;
     let target = Target { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
     let mut frame = BytesMut::new();
-    ReadRequest::Sorted(SortedRequest { target, block_id: 0, length: 1, timestamp_ms: 0 }).encode_frame(&mut frame);
+    ReadRequest::Sorted(SortedRequest { target, block_id: 0, length: 1, timestamp_ms: 0 })
+        .encode_frame(&mut frame);
     let reply = client.exchange(5, frame.freeze()).await.unwrap();
     assert_eq!(reply.status, i32::from(StatusCode::InternalError));
     assert_eq!(reply.message, "Remote merge is disabled");

@@ -102,8 +102,17 @@ impl World {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         TcpDoor::start(config, listener, Arc::clone(&service), &door, &registry).unwrap();
-        let world =
-            Self { service, memory, store, faults, registry, address, clients: Tasks::new(), door, background };
+        let world = Self {
+            service,
+            memory,
+            store,
+            faults,
+            registry,
+            address,
+            clients: Tasks::new(),
+            door,
+            background,
+        };
         world.register(APP);
         world
     }
@@ -185,7 +194,8 @@ impl World {
     /// The value of a counter or gauge, all labels together.
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let families = self.registry.gather();
-        let family = families.iter().find(|family| family.name() == name).unwrap_or_else(|| panic!("no {name}"));
+        let family =
+            families.iter().find(|family| family.name() == name).unwrap_or_else(|| panic!("no {name}"));
         let value = |metric: &prometheus::proto::Metric| {
             metric.get_counter().get_value() + metric.get_gauge().get_value()
         };
@@ -205,7 +215,9 @@ impl World {
                 tokio::task::yield_now().await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(600), waiting).await.unwrap_or_else(|_| panic!("never {what}"));
+        tokio::time::timeout(Duration::from_secs(600), waiting)
+            .await
+            .unwrap_or_else(|_| panic!("never {what}"));
     }
 
     /// As [`World::until`] under paused time: lets the clock go on between two looks.
@@ -274,7 +286,10 @@ impl Raw {
     pub(crate) async fn expect_close(&mut self) {
         let mut rest = Vec::new();
         let end = self.stream.read_to_end(&mut rest).await;
-        assert!(end.is_ok() || matches!(&end, Err(e) if e.kind() == io::ErrorKind::ConnectionReset), "{end:?}");
+        assert!(
+            end.is_ok() || matches!(&end, Err(e) if e.kind() == io::ErrorKind::ConnectionReset),
+            "{end:?}"
+        );
         assert!(rest.is_empty(), "{rest:?}");
     }
 
