@@ -8,3 +8,4 @@ pub mod block;
 pub mod grpc;
 pub mod read;
 pub mod send;
+pub mod tcp;
