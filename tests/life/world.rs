@@ -451,7 +451,7 @@ impl World {
 
     fn counter(&self, name: &str) -> u64 {
         let families = self.registry.gather();
-        let family = families.iter().find(|family| family.get_name() == name).expect("a known metric");
+        let family = families.iter().find(|family| family.name() == name).expect("a known metric");
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
         let value = family.get_metric()[0].get_counter().get_value() as u64;
         value
