@@ -19,7 +19,6 @@ use tokio::sync::{mpsc, oneshot};
 use super::block::Block;
 use super::send::Batch;
 use crate::proto::StatusCode;
-use crate::runtime::Tasks;
 use crate::types::{PartitionId, ShuffleKey, TicketId};
 use crate::wire::DecodeError;
 use crate::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
@@ -67,52 +66,37 @@ pub struct TcpClient {
     outgoing: mpsc::Sender<Bytes>,
     waiting: Waiting,
     next_id: AtomicI64,
-    connection: Tasks,
     servers: Vec<BlockServer>,
 }
 
-impl Drop for TcpClient {
-    fn drop(&mut self) {
-        self.connection.cancel();
-    }
-}
-
 impl TcpClient {
-    /// Connects to a worker's TCP door.
+    /// Connects to a worker's TCP door. Nothing moves unless the future that comes with the client is driven, as a
+    /// task of the caller's; it ends with the connection, or when the client was dropped.
     ///
     /// # Errors
     /// No connection.
-    pub async fn connect(address: SocketAddr, tasks: &Tasks) -> io::Result<Self> {
+    pub async fn connect(
+        address: SocketAddr,
+    ) -> io::Result<(Self, impl Future<Output = ()> + Send + 'static)> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let (read_half, write_half) = stream.into_split();
         let (outgoing, queue) = mpsc::channel(QUEUE_LENGTH);
-        let connection = tasks.child();
         let waiting = Waiting::default();
-        let stop = connection.cancelled();
-        connection.spawn("tcp client writer", async move {
+        let answers = Arc::clone(&waiting);
+        let driver = async move {
             tokio::select! {
-                biased;
                 _ = write(write_half, queue) => {}
-                () = stop => {}
-            }
-        });
-        let (stop, answers) = (connection.clone(), Arc::clone(&waiting));
-        connection.spawn("tcp client reader", async move {
-            tokio::select! {
-                biased;
                 _ = read(read_half, &answers) => {}
-                () = stop.cancelled() => {}
             }
-            stop.cancel();
-            // Whoever waits for an answer learns that none will come.
+            // The queue is gone, so nobody can add to this: whoever waits learns that no answer will come.
             answers.lock().clear();
-        });
+        };
         // What a stock client repeats in every block.
         let (host, port) = (address.ip().to_string(), i32::from(address.port()));
         let server =
             BlockServer { id: format!("{host}-{port}-{port}"), host, grpc_port: port, netty_port: port };
-        Ok(Self { outgoing, waiting, next_id: AtomicI64::new(0), connection, servers: vec![server] })
+        Ok((Self { outgoing, waiting, next_id: AtomicI64::new(0), servers: vec![server] }, driver))
     }
 
     /// An id that this client has not used yet.
@@ -127,7 +111,7 @@ impl TcpClient {
     pub async fn exchange(&self, request_id: i64, frame: Bytes) -> Result<Reply, TcpClientError> {
         let (answer, answered) = oneshot::channel();
         self.waiting.lock().insert(request_id, answer);
-        if self.connection.is_cancelled() || self.outgoing.send(frame).await.is_err() {
+        if self.outgoing.send(frame).await.is_err() {
             self.waiting.lock().remove(&request_id);
             return Err(TcpClientError::Closed);
         }

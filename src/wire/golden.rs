@@ -396,8 +396,13 @@ fn a_frame_of_another_direction_is_no_request() {
     }
 }
 
+/// `WIRE_CASES=1000000000 cargo test --lib wire::golden` runs for hours.
+fn cases() -> u32 {
+    std::env::var("WIRE_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_000)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     /// Flipped bytes, cut anywhere: an error or a request, and a request's payload has not more bytes than the frame.
     #[test]

@@ -138,7 +138,15 @@ impl World {
     }
 
     pub(crate) async fn client(&self) -> TcpClient {
-        TcpClient::connect(self.address, &self.clients).await.unwrap()
+        let (client, driver) = TcpClient::connect(self.address).await.unwrap();
+        let stop = self.clients.cancelled();
+        self.clients.spawn("tcp client", async move {
+            tokio::select! {
+                () = driver => {}
+                () = stop => {}
+            }
+        });
+        client
     }
 
     pub(crate) async fn raw(&self) -> Raw {
