@@ -12,7 +12,11 @@ mod report;
 mod require;
 pub mod statistics;
 mod status;
+mod top_apps;
 mod write;
+
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::time::Duration;
