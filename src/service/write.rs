@@ -141,6 +141,15 @@ struct Run {
     blocks: Vec<(BlockMeta, BlockFill)>,
 }
 
+impl Drop for Run {
+    /// Aborted blocks give their memory back now and not at the flusher's next sweep, or clients that fail again and
+    /// again would hold it.
+    fn drop(&mut self) {
+        self.blocks.clear();
+        self.buffer.drop_dead();
+    }
+}
+
 /// A block whose bytes are arriving.
 #[derive(Debug)]
 struct OpenBlock {
@@ -257,11 +266,11 @@ impl SendSession {
         if stage_attempt < latest {
             return Err(ServiceError::StaleStageAttempt { sent: stage_attempt, latest });
         }
-        for run in std::mem::take(&mut self.runs) {
+        for mut run in std::mem::take(&mut self.runs) {
             if run.blocks.is_empty() {
                 continue;
             }
-            let stored = run.buffer.commit(run.blocks, &mut self.funds)?;
+            let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
             self.service.metrics.received_bytes.inc_by(stored.bytes);
             self.service.metrics.received_blocks.inc_by(stored.blocks as u64);
             if let Some(local) = &self.service.local {
