@@ -47,7 +47,7 @@ impl Rig {
             Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
         };
         let faulty: Vec<_> = disks.iter().zip(&faults).map(faulty).collect();
-        let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.unwrap();
+        let store = LocalStore::open(local_config(), faulty, &registry).await.unwrap();
         let (m, s) = (Arc::clone(&memory), Arc::clone(&store));
         let flusher = Flusher::start(flush_config(), m, s, tasks.clone(), &registry).unwrap();
         let service = Service::new(
@@ -174,4 +174,9 @@ fn flush_config() -> FlushConfig {
         retry_pause_min: Duration::from_millis(20),
         retry_pause_max: Duration::from_millis(100),
     }
+}
+
+/// A disk that failed is looked at again soon.
+fn local_config() -> LocalConfig {
+    LocalConfig { probe_interval: Duration::from_millis(50), ..LocalConfig::default() }
 }

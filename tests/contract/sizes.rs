@@ -10,7 +10,7 @@ use super::world::{Setup, World, key};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocks_from_1_byte_to_64_mib() {
-    let setup = Setup { capacity: "200M", ..Setup::default() };
+    let setup = Setup { capacity: "200MiB", ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     // Around page, segment and chunk sizes.
@@ -32,7 +32,7 @@ async fn blocks_from_1_byte_to_64_mib() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_block_of_512_mib() {
     const LENGTH: u32 = 512 << 20;
-    let setup = Setup { capacity: "600M", ..Setup::default() };
+    let setup = Setup { capacity: "600MiB", ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     // Zeros, because making random bytes would take longer than everything else.

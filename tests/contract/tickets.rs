@@ -15,7 +15,7 @@ use super::raw;
 use super::world::{Setup, World, eventually, key, require};
 
 const SHORT_TICKETS: Setup = Setup {
-    capacity: "32M",
+    capacity: "32MiB",
     memory: "buffer_ticket_timeout_sec = \"1s\"\nbuffer_ticket_check_interval_sec = \"100ms\"",
     top: "",
     tables: "",
@@ -95,7 +95,7 @@ async fn blocks_that_are_sent_again_are_stored_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_buffer_under_pressure_and_then_success() {
-    let setup = Setup { capacity: "16M", ..Setup::default() };
+    let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 7)]).await.unwrap();
     let writer = |task: i64| {
@@ -122,7 +122,7 @@ async fn no_buffer_under_pressure_and_then_success() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refused_ticket_reserves_nothing_and_has_the_id_minus_1() {
-    let setup = Setup { capacity: "16M", ..Setup::default() };
+    let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     world.ticket(&key, 12 << 20).await;
@@ -141,7 +141,7 @@ async fn a_refused_ticket_reserves_nothing_and_has_the_id_minus_1() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sizes_that_can_never_be_granted_are_invalid_requests() {
-    let setup = Setup { capacity: "16M", ..Setup::default() };
+    let setup = Setup { capacity: "16MiB", ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     for size in [-1, i32::MIN] {
@@ -250,8 +250,10 @@ async fn the_number_of_tickets_is_bounded_and_they_expire() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_small_block_does_not_keep_its_request_alive() {
-    let setup =
-        Setup { tables: "[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1M\"", ..Setup::default() };
+    let setup = Setup {
+        tables: "[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\"",
+        ..Setup::default()
+    };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     world.client.register(&key, &[(0, 1)]).await.unwrap();
     let (large, small) = (block(0, 1, 0, 8 << 20), block(1, 1, 0, 100));

@@ -35,7 +35,7 @@ pub(crate) struct Setup {
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { capacity: "32M", memory: "", top: "", tables: "" }
+        Self { capacity: "32MiB", memory: "", top: "", tables: "" }
     }
 }
 
