@@ -110,11 +110,18 @@ fn send(c: &mut Criterion) {
     group.finish();
 }
 
+async fn read_all(client: &ShuffleClient, key: &ShuffleKey) {
+    let options = ReadOptions { read_buffer_size: 1 << 20, ..Default::default() };
+    for p in 0..PARTITIONS {
+        let read = client.read_partition(key, PartitionId(p), &options).await.unwrap();
+        assert!(!read.blocks.is_empty());
+    }
+}
+
 fn read(c: &mut Criterion) {
     let bench = Bench::start();
     let mut group = c.benchmark_group("grpc_read");
     group.throughput(Throughput::Bytes(u64::from(ROUND_BYTES))).sample_size(20);
-    let options = ReadOptions { read_buffer_size: 1 << 20, ..Default::default() };
     for (shuffle, block_bytes) in [(1, 1 << 10), (2, 16 << 10), (3, 1 << 20)] {
         let key = bench.register(shuffle);
         let mut sequence = 0;
@@ -125,14 +132,7 @@ fn read(c: &mut Criterion) {
                 bench.flush();
             }
             group.bench_function(BenchmarkId::new(tier, block_bytes), |b| {
-                b.iter(|| {
-                    bench.runtime.block_on(async {
-                        for p in 0..PARTITIONS {
-                            let read = bench.client.read_partition(&key, PartitionId(p), &options).await;
-                            assert!(!read.unwrap().blocks.is_empty());
-                        }
-                    });
-                });
+                b.iter(|| bench.runtime.block_on(read_all(&bench.client, &key)));
             });
         }
     }

@@ -34,29 +34,42 @@ fn tree(dir: &Path) -> BTreeSet<PathBuf> {
 
 /// The status of every call that takes an app id, in the words of `app`.
 async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, StatusCode)> {
-    let app_id = app.to_owned();
+    let app = || app.to_owned();
     let mut raw = client.raw();
     let mut said = Vec::new();
+    let range = ShufflePartitionRange { start: 0, end: 3 };
     macro_rules! call {
-        ($rpc:ident, $request:ident { $($field:ident : $value:expr),* }) => {{
-            let request = $request { app_id: app_id.clone(), $($field: $value,)* ..Default::default() };
-            let answer = raw.$rpc(request).await.unwrap().into_inner();
+        ($rpc:ident, $request:expr) => {{
+            let answer = raw.$rpc($request).await.unwrap().into_inner();
             said.push((stringify!($rpc), answer.status()));
         }};
     }
-    let range = ShufflePartitionRange { start: 0, end: 3 };
-    call!(register_shuffle, ShuffleRegisterRequest { partition_ranges: vec![range] });
-    call!(require_buffer, RequireBufferRequest { require_size: 100 });
-    call!(send_shuffle_data, SendShuffleDataRequest { require_buffer_id: 1 });
-    call!(report_shuffle_result, ReportShuffleResultRequest { bitmap_num: 1 });
-    call!(get_shuffle_result, GetShuffleResultRequest {});
-    call!(get_memory_shuffle_data, GetMemoryShuffleDataRequest { last_block_id: -1 });
-    call!(get_local_shuffle_index, GetLocalShuffleIndexRequest {});
-    call!(get_local_shuffle_data, GetLocalShuffleDataRequest { length: 1 });
-    call!(unregister_shuffle, ShuffleUnregisterRequest {});
-    call!(unregister_shuffle_by_app_id, ShuffleUnregisterByAppIdRequest {});
-    let answer = raw.app_heartbeat(AppHeartBeatRequest { app_id }).await.unwrap().into_inner();
-    said.push(("app_heartbeat", answer.status()));
+    call!(
+        register_shuffle,
+        ShuffleRegisterRequest { app_id: app(), partition_ranges: vec![range], ..Default::default() }
+    );
+    call!(require_buffer, RequireBufferRequest { app_id: app(), require_size: 100, ..Default::default() });
+    call!(
+        send_shuffle_data,
+        SendShuffleDataRequest { app_id: app(), require_buffer_id: 1, ..Default::default() }
+    );
+    call!(
+        report_shuffle_result,
+        ReportShuffleResultRequest { app_id: app(), bitmap_num: 1, ..Default::default() }
+    );
+    call!(get_shuffle_result, GetShuffleResultRequest { app_id: app(), ..Default::default() });
+    call!(
+        get_memory_shuffle_data,
+        GetMemoryShuffleDataRequest { app_id: app(), last_block_id: -1, ..Default::default() }
+    );
+    call!(get_local_shuffle_index, GetLocalShuffleIndexRequest { app_id: app(), ..Default::default() });
+    call!(
+        get_local_shuffle_data,
+        GetLocalShuffleDataRequest { app_id: app(), length: 1, ..Default::default() }
+    );
+    call!(unregister_shuffle, ShuffleUnregisterRequest { app_id: app(), ..Default::default() });
+    call!(unregister_shuffle_by_app_id, ShuffleUnregisterByAppIdRequest { app_id: app() });
+    call!(app_heartbeat, AppHeartBeatRequest { app_id: app() });
     said
 }
 

@@ -262,7 +262,7 @@ async fn a_block_twice_in_one_message_is_stored_once() {
     world.client.push(&key, SendForm::Classic, &parts).await.unwrap();
     assert_eq!(world.memory().block_count(), 1);
     let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
-    assert_eq!(memory.blocks, [one.clone()]);
+    assert_eq!(memory.blocks, std::slice::from_ref(&one));
     world.flush().await;
     world.assert_reads(&key, 0, &[one]).await;
     world.finish().await;

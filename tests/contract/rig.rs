@@ -178,5 +178,6 @@ fn flush_config() -> FlushConfig {
 
 /// A disk that failed is looked at again soon.
 fn local_config() -> LocalConfig {
-    LocalConfig { probe_interval: Duration::from_millis(50), ..LocalConfig::default() }
+    let soon = Duration::from_millis(50);
+    LocalConfig { space_interval: soon, probe_interval: soon, ..LocalConfig::default() }
 }
