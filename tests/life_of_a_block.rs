@@ -9,6 +9,8 @@
 //!
 //! `LIFE_SEEDS=10000 cargo test --test life_of_a_block` runs more seeds; `LIFE_SEED=17` runs one of them alone.
 
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
 mod life {
     pub(crate) mod reader;
     pub(crate) mod world;

@@ -85,6 +85,15 @@ struct Run {
     blocks: Vec<(BlockMeta, BlockFill)>,
 }
 
+impl Drop for Run {
+    /// Aborted blocks give their memory back now and not at the flusher's next sweep, or clients that fail again and
+    /// again would hold it.
+    fn drop(&mut self) {
+        self.blocks.clear();
+        self.buffer.drop_dead();
+    }
+}
+
 /// A block whose bytes are arriving.
 #[derive(Debug)]
 struct OpenBlock {
@@ -188,8 +197,9 @@ impl SendSession {
         Ok(())
     }
 
-    /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored. Partitions are committed one after another: when one was purged meanwhile, those
-    /// before it stay stored (PROTOCOL §2.5), which clients take as a failed send and repeat.
+    /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
+    /// Partitions are committed one after another: when one was purged meanwhile, those before it stay stored
+    /// (PROTOCOL §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
     /// The request carried no block, is of a stage attempt that is over, a partition would be too large, or its shuffle
@@ -241,11 +251,11 @@ impl SendSession {
         Ok(())
     }
 
-    fn store(&mut self, run: Run) -> Result<(), ServiceError> {
+    fn store(&mut self, mut run: Run) -> Result<(), ServiceError> {
         if run.blocks.is_empty() {
             return Ok(());
         }
-        let stored = run.buffer.commit(run.blocks, &mut self.funds)?;
+        let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
         let metrics = &self.service.metrics;
         metrics.received_bytes.inc_by(stored.bytes);
         metrics.received_blocks.inc_by(stored.blocks as u64);
