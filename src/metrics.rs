@@ -105,12 +105,14 @@ pub const BYTES_BUCKETS: &[f64] = &[
     268_435_456.0,
 ];
 
-/// The standard `process_*` metrics: CPU seconds, resident memory, descriptors, threads, start time.
+/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors, threads.
 ///
 /// # Errors
-/// When they are registered already.
-pub fn register_process(registry: &Registry) -> Result<()> {
-    registry.register(Box::new(ProcessCollector::for_self()))
+/// Never on a fresh registry; kept so that the caller has one kind of start-up error.
+pub fn registry() -> Result<Registry> {
+    let registry = Registry::new();
+    registry.register(Box::new(ProcessCollector::for_self()))?;
+    Ok(registry)
 }
 
 #[cfg(test)]
@@ -140,9 +142,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn the_process_is_measured() {
-        let registry = Registry::new();
-        register_process(&registry).unwrap();
-        let families = registry.gather();
+        let families = registry().unwrap().gather();
         let resident =
             families.iter().find(|family| family.name() == "process_resident_memory_bytes").unwrap();
         assert!(resident.get_metric()[0].get_gauge().get_value() > 0.0);

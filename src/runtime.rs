@@ -39,7 +39,6 @@ impl Tasks {
     }
 
     /// Resolves when the group is told to stop.
-    #[must_use]
     pub fn cancelled(&self) -> WaitForCancellationFutureOwned {
         self.cancel.clone().cancelled_owned()
     }

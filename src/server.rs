@@ -12,18 +12,19 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::Context as _;
 use prometheus::Registry;
 use tokio::net::TcpListener;
+use tonic::service::RoutesBuilder;
 
 use crate::app::AppRegistry;
 use crate::config::{Config, startup_banner};
 use crate::coordinator::embedded::EmbeddedCoordinator;
-use crate::coordinator::report::{NodeReport, ReportSource};
-use crate::coordinator::{heartbeat, identity};
+use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::flush::Flusher;
 use crate::grpc::GrpcServer;
 use crate::http::HttpServer;
 use crate::memory::Memory;
 use crate::metrics;
 use crate::proto::ServerStatus;
+use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
 use crate::service::{LocalTier, Service, ServiceConfig, WorkerState};
 use crate::store::LocalStore;
@@ -83,7 +84,7 @@ impl Worker {
         };
         let registry = metrics::registry()?;
         let (doors, background) = (Tasks::new(), Tasks::new());
-        let memory = Memory::new(parts::memory(config), &registry).with_context(|| {
+        let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
             format!("can not map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let local = match config.store_type.has_local() {
@@ -114,14 +115,20 @@ impl Worker {
         } else {
             None
         };
-        GrpcServer::start(
+        let mut routes = RoutesBuilder::default();
+        if let Some(embedded) = &embedded {
+            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
+        }
+        let service = Arc::clone(&self.service);
+        GrpcServer::new(
             parts::grpc(config),
             listeners.grpc,
-            embedded.as_ref().map(EmbeddedCoordinator::grpc_service),
-            Arc::clone(&self.service),
-            &self.doors,
+            routes,
+            service,
+            self.doors.clone(),
             &self.registry,
-        )?;
+        )?
+        .start();
         let refresh = self.refresher();
         HttpServer::start(
             parts::http(config),
@@ -133,7 +140,9 @@ impl Worker {
         )?;
         match embedded {
             Some(embedded) => embedded.keep_reporting(source, config.heartbeat_interval, &self.background),
-            None => heartbeat::start(parts::heartbeat(config), source, &self.background, &self.registry)?,
+            None => {
+                heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+            }
         }
         Ok(())
     }
@@ -196,13 +205,13 @@ impl Worker {
     }
 
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
-        let (service, memory, local) = (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
+        let (service, memory, local) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
         move || {
             service.refresh_metrics();
             memory.refresh_metrics();
             if let Some(local) = &local {
                 local.flusher.refresh_metrics();
-                local.store.refresh_metrics();
             }
         }
     }
@@ -220,7 +229,8 @@ impl Worker {
     fn report_source(&self, config: &Config) -> ReportSource {
         let netty_port = self.addresses.urpc.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
-        let mut fixed = NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
+        let mut fixed =
+            NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
         fixed.tags = identity::tags(netty_port.is_some(), &config.tags);
@@ -229,7 +239,8 @@ impl Worker {
         fixed.start_time_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
-        let (service, memory, local) = (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
+        let (service, memory, local) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
         ReportSource::new(move || {
             let mut report = fixed.clone();
             report.status = node_status(service.status().state());
@@ -254,7 +265,9 @@ fn node_status(state: WorkerState) -> ServerStatus {
 }
 
 async fn bind(address: IpAddr, port: u16, key: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind((address, port)).await.with_context(|| format!("can not listen on {key} = {address}:{port}"))
+    TcpListener::bind((address, port))
+        .await
+        .with_context(|| format!("can not listen on {key} = {address}:{port}"))
 }
 
 async fn start_local(
@@ -263,10 +276,11 @@ async fn start_local(
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<LocalTier> {
-    let disks = parts::disks(config);
-    let disk_count = disks.len();
-    let store = LocalStore::open(parts::store(config), disks, registry).await.context("localfile_store.data_paths")?;
-    let flush = parts::flush(config, disk_count);
+    let settings = parts::store(config);
+    let disks = settings.blocking_disks();
+    let flush = parts::flush(config, disks.len());
+    let store = LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")?;
+    tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
     let flusher = Flusher::start(flush, Arc::clone(memory), Arc::clone(&store), tasks.clone(), registry)?;
     Ok(LocalTier { store, flusher })
 }

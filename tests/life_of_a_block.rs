@@ -22,12 +22,17 @@ const SEEDS_DEFAULT: u64 = 2_000;
 const STEPS: usize = 60;
 
 fn number_from_env(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
 fn run_history(seed: u64) {
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime");
     runtime.block_on(async {
         let mut world = World::new(seed).await;
         for _ in 0..STEPS {

@@ -54,7 +54,11 @@ impl BlockIds {
     ///
     /// # Errors
     /// [`ReportError`]; then the sets are as before.
-    pub fn report(&mut self, bitmap_count: i32, partitions: &[(PartitionId, Vec<i64>)]) -> Result<(), ReportError> {
+    pub fn report(
+        &mut self,
+        bitmap_count: i32,
+        partitions: &[(PartitionId, Vec<i64>)],
+    ) -> Result<(), ReportError> {
         let first = *self.bitmap_count.get_or_insert(bitmap_count);
         if first != bitmap_count {
             return Err(BitmapCountChanged { first, sent: bitmap_count }.into());

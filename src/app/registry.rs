@@ -141,7 +141,11 @@ impl AppRegistry {
     ///
     /// # Errors
     /// [`QuotaExceeded`] if there are too many apps or shuffles.
-    pub fn register<T>(&self, registration: Registration, with: impl FnOnce() -> T) -> Result<T, QuotaExceeded> {
+    pub fn register<T>(
+        &self,
+        registration: Registration,
+        with: impl FnOnce() -> T,
+    ) -> Result<T, QuotaExceeded> {
         let _alone = self.lifecycle.lock();
         let Registration { key, ranges, user, properties, .. } = registration;
         let app = match self.find(&key.app) {
@@ -321,7 +325,8 @@ mod tests {
 
     #[tokio::test]
     async fn too_many_apps_are_refused_with_the_limit() {
-        let registry = AppRegistry::new(AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() });
+        let registry =
+            AppRegistry::new(AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() });
         registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
         assert_eq!(registry.register(registration("b", 1, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));
         assert_eq!(registry.register(registration("a", 2, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));

@@ -398,3 +398,6 @@ fn failed(rpc: &'static str) -> impl FnOnce(tonic::Status) -> ClientError {
 fn malformed(rpc: &'static str) -> impl FnOnce(Malformed) -> ClientError {
     move |source| ClientError::Malformed { rpc, source }
 }
+
+#[cfg(test)]
+mod tests;

@@ -28,7 +28,10 @@ pub fn startup_banner(host: IpAddr, grpc: SocketAddr, http: SocketAddr, store_ty
            --conf spark.rss.storage.type={storage} \\\n  \
            --conf spark.rss.client.type=GRPC \\\n  \
            --conf spark.shuffle.service.enabled=false \\\n  \
-           YOUR_APPLICATION\n",
+           YOUR_APPLICATION\n\
+         \n\
+         Executors of their own (any master but local[…]) load the shuffle manager before --packages reaches them in\n\
+         Spark 3: put the same jar into their $SPARK_HOME/jars, or name it in spark.executor.extraClassPath.\n",
         version = env!("CARGO_PKG_VERSION"),
     )
 }
@@ -47,8 +50,9 @@ mod tests {
             StoreType::MemoryLocalfile,
         );
         let command: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("spark-submit")).collect();
-        let (last, continued) = command.split_last().unwrap();
-        assert!(continued.iter().all(|line| line.ends_with(" \\")), "{text}");
+        let end = command.iter().position(|line| !line.ends_with(" \\")).unwrap();
+        let (last, continued) = (command[end], &command[..end]);
+        assert_eq!(continued.len(), 8, "{text}");
         assert_eq!(last.trim(), "YOUR_APPLICATION");
         assert_eq!(command.iter().filter(|line| line.trim_start().starts_with("--conf spark.")).count(), 6);
         for part in [

@@ -151,7 +151,11 @@ fn memory(reader: &mut Reader, machine: &Machine) -> MemoryStore {
         ),
         ticket_max_count: reader.count("memory_store.buffer_ticket_max_count", 1_000_000, 1..=100_000_000),
         read_capacity_bytes: reader.size("memory_store.read_buffer_capacity", 64 * MIB, 4 * MIB..=64 * GIB),
-        block_max_count: reader.integer("memory_store.block_max_count", capacity_bytes / 512, 1000..=1 << 32),
+        block_max_count: reader.integer(
+            "memory_store.block_max_count",
+            (capacity_bytes / 512).min(1 << 32),
+            1000..=1 << 32,
+        ),
     }
 }
 

@@ -213,3 +213,45 @@ fn the_file_is_the_one_of_the_command_line_then_of_the_environment() {
         Err(ConfigError::Unreadable { .. })
     ));
 }
+
+#[test]
+fn no_value_of_any_key_is_taken_silently_or_panics() {
+    let values = [
+        "-1",
+        "0",
+        "1.5",
+        "nan",
+        "inf",
+        "9223372036854775807",
+        "true",
+        "\"\"",
+        "\"x\"",
+        "\"\\u0000\"",
+        "[]",
+        "[1]",
+        "[\"\"]",
+        "{}",
+        "{ a = 1 }",
+        "{ a = [] }",
+        "1979-05-27",
+    ];
+    for key in KEYS {
+        let mut refused = 0;
+        for value in values {
+            match parse(&format!("{} = {value}", key.path)) {
+                Ok(config) => assert_eq!(parse(&config.to_toml()).unwrap().to_toml(), config.to_toml()),
+                Err(error) => {
+                    refused += 1;
+                    assert!(error.to_string().contains(key.path), "{} = {value}: {error}", key.path);
+                }
+            }
+        }
+        assert!(refused > 0 || key.standing == Standing::NoEffect, "{} takes everything", key.path);
+    }
+}
+
+#[test]
+fn the_largest_capacity_prints_and_parses() {
+    let config = parse("[memory_store]\ncapacity = \"16TiB\"").unwrap();
+    assert_eq!(parse(&config.to_toml()).unwrap(), config);
+}

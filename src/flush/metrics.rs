@@ -23,11 +23,15 @@ impl FlushMetrics {
         registry.register(Box::new(queued.clone()))?;
         let buckets = prometheus::exponential_buckets(4096.0, 4.0, 10)?;
         let extent_bytes = Histogram::with_opts(
-            HistogramOpts::new("flush_extent_bytes", "Payload bytes of one partition in one batch").buckets(buckets),
+            HistogramOpts::new("flush_extent_bytes", "Payload bytes of one partition in one batch")
+                .buckets(buckets),
         )?;
         registry.register(Box::new(extent_bytes.clone()))?;
         Ok(Self {
-            spilled_bytes: counter("memory_spill_total_bytes", "Payload bytes brought from memory to a store")?,
+            spilled_bytes: counter(
+                "memory_spill_total_bytes",
+                "Payload bytes brought from memory to a store",
+            )?,
             spilled_batches: counter("local_file_event_flush_num", "Batches written to local disks")?,
             failed_writes: counter(
                 "total_failed_written_event_num",

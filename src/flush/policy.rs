@@ -71,7 +71,9 @@ pub fn victims(candidates: &[Candidate], goal: u64, limits: &Limits) -> Vec<usiz
     let mut largest_first: BinaryHeap<(u64, usize)> = candidates
         .iter()
         .enumerate()
-        .filter(|(_, candidate)| candidate.bytes > 0 && candidate.in_flight_batches < limits.in_flight_batches_max)
+        .filter(|(_, candidate)| {
+            candidate.bytes > 0 && candidate.in_flight_batches < limits.in_flight_batches_max
+        })
         .map(|(index, candidate)| (candidate.bytes, index))
         .collect();
     let mut chosen = Vec::new();
@@ -87,7 +89,8 @@ pub fn victims(candidates: &[Candidate], goal: u64, limits: &Limits) -> Vec<usiz
 /// Whether a buffer is to be flushed because of its own size.
 #[must_use]
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
-    candidate.bytes > limits.single_buffer_bytes_max && candidate.in_flight_batches < limits.in_flight_batches_max
+    candidate.bytes > limits.single_buffer_bytes_max
+        && candidate.in_flight_batches < limits.in_flight_batches_max
 }
 
 #[expect(
@@ -138,7 +141,8 @@ mod tests {
 
     #[test]
     fn a_refused_request_is_made_room_for_below_the_watermark() {
-        let refused = |refused, used, in_flight| flush_goal(Usage { refused, ..usage(used, 0, in_flight) }, &LIMITS);
+        let refused =
+            |refused, used, in_flight| flush_goal(Usage { refused, ..usage(used, 0, in_flight) }, &LIMITS);
         assert_eq!(refused(300, 750, 0), 50);
         assert_eq!(refused(300, 750, 50), 0);
         assert_eq!(refused(200, 750, 0), 0);
@@ -151,8 +155,11 @@ mod tests {
     }
 
     fn candidate() -> impl Strategy<Value = Candidate> {
-        (0u64..200, 0u64..50, 0usize..8)
-            .prop_map(|(bytes, blocks, in_flight_batches)| Candidate { bytes, blocks, in_flight_batches })
+        (0u64..200, 0u64..50, 0usize..8).prop_map(|(bytes, blocks, in_flight_batches)| Candidate {
+            bytes,
+            blocks,
+            in_flight_batches,
+        })
     }
 
     proptest! {

@@ -9,12 +9,15 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::memory::{Buffer, SealedBatch};
+use crate::store::ShuffleHandle;
 use crate::types::{Distribution, ShuffleKey};
 
 /// Sealed chains of one shuffle that are written together.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) key: ShuffleKey,
+    /// The incarnation that the chains were sealed from: they can not end up in a later shuffle of the same name.
+    pub(super) handle: ShuffleHandle,
     pub(super) distribution: Distribution,
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
     /// How often it could not be written.

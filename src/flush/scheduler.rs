@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::Registry;
 use tokio::time::{MissedTickBehavior, interval};
 
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::store::LocalStore;
+use crate::store::{LocalStore, ShuffleHandle};
 use crate::types::{Distribution, ShuffleKey};
 
 use super::FlushConfig;
@@ -31,6 +32,8 @@ pub struct Flusher {
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
+    /// Largest request refused since the scheduler last looked.
+    refused_bytes: AtomicU64,
 }
 
 impl Flusher {
@@ -54,6 +57,7 @@ impl Flusher {
             tasks: tasks.clone(),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
+            refused_bytes: AtomicU64::new(0),
         });
         tasks.spawn("flush scheduler", Arc::clone(&flusher).schedule());
         for _ in 0..flusher.config.workers {
@@ -68,8 +72,9 @@ impl Flusher {
         if !policy::is_oversized(candidate, &self.config.limits) {
             return;
         }
+        let Some(handle) = self.store.handle(shuffle.key()) else { return };
         if let Some(sealed) = buffer.seal() {
-            self.enqueue(shuffle.key().clone(), shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
+            self.enqueue(shuffle.key(), &handle, shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
         }
     }
 
@@ -78,6 +83,12 @@ impl Flusher {
         if policy::flush_goal(self.usage(0), &self.config.limits) > 0 {
             self.wake.notify_one();
         }
+    }
+
+    /// A ticket of `bytes` was refused: makes room for it even below the watermark.
+    pub fn refused(&self, bytes: u64) {
+        self.refused_bytes.fetch_max(bytes, Ordering::Relaxed);
+        self.wake.notify_one();
     }
 
     /// Batches that are sealed and not yet in the store, waiting retries included.
@@ -112,7 +123,10 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => {}
             }
-            let goal = policy::flush_goal(self.usage(self.memory.take_refused_bytes()), &self.config.limits);
+            let goal = policy::flush_goal(
+                self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)),
+                &self.config.limits,
+            );
             if goal > 0 {
                 self.flush_bytes(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
@@ -137,40 +151,52 @@ impl Flusher {
         let candidates = self.memory.candidates();
         let sizes: Vec<policy::Candidate> =
             candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
-        let mut groups: HashMap<ShuffleKey, Vec<(Arc<Buffer>, Arc<SealedBatch>)>> = HashMap::new();
+        let mut groups: HashMap<ShuffleKey, Group> = HashMap::new();
         for index in policy::victims(&sizes, goal, &self.config.limits) {
-            let Candidate { key, buffer, .. } = &candidates[index];
-            if let Some(sealed) = buffer.seal() {
-                groups.entry(key.clone()).or_default().push((Arc::clone(buffer), sealed));
+            let Candidate { key, distribution, buffer, .. } = &candidates[index];
+            if !groups.contains_key(key) {
+                let Some(handle) = self.store.handle(key) else { continue };
+                groups.insert(key.clone(), Group { handle, distribution: *distribution, parts: Vec::new() });
+            }
+            if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal()) {
+                group.parts.push((Arc::clone(buffer), sealed));
             }
         }
-        for (key, parts) in groups {
-            let distribution = self.memory.shuffle(&key).map_or(Distribution::Normal, |shuffle| shuffle.distribution());
-            for parts in cut_batches(parts, self.config.batch_bytes_max) {
-                self.enqueue(key.clone(), distribution, parts);
+        for (key, group) in groups {
+            for parts in cut_batches(group.parts, self.config.batch_bytes_max) {
+                self.enqueue(&key, &group.handle, group.distribution, parts);
             }
         }
     }
 
-    fn enqueue(&self, key: ShuffleKey, distribution: Distribution, parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>) {
+    fn enqueue(&self, key: &ShuffleKey, handle: &ShuffleHandle, distribution: Distribution, parts: Parts) {
         let token = Arc::clone(&self.batch_token);
-        self.queue.push(Batch { key, distribution, parts, failures: 0, _token: token });
+        let (key, handle) = (key.clone(), handle.clone());
+        self.queue.push(Batch { key, handle, distribution, parts, failures: 0, _token: token });
     }
+}
+
+/// Sealed chains and the buffers they came from.
+type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
+
+/// Victims of one shuffle. The store's handle is taken *before* the seal: a buffer that can still be sealed was not
+/// purged, so the handle is of its own incarnation and not of a later shuffle with the same key.
+struct Group {
+    handle: ShuffleHandle,
+    distribution: Distribution,
+    parts: Parts,
 }
 
 fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
     policy::Candidate {
         bytes: buffer.active_bytes(),
-        blocks: buffer.block_count(),
+        blocks: buffer.active_blocks() as u64,
         in_flight_batches: buffer.in_flight_batches(),
     }
 }
 
 /// Cuts `parts` into batches of about `bytes_max` payload bytes and at most [`BATCH_PARTS_MAX`] partitions.
-fn cut_batches(
-    parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
-    bytes_max: u64,
-) -> Vec<Vec<(Arc<Buffer>, Arc<SealedBatch>)>> {
+fn cut_batches(parts: Parts, bytes_max: u64) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
     let mut open_bytes = 0;

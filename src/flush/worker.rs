@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::memory::SealedData;
-use crate::store::{ExtentData, ExtentWrite, StoreError};
+use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;
@@ -33,13 +33,13 @@ impl Flusher {
             tokio::task::spawn_blocking(move || extents_of(&batch)).await
         };
         let written = match extents {
-            Ok(extents) => self.store.write(&batch.key, extents).await,
-            Err(error) => Err(StoreError::internal(format!("extents could not be laid out: {error}"))),
+            Ok(extents) => self.store.write_to(&batch.handle, extents).await,
+            Err(error) => Err(StoreError::io(batch.key.to_string(), std::io::Error::other(error))),
         };
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
             Ok(_) => self.publish(batch, bytes),
-            Err(error) if error.is_purged() => {
+            Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }

@@ -1,11 +1,10 @@
-//! The HTTP door: metrics, health and a banner. It translates only; what is ready or measured comes in as [`Hooks`].
+//! The HTTP door: metrics, health and a banner. It translates only; what is ready or measured comes in as hooks.
 //!
 //! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is nothing to protect.
 //! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
 
 mod serve;
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +15,11 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use prometheus::{Encoder as _, Registry, TEXT_FORMAT, TextEncoder};
 
-pub use serve::serve;
+use serve::Acceptor;
+use tokio::net::TcpListener;
+
+use crate::runtime::Tasks;
+use crate::{metrics, telemetry};
 
 /// Bounds of the door.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,20 +30,51 @@ pub struct HttpConfig {
     pub request_timeout: Duration,
 }
 
+/// Brings gauges up to date; called before each gathering.
+pub type Refresh = Arc<dyn Fn() + Send + Sync>;
+
+/// Whether clients may be sent here; the error is the reason why not.
+pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
 /// What the door asks the rest of the worker.
 #[derive(Clone)]
-pub struct Hooks {
-    /// The worker's metrics.
-    pub registry: Registry,
-    /// Brings gauges up to date; called before each gathering.
-    pub refresh: Arc<dyn Fn() + Send + Sync>,
-    /// Whether clients may be sent here; the error is the reason why not.
-    pub ready: Arc<dyn Fn() -> Result<(), String> + Send + Sync>,
+struct Hooks {
+    registry: Registry,
+    refresh: Refresh,
+    ready: Ready,
 }
 
-impl fmt::Debug for Hooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hooks").finish_non_exhaustive()
+/// The HTTP door.
+#[derive(Debug)]
+pub struct HttpServer;
+
+impl HttpServer {
+    /// Serves on `listener` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
+    ///
+    /// Also puts into `registry` what no other part owns: the door's connections and the process's panics.
+    ///
+    /// # Errors
+    /// When `registry` has these metrics already.
+    pub fn start(
+        config: HttpConfig,
+        listener: TcpListener,
+        registry: Registry,
+        refresh: Refresh,
+        ready: Ready,
+        tasks: &Tasks,
+    ) -> prometheus::Result<()> {
+        telemetry::register_panic_count(&registry)?;
+        let connections = metrics::gauge(
+            &registry,
+            "http_connection_number",
+            "connections of the HTTP door that are open",
+        )?;
+        let router = router(Hooks { registry, refresh, ready });
+        tasks.spawn(
+            "http accept",
+            Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
+        );
+        Ok(())
     }
 }
 
@@ -61,15 +95,15 @@ const BANNER: &str = concat!(
 fn router(hooks: Hooks) -> Router {
     Router::new()
         .route("/", get(|| async { BANNER }))
-        .route("/metrics", get(metrics))
-        .route("/prometheus/metrics", get(metrics))
-        .route("/prometheus/metrics/{registry}", get(metrics))
+        .route("/metrics", get(metrics_text))
+        .route("/prometheus/metrics", get(metrics_text))
+        .route("/prometheus/metrics/{registry}", get(metrics_text))
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
         .with_state(hooks)
 }
 
-async fn metrics(State(hooks): State<Hooks>) -> Response {
+async fn metrics_text(State(hooks): State<Hooks>) -> Response {
     (hooks.refresh)();
     let mut text = Vec::new();
     match TextEncoder::new().encode(&hooks.registry.gather(), &mut text) {

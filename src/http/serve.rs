@@ -3,16 +3,17 @@
 //! A connection carries one request and lives for at most the request timeout, accept to last byte: that bounds slow
 //! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use std::sync::Arc;
+use prometheus::IntGauge;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::{Hooks, HttpConfig, router};
+use super::HttpConfig;
 use crate::runtime::Tasks;
 
 /// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
@@ -30,45 +31,67 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What a connection gets to finish its answer after the group was cancelled.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
-/// Serves the HTTP door on `listener` in a task of `tasks`, until they are cancelled.
-pub fn serve(listener: TcpListener, config: HttpConfig, hooks: Hooks, tasks: &Tasks) {
-    let owner = tasks.clone();
-    tasks.spawn("http accept", async move {
-        tokio::select! {
-            biased;
-            () = owner.cancelled() => {}
-            () = accept(listener, config, router(hooks), &owner) => {}
-        }
-    });
+/// The task that accepts connections and starts one task for each.
+pub(super) struct Acceptor {
+    pub(super) listener: TcpListener,
+    pub(super) config: HttpConfig,
+    pub(super) router: Router,
+    pub(super) connections: IntGauge,
+    pub(super) tasks: Tasks,
 }
 
-async fn accept(listener: TcpListener, config: HttpConfig, router: Router, tasks: &Tasks) {
-    let permits = Arc::new(Semaphore::new(config.max_connections));
-    loop {
-        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
-            return; // never: nobody closes the semaphore
-        };
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let served =
-                    connection(stream, router.clone(), config.request_timeout, tasks.clone(), permit);
-                tasks.spawn("http connection", served);
-            }
-            Err(error) => {
-                tracing::warn!(%error, "http accept failed");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
+impl Acceptor {
+    /// Accepts until the tasks are cancelled.
+    pub(super) async fn run(self) {
+        tokio::select! {
+            biased;
+            () = self.tasks.cancelled() => {}
+            () = self.accept() => {}
+        }
+    }
+
+    async fn accept(&self) {
+        let permits = Arc::new(Semaphore::new(self.config.max_connections));
+        loop {
+            let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
+                return; // never: nobody closes the semaphore
+            };
+            match self.listener.accept().await {
+                Ok((stream, _)) => {
+                    let place = Place::take(&self.connections, permit);
+                    let timeout = self.config.request_timeout;
+                    let served = connection(stream, self.router.clone(), timeout, self.tasks.clone(), place);
+                    self.tasks.spawn("http connection", served);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "http accept failed");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
             }
         }
     }
 }
 
-async fn connection(
-    stream: TcpStream,
-    router: Router,
-    timeout: Duration,
-    tasks: Tasks,
+/// One of the connections the door may have; given back on drop.
+struct Place {
+    connections: IntGauge,
     _permit: OwnedSemaphorePermit,
-) {
+}
+
+impl Place {
+    fn take(connections: &IntGauge, permit: OwnedSemaphorePermit) -> Self {
+        connections.inc();
+        Self { connections: connections.clone(), _permit: permit }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.connections.dec();
+    }
+}
+
+async fn connection(stream: TcpStream, router: Router, timeout: Duration, tasks: Tasks, _place: Place) {
     let served = hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .max_header_size(HEAD_BYTES_MAX)

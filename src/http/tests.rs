@@ -16,6 +16,7 @@ struct Door {
     address: SocketAddr,
     tasks: Tasks,
     is_ready: Arc<AtomicBool>,
+    registry: Registry,
 }
 
 async fn door() -> Door {
@@ -24,16 +25,14 @@ async fn door() -> Door {
     registry.register(Box::new(gauge.clone())).unwrap();
     let is_ready = Arc::new(AtomicBool::new(true));
     let asked = Arc::clone(&is_ready);
-    let hooks = Hooks {
-        registry,
-        refresh: Arc::new(move || gauge.inc()),
-        ready: Arc::new(move || asked.load(Ordering::Relaxed).then_some(()).ok_or("no disk".to_owned())),
-    };
+    let ready: Ready =
+        Arc::new(move || asked.load(Ordering::Relaxed).then_some(()).ok_or("no disk".to_owned()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
-    serve(listener, CONFIG, hooks, &tasks);
-    Door { address, tasks, is_ready }
+    let refresh = Arc::new(move || gauge.inc());
+    HttpServer::start(CONFIG, listener, registry.clone(), refresh, ready, &tasks).unwrap();
+    Door { address, tasks, is_ready, registry }
 }
 
 impl Door {
@@ -57,6 +56,9 @@ impl Door {
         self.tasks.cancel();
         self.tasks.drained().await;
         assert_eq!(self.tasks.running(), 0);
+        let families = self.registry.gather();
+        let connections = families.iter().find(|family| family.name() == "http_connection_number").unwrap();
+        assert_eq!(connections.get_metric()[0].get_gauge().get_value(), 0.0);
     }
 }
 
@@ -67,6 +69,7 @@ async fn metrics_are_refreshed_and_gathered() {
         let (head, body) = door.ask(path).await;
         assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/plain; version=0.0.4"), "{head}");
         assert!(body.contains(&format!("\nrefreshed {asked}\n")), "{body}");
+        assert!(body.contains("\nhttp_connection_number ") && body.contains("\npanic_signal "), "{body}");
     }
     door.close().await;
 }

@@ -14,7 +14,8 @@ use rustix::fs::FlockOperation;
 use tokio::sync::Semaphore;
 
 use super::{
-    BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, require_inside,
+    BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
+    require_inside,
 };
 
 /// Pieces per `pwritev` call: Linux's `UIO_MAXIOV`.
@@ -87,10 +88,7 @@ impl BlockingDisk {
 }
 
 /// Runs `work` on a blocking thread under a permit that it keeps until it ends.
-async fn blocking<T: Send + 'static>(
-    permits: Arc<Semaphore>,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> T
+async fn blocking<T: Send + 'static>(permits: Arc<Semaphore>, work: impl FnOnce() -> T + Send + 'static) -> T
 where
     T: FromJoinError,
 {

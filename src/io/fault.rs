@@ -118,7 +118,10 @@ struct Inner {
 
 impl std::fmt::Debug for Inner {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Inner").field("rules", &self.rules).field("hung", &self.hung.len()).finish_non_exhaustive()
+        f.debug_struct("Inner")
+            .field("rules", &self.rules)
+            .field("hung", &self.hung.len())
+            .finish_non_exhaustive()
     }
 }
 

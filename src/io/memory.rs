@@ -125,7 +125,8 @@ impl Tree {
             Err(_) => path.clone(),
         };
         self.directories = self.directories.iter().map(moved).collect();
-        self.files = std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
+        self.files =
+            std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
     }
 }
 
@@ -203,7 +204,8 @@ impl Disk for MemoryDisk {
                 return Err(not_found());
             }
             let all = tree.directories.iter().chain(tree.files.keys());
-            let children = all.filter(|entry| entry.parent() == Some(&path)).filter_map(|entry| entry.file_name());
+            let children =
+                all.filter(|entry| entry.parent() == Some(&path)).filter_map(|entry| entry.file_name());
             let mut names: Vec<_> = children.map(|name| name.to_string_lossy().into_owned()).collect();
             names.sort();
             Ok(names)
@@ -303,7 +305,11 @@ impl File for MemoryFile {
         Box::pin(async move { write(&tree.lock(), &content, &pieces, offset) })
     }
 
-    fn read_at(&self, mut target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+    fn read_at(
+        &self,
+        mut target: ReadTarget,
+        offset: u64,
+    ) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         let content = Arc::clone(&self.content);
         Box::pin(async move {
             let Some(bytes) = target.bytes_mut() else {

@@ -107,5 +107,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
 /// Refuses a path that is absolute or climbs.
 fn require_inside(path: &Path) -> io::Result<()> {
     let inside = path.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
-    if inside { Ok(()) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, "path leaves the disk's root")) }
+    if inside {
+        Ok(())
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "path leaves the disk's root"))
+    }
 }

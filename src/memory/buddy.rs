@@ -108,7 +108,8 @@ impl Buddy {
     }
 
     fn is_in_free_piece(&self, block: usize, node: usize) -> bool {
-        std::iter::successors(Some(node), |node| (*node > 1).then_some(node / 2)).any(|n| self.is_set(block, n))
+        std::iter::successors(Some(node), |node| (*node > 1).then_some(node / 2))
+            .any(|n| self.is_set(block, n))
     }
 
     fn set(&mut self, block: usize, node: usize, order: usize) {
@@ -138,7 +139,10 @@ impl Buddy {
 }
 
 fn order_of(bytes: usize) -> usize {
-    assert!(bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes), "no piece has {bytes} bytes");
+    assert!(
+        bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes),
+        "no piece has {bytes} bytes"
+    );
     (bytes / UNIT_BYTES).trailing_zeros() as usize
 }
 
@@ -254,7 +258,8 @@ mod tests {
         }
 
         fn largest_free(&self) -> usize {
-            let fits = |order: &usize| self.0.chunks(1 << order).any(|piece| piece.iter().all(|taken| !taken));
+            let fits =
+                |order: &usize| self.0.chunks(1 << order).any(|piece| piece.iter().all(|taken| !taken));
             (0..ORDERS).rev().find(fits).map_or(0, |order| UNIT_BYTES << order)
         }
 

@@ -137,12 +137,19 @@ impl Buffer {
     ) -> Result<Committed, MemoryError> {
         for (meta, fill) in &blocks {
             // Not from input: the service compared the lengths. Going on would show other blocks' bytes.
-            assert!(fill.remaining() == 0 && fill.len() == meta.length, "commit of a block not fully written");
+            assert!(
+                fill.remaining() == 0 && fill.len() == meta.length,
+                "commit of a block not fully written"
+            );
         }
         let asked = blocks.len() as u64;
         let too_many = |_| MemoryError::TooManyBlocks { max: self.shared.blocks.capacity() };
-        let mut permits =
-            self.shared.blocks.try_charge(asked).map_err(too_many).inspect_err(|_| self.shared.budget.wake())?;
+        let mut permits = self
+            .shared
+            .blocks
+            .try_charge(asked)
+            .map_err(too_many)
+            .inspect_err(|_| self.shared.budget.wake())?;
         let mut metadata = funds.cover(asked * METADATA_BYTES);
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();

@@ -74,7 +74,10 @@ impl Chain {
         funds: &mut Reservation,
         aborted: &Arc<AtomicBool>,
     ) -> Result<BlockFill, MemoryError> {
-        debug_assert!(self.has_room_for(len) && !self.aligned_end, "the buffer rotates full and sealed chains");
+        debug_assert!(
+            self.has_room_for(len) && !self.aligned_end,
+            "the buffer rotates full and sealed chains"
+        );
         let offset = u32::try_from(self.used).expect("at most CHAIN_BYTES_MAX");
         let mut missing = len as usize;
         let room = self.placed.last().map_or(0, |last| last.segment.remaining());
@@ -88,7 +91,15 @@ impl Chain {
             self.placed.push(Placed { start: self.used, segment });
             self.place(&mut missing, &mut parts);
         }
-        Ok(BlockFill { chain: self.id, offset, len, parts, next: 0, settled: false, aborted: Arc::clone(aborted) })
+        Ok(BlockFill {
+            chain: self.id,
+            offset,
+            len,
+            parts,
+            next: 0,
+            settled: false,
+            aborted: Arc::clone(aborted),
+        })
     }
 
     fn place(&mut self, missing: &mut usize, parts: &mut SmallVec<[Fill; 2]>) {
@@ -140,7 +151,8 @@ impl Chain {
         while from < end {
             let placed = &self.placed[at];
             let until = end.min(placed.end());
-            let in_segment = |position: u64| usize::try_from(position - placed.start).expect("within a segment");
+            let in_segment =
+                |position: u64| usize::try_from(position - placed.start).expect("within a segment");
             show(at, in_segment(from), in_segment(until));
             from = until;
             at += 1;

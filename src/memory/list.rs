@@ -153,7 +153,8 @@ impl BlockList {
             });
         }
         let record = u32::try_from(at).expect("records are numbered by u32");
-        let stray = self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
+        let stray =
+            self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
         out.slices(&self.strays[stray].1);
     }
 }

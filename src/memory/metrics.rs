@@ -35,14 +35,20 @@ impl MemoryMetrics {
         Ok(Self {
             used_buffer_size: gauge("used_buffer_size", "bytes reserved by tickets or held by blocks")?,
             memory_used: gauge("memory_used", "bytes held by blocks")?,
-            allocated_buffer_size: gauge("allocated_buffer_size", "bytes reserved by tickets, not stored yet")?,
+            allocated_buffer_size: gauge(
+                "allocated_buffer_size",
+                "bytes reserved by tickets, not stored yet",
+            )?,
             memory_allocated: gauge("memory_allocated", "bytes reserved by tickets, not stored yet")?,
             memory_capacity: gauge("memory_capacity", "bytes of the memory store")?,
             in_flush_buffer_size: gauge("in_flush_buffer_size", "bytes of batches being flushed")?,
             block_count: gauge("total_in_memory_block_count", "blocks in memory")?,
             read_used_buffer_size: gauge("read_used_buffer_size", "bytes of read buffers in use")?,
             tickets: gauge("memory_allocated_tickets_num", "tickets neither redeemed nor expired")?,
-            region_touched: gauge("memory_region_touched_bytes", "bytes of the region that were ever in use")?,
+            region_touched: gauge(
+                "memory_region_touched_bytes",
+                "bytes of the region that were ever in use",
+            )?,
             evicted_tickets: counter("total_evict_timeout_tickets_num", "tickets that expired")?,
             expired_tickets: counter("total_expired_preAllocated_buffer_num", "tickets that expired")?,
             duplicate_blocks: counter("total_duplicate_blocks", "resent blocks dropped")?,

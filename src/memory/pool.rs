@@ -7,6 +7,8 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use crate::io::BoxFuture;
+use crate::io::buffers::{ReadBuffer, ReadBuffers};
 use bytes::Bytes;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
@@ -156,6 +158,22 @@ impl ReadBuf {
     pub fn freeze(self, len: usize) -> Bytes {
         let slice = self.fill.freeze_prefix(len);
         Bytes::from_owner(Frozen { slice, _lease: self.lease })
+    }
+}
+
+impl ReadBuffers for ReadPool {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        Box::pin(async move { Box::new(Self::acquire(self, len).await) as Box<dyn ReadBuffer> })
+    }
+}
+
+impl ReadBuffer for ReadBuf {
+    fn as_mut(&mut self) -> &mut [u8] {
+        Self::as_mut(self)
+    }
+
+    fn freeze(self: Box<Self>, len: usize) -> Bytes {
+        Self::freeze(*self, len)
     }
 }
 

@@ -27,8 +27,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::budget::Charge;
 use super::buddy::{BLOCK_BYTES, Buddy, UNIT_BYTES};
+use super::budget::Charge;
 
 /// Smallest segment, and the unit of alignment of every segment.
 pub const SEGMENT_BYTES_MIN: usize = UNIT_BYTES;
@@ -47,7 +47,8 @@ impl Region {
     /// # Errors
     /// When the kernel refuses the mapping, or the size is beyond the address space.
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
-        let too_large = |_| io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let too_large =
+            |_| io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
         let bytes = usize::try_from(capacity_bytes).map_err(too_large)?;
         let blocks = bytes.div_ceil(BLOCK_BYTES).max(1);
         let map = Mapping::new(blocks)?;
@@ -359,7 +360,8 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(blocks: usize) -> io::Result<Self> {
-        let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let too_large =
+            || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
         let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
         let (base, backing) = backend::map(bytes)?;
         Ok(Self { base, bytes, backing })
@@ -394,7 +396,8 @@ mod backend {
     }
 
     pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
-        let too_large = || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
+        let too_large =
+            || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;

@@ -294,7 +294,10 @@ mod tests {
         let (budget, tickets) = tickets(1 << 20);
         let refused = tickets.require(&app("a"), 1 << 20, 1).unwrap_err();
         assert_eq!(refused, MemoryError::TooLarge { asked: 1 << 20, max: (1 << 20) - 4096 });
-        assert!(matches!(tickets.require(&app("a"), u64::MAX, usize::MAX), Err(MemoryError::TooLarge { .. })));
+        assert!(matches!(
+            tickets.require(&app("a"), u64::MAX, usize::MAX),
+            Err(MemoryError::TooLarge { .. })
+        ));
         let _all = tickets.require(&app("a"), (1 << 20) - 4096, 1).unwrap();
         assert!(matches!(tickets.require(&app("a"), 1, 1), Err(MemoryError::NoCapacity { .. })));
         budget.pressure().notified().await;
@@ -307,7 +310,10 @@ mod tests {
         tokio::time::advance(Duration::from_secs(59)).await;
         let young = tickets.require(&app("a"), 10, 0).unwrap();
         let other = tickets.require(&app("a0"), 10, 0).unwrap();
-        assert!(matches!(tickets.require(&app("b"), 1, 0), Err(MemoryError::NoCapacity { .. })), "three at most");
+        assert!(
+            matches!(tickets.require(&app("b"), 1, 0), Err(MemoryError::NoCapacity { .. })),
+            "three at most"
+        );
         assert_eq!(tickets.expire(Instant::now()), 0);
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(tickets.expire(Instant::now()), 1);

@@ -1,6 +1,5 @@
 //! From the configuration's sections to each module's own settings: one function per part.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::app::AppConfig;
@@ -11,8 +10,6 @@ use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
-use crate::io::Disk;
-use crate::io::blocking::BlockingDisk;
 use crate::memory::MemoryConfig;
 use crate::store::LocalConfig;
 
@@ -35,20 +32,15 @@ pub(super) fn app_check_interval(config: &Config) -> Duration {
     (config.app.heartbeat_timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(30))
 }
 
-pub(super) fn disks(config: &Config) -> Vec<Arc<dyn Disk>> {
-    config
-        .localfile
-        .data_paths
-        .iter()
-        .map(|path| Arc::new(BlockingDisk::new(path.clone(), config.localfile.write_concurrency_per_disk)) as _)
-        .collect()
-}
-
 pub(super) fn store(config: &Config) -> LocalConfig {
+    let local = &config.localfile;
     LocalConfig {
-        high_watermark: config.localfile.disk_high_watermark,
-        low_watermark: config.localfile.disk_low_watermark,
-        direct_io: config.localfile.direct_io,
+        paths: local.data_paths.clone(),
+        write_concurrency_per_disk: local.write_concurrency_per_disk,
+        high_watermark: local.disk_high_watermark,
+        low_watermark: local.disk_low_watermark,
+        direct_io: local.direct_io,
+        probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()
     }
 }
@@ -77,13 +69,41 @@ pub(super) fn embedded(config: &Config) -> EmbeddedConfig {
     let mut client_conf = vec![("rss.storage.type".to_owned(), config.store_type.as_str().to_owned())];
     client_conf.retain(|(key, _)| !section.client_conf.contains_key(key));
     client_conf.extend(section.client_conf.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let remote_storages =
-        section.remote_storage_path.iter().map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() }).collect();
+    let remote_storages = section
+        .remote_storage_path
+        .iter()
+        .map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() })
+        .collect();
     EmbeddedConfig { client_conf, remote_storages, ..EmbeddedConfig::default() }
 }
 
 pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
-    let coordinators =
-        config.coordinator_quorum.iter().map(|endpoint| endpoint.to_string().parse()).collect::<Result<_, _>>()?;
+    let coordinators = config
+        .coordinator_quorum
+        .iter()
+        .map(|endpoint| endpoint.to_string().parse())
+        .collect::<Result<_, _>>()?;
     Ok(HeartbeatConfig { coordinators, interval: config.heartbeat_interval })
+}
+
+pub(super) fn http(config: &Config) -> HttpConfig {
+    HttpConfig { max_connections: config.http.max_connections, request_timeout: config.http.request_timeout }
+}
+
+/// The configuration's bounds are within the types' ranges (`config` checks them); the rest are the door's defaults.
+pub(super) fn grpc(config: &Config) -> GrpcConfig {
+    let grpc = &config.grpc;
+    let narrowed = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
+    GrpcConfig {
+        max_message_bytes: narrowed(grpc.max_message_bytes),
+        connections_max: grpc.max_connections,
+        concurrent_streams_max: u32::try_from(grpc.max_concurrent_streams).unwrap_or(u32::MAX),
+        stream_window_bytes: narrowed(grpc.stream_window_bytes),
+        connection_window_bytes: narrowed(grpc.connection_window_bytes),
+        frame_bytes_max: narrowed(grpc.max_frame_bytes),
+        window_budget_bytes: grpc.window_total_bytes,
+        send_deadline: grpc.request_timeout,
+        stream_deadline: grpc.request_timeout * 3,
+        ..GrpcConfig::default()
+    }
 }

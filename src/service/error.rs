@@ -89,7 +89,9 @@ impl ServiceError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NotRegistered | Self::NotRegisteredPart(_) => StatusCode::NoRegister,
-            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => StatusCode::InvalidRequest,
+            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => {
+                StatusCode::InvalidRequest
+            }
             Self::Memory(error) => memory_status(error),
             Self::NoReadMemory { .. } | Self::Stopping => StatusCode::NoBuffer,
             Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
@@ -108,8 +110,8 @@ fn memory_status(error: &MemoryError) -> StatusCode {
         MemoryError::NoCapacity { .. } => StatusCode::NoBuffer,
         MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
         MemoryError::Evicted => StatusCode::NoRegister,
-        MemoryError::UnknownTicket | MemoryError::TicketOverspent { .. } | MemoryError::TooManyBlocks { .. } => {
-            StatusCode::InternalError
-        }
+        MemoryError::UnknownTicket
+        | MemoryError::TicketOverspent { .. }
+        | MemoryError::TooManyBlocks { .. } => StatusCode::InternalError,
     }
 }

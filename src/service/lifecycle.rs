@@ -76,7 +76,8 @@ impl Service {
     pub fn unregister_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
-        let removed = self.apps.remove_shuffle(&key, || self.purge_state(std::slice::from_ref(&key)));
+        let removed =
+            self.apps.remove_shuffle(&key, || self.purge_state(&key.app, std::slice::from_ref(&key)));
         self.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(shuffle = %key, "unregistered");
         Ok(())
@@ -121,7 +122,7 @@ impl Service {
                 biased;
                 () = &mut stopped => return,
                 now = tickets.tick() => {
-                    let expired = self.memory.tickets().expire(now);
+                    let expired = self.memory.expire_tickets(now);
                     if expired > 0 {
                         tracing::debug!(expired, "tickets expired");
                     }
@@ -139,7 +140,11 @@ impl Service {
     /// [`ServiceError::InvalidField`] in a state from which that is not possible.
     pub fn decommission(&self) -> Result<(), ServiceError> {
         if !self.status.decommission() {
-            return Err(ServiceError::InvalidField { field: "state", value: 4, allowed: "an unhealthy server can not be decommissioned" });
+            return Err(ServiceError::InvalidField {
+                field: "state",
+                value: 4,
+                allowed: "an unhealthy server can not be decommissioned",
+            });
         }
         self.status.observe_apps(self.apps.app_count());
         tracing::info!("decommissioning");
@@ -158,27 +163,27 @@ impl Service {
 
     fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey]) {
         self.memory.tickets().forget_app(app);
-        self.purge_state(keys);
+        self.purge_state(app, keys);
     }
 
     /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task.
-    fn purge_state(&self, keys: &[ShuffleKey]) {
+    fn purge_state(&self, app: &AppId, keys: &[ShuffleKey]) {
         for key in keys {
             self.memory.purge(key);
         }
         let Some(local) = &self.local else { return };
-        let detached: Vec<_> = keys.iter().filter_map(|key| local.store.detach(key)).collect();
-        if detached.is_empty() {
-            return;
+        for key in keys {
+            local.store.forget(key);
         }
-        self.tasks.spawn("delete shuffle files", async move {
-            for shuffle in detached {
-                shuffle.delete().await;
-            }
-        });
+        let (store, app) = (Arc::clone(&local.store), app.clone());
+        self.tasks.spawn("delete shuffle files", async move { store.remove_files(&app).await });
     }
 }
 
 pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
-    ServiceError::InvalidField { field: "shuffleId", value: i64::from(shuffle), allowed: "0 or more is allowed" }
+    ServiceError::InvalidField {
+        field: "shuffleId",
+        value: i64::from(shuffle),
+        allowed: "0 or more is allowed",
+    }
 }

@@ -9,7 +9,6 @@ use super::status::WorkerState;
 pub struct ServiceMetrics {
     pub(super) received_bytes: IntCounter,
     pub(super) received_blocks: IntCounter,
-    pub(super) duplicate_blocks: IntCounter,
     pub(super) rejected_sends: IntCounter,
     pub(super) crc_mismatches: IntCounter,
     pub(super) read_bytes: IntCounter,
@@ -43,17 +42,31 @@ impl ServiceMetrics {
         Ok(Self {
             received_bytes: counter("total_received_data", "Payload bytes of blocks that were acknowledged")?,
             received_blocks: counter("total_received_blocks", "Blocks that were acknowledged and stored")?,
-            duplicate_blocks: counter("total_duplicate_blocks", "Blocks dropped because memory held their id")?,
             rejected_sends: counter("total_rejected_sends", "Sends refused after their header was read")?,
-            crc_mismatches: counter("total_received_crc_mismatch", "Blocks whose bytes did not have their CRC-32")?,
+            crc_mismatches: counter(
+                "total_received_crc_mismatch",
+                "Blocks whose bytes did not have their CRC-32",
+            )?,
             read_bytes: counter("total_read_data", "Payload bytes read, all tiers")?,
             read_memory_bytes: counter("total_read_memory_data", "Payload bytes read from memory")?,
-            read_local_data_bytes: counter("total_read_local_data_file", "Payload bytes read from local disks")?,
-            read_local_index_bytes: counter("total_read_local_index_file", "Index bytes read from local disks")?,
-            require_buffer_refused: counter("total_require_buffer_failed", "Tickets refused for lack of memory")?,
+            read_local_data_bytes: counter(
+                "total_read_local_data_file",
+                "Payload bytes read from local disks",
+            )?,
+            read_local_index_bytes: counter(
+                "total_read_local_index_file",
+                "Index bytes read from local disks",
+            )?,
+            require_buffer_refused: counter(
+                "total_require_buffer_failed",
+                "Tickets refused for lack of memory",
+            )?,
             apps_registered: counter("total_app_num", "Applications registered since start")?,
             partitions_registered: counter("total_partition_num", "Partitions registered since start")?,
-            unregisters: counter("total_unregister", "Unregister calls of shuffles and applications that were known")?,
+            unregisters: counter(
+                "total_unregister",
+                "Unregister calls of shuffles and applications that were known",
+            )?,
             apps_expired: counter("total_expired_app_num", "Applications purged for want of a heartbeat")?,
             apps: gauge("app_num_with_node", "Applications known now")?,
             partitions: gauge("partition_num_with_node", "Partitions registered now")?,

@@ -43,7 +43,11 @@ pub struct ServiceConfig {
 
 impl Default for ServiceConfig {
     fn default() -> Self {
-        Self { partitions_per_request_max: 1_000_000, read_memory_wait: Duration::from_secs(10), verify_crc: true }
+        Self {
+            partitions_per_request_max: 1_000_000,
+            read_memory_wait: Duration::from_secs(10),
+            verify_crc: true,
+        }
     }
 }
 
@@ -99,8 +103,13 @@ impl Service {
 
     /// Brings gauges of live values up to date; called before metrics are gathered.
     pub fn refresh_metrics(&self) {
-        let partitions: u64 =
-            self.apps.apps().iter().flat_map(|app| app.shuffles()).map(|shuffle| shuffle.partition_count()).sum();
+        let partitions: u64 = self
+            .apps
+            .apps()
+            .iter()
+            .flat_map(|app| app.shuffles())
+            .map(|shuffle| shuffle.partition_count())
+            .sum();
         self.metrics.set_inventory(self.apps.app_count() as u64, partitions, self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
     }

@@ -4,11 +4,13 @@
 //! Clients read the tiers downwards and never go back, so a block may be seen twice, never zero times. The flusher
 //! keeps the rule (publish, then release); nothing here may cache an answer.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use tokio::time::timeout;
 
-use crate::memory::{MemoryRead, ReadPool};
-use crate::store::{DataRead, IndexRead, StoreError};
+use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 use crate::wire::bitmap;
 
@@ -60,6 +62,7 @@ pub struct DataAnswer {
 pub struct ChunkStream {
     first: Option<Bytes>,
     source: Source,
+    memory: Arc<Memory>,
 }
 
 #[derive(Debug)]
@@ -84,11 +87,11 @@ impl ChunkStream {
     ///
     /// # Errors
     /// The disk failed; the answer can not be completed.
-    pub async fn next(&mut self, service: &Service) -> Result<Option<Bytes>, ServiceError> {
+    pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
-        Ok(self.source.next(service.memory.read_pool()).await?)
+        Ok(self.source.next(self.memory.read_pool()).await?)
     }
 }
 
@@ -121,14 +124,27 @@ impl Service {
     ///
     /// # Errors
     /// Unknown app, a disk that fails, no read memory in time.
-    pub async fn read_index(&self, app: &str, shuffle: i32, partition: i32) -> Result<IndexAnswer, ServiceError> {
+    pub async fn read_index(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partition: i32,
+    ) -> Result<IndexAnswer, ServiceError> {
         let key = self.read_key(app, shuffle)?;
-        let Some(LocalTier { store, .. }) = &self.local else {
-            let chunks = ChunkStream { first: None, source: Source::Nothing };
-            return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
+        let read = match &self.local {
+            Some(LocalTier { store, .. }) => store.index(&key, PartitionId(partition)),
+            None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
         };
-        let read = store.index(&key, PartitionId(partition))?;
-        let (length, data_length) = (read.length(), read.data_length());
+        let read = match read {
+            // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (PROTOCOL §2.11).
+            Err(error) if error.kind == StoreErrorKind::NotFound => {
+                let chunks =
+                    ChunkStream { first: None, source: Source::Nothing, memory: Arc::clone(&self.memory) };
+                return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
+            }
+            read => read?,
+        };
+        let (length, data_length) = (read.length, read.data_length);
         let chunks = self.start(Source::Index(read), length).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
@@ -147,7 +163,8 @@ impl Service {
         length: i32,
     ) -> Result<DataAnswer, ServiceError> {
         let key = self.read_key(app, shuffle)?;
-        let invalid = |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
+        let invalid =
+            |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
         let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
         let Some(LocalTier { store, .. }) = &self.local else {
@@ -176,6 +193,6 @@ impl Service {
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             ServiceError::NoReadMemory { asked: length, waited_ms }
         })??;
-        Ok(ChunkStream { first, source })
+        Ok(ChunkStream { first, source, memory: Arc::clone(&self.memory) })
     }
 }

@@ -38,9 +38,14 @@ impl Service {
         let app = self.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
-            return Err(ServiceError::InvalidField { field: "bitmapNum", value, allowed: "1 or more is allowed" });
+            return Err(ServiceError::InvalidField {
+                field: "bitmapNum",
+                value,
+                allowed: "1 or more is allowed",
+            });
         }
-        let (_, shuffle) = shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
+        let (_, shuffle) =
+            shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
         shuffle.block_ids().lock().report(request.bitmap_count, &request.partitions)?;
         Ok(())
     }
@@ -60,7 +65,9 @@ impl Service {
         if let Some(layout) = layout {
             check_layout(layout)?;
         }
-        let Some((_, shuffle)) = shuffle_of(&app, shuffle) else { return Ok(bitmap::encode(&Treemap::new())) };
+        let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
+            return Ok(bitmap::encode(&Treemap::new()));
+        };
         let partitions: Vec<PartitionId> = partitions.iter().copied().map(PartitionId).collect();
         if shuffle.block_ids().lock().count() <= INLINE_IDS_MAX {
             return Ok(bitmap::encode(&shuffle.block_ids().lock().of(&partitions)));
@@ -81,7 +88,8 @@ fn unknown_shuffle(shuffle: i32) -> ServiceError {
 
 fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {
     let widths = [sequence, partition, task];
-    let legal = widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
+    let legal =
+        widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
     if legal {
         return Ok(());
     }

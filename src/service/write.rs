@@ -91,6 +91,9 @@ impl Service {
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
         if let Err(MemoryError::NoCapacity { .. }) = granted {
             self.metrics.require_buffer_refused.inc();
+            if let Some(local) = &self.local {
+                local.flusher.refused(bytes);
+            }
         }
         let TicketId(ticket) = granted?;
         Ok(RequireGrant { ticket, split_partitions: Vec::new() })
@@ -260,8 +263,7 @@ impl SendSession {
             }
             let stored = run.buffer.commit(run.blocks, &mut self.funds)?;
             self.service.metrics.received_bytes.inc_by(stored.bytes);
-            self.service.metrics.received_blocks.inc_by(stored.blocks);
-            self.service.metrics.duplicate_blocks.inc_by(stored.duplicate_blocks);
+            self.service.metrics.received_blocks.inc_by(stored.blocks as u64);
             if let Some(local) = &self.service.local {
                 local.flusher.offer(&self.buffers, &run.buffer);
             }
@@ -292,9 +294,11 @@ fn block_meta(header: BlockHeader, length: u32) -> Result<BlockMeta, ServiceErro
     if header.block_id < 0 {
         return Err(invalid("blockId", header.block_id, "0 or more is allowed"));
     }
-    let crc = u32::try_from(header.crc).map_err(|_| invalid("crc", header.crc, "a CRC-32 of 0 to 2^32-1 is allowed"))?;
-    let uncompressed_length = u32::try_from(header.uncompressed_length)
-        .map_err(|_| invalid("uncompressLength", i64::from(header.uncompressed_length), "0 or more is allowed"))?;
+    let crc = u32::try_from(header.crc)
+        .map_err(|_| invalid("crc", header.crc, "a CRC-32 of 0 to 2^32-1 is allowed"))?;
+    let uncompressed_length = u32::try_from(header.uncompressed_length).map_err(|_| {
+        invalid("uncompressLength", i64::from(header.uncompressed_length), "0 or more is allowed")
+    })?;
     Ok(BlockMeta {
         block_id: BlockId(header.block_id),
         task_attempt_id: TaskAttemptId(header.task_attempt_id),
@@ -310,7 +314,8 @@ mod tests {
 
     #[test]
     fn a_block_whose_length_differs_from_its_bytes_is_refused() {
-        let header = BlockHeader { block_id: 1, length: 3, uncompressed_length: 9, crc: 7, task_attempt_id: 5 };
+        let header =
+            BlockHeader { block_id: 1, length: 3, uncompressed_length: 9, crc: 7, task_attempt_id: 5 };
         assert!(block_meta(header, 3).is_ok());
         assert!(block_meta(header, 4).is_err());
         assert!(block_meta(BlockHeader { length: -1, ..header }, 4).is_err());

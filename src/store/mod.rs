@@ -1,1 +1,11 @@
-//! placeholder
+//! Where sealed memory goes: the local disks (HDFS comes with its own issue).
+//!
+//! A store knows bytes, extents and disks. It never decides what to flush, and knows no status code.
+
+pub mod error;
+pub mod local;
+
+pub use self::error::{StoreError, StoreErrorKind};
+pub use self::local::{
+    DataRead, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle,
+};

@@ -71,7 +71,9 @@ mod tests {
 
     #[test]
     fn broken_bitmaps_are_refused_without_a_panic() {
-        let good = hex("00 00000002 00000000 3a3000000100000000000000100000000500 00000002 3a3000000100000000000000100000000700");
+        let good = hex(
+            "00 00000002 00000000 3a3000000100000000000000100000000500 00000002 3a3000000100000000000000100000000700",
+        );
         for len in 1..good.len() {
             assert_eq!(decode(&good[..len]), None, "cut at {len}");
         }

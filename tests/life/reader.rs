@@ -61,7 +61,12 @@ impl Reader {
         if self.is_done() {
             for (id, data) in &self.must {
                 let found = self.found.get(id);
-                assert!(found.is_some(), "block {id} of {:?}/{} was acknowledged and is gone", self.key, self.partition);
+                assert!(
+                    found.is_some(),
+                    "block {id} of {:?}/{} was acknowledged and is gone",
+                    self.key,
+                    self.partition
+                );
                 assert_eq!(found, Some(data), "block {id} has other bytes");
             }
         }
@@ -92,8 +97,11 @@ impl Reader {
     }
 
     async fn read_index(&mut self, world: &mut World) {
-        let answer =
-            world.service.read_index(self.key.0, self.key.1, self.partition).await.expect("reads have no faults");
+        let answer = world
+            .service
+            .read_index(self.key.0, self.key.1, self.partition)
+            .await
+            .expect("reads have no faults");
         let records = collect(answer.chunks, &world.service, answer.length).await;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
@@ -144,7 +152,7 @@ impl Reader {
 
 async fn collect(mut chunks: ChunkStream, service: &Service, length: u64) -> Vec<u8> {
     let mut all = Vec::new();
-    while let Some(chunk) = chunks.next(service).await.expect("reads have no faults") {
+    while let Some(chunk) = chunks.next().await.expect("reads have no faults") {
         all.extend_from_slice(&chunk);
     }
     assert_eq!(all.len() as u64, length, "an answer has another length than announced");

@@ -14,7 +14,7 @@ use uniffle_worker::app::{AppConfig, AppRegistry};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{Fault, FaultDisk, Faults, Operation};
+use uniffle_worker::io::fault::{EIO, ENOSPC, Fault, FaultDisk, Faults, Operation};
 use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
@@ -81,13 +81,15 @@ impl World {
             tickets_max: 100,
             blocks_max: 10_000,
         };
-        let memory = Memory::new(memory_config, &registry).expect("memory");
+        let memory = Memory::new(&memory_config, &registry).expect("memory");
         let disks: Vec<_> = (0..3).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect();
         let faults: Vec<_> = disks.iter().map(|_| Faults::default()).collect();
         let faulty: Vec<Arc<dyn Disk>> = disks
             .iter()
             .zip(&faults)
-            .map(|(disk, faults)| Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as _)
+            .map(|(disk, faults)| {
+                Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as _
+            })
             .collect();
         let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.expect("store");
         let limits = Limits {
@@ -106,7 +108,8 @@ impl World {
             retry_pause_max: Duration::from_secs(2),
         };
         let flusher =
-            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry).expect("flusher");
+            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry)
+                .expect("flusher");
         let service = Service::new(
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
@@ -212,8 +215,12 @@ impl World {
         if self.rng.random_bool(0.1) {
             return; // The ticket is left to expire.
         }
-        let header =
-            SendHeader { app: key.0, shuffle: key.1, ticket: grant.ticket, message_bytes: bytes as u64 + 1_000 };
+        let header = SendHeader {
+            app: key.0,
+            shuffle: key.1,
+            ticket: grant.ticket,
+            message_bytes: bytes as u64 + 1_000,
+        };
         let session = self.service.begin_send(header).expect("a fresh ticket of a registered shuffle");
         let epoch = self.promised[&key].epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
@@ -276,7 +283,8 @@ impl World {
 
     fn commit(&mut self, send: OpenSend) {
         let committed = send.session.commit(0);
-        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch) else {
+        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch)
+        else {
             assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");
             return;
         };
@@ -315,10 +323,10 @@ impl World {
         let seed = self.rng.random();
         let one_in = self.rng.random_range(1..4);
         let kinds = vec![
-            (Operation::Write, Fault::NoSpace),
-            (Operation::Write, Fault::Io),
-            (Operation::Write, Fault::ShortWrite),
-            (Operation::OpenWrite, Fault::Io),
+            (Operation::Write, Fault::Errno(ENOSPC)),
+            (Operation::Write, Fault::Errno(EIO)),
+            (Operation::Write, Fault::Short { bytes: 777, errno: EIO }),
+            (Operation::OpenWrite, Fault::Errno(EIO)),
         ];
         self.faults[disk].seed(seed, one_in, kinds);
     }
@@ -374,7 +382,9 @@ impl World {
             .disks
             .iter()
             .flat_map(|disk| disk.files())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "data" || extension == "index"))
+            .filter(|path| {
+                path.extension().is_some_and(|extension| extension == "data" || extension == "index")
+            })
             .collect();
         assert!(left.is_empty(), "files left: {left:?}");
         self.tasks.cancel();

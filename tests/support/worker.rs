@@ -20,29 +20,31 @@ const CLEAN_DEADLINE: Duration = Duration::from_secs(20);
 
 /// Gauges that must be zero when no application is left, of all those that the worker has.
 const ZERO_WHEN_IDLE: &[&str] = &[
-    "app_number",
-    "partition_number",
-    "block_id_number",
+    "app_num_with_node",
+    "partition_num_with_node",
     "reported_block_count",
     "memory_used",
     "memory_allocated",
     "memory_allocated_tickets_num",
-    "memory_spill_in_flight_bytes",
-    "memory_spill_in_flushing_operations",
-    "memory_spill_in_flushing_bytes",
-    "memory_spill_localfile_in_flushing_bytes",
-    "local_disk_service_used",
     "used_buffer_size",
-    "allocated_buffer_size",
-    "in_flush_buffer_size",
     "read_used_buffer_size",
-    "require_buffer_count",
+    "in_flush_buffer_size",
     "total_in_memory_block_count",
-    "total_in_flush_block_count",
+    "local_extents",
+    "local_storage_service_used_space",
     "storage_used_bytes",
+    "flush_file_num",
 ];
 /// Without these nothing would be asserted.
-const NEVER_MISSING: &[&str] = &["app_number", "memory_used", "memory_allocated", "total_received_data"];
+const NEVER_MISSING: &[&str] = &[
+    "app_num_with_node",
+    "partition_num_with_node",
+    "reported_block_count",
+    "memory_used",
+    "memory_allocated",
+    "used_buffer_size",
+    "total_in_memory_block_count",
+];
 
 /// The marker by which a worker claims a data directory: the one file that stays.
 const CLAIM_FILE: &str = "uniffle-worker.claim";
@@ -165,8 +167,8 @@ impl Worker {
         kib << 10
     }
 
-    /// Nothing of any application is left: it was unregistered (no application counts, long before a missing
-    /// heartbeat could tell), every memory counter is zero, and the data directories hold the claim and no more.
+    /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
+    /// memory counter is zero, and the data directories hold the claim and no more.
     pub(crate) fn assert_clean(&self) {
         wait_until(&format!("worker {} is clean", self.name), CLEAN_DEADLINE, || {
             let metrics = Metrics::fetch(self.ready.http_port)?;

@@ -1,4 +1,5 @@
-//! Metrics of the embedded coordinator, under the names of the Java coordinator (PROTOCOL §10.4).
+//! Metrics of the embedded coordinator, under the names of the Java coordinator (PROTOCOL §10.4)
+//! with one exception.
 //!
 //! Not here: when they change; [`super::EmbeddedCoordinator`] refreshes the gauges when it sweeps.
 
@@ -61,7 +62,8 @@ impl Metrics {
             running_apps: gauge("running_app_num", "applications known")?,
             apps_by_user,
             storage_uses,
-            apps_total: counter("total_app_num", "applications ever seen")?,
+            // Java's `total_app_num` is a name of its shuffle server too, and here both share a process and a registry.
+            apps_total: counter("coordinator_total_app_num", "applications ever seen")?,
             access_requests_total: counter("total_access_request", "accessCluster calls")?,
             candidates_denied_total: counter(
                 "total_candidates_denied_request",
@@ -117,12 +119,12 @@ mod tests {
         let expected = [
             "active_server_num",
             "app_num",
+            "coordinator_total_app_num",
             "exclude_server_num",
             "lost_server_num",
             "remote_storage_in_used_nn_1_example",
             "running_app_num",
             "total_access_request",
-            "total_app_num",
             "total_candidates_denied_request",
             "total_load_denied_request",
             "total_quota_denied_request",

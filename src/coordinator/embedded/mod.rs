@@ -12,7 +12,7 @@ mod metrics;
 mod nodes;
 mod rpc;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -290,11 +290,11 @@ impl EmbeddedCoordinator {
         };
         let placement = Placement::plan(config.partition_selection, shape)
             .ok_or(AssignmentError::Invalid("no placement"))?;
-        let mut given: HashMap<usize, u64> = HashMap::new();
+        let mut given = vec![0u64; servers.len()];
         let mut assignments = Vec::with_capacity(placement.ranges());
         for k in 0..placement.ranges() {
             let server = placement.servers_of(k).map(|at| {
-                *given.entry(at).or_default() += wanted.per_range;
+                given[at] += wanted.per_range;
                 servers[at].clone()
             });
             let server = server.collect();
@@ -302,8 +302,8 @@ impl EmbeddedCoordinator {
             assignments.push(proto::PartitionRangeAssignment { start_partition, end_partition, server });
         }
         let mut nodes = self.0.nodes.lock();
-        for (at, partitions) in given {
-            nodes.count_assigned(&candidates[at].id, partitions);
+        for (candidate, partitions) in candidates.iter().zip(given) {
+            nodes.count_assigned(&candidate.id, partitions);
         }
         Ok(assignments)
     }

@@ -11,7 +11,15 @@ use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
 use crate::types::AppId;
 
+/// Longest text of an answer, in bytes: requests come back in it (tags), and they may be long.
+const TEXT_BYTES_MAX: usize = 1_000;
+
 type Answer<T> = Result<Response<T>, Status>;
+
+fn cut(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(TEXT_BYTES_MAX));
+    text
+}
 
 /// Java answers with an empty text on success.
 fn outcome(result: Result<(), impl std::fmt::Display>) -> (i32, String) {
@@ -52,7 +60,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
                 proto::GetShuffleAssignmentsResponse {
                     status: error.status().into(),
                     assignments: Vec::new(),
-                    ret_msg: error.to_string(),
+                    ret_msg: cut(error.to_string()),
                 }
             }
         };
@@ -123,10 +131,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
             self.0.metrics.candidates_denied_total.inc();
             proto::AccessClusterResponse {
                 status: StatusCode::AccessDenied.into(),
-                ret_msg: format!(
-                    "no active shuffle server has the tags {:?}",
-                    tags.iter().take(16).collect::<Vec<_>>()
-                ),
+                ret_msg: cut(format!("no active shuffle server has the tags {tags:?}")),
                 uuid: String::new(),
             }
         };

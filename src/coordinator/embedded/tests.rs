@@ -1,1 +1,337 @@
-//! tests
+//! The embedded coordinator through its RPCs, as a client sees it, under paused time.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+use tokio::time::advance;
+use tonic::{Code, Request};
+
+use super::*;
+use crate::coordinator::identity;
+use crate::proto::coordinator_server_server::CoordinatorServer;
+use crate::proto::{GetShuffleServerRequest, ServerStatus};
+
+fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
+    EmbeddedCoordinator::new(config, &Registry::new()).unwrap()
+}
+
+/// A worker on its own host, with the TCP door open or not.
+fn node(host: u8, netty: bool) -> NodeReport {
+    let ip = [10, 0, 0, host].into();
+    let netty_port = netty.then_some(21200);
+    let mut report = NodeReport::new(identity::server_id(ip, 21100, netty_port), ip, 21100);
+    report.netty_port = netty_port;
+    report.tags = identity::tags(netty, &[]);
+    report.available_memory_bytes = 1 << 30;
+    report
+}
+
+fn with_nodes(hosts: std::ops::Range<u8>) -> EmbeddedCoordinator {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    for host in hosts {
+        coordinator.report(node(host, true)).unwrap();
+    }
+    coordinator
+}
+
+fn request(partitions: i32, replicas: i32, tags: &[&str]) -> GetShuffleServerRequest {
+    GetShuffleServerRequest {
+        application_id: "app".into(),
+        partition_num: partitions,
+        partition_num_per_range: 1,
+        data_replica: replicas,
+        require_tags: tags.iter().map(|&tag| tag.to_owned()).collect(),
+        assignment_shuffle_server_number: -1,
+        ..Default::default()
+    }
+}
+
+async fn assignments(
+    coordinator: &EmbeddedCoordinator,
+    request: GetShuffleServerRequest,
+) -> proto::GetShuffleAssignmentsResponse {
+    coordinator.get_shuffle_assignments(Request::new(request)).await.unwrap().into_inner()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_node_gets_one_assignment_per_range() {
+    let coordinator = with_nodes(1..2);
+    let answer = assignments(&coordinator, request(5, 1, &["ss_v5", "GRPC_NETTY"])).await;
+    assert_eq!(answer.status(), StatusCode::Success);
+    let ranges: Vec<(i32, i32)> =
+        answer.assignments.iter().map(|a| (a.start_partition, a.end_partition)).collect();
+    assert_eq!(ranges, [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]);
+    let server = &answer.assignments[0].server[0];
+    assert_eq!((server.id.as_str(), server.port, server.netty_port), ("10.0.0.1-21100-21200", 21100, 21200));
+    assert!(answer.assignments.iter().all(|a| a.server.len() == 1 && a.server[0] == *server));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_netty_client_is_refused_while_there_is_no_tcp_door() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    coordinator.report(node(1, false)).unwrap();
+    assert_eq!(
+        assignments(&coordinator, request(1, 1, &["ss_v5", "GRPC"])).await.status(),
+        StatusCode::Success
+    );
+    let answer = assignments(&coordinator, request(1, 1, &["ss_v5", "GRPC_NETTY"])).await;
+    assert_eq!(answer.status(), StatusCode::InternalError);
+    assert!(answer.assignments.is_empty());
+    assert!(answer.ret_msg.contains("GRPC_NETTY"), "{}", answer.ret_msg);
+    for (tag, status) in [("GRPC", StatusCode::Success), ("GRPC_NETTY", StatusCode::AccessDenied)] {
+        let access = proto::AccessClusterRequest { tags: vec![tag.into()], ..Default::default() };
+        let answer = coordinator.access_cluster(Request::new(access)).await.unwrap().into_inner();
+        assert_eq!(answer.status(), status);
+        assert_eq!(answer.uuid.is_empty(), status != StatusCode::Success);
+        assert_eq!(answer.ret_msg.is_empty(), status == StatusCode::Success);
+    }
+    assert_eq!(coordinator.0.metrics.access_requests_total.get(), 2);
+    assert_eq!(coordinator.0.metrics.candidates_denied_total.get(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn numbers_that_make_no_sense_are_invalid() {
+    let coordinator = with_nodes(1..2);
+    let mut wrong = vec![request(-1, 1, &[]), request(0, 1, &[]), request(1, 0, &[]), request(1, -3, &[])];
+    for per_range in [0, -1, i32::MIN] {
+        wrong.push(GetShuffleServerRequest { partition_num_per_range: per_range, ..request(1, 1, &[]) });
+    }
+    wrong.push(request(1, 1, &["t"; TAGS_MAX + 1]));
+    for request in wrong {
+        let answer = assignments(&coordinator, request.clone()).await;
+        assert_eq!(answer.status(), StatusCode::InvalidRequest, "{request:?}");
+        assert!(!answer.ret_msg.is_empty());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_huge_partition_number_is_refused_before_anything_is_allocated() {
+    let coordinator = with_nodes(1..3);
+    for request in [request(i32::MAX, 1, &[]), request(1 << 20, 2, &[]), request(1, i32::MAX, &[])] {
+        let answer = assignments(&coordinator, request).await;
+        assert_eq!(answer.status(), StatusCode::InternalError);
+        assert!(answer.ret_msg.contains("1048576"), "{}", answer.ret_msg);
+    }
+    let largest = assignments(&coordinator, request(1 << 20, 1, &[])).await;
+    assert_eq!(largest.assignments.len(), 1 << 20);
+}
+
+#[tokio::test(start_paused = true)]
+async fn wide_ranges_are_for_the_basic_strategy() {
+    let wide = |partitions, per_range| GetShuffleServerRequest {
+        partition_num_per_range: per_range,
+        ..request(partitions, 1, &[])
+    };
+    let answer = assignments(&with_nodes(1..2), wide(10, 4)).await;
+    assert_eq!(
+        (answer.status(), answer.ret_msg.as_str()),
+        (StatusCode::InternalError, "PartitionNumPerRange must be one")
+    );
+    let basic = coordinator(EmbeddedConfig { node_order: NodeOrder::Basic, ..Default::default() });
+    basic.report(node(1, true)).unwrap();
+    let answer = assignments(&basic, wide(10, 4)).await;
+    let ranges: Vec<(i32, i32)> =
+        answer.assignments.iter().map(|a| (a.start_partition, a.end_partition)).collect();
+    assert_eq!(ranges, [(0, 3), (4, 7), (8, 11)]);
+    let answer = assignments(&basic, wide(i32::MAX, i32::MAX)).await;
+    assert_eq!(answer.assignments[0].end_partition, i32::MAX - 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn too_few_nodes_are_told_with_numbers() {
+    let coordinator = with_nodes(1..3);
+    let answer = assignments(&coordinator, request(4, 3, &[])).await;
+    assert_eq!(answer.status(), StatusCode::InternalError);
+    assert!(answer.ret_msg.starts_with("There aren't enough shuffle servers: 2 of 3"), "{}", answer.ret_msg);
+    let faulty = GetShuffleServerRequest {
+        faulty_server_ids: vec!["10.0.0.1-21100-21200".into()],
+        ..request(1, 2, &[])
+    };
+    assert_eq!(assignments(&coordinator, faulty).await.status(), StatusCode::InternalError);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_wanted_number_of_servers_is_used_but_never_fewer_than_replicas() {
+    let coordinator = with_nodes(1..13);
+    let used = |answer: &proto::GetShuffleAssignmentsResponse| {
+        let ids = answer.assignments.iter().flat_map(|a| &a.server).map(|s| s.id.clone());
+        ids.collect::<HashSet<_>>().len()
+    };
+    for (wanted, replicas, expected) in [(-1, 1, 9), (4, 1, 4), (100, 1, 9), (1, 3, 3)] {
+        let request = GetShuffleServerRequest {
+            assignment_shuffle_server_number: wanted,
+            ..request(40, replicas, &[])
+        };
+        assert_eq!(used(&assignments(&coordinator, request).await), expected, "{wanted} {replicas}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_shuffle_goes_to_the_nodes_that_got_less() {
+    let coordinator = with_nodes(1..3);
+    let one_server =
+        || GetShuffleServerRequest { assignment_shuffle_server_number: 1, ..request(10, 1, &[]) };
+    let first = assignments(&coordinator, one_server()).await.assignments[0].server[0].id.clone();
+    let second = assignments(&coordinator, one_server()).await.assignments[0].server[0].id.clone();
+    assert_ne!(first, second);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_node_is_in_no_answer_after_thirty_seconds() {
+    let coordinator = with_nodes(1..3);
+    advance(Duration::from_secs(20)).await;
+    coordinator.report(node(2, true)).unwrap();
+    advance(Duration::from_secs(11)).await;
+    let list = coordinator.get_shuffle_server_list(Request::new(())).await.unwrap().into_inner();
+    assert_eq!(list.servers.iter().map(|s| s.ip.as_str()).collect::<Vec<_>>(), ["10.0.0.2"]);
+    advance(Duration::from_secs(20)).await;
+    assert_eq!(coordinator.get_shuffle_server_num(Request::new(())).await.unwrap().into_inner().num, 0);
+    let service = coordinator.check_service_available(Request::new(())).await.unwrap().into_inner();
+    assert!(!service.available);
+    assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::InternalError);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_own_worker_stays_while_it_reports() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    let tasks = Tasks::new();
+    let source = ReportSource::new(|| node(1, true));
+    coordinator.keep_reporting(source, Duration::from_secs(10), &tasks);
+    assert_eq!(coordinator.nodes().len(), 1, "reported before the first tick");
+    for _ in 0..12 {
+        advance(Duration::from_secs(10)).await;
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(coordinator.nodes().len(), 1);
+    tasks.cancel();
+    tasks.drained().await;
+    advance(Duration::from_secs(31)).await;
+    assert!(coordinator.nodes().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decommissioning_or_excluded_node_gets_nothing_new() {
+    let coordinator = with_nodes(1..2);
+    let mut leaving = node(1, true);
+    leaving.status = ServerStatus::Decommissioning;
+    coordinator.report(leaving).unwrap();
+    assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::InternalError);
+    coordinator.report(node(1, true)).unwrap();
+    assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::Success);
+    coordinator.set_excluded(HashSet::from(["10.0.0.1-21100-21200".to_owned()]));
+    assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::InternalError);
+}
+
+#[tokio::test(start_paused = true)]
+async fn both_conf_calls_give_the_storage_type() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    let old = coordinator.fetch_client_conf(Request::new(())).await.unwrap().into_inner();
+    let new = coordinator.fetch_client_conf_v2(Request::new(Default::default())).await.unwrap().into_inner();
+    assert_eq!(old, new);
+    assert_eq!(old.status(), StatusCode::Success);
+    assert_eq!(
+        (old.client_conf[0].key.as_str(), old.client_conf[0].value.as_str()),
+        ("rss.storage.type", "MEMORY_LOCALFILE")
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn remote_storage_is_empty_or_sticky() {
+    let fetch = async |coordinator: &EmbeddedCoordinator, app: &str| {
+        let request = proto::FetchRemoteStorageRequest { app_id: app.to_owned() };
+        coordinator.fetch_remote_storage(Request::new(request)).await.unwrap().into_inner()
+    };
+    let none = fetch(&coordinator(EmbeddedConfig::default()), "a").await;
+    assert_eq!((none.status(), none.remote_storage), (StatusCode::Success, Some(Default::default())));
+
+    let storage = |path: &str| RemoteStorage { path: path.into(), conf: vec![("k".into(), "v,w".into())] };
+    let config = EmbeddedConfig {
+        remote_storages: vec![storage("hdfs://nn1:8020/rss"), storage("hdfs://nn2/rss")],
+        ..Default::default()
+    };
+    let coordinator = coordinator(config);
+    let mut paths = HashMap::new();
+    for app in ["a", "b", "a", "b"] {
+        let answer = fetch(&coordinator, app).await.remote_storage.unwrap();
+        assert_eq!(answer.remote_storage_conf[0].value, "v,w");
+        let path = paths.entry(app).or_insert_with(|| answer.path.clone());
+        assert_eq!(*path, answer.path);
+    }
+    assert_ne!(paths["a"], paths["b"]);
+    assert_eq!(fetch(&coordinator, "../x").await.status(), StatusCode::InvalidRequest);
+    assert_eq!(storage("hdfs://nn1:8020/rss").host(), "nn1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn apps_are_taken_unknown_or_not_and_validated() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    let heartbeat = async |app: &str| {
+        let request = proto::AppHeartBeatRequest { app_id: app.to_owned() };
+        coordinator.app_heartbeat(Request::new(request)).await.unwrap().into_inner().status()
+    };
+    assert_eq!(heartbeat("a").await, StatusCode::Success);
+    assert_eq!(heartbeat("a/b").await, StatusCode::InvalidRequest);
+    let info = proto::ApplicationInfoRequest { app_id: "a".into(), user: "u".into(), ..Default::default() };
+    let answer = coordinator.register_application_info(Request::new(info)).await.unwrap().into_inner();
+    assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::Success, ""));
+    coordinator.sweep();
+    assert_eq!(coordinator.0.apps.lock().users(), [("u".to_owned(), 1)].into());
+    assert_eq!(coordinator.0.metrics.apps_total.get(), 1);
+    advance(Duration::from_secs(61)).await;
+    coordinator.sweep();
+    assert_eq!(coordinator.0.apps.lock().len(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_remaining_calls_answer_as_in_java() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    let report = coordinator.report_client_operation(Request::new(Default::default())).await.unwrap();
+    assert_eq!(report.into_inner().status(), StatusCode::Success);
+    let storage = coordinator.get_shuffle_data_storage_info(Request::new(())).await.unwrap_err();
+    assert_eq!(storage.code(), Code::Unimplemented);
+    let heartbeat = coordinator.heartbeat(Request::new(Default::default())).await.unwrap().into_inner();
+    assert_eq!(heartbeat.status(), StatusCode::InvalidRequest);
+    let heartbeat = coordinator.heartbeat(Request::new(node(3, false).into_request())).await.unwrap();
+    assert_eq!(heartbeat.into_inner().status(), StatusCode::Success);
+    assert_eq!(coordinator.nodes()[0].server.ip, "10.0.0.3");
+}
+
+proptest! {
+    #[test]
+    fn every_partition_is_covered_exactly_once(
+        partitions in 1i32..300,
+        per_range in 1i32..6,
+        replicas in 1i32..4,
+        nodes in 3u8..12,
+        concurrency in -1i32..400,
+        wanted in -1i32..12,
+        round in any::<bool>(),
+    ) {
+        let config = EmbeddedConfig {
+            node_order: if per_range == 1 { NodeOrder::PartitionBalance } else { NodeOrder::Basic },
+            partition_selection: if round { PartitionSelection::Round } else { PartitionSelection::Continuous },
+            ..Default::default()
+        };
+        let coordinator = coordinator(config);
+        for host in 0..nodes {
+            coordinator.report(node(host, true)).unwrap();
+        }
+        let request = GetShuffleServerRequest {
+            partition_num_per_range: per_range,
+            estimate_task_concurrency: concurrency,
+            assignment_shuffle_server_number: wanted,
+            ..request(partitions, replicas, &["GRPC"])
+        };
+        let assignments = coordinator.assign(&request).unwrap();
+        let mut next = 0;
+        for assignment in &assignments {
+            prop_assert_eq!(assignment.start_partition, next);
+            prop_assert_eq!(assignment.end_partition, next + per_range - 1);
+            next = assignment.end_partition + 1;
+            let ids: HashSet<&str> = assignment.server.iter().map(|s| s.id.as_str()).collect();
+            prop_assert_eq!(i32::try_from(ids.len()).unwrap(), replicas);
+            prop_assert_eq!(ids.len(), assignment.server.len());
+        }
+        prop_assert!((partitions..partitions + per_range).contains(&next));
+    }
+}

@@ -1,1 +1,247 @@
-//! tests
+//! Heartbeats over real sockets against coordinators that answer, refuse, fall silent or come late.
+//!
+//! No sleeps: each test waits for a state on a watch channel; the interval is short, so that a deadline is met soon.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+
+use socket2::{Domain, Socket, Type};
+use tokio::net::TcpListener;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::Server;
+
+use super::*;
+use crate::coordinator::NodeReport;
+use crate::coordinator::embedded::{EmbeddedConfig, EmbeddedCoordinator};
+use crate::proto::ServerStatus;
+use crate::proto::coordinator_server_server::CoordinatorServerServer;
+
+/// How long a test waits before it fails; never reached when all is well.
+const PATIENCE: Duration = Duration::from_secs(20);
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// A socket that is bound, so that the port is ours, but does not listen: connecting is refused.
+fn bound() -> (Socket, CoordinatorAddress) {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    (socket, address.to_string().parse().unwrap())
+}
+
+fn listening(socket: Socket) -> TcpListener {
+    socket.listen(16).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    TcpListener::from_std(socket.into()).unwrap()
+}
+
+/// The embedded coordinator as the other side: one implementation tests the other.
+fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
+    let excluded_nodes: HashSet<String> = excluded.iter().map(|&id| id.to_owned()).collect();
+    let config = EmbeddedConfig { excluded_nodes, ..Default::default() };
+    let coordinator = EmbeddedCoordinator::new(config, &Registry::new()).unwrap();
+    let service = CoordinatorServerServer::new(coordinator.clone());
+    let cancelled = tasks.cancelled();
+    tasks.spawn("coordinator double", async move {
+        // With the shutdown signal, because tonic's connections outlive a dropped server.
+        let server = Server::builder().add_service(service);
+        let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), cancelled);
+        ended.await.unwrap();
+    });
+    coordinator
+}
+
+fn begin(coordinators: Vec<CoordinatorAddress>, source: ReportSource, tasks: &Tasks) -> Heartbeats {
+    let config = HeartbeatConfig { coordinators, interval: INTERVAL };
+    start(config, &source, tasks, &Registry::new()).unwrap()
+}
+
+fn a_node() -> ReportSource {
+    ReportSource::new(|| NodeReport::new("10.0.0.1-21100".into(), [10, 0, 0, 1].into(), 21100))
+}
+
+async fn until(heartbeats: &Heartbeats, at: usize, holds: impl Fn(&Link) -> bool) -> Link {
+    let mut link = heartbeats.watch(at).unwrap();
+    let waited = timeout(PATIENCE, link.wait_for(|link| holds(link))).await;
+    waited.expect("the link reaches the state in time").unwrap().clone()
+}
+
+fn up(beats: u64) -> impl Fn(&Link) -> bool {
+    move |link| matches!(link, Link::Up { beats: now } if *now >= beats)
+}
+
+fn down(link: &Link) -> bool {
+    matches!(link, Link::Down { .. })
+}
+
+async fn end(tasks: Tasks) {
+    tasks.cancel();
+    timeout(PATIENCE, tasks.drained()).await.expect("all tasks end on cancel");
+    assert_eq!(tasks.running(), 0);
+}
+
+/// An hour between heartbeats, which is also the deadline of one.
+fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, tasks: &Tasks) -> Heartbeats {
+    let config = HeartbeatConfig { coordinators, interval: Duration::from_secs(3600) };
+    start(config, source, tasks, &Registry::new()).unwrap()
+}
+
+#[tokio::test]
+async fn slow_refusing_and_half_open_coordinators_delay_nobody() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (silent_socket, silent) = bound();
+    // The kernel accepts, nobody ever reads: connected, and silent for the whole hour of its deadline.
+    let _silent = listening(silent_socket);
+    let (_refuses, refusing) = bound();
+    let (good_socket, good) = bound();
+    let coordinator = serve(listening(good_socket), &[], &doubles);
+    let heartbeats = begin_hourly(vec![silent, refusing, good], &a_node(), &tasks);
+
+    until(&heartbeats, 2, up(1)).await;
+    heartbeats.beat_now();
+    until(&heartbeats, 2, up(2)).await;
+    assert_eq!(coordinator.nodes()[0].server.id, "10.0.0.1-21100");
+    let Link::Down { reason } = until(&heartbeats, 1, down).await else { unreachable!() };
+    assert!(reason.to_lowercase().contains("refused"), "{reason}");
+    assert_eq!(heartbeats.links().next().unwrap().1, Link::Untried);
+    end(tasks).await;
+    end(doubles).await;
+}
+
+/// Takes what tracing writes.
+#[derive(Debug, Clone, Default)]
+struct Log(Arc<parking_lot::Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_silent_coordinator_is_down_after_the_deadline_and_told_once() {
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+
+    let tasks = Tasks::new();
+    let (socket, silent) = bound();
+    let _silent = listening(socket);
+    let heartbeats = begin(vec![silent.clone()], a_node(), &tasks);
+    let mut link = heartbeats.watch(0).unwrap();
+    for _ in 0..3 {
+        timeout(PATIENCE, link.changed()).await.unwrap().unwrap();
+        assert!(down(&link.borrow_and_update()));
+    }
+    end(tasks).await;
+    let log = String::from_utf8(log.0.lock().clone()).unwrap();
+    assert_eq!(log.matches("heartbeat failed").count(), 1, "{log}");
+    assert!(log.contains(&silent.to_string()), "{log}");
+}
+
+#[tokio::test]
+async fn a_coordinator_that_comes_late_is_found_and_found_again() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (socket, address) = bound();
+    let heartbeats = begin(vec![address], a_node(), &tasks);
+    until(&heartbeats, 0, down).await;
+
+    let again = socket.try_clone().unwrap();
+    serve(listening(socket), &[], &doubles);
+    until(&heartbeats, 0, up(2)).await;
+
+    // It goes away; the port stays ours through the second descriptor, which goes on listening unserved.
+    end(doubles).await;
+    until(&heartbeats, 0, down).await;
+
+    let doubles = Tasks::new();
+    let back = serve(listening(again), &[], &doubles);
+    until(&heartbeats, 0, up(2)).await;
+    assert_eq!(back.nodes().len(), 1);
+    end(tasks).await;
+    end(doubles).await;
+}
+
+#[tokio::test]
+async fn a_refusal_with_a_status_is_down_with_its_text() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (socket, address) = bound();
+    serve(listening(socket), &[], &doubles);
+    let nameless = ReportSource::new(|| NodeReport::new(String::new(), [10, 0, 0, 1].into(), 21100));
+    let heartbeats = begin(vec![address], nameless, &tasks);
+    let Link::Down { reason } = until(&heartbeats, 0, down).await else { unreachable!() };
+    assert!(reason.contains("status 9") && reason.contains("id must have"), "{reason}");
+    end(tasks).await;
+    end(doubles).await;
+}
+
+#[tokio::test]
+async fn a_change_is_told_at_once_when_asked() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (socket, address) = bound();
+    let coordinator = serve(listening(socket), &[], &doubles);
+    let (set_status, status) = watch::channel(ServerStatus::Active);
+    let source = ReportSource::new(move || {
+        let mut report = NodeReport::new("10.0.0.1-21100".into(), [10, 0, 0, 1].into(), 21100);
+        report.status = *status.borrow();
+        report
+    });
+    // Only the nudge can bring the second one.
+    let heartbeats = begin_hourly(vec![address], &source, &tasks);
+    until(&heartbeats, 0, up(1)).await;
+    set_status.send_replace(ServerStatus::Decommissioning);
+    heartbeats.beat_now();
+    until(&heartbeats, 0, up(2)).await;
+    assert_eq!(coordinator.nodes()[0].status, ServerStatus::Decommissioning);
+    end(tasks).await;
+    end(doubles).await;
+}
+
+#[tokio::test]
+async fn heartbeats_go_on_without_their_handle_and_end_on_cancel() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (socket, address) = bound();
+    serve(listening(socket), &[], &doubles);
+    let heartbeats = begin(vec![address], a_node(), &tasks);
+    let mut link = heartbeats.watch(0).unwrap();
+    drop(heartbeats);
+    timeout(PATIENCE, link.wait_for(up(3))).await.unwrap().unwrap();
+    end(tasks).await;
+    assert!(link.has_changed().is_err(), "the task is gone");
+    end(doubles).await;
+}
+
+#[test]
+fn addresses_are_host_and_port() {
+    for good in ["localhost:21000", " 10.0.0.1:1 ", "[::1]:65535", "a-b.c:80"] {
+        assert!(good.parse::<CoordinatorAddress>().is_ok(), "{good}");
+    }
+    for bad in [
+        "",
+        "localhost",
+        ":21000",
+        "host:",
+        "host:0",
+        "host:65536",
+        "http://host:1",
+        "a@b:1",
+        "a b:1",
+        "h:1/x",
+    ] {
+        assert!(bad.parse::<CoordinatorAddress>().is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn causes_are_told_and_long_texts_are_cut() {
+    #[derive(Debug, thiserror::Error)]
+    #[error("outer")]
+    struct Outer(#[source] std::io::Error);
+    assert_eq!(describe(&Outer(std::io::Error::other("inner"))), "outer: inner");
+    assert_eq!(short(&"é".repeat(1000)).len(), 300);
+}

@@ -4,7 +4,8 @@
 //! Invariant: after [`Collected::seal`] the lengths are positive and sum up to the announced payload, and the
 //! partitions' counts sum up to the blocks. Growth is bounded by the caller's limit, never by an announced count.
 
-use super::{BlockHeader, SendSink, block_length, block_too_large};
+use super::decoder::{block_length, block_too_large};
+use super::{BlockHeader, SendSink};
 use crate::wire::DecodeError;
 
 /// Why headers are not taken; the decoder knows where in the message that was.

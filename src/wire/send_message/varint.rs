@@ -15,6 +15,12 @@ impl Varint {
 
     /// Takes bytes up to the varint's end: (bytes taken, the value when it is complete).
     pub(super) fn push(&mut self, window: &[u8]) -> Result<(usize, Option<u64>), &'static str> {
+        // Most keys and many values are one whole byte.
+        if let [byte @ ..0x80, ..] = window
+            && self.shift == 0
+        {
+            return Ok((1, Some(u64::from(*byte))));
+        }
         for (index, byte) in window.iter().copied().enumerate() {
             // The tenth byte holds bit 63 alone.
             if self.shift == 63 && byte > 1 {

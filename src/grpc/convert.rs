@@ -1,0 +1,78 @@
+//! Between protobuf messages and the service's words. Nothing here decides.
+
+use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
+use crate::service::{self, ServiceError};
+use crate::types::Distribution;
+
+/// Status and text of an answer, as the protocol carries them.
+pub(super) type Verdict = (i32, String);
+
+/// SUCCESS with the text Java gives for this call (`OK` or nothing).
+pub(super) fn success(text: &str) -> Verdict {
+    (StatusCode::Success.into(), text.to_owned())
+}
+
+/// A refusal of the service.
+pub(super) fn refusal(error: &ServiceError) -> Verdict {
+    (error.status().into(), error.to_string())
+}
+
+/// An answer without a value.
+pub(super) fn verdict(result: Result<(), ServiceError>, text: &str) -> Verdict {
+    match result {
+        Ok(()) => success(text),
+        Err(error) => refusal(&error),
+    }
+}
+
+/// A call that this worker does not offer.
+pub(super) fn not_offered(text: &str) -> Verdict {
+    (StatusCode::InternalError.into(), text.to_owned())
+}
+
+/// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (PROTOCOL §3.5).
+pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service::RegisterRequest<'_> {
+    let distribution = match request.shuffle_data_distribution() {
+        DataDistribution::Normal => Distribution::Normal,
+        DataDistribution::LocalOrder => Distribution::LocalOrder,
+    };
+    service::RegisterRequest {
+        app: &request.app_id,
+        shuffle: request.shuffle_id,
+        ranges: request.partition_ranges.iter().map(|range| (range.start, range.end)).collect(),
+        user: std::mem::take(&mut request.user),
+        distribution,
+        properties: std::mem::take(&mut request.properties),
+    }
+}
+
+/// Widths of sequence number, partition id and task attempt id; the service knows the default.
+pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<(i32, i32, i32)> {
+    layout.map(|layout| (layout.sequence_no_bits, layout.partition_id_bits, layout.task_attempt_id_bits))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto;
+
+    #[test]
+    fn a_registration_keeps_every_field() {
+        let mut request = ShuffleRegisterRequest {
+            app_id: "app-1".into(),
+            shuffle_id: 7,
+            partition_ranges: vec![proto::ShufflePartitionRange { start: 1, end: 3 }],
+            user: "spark".into(),
+            shuffle_data_distribution: DataDistribution::LocalOrder.into(),
+            properties: [("a.rss.b".to_owned(), "1".to_owned())].into(),
+            ..Default::default()
+        };
+        let converted = register_request(&mut request);
+        assert_eq!((converted.app, converted.shuffle, converted.user.as_str()), ("app-1", 7, "spark"));
+        assert_eq!(converted.ranges, [(1, 3)]);
+        assert_eq!(converted.distribution, Distribution::LocalOrder);
+        assert_eq!(converted.properties["a.rss.b"], "1");
+        request.shuffle_data_distribution = 99;
+        assert_eq!(register_request(&mut request).distribution, Distribution::Normal);
+    }
+}

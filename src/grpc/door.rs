@@ -1,0 +1,71 @@
+//! One call: by path to the four hot methods or to tonic's router, counted and with a deadline.
+//!
+//! Not here: connections (`server`). Invariant: a call ends with an answer within its deadline, and a panic-free
+//! infallible type: whatever goes wrong is a gRPC status.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use tokio::time::timeout;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::service::Routes;
+use tower::ServiceExt;
+
+use super::metrics::GrpcMetrics;
+use super::{
+    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, SEND_SHUFFLE_DATA,
+    ingest, reads,
+};
+use crate::runtime::Tasks;
+use crate::service::Service;
+
+/// What every connection shares.
+#[derive(Debug)]
+pub(super) struct Door {
+    pub(super) config: GrpcConfig,
+    pub(super) service: Arc<Service>,
+    pub(super) routes: Routes,
+    pub(super) metrics: GrpcMetrics,
+    pub(super) tasks: Tasks,
+}
+
+impl Door {
+    /// Serves one call.
+    pub(super) async fn call(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+    ) -> Result<Response<Body>, Infallible> {
+        let _counted = self.metrics.begin(request.uri().path());
+        if request.uri().path() == SEND_SHUFFLE_DATA {
+            // Has its own deadline, because it goes on reading after it.
+            return Ok(ingest::send_shuffle_data(
+                &self.service,
+                &self.config,
+                &self.tasks,
+                request.into_body(),
+            )
+            .await);
+        }
+        let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request))).await;
+        let answer =
+            answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
+        Ok(answer.unwrap_or_else(|status| status.into_http()))
+    }
+
+    /// A call whose request is small.
+    async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+        let max = self.config.read_request_bytes_max;
+        match request.uri().path() {
+            GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(&self.service, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_DATA => reads::local_data(&self.service, max, request.into_body()).await,
+            _ => match self.routes.clone().oneshot(request).await {
+                Ok(response) => Ok(response),
+                Err(never) => match never {},
+            },
+        }
+    }
+}

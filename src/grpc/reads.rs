@@ -1,0 +1,94 @@
+//! The three data reads: a small request, the service's answer, the reply written by hand.
+//!
+//! Not here: order, cursors, ranges (`service`), how a reply looks (`replies`).
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tonic::Status;
+use tonic::body::Body;
+
+use super::convert::refusal;
+use super::message::{RequestBody, read_message, respond_message};
+use super::replies::{Chunks, Head, from_chunks, from_memory};
+use crate::proto::{
+    GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
+    GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
+};
+use crate::service::{ChunkStream, MemoryReadRequest, Service};
+
+/// Payload fields of the three answers.
+const MEMORY_DATA: u32 = 2;
+const INDEX_DATA: u32 = 1;
+const LOCAL_DATA: u32 = 1;
+
+impl Chunks for ChunkStream {
+    async fn next(&mut self) -> Option<Result<Bytes, String>> {
+        ChunkStream::next(self).await.map_err(|error| error.to_string()).transpose()
+    }
+}
+
+/// `getMemoryShuffleData`
+pub(super) async fn memory<B: RequestBody>(
+    service: &Arc<Service>,
+    request_bytes_max: u32,
+    mut body: B,
+) -> Result<http::Response<Body>, Status> {
+    let request: GetMemoryShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    // An empty filter is no filter (PROTOCOL §3.4).
+    let task_filter =
+        request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
+    let read = service.read_memory(MemoryReadRequest {
+        app: &request.app_id,
+        shuffle: request.shuffle_id,
+        partition: request.partition_id,
+        last_block_id: request.last_block_id,
+        read_buffer_size: request.read_buffer_size,
+        task_filter,
+    });
+    match read {
+        Ok(read) => {
+            let head = Head::memory(&read.blocks, "OK", read.is_end);
+            from_memory(head, MEMORY_DATA, read.length, read.data)
+        }
+        Err(error) => {
+            let (status, ret_msg) = refusal(&error);
+            Ok(respond_message(&GetMemoryShuffleDataResponse { status, ret_msg, ..Default::default() }))
+        }
+    }
+}
+
+/// `getLocalShuffleIndex`
+pub(super) async fn local_index<B: RequestBody>(
+    service: &Arc<Service>,
+    request_bytes_max: u32,
+    mut body: B,
+) -> Result<http::Response<Body>, Status> {
+    let request: GetLocalShuffleIndexRequest = read_message(&mut body, request_bytes_max).await?;
+    match service.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
+        Ok(index) => {
+            from_chunks(Head::local_index("OK", index.data_length), INDEX_DATA, index.length, index.chunks)
+        }
+        Err(error) => {
+            let (status, ret_msg) = refusal(&error);
+            Ok(respond_message(&GetLocalShuffleIndexResponse { status, ret_msg, ..Default::default() }))
+        }
+    }
+}
+
+/// `getLocalShuffleData`
+pub(super) async fn local_data<B: RequestBody>(
+    service: &Arc<Service>,
+    request_bytes_max: u32,
+    mut body: B,
+) -> Result<http::Response<Body>, Status> {
+    let request: GetLocalShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    let (offset, length) = (request.offset, request.length);
+    match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {
+        Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, data.chunks),
+        Err(error) => {
+            let (status, ret_msg) = refusal(&error);
+            Ok(respond_message(&GetLocalShuffleDataResponse { status, ret_msg, ..Default::default() }))
+        }
+    }
+}

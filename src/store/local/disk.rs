@@ -1,0 +1,363 @@
+//! One data directory: claimed by marker file and lock, its space and its health.
+//!
+//! Health and fullness are different things: a full disk is sound (its data is served, and it takes batches again
+//! below the low watermark), an unhealthy one is avoided until a probe has written and read back random bytes.
+
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rand::RngCore;
+use rustix::io::Errno;
+use uuid::Uuid;
+
+use super::LocalConfig;
+use super::placement::{self, Candidate};
+use crate::io::buffers::AlignedBuffer;
+use crate::io::{BLOCK_ALIGN, Disk, DiskLock, ReadTarget, Space, WriteOpen};
+use crate::store::{StoreError, StoreErrorKind};
+
+/// The file that makes a directory ours and that the owner keeps locked.
+pub const MARKER: &str = "uniffle-worker.claim";
+/// First line of the marker: format and version.
+const MARKER_HEAD: &str = "uniffle-worker local store 1";
+/// Directory of everything that apps wrote.
+pub(super) const APPS: &str = "apps";
+/// Directory of what waits to be deleted.
+pub(super) const TRASH: &str = "trash";
+/// Directory of the probe's files.
+const PROBE: &str = "probe";
+/// What `mkfs` leaves in a root and nobody minds.
+const LOST_AND_FOUND: &str = "lost+found";
+
+/// A claimed data directory.
+#[derive(Debug)]
+pub(super) struct LocalDisk {
+    /// Place in the configuration.
+    pub(super) index: usize,
+    pub(super) io: Arc<dyn Disk>,
+    /// Persistent identity, written into index groups.
+    pub(super) uuid: Uuid,
+    /// The root as text, for labels.
+    pub(super) label: String,
+    state: Mutex<State>,
+    in_flight_bytes: AtomicU64,
+    used_bytes: AtomicU64,
+    high_watermark: f64,
+    low_watermark: f64,
+    deadline: Duration,
+    _lock: Box<dyn DiskLock>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Why it is unhealthy.
+    fault: Option<String>,
+    timed_out: bool,
+    full: bool,
+    /// As last measured, minus what we have written since.
+    space: Space,
+}
+
+/// What a disk tells about itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DiskInfo {
+    /// Root directory.
+    pub path: PathBuf,
+    /// Persistent identity.
+    pub uuid: Uuid,
+    /// Takes part in placement.
+    pub healthy: bool,
+    /// Why not, when not.
+    pub fault: Option<String>,
+    /// The last fault was a missed deadline.
+    pub timed_out: bool,
+    /// Above its high watermark, or it answered "no space".
+    pub full: bool,
+    /// Size of its file system.
+    pub total_bytes: u64,
+    /// Bytes that fit.
+    pub free_bytes: u64,
+    /// Tells file systems apart.
+    pub file_system: u64,
+    /// Bytes in our data logs.
+    pub used_bytes: u64,
+    /// Bytes being written now.
+    pub in_flight_bytes: u64,
+}
+
+/// `operation`, or `TimedOut` when it takes too long. The operation itself may run on.
+pub(super) async fn within<T>(
+    deadline: Duration,
+    operation: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    match tokio::time::timeout(deadline, operation).await {
+        Ok(result) => result,
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")),
+    }
+}
+
+impl LocalDisk {
+    /// Makes the directory ours, or says why it can not be. Content of ours from an earlier process is moved into the
+    /// trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
+    pub(super) async fn claim(
+        index: usize,
+        io: Arc<dyn Disk>,
+        config: &LocalConfig,
+    ) -> Result<Self, StoreError> {
+        let root = io.root().to_path_buf();
+        let deadline = config.name_timeout;
+        let failed = |error| StoreError::io(&root, error);
+        within(deadline, io.create_dir_all(Path::new(""))).await.map_err(failed)?;
+        let names = within(deadline, io.list(Path::new(""))).await.map_err(failed)?;
+        let ours = names.iter().any(|name| name == MARKER);
+        if !ours && names.iter().any(|name| name != LOST_AND_FOUND) {
+            return Err(StoreError::new(StoreErrorKind::NotOurs, &root));
+        }
+        let lock = match within(deadline, io.lock(Path::new(MARKER))).await {
+            Ok(lock) => lock,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(StoreError::new(StoreErrorKind::InUse, &root));
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        let uuid = identify(io.as_ref(), &root, deadline).await?;
+        for directory in [TRASH, APPS] {
+            within(deadline, io.create_dir_all(Path::new(directory))).await.map_err(failed)?;
+        }
+        let disk = Self {
+            index,
+            label: root.display().to_string(),
+            io,
+            uuid,
+            state: Mutex::default(),
+            in_flight_bytes: AtomicU64::new(0),
+            used_bytes: AtomicU64::new(0),
+            high_watermark: config.high_watermark,
+            low_watermark: config.low_watermark,
+            deadline,
+            _lock: lock,
+        };
+        disk.discard(Path::new(APPS)).await.map_err(failed)?;
+        within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
+        disk.measure().await.map_err(failed)?;
+        Ok(disk)
+    }
+
+    /// Renames `path` into the trash; one that does not exist is fine. Returns where it is now.
+    pub(super) async fn discard(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        let to = Path::new(TRASH).join(Uuid::new_v4().to_string());
+        match within(self.deadline, self.io.rename(path, &to)).await {
+            Ok(()) => Ok(Some(to)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Deletes one directory of the trash; one that is gone already is fine.
+    pub(super) async fn delete(&self, path: &Path, deadline: Duration) -> io::Result<()> {
+        match within(deadline, self.io.remove_dir_all(path)).await {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Deletes everything in the trash.
+    pub(super) async fn empty_trash(&self, deadline: Duration) -> io::Result<()> {
+        for name in within(self.deadline, self.io.list(Path::new(TRASH))).await? {
+            self.delete(&Path::new(TRASH).join(name), deadline).await?;
+        }
+        Ok(())
+    }
+
+    /// Measures the free space and applies the watermarks.
+    pub(super) async fn measure(&self) -> io::Result<()> {
+        let space = within(self.deadline, self.io.space()).await?;
+        let mut state = self.state.lock();
+        state.space = space;
+        let ratio = used_ratio(space);
+        let full = placement::is_full(state.full, ratio, self.high_watermark, self.low_watermark);
+        if full != state.full {
+            tracing::info!(disk = %self.label, full, used_ratio = ratio, "disk crossed a watermark");
+        }
+        state.full = full;
+        Ok(())
+    }
+
+    /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
+    /// a name that is gone) does not count against it.
+    pub(super) fn note(&self, error: &io::Error) {
+        let of_the_process = matches!(
+            error.raw_os_error().map(Errno::from_raw_os_error),
+            Some(Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN)
+        );
+        let kind = error.kind();
+        let mut state = self.state.lock();
+        if matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+            if !state.full {
+                tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
+            }
+            state.full = true;
+        } else if !of_the_process && kind != io::ErrorKind::NotFound {
+            if state.fault.is_none() {
+                tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
+            }
+            state.fault = Some(error.to_string());
+            state.timed_out = kind == io::ErrorKind::TimedOut;
+        }
+    }
+
+    /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
+    /// other (so "no space" means full, not unhealthy).
+    ///
+    /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
+    pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
+        let result = within(self.deadline, self.write_and_read_back(direct)).await;
+        match &result {
+            Ok(()) => {
+                let mut state = self.state.lock();
+                if let Some(fault) = state.fault.take() {
+                    tracing::info!(disk = %self.label, fault, "disk answers again");
+                }
+                state.timed_out = false;
+            }
+            Err(error) => self.note(error),
+        }
+        result
+    }
+
+    async fn write_and_read_back(&self, direct: bool) -> io::Result<()> {
+        let directory = Path::new(PROBE);
+        self.io.create_dir_all(directory).await?;
+        let path = directory.join(Uuid::new_v4().to_string());
+        let mut expected = vec![0; BLOCK_ALIGN];
+        rand::rng().fill_bytes(&mut expected);
+        let mut buffer = AlignedBuffer::unpooled();
+        buffer.put(&expected);
+        let file = self.io.open_write(&path, WriteOpen { create: true, direct }).await?;
+        file.write_at(vec![buffer.freeze()], 0).await?;
+        file.sync().await?;
+        let target = ReadTarget { buffer: Box::new(vec![0; BLOCK_ALIGN]), range: 0..BLOCK_ALIGN };
+        let (mut target, result) = self.io.open_read(&path).await?.read_at(target, 0).await;
+        result?;
+        if target.bytes_mut().map(|bytes| &*bytes) != Some(&expected[..]) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "disk returned other bytes than were written",
+            ));
+        }
+        self.io.remove_dir_all(directory).await
+    }
+
+    /// What placement needs to know.
+    pub(super) fn candidate(&self) -> Candidate {
+        let state = self.state.lock();
+        Candidate {
+            healthy: state.fault.is_none(),
+            full: state.full,
+            free_bytes: state.space.free_bytes,
+            in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// True unless a fault is noted.
+    pub(super) fn is_healthy(&self) -> bool {
+        self.state.lock().fault.is_none()
+    }
+
+    /// What it tells about itself.
+    pub(super) fn info(&self) -> DiskInfo {
+        let state = self.state.lock();
+        DiskInfo {
+            path: self.io.root().to_path_buf(),
+            uuid: self.uuid,
+            healthy: state.fault.is_none(),
+            fault: state.fault.clone(),
+            timed_out: state.timed_out,
+            full: state.full,
+            total_bytes: state.space.total_bytes,
+            free_bytes: state.space.free_bytes,
+            file_system: state.space.file_system,
+            used_bytes: self.used_bytes.load(Ordering::Relaxed),
+            in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Used share of a file system, 0..=1; one that says nothing about itself is empty.
+#[expect(clippy::cast_precision_loss, reason = "a ratio for watermarks")]
+pub(super) fn used_ratio(space: Space) -> f64 {
+    if space.total_bytes == 0 {
+        return 0.0;
+    }
+    1.0 - space.free_bytes.min(space.total_bytes) as f64 / space.total_bytes as f64
+}
+
+/// Reads the disk's identity from the marker, or gives it one.
+async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
+    let marker = Path::new(MARKER);
+    let failed = |error| StoreError::io(root, error);
+    let content = within(deadline, io.read_small(marker)).await.map_err(failed)?;
+    if content.is_empty() {
+        let uuid = Uuid::new_v4();
+        let text = format!("{MARKER_HEAD}\n{uuid}\n");
+        within(deadline, io.write_small(marker, text.into_bytes())).await.map_err(failed)?;
+        return Ok(uuid);
+    }
+    let text = String::from_utf8_lossy(&content);
+    let mut lines = text.lines();
+    let head_fits = lines.next() == Some(MARKER_HEAD);
+    let uuid = lines.next().and_then(|line| Uuid::parse_str(line).ok()).filter(|_| head_fits);
+    uuid.ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
+}
+
+/// Bytes of our files on a disk; given back when dropped.
+#[derive(Debug)]
+pub(super) struct Occupied {
+    disk: Arc<LocalDisk>,
+    bytes: AtomicU64,
+}
+
+impl Occupied {
+    pub(super) fn none(disk: Arc<LocalDisk>) -> Self {
+        Self { disk, bytes: AtomicU64::new(0) }
+    }
+
+    /// Counts bytes that are about to be written, which also makes the measured free space smaller.
+    pub(super) fn add(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.disk.used_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let mut state = self.disk.state.lock();
+        state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
+    }
+}
+
+impl Drop for Occupied {
+    fn drop(&mut self) {
+        self.disk.used_bytes.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
+    }
+}
+
+/// Bytes that are being written to a disk, for placement; ends when dropped.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    disk: Arc<LocalDisk>,
+    bytes: u64,
+}
+
+impl InFlight {
+    pub(super) fn begin(disk: &Arc<LocalDisk>, bytes: u64) -> Self {
+        disk.in_flight_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Self { disk: Arc::clone(disk), bytes }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.disk.in_flight_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}

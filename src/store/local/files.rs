@@ -1,0 +1,98 @@
+//! The bounded cache of open descriptors.
+//!
+//! A worker may have far more logs than it may have descriptors. An evicted file is opened again when needed; whoever
+//! still uses it keeps it open until then.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use super::disk::within;
+use super::log::{Log, LogKind};
+use crate::io::{File, WriteOpen};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Mode {
+    Read,
+    Write,
+}
+
+/// Open files by log and mode.
+#[derive(Debug)]
+pub(super) struct Files {
+    open: Mutex<LruCache<(u64, Mode), Arc<dyn File>>>,
+    next_id: AtomicU64,
+    direct: bool,
+    deadline: Duration,
+}
+
+impl Files {
+    pub(super) fn new(max: usize, direct: bool, deadline: Duration) -> Self {
+        let max = NonZeroUsize::new(max).unwrap_or(NonZeroUsize::MIN);
+        Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct, deadline }
+    }
+
+    /// An id for a new log.
+    pub(super) fn next_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Descriptors in the cache.
+    pub(super) fn len(&self) -> usize {
+        self.open.lock().len()
+    }
+
+    /// Creates the log's file, whose directory exists.
+    pub(super) async fn create(&self, log: &Log) -> io::Result<()> {
+        self.open_write(log, true).await.map(drop)
+    }
+
+    /// The log's file for writing.
+    pub(super) async fn writer(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        match self.cached(log, Mode::Write) {
+            Some(file) => Ok(file),
+            None => self.open_write(log, false).await,
+        }
+    }
+
+    /// The log's file for reading.
+    pub(super) async fn reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        if let Some(file) = self.cached(log, Mode::Read) {
+            return Ok(file);
+        }
+        let file = within(self.deadline, log.disk.io.open_read(&log.path)).await?;
+        self.keep(log, Mode::Read, &file);
+        Ok(file)
+    }
+
+    /// Closes what is open of a log.
+    pub(super) fn forget(&self, log: &Log) {
+        let mut open = self.open.lock();
+        let closed = (open.pop(&(log.id, Mode::Read)), open.pop(&(log.id, Mode::Write)));
+        drop(open);
+        drop(closed);
+    }
+
+    async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
+        // Index groups are small and unaligned: they go through the page cache.
+        let direct = self.direct && log.kind == LogKind::Data;
+        let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct });
+        let file = within(self.deadline, opening).await?;
+        self.keep(log, Mode::Write, &file);
+        Ok(file)
+    }
+
+    fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {
+        self.open.lock().get(&(log.id, mode)).cloned()
+    }
+
+    fn keep(&self, log: &Log, mode: Mode, file: &Arc<dyn File>) {
+        let evicted = self.open.lock().push((log.id, mode), Arc::clone(file));
+        drop(evicted); // Closed outside the lock.
+    }
+}

@@ -1,0 +1,229 @@
+//! Removing shuffles, and what the store does from time to time.
+//!
+//! A purge marks the shuffle, waits until nobody is creating a file, renames its directories into the trash and
+//! deletes them there. What can not be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
+//! by [`LocalStore::maintain_once`].
+
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use futures::future::join_all;
+use tokio::time::{Instant, sleep};
+
+use super::disk::{APPS, LocalDisk, used_ratio, within};
+use super::shuffle::Shuffle;
+use super::{Core, LocalStore};
+use crate::io::Space;
+use crate::types::{AppId, ShuffleKey};
+
+/// A directory that is to be removed.
+#[derive(Debug)]
+pub(super) struct Condemned {
+    shuffle: Arc<Shuffle>,
+    disk: Arc<LocalDisk>,
+}
+
+impl Core {
+    /// Removes what was condemned before the call; failures stay on the list.
+    async fn remove_condemned(&self) {
+        let batch = std::mem::take(&mut *self.condemned.lock());
+        let mut work = Retry { core: self, left: batch };
+        // One disk that hangs must not keep the others from being cleaned: take them disk by disk at once.
+        let removals = self.disks.iter().map(|disk| {
+            let here = work.left.iter().filter(|it| Arc::ptr_eq(&it.disk, disk));
+            let here: Vec<_> = here.map(|it| Arc::clone(&it.shuffle)).collect();
+            async move {
+                let mut failed = Vec::new();
+                for shuffle in here {
+                    if let Err(error) = self.remove(&shuffle, disk).await {
+                        tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error,
+                            "removal failed, will be tried again");
+                        self.metrics.deletion_failed.inc();
+                        disk.note(&error);
+                        failed.push(Condemned { shuffle, disk: Arc::clone(disk) });
+                    }
+                }
+                failed
+            }
+        });
+        let removals: Vec<_> = removals.collect();
+        let failed = join_all(removals).await;
+        work.left = failed.into_iter().flatten().collect();
+    }
+
+    async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
+        let started = Instant::now();
+        let trash = {
+            // Whoever is creating a file of it ends first; nobody begins any more.
+            let _gate = within(self.config.name_timeout, async { Ok(shuffle.gate.write().await) }).await?;
+            disk.discard(&shuffle.directory).await?
+        };
+        if let Some(trash) = trash {
+            disk.delete(&trash, self.config.purge_timeout).await?;
+            self.metrics.deleted_shuffle_directories.inc();
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        self.metrics.delete_duration.with_label_values(&[disk.label.as_str()]).observe(seconds);
+        Ok(())
+    }
+}
+
+/// Condemned directories that go back on the list when dropped, so that a cancelled purge forgets nothing.
+struct Retry<'a> {
+    core: &'a Core,
+    left: Vec<Condemned>,
+}
+
+impl Drop for Retry<'_> {
+    fn drop(&mut self) {
+        self.core.condemned.lock().append(&mut self.left);
+    }
+}
+
+impl LocalStore {
+    /// Forgets a shuffle and removes its files. From the first poll on it is unknown: writes under way end with
+    /// `Purged` and leave nothing behind. An unknown shuffle is fine.
+    pub async fn purge(&self, key: &ShuffleKey) {
+        if let Some((_, shuffle)) = self.shuffles.remove(key) {
+            self.condemn(shuffle);
+            self.core.remove_condemned().await;
+        }
+    }
+
+    /// Forgets all shuffles of an app and removes their files and the app's empty directories.
+    pub async fn purge_app(&self, app: &AppId) {
+        let keys: Vec<_> =
+            self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
+        for key in keys {
+            if let Some((_, shuffle)) = self.shuffles.remove(&key) {
+                self.condemn(shuffle);
+            }
+        }
+        self.core.remove_condemned().await;
+        self.remove_app_directory(app).await;
+    }
+
+    async fn remove_app_directory(&self, app: &AppId) {
+        let directory = Path::new(APPS).join(app.as_str());
+        let removals = self.core.disks.iter().map(|disk| {
+            let removal = disk.io.remove_dir(&directory);
+            // Absent, or not empty because the app registered again: both are fine.
+            async { within(self.core.config.name_timeout, removal).await.ok() }
+        });
+        join_all(removals.collect::<Vec<_>>()).await;
+    }
+
+    /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`].
+    /// Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere.
+    pub fn forget(&self, key: &ShuffleKey) {
+        if let Some((_, shuffle)) = self.shuffles.remove(key) {
+            self.condemn(shuffle);
+        }
+    }
+
+    /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
+    pub async fn remove_files(&self, app: &AppId) {
+        self.core.remove_condemned().await;
+        self.remove_app_directory(app).await;
+    }
+
+    /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
+    fn condemn(&self, shuffle: Arc<Shuffle>) {
+        let extents = shuffle.mark_purged();
+        self.core.metrics.extents.sub(i64::try_from(extents).unwrap_or(i64::MAX));
+        for log in shuffle.logs() {
+            self.core.files.forget(&log);
+        }
+        let disks = shuffle.touched_disks().into_iter().map(|index| Arc::clone(&self.core.disks[index]));
+        let condemned = disks.map(|disk| Condemned { shuffle: Arc::clone(&shuffle), disk });
+        self.core.condemned.lock().extend(condemned);
+    }
+
+    /// Measures space, removes what is still to be removed, and sets the gauges. Disks do not wait for each other.
+    pub async fn maintain_once(&self) {
+        let disks = self.core.disks.iter().map(|disk| async {
+            if let Err(error) = disk.measure().await {
+                tracing::warn!(disk = %disk.label, error = %error, "space can not be measured");
+                disk.note(&error);
+            }
+            if let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await {
+                tracing::warn!(disk = %disk.label, error = %error, "trash can not be emptied");
+                self.core.metrics.deletion_failed.inc();
+            }
+        });
+        join_all(disks.collect::<Vec<_>>()).await;
+        self.core.remove_condemned().await;
+        self.core.set_gauges();
+    }
+
+    /// Writes and reads back random bytes on every disk: a sick one that succeeds takes batches again.
+    pub async fn probe(&self) {
+        let direct = self.core.config.direct_io;
+        let probes = self.core.disks.iter().map(|disk| async move {
+            if let Err(error) = disk.probe(direct).await {
+                tracing::warn!(disk = %disk.label, error = %error, "probe failed");
+            }
+        });
+        join_all(probes.collect::<Vec<_>>()).await;
+        self.core.set_gauges();
+    }
+
+    /// [`LocalStore::maintain_once`] and [`LocalStore::probe`] at their intervals, until `stop`.
+    pub async fn maintain(self: Arc<Self>, stop: impl Future<Output = ()>) {
+        let looping = async {
+            let mut last_probe = Instant::now();
+            loop {
+                self.maintain_once().await;
+                if last_probe.elapsed() >= self.core.config.probe_interval {
+                    self.probe().await;
+                    last_probe = Instant::now();
+                }
+                sleep(self.core.config.space_interval).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            () = stop => {}
+            () = looping => {}
+        }
+    }
+}
+
+impl Core {
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for a gauge")]
+    pub(super) fn set_gauges(&self) {
+        let gauge = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        let (mut total, mut free, mut service, mut sick) = (0u64, 0u64, 0u64, 0);
+        let mut file_systems = Vec::new();
+        for disk in &self.disks {
+            let info = disk.info();
+            let label = [disk.label.as_str()];
+            let writable = info.healthy && !info.full;
+            self.metrics.is_writable.with_label_values(&label).set(i64::from(writable));
+            self.metrics.is_timeout.with_label_values(&label).set(i64::from(info.timed_out));
+            self.metrics.disk_is_healthy.with_label_values(&label).set(i64::from(!info.healthy));
+            let (total_bytes, free_bytes, file_system) =
+                (info.total_bytes, info.free_bytes, info.file_system);
+            let ratio = used_ratio(Space { total_bytes, free_bytes, file_system });
+            self.metrics.disk_used_ratio.with_label_values(&label).set(ratio);
+            sick += i64::from(!info.healthy);
+            service += info.used_bytes;
+            // Two directories on one file system share its space.
+            if !file_systems.contains(&file_system) {
+                file_systems.push(file_system);
+                total += total_bytes;
+                free += free_bytes;
+            }
+        }
+        self.metrics.dirs_total.set(gauge(self.disks.len() as u64 + self.disks_refused));
+        self.metrics.dirs_corrupted.set(sick + gauge(self.disks_refused));
+        self.metrics.total_space.set(gauge(total));
+        self.metrics.whole_disk_used.set(gauge(total.saturating_sub(free)));
+        self.metrics.service_used.set(gauge(service));
+        self.metrics.used_bytes.set(gauge(service));
+        self.metrics.used_ratio.set(if total == 0 { 0.0 } else { 1.0 - free as f64 / total as f64 });
+        self.metrics.open_files.set(gauge(self.files.len() as u64));
+    }
+}

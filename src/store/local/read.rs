@@ -1,0 +1,283 @@
+//! Reads of published extents, streamed in chunks.
+//!
+//! A read is a plan made from one snapshot; bytes are fetched as chunks are asked for. Never short: what can not be
+//! read exactly is an error, and after an error a stream gives only errors. Index records are checked (order, sums,
+//! CRC) before they leave.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::Core;
+use super::disk::within;
+use super::index::RecordCheck;
+use super::log::Log;
+use super::shuffle::{Extent, Shuffle};
+use crate::io::buffers::READ_CHUNK_BYTES_MAX;
+use crate::io::{ReadBuffer, ReadBuffers, ReadTarget};
+use crate::store::{StoreError, StoreErrorKind};
+use crate::types::PartitionId;
+use crate::wire::index::{RECORD_BYTES, rebase, records};
+
+/// Largest chunk of an index: whole records.
+const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
+
+/// The index of a partition: the records of all its extents, with offsets into its data stream.
+pub struct IndexRead {
+    /// Bytes of all records: 40 per block.
+    pub length: u64,
+    /// Length of the data stream that these records describe.
+    pub data_length: u64,
+    stream: Stream,
+    extents: std::vec::IntoIter<Extent>,
+    /// The extent being read.
+    current: Option<ExtentRecords>,
+}
+
+/// Progress inside one extent's records.
+struct ExtentRecords {
+    extent: Extent,
+    log: Arc<Log>,
+    done_bytes: u64,
+    check: RecordCheck,
+    crc: crc32fast::Hasher,
+}
+
+/// A range of a partition's data.
+pub struct DataRead {
+    /// Bytes of the range.
+    pub length: u64,
+    stream: Stream,
+    pieces: std::vec::IntoIter<Piece>,
+    current: Option<Piece>,
+}
+
+/// A part of a data log.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    log: u16,
+    offset: u64,
+    length: u64,
+}
+
+/// What both reads share.
+struct Stream {
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+    left: u64,
+    failed: bool,
+}
+
+impl fmt::Debug for IndexRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lengths = (self.length, self.data_length, self.stream.left);
+        f.debug_tuple("IndexRead").field(&self.stream.shuffle.key).field(&lengths).finish()
+    }
+}
+
+impl fmt::Debug for DataRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lengths = (self.length, self.stream.left);
+        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&lengths).finish()
+    }
+}
+
+impl Stream {
+    fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, left: u64) -> Self {
+        Self { core, shuffle, left, failed: false }
+    }
+
+    /// Size of the next chunk, 0 at the end.
+    fn next_len(&self, max: usize) -> Result<usize, StoreError> {
+        if self.failed {
+            return Err(self.shuffle.error(StoreErrorKind::Corrupt));
+        }
+        Ok(usize::try_from(self.left).unwrap_or(max).min(max))
+    }
+
+    /// Fills `range` of the buffer from a log.
+    async fn read(
+        &self,
+        log: &Log,
+        buffer: Box<dyn ReadBuffer>,
+        range: std::ops::Range<usize>,
+        offset: u64,
+    ) -> Result<Box<dyn ReadBuffer>, StoreError> {
+        let bytes = range.len() as u64;
+        let started = Instant::now();
+        let result = self.read_file(log, ReadTarget { buffer, range }, offset).await;
+        let metrics = &self.core.metrics;
+        let root = [log.disk.label.as_str()];
+        metrics.read_operations.with_label_values(&root).inc();
+        metrics.read_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
+        match result {
+            Ok(target) => {
+                metrics.read_bytes.with_label_values(&root).inc_by(bytes);
+                Ok(target.buffer)
+            }
+            Err(error) => {
+                self.shuffle.require_present()?;
+                Err(self.core.failed(&log.disk, log.full_path(), error))
+            }
+        }
+    }
+
+    async fn read_file(&self, log: &Log, target: ReadTarget, offset: u64) -> io::Result<ReadTarget> {
+        let file = self.core.files.reader(log).await?;
+        let reading = file.read_at(target, offset);
+        within(self.core.config.read_timeout, async {
+            let (target, result) = reading.await;
+            result.map(|()| target)
+        })
+        .await
+    }
+}
+
+impl IndexRead {
+    pub(super) fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
+        // One look: the records and the stream's length belong together.
+        let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
+            found.map_or((Vec::new(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
+        });
+        let length = blocks * RECORD_BYTES as u64;
+        core.metrics.read_index_file.inc();
+        let stream = Stream::new(core, shuffle, length);
+        Self { length, data_length, stream, extents: extents.into_iter(), current: None }
+    }
+
+    /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    ///
+    /// # Errors
+    /// What the disk says, or `Corrupt` when the records are not what was written.
+    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
+        let len = self.stream.next_len(INDEX_CHUNK_BYTES_MAX)?;
+        if len == 0 {
+            return Ok(None);
+        }
+        self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
+        let mut buffer = buffers.acquire(len).await;
+        let mut filled = 0;
+        while filled < len {
+            let (filled_buffer, bytes) = self.fill(buffer, filled, len).await?;
+            buffer = filled_buffer;
+            filled += bytes;
+        }
+        self.stream.failed = false;
+        self.stream.left -= len as u64;
+        self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
+        Ok(Some(buffer.freeze(len)))
+    }
+
+    /// Reads records of the current extent to `at..` of the buffer, at most to `end`; returns how many bytes.
+    async fn fill(
+        &mut self,
+        buffer: Box<dyn ReadBuffer>,
+        at: usize,
+        end: usize,
+    ) -> Result<(Box<dyn ReadBuffer>, usize), StoreError> {
+        let shuffle = &self.stream.shuffle;
+        let mut current = match self.current.take() {
+            Some(current) => current,
+            None => {
+                let extent = self.extents.next().expect("the length is the sum over the extents");
+                let log = shuffle.log_at(extent.index_log);
+                ExtentRecords {
+                    extent,
+                    log,
+                    done_bytes: 0,
+                    check: RecordCheck::default(),
+                    crc: crc32fast::Hasher::new(),
+                }
+            }
+        };
+        let extent_bytes = u64::from(current.extent.blocks) * RECORD_BYTES as u64;
+        let left = usize::try_from(extent_bytes - current.done_bytes).unwrap_or(usize::MAX);
+        let len = left.min(end - at);
+        let offset = current.extent.index_offset + current.done_bytes;
+        let mut buffer = self.stream.read(&current.log, buffer, at..at + len, offset).await?;
+        let bytes = &mut (*buffer).as_mut()[at..at + len];
+        current.crc.update(bytes);
+        let mut sound = records(bytes).all(|record| current.check.accept(&record));
+        rebase(bytes, current.extent.base);
+        current.done_bytes += len as u64;
+        if current.done_bytes == extent_bytes {
+            sound &= current.crc.finalize() == current.extent.records_crc;
+            sound &= current.check.length == current.extent.length;
+            if !sound {
+                return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
+            }
+        } else if sound {
+            self.current = Some(current);
+        } else {
+            return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
+        }
+        Ok((buffer, len))
+    }
+}
+
+impl DataRead {
+    pub(super) fn new(
+        core: Arc<Core>,
+        shuffle: Arc<Shuffle>,
+        partition: PartitionId,
+        offset: u64,
+        length: u32,
+    ) -> Result<Self, StoreError> {
+        let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
+        let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
+        let pieces = shuffle.with_partition(partition, |found| {
+            let partition = found.filter(|partition| end <= partition.bytes)?;
+            Some(translate(&partition.extents, offset, end))
+        });
+        let pieces = pieces.ok_or_else(|| {
+            let purged = shuffle.is_purged();
+            shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
+        })?;
+        core.metrics.read_data_file.inc();
+        let stream = Stream::new(core, shuffle, u64::from(length));
+        Ok(Self { length: u64::from(length), stream, pieces: pieces.into_iter(), current: None })
+    }
+
+    /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    ///
+    /// # Errors
+    /// What the disk says; a file that ends too early is `Corrupt`.
+    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
+        let len = self.stream.next_len(READ_CHUNK_BYTES_MAX)?;
+        if len == 0 {
+            return Ok(None);
+        }
+        self.stream.failed = true; // See IndexRead::next_chunk.
+        let mut buffer = buffers.acquire(len).await;
+        let mut filled = 0;
+        while filled < len {
+            let next = self.current.take().or_else(|| self.pieces.next());
+            let piece = next.expect("the length is the sum over the pieces");
+            let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
+            let log = self.stream.shuffle.log_at(piece.log);
+            buffer = self.stream.read(&log, buffer, filled..filled + part, piece.offset).await?;
+            filled += part;
+            let (offset, length) = (piece.offset + part as u64, piece.length - part as u64);
+            self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+        }
+        self.stream.failed = false;
+        self.stream.left -= len as u64;
+        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
+        Ok(Some(buffer.freeze(len)))
+    }
+}
+
+/// The parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies inside.
+fn translate(extents: &[Extent], offset: u64, end: u64) -> Vec<Piece> {
+    let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
+    let touched = extents[first..].iter().take_while(|extent| extent.base < end);
+    let pieces = touched.map(|extent| {
+        let from = offset.max(extent.base) - extent.base;
+        let to = end.min(extent.base + extent.length) - extent.base;
+        Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
+    });
+    pieces.collect()
+}

@@ -1,0 +1,234 @@
+//! One shuffle on the local disks: its logs, its published extents, and the gate that keeps purge and write apart.
+//!
+//! Creating a directory or a file takes the gate for reading, purging takes it for writing and marks the shuffle
+//! first: nothing is created after a purge.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::RwLock;
+
+use super::Core;
+use super::disk::{APPS, LocalDisk, Occupied, within};
+use super::log::{Log, LogKind};
+use super::publish::Lane;
+use crate::io::BLOCK_ALIGN;
+use crate::store::{StoreError, StoreErrorKind};
+use crate::types::{PartitionId, ShuffleKey};
+
+/// A published extent: 40 bytes, all that is held in memory per extent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    /// Offset of its first byte in the partition's stream.
+    pub(super) base: u64,
+    /// Bytes of data.
+    pub(super) length: u64,
+    /// Where its records stand in the index log.
+    pub(super) index_offset: u64,
+    /// Where its data stands in the data log, in units of [`BLOCK_ALIGN`].
+    pub(super) data_page: u32,
+    pub(super) blocks: u32,
+    /// CRC-32 of its records on disk.
+    pub(super) records_crc: u32,
+    pub(super) data_log: u16,
+    pub(super) index_log: u16,
+}
+
+const _: () = assert!(size_of::<Extent>() == 40, "the sketch of DESIGN §2.3");
+
+impl Extent {
+    pub(super) fn data_offset(&self) -> u64 {
+        u64::from(self.data_page) * BLOCK_ALIGN as u64
+    }
+}
+
+/// What is published of one partition.
+#[derive(Debug, Default)]
+pub(super) struct Partition {
+    /// In the order of their bases, without gaps.
+    pub(super) extents: Vec<Extent>,
+    /// Length of the stream.
+    pub(super) bytes: u64,
+    pub(super) blocks: u64,
+}
+
+/// A registered shuffle.
+#[derive(Debug)]
+pub(super) struct Shuffle {
+    pub(super) key: ShuffleKey,
+    pub(super) incarnation: u64,
+    /// Its directory on every disk, relative to the root.
+    pub(super) directory: PathBuf,
+    purged: AtomicBool,
+    /// See the module's doc.
+    pub(super) gate: tokio::sync::RwLock<()>,
+    disks: Vec<OnceLock<Box<ShuffleDisk>>>,
+    partitions: RwLock<HashMap<PartitionId, Partition>>,
+    logs: RwLock<Vec<Arc<Log>>>,
+    pub(super) lane: tokio::sync::Mutex<Lane>,
+}
+
+/// A shuffle on one disk; exists once something was to be written there.
+#[derive(Debug)]
+struct ShuffleDisk {
+    data: tokio::sync::Mutex<Option<Arc<Log>>>,
+    index: tokio::sync::Mutex<Option<Arc<Log>>>,
+    next_number: AtomicU32,
+    occupied: Occupied,
+}
+
+impl Shuffle {
+    pub(super) fn new(key: ShuffleKey, incarnation: u64, disks: usize) -> Self {
+        let name = format!("{}.{incarnation}", key.shuffle);
+        let directory = Path::new(APPS).join(key.app.as_str()).join(name);
+        Self {
+            key,
+            incarnation,
+            directory,
+            purged: AtomicBool::new(false),
+            gate: tokio::sync::RwLock::new(()),
+            disks: (0..disks).map(|_| OnceLock::new()).collect(),
+            partitions: RwLock::default(),
+            logs: RwLock::default(),
+            lane: tokio::sync::Mutex::default(),
+        }
+    }
+
+    pub(super) fn is_purged(&self) -> bool {
+        self.purged.load(Ordering::Acquire)
+    }
+
+    pub(super) fn error(&self, kind: StoreErrorKind) -> StoreError {
+        StoreError::new(kind, self.key.to_string())
+    }
+
+    pub(super) fn require_present(&self) -> Result<(), StoreError> {
+        if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
+    }
+
+    /// Marks it purged and forgets its extents; returns how many there were. Under the lock of the extents, so that a
+    /// publish is either before (and forgotten) or refused.
+    pub(super) fn mark_purged(&self) -> usize {
+        let mut partitions = self.partitions.write();
+        self.purged.store(true, Ordering::Release);
+        let forgotten = std::mem::take(&mut *partitions);
+        drop(partitions);
+        forgotten.values().map(|partition| partition.extents.len()).sum()
+    }
+
+    /// Indexes of the disks that may hold files of it.
+    pub(super) fn touched_disks(&self) -> Vec<usize> {
+        let touched = self.disks.iter().enumerate().filter(|(_, disk)| disk.get().is_some());
+        touched.map(|(index, _)| index).collect()
+    }
+
+    /// All logs it ever had.
+    pub(super) fn logs(&self) -> Vec<Arc<Log>> {
+        self.logs.read().clone()
+    }
+
+    /// The log in a slot that an extent names.
+    pub(super) fn log_at(&self, slot: u16) -> Arc<Log> {
+        Arc::clone(&self.logs.read()[usize::from(slot)])
+    }
+
+    /// Reads the published state of a partition.
+    pub(super) fn with_partition<T>(
+        &self,
+        partition: PartitionId,
+        read: impl FnOnce(Option<&Partition>) -> T,
+    ) -> T {
+        read(self.partitions.read().get(&partition))
+    }
+
+    /// Makes extents visible, all at once.
+    pub(super) fn apply(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
+        let mut partitions = self.partitions.write();
+        self.require_present()?;
+        for (id, extent) in extents {
+            let partition = partitions.entry(*id).or_default();
+            // A stream with a hole or an overlap would mix blocks up for every reader.
+            assert_eq!(partition.bytes, extent.base, "bases are assigned in the publish lane");
+            partition.bytes += extent.length;
+            partition.blocks += u64::from(extent.blocks);
+            partition.extents.push(*extent);
+        }
+        Ok(())
+    }
+
+    /// Length of a partition's stream.
+    pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
+        self.with_partition(partition, |found| found.map_or(0, |partition| partition.bytes))
+    }
+
+    /// Reserves `bytes` in the open log of a disk, with a new file when there is none.
+    pub(super) async fn reserve(
+        &self,
+        core: &Core,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+        bytes: u64,
+    ) -> Result<(Arc<Log>, u64), StoreError> {
+        let here = self.disks[disk.index].get_or_init(|| {
+            Box::new(ShuffleDisk {
+                data: tokio::sync::Mutex::default(),
+                index: tokio::sync::Mutex::default(),
+                next_number: AtomicU32::new(0),
+                occupied: Occupied::none(Arc::clone(disk)),
+            })
+        });
+        let current = match kind {
+            LogKind::Data => &here.data,
+            LogKind::Index => &here.index,
+        };
+        let mut current = current.lock().await;
+        let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));
+        let (log, offset) = match open {
+            Some(reserved) => reserved,
+            None => {
+                // Whoever waited here while the disk failed need not try it as well.
+                if !disk.is_healthy() {
+                    return Err(StoreError::new(StoreErrorKind::Unhealthy, disk.io.root()));
+                }
+                let log = self.create_log(core, disk, kind, &here.next_number).await?;
+                *current = Some(Arc::clone(&log));
+                let offset = log.reserve(bytes).ok_or_else(|| self.error(StoreErrorKind::InvalidBatch))?;
+                (log, offset)
+            }
+        };
+        here.occupied.add(bytes);
+        Ok((log, offset))
+    }
+
+    async fn create_log(
+        &self,
+        core: &Core,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+        next_number: &AtomicU32,
+    ) -> Result<Arc<Log>, StoreError> {
+        let _gate = self.gate.read().await;
+        self.require_present()?;
+        let directory = disk.io.root().join(&self.directory);
+        let deadline = core.config.name_timeout;
+        let made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
+        made.map_err(|error| core.failed(disk, &directory, error))?;
+        let number = next_number.fetch_add(1, Ordering::Relaxed);
+        let path = self.directory.join(format!("{number}.{}", kind.extension()));
+        let log = {
+            let mut logs = self.logs.write();
+            // 65,536 failures of one shuffle are enough: this also bounds the files.
+            let slot = u16::try_from(logs.len()).map_err(|_| self.error(StoreErrorKind::Unhealthy))?;
+            let place = (path, number);
+            let log = Arc::new(Log::new(core.files.next_id(), slot, kind, Arc::clone(disk), place));
+            logs.push(Arc::clone(&log));
+            log
+        };
+        let created = core.files.create(&log).await;
+        created.map_err(|error| core.failed(disk, log.full_path(), error))?;
+        core.metrics.files_opened.inc();
+        Ok(log)
+    }
+}

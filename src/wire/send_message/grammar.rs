@@ -1,0 +1,62 @@
+//! The grammar: which message a position is in, what the next byte belongs to, which fields are known.
+
+/// The message a position is in. Depth = index into `Decoder::ends`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Level {
+    /// `SendShuffleDataRequest`
+    Root,
+    /// `ShuffleData` (field 4 of the root)
+    Data,
+    /// `ShuffleBlock` (field 2 of `ShuffleData`)
+    Block,
+    /// `CombinedShuffleData` (field 7 of the root)
+    Combined,
+    /// A packed array of `CombinedShuffleData`
+    Packed,
+}
+
+impl Level {
+    pub(super) fn depth(self) -> usize {
+        match self {
+            Self::Root => 0,
+            Self::Data | Self::Combined => 1,
+            Self::Block | Self::Packed => 2,
+        }
+    }
+
+    /// Wire types field `field` may have; `None` = unknown field, to be skipped.
+    pub(super) fn expects(self, field: u32) -> Option<&'static [u32]> {
+        match (self, field) {
+            (Self::Root, 1 | 4 | 7) | (Self::Data, 2) | (Self::Block, 5) | (Self::Combined, 8) => {
+                Some(&[BYTES])
+            }
+            (Self::Root, 2 | 3 | 5 | 6) | (Self::Data, 1) | (Self::Block, 1..=4 | 6) => Some(&[VARINT]),
+            (Self::Combined, 1..=7) => Some(&[VARINT, BYTES]),
+            _ => None,
+        }
+    }
+}
+
+pub(super) const VARINT: u32 = 0;
+pub(super) const FIXED64: u32 = 1;
+pub(super) const BYTES: u32 = 2;
+pub(super) const FIXED32: u32 = 5;
+
+/// What the next byte belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// A field's key.
+    Key,
+    /// The varint value of a field, or an element of the packed array `field`.
+    Value(u32),
+    /// The length prefix of a field.
+    Length(u32),
+    /// Bytes of an unknown field.
+    Skip(u64),
+    /// The application id.
+    AppId(u64),
+    /// Payload of the current block (classic form).
+    BlockBytes(u64),
+    /// Payload of the collected blocks (contiguous and combined form).
+    CollectedBytes(u64),
+}
