@@ -11,7 +11,7 @@ use crate::run;
 const FLOOR_BYTES: u64 = 1_000_000_000;
 
 /// Runs all turns.
-pub(crate) async fn run(args: &CompareArgs) -> anyhow::Result<Report> {
+pub(crate) async fn turns(args: &CompareArgs) -> anyhow::Result<Report> {
     anyhow::ensure!((1..=1_000).contains(&args.turns), "--turns must be 1 to 1000");
     let (a, b) = args.sides()?;
     let mut report = Report::default();

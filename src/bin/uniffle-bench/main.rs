@@ -88,7 +88,7 @@ async fn execute(command: Command) -> anyhow::Result<Report> {
         Command::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
         Command::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
         Command::Floor(args) => Ok(Report { floor: floor::measure(&args)?, ..Report::default() }),
-        Command::Compare(args) => compare::run(&args).await,
+        Command::Compare(args) => compare::turns(&args).await,
         Command::Scale(args) => presets::scale(args).await,
         Command::Terasort(args) => presets::terasort(args).await,
         Command::TpcdsStress(args) => presets::tpcds_stress(args).await,

@@ -161,7 +161,7 @@ impl Session {
             partition_ids: message.partitions.iter().map(|(partition, _)| partition.0).collect(),
             partition_require_sizes,
         };
-        self.patiently(stats, async || {
+        self.patiently(stats, || async {
             let call = self.grpc.small("/rss.common.ShuffleServer/requireBuffer", &request);
             let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
             granted("requireBuffer", answer.status, &answer.ret_msg, || Ok(TicketId(answer.require_buffer_id)))
@@ -249,7 +249,7 @@ impl Session {
     ) -> anyhow::Result<(Vec<Block>, Option<bool>)> {
         const RPC: &str = "getMemoryShuffleData";
         let last_block_id = after.map_or(-1, |id| id.0);
-        self.patiently(stats, async || {
+        self.patiently(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 memory_over_tcp(tcp, key, partition, last_block_id, limit).await?
@@ -282,7 +282,7 @@ impl Session {
         partition: PartitionId,
     ) -> anyhow::Result<(Vec<IndexRecord>, Option<u64>)> {
         const RPC: &str = "getLocalShuffleIndex";
-        self.patiently(stats, async || {
+        self.patiently(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 let mut answer = request_over_tcp(tcp, 4, key, partition, |_| {}).await?;
@@ -319,7 +319,7 @@ impl Session {
     ) -> anyhow::Result<Bytes> {
         const RPC: &str = "getLocalShuffleData";
         let (offset, length) = (i64::try_from(offset)?, i32::try_from(length)?);
-        self.patiently(stats, async || {
+        self.patiently(stats, || async {
             let begin = Instant::now();
             let answer = if let Some(tcp) = &self.tcp {
                 let range = |frame: &mut BytesMut| {
@@ -369,11 +369,10 @@ impl Session {
     }
 
     /// Calls again while the answer is NO_BUFFER (`None`).
-    async fn patiently<T>(
-        &self,
-        stats: &Stats,
-        call: impl AsyncFn() -> anyhow::Result<Option<T>>,
-    ) -> anyhow::Result<T> {
+    async fn patiently<T, F>(&self, stats: &Stats, mut call: impl FnMut() -> F) -> anyhow::Result<T>
+    where
+        F: Future<Output = anyhow::Result<Option<T>>>,
+    {
         for refusals in 0..self.target.backoff.attempts {
             if let Some(result) = call().await? {
                 return Ok(result);
