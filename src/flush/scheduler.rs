@@ -20,6 +20,9 @@ use super::queue::{Batch, Queue};
 /// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
 const BATCH_PARTS_MAX: usize = 4096;
 
+/// Every so many ticks memory of aborted sends is looked for: it walks all partitions.
+const TICKS_PER_SWEEP: u32 = 10;
+
 /// The flusher of one worker.
 #[derive(Debug)]
 pub struct Flusher {
@@ -112,6 +115,7 @@ impl Flusher {
         tokio::pin!(stopped);
         let mut tick = interval(self.config.tick);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut ticks = 0;
         loop {
             tokio::select! {
                 biased;
@@ -121,7 +125,7 @@ impl Flusher {
                 }
                 () = self.wake.notified() => {}
                 () = self.memory.pressure().notified() => {}
-                _ = tick.tick() => {}
+                _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks),
             }
             let goal = policy::flush_goal(
                 self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)),
@@ -132,6 +136,14 @@ impl Flusher {
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
                 tokio::task::yield_now().await;
             }
+        }
+    }
+
+    /// Looking for candidates also gives back segments that only aborted sends had used.
+    fn drop_dead_now_and_then(&self, ticks: &mut u32) {
+        *ticks = ticks.wrapping_add(1);
+        if ticks.is_multiple_of(TICKS_PER_SWEEP) {
+            drop(self.memory.candidates());
         }
     }
 

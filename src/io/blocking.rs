@@ -88,28 +88,18 @@ impl BlockingDisk {
 }
 
 /// Runs `work` on a blocking thread under a permit that it keeps until it ends.
-async fn blocking<T: Send + 'static>(permits: Arc<Semaphore>, work: impl FnOnce() -> T + Send + 'static) -> T
-where
-    T: FromJoinError,
-{
+async fn blocking<T: Send + 'static>(
+    permits: Arc<Semaphore>,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
     let permit = permits.acquire_owned().await.expect("a disk never closes its semaphores");
     let joined = tokio::task::spawn_blocking(move || {
         let done = work();
         drop(permit);
         done
     });
-    joined.await.unwrap_or_else(|error| T::from_join_error(io::Error::other(error)))
-}
-
-/// What a call returns when its thread panicked or the runtime shuts down.
-trait FromJoinError {
-    fn from_join_error(error: io::Error) -> Self;
-}
-
-impl<T> FromJoinError for io::Result<T> {
-    fn from_join_error(error: io::Error) -> Self {
-        Err(error)
-    }
+    // A panic of the thread, or the end of the runtime.
+    joined.await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
 impl Disk for BlockingDisk {
@@ -133,15 +123,15 @@ impl Disk for BlockingDisk {
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.on_path(&self.names, path, |path| std::fs::create_dir_all(path))
+        self.on_path(&self.names, path, std::fs::create_dir_all)
     }
 
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.on_path(&self.names, path, |path| std::fs::remove_dir(path))
+        self.on_path(&self.names, path, std::fs::remove_dir)
     }
 
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.on_path(&self.removals, path, |path| std::fs::remove_dir_all(path))
+        self.on_path(&self.removals, path, std::fs::remove_dir_all)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {

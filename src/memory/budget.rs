@@ -83,7 +83,6 @@ impl Budget {
 
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere: block metadata (by the block limit)
     /// and what a redeemed ticket has already been promised.
-    #[must_use]
     pub fn overdraw(&self, bytes: u64) -> Charge {
         let before = self.0.used.fetch_add(bytes, Ordering::Acquire);
         self.wake_on_crossing(before, before.saturating_add(bytes));
@@ -91,7 +90,6 @@ impl Budget {
     }
 
     /// A charge of nothing, to merge others into.
-    #[must_use]
     pub fn nothing(&self) -> Charge {
         Charge { budget: self.clone(), bytes: 0 }
     }

@@ -108,7 +108,8 @@ impl Buffer {
     /// region is exhausted in spite of the ticket (its slack is used up by seals amid sends); nothing is held then.
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
-        let mut dead = SmallVec::new();
+        // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
+        let (mut dead, mut abandoned) = (SmallVec::new(), None);
         let mut state = self.state.lock();
         if state.evicted {
             return Err(MemoryError::Evicted);
@@ -117,11 +118,18 @@ impl Buffer {
             dead = state.active.chain.drop_dead();
         }
         if !state.active.chain.has_room_for(len) {
-            self.rotate(&mut state);
+            // A chain's offsets are at their end. Its blocks wait as a batch; a chain of fills only is let go of,
+            // the fills keep their segments and commit as strays.
+            if state.active.is_empty() {
+                let active = self.next_list(&mut state);
+                abandoned = Some(std::mem::replace(&mut state.active, active));
+            } else {
+                self.rotate(&mut state);
+            }
         }
         let fill = state.active.chain.reserve(len, &self.shared.region, funds, &self.aborted);
         drop(state);
-        drop(dead);
+        drop((dead, abandoned));
         fill
     }
 

@@ -234,7 +234,8 @@ fn allocate(
     Err(MemoryError::NoCapacity { asked: missing, free: funds.free_budget() })
 }
 
-/// Room for one block, to be written by its owner alone. Dropped without commit, its range is zeroed and dead.
+/// Room for one block, to be written by its owner alone. Dropped without commit, what was
+/// written is zeroed and the range is dead: nobody can ever read it.
 #[derive(Debug)]
 pub struct BlockFill {
     chain: u64,

@@ -149,8 +149,8 @@ impl ReadBuf {
     }
 
     /// The buffer, page-aligned. It shows what the memory held before: write before showing it.
-    pub fn as_mut(&mut self) -> &mut [u8] {
-        self.fill.as_mut()
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.fill.bytes_mut()
     }
 
     /// The first `len` bytes, which must have been written; the rest is zeroed.
@@ -169,7 +169,7 @@ impl ReadBuffers for ReadPool {
 
 impl ReadBuffer for ReadBuf {
     fn as_mut(&mut self) -> &mut [u8] {
-        Self::as_mut(self)
+        self.bytes_mut()
     }
 
     fn freeze(self: Box<Self>, len: usize) -> Bytes {
@@ -185,7 +185,7 @@ mod tests {
     async fn a_buffer_is_back_when_its_last_bytes_are_dropped() {
         let pool = ReadPool::new(2 << 20).unwrap();
         let mut first = pool.acquire(1 << 20).await;
-        first.as_mut()[..3].copy_from_slice(b"abc");
+        first.bytes_mut()[..3].copy_from_slice(b"abc");
         let bytes = first.freeze(3);
         let second = pool.try_acquire(1 << 20).unwrap();
         assert!(pool.try_acquire(1).is_none(), "the pool is bounded");

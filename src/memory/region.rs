@@ -10,7 +10,7 @@
 //! `Slice` only inside ranges that were frozen before and told to the segment by [`Segment::absorb`]. Every handle
 //! holds the piece by `Arc`, so a piece returns to the buddy only when no handle is left, and the mapping lives as
 //! long as any piece. Bytes are always initialised: the mapping starts as zeroes and is only ever overwritten, so
-//! `&mut [u8]` over old content is sound (what may be *shown* is the caller's care; aborted ranges are zeroed).
+//! `&mut [u8]` over old content is sound (what may be *shown* is the caller's care).
 //!
 //! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region.
 //!
@@ -154,7 +154,7 @@ impl Segment {
         }
         let start = self.cursor;
         self.cursor += len;
-        Some(Fill { piece: Some(Arc::clone(&self.piece)), start, len, written: 0 })
+        Some(Fill { piece: Some(Arc::clone(&self.piece)), start, len, written: 0, dirty: 0 })
     }
 
     /// Notes that `slice` is frozen, so that [`Segment::slice`] can show it. It must be of this segment.
@@ -184,7 +184,7 @@ impl Segment {
     pub fn pad_to(&mut self, align: usize) {
         let missing = (self.cursor.next_multiple_of(align) - self.cursor).min(self.remaining());
         if let Some(mut fill) = self.fill(missing) {
-            fill.as_mut().fill(0);
+            fill.bytes_mut().fill(0);
             self.absorb(fill.freeze_prefix(missing));
         }
     }
@@ -207,7 +207,8 @@ impl Segment {
     /// True when nothing in it can ever be read: nothing is frozen and nobody is filling or reading.
     #[must_use]
     pub fn is_dead(&self) -> bool {
-        // Only `&mut self` makes new handles, so a count of one seen by the owner can not rise behind its back.
+        // A count of one is the owner's own: there is no handle that another thread could clone, and the owner
+        // makes new ones only by `fill`, or by `slice` of what is frozen.
         self.frozen.is_empty() && Arc::strong_count(&self.piece) == 1
     }
 }
@@ -219,13 +220,19 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// A range that only its owner may write. Dropped without freezing, it is zeroed.
+/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and nobody can ever
+/// read it.
+///
+/// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
+/// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
 pub struct Fill {
     /// `None` only after freezing, so that `drop` knows.
     piece: Option<Arc<Piece>>,
     start: usize,
     len: usize,
     written: usize,
+    /// The prefix that may differ from what was here before.
+    dirty: usize,
 }
 
 impl Fill {
@@ -251,13 +258,19 @@ impl Fill {
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(self.remaining());
         let from = self.written;
-        self.as_mut()[from..from + taken].copy_from_slice(&bytes[..taken]);
+        self.range_mut()[from..from + taken].copy_from_slice(&bytes[..taken]);
         self.written += taken;
+        self.dirty = self.dirty.max(self.written);
         taken
     }
 
     /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
-    pub fn as_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.dirty = self.len;
+        self.range_mut()
+    }
+
+    fn range_mut(&mut self) -> &mut [u8] {
         let Some(piece) = &self.piece else { return &mut [] };
         let start = piece.at(self.start, self.len);
         // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
@@ -266,26 +279,33 @@ impl Fill {
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 
-    /// Ends writing. The slice covers what was written; the rest, if any, is zeroed and dead.
+    /// Ends writing. The slice covers what was written; the rest, if any, is dead.
     #[must_use]
     pub fn freeze(self) -> Slice {
         let written = self.written;
         self.freeze_prefix(written)
     }
 
-    /// Ends writing that went through [`Fill::as_mut`]: the first `len` bytes are good.
+    /// Ends writing that went through [`Fill::bytes_mut`]: the first `len` bytes are good, the rest is dead.
     #[must_use]
     pub fn freeze_prefix(mut self, len: usize) -> Slice {
         assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
-        self.as_mut()[len..].fill(0);
+        self.zero_dirty_from(len);
         let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
         Slice { piece, start: self.start, len }
+    }
+
+    fn zero_dirty_from(&mut self, start: usize) {
+        let dirty = self.dirty;
+        if let Some(bytes) = self.range_mut().get_mut(start..dirty) {
+            bytes.fill(0);
+        }
     }
 }
 
 impl Drop for Fill {
     fn drop(&mut self) {
-        self.as_mut().fill(0);
+        self.zero_dirty_from(0);
     }
 }
 

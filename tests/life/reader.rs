@@ -102,7 +102,7 @@ impl Reader {
             .read_index(self.key.0, self.key.1, self.partition)
             .await
             .expect("reads have no faults");
-        let records = collect(answer.chunks, &world.service, answer.length).await;
+        let records = collect(answer.chunks, answer.length).await;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
         let promised = world.promised.get_mut(&self.key).expect("checked by step");
@@ -137,7 +137,7 @@ impl Reader {
             )
             .await
             .expect("a range of a published index can be read");
-        let data = collect(answer.chunks, service, length).await;
+        let data = collect(answer.chunks, length).await;
         for record in first..end {
             let at = usize::try_from(u64_at(&records, record * RECORD) - offset).expect("small");
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
@@ -150,7 +150,7 @@ impl Reader {
     }
 }
 
-async fn collect(mut chunks: ChunkStream, service: &Service, length: u64) -> Vec<u8> {
+async fn collect(mut chunks: ChunkStream, length: u64) -> Vec<u8> {
     let mut all = Vec::new();
     while let Some(chunk) = chunks.next().await.expect("reads have no faults") {
         all.extend_from_slice(&chunk);

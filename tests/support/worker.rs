@@ -250,7 +250,7 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
     )
 }
 
-/// Everything below a data directory but its claim and the empty directory of applications.
+/// Everything below a data directory but its claim and the empty directories of applications and of what is deleted.
 fn leftovers(base: &Path) -> Vec<PathBuf> {
     let mut left = Vec::new();
     let mut open = vec![base.to_owned()];
@@ -258,7 +258,7 @@ fn leftovers(base: &Path) -> Vec<PathBuf> {
         // A directory that a purge removes meanwhile is not left.
         for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
             let path = entry.path();
-            if path == base.join("apps") {
+            if path == base.join("apps") || path == base.join("trash") {
                 open.push(path);
             } else if path != base.join(CLAIM_FILE) {
                 left.push(path);

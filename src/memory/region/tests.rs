@@ -1,1 +1,179 @@
+//! Run under Miri too, so: small, and no time or files.
 
+use super::super::budget::Budget;
+use super::*;
+
+fn region() -> (Arc<Region>, Budget) {
+    let region = Region::new(1).unwrap();
+    let budget = Budget::new(region.capacity_bytes());
+    (region, budget)
+}
+
+fn segment(region: &Arc<Region>, budget: &Budget, bytes: usize) -> Segment {
+    region.allocate(bytes, budget.try_charge(bytes as u64).unwrap()).unwrap()
+}
+
+fn frozen(segment: &mut Segment, bytes: &[u8]) -> Slice {
+    let mut fill = segment.fill(bytes.len()).unwrap();
+    assert_eq!(fill.write(bytes), bytes.len());
+    fill.freeze()
+}
+
+#[test]
+fn what_is_written_is_read_and_the_memory_returns_with_its_last_reader() {
+    let (region, budget) = region();
+    let mut segment = segment(&region, &budget, 4096);
+    let slice = frozen(&mut segment, b"hello");
+    let part = slice.slice(1..3).into_bytes();
+    drop(segment);
+    assert_eq!(slice.as_ref(), b"hello");
+    drop(slice);
+    assert_eq!((&part[..], budget.used(), region.free_bytes()), (&b"el"[..], 4096, (2 << 20) - 4096));
+    drop(part);
+    assert_eq!((budget.used(), region.largest_free()), (0, SEGMENT_BYTES_MAX));
+}
+
+#[test]
+fn a_full_region_gives_the_charge_back() {
+    let (region, _) = region();
+    let budget = Budget::new(8 << 20);
+    let all = segment(&region, &budget, SEGMENT_BYTES_MAX);
+    let charge = region.allocate(4096, budget.try_charge(4096).unwrap()).unwrap_err();
+    assert_eq!((charge.bytes(), region.largest_free()), (4096, 0));
+    drop((charge, all));
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn writes_stop_at_the_end_of_the_range_and_stay_out_of_the_neighbours() {
+    let (region, budget) = region();
+    let mut segment = segment(&region, &budget, 4096);
+    let mut left = segment.fill(4).unwrap();
+    let mut middle = segment.fill(4).unwrap();
+    let right = frozen(&mut segment, b"RRRR");
+    assert_eq!(middle.write(b"mmmmmmmm"), 4);
+    assert_eq!(middle.write(b"x"), 0);
+    assert_eq!((left.write(b"ll"), left.remaining()), (2, 2));
+    let (left, middle) = (left.freeze(), middle.freeze());
+    assert_eq!((left.as_ref(), middle.as_ref(), right.as_ref()), (&b"ll"[..], &b"mmmm"[..], &b"RRRR"[..]));
+    assert!(segment.fill(4096).is_none());
+    assert_eq!(segment.remaining(), 4096 - 12);
+}
+
+#[test]
+fn only_absorbed_ranges_are_readable_whatever_their_order() {
+    let (region, budget) = region();
+    let mut segment = segment(&region, &budget, 4096);
+    assert!(segment.readable().is_none(), "nothing was frozen");
+    let slices = [b"aaaa", b"bbbb", b"cccc", b"dddd"].map(|bytes| frozen(&mut segment, bytes));
+    let [a, b, c, d] = slices;
+    segment.absorb(d);
+    segment.absorb(b);
+    assert_eq!(segment.slice(5..7).unwrap().as_ref(), b"bb");
+    assert!(segment.slice(3..7).is_none() && segment.slice(4..9).is_none() && segment.slice(0..16).is_none());
+    segment.absorb(a);
+    assert_eq!(segment.slice(2..6).unwrap().as_ref(), b"aabb");
+    segment.absorb(c);
+    assert_eq!(segment.readable().unwrap().as_ref(), b"aaaabbbbccccdddd");
+    assert_eq!(segment.frozen.len(), 1);
+    #[expect(clippy::reversed_empty_ranges, reason = "such a range must be refused")]
+    let reversed = segment.slice(6..2);
+    assert!(reversed.is_none());
+}
+
+#[test]
+fn an_aborted_fill_leaves_zeroes_that_can_not_be_read() {
+    let (region, budget) = region();
+    let mut first = segment(&region, &budget, 4096);
+    let mut fill = first.fill(4096).unwrap();
+    fill.write(&[7; 4096]);
+    assert!(!first.is_dead(), "it is being filled");
+    drop(fill);
+    assert!(first.is_dead() && first.slice(0..1).is_none());
+    drop(first);
+    let mut again = segment(&region, &budget, 4096);
+    assert_eq!(again.fill(4096).unwrap().bytes_mut(), &[0; 4096], "the same piece, zeroed");
+}
+
+#[test]
+fn padding_is_zero_and_readable_over_old_content() {
+    let (region, budget) = region();
+    let mut dirty = segment(&region, &budget, 8192);
+    drop(frozen(&mut dirty, &[7; 8192]));
+    drop(dirty);
+    let mut segment = segment(&region, &budget, 8192);
+    let slice = frozen(&mut segment, &[1; 5000]);
+    segment.absorb(slice);
+    segment.pad_to(4096);
+    let whole = segment.readable().unwrap();
+    assert_eq!((whole.len(), &whole.as_ref()[5000..]), (8192, &[0; 3192][..]));
+    assert_eq!(whole.as_ref().as_ptr().addr() % 4096, 0);
+}
+
+#[test]
+fn a_prefix_is_frozen_and_the_rest_forgotten() {
+    let (region, budget) = region();
+    let mut first = segment(&region, &budget, 4096);
+    let mut fill = first.fill(4096).unwrap();
+    fill.bytes_mut().fill(9);
+    let slice = fill.freeze_prefix(10);
+    assert_eq!(slice.as_ref(), &[9; 10]);
+    drop((slice, first));
+    let mut again = segment(&region, &budget, 4096);
+    let mut fill = again.fill(4096).unwrap();
+    assert_eq!(fill.bytes_mut()[..10], [9; 10]);
+    assert_eq!(fill.bytes_mut()[10..], [0; 4086]);
+}
+
+#[test]
+#[should_panic(expected = "a slice of another segment")]
+fn a_foreign_slice_is_not_absorbed() {
+    let (region, budget) = region();
+    let mut one = segment(&region, &budget, 4096);
+    let mut other = segment(&region, &budget, 4096);
+    let foreign = frozen(&mut other, b"x");
+    one.absorb(foreign);
+}
+
+#[test]
+fn threads_fill_and_read_one_segment() {
+    let (region, budget) = region();
+    let mut shared = segment(&region, &budget, 4096);
+    let fills: Vec<_> = (0..4).map(|_| shared.fill(64).unwrap()).collect();
+    let writers: Vec<_> = (0u8..)
+        .zip(fills)
+        .map(|(value, mut fill)| {
+            std::thread::spawn(move || {
+                fill.write(&[value; 64]);
+                fill.freeze()
+            })
+        })
+        .collect();
+    for writer in writers {
+        shared.absorb(writer.join().unwrap());
+    }
+    let bytes = shared.readable().unwrap().into_bytes();
+    drop(shared);
+    let sum =
+        std::thread::spawn(move || bytes.iter().map(|byte| u32::from(*byte)).sum::<u32>()).join().unwrap();
+    assert_eq!((sum, budget.used()), (64 * (1 + 2 + 3), 0));
+}
+
+/// With a budget as large as the region, a granted charge must always find its memory: it returns first.
+#[test]
+fn memory_is_free_before_its_charge_is() {
+    let (region, budget) = region();
+    let rounds = if cfg!(miri) { 10 } else { 20_000 };
+    let take_and_drop = || {
+        for _ in 0..rounds {
+            let charge = budget.try_charge(2 << 20);
+            drop(charge.map(|charge| region.allocate(2 << 20, charge).expect("memory behind every charge")));
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(take_and_drop);
+        }
+    });
+    assert_eq!((budget.used(), region.largest_free()), (0, SEGMENT_BYTES_MAX));
+}

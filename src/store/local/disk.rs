@@ -37,7 +37,7 @@ const LOST_AND_FOUND: &str = "lost+found";
 /// A claimed data directory.
 #[derive(Debug)]
 pub(super) struct LocalDisk {
-    /// Place in the configuration.
+    /// Place among the claimed disks, set by the store.
     pub(super) index: usize,
     pub(super) io: Arc<dyn Disk>,
     /// Persistent identity, written into index groups.
@@ -59,6 +59,8 @@ struct State {
     fault: Option<String>,
     timed_out: bool,
     full: bool,
+    /// It answered "no space" since the last maintenance, whatever it measures.
+    refused: bool,
     /// As last measured, minus what we have written since.
     space: Space,
 }
@@ -104,11 +106,7 @@ pub(super) async fn within<T>(
 impl LocalDisk {
     /// Makes the directory ours, or says why it can not be. Content of ours from an earlier process is moved into the
     /// trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
-    pub(super) async fn claim(
-        index: usize,
-        io: Arc<dyn Disk>,
-        config: &LocalConfig,
-    ) -> Result<Self, StoreError> {
+    pub(super) async fn claim(io: Arc<dyn Disk>, config: &LocalConfig) -> Result<Self, StoreError> {
         let root = io.root().to_path_buf();
         let deadline = config.name_timeout;
         let failed = |error| StoreError::io(&root, error);
@@ -130,7 +128,7 @@ impl LocalDisk {
             within(deadline, io.create_dir_all(Path::new(directory))).await.map_err(failed)?;
         }
         let disk = Self {
-            index,
+            index: 0,
             label: root.display().to_string(),
             io,
             uuid,
@@ -142,8 +140,10 @@ impl LocalDisk {
             deadline,
             _lock: lock,
         };
-        disk.discard(Path::new(APPS)).await.map_err(failed)?;
-        within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
+        if !within(deadline, disk.io.list(Path::new(APPS))).await.map_err(failed)?.is_empty() {
+            disk.discard(Path::new(APPS)).await.map_err(failed)?;
+            within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
+        }
         disk.measure().await.map_err(failed)?;
         Ok(disk)
     }
@@ -188,6 +188,11 @@ impl LocalDisk {
         Ok(())
     }
 
+    /// Lets a disk that answered "no space" be tried again. Only from time to time: every try may cost a file.
+    pub(super) fn forgive_refusal(&self) {
+        self.state.lock().refused = false;
+    }
+
     /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
     /// a name that is gone) does not count against it.
     pub(super) fn note(&self, error: &io::Error) {
@@ -198,10 +203,10 @@ impl LocalDisk {
         let kind = error.kind();
         let mut state = self.state.lock();
         if matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-            if !state.full {
+            if !state.refused {
                 tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
             }
-            state.full = true;
+            state.refused = true;
         } else if !of_the_process && kind != io::ErrorKind::NotFound {
             if state.fault.is_none() {
                 tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
@@ -258,7 +263,7 @@ impl LocalDisk {
         let state = self.state.lock();
         Candidate {
             healthy: state.fault.is_none(),
-            full: state.full,
+            full: state.full || state.refused,
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
         }
@@ -278,7 +283,7 @@ impl LocalDisk {
             healthy: state.fault.is_none(),
             fault: state.fault.clone(),
             timed_out: state.timed_out,
-            full: state.full,
+            full: state.full || state.refused,
             total_bytes: state.space.total_bytes,
             free_bytes: state.space.free_bytes,
             file_system: state.space.file_system,

@@ -70,9 +70,10 @@ impl Files {
         Ok(file)
     }
 
-    /// Closes what is open of a log.
+    /// Closes what is open of a log, now and of openings under way: a deleted file keeps its space while it is open.
     pub(super) fn forget(&self, log: &Log) {
         let mut open = self.open.lock();
+        log.forgotten.store(true, Ordering::Relaxed);
         let closed = (open.pop(&(log.id, Mode::Read)), open.pop(&(log.id, Mode::Write)));
         drop(open);
         drop(closed);
@@ -92,7 +93,12 @@ impl Files {
     }
 
     fn keep(&self, log: &Log, mode: Mode, file: &Arc<dyn File>) {
-        let evicted = self.open.lock().push((log.id, mode), Arc::clone(file));
+        let mut open = self.open.lock();
+        if log.forgotten.load(Ordering::Relaxed) {
+            return;
+        }
+        let evicted = open.push((log.id, mode), Arc::clone(file));
+        drop(open);
         drop(evicted); // Closed outside the lock.
     }
 }

@@ -46,6 +46,8 @@ pub(super) struct Log {
     pub(super) number: u32,
     next: AtomicU64,
     closed: AtomicBool,
+    /// Its descriptors may not be cached any more; guarded by the lock of the cache.
+    pub(super) forgotten: AtomicBool,
 }
 
 impl Log {
@@ -56,7 +58,8 @@ impl Log {
         disk: Arc<LocalDisk>,
         (path, number): (PathBuf, u32),
     ) -> Self {
-        Self { id, slot, kind, disk, path, number, next: AtomicU64::new(0), closed: AtomicBool::new(false) }
+        let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
+        Self { id, slot, kind, disk, path, number, next, closed, forgotten }
     }
 
     /// A range of `bytes` that is the caller's alone; `None` when the log is closed or would grow too long.

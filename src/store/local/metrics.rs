@@ -92,7 +92,6 @@ impl Metrics {
     ///
     /// # Errors
     /// A name that is taken.
-    #[expect(clippy::too_many_lines, reason = "one line per metric")]
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let it = Register(registry);
         let extent_bytes = HistogramOpts::new("local_extent_bytes", "bytes of published extents")

@@ -227,7 +227,7 @@ impl LocalStore {
         let metrics =
             Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
         let roots = disks.len() as u64;
-        let claims = disks.into_iter().map(|disk| LocalDisk::claim(0, disk, &config));
+        let claims = disks.into_iter().map(|disk| LocalDisk::claim(disk, &config));
         let mut claimed = Vec::new();
         let mut last_error = None;
         for claim in join_all(claims.collect::<Vec<_>>()).await {

@@ -26,7 +26,7 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
     let able = candidates.iter().enumerate().filter(|(index, it)| fits(it) && !excluded.contains(index));
     able.min_by(|(_, left), (_, right)| {
         // left.load / left.free against right.load / right.free, without dividing.
-        let load = |it: &Candidate| u128::from(it.in_flight_bytes) + u128::from(bytes.max(1));
+        let load = |it: &Candidate| u128::from(it.in_flight_bytes.saturating_add(bytes.max(1)));
         let (left_side, right_side) =
             (load(left) * u128::from(right.free_bytes), load(right) * u128::from(left.free_bytes));
         left_side.cmp(&right_side)

@@ -4,6 +4,7 @@
 //! deletes them there. What can not be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
 //! by [`LocalStore::maintain_once`].
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::io;
 use std::path::Path;
@@ -30,34 +31,43 @@ impl Core {
     async fn remove_condemned(&self) {
         let batch = std::mem::take(&mut *self.condemned.lock());
         let mut work = Retry { core: self, left: batch };
-        // One disk that hangs must not keep the others from being cleaned: take them disk by disk at once.
+        // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
         let removals = self.disks.iter().map(|disk| {
             let here = work.left.iter().filter(|it| Arc::ptr_eq(&it.disk, disk));
-            let here: Vec<_> = here.map(|it| Arc::clone(&it.shuffle)).collect();
-            async move {
-                let mut failed = Vec::new();
-                for shuffle in here {
-                    if let Err(error) = self.remove(&shuffle, disk).await {
-                        tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error,
-                            "removal failed, will be tried again");
-                        self.metrics.deletion_failed.inc();
-                        disk.note(&error);
-                        failed.push(Condemned { shuffle, disk: Arc::clone(disk) });
-                    }
-                }
-                failed
-            }
+            self.remove_all(disk, here.map(|it| Arc::clone(&it.shuffle)).collect())
         });
-        let removals: Vec<_> = removals.collect();
-        let failed = join_all(removals).await;
+        let failed = join_all(removals.collect::<Vec<_>>()).await;
         work.left = failed.into_iter().flatten().collect();
+    }
+
+    /// Removes shuffles from one disk; returns those that are still there.
+    async fn remove_all(&self, disk: &Arc<LocalDisk>, shuffles: Vec<Arc<Shuffle>>) -> Vec<Condemned> {
+        let mut left = Vec::new();
+        for shuffle in shuffles {
+            // Removals on a bad disk hang: they wait for a probe that succeeds.
+            let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
+            if !removed {
+                left.push(Condemned { shuffle, disk: Arc::clone(disk) });
+            }
+        }
+        left
+    }
+
+    async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
+        let result = self.remove(shuffle, disk).await;
+        if let Err(error) = &result {
+            tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error, "removal failed, will be tried again");
+            self.metrics.deletion_failed.inc();
+            disk.note(error);
+        }
+        result.is_ok()
     }
 
     async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
         let started = Instant::now();
         let trash = {
-            // Whoever is creating a file of it ends first; nobody begins any more.
-            let _gate = within(self.config.name_timeout, async { Ok(shuffle.gate.write().await) }).await?;
+            // Whoever is creating a file of it ends first (its steps have deadlines); nobody begins any more.
+            let _gate = shuffle.gate.write().await;
             disk.discard(&shuffle.directory).await?
         };
         if let Some(trash) = trash {
@@ -148,6 +158,10 @@ impl LocalStore {
                 tracing::warn!(disk = %disk.label, error = %error, "space can not be measured");
                 disk.note(&error);
             }
+            disk.forgive_refusal();
+            if !disk.is_healthy() {
+                return;
+            }
             if let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await {
                 tracing::warn!(disk = %disk.label, error = %error, "trash can not be emptied");
                 self.core.metrics.deletion_failed.inc();
@@ -170,7 +184,36 @@ impl LocalStore {
         self.core.set_gauges();
     }
 
-    /// [`LocalStore::maintain_once`] and [`LocalStore::probe`] at their intervals, until `stop`.
+    /// Removes directories of ours that belong to no shuffle: what a call that hung through a purge made afterwards.
+    pub async fn sweep(&self) {
+        let sweeps = self.core.disks.iter().filter(|disk| disk.is_healthy()).map(|disk| async move {
+            if let Err(error) = self.sweep_disk(disk).await {
+                tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
+            }
+        });
+        join_all(sweeps.collect::<Vec<_>>()).await;
+    }
+
+    async fn sweep_disk(&self, disk: &LocalDisk) -> io::Result<()> {
+        let deadline = self.core.config.name_timeout;
+        let mut found = Vec::new();
+        for app in within(deadline, disk.io.list(Path::new(APPS))).await? {
+            let app = Path::new(APPS).join(app);
+            for name in within(deadline, disk.io.list(&app)).await.unwrap_or_default() {
+                let incarnation = name.rsplit_once('.').and_then(|(_, text)| text.parse::<u64>().ok());
+                found.extend(incarnation.map(|incarnation| (incarnation, app.join(name))));
+            }
+        }
+        // Listed first, looked up second: a directory is only made for a shuffle that is registered, so one without
+        // a shuffle now will never have one again.
+        let alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
+        for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
+            disk.discard(path).await?;
+        }
+        Ok(())
+    }
+
+    /// [`LocalStore::maintain_once`], [`LocalStore::probe`] and [`LocalStore::sweep`] at their intervals, until `stop`.
     pub async fn maintain(self: Arc<Self>, stop: impl Future<Output = ()>) {
         let looping = async {
             let mut last_probe = Instant::now();
@@ -178,6 +221,7 @@ impl LocalStore {
                 self.maintain_once().await;
                 if last_probe.elapsed() >= self.core.config.probe_interval {
                     self.probe().await;
+                    self.sweep().await;
                     last_probe = Instant::now();
                 }
                 sleep(self.core.config.space_interval).await;

@@ -4,6 +4,7 @@
 //! first: nothing is created after a purge.
 
 use std::collections::HashMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -213,7 +214,11 @@ impl Shuffle {
         self.require_present()?;
         let directory = disk.io.root().join(&self.directory);
         let deadline = core.config.name_timeout;
-        let made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
+        let mut made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
+        if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            // The app's empty directory may just have been removed by a purge of its earlier registration.
+            made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
+        }
         made.map_err(|error| core.failed(disk, &directory, error))?;
         let number = next_number.fetch_add(1, Ordering::Relaxed);
         let path = self.directory.join(format!("{number}.{}", kind.extension()));

@@ -1,8 +1,8 @@
 //! The data half of a write: one batch becomes one contiguous range of one data log.
 //!
 //! Extents begin on block boundaries. What is aligned in memory goes to the disk as it lies, many partitions per
-//! call; everything else is gathered through staging buffers. A writer holds at most one staging buffer while it waits
-//! for another, or rather none: a full one is written first, so writers can not starve each other.
+//! call; everything else is gathered through staging buffers. A writer that needs another staging buffer writes the one
+//! it holds first, so writers can not starve each other.
 
 use std::sync::Arc;
 
@@ -177,27 +177,32 @@ impl Call<'_> {
             let mut piece = &piece[..piece.len().min(left)];
             left -= piece.len();
             while !piece.is_empty() {
-                if staging.as_ref().is_some_and(|buffer| buffer.room() == 0) {
-                    self.push_staging(staging.take()).await?;
-                    self.send().await?;
-                }
-                let buffer = match staging {
-                    Some(buffer) => buffer,
-                    None => {
-                        // Never wait for a buffer while holding one.
-                        if self.staged {
-                            self.send().await?;
-                        }
-                        staging.insert(self.core.staging.acquire().await)
-                    }
-                };
+                let mut buffer = self.staging_with_room(staging.take()).await?;
                 piece = &piece[buffer.put(piece)..];
+                *staging = Some(buffer);
             }
         }
         if let Some(buffer) = staging {
             buffer.pad();
         }
         Ok(())
+    }
+
+    /// The given buffer when it has room, else a new one; never waits for one while holding another.
+    async fn staging_with_room(
+        &mut self,
+        staging: Option<AlignedBuffer>,
+    ) -> Result<AlignedBuffer, StoreError> {
+        match staging {
+            Some(buffer) if buffer.room() > 0 => Ok(buffer),
+            full => {
+                self.push_staging(full).await?;
+                if self.staged {
+                    self.send().await?;
+                }
+                Ok(self.core.staging.acquire().await)
+            }
+        }
     }
 
     async fn send(&mut self) -> Result<(), StoreError> {

@@ -1,0 +1,77 @@
+//! What a flush costs besides the copy: encoding index records and groups, checking them again, choosing a disk.
+//!
+//! # Reference numbers
+//! None taken yet: they belong here once the machine is quiet.
+
+#![allow(missing_docs, reason = "a benchmark")]
+
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use uniffle_worker::store::local::index::{GroupExtent, GroupHeader, decode, encode};
+use uniffle_worker::store::local::placement::{Candidate, choose};
+use uniffle_worker::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
+use uniffle_worker::wire::index::{IndexRecord, rebase};
+use uuid::Uuid;
+
+fn blocks(count: i64) -> Vec<BlockMeta> {
+    let block = |n| BlockMeta {
+        block_id: BlockId(n),
+        task_attempt_id: TaskAttemptId(n / 3),
+        length: 14_336,
+        uncompressed_length: 40_000,
+        crc: 0x1234_5678,
+    };
+    (0..count).map(block).collect()
+}
+
+fn records(c: &mut Criterion) {
+    let mut group = c.benchmark_group("index_record");
+    let blocks = blocks(1000);
+    group.throughput(Throughput::Elements(1000));
+    group.bench_function("encode", |b| {
+        b.iter(|| {
+            let mut offset = 0;
+            for block in &blocks {
+                black_box(IndexRecord::new(block, offset).encode());
+                offset += u64::from(block.length);
+            }
+        });
+    });
+    let mut bytes: Vec<u8> = blocks.iter().flat_map(|block| IndexRecord::new(block, 0).encode()).collect();
+    group.bench_function("rebase", |b| b.iter(|| rebase(black_box(&mut bytes), 4096)));
+    group.finish();
+}
+
+fn groups(c: &mut Criterion) {
+    let header = GroupHeader { sequence: 1, incarnation: 1, disk: Uuid::nil(), file_number: 0 };
+    let mut group = c.benchmark_group("index_group");
+    for (partitions, per_partition) in [(1, 16_384), (256, 64), (16_384, 1)] {
+        let blocks = blocks(per_partition);
+        let extents: Vec<_> = (0..partitions)
+            .map(|n| GroupExtent { partition: PartitionId(n), base: 0, data_offset: 0, blocks: &blocks })
+            .collect();
+        group.throughput(Throughput::Elements(16_384));
+        let name = format!("{partitions}x{per_partition}");
+        group.bench_function(BenchmarkId::new("encode", &name), |b| {
+            b.iter(|| encode(&header, black_box(&extents)))
+        });
+        let encoded = encode(&header, &extents).bytes;
+        group.bench_function(BenchmarkId::new("decode", &name), |b| b.iter(|| decode(black_box(&encoded))));
+    }
+    group.finish();
+}
+
+fn placement(c: &mut Criterion) {
+    let disk = |n: u64| Candidate {
+        healthy: n != 3,
+        full: n == 5,
+        free_bytes: 1u64 << (30 + n % 4),
+        in_flight_bytes: n << 20,
+    };
+    let disks: Vec<_> = (0..12).map(disk).collect();
+    c.bench_function("placement_12_disks", |b| b.iter(|| choose(black_box(&disks), 1 << 20, &[])));
+}
+
+criterion_group!(benches, records, groups, placement);
+criterion_main!(benches);
