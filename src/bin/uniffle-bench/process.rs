@@ -128,13 +128,12 @@ fn listener(port: u16) -> Option<u32> {
     let inode = tables.iter().find_map(|table| listening_inode(table, port))?;
     let wanted = format!("socket:[{inode}]");
     let processes = std::fs::read_dir("/proc").ok()?.flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    pids.filter(|pid| {
+    let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.find(|pid| {
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         let mut links = descriptors.filter_map(|entry| std::fs::read_link(entry.path()).ok());
         links.any(|link| link.to_str() == Some(wanted.as_str()))
     })
-    .next()
 }
 
 /// The inode of the socket in state LISTEN (0A) on `port` in a table of `/proc/net`.
