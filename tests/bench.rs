@@ -65,8 +65,21 @@ fn what_is_written_is_read_back_through_memory_and_disk() {
     let worker = worker("bench-read");
     let port = worker.ready().grpc_port.to_string();
     let report = figures(&[
-        "read", "--port", &port, "--bytes", "100MB", "--message-size", "2MiB", "--partitions", "50", "--blocks",
-        "spark-mix", "--tasks", "7", "--skew", "0.5",
+        "read",
+        "--port",
+        &port,
+        "--bytes",
+        "100MB",
+        "--message-size",
+        "2MiB",
+        "--partitions",
+        "50",
+        "--blocks",
+        "spark-mix",
+        "--tasks",
+        "7",
+        "--skew",
+        "0.5",
     ]);
     assert!(sum(&report, "written_bytes") >= 100_000_000);
     let (memory, disk) = (sum(&report, "blocks_from_memory"), sum(&report, "blocks_from_disk"));
@@ -159,8 +172,19 @@ fn a_single_wrong_byte_is_found() {
     let worker = worker("bench-corrupt");
     let proxy = corrupting_proxy(worker.ready().grpc_port, 500_000);
     let line = [
-        "read", "--port", &proxy.to_string(), "--bytes", "4MB", "--message-size", "1MiB", "--partitions", "4",
-        "--connections", "1", "--readers", "1",
+        "read",
+        "--port",
+        &proxy.to_string(),
+        "--bytes",
+        "4MB",
+        "--message-size",
+        "1MiB",
+        "--partitions",
+        "4",
+        "--connections",
+        "1",
+        "--readers",
+        "1",
     ];
     fails_with(&bench(&line), "differs from what was written at byte");
 }
@@ -173,7 +197,8 @@ fn corrupting_proxy(port: u16, wrong: usize) -> u16 {
         for near in listener.incoming() {
             let near = near.expect("a connection");
             let far = TcpStream::connect(("127.0.0.1", port)).expect("the worker listens");
-            let (near_again, far_again) = (near.try_clone().expect("a handle"), far.try_clone().expect("a handle"));
+            let (near_again, far_again) =
+                (near.try_clone().expect("a handle"), far.try_clone().expect("a handle"));
             spawn(move || pass(near, far, usize::MAX));
             spawn(move || pass(far_again, near_again, wrong));
         }

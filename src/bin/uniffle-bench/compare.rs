@@ -123,8 +123,13 @@ mod tests {
         let run = |&cpu_seconds: &f64| {
             let server = Some(ServerUse { cpu_seconds, peak_rss_bytes: 1 << 20, ..ServerUse::default() });
             let name = "write".to_owned();
-            let phase =
-                PhaseReport { name, seconds: 1.0, written_bytes: 1_000_000_000, server, ..PhaseReport::default() };
+            let phase = PhaseReport {
+                name,
+                seconds: 1.0,
+                written_bytes: 1_000_000_000,
+                server,
+                ..PhaseReport::default()
+            };
             RunReport { phases: vec![phase], ..RunReport::default() }
         };
         cpu_seconds.iter().map(run).collect()
@@ -135,7 +140,10 @@ mod tests {
         let lines = compare(&runs(&[0.3, 9.0, 0.2]), &runs(&[0.6, 0.6, 0.5]));
         let cpu = lines.iter().find(|line| line.what == "write: server CPU-s/GB").unwrap();
         assert!((cpu.a - 0.3).abs() < 1e-9 && (cpu.b - 0.6).abs() < 1e-9 && (cpu.ratio - 0.5).abs() < 1e-9);
-        assert!(lines.iter().all(|line| !line.what.starts_with("read")), "what was not measured is not compared");
+        assert!(
+            lines.iter().all(|line| !line.what.starts_with("read")),
+            "what was not measured is not compared"
+        );
     }
 
     #[test]
@@ -146,7 +154,8 @@ mod tests {
             server_cpu_per_gb: cpu,
             client_cpu_per_gb: 0.0,
         };
-        let lines = compare_with_floor(&runs(&[0.3]), &[vec![floor(0.1)], vec![floor(0.2)], vec![floor(0.15)]]);
+        let lines =
+            compare_with_floor(&runs(&[0.3]), &[vec![floor(0.1)], vec![floor(0.2)], vec![floor(0.15)]]);
         assert_eq!(lines.len(), 1);
         assert!((lines[0].ratio - 2.0).abs() < 1e-9);
     }

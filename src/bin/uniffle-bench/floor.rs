@@ -178,7 +178,13 @@ impl Scratch {
     }
 
     fn open(&self, flags: i32) -> std::io::Result<File> {
-        OpenOptions::new().read(true).write(true).create(true).truncate(false).custom_flags(flags).open(&self.0)
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .custom_flags(flags)
+            .open(&self.0)
     }
 }
 

@@ -159,7 +159,8 @@ impl GrpcConnection {
         message: Pieces,
     ) -> anyhow::Result<A> {
         let answer = timeout(RPC_TIMEOUT, self.exchange(path, message)).await;
-        let answer = answer.map_err(|_| anyhow!("{path}: no answer within {} s", RPC_TIMEOUT.as_secs()))??;
+        let answer =
+            answer.map_err(|_| anyhow!("{path}: no answer within {} s", RPC_TIMEOUT.as_secs()))??;
         A::decode(answer).with_context(|| format!("{path}: the answer is no protobuf of this kind"))
     }
 

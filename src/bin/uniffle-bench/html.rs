@@ -47,7 +47,13 @@ fn comparison(body: &mut String, report: &Report) {
     let head = ["median", "A", "B", "A : B", "better"];
     let rows = report.comparison.iter().map(|line| {
         let a_is_better = (line.ratio > 1.0) == line.more_is_better;
-        let better = if (line.ratio - 1.0).abs() < 0.01 { "–" } else if a_is_better { "A" } else { "B" };
+        let better = if (line.ratio - 1.0).abs() < 0.01 {
+            "–"
+        } else if a_is_better {
+            "A"
+        } else {
+            "B"
+        };
         vec![
             line.what.clone(),
             format!("{:.3}", line.a),
@@ -68,7 +74,15 @@ fn comparison(body: &mut String, report: &Report) {
 fn of_run(body: &mut String, run: &RunReport) {
     let _ = write!(body, "<h2>{}</h2>", escape(&run.name));
     let head = [
-        "phase", "GB", "s", "GB/s", "server CPU-s/GB", "peak RSS MiB", "threads", "minor faults", "retries",
+        "phase",
+        "GB",
+        "s",
+        "GB/s",
+        "server CPU-s/GB",
+        "peak RSS MiB",
+        "threads",
+        "minor faults",
+        "retries",
         "NO_BUFFER waits",
     ];
     table(body, &head, run.phases.iter().map(phase_row));
@@ -213,7 +227,9 @@ mod tests {
     #[test]
     fn the_page_stands_alone_and_has_every_part() {
         let page = page(&crate::report::tests::sample_report());
-        for part in ["A against B", "Throughput", "Server memory", "Latency of write", "bare machine", "rotating"] {
+        for part in
+            ["A against B", "Throughput", "Server memory", "Latency of write", "bare machine", "rotating"]
+        {
             assert!(page.contains(part), "{part}");
         }
         for foreign in ["<script", "http://", "https://", "src=", "href=", "<tiny>"] {

@@ -19,6 +19,7 @@ mod progress;
 mod read;
 mod report;
 mod run;
+mod seek_disk;
 mod session;
 mod stats;
 mod tcp;
@@ -65,7 +66,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         report.write_json(path)?;
     }
     if let Some(path) = &files.html {
-        std::fs::write(path, html::page(&report)).with_context(|| format!("can not write {}", path.display()))?;
+        std::fs::write(path, html::page(&report))
+            .with_context(|| format!("can not write {}", path.display()))?;
     }
     Ok(())
 }

@@ -40,7 +40,8 @@ impl<'a> Writer<'a> {
     fn new(pool: &'a Pool, message: &Message) -> Self {
         let copied = if pool.sizes().mean() <= u64::from(COPY_BYTES_MAX) { message.payload_bytes } else { 0 };
         let copied = usize::try_from(copied).expect("a message fits memory");
-        let arena = BytesMut::with_capacity(copied + message.blocks * 72 + message.partitions.len() * 16 + 256);
+        let arena =
+            BytesMut::with_capacity(copied + message.blocks * 72 + message.partitions.len() * 16 + 256);
         Self { pool, arena, cuts: Vec::with_capacity(message.blocks) }
     }
 

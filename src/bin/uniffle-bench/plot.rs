@@ -41,7 +41,8 @@ pub(crate) fn escape(text: &str) -> String {
 
 /// `lines` over axes that begin at 0; nothing if there is no point.
 pub(crate) fn lines(title: &str, x_unit: &str, y_unit: &str, lines: &[Line]) -> String {
-    let points = || lines.iter().flat_map(|line| &line.points).filter(|(x, y)| x.is_finite() && y.is_finite());
+    let points =
+        || lines.iter().flat_map(|line| &line.points).filter(|(x, y)| x.is_finite() && y.is_finite());
     if points().next().is_none() {
         return String::new();
     }
@@ -146,13 +147,16 @@ mod tests {
 
     #[test]
     fn a_line_plot_stays_inside_its_frame() {
-        let line = Line { name: "a<b".into(), points: vec![(0.0, 0.0), (1.0, 7.0), (2.0, f64::NAN), (3.0, 3.0)] };
+        let line =
+            Line { name: "a<b".into(), points: vec![(0.0, 0.0), (1.0, 7.0), (2.0, f64::NAN), (3.0, 3.0)] };
         let svg = lines("t", "s", "GB/s", &[line]);
         assert!(svg.contains("a&lt;b") && !svg.contains("NaN") && svg.ends_with("</svg></figure>"));
         let points = svg.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
         for point in points.split(' ') {
             let (x, y) = point.split_once(',').unwrap();
-            assert!((LEFT..=WIDTH).contains(&x.parse().unwrap()) && (0.0..=HEIGHT).contains(&y.parse().unwrap()));
+            assert!(
+                (LEFT..=WIDTH).contains(&x.parse().unwrap()) && (0.0..=HEIGHT).contains(&y.parse().unwrap())
+            );
         }
         assert_eq!(points.split(' ').count(), 3, "what is no number is not drawn");
     }

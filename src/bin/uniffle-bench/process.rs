@@ -124,7 +124,8 @@ fn parse_metrics(text: &str) -> Option<Usage> {
 
 /// The process that listens on `port` on this machine, if we may look.
 fn listener(port: u16) -> Option<u32> {
-    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
+    let tables =
+        ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
     let inode = tables.iter().find_map(|table| listening_inode(table, port))?;
     let wanted = format!("socket:[{inode}]");
     let processes = std::fs::read_dir("/proc").ok()?.flatten();

@@ -150,7 +150,12 @@ impl<'a> Check<'a> {
         let meta = &block.meta;
         let id = meta.block_id.0;
         let written = self.pool.describe(id);
-        ensure!(meta.length == written.length, "block {id} has {} bytes, not {}", meta.length, written.length);
+        ensure!(
+            meta.length == written.length,
+            "block {id} has {} bytes, not {}",
+            meta.length,
+            written.length
+        );
         ensure!(meta.uncompressed_length == written.length, "block {id}: uncompressed length differs");
         ensure!(meta.crc == self.pool.crc(written), "block {id}: checksum differs");
         let task = id & ((1 << crate::plan::LAYOUT.task_bits) - 1);

@@ -144,7 +144,8 @@ impl Report {
             }
         }
         if !self.floor.is_empty() {
-            text += &format!("{:<44} {:>8} {:>14} {:>14}\n", "floor", "GB/s", "server CPU/GB", "client CPU/GB");
+            text +=
+                &format!("{:<44} {:>8} {:>14} {:>14}\n", "floor", "GB/s", "server CPU/GB", "client CPU/GB");
         }
         for line in &self.floor {
             text += &format!(
@@ -160,7 +161,8 @@ impl Report {
         }
         if !self.hdd.is_empty() {
             let head = ["layout", "partitions", "write s/GB", "read s/GB", "files"];
-            text += &format!("{:<24} {:>10} {:>11} {:>11} {:>8}\n", head[0], head[1], head[2], head[3], head[4]);
+            text +=
+                &format!("{:<24} {:>10} {:>11} {:>11} {:>8}\n", head[0], head[1], head[2], head[3], head[4]);
         }
         for line in &self.hdd {
             text += &format!(

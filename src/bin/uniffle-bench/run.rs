@@ -254,8 +254,11 @@ impl Cluster {
         }
     }
 
-    /// The report; a server that was started is stopped.
+    /// Ends the application and gives the report; a server that was started is stopped.
     pub(crate) async fn finish(self) -> RunReport {
+        if !self.load.keep {
+            self.sessions[0].unregister_app(self.app.as_str()).await;
+        }
         if let Some(server) = self.server {
             server.stop().await;
         }

@@ -164,7 +164,9 @@ impl Session {
         self.patiently(stats, || async {
             let call = self.grpc.small("/rss.common.ShuffleServer/requireBuffer", &request);
             let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
-            granted("requireBuffer", answer.status, &answer.ret_msg, || Ok(TicketId(answer.require_buffer_id)))
+            granted("requireBuffer", answer.status, &answer.ret_msg, || {
+                Ok(TicketId(answer.require_buffer_id))
+            })
         })
         .await
     }
@@ -289,7 +291,13 @@ impl Session {
                 let (status, ret_msg) = prefix(RPC, &mut answer, &[14, 23])?;
                 let data_file_len = answer.message.try_get_i64().context(RPC)?;
                 let index_data = answer.body;
-                proto::GetLocalShuffleIndexResponse { index_data, status, ret_msg, data_file_len, ..Default::default() }
+                proto::GetLocalShuffleIndexResponse {
+                    index_data,
+                    status,
+                    ret_msg,
+                    data_file_len,
+                    ..Default::default()
+                }
             } else {
                 let request = proto::GetLocalShuffleIndexRequest {
                     app_id: key.app.as_str().to_owned(),
@@ -359,6 +367,13 @@ impl Session {
         let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffle", &request);
         let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
         success("unregisterShuffle", answer.status, &answer.ret_msg)
+    }
+
+    /// The end of an application. Servers before 0.9 do not know this call, which clients only log.
+    pub(crate) async fn unregister_app(&self, app_id: &str) {
+        let request = proto::ShuffleUnregisterByAppIdRequest { app_id: app_id.to_owned() };
+        let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffleByAppId", &request);
+        let _: Result<proto::ShuffleUnregisterByAppIdResponse, _> = call.await;
     }
 
     /// Keeps the application alive; what the server thinks of it is only logged by clients.
