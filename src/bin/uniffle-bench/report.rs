@@ -257,6 +257,7 @@ pub(crate) mod tests {
     pub(crate) fn sample_report() -> Report {
         let stats = Stats::default();
         stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(12));
+        stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(14));
         let server =
             ServerUse { cpu_seconds: 1.0, peak_rss_bytes: 1 << 30, threads: 14, ..ServerUse::default() };
         let phase = PhaseReport {
