@@ -28,7 +28,7 @@ use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
 use crate::service::{LocalTier, Service, ServiceConfig, WorkerState};
 use crate::store::LocalStore;
-use crate::tcp::{TcpConfig, TcpDoor};
+use crate::tcp::TcpDoor;
 
 /// How long connections may take to end after the doors were told to close.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -142,7 +142,7 @@ impl Worker {
         .start();
         if let Some(listener) = listeners.urpc {
             TcpDoor::start(
-                TcpConfig::default(),
+                parts::tcp(config),
                 listener,
                 Arc::clone(&self.service),
                 &self.doors,
