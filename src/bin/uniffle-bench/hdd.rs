@@ -140,8 +140,11 @@ impl Bench {
             high_watermark: 0.8,
             low_watermark: 0.2,
             single_buffer_bytes_max: 256 << 20,
+            huge_partition_bytes: u64::MAX,
+            huge_buffer_bytes_max: u64::MAX,
             in_flight_batches_max: 5,
-            blocks_max: 10_000_000,
+            blocks_high: 8_000_000,
+            blocks_low: 2_000_000,
         };
         let own_files = vec![(0, 0); usize::try_from(partitions)?];
         Ok(Self { memory, buffers, store, disk, key, limits, partitions, own_files })
@@ -201,7 +204,7 @@ impl Bench {
             return Ok(());
         }
         let goal = policy::flush_goal(self.usage(2 * bytes), &self.limits);
-        ensure!(goal > 0, "no room for {bytes} bytes and nothing to flush");
+        ensure!(!goal.is_nothing(), "no room for {bytes} bytes and nothing to flush");
         self.flush_files(goal).await
     }
 
@@ -217,13 +220,15 @@ impl Bench {
     }
 
     /// Seals what the policy chooses, and appends each partition's part to files of its own.
-    async fn flush_files(&mut self, goal: u64) -> anyhow::Result<()> {
+    async fn flush_files(&mut self, goal: policy::Goal) -> anyhow::Result<()> {
         let candidates = self.memory.candidates();
         let sizes: Vec<policy::Candidate> = candidates
             .iter()
             .map(|candidate| policy::Candidate {
-                bytes: candidate.active_bytes,
+                charged_bytes: candidate.buffer.active_charged_bytes(),
+                payload_bytes: candidate.active_bytes,
                 blocks: candidate.active_blocks as u64,
+                received_bytes: candidate.buffer.received_bytes(),
                 in_flight_batches: 0,
             })
             .collect();
