@@ -90,7 +90,7 @@ async fn measure(layout: Layout, partitions: u32, bytes: u64) -> anyhow::Result<
                 sleep(Duration::from_millis(1)).await;
             }
         }
-        None => bench.flush_files(u64::MAX).await?,
+        None => bench.flush_files(policy::Goal::ALL).await?,
     }
     let written = bench.disk.take_work();
     let mut read_bytes = 0;
@@ -214,6 +214,7 @@ impl Bench {
             used: self.memory.used_bytes(),
             reserved: self.memory.pre_allocated_bytes(),
             in_flight: 0,
+            blocks_in_flight: 0,
             blocks: self.memory.block_count(),
             refused,
         }
