@@ -6,7 +6,7 @@
 mod compare;
 mod content;
 mod floor;
-mod grpc;
+mod grpc_connection;
 mod hdd;
 mod html;
 mod message;
@@ -22,7 +22,7 @@ mod run;
 mod seek_disk;
 mod session;
 mod stats;
-mod tcp;
+mod tcp_connection;
 mod write;
 
 use std::io::Write as _;

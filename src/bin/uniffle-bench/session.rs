@@ -18,11 +18,11 @@ use uniffle_worker::proto::{self, StatusCode};
 use uniffle_worker::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 
 use crate::content::Pool;
-use crate::grpc::GrpcConnection;
+use crate::grpc_connection::GrpcConnection;
 use crate::message::{self, Pieces};
 use crate::plan::{LAYOUT, Message};
 use crate::stats::{Rpc, Stats, add};
-use crate::tcp::{Answer, TcpConnection};
+use crate::tcp_connection::{Answer, TcpConnection};
 
 /// Deadline of each call (`rss.client.rpc.timeout.ms`).
 pub(crate) const RPC_TIMEOUT: Duration = Duration::from_secs(60);
