@@ -24,9 +24,7 @@ const SEEDS_DEFAULT: u64 = 2_000;
 const STEPS: usize = 60;
 
 fn number_from_env(name: &str) -> Option<u64> {
-    std::env::var(name)
-        .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+    std::env::var(name).ok().map(|text| text.parse().expect("LIFE_SEED and LIFE_SEEDS are numbers"))
 }
 
 fn run_history(seed: u64) -> Tally {

@@ -265,7 +265,7 @@ fn flush_config() -> FlushConfig {
             huge_partition_bytes: u64::MAX,
             huge_buffer_bytes_max: u64::MAX,
             blocks_high: 1_000_000,
-            blocks_low: 1_000_000 / 4,
+            blocks_low: 200_000,
         },
         workers: 1,
         batch_bytes_max: 64 * MIB,
