@@ -57,11 +57,16 @@ fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
     let port = taken.local_addr().expect("an address").port();
     let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).contains(&format!("grpc_port = 127.0.0.1:{port}")), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stderr).contains(&format!("grpc_port = 127.0.0.1:{port}")),
+        "{}",
+        text(&output.stderr)
+    );
 
     let foreign = tempfile::tempdir().expect("a temporary directory");
     std::fs::write(foreign.path().join("thesis.doc"), "precious").expect("a file");
-    let config = format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", foreign.path());
+    let config =
+        format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", foreign.path());
     let output = worker(&[], &config);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("data_paths"), "{}", text(&output.stderr));
@@ -70,7 +75,8 @@ fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
 
 #[test]
 fn the_version_names_the_commit() {
-    let output = Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
     let version = text(&output.stdout);
     assert!(version.starts_with(&format!("uniffle-worker {} (", env!("CARGO_PKG_VERSION"))), "{version}");
 }
