@@ -11,7 +11,7 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use uniffle_worker::flush::policy::{Candidate, Limits, Usage, flush_goal, victims};
+use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
 
 const PARTITIONS: u64 = 100_000;
 
@@ -19,8 +19,11 @@ const LIMITS: Limits = Limits {
     high_watermark: 0.8,
     low_watermark: 0.2,
     single_buffer_bytes_max: 256 << 20,
+    huge_partition_bytes: 20 << 30,
+    huge_buffer_bytes_max: 128 << 20,
     in_flight_batches_max: 5,
-    blocks_max: 30_000_000,
+    blocks_high: 30_000_000,
+    blocks_low: 8_000_000,
 };
 
 /// Sizes as skewed shuffles have them: most partitions small, one in a hundred a hundred times larger.
@@ -29,18 +32,24 @@ fn candidates() -> Vec<Candidate> {
         let mixed = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let bytes = 4096 + mixed % 65_536;
         let bytes = if n.is_multiple_of(100) { bytes * 100 } else { bytes };
-        Candidate { bytes, blocks: bytes / 1024 + 1, in_flight_batches: usize::from(n.is_multiple_of(7)) * 5 }
+        Candidate {
+            charged_bytes: bytes,
+            payload_bytes: bytes,
+            blocks: bytes / 1024 + 1,
+            received_bytes: bytes,
+            in_flight_batches: usize::from(n.is_multiple_of(7)) * 5,
+        }
     };
     (0..PARTITIONS).map(candidate).collect()
 }
 
 fn policy(c: &mut Criterion) {
     let candidates = candidates();
-    let total: u64 = candidates.iter().map(|candidate| candidate.bytes).sum();
+    let total: u64 = candidates.iter().map(|candidate| candidate.charged_bytes).sum();
     let mut group = c.benchmark_group("victims_of_100000");
     group.throughput(Throughput::Elements(PARTITIONS));
     for share in [1, 25, 75, 100] {
-        let goal = total / 100 * share;
+        let goal = Goal { bytes: total / 100 * share, blocks: 0 };
         group.bench_with_input(BenchmarkId::new("percent", share), &goal, |b, goal| {
             b.iter(|| victims(black_box(&candidates), *goal, &LIMITS));
         });

@@ -26,7 +26,7 @@ use crate::metrics;
 use crate::proto::ServerStatus;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
-use crate::service::{LocalTier, Service, ServiceConfig, WorkerState};
+use crate::service::{LocalTier, Service, WorkerState};
 use crate::store::LocalStore;
 use crate::tcp::TcpDoor;
 
@@ -104,7 +104,7 @@ impl Worker {
         };
         let apps = Arc::new(AppRegistry::new(parts::app(config)));
         let service = Service::new(
-            ServiceConfig::default(),
+            parts::service(config),
             Arc::clone(&apps),
             Arc::clone(&memory),
             local.clone(),
@@ -267,6 +267,7 @@ impl Worker {
             report.used_memory_bytes = memory.budget().used();
             report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
             report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
+            report.applications = parts::application_info(&service.app_statistics());
             if let Some(local) = &local {
                 report.events_in_flush = u32::try_from(local.flusher.unfinished()).unwrap_or(u32::MAX);
             }
@@ -327,7 +328,17 @@ pub async fn run(config: Config, stop: impl Future<Output = ()>) -> anyhow::Resu
             config.store_type,
         ));
     }
-    stop.await;
+    let retired = async {
+        match config.decommission_shutdown {
+            true => worker.service().status().decommissioned().await,
+            false => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        () = stop => {}
+        () = retired => tracing::info!("decommissioned, stopping"),
+    }
     let left = worker.stop().await;
     tracing::info!(tasks_left = left, "stopped");
     Ok(())

@@ -57,6 +57,13 @@ pub(super) fn build(
             SECOND..=HOUR,
             Unit::Seconds,
         ),
+        decommission_check_interval: reader.duration(
+            "decommission_check_interval_sec",
+            60 * SECOND,
+            SECOND..=HOUR,
+            Unit::Seconds,
+        ),
+        decommission_shutdown: reader.boolean("decommission_shutdown", false),
         advertised_ip: worker_ip(&mut reader, env),
         memory: memory(&mut reader, machine),
         localfile: localfile(&mut reader, machine),
@@ -78,6 +85,7 @@ pub(super) fn build(
     check_memory(&mut reader, &config);
     check_localfile(&mut reader, &config, names_data_paths);
     check_watermarks(&mut reader, &config);
+    check_partition_limits(&mut reader, &config);
     check_windows(&mut reader, &config);
     check_quorum(&mut reader, &config);
     if !config.is_embedded() && config.embedded_coordinator != EmbeddedCoordinator::default() {
@@ -198,6 +206,11 @@ fn hybrid(reader: &mut Reader) -> HybridStore {
             256 * MIB,
             MIB..=TIB,
         ),
+        huge_partition_memory_single_buffer_max_spill_size_bytes: reader.size(
+            "hybrid_store.huge_partition_memory_single_buffer_max_spill_size",
+            128_000_000,
+            MIB..=TIB,
+        ),
     }
 }
 
@@ -244,6 +257,21 @@ fn app(reader: &mut Reader) -> App {
             10 * SECOND..=7 * DAY,
             Unit::Minutes,
         ),
+        partition_limit_enable: reader.boolean("app_config.partition_limit_enable", true),
+        partition_limit_threshold_bytes: reader.size(
+            "app_config.partition_limit_threshold",
+            20_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_limit_memory_backpressure_ratio: reader
+            .ratio("app_config.partition_limit_memory_backpressure_ratio", 0.2),
+        partition_split_enable: reader.boolean("app_config.partition_split_enable", false),
+        partition_split_threshold_bytes: reader.size(
+            "app_config.partition_split_threshold",
+            40_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_hard_limit_bytes: reader.optional_size("app_config.partition_hard_limit", MIB..=1024 * TIB),
     }
 }
 
@@ -370,6 +398,19 @@ fn check_watermarks(reader: &mut Reader, config: &Config) {
         if low >= high {
             reader.refuse(low_key, low, &format!("less than {high_key} ({high})"));
         }
+    }
+}
+
+fn check_partition_limits(reader: &mut Reader, config: &Config) {
+    let app = &config.app;
+    if app.partition_limit_memory_backpressure_ratio <= 0.0 {
+        let key = "app_config.partition_limit_memory_backpressure_ratio";
+        reader.refuse(key, app.partition_limit_memory_backpressure_ratio, "more than 0.0");
+    }
+    let Some(hard_limit) = app.partition_hard_limit_bytes else { return };
+    if app.partition_split_enable && hard_limit < app.partition_split_threshold_bytes {
+        let allowed = "at least app_config.partition_split_threshold, or no partition is ever split";
+        reader.refuse("app_config.partition_hard_limit", size_text(hard_limit), allowed);
     }
 }
 

@@ -143,8 +143,11 @@ impl World {
             high_watermark: 0.6,
             low_watermark: 0.2,
             single_buffer_bytes_max: 200 << 10,
+            huge_partition_bytes: 300 << 10,
+            huge_buffer_bytes_max: 60 << 10,
             in_flight_batches_max: 3,
-            blocks_max: 9_000,
+            blocks_high: 9_000,
+            blocks_low: 2_000,
         };
         let flush_config = FlushConfig {
             limits,
