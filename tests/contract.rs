@@ -14,6 +14,7 @@ mod contract {
     pub(crate) mod forms;
     pub(crate) mod hostile_frames;
     pub(crate) mod lifecycle;
+    pub(crate) mod races;
     pub(crate) mod raw;
     pub(crate) mod results;
     pub(crate) mod rig;
