@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::time::Duration;
 
+use super::embedded;
 use super::keys::Sorted;
 use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
@@ -27,7 +28,6 @@ const COORDINATORS_MAX: usize = 16;
 const TAGS_MAX: usize = 64;
 const TAG_CHARS_MAX: usize = 100;
 const DATA_PATHS_MAX: usize = 64;
-const CLIENT_CONF_MAX: usize = 256;
 /// Port of the raw TCP door in embedded mode.
 const URPC_PORT: u16 = 21200;
 
@@ -54,7 +54,7 @@ pub(super) fn build(
         heartbeat_interval: reader.duration(
             "heartbeat_interval_seconds",
             10 * SECOND,
-            SECOND..=HOUR,
+            Duration::from_millis(100)..=HOUR,
             Unit::Seconds,
         ),
         decommission_check_interval: reader.duration(
@@ -73,7 +73,7 @@ pub(super) fn build(
         app: app(&mut reader),
         grpc: grpc(&mut reader),
         http: http(&mut reader),
-        embedded_coordinator: embedded_coordinator(&mut reader),
+        embedded_coordinator: embedded::read(&mut reader),
     };
     if config.urpc_port.is_none() && config.is_embedded() {
         // A first user gets both transports; whoever asks for any free gRPC port gets any free TCP port as well.
@@ -88,6 +88,7 @@ pub(super) fn build(
     check_partition_limits(&mut reader, &config);
     check_windows(&mut reader, &config);
     check_quorum(&mut reader, &config);
+    embedded::check(&mut reader, &config);
     if !config.is_embedded() && config.embedded_coordinator != EmbeddedCoordinator::default() {
         config.warnings.push("[embedded_coordinator] has no effect with a coordinator_quorum".to_owned());
     }
@@ -194,6 +195,7 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
             Unit::Seconds,
         ),
         direct_io: reader.boolean("localfile_store.direct_io", true),
+        index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }
 
@@ -302,22 +304,6 @@ fn http(reader: &mut Reader) -> Http {
             SECOND..=600 * SECOND,
             Unit::Seconds,
         ),
-    }
-}
-
-fn embedded_coordinator(reader: &mut Reader) -> EmbeddedCoordinator {
-    let remote_path = |text: &str| {
-        let has_scheme =
-            text.split_once("://").is_some_and(|(scheme, rest)| !scheme.is_empty() && !rest.is_empty());
-        if has_scheme {
-            Ok(text.to_owned())
-        } else {
-            Err("a URI such as \"hdfs://namenode:8020/uniffle\"".to_owned())
-        }
-    };
-    EmbeddedCoordinator {
-        client_conf: reader.text_table("embedded_coordinator.client_conf", CLIENT_CONF_MAX),
-        remote_storage_path: reader.text("embedded_coordinator.remote_storage_path", remote_path),
     }
 }
 

@@ -71,6 +71,7 @@ pub(super) const KEYS: &[Key] = &[
     key("localfile_store.write_concurrency_per_disk"),
     key("localfile_store.disk_healthy_check_interval_sec"),
     key("localfile_store.direct_io"),
+    key("localfile_store.index_cache_size"),
     not_yet("hdfs_store.max_concurrency"),
     not_yet("hdfs_store.partition_write_max_concurrency"),
     not_yet("hdfs_store.kerberos_security_config.keytab_path"),
@@ -118,8 +119,18 @@ pub(super) const KEYS: &[Key] = &[
     key("grpc.request_timeout_sec"),
     key("http.max_connections"),
     key("http.request_timeout_sec"),
-    key("embedded_coordinator.client_conf"),
+    key("embedded_coordinator.node_timeout_sec"),
+    key("embedded_coordinator.app_timeout_sec"),
+    key("embedded_coordinator.shuffle_nodes_max"),
+    key("embedded_coordinator.assignment_strategy"),
+    key("embedded_coordinator.select_partition_strategy"),
+    key("embedded_coordinator.exclude_nodes"),
+    key("embedded_coordinator.access_min_nodes"),
+    key("embedded_coordinator.access_min_memory_ratio"),
+    key("embedded_coordinator.quota_apps_per_user"),
     key("embedded_coordinator.remote_storage_path"),
+    key("embedded_coordinator.remote_storage_conf"),
+    key("embedded_coordinator.client_conf"),
 ];
 
 /// How alike two names must be (Damerau-Levenshtein, normalised) before one is offered for the other.

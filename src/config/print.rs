@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use toml::{Table, Value};
 
-use super::Config;
 use super::reader::size_text;
+use super::{Config, embedded};
 use crate::telemetry::Rotation;
 
 /// Every supported key that has a value; absent optional keys stay absent.
@@ -34,21 +34,21 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "app_config", app(config));
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
-    put(&mut top, "embedded_coordinator", embedded_coordinator(config));
+    put(&mut top, "embedded_coordinator", embedded::print(&config.embedded_coordinator));
     top.to_string()
 }
 
-fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
+pub(super) fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
     table.insert(key.to_owned(), value.into());
 }
 
 /// A number far below 2^63 by the bounds of its key.
-fn number(count: impl TryInto<i64>) -> Value {
+pub(super) fn number(count: impl TryInto<i64>) -> Value {
     Value::Integer(count.try_into().unwrap_or(i64::MAX))
 }
 
 /// Whole units as an integer, everything else as text.
-fn duration(duration: Duration, unit_secs: u64) -> Value {
+pub(super) fn duration(duration: Duration, unit_secs: u64) -> Value {
     let is_whole = duration.subsec_nanos() == 0 && duration.as_secs().is_multiple_of(unit_secs);
     if is_whole {
         return number(duration.as_secs() / unit_secs);
@@ -79,6 +79,7 @@ fn localfile(config: &Config) -> Table {
     put(&mut table, "write_concurrency_per_disk", number(local.write_concurrency_per_disk));
     put(&mut table, "disk_healthy_check_interval_sec", duration(local.disk_healthy_check_interval, 1));
     put(&mut table, "direct_io", local.direct_io);
+    put(&mut table, "index_cache_size", size_text(local.index_cache_bytes));
     table
 }
 
@@ -150,19 +151,5 @@ fn http(config: &Config) -> Table {
     let mut table = Table::new();
     put(&mut table, "max_connections", number(config.http.max_connections));
     put(&mut table, "request_timeout_sec", duration(config.http.request_timeout, 1));
-    table
-}
-
-fn embedded_coordinator(config: &Config) -> Table {
-    let coordinator = &config.embedded_coordinator;
-    let mut table = Table::new();
-    if let Some(path) = &coordinator.remote_storage_path {
-        put(&mut table, "remote_storage_path", path.clone());
-    }
-    let mut client_conf = Table::new();
-    for (name, value) in &coordinator.client_conf {
-        put(&mut client_conf, name, value.clone());
-    }
-    put(&mut table, "client_conf", client_conf);
     table
 }

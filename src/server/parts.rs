@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::app::AppConfig;
 use crate::config::Config;
-use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
@@ -66,6 +66,8 @@ pub(super) fn store(config: &Config) -> LocalConfig {
     LocalConfig {
         paths: local.data_paths.clone(),
         write_concurrency_per_disk: local.write_concurrency_per_disk,
+        max_concurrency_per_disk: local.disk_max_concurrency,
+        index_cache_bytes: local.index_cache_bytes,
         high_watermark: local.disk_high_watermark,
         low_watermark: local.disk_low_watermark,
         direct_io: local.direct_io,
@@ -105,12 +107,27 @@ pub(super) fn embedded(config: &Config) -> EmbeddedConfig {
     let mut client_conf = vec![("rss.storage.type".to_owned(), config.store_type.as_str().to_owned())];
     client_conf.retain(|(key, _)| !section.client_conf.contains_key(key));
     client_conf.extend(section.client_conf.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let remote_storages = section
-        .remote_storage_path
-        .iter()
-        .map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() })
-        .collect();
-    EmbeddedConfig { client_conf, remote_storages, ..EmbeddedConfig::default() }
+    let storage = |path: &String| {
+        let mut storage = RemoteStorage { path: path.clone(), conf: Vec::new() };
+        let conf = section.remote_storage_conf.get(storage.host());
+        storage.conf = conf.map(|text| RemoteStorage::parse_conf(text)).unwrap_or_default();
+        storage
+    };
+    EmbeddedConfig {
+        client_conf,
+        remote_storages: section.remote_storage_paths.iter().map(storage).collect(),
+        node_timeout: section.node_timeout,
+        app_timeout: section.app_timeout,
+        shuffle_nodes_max: section.shuffle_nodes_max,
+        node_order: section.assignment_strategy,
+        partition_selection: section.select_partition_strategy,
+        excluded_nodes: section.exclude_nodes.iter().cloned().collect(),
+        access: AccessRules {
+            nodes_min: section.access_min_nodes,
+            memory_ratio_min: section.access_min_memory_ratio,
+            apps_per_user_max: section.quota_apps_per_user,
+        },
+    }
 }
 
 pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use uniffle_worker::io::memory::MemoryDisk;
-use uniffle_worker::io::{BoxFuture, Disk, DiskLock, File, ReadTarget, Space, WriteOpen};
+use uniffle_worker::io::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
 
 /// Seek and half a turn of a disk with 7,200 turns per minute.
 const SEEK_SECONDS: f64 = 0.0085 + 0.0042;
@@ -161,6 +161,10 @@ impl Disk for SeekDisk {
 
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.disk.space()
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        self.disk.mount()
     }
 }
 
