@@ -44,7 +44,7 @@ pub struct Config {
     pub bind_address: IpAddr,
     /// gRPC port; 0 = any free one. Default: 21100.
     pub grpc_port: u16,
-    /// Raw TCP port; 0 = any free one. Default: none.
+    /// Raw TCP port; 0 = any free one. Default: 21200 with the embedded coordinator (0 if `grpc_port` is 0), else none.
     pub urpc_port: Option<u16>,
     /// HTTP port; 0 = any free one. Default: 19998.
     pub http_port: u16,

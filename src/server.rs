@@ -28,6 +28,7 @@ use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
 use crate::service::{LocalTier, Service, ServiceConfig, WorkerState};
 use crate::store::LocalStore;
+use crate::tcp::TcpDoor;
 
 /// How long connections may take to end after the doors were told to close.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -61,6 +62,7 @@ pub struct Worker {
 struct Listeners {
     grpc: TcpListener,
     http: TcpListener,
+    urpc: Option<TcpListener>,
 }
 
 impl Worker {
@@ -72,11 +74,20 @@ impl Worker {
         let listeners = Listeners {
             grpc: bind(config.bind_address, config.grpc_port, "grpc_port").await?,
             http: bind(config.bind_address, config.http_port, "http_port").await?,
+            urpc: match config.urpc_port {
+                Some(port) => Some(bind(config.bind_address, port, "urpc_port").await?),
+                None => None,
+            },
         };
         let addresses = Addresses {
             grpc: listeners.grpc.local_addr().context("grpc_port has no address")?,
             http: listeners.http.local_addr().context("http_port has no address")?,
-            urpc: None,
+            urpc: listeners
+                .urpc
+                .as_ref()
+                .map(TcpListener::local_addr)
+                .transpose()
+                .context("urpc_port has no address")?,
         };
         let ip = match config.advertised_ip {
             Some(ip) => ip,
@@ -129,6 +140,15 @@ impl Worker {
             &self.registry,
         )?
         .start();
+        if let Some(listener) = listeners.urpc {
+            TcpDoor::start(
+                parts::tcp(config),
+                listener,
+                Arc::clone(&self.service),
+                &self.doors,
+                &self.registry,
+            )?;
+        }
         let refresh = self.refresher();
         HttpServer::start(
             parts::http(config),
@@ -293,13 +313,19 @@ async fn start_local(
 pub async fn run(config: Config, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
     let worker = Worker::start(&config).await?;
     let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, "listening");
+    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, "listening");
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses).context("WORKER_READY_FILE")?;
     }
     if config.coordinator_quorum.is_empty() {
         let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
-        banner(&startup_banner(host, addresses.grpc, addresses.http, config.store_type));
+        banner(&startup_banner(
+            host,
+            addresses.grpc,
+            addresses.http,
+            addresses.urpc.is_some(),
+            config.store_type,
+        ));
     }
     stop.await;
     let left = worker.stop().await;

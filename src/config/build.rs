@@ -28,6 +28,8 @@ const TAGS_MAX: usize = 64;
 const TAG_CHARS_MAX: usize = 100;
 const DATA_PATHS_MAX: usize = 64;
 const CLIENT_CONF_MAX: usize = 256;
+/// Port of the raw TCP door in embedded mode.
+const URPC_PORT: u16 = 21200;
 
 /// Builds a configuration, or says everything that is wrong.
 pub(super) fn build(
@@ -66,6 +68,10 @@ pub(super) fn build(
         http: http(&mut reader),
         embedded_coordinator: embedded_coordinator(&mut reader),
     };
+    if config.urpc_port.is_none() && config.is_embedded() {
+        // A first user gets both transports; whoever asks for any free gRPC port gets any free TCP port as well.
+        config.urpc_port = Some(if config.grpc_port == 0 { 0 } else { URPC_PORT });
+    }
     debug_assert!(reader.values.is_empty(), "keys nobody reads: {:?}", reader.values);
 
     check_ports(&mut reader, &config);

@@ -10,8 +10,9 @@ use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
-use crate::memory::MemoryConfig;
+use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
 use crate::store::LocalConfig;
+use crate::tcp::TcpConfig;
 
 pub(super) fn memory(config: &Config) -> MemoryConfig {
     MemoryConfig {
@@ -106,4 +107,11 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
         stream_deadline: grpc.request_timeout * 3,
         ..GrpcConfig::default()
     }
+}
+
+/// Local answers that wait may hold a quarter of the read memory's chunks; the rest is for those being written.
+pub(super) fn tcp(config: &Config) -> TcpConfig {
+    let chunks = config.memory.read_capacity_bytes / READ_BUFFER_BYTES_MAX as u64;
+    let waiting = usize::try_from(chunks / 4).unwrap_or(usize::MAX);
+    TcpConfig { local_reads_in_flight_max: waiting.max(1), ..TcpConfig::default() }
 }
