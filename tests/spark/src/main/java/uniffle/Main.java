@@ -156,6 +156,7 @@ public final class Main {
     scenario.conf.forEach((key, value) -> spark.conf().set(key, value));
     TaskTotals totals = new TaskTotals();
     spark.sparkContext().addSparkListener(totals);
+    long began = System.currentTimeMillis();
     long start = System.nanoTime();
     try {
       Outcome outcome = scenario.run(spark);
@@ -169,6 +170,9 @@ public final class Main {
       line.put("mode", mode);
       line.put("ok", outcome.error == null);
       line.put("seconds", seconds);
+      line.put("spark", spark.version());
+      line.put("began_ms", began);
+      line.put("ended_ms", System.currentTimeMillis());
       line.put("digest", outcome.digest);
       line.putAll(outcome.notes);
       totals.report(line);
