@@ -18,6 +18,8 @@ mod support;
 mod clusters;
 #[path = "spark/one_worker.rs"]
 mod one_worker;
+#[path = "spark/tcp.rs"]
+mod tcp;
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -63,6 +65,17 @@ impl Spark {
     /// Runs `application` and compares; see [`Spark::run_all`].
     fn run(&mut self, workers: &[&Worker], application: Application<'_>) -> Vec<Value> {
         self.run_all(workers, &[application]).remove(0)
+    }
+
+    /// The same with applications of which each runs while the others do.
+    fn run_all_at_once(&mut self, workers: &[&Worker], applications: &[Application<'_>]) {
+        for application in applications {
+            self.warm_up(application.jvm);
+        }
+        let intervals: Vec<_> = self.run_all(workers, applications).iter().map(|all| interval(all)).collect();
+        let last_begin = intervals.iter().map(|(begin, _)| begin).max();
+        let first_end = intervals.iter().map(|(_, end)| end).min();
+        assert!(last_begin < first_end, "not at once: {intervals:?}");
     }
 
     /// Runs the applications through `workers`, the first of which is the coordinator, all at once. All results are
@@ -117,9 +130,21 @@ impl Spark {
         }
     }
 
+    fn jvm(&mut self, kind: Kind) -> &mut Jvm {
+        self.jvms.entry(kind).or_insert_with(|| Jvm::start(kind))
+    }
+
+    /// A new JVM needs ten seconds for its first application.
+    fn warm_up(&mut self, kind: Kind) {
+        if !self.jvms.contains_key(&kind) {
+            let (jvm, scenarios, words) = (kind, "recorded_pairs", "");
+            self.begin(jvm, "vanilla", &format!("scenarios={scenarios}"));
+            self.finish(&Application { jvm, scenarios, words });
+        }
+    }
+
     fn begin(&mut self, kind: Kind, mode: &str, words: &str) {
-        let jvm = self.jvms.entry(kind).or_insert_with(|| Jvm::start(kind));
-        if let Err(lost) = jvm.begin(mode, words) {
+        if let Err(lost) = self.jvm(kind).begin(mode, words) {
             self.jvms.remove(&kind);
             panic!("{lost}")
         }
@@ -142,6 +167,14 @@ impl Spark {
         assert_eq!(answers.len(), asked, "not every scenario of {application:?} was answered");
         answers
     }
+}
+
+/// Start of the first and end of the last scenario, in ms of the machine's clock.
+fn interval(answers: &[Value]) -> (u64, u64) {
+    let time = |answer: Option<&Value>, name: &str| {
+        answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} in {answer:?}"))
+    };
+    (time(answers.first(), "began_ms"), time(answers.last(), "ended_ms"))
 }
 
 /// What `.ci/run` does first, so that downloads and Maven are no part of the time of a test.

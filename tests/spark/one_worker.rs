@@ -74,8 +74,7 @@ fn spark_3_3_has_the_results_of_vanilla_spark_3_3() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
     let scenarios = "sort_small,cogroup,skew_join_aqe";
-    let answers =
-        spark.run(&[&worker], Application { jvm: Kind::Spark33, ..Application::of(scenarios) });
+    let answers = spark.run(&[&worker], Application { jvm: Kind::Spark33, ..Application::of(scenarios) });
     assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another Spark: {answers:?}");
     // No other test needs it.
     spark.jvms.remove(&Kind::Spark33);

@@ -254,8 +254,8 @@ enum Scenario {
   RECORDED_PAIRS(Map.of()) {
     @Override
     Outcome run(SparkSession spark) {
-      JavaRDD<String> result = ids(spark, 600, 3)
-          .mapToPair(id -> new Tuple2<>(mix(id) >>> 56, Long.toHexString(mix(id * 31))))
+      JavaRDD<String> result = ids(spark, 300, 3)
+          .mapToPair(id -> new Tuple2<>(mix(id) >>> 57, Long.toHexString(mix(id * 31))))
           .reduceByKey((a, b) -> a.compareTo(b) < 0 ? a + b : b + a, 4)
           .sortByKey(true, 3)
           .map(pair -> pair._1.toString());
@@ -269,13 +269,13 @@ enum Scenario {
       "spark.sql.adaptive.enabled", "true",
       "spark.sql.adaptive.skewJoin.skewedPartitionFactor", "1.2",
       "spark.sql.adaptive.skewJoin.skewedPartitionThresholdInBytes", "4k",
-      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "8k",
+      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "4k",
       "spark.sql.adaptive.coalescePartitions.enabled", "false",
       "spark.sql.autoBroadcastJoinThreshold", "-1",
       "spark.sql.shuffle.partitions", "3")) {
     @Override
     Outcome run(SparkSession spark) {
-      Dataset<Row> facts = spark.range(0, 900, 1, 4).select(
+      Dataset<Row> facts = spark.range(0, 420, 1, 4).select(
           expr("if(id % 3 < 2, 7L, pmod(xxhash64(id, 5L), 40L)) AS key"), expr(randomBytes(6, 40) + " AS payload"));
       Dataset<Row> names = spark.range(0, 60, 1, 2).select(
           col("id").as("key"), expr("sha1(cast(id AS string)) AS name"));
