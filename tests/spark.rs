@@ -1,12 +1,12 @@
-//! Unmodified Spark with the published Uniffle client, through a worker process, against vanilla Spark.
+//! Unmodified Spark with the published Uniffle client, through worker processes, against vanilla Spark.
 //!
-//! One JVM serves all tests of this file (they take turns), each test has workers of its own. A scenario runs first
-//! in vanilla mode and then through a worker; the application compares the digests.
+//! A few JVMs serve all tests of this file (they take turns), each test has workers of its own. A scenario runs in
+//! vanilla mode once, and every run of it through workers must have the same digest.
 //!
 //! By hand, against a worker that runs (`uniffle.Main` has the other words; `spark.…=…` sets anything of Spark):
 //! ```text
 //! mvn -q -f tests/spark package
-//! java @tests/spark/jvm.options -cp 'target/tmp/spark/classes:target/tmp/spark/deps/*' uniffle.Main \
+//! java @tests/spark/jvm.options -cp 'target/tmp/spark/classes:target/tmp/spark/jars/*' uniffle.Main \
 //!     modes=vanilla,uniffle quorum=127.0.0.1:21100 scenarios=sort_small,join
 //! ```
 
@@ -14,109 +14,174 @@
 
 mod support;
 
+#[path = "spark/clusters.rs"]
+mod clusters;
+#[path = "spark/one_worker.rs"]
+mod one_worker;
+#[path = "spark/tcp.rs"]
+mod tcp;
+
+use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::Value;
-use support::spark::Jvm;
-use support::worker::{Setup, Worker};
+use support::spark::{Jvm, Kind};
+use support::worker::Worker;
 
-/// `None` before the first test and after a test that lost it.
-static JVM: LazyLock<Mutex<Option<Jvm>>> = LazyLock::new(|| Mutex::new(None));
+/// What the tests share. Whoever holds it has the machine: two cores are not enough for two jobs.
+static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
 
-#[test]
-fn a_sort_of_a_gigabyte_is_in_order_and_complete() {
-    let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "sort", capacity: "1500M", disks: 2, tables: "" });
-    vanilla_then_uniffle(&mut spark, &worker, "sort_1g");
-    let received = worker.metrics().expect("total_received_data");
-    assert!(received > 1e9, "only {received} bytes came through the worker");
-    worker.assert_no_error_logged();
-    worker.stop();
+/// The JVMs, each started by whoever needs it first, and what vanilla Spark said in them.
+#[derive(Debug, Default)]
+struct Spark {
+    jvms: HashMap<Kind, Jvm>,
+    /// By version of Spark and scenario.
+    vanilla: HashMap<(&'static str, String), Value>,
 }
 
-#[test]
-fn aggregations_and_joins_have_the_results_of_vanilla_spark() {
-    let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "queries", capacity: "800M", disks: 1, tables: "" });
-    vanilla_then_uniffle(&mut spark, &worker, "sort_small,wide_aggregation,join");
-    let answers = vanilla_then_uniffle(&mut spark, &worker, "skew_join_aqe");
-    let pieces = answers[0]["skewed_pieces"].as_u64();
-    assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
-    worker.assert_no_error_logged();
-    worker.stop();
+/// One application.
+#[derive(Debug, Clone, Copy)]
+struct Application<'a> {
+    jvm: Kind,
+    /// Separated by commas.
+    scenarios: &'a str,
+    /// More words of the command, separated by blanks.
+    words: &'a str,
 }
 
-#[test]
-fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
-    const CAPACITY: &str = "104M";
-    const CAPACITY_BYTES: u64 = 104_000_000;
-    let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "spill", capacity: CAPACITY, disks: 2, tables: "" });
-    vanilla_then_uniffle(&mut spark, &worker, "spill");
-
-    let metrics = worker.metrics();
-    let received = metrics.expect("total_received_data");
-    assert!(received >= 4.0 * 104e6, "{received} bytes are not four times the memory");
-    let spilled = metrics.expect("memory_spill_total_bytes");
-    assert!(
-        spilled >= received - 104e6,
-        "{spilled} of {received} bytes were spilled: the rest can not be in memory"
-    );
-    // GOALS §2: 5 % and 200 MiB over the capacity at any moment.
-    let resident = worker.peak_resident_bytes();
-    assert!(resident <= CAPACITY_BYTES / 20 * 21 + (200 << 20), "{resident} bytes were resident");
-    worker.assert_no_error_logged();
-    worker.stop();
-}
-
-/// The JVM, started by whoever comes first. `None` when Java or Maven is missing.
-fn spark() -> Option<MutexGuard<'static, Option<Jvm>>> {
-    let mut jvm = JVM.lock();
-    if jvm.is_none() {
-        *jvm = Jvm::start();
+impl<'a> Application<'a> {
+    fn of(scenarios: &'a str) -> Self {
+        Self { jvm: Kind::Main, scenarios, words: "" }
     }
-    jvm.is_some().then_some(jvm)
 }
 
-/// Runs the scenarios without and with the worker, in two applications; after the second the worker must be clean.
-fn vanilla_then_uniffle(spark: &mut Option<Jvm>, worker: &Worker, scenarios: &str) -> Vec<Value> {
-    let words = format!("scenarios={scenarios}");
-    let vanilla = application(spark, "vanilla", &words);
-    assert_all_ok(spark, &vanilla, &words);
-
-    let counted = ["total_received_data", "total_unregister"];
-    let before_uniffle = worker.metrics();
-    let uniffle = application(spark, "uniffle", &format!("{words} quorum={}", worker.quorum()));
-    assert_all_ok(spark, &uniffle, &words);
-    for (answer, before) in uniffle.iter().zip(&vanilla) {
-        assert_eq!(answer["digest"], before["digest"], "{answer}");
-    }
-    worker.assert_clean();
-    let after_uniffle = worker.metrics();
-    for name in counted {
-        let (before, after) = (before_uniffle.expect(name), after_uniffle.expect(name));
-        assert!(after > before, "{name} is {after} as before: the application never told the worker");
-    }
-    uniffle
+/// The next turn. `None` when Java or Maven is missing.
+fn spark() -> Option<MutexGuard<'static, Spark>> {
+    support::spark::is_available().then(|| SPARK.lock())
 }
 
-fn application(spark: &mut Option<Jvm>, mode: &str, words: &str) -> Vec<Value> {
-    let jvm = spark.as_mut().expect("spark() gave it");
-    match jvm.run(mode, words) {
-        Ok(answers) => answers,
-        Err(lost) => {
-            *spark = None;
+impl Spark {
+    /// Runs `application` and compares; see [`Spark::run_all`].
+    fn run(&mut self, workers: &[&Worker], application: Application<'_>) -> Vec<Value> {
+        self.run_all(workers, &[application]).remove(0)
+    }
+
+    /// The same with applications of which each runs while the others do.
+    fn run_all_at_once(&mut self, workers: &[&Worker], applications: &[Application<'_>]) {
+        for application in applications {
+            self.warm_up(application.jvm);
+        }
+        let intervals: Vec<_> = self.run_all(workers, applications).iter().map(|all| interval(all)).collect();
+        let last_begin = intervals.iter().map(|(begin, _)| begin).max();
+        let first_end = intervals.iter().map(|(_, end)| end).min();
+        assert!(last_begin < first_end, "not at once: {intervals:?}");
+    }
+
+    /// Runs the applications through `workers`, the first of which is the coordinator, all at once. All results are
+    /// those of vanilla Spark, and afterwards every worker has been used and is clean.
+    fn run_all(&mut self, workers: &[&Worker], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
+        for application in applications {
+            self.run_vanilla(application);
+        }
+        let counted = ["total_received_data", "total_unregister"];
+        let before: Vec<_> = workers.iter().map(|worker| worker.metrics()).collect();
+        let quorum = workers[0].quorum();
+        for Application { jvm, scenarios, words } in applications {
+            self.begin(*jvm, "uniffle", &format!("scenarios={scenarios} quorum={quorum} {words}"));
+        }
+        let answers: Vec<_> = applications.iter().map(|application| self.finish(application)).collect();
+        for (application, answers) in applications.iter().zip(&answers) {
+            for answer in answers {
+                let name = answer["scenario"].as_str().expect("every line has it").to_owned();
+                let vanilla = &self.vanilla[&(application.jvm.spark_version(), name)];
+                assert_eq!(answer["digest"], vanilla["digest"], "{answer}");
+            }
+        }
+        for (worker, before) in workers.iter().zip(&before) {
+            worker.assert_clean();
+            let after = worker.metrics();
+            for name in counted {
+                let (before, after) = (before.expect(name), after.expect(name));
+                assert!(after > before, "{name} is {after} as before: nothing was told to {worker:?}");
+            }
+        }
+        answers
+    }
+
+    /// Fills in what vanilla Spark says, where that is not known yet.
+    fn run_vanilla(&mut self, application: &Application<'_>) {
+        // The flags of a JVM do not change results.
+        let jvm = if application.jvm == Kind::NoUnsafe { Kind::Main } else { application.jvm };
+        let version = jvm.spark_version();
+        let unknown: Vec<_> = application
+            .scenarios
+            .split(',')
+            .filter(|name| !self.vanilla.contains_key(&(version, (*name).to_owned())))
+            .collect();
+        if unknown.is_empty() {
+            return;
+        }
+        let scenarios = unknown.join(",");
+        self.begin(jvm, "vanilla", &format!("scenarios={scenarios}"));
+        for answer in self.finish(&Application { jvm, scenarios: &scenarios, words: "" }) {
+            let name = answer["scenario"].as_str().expect("every line has it").to_owned();
+            self.vanilla.insert((version, name), answer);
+        }
+    }
+
+    fn jvm(&mut self, kind: Kind) -> &mut Jvm {
+        self.jvms.entry(kind).or_insert_with(|| Jvm::start(kind))
+    }
+
+    /// A new JVM needs ten seconds for its first application.
+    fn warm_up(&mut self, kind: Kind) {
+        if !self.jvms.contains_key(&kind) {
+            let (jvm, scenarios, words) = (kind, "recorded_pairs", "");
+            self.begin(jvm, "vanilla", &format!("scenarios={scenarios}"));
+            self.finish(&Application { jvm, scenarios, words });
+        }
+    }
+
+    fn begin(&mut self, kind: Kind, mode: &str, words: &str) {
+        if let Err(lost) = self.jvm(kind).begin(mode, words) {
+            self.jvms.remove(&kind);
             panic!("{lost}")
         }
     }
+
+    /// Waits for an application that was begun; each of its scenarios was well in itself.
+    fn finish(&mut self, application: &Application<'_>) -> Vec<Value> {
+        let jvm = self.jvms.get_mut(&application.jvm).expect("it was begun");
+        let answers = match jvm.finish() {
+            Ok(answers) => answers,
+            Err(lost) => {
+                self.jvms.remove(&application.jvm);
+                panic!("{lost}")
+            }
+        };
+        let bad: Vec<String> =
+            answers.iter().filter(|answer| answer["ok"] != true).map(ToString::to_string).collect();
+        assert!(bad.is_empty(), "{}\n--- end of the JVM's log\n{}", bad.join("\n"), jvm.log_tail());
+        let asked = application.scenarios.split(',').count();
+        assert_eq!(answers.len(), asked, "not every scenario of {application:?} was answered");
+        answers
+    }
 }
 
-fn assert_all_ok(spark: &Option<Jvm>, answers: &[Value], words: &str) {
-    let bad: Vec<String> =
-        answers.iter().filter(|answer| answer["ok"] != true).map(ToString::to_string).collect();
-    let log = spark.as_ref().map(Jvm::log_tail).unwrap_or_default();
-    assert!(bad.is_empty(), "{}\n--- end of the JVM's log\n{log}", bad.join("\n"));
-    let asked = words.split(['=', ',']).skip(1).count();
-    assert_eq!(answers.len(), asked, "not every scenario of `{words}` was answered");
+/// Start of the first and end of the last scenario, in ms of the machine's clock.
+fn interval(answers: &[Value]) -> (u64, u64) {
+    let time = |answer: Option<&Value>, name: &str| {
+        answer.and_then(|answer| answer[name].as_u64()).unwrap_or_else(|| panic!("{name} in {answer:?}"))
+    };
+    (time(answers.first(), "began_ms"), time(answers.last(), "ended_ms"))
+}
+
+/// What `.ci/run` does first, so that downloads and Maven are no part of the time of a test.
+#[test]
+fn the_applications_build() {
+    if spark().is_some() {
+        support::spark::build(Kind::Main);
+        support::spark::build(Kind::Spark33);
+    }
 }

@@ -1,6 +1,6 @@
-//! The Spark application of `tests/spark/`, built by Maven and kept running in one JVM that takes commands.
+//! The Spark application of `tests/spark/`, built by Maven and kept running in JVMs that take commands.
 //!
-//! The JVM prints one JSON object per line on stdout; see `uniffle.Main` for commands and answers. It ends when its
+//! A JVM prints one JSON object per line on stdout; see `uniffle.Main` for commands and answers. It ends when its
 //! standard input does, so it can not outlive the test.
 
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -15,10 +15,55 @@ use tokio::time::Instant;
 use super::{in_ci, say};
 
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/spark");
-/// Where Maven builds: below cargo's target directory, and the default of the pom when that is at its usual place.
-const OUTPUT: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/spark");
-/// All scenarios in vanilla mode take 30 s on two idle cores.
+/// Where Maven builds, a directory per version of Spark: below cargo's target directory.
+const OUTPUT: &str = env!("CARGO_TARGET_TMPDIR");
+/// All scenarios in vanilla mode take a minute on two idle cores.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
+
+/// Which JVM. Each has its own flags and files, so that all can run at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    /// Spark 3.5.
+    Main,
+    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later (PROTOCOL §13).
+    NoUnsafe,
+    /// Spark 3.3.
+    Spark33,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Main => "main",
+            Self::NoUnsafe => "no-unsafe",
+            Self::Spark33 => "spark-3.3",
+        }
+    }
+
+    /// The version of Spark. The first is the default of the pom, whose output is at the pom's default place.
+    pub(crate) fn spark_version(self) -> &'static str {
+        match self {
+            Self::Main | Self::NoUnsafe => "3.5.6",
+            Self::Spark33 => "3.3.4",
+        }
+    }
+
+    /// Home of its Spark: classes, jars.
+    fn home(self) -> PathBuf {
+        let name = match self {
+            Self::Main | Self::NoUnsafe => "spark".to_owned(),
+            Self::Spark33 => format!("spark-{}", self.spark_version()),
+        };
+        Path::new(OUTPUT).join(name)
+    }
+
+    fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Main | Self::Spark33 => &[],
+            Self::NoUnsafe => &["-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true"],
+        }
+    }
+}
 
 /// A JVM that waits for commands.
 #[derive(Debug)]
@@ -29,27 +74,34 @@ pub(crate) struct Jvm {
     log: PathBuf,
 }
 
+/// Whether there is a Java and a Maven. If not that is said in a line, and is a failure in the pipeline.
+pub(crate) fn is_available() -> bool {
+    let Some(missing) = ["java", "mvn"].into_iter().find(|tool| !runs(tool)) else { return true };
+    let line = format!("SKIPPED: no `{missing}` here, so nothing was tried with Spark");
+    assert!(!in_ci(), "{line} (and CI=true)");
+    say(&line);
+    false
+}
+
 impl Jvm {
-    /// Builds the application unless it is up to date, and starts it. `None` when there is no Java or no Maven:
-    /// that is said in a line, and is a failure in the pipeline.
-    pub(crate) fn start() -> Option<Self> {
-        if let Some(missing) = ["java", "mvn"].into_iter().find(|tool| !runs(tool)) {
-            let line = format!("SKIPPED: no `{missing}` here, so nothing was tried with Spark");
-            assert!(!in_ci(), "{line} (and CI=true)");
-            say(&line);
-            return None;
-        }
-        build();
-        let log = Path::new(OUTPUT).join("jvm.log");
-        let temp = Path::new(OUTPUT).join("tmp");
+    /// Builds the application unless it is up to date, and starts it.
+    pub(crate) fn start(kind: Kind) -> Self {
+        build(kind);
+        let home = kind.home();
+        let log = home.join(format!("{}.log", kind.name()));
+        let temp = home.join("tmp").join(kind.name());
         // Shuffle files of vanilla Spark, also those of a JVM that was killed.
         drop(std::fs::remove_dir_all(&temp));
         std::fs::create_dir_all(&temp).expect("a directory for Spark's own files");
         let mut child = Command::new("java")
             .arg(format!("@{PROJECT}/jvm.options"))
+            .args(kind.flags())
             .arg(format!("-Djava.io.tmpdir={}", temp.display()))
-            .args(["-cp", &format!("{OUTPUT}/classes:{OUTPUT}/deps/*"), "uniffle.Main"])
+            .args(["-cp", &format!("{0}/classes:{0}/jars/*", home.display()), "uniffle.Main"])
             .env("SPARK_LOCAL_IP", "127.0.0.1")
+            // Executors of local-cluster are started from there.
+            .env("SPARK_HOME", &home)
+            .env("SPARK_SCALA_VERSION", "2.12")
             .env_remove("SPARK_LOCAL_DIRS")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -63,16 +115,23 @@ impl Jvm {
             stdout.lines().map_while(Result::ok).try_for_each(|line| send.send(line)).ok();
         });
         let commands = child.stdin.take().expect("piped above");
-        Some(Self { child, commands, answers, log })
+        Self { child, commands, answers, log }
     }
 
-    /// Runs one application, to its end, and returns the lines of its scenarios.
+    /// Starts one application; [`Jvm::finish`] waits for it.
+    ///
+    /// # Errors
+    /// The JVM is gone; then no further command makes sense.
+    pub(crate) fn begin(&mut self, mode: &str, words: &str) -> Result<(), String> {
+        writeln!(self.commands, "modes={mode} {words}").map_err(|error| self.lost(&error.to_string()))
+    }
+
+    /// Waits for the end of the application and returns the lines of its scenarios.
     ///
     /// # Errors
     /// No answer in time, or the JVM is gone; then no further command makes sense.
-    pub(crate) fn run(&mut self, mode: &str, words: &str) -> Result<Vec<Value>, String> {
+    pub(crate) fn finish(&mut self) -> Result<Vec<Value>, String> {
         let deadline = Instant::now() + COMMAND_DEADLINE;
-        writeln!(self.commands, "modes={mode} {words}").map_err(|error| self.lost(&error.to_string()))?;
         let mut scenarios = Vec::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -124,19 +183,21 @@ fn runs(tool: &str) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// Runs Maven when the sources are not those that were built last. Its first run downloads 280 MB.
-fn build() {
-    let stamp_file = Path::new(OUTPUT).join("built-from");
+/// Runs Maven when the sources are not those that were built last. Its first run downloads 280 MB per Spark version.
+pub(crate) fn build(kind: Kind) {
+    let (home, version) = (kind.home(), kind.spark_version());
+    let stamp_file = home.join("built-from");
     let stamp = sources_stamp(Path::new(PROJECT));
     if std::fs::read_to_string(&stamp_file).is_ok_and(|built| built == stamp) {
         return;
     }
     let start = Instant::now();
-    say("building tests/spark with Maven; the first time it downloads 280 MB");
+    say(&format!("building tests/spark for Spark {version} with Maven; the first time it downloads 280 MB"));
     let build = || {
         Command::new("mvn")
             .args(["-B", "-ntp", "-q", "-f", PROJECT, "package"])
-            .arg(format!("-Dscenarios.target={OUTPUT}"))
+            .arg(format!("-Dscenarios.target={}", home.display()))
+            .arg(format!("-Dspark.version={version}"))
             .stdin(Stdio::null())
             .output()
             .expect("mvn runs")

@@ -58,8 +58,16 @@ pub(crate) struct Setup {
     pub(crate) capacity: &'static str,
     /// How many data directories it gets.
     pub(crate) disks: usize,
+    /// The coordinator, or none: then it is its own.
+    pub(crate) quorum: Option<String>,
     /// More TOML, put behind the rest: whole tables only.
     pub(crate) tables: &'static str,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { name: "worker", capacity: "256M", disks: 1, quorum: None, tables: "" }
+    }
 }
 
 /// A running worker.
@@ -237,10 +245,13 @@ impl Drop for Worker {
 
 fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
     // A debug string of a path is a TOML string as long as it is printable ASCII, which a temp dir is.
+    let quorum: Vec<_> = setup.quorum.iter().collect();
     format!(
         "store_type = \"MEMORY_LOCALFILE\"\n\
          grpc_port = 0\n\
          http_port = 0\n\
+         urpc_port = 0\n\
+         coordinator_quorum = {quorum:?}\n\
          [memory_store]\n\
          capacity = \"{}\"\n\
          [localfile_store]\n\

@@ -5,6 +5,7 @@ import com.fasterxml.jackson.databind.ObjectMapper;
 import java.io.BufferedReader;
 import java.io.IOException;
 import java.io.InputStreamReader;
+import java.lang.management.ManagementFactory;
 import java.nio.charset.StandardCharsets;
 import java.util.ArrayList;
 import java.util.HashMap;
@@ -12,6 +13,7 @@ import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Locale;
 import java.util.Map;
+import java.util.stream.Collectors;
 import org.apache.spark.SparkConf;
 import org.apache.spark.sql.SparkSession;
 
@@ -23,10 +25,10 @@ import org.apache.spark.sql.SparkSession;
  *
  * <ul>
  *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both)
- *   <li>{@code scenarios=join,spill} (default: all)
+ *   <li>{@code scenarios=join,spill} (default: all but those for recordings)
  *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
- *   <li>{@code master=local[2]}
+ *   <li>{@code master=local[2]}, or {@code local-cluster[2,1,1024]}
  *   <li>any {@code spark.…=…}: a setting of the application, last word wins
  * </ul>
  *
@@ -76,7 +78,9 @@ public final class Main {
 
   private static List<Scenario> scenarios(String names) {
     if (names == null) {
-      return List.of(Scenario.values());
+      List<Scenario> all = new ArrayList<>(List.of(Scenario.values()));
+      all.removeIf(scenario -> scenario.name().startsWith("RECORDED"));
+      return all;
     }
     List<Scenario> scenarios = new ArrayList<>();
     for (String name : names.split(",")) {
@@ -130,6 +134,14 @@ public final class Main {
     } else if (!mode.equals("vanilla")) {
       throw new IllegalArgumentException("unknown mode " + mode);
     }
+    if (conf.get("spark.master").startsWith("local-cluster")) {
+      // Executors are JVMs of their own (SPARK_HOME must be set): the same classes and flags as here.
+      String flags = ManagementFactory.getRuntimeMXBean().getInputArguments().stream()
+          .filter(flag -> flag.startsWith("--add-opens") || flag.startsWith("-Dorg.apache.uniffle"))
+          .collect(Collectors.joining(" "));
+      conf.set("spark.executor.extraClassPath", System.getProperty("java.class.path"))
+          .set("spark.executor.extraJavaOptions", flags);
+    }
     options.forEach((key, value) -> {
       if (key.startsWith("spark.")) {
         conf.set(key, value);
@@ -144,6 +156,7 @@ public final class Main {
     scenario.conf.forEach((key, value) -> spark.conf().set(key, value));
     TaskTotals totals = new TaskTotals();
     spark.sparkContext().addSparkListener(totals);
+    long began = System.currentTimeMillis();
     long start = System.nanoTime();
     try {
       Outcome outcome = scenario.run(spark);
@@ -157,6 +170,9 @@ public final class Main {
       line.put("mode", mode);
       line.put("ok", outcome.error == null);
       line.put("seconds", seconds);
+      line.put("spark", spark.version());
+      line.put("began_ms", began);
+      line.put("ended_ms", System.currentTimeMillis());
       line.put("digest", outcome.digest);
       line.putAll(outcome.notes);
       totals.report(line);

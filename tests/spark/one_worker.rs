@@ -1,0 +1,83 @@
+//! Scenarios of one application and one worker, over gRPC.
+
+use crate::support::spark::Kind;
+use crate::support::worker::{Setup, Worker};
+use crate::{Application, spark};
+
+#[test]
+fn a_sort_of_a_gigabyte_is_in_order_and_complete() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "sort", capacity: "1500M", disks: 2, ..Setup::default() });
+    spark.run(&[&worker], Application::of("sort_1g"));
+    let received = worker.metrics().expect("total_received_data");
+    assert!(received > 1e9, "only {received} bytes came through the worker");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn aggregations_and_joins_have_the_results_of_vanilla_spark() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "queries", capacity: "800M", ..Setup::default() });
+    spark.run(&[&worker], Application::of("sort_small,wide_aggregation,join,range_sort"));
+    let answers = spark.run(&[&worker], Application::of("skew_join_aqe,query_aqe_off,query_aqe_on"));
+    let pieces = answers[0]["skewed_pieces"].as_u64();
+    assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
+    assert_eq!(answers[1]["digest"], answers[2]["digest"], "one query, with AQE off and on");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn rdds_are_grouped_cached_and_read_again() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "rdds", capacity: "300M", ..Setup::default() });
+    spark.run(&[&worker], Application::of("cached_rdd,cogroup"));
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn a_million_tiny_blocks_arrive() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });
+    spark.run(&[&worker], Application::of("tiny_partitions"));
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
+    const CAPACITY: &str = "104M";
+    const CAPACITY_BYTES: u64 = 104_000_000;
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "spill", capacity: CAPACITY, disks: 2, ..Setup::default() });
+    spark.run(&[&worker], Application::of("spill"));
+
+    let metrics = worker.metrics();
+    let received = metrics.expect("total_received_data");
+    assert!(received >= 4.0 * 104e6, "{received} bytes are not four times the memory");
+    let spilled = metrics.expect("memory_spill_total_bytes");
+    assert!(
+        spilled >= received - 104e6,
+        "{spilled} of {received} bytes were spilled: the rest can not be in memory"
+    );
+    // GOALS §2: 5 % and 200 MiB over the capacity at any moment.
+    let resident = worker.peak_resident_bytes();
+    assert!(resident <= CAPACITY_BYTES / 20 * 21 + (200 << 20), "{resident} bytes were resident");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn spark_3_3_has_the_results_of_vanilla_spark_3_3() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "spark33", capacity: "300M", ..Setup::default() });
+    let scenarios = "sort_small,cogroup,skew_join_aqe";
+    let answers = spark.run(&[&worker], Application { jvm: Kind::Spark33, ..Application::of(scenarios) });
+    assert!(answers.iter().all(|answer| answer["spark"] == "3.3.4"), "another Spark: {answers:?}");
+    // No other test needs it.
+    spark.jvms.remove(&Kind::Spark33);
+    worker.assert_no_error_logged();
+    worker.stop();
+}

@@ -1,0 +1,61 @@
+//! The client type GRPC_NETTY: data over the raw TCP door, the rest over gRPC.
+
+use crate::support::metrics::Metrics;
+use crate::support::spark::Kind;
+use crate::support::worker::{Setup, Worker};
+use crate::{Application, spark};
+
+const TCP: Application<'_> = Application { jvm: Kind::NoUnsafe, scenarios: "", words: "client=GRPC_NETTY" };
+
+/// Requests of each door for one RPC.
+fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {
+    // One door labels with the whole path, the other with its last part.
+    let count = |name: &str| metrics.total_of(name, &format!("{rpc}\"")).unwrap_or(0.0);
+    (count("total_grpc_request_number"), count("total_urpc_request_number"))
+}
+
+fn assert_tcp_only(metrics: &Metrics, rpcs: &[&str]) {
+    for rpc in rpcs {
+        let (grpc, tcp) = requests(metrics, rpc);
+        assert!(grpc == 0.0 && tcp > 0.0, "{rpc}: {grpc} over gRPC, {tcp} over TCP");
+    }
+}
+
+#[test]
+fn over_tcp_a_sort_a_skewed_join_and_tiny_partitions_have_the_results_of_vanilla_spark() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "tcp", capacity: "800M", disks: 2, ..Setup::default() });
+    let scenarios = "range_sort,skew_join_aqe,tiny_partitions";
+    let answers = spark.run(&[&worker], Application { scenarios, ..TCP });
+    let pieces = answers[1]["skewed_pieces"].as_u64();
+    assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
+    assert_tcp_only(&worker.metrics(), &["sendShuffleData", "getMemoryShuffleData"]);
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
+    spark.run(&[&worker], Application { scenarios: "spill", ..TCP });
+    let metrics = worker.metrics();
+    let spilled = metrics.expect("memory_spill_total_bytes");
+    assert!(spilled > 3.0 * 104e6, "only {spilled} bytes were spilled");
+    assert_tcp_only(&metrics, &["sendShuffleData", "getLocalShuffleIndex", "getLocalShuffleData"]);
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn an_application_on_each_door_at_once() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "two-doors", capacity: "400M", ..Setup::default() });
+    let scenarios = "query_aqe_on,skew_join_aqe";
+    let apps = [Application { scenarios, ..TCP }, Application::of(scenarios)];
+    spark.run_all_at_once(&[&worker], &apps);
+    let (grpc, tcp) = requests(&worker.metrics(), "sendShuffleData");
+    assert!(grpc > 0.0 && tcp > 0.0, "{grpc} over gRPC, {tcp} over TCP");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
