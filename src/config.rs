@@ -46,7 +46,7 @@ pub struct Config {
     pub bind_address: IpAddr,
     /// gRPC port; 0 = any free one. Default: 21100.
     pub grpc_port: u16,
-    /// Raw TCP port; 0 = any free one. Default: none.
+    /// Raw TCP port; 0 = any free one. Default: 21200 with the embedded coordinator (0 if `grpc_port` is 0), else none.
     pub urpc_port: Option<u16>,
     /// HTTP port; 0 = any free one. Default: 19998.
     pub http_port: u16,
@@ -56,6 +56,10 @@ pub struct Config {
     pub tags: Vec<String>,
     /// Time between two heartbeats. Default: 10 s; 1 s to 1 h.
     pub heartbeat_interval: Duration,
+    /// How often a decommissioning worker looks whether an application is left. Default: 60 s; 1 s to 1 h.
+    pub decommission_check_interval: Duration,
+    /// Whether the worker stops once it is decommissioned. Default: false.
+    pub decommission_shutdown: bool,
     /// `WORKER_IP`: the address told to coordinators and clients; none = found out from the interfaces.
     pub advertised_ip: Option<IpAddr>,
     /// `[memory_store]`
@@ -174,6 +178,8 @@ pub struct HybridStore {
     pub memory_spill_low_watermark: f64,
     /// A single partition is spilled beyond this size. Default: 256 MiB; 1 MiB to 1 TiB.
     pub memory_single_buffer_max_spill_size_bytes: u64,
+    /// ... and one of a huge partition beyond this one. Default: 128 MB; 1 MiB to 1 TiB.
+    pub huge_partition_memory_single_buffer_max_spill_size_bytes: u64,
 }
 
 /// `[runtime_config]`
@@ -190,6 +196,18 @@ pub struct Runtime {
 pub struct App {
     /// An application silent for this long is purged. Default: 5 min; 10 s to 7 d.
     pub heartbeat_timeout: Duration,
+    /// Whether a huge partition's share of the memory is limited. Default: true.
+    pub partition_limit_enable: bool,
+    /// A partition that received more is huge. Default: 20 GB; 1 MiB to 1 PiB.
+    pub partition_limit_threshold_bytes: u64,
+    /// Share of the memory that a huge partition may fill. Default: 0.2; more than 0.
+    pub partition_limit_memory_backpressure_ratio: f64,
+    /// Whether clients are told to split partitions. Default: false.
+    pub partition_split_enable: bool,
+    /// A partition that would have more is to be split. Default: 40 GB; 1 MiB to 1 PiB.
+    pub partition_split_threshold_bytes: u64,
+    /// A partition that would have more is refused for good. Default: none; 1 MiB to 1 PiB.
+    pub partition_hard_limit_bytes: Option<u64>,
 }
 
 /// `[grpc]`: the bounds of the gRPC door.

@@ -27,8 +27,9 @@ use crate::memory::Memory;
 use crate::metrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
-use crate::service::{LocalTier, Service, ServiceConfig};
+use crate::service::{LocalTier, Service};
 use crate::store::LocalStore;
+use crate::tcp::TcpDoor;
 
 use self::health::Watch;
 
@@ -64,6 +65,7 @@ pub struct Worker {
 struct Listeners {
     grpc: TcpListener,
     http: TcpListener,
+    urpc: Option<TcpListener>,
 }
 
 impl Worker {
@@ -75,11 +77,20 @@ impl Worker {
         let listeners = Listeners {
             grpc: bind(config.bind_address, config.grpc_port, "grpc_port").await?,
             http: bind(config.bind_address, config.http_port, "http_port").await?,
+            urpc: match config.urpc_port {
+                Some(port) => Some(bind(config.bind_address, port, "urpc_port").await?),
+                None => None,
+            },
         };
         let addresses = Addresses {
             grpc: listeners.grpc.local_addr().context("grpc_port has no address")?,
             http: listeners.http.local_addr().context("http_port has no address")?,
-            urpc: None,
+            urpc: listeners
+                .urpc
+                .as_ref()
+                .map(TcpListener::local_addr)
+                .transpose()
+                .context("urpc_port has no address")?,
         };
         let ip = match config.advertised_ip {
             Some(ip) => ip,
@@ -96,7 +107,7 @@ impl Worker {
         };
         let apps = Arc::new(AppRegistry::new(parts::app(config)));
         let service = Service::new(
-            ServiceConfig::default(),
+            parts::service(config),
             Arc::clone(&apps),
             Arc::clone(&memory),
             local.clone(),
@@ -131,6 +142,15 @@ impl Worker {
             &self.registry,
         )?
         .start();
+        if let Some(listener) = listeners.urpc {
+            TcpDoor::start(
+                parts::tcp(config),
+                listener,
+                Arc::clone(&self.service),
+                &self.doors,
+                &self.registry,
+            )?;
+        }
         let refresh = self.refresher();
         HttpServer::start(
             parts::http(config),
@@ -293,15 +313,31 @@ async fn start_local(
 pub async fn run(config: Config, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
     let worker = Worker::start(&config).await?;
     let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, "listening");
+    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, "listening");
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses).context("WORKER_READY_FILE")?;
     }
     if config.coordinator_quorum.is_empty() {
         let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
-        banner(&startup_banner(host, addresses.grpc, addresses.http, config.store_type));
+        banner(&startup_banner(
+            host,
+            addresses.grpc,
+            addresses.http,
+            addresses.urpc.is_some(),
+            config.store_type,
+        ));
     }
-    stop.await;
+    let retired = async {
+        match config.decommission_shutdown {
+            true => worker.service().status().decommissioned().await,
+            false => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        () = stop => {}
+        () = retired => tracing::info!("decommissioned, stopping"),
+    }
     let left = worker.stop().await;
     tracing::info!(tasks_left = left, "stopped");
     Ok(())

@@ -9,12 +9,14 @@
 //!
 //! `LIFE_SEEDS=10000 cargo test --test life_of_a_block` runs more seeds; `LIFE_SEED=17` runs one of them alone.
 
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
 mod life {
     pub(crate) mod reader;
     pub(crate) mod world;
 }
 
-use life::world::World;
+use life::world::{Tally, World};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -27,7 +29,7 @@ fn number_from_env(name: &str) -> Option<u64> {
         .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-fn run_history(seed: u64) {
+fn run_history(seed: u64) -> Tally {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
@@ -38,8 +40,8 @@ fn run_history(seed: u64) {
         for _ in 0..STEPS {
             world.step().await;
         }
-        world.finish().await;
-    });
+        world.finish().await
+    })
 }
 
 #[test]
@@ -48,11 +50,17 @@ fn every_acknowledged_block_is_visible_in_some_tier() {
         Some(seed) => seed..seed + 1,
         None => 0..number_from_env("LIFE_SEEDS").unwrap_or(SEEDS_DEFAULT),
     };
+    let alone = seeds.end - seeds.start == 1;
+    let mut total = Tally::default();
     for seed in seeds {
-        let history = std::panic::catch_unwind(|| run_history(seed));
-        if let Err(cause) = history {
-            eprintln!("reproduce with: LIFE_SEED={seed} cargo test --test life_of_a_block");
-            std::panic::resume_unwind(cause);
+        match std::panic::catch_unwind(|| run_history(seed)) {
+            Ok(tally) => total.add(tally),
+            Err(cause) => {
+                eprintln!("reproduce with: LIFE_SEED={seed} cargo test --test life_of_a_block");
+                std::panic::resume_unwind(cause);
+            }
         }
     }
+    println!("{total:?}");
+    assert!(alone || total.never().is_empty(), "the model never reached {:?}", total.never());
 }

@@ -7,14 +7,26 @@ use super::StoreType;
 /// The published client the lines name; what works with it stands in the README.
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
+/// What the raw TCP transport needs besides (its client can not read from memory on JDK 9+ without the flag).
+const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.type=GRPC_NETTY, and on Java 9 and later add\n  \
+       --conf spark.driver.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true \\\n  \
+       --conf spark.executor.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true\n\n";
+
 /// The `spark-submit` lines for a worker whose embedded coordinator answers at `host` and the port of `grpc`.
 ///
 /// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine.
 #[must_use]
-pub fn startup_banner(host: IpAddr, grpc: SocketAddr, http: SocketAddr, store_type: StoreType) -> String {
+pub fn startup_banner(
+    host: IpAddr,
+    grpc: SocketAddr,
+    http: SocketAddr,
+    tcp: bool,
+    store_type: StoreType,
+) -> String {
     let coordinator = SocketAddr::new(host, grpc.port());
     let status = SocketAddr::new(host, http.port());
     let storage = store_type.as_str();
+    let tcp_lines = if tcp { TCP_LINES } else { "" };
     format!(
         "uniffle-worker {version} is ready: gRPC and embedded coordinator at {coordinator}, \
          metrics at http://{status}/metrics\n\
@@ -29,7 +41,7 @@ pub fn startup_banner(host: IpAddr, grpc: SocketAddr, http: SocketAddr, store_ty
            --conf spark.rss.client.type=GRPC \\\n  \
            --conf spark.shuffle.service.enabled=false \\\n  \
            YOUR_APPLICATION\n\
-         \n\
+         \n{tcp_lines}\
          Executors of their own (any master but local[…]) load the shuffle manager before --packages reaches them in\n\
          Spark 3: put the same jar into their $SPARK_HOME/jars, or name it in spark.executor.extraClassPath.\n",
         version = env!("CARGO_PKG_VERSION"),
@@ -47,9 +59,14 @@ mod tests {
             host,
             "0.0.0.0:21100".parse().unwrap(),
             "0.0.0.0:19998".parse().unwrap(),
+            true,
             StoreType::MemoryLocalfile,
         );
-        let command: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("spark-submit")).collect();
+        let command: Vec<&str> = text
+            .lines()
+            .skip_while(|line| !line.starts_with("spark-submit"))
+            .take_while(|line| !line.is_empty())
+            .collect();
         let end = command.iter().position(|line| !line.ends_with(" \\")).unwrap();
         let (last, continued) = (command[end], &command[..end]);
         assert_eq!(continued.len(), 8, "{text}");
@@ -60,6 +77,7 @@ mod tests {
             "spark.rss.coordinator.quorum=127.0.0.1:21100",
             "spark.rss.storage.type=MEMORY_LOCALFILE",
             "http://127.0.0.1:19998/metrics",
+            "spark.rss.client.type=GRPC_NETTY",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }

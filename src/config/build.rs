@@ -28,6 +28,8 @@ const COORDINATORS_MAX: usize = 16;
 const TAGS_MAX: usize = 64;
 const TAG_CHARS_MAX: usize = 100;
 const DATA_PATHS_MAX: usize = 64;
+/// Port of the raw TCP door in embedded mode.
+const URPC_PORT: u16 = 21200;
 
 /// Builds a configuration, or says everything that is wrong.
 pub(super) fn build(
@@ -55,6 +57,13 @@ pub(super) fn build(
             Duration::from_millis(100)..=HOUR,
             Unit::Seconds,
         ),
+        decommission_check_interval: reader.duration(
+            "decommission_check_interval_sec",
+            60 * SECOND,
+            SECOND..=HOUR,
+            Unit::Seconds,
+        ),
+        decommission_shutdown: reader.boolean("decommission_shutdown", false),
         advertised_ip: worker_ip(&mut reader, env),
         memory: memory(&mut reader, machine),
         localfile: localfile(&mut reader, machine),
@@ -66,12 +75,17 @@ pub(super) fn build(
         http: http(&mut reader),
         embedded_coordinator: embedded::read(&mut reader),
     };
+    if config.urpc_port.is_none() && config.is_embedded() {
+        // A first user gets both transports; whoever asks for any free gRPC port gets any free TCP port as well.
+        config.urpc_port = Some(if config.grpc_port == 0 { 0 } else { URPC_PORT });
+    }
     debug_assert!(reader.values.is_empty(), "keys nobody reads: {:?}", reader.values);
 
     check_ports(&mut reader, &config);
     check_memory(&mut reader, &config);
     check_localfile(&mut reader, &config, names_data_paths);
     check_watermarks(&mut reader, &config);
+    check_partition_limits(&mut reader, &config);
     check_windows(&mut reader, &config);
     check_quorum(&mut reader, &config);
     embedded::check(&mut reader, &config);
@@ -194,6 +208,11 @@ fn hybrid(reader: &mut Reader) -> HybridStore {
             256 * MIB,
             MIB..=TIB,
         ),
+        huge_partition_memory_single_buffer_max_spill_size_bytes: reader.size(
+            "hybrid_store.huge_partition_memory_single_buffer_max_spill_size",
+            128_000_000,
+            MIB..=TIB,
+        ),
     }
 }
 
@@ -240,6 +259,21 @@ fn app(reader: &mut Reader) -> App {
             10 * SECOND..=7 * DAY,
             Unit::Minutes,
         ),
+        partition_limit_enable: reader.boolean("app_config.partition_limit_enable", true),
+        partition_limit_threshold_bytes: reader.size(
+            "app_config.partition_limit_threshold",
+            20_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_limit_memory_backpressure_ratio: reader
+            .ratio("app_config.partition_limit_memory_backpressure_ratio", 0.2),
+        partition_split_enable: reader.boolean("app_config.partition_split_enable", false),
+        partition_split_threshold_bytes: reader.size(
+            "app_config.partition_split_threshold",
+            40_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_hard_limit_bytes: reader.optional_size("app_config.partition_hard_limit", MIB..=1024 * TIB),
     }
 }
 
@@ -350,6 +384,19 @@ fn check_watermarks(reader: &mut Reader, config: &Config) {
         if low >= high {
             reader.refuse(low_key, low, &format!("less than {high_key} ({high})"));
         }
+    }
+}
+
+fn check_partition_limits(reader: &mut Reader, config: &Config) {
+    let app = &config.app;
+    if app.partition_limit_memory_backpressure_ratio <= 0.0 {
+        let key = "app_config.partition_limit_memory_backpressure_ratio";
+        reader.refuse(key, app.partition_limit_memory_backpressure_ratio, "more than 0.0");
+    }
+    let Some(hard_limit) = app.partition_hard_limit_bytes else { return };
+    if app.partition_split_enable && hard_limit < app.partition_split_threshold_bytes {
+        let allowed = "at least app_config.partition_split_threshold, or no partition is ever split";
+        reader.refuse("app_config.partition_hard_limit", size_text(hard_limit), allowed);
     }
 }
 

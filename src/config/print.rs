@@ -24,6 +24,8 @@ pub(super) fn to_toml(config: &Config) -> String {
     }
     put(&mut top, "tags", config.tags.clone());
     put(&mut top, "heartbeat_interval_seconds", duration(config.heartbeat_interval, 1));
+    put(&mut top, "decommission_check_interval_sec", duration(config.decommission_check_interval, 1));
+    put(&mut top, "decommission_shutdown", config.decommission_shutdown);
     put(&mut top, "memory_store", memory(config));
     put(&mut top, "localfile_store", localfile(config));
     put(&mut top, "hybrid_store", hybrid(config));
@@ -88,6 +90,8 @@ fn hybrid(config: &Config) -> Table {
     put(&mut table, "memory_spill_low_watermark", hybrid.memory_spill_low_watermark);
     let max_spill = size_text(hybrid.memory_single_buffer_max_spill_size_bytes);
     put(&mut table, "memory_single_buffer_max_spill_size", max_spill);
+    let max_spill = size_text(hybrid.huge_partition_memory_single_buffer_max_spill_size_bytes);
+    put(&mut table, "huge_partition_memory_single_buffer_max_spill_size", max_spill);
     table
 }
 
@@ -115,7 +119,17 @@ fn log(config: &Config) -> Table {
 
 fn app(config: &Config) -> Table {
     let mut table = Table::new();
-    put(&mut table, "app_heartbeat_timeout_min", duration(config.app.heartbeat_timeout, 60));
+    let app = &config.app;
+    put(&mut table, "app_heartbeat_timeout_min", duration(app.heartbeat_timeout, 60));
+    put(&mut table, "partition_limit_enable", app.partition_limit_enable);
+    put(&mut table, "partition_limit_threshold", size_text(app.partition_limit_threshold_bytes));
+    let ratio = app.partition_limit_memory_backpressure_ratio;
+    put(&mut table, "partition_limit_memory_backpressure_ratio", ratio);
+    put(&mut table, "partition_split_enable", app.partition_split_enable);
+    put(&mut table, "partition_split_threshold", size_text(app.partition_split_threshold_bytes));
+    if let Some(bytes) = app.partition_hard_limit_bytes {
+        put(&mut table, "partition_hard_limit", size_text(bytes));
+    }
     table
 }
 

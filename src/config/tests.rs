@@ -38,11 +38,19 @@ fn defaults_are_an_embedded_worker_with_one_disk() {
     let config = parse("").unwrap();
     assert!(config.is_embedded());
     assert_eq!(config.store_type, StoreType::MemoryLocalfile);
-    assert_eq!((config.grpc_port, config.http_port, config.urpc_port), (21100, 19998, None));
+    assert_eq!((config.grpc_port, config.http_port, config.urpc_port), (21100, 19998, Some(21200)));
     assert_eq!(config.memory.capacity_bytes, 4 << 30);
     assert_eq!(config.localfile.data_paths, [PathBuf::from("/state/data")]);
     assert_eq!(config.runtime.worker_threads, 4);
     assert_eq!(config.log.filter, "info");
+}
+
+#[test]
+fn the_tcp_door_is_open_by_default_in_embedded_mode_only() {
+    assert_eq!(parse("grpc_port = 0").unwrap().urpc_port, Some(0));
+    let quorum = "coordinator_quorum = [\"c:1\"]\n[localfile_store]\ndata_paths = [\"/d\"]";
+    assert_eq!(parse(quorum).unwrap().urpc_port, None);
+    assert_eq!(parse("urpc_port = 7").unwrap().urpc_port, Some(7));
 }
 
 #[test]

@@ -11,6 +11,10 @@ use super::list::{BlockList, Gather};
 use super::region::Slice;
 use crate::types::{BlockId, BlockMeta, TaskAttemptId};
 
+/// Most blocks of one answer. Clients ask by bytes; of tiny blocks an answer would be mostly head, which is heap that no
+/// budget knows (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
+const READ_BLOCKS_MAX: usize = 64 << 10;
+
 /// The answer to a memory read.
 #[derive(Debug, Default)]
 pub struct MemoryRead {
@@ -20,7 +24,7 @@ pub struct MemoryRead {
     pub data: Vec<Bytes>,
     /// Bytes in all.
     pub length: u64,
-    /// True when there was nothing more: less than the limit was found (always true for an empty answer).
+    /// True when there was nothing more: no limit was reached (always true for an empty answer).
     pub is_end: bool,
 }
 
@@ -63,13 +67,14 @@ pub(super) fn walk(
             list.gather(at, &mut gather);
             blocks.push(meta);
             length += u64::from(meta.length);
-            if length >= limit_bytes {
+            if length >= limit_bytes || blocks.len() >= READ_BLOCKS_MAX {
                 break 'all;
             }
         }
         from = 0;
     }
-    let is_end = length < limit_bytes || blocks.is_empty();
+    let full = length >= limit_bytes || blocks.len() >= READ_BLOCKS_MAX;
+    let is_end = !full || blocks.is_empty();
     Found { blocks, slices: gather.into_slices(), length, is_end }
 }
 

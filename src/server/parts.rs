@@ -10,8 +10,11 @@ use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
-use crate::memory::MemoryConfig;
+use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
+use crate::proto::ApplicationInfo;
+use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 use crate::store::LocalConfig;
+use crate::tcp::TcpConfig;
 
 pub(super) fn memory(config: &Config) -> MemoryConfig {
     MemoryConfig {
@@ -25,6 +28,32 @@ pub(super) fn memory(config: &Config) -> MemoryConfig {
 
 pub(super) fn app(config: &Config) -> AppConfig {
     AppConfig { heartbeat_timeout: config.app.heartbeat_timeout, ..AppConfig::default() }
+}
+
+pub(super) fn service(config: &Config) -> ServiceConfig {
+    let app = &config.app;
+    let partition_limits = PartitionLimits {
+        huge_bytes: Some(app.partition_limit_threshold_bytes),
+        huge_in_memory_bytes_max: app.partition_limit_enable.then(|| huge_share_bytes(config)),
+        split_bytes: app.partition_split_enable.then_some(app.partition_split_threshold_bytes),
+        bytes_max: app.partition_hard_limit_bytes,
+    };
+    ServiceConfig {
+        partition_limits,
+        decommission_check_interval: config.decommission_check_interval,
+        ..ServiceConfig::default()
+    }
+}
+
+/// Memory that one huge partition may fill.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a ratio of 0..=1 of a byte count; a few bytes of rounding do not matter"
+)]
+fn huge_share_bytes(config: &Config) -> u64 {
+    (config.memory.capacity_bytes as f64 * config.app.partition_limit_memory_backpressure_ratio) as u64
 }
 
 /// Apps are looked at often enough that one outlives its timeout by a tenth at most.
@@ -49,13 +78,20 @@ pub(super) fn store(config: &Config) -> LocalConfig {
 
 pub(super) fn flush(config: &Config, disks: usize) -> FlushConfig {
     let hybrid = &config.hybrid;
+    let app = &config.app;
     FlushConfig {
         limits: Limits {
             high_watermark: hybrid.memory_spill_high_watermark,
             low_watermark: hybrid.memory_spill_low_watermark,
             single_buffer_bytes_max: hybrid.memory_single_buffer_max_spill_size_bytes,
+            huge_partition_bytes: app.partition_limit_threshold_bytes,
+            // Half of its share, so that one half is written while the other fills.
+            huge_buffer_bytes_max: hybrid
+                .huge_partition_memory_single_buffer_max_spill_size_bytes
+                .min(huge_share_bytes(config) / 2),
             in_flight_batches_max: 5,
-            blocks_max: config.memory.block_max_count / 10 * 8,
+            blocks_high: config.memory.block_max_count / 10 * 8,
+            blocks_low: config.memory.block_max_count / 10 * 2,
         },
         workers: disks * config.localfile.write_concurrency_per_disk,
         batch_bytes_max: 64 << 20,
@@ -103,6 +139,25 @@ pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
     Ok(HeartbeatConfig { coordinators, interval: config.heartbeat_interval })
 }
 
+/// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.
+const REPORTED_APPS_MAX: usize = 1_000;
+
+pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
+    let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+    let mut largest: Vec<&AppStatistics> = apps.iter().collect();
+    largest.sort_unstable_by_key(|app| std::cmp::Reverse(app.received_bytes));
+    largest.truncate(REPORTED_APPS_MAX);
+    let info = |app: &&AppStatistics| ApplicationInfo {
+        app_id: app.app.to_string(),
+        partition_num: signed(app.partitions),
+        memory_size: signed(app.in_memory_bytes),
+        local_total_size: signed(app.flushed_bytes()),
+        total_size: signed(app.received_bytes),
+        ..Default::default()
+    };
+    largest.iter().map(info).collect()
+}
+
 pub(super) fn http(config: &Config) -> HttpConfig {
     HttpConfig { max_connections: config.http.max_connections, request_timeout: config.http.request_timeout }
 }
@@ -123,4 +178,11 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
         stream_deadline: grpc.request_timeout * 3,
         ..GrpcConfig::default()
     }
+}
+
+/// Local answers that wait may hold a quarter of the read memory's chunks; the rest is for those being written.
+pub(super) fn tcp(config: &Config) -> TcpConfig {
+    let chunks = config.memory.read_capacity_bytes / READ_BUFFER_BYTES_MAX as u64;
+    let waiting = usize::try_from(chunks / 4).unwrap_or(usize::MAX);
+    TcpConfig { local_reads_in_flight_max: waiting.max(1), ..TcpConfig::default() }
 }

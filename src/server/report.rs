@@ -1,21 +1,16 @@
 //! What a heartbeat says of this worker: collected from the parts when it is about to leave.
-//!
-//! The seam for more figures per application is [`application`]; what it can not know yet is 0 (Hadoop files).
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::app::App;
+use super::parts;
 use crate::coordinator::{NodeReport, ReportSource};
 use crate::io::Media;
 use crate::memory::Memory;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
-use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
+use crate::proto::{ServerStatus, StorageInfo};
 use crate::service::{LocalTier, Service, WorkerState};
-use crate::store::{DiskCondition, LocalStore, MountUsage};
-
-/// Applications that a heartbeat lists; they are for dashboards, and a heartbeat has a deadline.
-const APPLICATIONS_MAX: usize = 1000;
+use crate::store::{DiskCondition, MountUsage};
 
 /// The parts that are asked.
 #[derive(Debug, Clone)]
@@ -39,9 +34,7 @@ pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
             report.events_in_flush = u32::try_from(local.flusher.unfinished()).unwrap_or(u32::MAX);
         }
         report.storage = store.map(|store| storage(&store.mounts())).unwrap_or_default();
-        let apps = service.apps().apps();
-        report.applications =
-            apps.iter().take(APPLICATIONS_MAX).map(|app| application(app, memory, store)).collect();
+        report.applications = parts::application_info(&service.app_statistics());
         report
     })
 }
@@ -53,37 +46,6 @@ fn node_status(state: WorkerState) -> ServerStatus {
         WorkerState::Decommissioning => ServerStatus::Decommissioning,
         WorkerState::Decommissioned => ServerStatus::Decommissioned,
     }
-}
-
-/// One application's figures.
-fn application(app: &App, memory: &Memory, store: Option<&LocalStore>) -> ApplicationInfo {
-    let (mut partitions, mut memory_bytes, mut files, mut local_bytes) = (0u64, 0u64, 0u64, 0u64);
-    for shuffle in app.shuffles() {
-        partitions += shuffle.partition_count();
-        if let Some(buffers) = memory.shuffle(shuffle.key()) {
-            let bytes = |bytes: u64, buffer: &Arc<_>| bytes + held_bytes(buffer);
-            memory_bytes += buffers.all().iter().fold(0, bytes);
-        }
-        if let Some(store) = store {
-            let usage = store.usage(shuffle.key());
-            files += usage.files as u64;
-            local_bytes += usage.bytes;
-        }
-    }
-    ApplicationInfo {
-        app_id: app.id().as_str().to_owned(),
-        partition_num: clamped(partitions),
-        memory_size: clamped(memory_bytes),
-        local_file_num: clamped(files),
-        local_total_size: clamped(local_bytes),
-        hadoop_file_num: 0,
-        hadoop_total_size: 0,
-        total_size: clamped(memory_bytes.saturating_add(local_bytes)),
-    }
-}
-
-fn held_bytes(buffer: &crate::memory::Buffer) -> u64 {
-    buffer.active_bytes() + buffer.in_flight_bytes()
 }
 
 /// By mount point, as coordinators keep it. Speeds are 0, as the Java server sends them.

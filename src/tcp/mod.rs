@@ -1,1 +1,75 @@
-//! placeholder
+//! The raw TCP door (client type `GRPC_NETTY`, PROTOCOL §7): frames in, calls of the service, frames out. It decides
+//! nothing.
+//!
+//! A connection is two tasks and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
+//! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the
+//! partitions' segments ([`ingest`]), so a chunk is free again when it was walked and no connection owns one. Reads of
+//! memory are answered on the spot, reads of local disks in tasks of their own ([`dispatch`]). The *writer*
+//! ([`writer`]) puts replies on the socket in the order in which they became ready.
+//!
+//! Bounds: each request takes a permit of its connection before its first byte is walked and holds it until its reply
+//! was written. A peer that sends too much, or takes too little, is not read until it has taken its replies.
+
+mod accept;
+mod config;
+mod dispatch;
+mod frames;
+mod ingest;
+mod metrics;
+mod reader;
+mod writer;
+
+use std::sync::Arc;
+
+use prometheus::Registry;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+pub use config::TcpConfig;
+pub use metrics::TcpMetrics;
+
+use crate::runtime::Tasks;
+use crate::service::Service;
+
+/// The door; its connections live as long as the tasks it was started with.
+#[derive(Debug)]
+pub struct TcpDoor;
+
+impl TcpDoor {
+    /// Accepts connections on `listener` until `tasks` is cancelled.
+    ///
+    /// # Errors
+    /// A metric name that is taken in `registry`.
+    pub fn start(
+        config: TcpConfig,
+        listener: TcpListener,
+        service: Arc<Service>,
+        tasks: &Tasks,
+        registry: &Registry,
+    ) -> prometheus::Result<()> {
+        let metrics = TcpMetrics::new(registry)?;
+        let shared = Arc::new(Shared {
+            memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
+            local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
+            large_requests: Arc::new(Semaphore::new(config.large_requests_bytes_max as usize)),
+            connections: Arc::new(Semaphore::new(config.connections_max)),
+            config,
+            service,
+            metrics,
+        });
+        tasks.spawn("tcp accept", accept::run(shared, listener, tasks.clone()));
+        Ok(())
+    }
+}
+
+/// What all connections of a door share.
+#[derive(Debug)]
+struct Shared {
+    config: TcpConfig,
+    service: Arc<Service>,
+    metrics: TcpMetrics,
+    connections: Arc<Semaphore>,
+    memory_reads: Arc<Semaphore>,
+    local_reads: Arc<Semaphore>,
+    large_requests: Arc<Semaphore>,
+}

@@ -18,6 +18,9 @@ pub enum DecodeError {
         /// The bound.
         max: u64,
     },
+    /// A frame of a type that does not exist or that this side never receives.
+    #[error("frame type {0} is not known here")]
+    UnknownType(u8),
     /// The input breaks the format.
     #[error("malformed message: {what} (at byte {at})")]
     Malformed {

@@ -2,7 +2,13 @@
 
 pub mod bitmap;
 pub mod error;
+pub mod frame;
+#[cfg(test)]
+mod golden;
 pub mod index;
+pub mod reply;
+pub mod request;
+pub mod send_frame;
 pub mod send_message;
 
 pub use error::DecodeError;

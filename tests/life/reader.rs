@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use uniffle_worker::service::{ChunkStream, MemoryReadRequest, Service};
+use uniffle_worker::service::{ChunkStream, MemoryReadRequest};
 
 use super::world::{Key, Promised, World};
 
@@ -53,9 +53,9 @@ impl Reader {
             return;
         }
         match std::mem::replace(&mut self.phase, Phase::Done) {
-            Phase::Memory { cursor } => self.read_memory(&world.service, cursor),
+            Phase::Memory { cursor } => self.read_memory(world, cursor),
             Phase::Index => self.read_index(world).await,
-            Phase::Data { records, next } => self.read_data(&world.service, records, next).await,
+            Phase::Data { records, next } => self.read_data(world, records, next).await,
             Phase::Done => {}
         }
         if self.is_done() {
@@ -72,7 +72,7 @@ impl Reader {
         }
     }
 
-    fn read_memory(&mut self, service: &Service, cursor: i64) {
+    fn read_memory(&mut self, world: &mut World, cursor: i64) {
         let request = MemoryReadRequest {
             app: self.key.0,
             shuffle: self.key.1,
@@ -81,12 +81,13 @@ impl Reader {
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
         };
-        let answer = service.read_memory(request).expect("the app is known");
+        let answer = world.service.read_memory(request).expect("the app is known");
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut at = 0;
         for block in &answer.blocks {
             let end = at + block.length as usize;
             self.found.insert(block.block_id.0, data[at..end].to_vec());
+            world.tally.read_from_memory += 1;
             at = end;
         }
         assert_eq!(at, data.len(), "blocks and bytes of a memory answer disagree");
@@ -115,7 +116,7 @@ impl Reader {
         self.phase = Phase::Data { records, next: 0 };
     }
 
-    async fn read_data(&mut self, service: &Service, records: Vec<u8>, next: usize) {
+    async fn read_data(&mut self, world: &mut World, records: Vec<u8>, next: usize) {
         let first = next;
         let mut end = next;
         let mut length = 0;
@@ -127,7 +128,8 @@ impl Reader {
             return;
         }
         let offset = u64_at(&records, first * RECORD);
-        let answer = service
+        let answer = world
+            .service
             .read_data(
                 self.key.0,
                 self.key.1,
@@ -145,6 +147,7 @@ impl Reader {
             assert_eq!(crc, u64::from(crc32fast::hash(bytes)), "crc of a block on disk");
             let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
             self.found.insert(id, bytes.to_vec());
+            world.tally.read_from_disk += 1;
         }
         self.phase = Phase::Data { records, next: end };
     }

@@ -32,6 +32,50 @@ const PARTITIONS: i32 = 3;
 const APPS: [&str; 2] = ["app-1", "app-10"];
 const SHUFFLES: [i32; 2] = [1, 10];
 
+/// What a history did, so that a model that no longer reaches something is noticed.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Tally {
+    pub(crate) acknowledged: u64,
+    pub(crate) flushed_bytes: u64,
+    pub(crate) failed_writes: u64,
+    pub(crate) purged_batches: u64,
+    pub(crate) duplicates: u64,
+    pub(crate) refused_tickets: u64,
+    pub(crate) aborted: u64,
+    pub(crate) read_from_memory: u64,
+    pub(crate) read_from_disk: u64,
+}
+
+impl Tally {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.acknowledged += other.acknowledged;
+        self.flushed_bytes += other.flushed_bytes;
+        self.failed_writes += other.failed_writes;
+        self.purged_batches += other.purged_batches;
+        self.duplicates += other.duplicates;
+        self.refused_tickets += other.refused_tickets;
+        self.aborted += other.aborted;
+        self.read_from_memory += other.read_from_memory;
+        self.read_from_disk += other.read_from_disk;
+    }
+
+    /// Names of what never happened.
+    pub(crate) fn never(&self) -> Vec<&'static str> {
+        let figures = [
+            ("acknowledged", self.acknowledged),
+            ("flushed_bytes", self.flushed_bytes),
+            ("failed_writes", self.failed_writes),
+            ("purged_batches", self.purged_batches),
+            ("duplicates", self.duplicates),
+            ("refused_tickets", self.refused_tickets),
+            ("aborted", self.aborted),
+            ("read_from_memory", self.read_from_memory),
+            ("read_from_disk", self.read_from_disk),
+        ];
+        figures.into_iter().filter(|(_, count)| *count == 0).map(|(name, _)| name).collect()
+    }
+}
+
 /// What clients of one registered shuffle were promised.
 #[derive(Debug, Default)]
 pub(crate) struct Promised {
@@ -68,6 +112,8 @@ pub(crate) struct World {
     readers: Vec<Reader>,
     next_block: i64,
     next_epoch: u64,
+    registry: Registry,
+    pub(crate) tally: Tally,
 }
 
 impl World {
@@ -92,12 +138,16 @@ impl World {
             })
             .collect();
         let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.expect("store");
+        tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
         let limits = Limits {
             high_watermark: 0.6,
             low_watermark: 0.2,
             single_buffer_bytes_max: 200 << 10,
+            huge_partition_bytes: 300 << 10,
+            huge_buffer_bytes_max: 60 << 10,
             in_flight_batches_max: 3,
-            blocks_max: 9_000,
+            blocks_high: 9_000,
+            blocks_low: 2_000,
         };
         let flush_config = FlushConfig {
             limits,
@@ -134,6 +184,8 @@ impl World {
             readers: Vec::new(),
             next_block: 0,
             next_epoch: 0,
+            registry,
+            tally: Tally::default(),
         }
     }
 
@@ -208,6 +260,7 @@ impl World {
         let grant = match self.service.require_buffer(request) {
             Ok(grant) => grant,
             Err(error) => {
+                self.tally.refused_tickets += 1;
                 assert_eq!(error.status() as i32, 2, "only NO_BUFFER may refuse a small request: {error}");
                 return;
             }
@@ -291,6 +344,7 @@ impl World {
         committed.expect("a send with a ticket into a registered shuffle never fails");
         for (partition, id, data) in send.blocks {
             promised.acknowledged.entry(partition).or_default().entry(id).or_insert(data);
+            self.tally.acknowledged += 1;
         }
     }
 
@@ -298,6 +352,7 @@ impl World {
         if !self.sends.is_empty() {
             let index = self.rng.random_range(0..self.sends.len());
             let mut send = self.sends.swap_remove(index);
+            self.tally.aborted += 1;
             if let Some((_, _, data)) = send.blocks.get(send.next).filter(|_| send.next > 0) {
                 // Cut in the middle of a block.
                 if send.session.begin_block(u32::try_from(data.len()).expect("small")).is_ok() {
@@ -356,7 +411,7 @@ impl World {
     }
 
     /// Reads everything that was promised, then unregisters all and checks that nothing is left.
-    pub(crate) async fn finish(mut self) {
+    pub(crate) async fn finish(mut self) -> Tally {
         self.sends.clear();
         self.faults.iter().for_each(Faults::clear);
         for key in self.promised.keys().copied().collect::<Vec<_>>() {
@@ -390,6 +445,19 @@ impl World {
         self.tasks.cancel();
         self.tasks.drained().await;
         assert_eq!(self.tasks.running(), 0, "tasks left");
+        self.tally.flushed_bytes = self.counter("memory_spill_total_bytes");
+        self.tally.failed_writes = self.counter("total_failed_written_event_num");
+        self.tally.purged_batches = self.counter("total_spill_events_dropped_with_app_not_found");
+        self.tally.duplicates = self.counter("total_duplicate_blocks");
+        self.tally
+    }
+
+    fn counter(&self, name: &str) -> u64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name).expect("a known metric");
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
+        let value = family.get_metric()[0].get_counter().get_value() as u64;
+        value
     }
 }
 

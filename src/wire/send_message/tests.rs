@@ -78,6 +78,7 @@ fn what(result: Result<(Recorder, Summary), DecodeError>) -> &'static str {
     match result.expect_err("must be refused") {
         DecodeError::Malformed { what, .. } | DecodeError::TooLarge { what, .. } => what,
         DecodeError::Incomplete => "incomplete",
+        DecodeError::UnknownType(_) => "unknown type",
     }
 }
 

@@ -1,0 +1,116 @@
+//! Accepts connections up to the limit and sets their sockets up.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, sleep};
+
+use crate::runtime::Tasks;
+
+use super::{Shared, reader, writer};
+
+/// What a full table of file descriptors is given to drain.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// A log line of a kind that peers cause is written once in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// Between two probes of a peer that does not answer; the kernel's default number of them ends the connection.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+
+pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, tasks: Tasks) {
+    let cancelled = tasks.cancelled();
+    tokio::pin!(cancelled);
+    let (mut refusals, mut failures) = (RateLimit::default(), RateLimit::default());
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            accepted = listener.accept() => accepted,
+            () = &mut cancelled => return,
+        };
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                if let Some(times) = failures.pass() {
+                    tracing::warn!(%error, times, "can not accept tcp connections");
+                }
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let Ok(place) = Arc::clone(&shared.connections).try_acquire_owned() else {
+            shared.metrics.refused.inc();
+            if let Some(times) = refusals.pass() {
+                let limit = shared.config.connections_max;
+                tracing::warn!(%peer, limit, times, "tcp connection closed: as many as allowed are open");
+            }
+            continue;
+        };
+        // A peer that is gone already makes this fail; its reader will see the same.
+        if let Err(error) = set_up(&stream, shared.config.keepalive) {
+            tracing::debug!(%peer, %error, "can not set socket options");
+        }
+        start(&shared, stream, place, &tasks);
+    }
+}
+
+fn set_up(stream: &TcpStream, keepalive: Duration) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let keepalive = TcpKeepalive::new().with_time(keepalive).with_interval(KEEPALIVE_INTERVAL);
+    SockRef::from(stream).set_tcp_keepalive(&keepalive)
+}
+
+/// Starts the two tasks of a connection.
+fn start(shared: &Arc<Shared>, stream: TcpStream, place: OwnedSemaphorePermit, tasks: &Tasks) {
+    let (read_half, write_half) = stream.into_split();
+    // Cancelled when either side of the connection fails, so that the other does not wait for it.
+    let connection = tasks.child();
+    let gauge = shared.metrics.connection();
+    let (outbox, queue) = writer::queue(shared.config.requests_in_flight_per_connection_max);
+    let reader = reader::Reader::new(Arc::clone(shared), read_half, outbox, connection.clone());
+    tasks.spawn("tcp reader", reader.run());
+    let writer = writer::Writer::new(Arc::clone(shared), write_half, queue, connection);
+    tasks.spawn("tcp writer", async move {
+        writer.run().await;
+        // The writer ends last: it outlives the reader until every reply was written or given up.
+        drop((place, gauge));
+    });
+}
+
+/// Lets one of many equal log lines pass.
+#[derive(Debug, Default)]
+struct RateLimit {
+    last: Option<Instant>,
+    held_back: u64,
+}
+
+impl RateLimit {
+    /// How many lines this one stands for; `None` if it is to be held back.
+    fn pass(&mut self) -> Option<u64> {
+        self.held_back += 1;
+        let now = Instant::now();
+        let soon = self.last.is_some_and(|last| now.duration_since(last) < LOG_INTERVAL);
+        if soon {
+            return None;
+        }
+        self.last = Some(now);
+        Some(std::mem::take(&mut self.held_back))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn one_line_stands_for_those_held_back() {
+        let mut limit = RateLimit::default();
+        assert_eq!(limit.pass(), Some(1));
+        assert_eq!(limit.pass(), None);
+        assert_eq!(limit.pass(), None);
+        tokio::time::advance(LOG_INTERVAL).await;
+        assert_eq!(limit.pass(), Some(3));
+    }
+}

@@ -1,0 +1,487 @@
+//! Streaming decoder of the TCP protocol's `SendShuffleDataRequest` (PROTOCOL §7.4, type 3), fed with whatever pieces
+//! of the message the socket gives.
+//!
+//! Not here: the frame's nine bytes, tickets, memory. The walker holds no payload: a block's bytes go to the
+//! [`SendFrameSink`] as sub-slices of the fed chunk. It keeps at most one cut field (40 B) and the application id,
+//! whose buffer is reused, so walking allocates nothing. The server list that repeats in every block is skipped.
+//!
+//! Invariants: every length and count is compared with what is left of the frame, less what must still follow, before
+//! anything is done for it. The sink sees `header (partition (begin_block write* end_block)*)*`, and between
+//! `begin_block(n)` and its `end_block` exactly n bytes. After an error the walker must not be fed again.
+
+use super::DecodeError;
+
+/// Longest application id kept; the service's own bound is tighter and has its own text.
+const APP_BYTES_MAX: u32 = 1024;
+/// requestId, length of appId
+const START_BYTES: usize = 12;
+/// shuffleId, requireBufferId, partition count
+const HEADER_REST_BYTES: usize = 16;
+/// partitionId, block count
+const PARTITION_BYTES: usize = 8;
+/// partitionId, blockId, length, shuffleId, crc, taskAttemptId, data length
+const BLOCK_HEAD_BYTES: usize = 40;
+/// server count
+const SERVER_COUNT_BYTES: usize = 4;
+/// Two empty strings and two ports.
+const SERVER_BYTES_MIN: u64 = 16;
+/// grpcPort, nettyPort
+const PORTS_BYTES: usize = 8;
+/// uncompressLength, freeMemory
+const BLOCK_TAIL_BYTES: usize = 12;
+/// All of a block but its data and its servers.
+const BLOCK_BYTES_MIN: u64 = (BLOCK_HEAD_BYTES + SERVER_COUNT_BYTES + BLOCK_TAIL_BYTES) as u64;
+/// timestamp
+const TIMESTAMP_BYTES: usize = 8;
+/// The longest field group that may have to be put together from two chunks.
+const STASH_BYTES: usize = BLOCK_HEAD_BYTES;
+
+/// What stands before the data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SendFrameHeader<'a> {
+    /// Chosen by the client.
+    pub request_id: i64,
+    /// Application, not validated.
+    pub app: &'a str,
+    /// Shuffle.
+    pub shuffle: i32,
+    /// Ticket.
+    pub ticket: i64,
+}
+
+/// A block's fields besides its bytes, as sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FrameBlock {
+    /// Id.
+    pub block_id: i64,
+    /// Bytes; what the sink was given.
+    pub length: i32,
+    /// Bytes after decompression.
+    pub uncompressed_length: i32,
+    /// CRC-32.
+    pub crc: i64,
+    /// The writing task.
+    pub task_attempt_id: i64,
+}
+
+/// Where decoded blocks go. An error ends the walk at once.
+pub trait SendFrameSink {
+    /// The sink's error; decoding errors are turned into it.
+    type Error: From<DecodeError>;
+    /// Called once, before everything else.
+    fn header(&mut self, header: SendFrameHeader<'_>) -> Result<(), Self::Error>;
+    /// The partition of the blocks that follow. May repeat an earlier one.
+    fn partition(&mut self, partition: i32) -> Result<(), Self::Error>;
+    /// A block of `length` bytes begins.
+    fn begin_block(&mut self, length: u32) -> Result<(), Self::Error>;
+    /// The next bytes of the block, at least one.
+    fn write(&mut self, bytes: &[u8]) -> Result<(), Self::Error>;
+    /// All bytes of the block were written.
+    fn end_block(&mut self, block: FrameBlock) -> Result<(), Self::Error>;
+}
+
+/// What comes next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Start,
+    App(u32),
+    HeaderRest,
+    Partition,
+    BlockHead,
+    BlockData(u32),
+    ServerCount,
+    ServerId,
+    ServerHost,
+    /// Bytes of a server's id.
+    SkipId(u32),
+    /// Bytes of a server's host.
+    SkipHost(u32),
+    Ports,
+    BlockTail,
+    Timestamp,
+    Done,
+}
+
+/// The decoder; see the module.
+#[derive(Debug)]
+pub struct SendWalker {
+    state: State,
+    /// Bytes of the message not consumed yet.
+    left: u64,
+    message_bytes: u64,
+    stash: [u8; STASH_BYTES],
+    stashed: usize,
+    app: Vec<u8>,
+    request_id: Option<i64>,
+    shuffle: i32,
+    partition: i32,
+    partitions_left: u32,
+    blocks_left: u32,
+    servers_left: u32,
+    block: FrameBlock,
+    timestamp_ms: i64,
+}
+
+impl SendWalker {
+    /// At the start of a message of `message_bytes`.
+    #[must_use]
+    pub fn new(message_bytes: u32) -> Self {
+        Self {
+            state: State::Start,
+            left: u64::from(message_bytes),
+            message_bytes: u64::from(message_bytes),
+            stash: [0; STASH_BYTES],
+            stashed: 0,
+            app: Vec::new(),
+            request_id: None,
+            shuffle: 0,
+            partition: 0,
+            partitions_left: 0,
+            blocks_left: 0,
+            servers_left: 0,
+            block: FrameBlock::default(),
+            timestamp_ms: 0,
+        }
+    }
+
+    /// At the start of another message, with the buffers of the last.
+    pub fn restart(&mut self, message_bytes: u32) {
+        let mut app = std::mem::take(&mut self.app);
+        app.clear();
+        *self = Self { app, ..Self::new(message_bytes) };
+    }
+
+    /// The request's id once it was seen, also after an error.
+    #[must_use]
+    pub fn request_id(&self) -> Option<i64> {
+        self.request_id
+    }
+
+    /// Bytes of the message that were not fed yet.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// The client's clock at sending, in milliseconds; known at the end.
+    #[must_use]
+    pub fn timestamp_ms(&self) -> i64 {
+        self.timestamp_ms
+    }
+
+    /// Takes the next bytes of the message; true when they completed it.
+    ///
+    /// # Errors
+    /// The message breaks the format, or the sink refused.
+    pub fn feed<S: SendFrameSink>(&mut self, mut chunk: &[u8], sink: &mut S) -> Result<bool, S::Error> {
+        if chunk.len() as u64 > self.left {
+            return Err(self.malformed("more bytes than the frame's length").into());
+        }
+        while !chunk.is_empty() {
+            match self.state {
+                State::BlockData(wanted) => {
+                    let (bytes, rest) = chunk.split_at(prefix(wanted, chunk));
+                    sink.write(bytes)?;
+                    chunk = rest;
+                    let wanted = self.consume(bytes.len(), wanted);
+                    self.state = if wanted == 0 { State::ServerCount } else { State::BlockData(wanted) };
+                }
+                State::App(wanted) => {
+                    let (bytes, rest) = chunk.split_at(prefix(wanted, chunk));
+                    self.app.extend_from_slice(bytes);
+                    chunk = rest;
+                    let wanted = self.consume(bytes.len(), wanted);
+                    self.state = if wanted == 0 { State::HeaderRest } else { State::App(wanted) };
+                }
+                State::SkipId(wanted) => {
+                    let skipped = prefix(wanted, chunk);
+                    chunk = &chunk[skipped..];
+                    let wanted = self.consume(skipped, wanted);
+                    self.state = if wanted == 0 { State::ServerHost } else { State::SkipId(wanted) };
+                }
+                State::SkipHost(wanted) => {
+                    let skipped = prefix(wanted, chunk);
+                    chunk = &chunk[skipped..];
+                    let wanted = self.consume(skipped, wanted);
+                    self.state = if wanted == 0 { State::Ports } else { State::SkipHost(wanted) };
+                }
+                State::Start => self.fixed::<START_BYTES, S>(&mut chunk, sink, Self::on_start)?,
+                State::HeaderRest => self.fixed::<HEADER_REST_BYTES, S>(&mut chunk, sink, Self::on_header)?,
+                State::Partition => self.fixed::<PARTITION_BYTES, S>(&mut chunk, sink, Self::on_partition)?,
+                State::BlockHead => self.fixed::<BLOCK_HEAD_BYTES, S>(&mut chunk, sink, Self::on_block)?,
+                State::ServerCount => {
+                    self.fixed::<SERVER_COUNT_BYTES, S>(&mut chunk, sink, Self::on_servers)?
+                }
+                State::ServerId => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_id)?,
+                State::ServerHost => self.fixed::<4, S>(&mut chunk, sink, Self::on_server_host)?,
+                State::Ports => self.fixed::<PORTS_BYTES, S>(&mut chunk, sink, Self::on_ports)?,
+                State::BlockTail => {
+                    self.fixed::<BLOCK_TAIL_BYTES, S>(&mut chunk, sink, Self::on_block_tail)?
+                }
+                State::Timestamp => self.fixed::<TIMESTAMP_BYTES, S>(&mut chunk, sink, Self::on_timestamp)?,
+                State::Done => return Err(self.malformed("bytes stand after the last field").into()),
+            }
+        }
+        if self.left > 0 {
+            return Ok(false);
+        }
+        if self.state == State::Done { Ok(true) } else { Err(DecodeError::Incomplete.into()) }
+    }
+
+    /// Gives a group of `N` bytes to `on` once it is whole: straight out of the chunk if it stands there uncut.
+    #[inline]
+    fn fixed<const N: usize, S: SendFrameSink>(
+        &mut self,
+        chunk: &mut &[u8],
+        sink: &mut S,
+        on: impl FnOnce(&mut Self, &[u8; N], &mut S) -> Result<(), S::Error>,
+    ) -> Result<(), S::Error> {
+        if self.stashed == 0
+            && let Some((group, rest)) = chunk.split_first_chunk::<N>()
+        {
+            *chunk = rest;
+            self.left -= N as u64;
+            return on(self, group, sink);
+        }
+        let taken = chunk.len().min(N - self.stashed);
+        let (bytes, rest) = chunk.split_at(taken);
+        self.stash[self.stashed..self.stashed + taken].copy_from_slice(bytes);
+        self.stashed += taken;
+        self.left -= taken as u64;
+        *chunk = rest;
+        if self.stashed < N {
+            return Ok(());
+        }
+        self.stashed = 0;
+        let mut group = [0; N];
+        group.copy_from_slice(&self.stash[..N]);
+        on(self, &group, sink)
+    }
+
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "`prefix` gave at most `wanted`, a u32")]
+    fn consume(&mut self, taken: usize, wanted: u32) -> u32 {
+        self.left -= taken as u64;
+        wanted - taken as u32
+    }
+
+    fn malformed(&self, what: &'static str) -> DecodeError {
+        DecodeError::Malformed { what, at: self.message_bytes - self.left }
+    }
+
+    /// A count of entries of at least `entry_bytes`, when `reserved` bytes must stand after them.
+    fn count(
+        &self,
+        what: &'static str,
+        raw: i32,
+        entry_bytes: u64,
+        reserved: u64,
+    ) -> Result<u32, DecodeError> {
+        let count = u32::try_from(raw).map_err(|_| self.malformed("a count is negative"))?;
+        let max = self.left.saturating_sub(reserved) / entry_bytes;
+        if u64::from(count) > max {
+            return Err(DecodeError::TooLarge { what, len: u64::from(count), max });
+        }
+        Ok(count)
+    }
+
+    /// Bytes that must still stand after the open block's data and servers.
+    fn reserved_after_servers(&self) -> u64 {
+        BLOCK_TAIL_BYTES as u64 + u64::from(self.blocks_left) * BLOCK_BYTES_MIN + self.reserved_after_blocks()
+    }
+
+    /// Bytes that must still stand after the open partition.
+    fn reserved_after_blocks(&self) -> u64 {
+        u64::from(self.partitions_left) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
+    }
+
+    fn on_start<S: SendFrameSink>(&mut self, group: &[u8; START_BYTES], _: &mut S) -> Result<(), S::Error> {
+        let mut group = Group(group);
+        self.request_id = Some(group.i64());
+        let raw = group.i32();
+        let length = u32::try_from(raw).map_err(|_| self.malformed("appId is null"))?;
+        let reserved = (HEADER_REST_BYTES + TIMESTAMP_BYTES) as u64;
+        let max = self.left.saturating_sub(reserved).min(u64::from(APP_BYTES_MAX));
+        if u64::from(length) > max {
+            return Err(DecodeError::TooLarge { what: "appId", len: u64::from(length), max }.into());
+        }
+        self.state = if length == 0 { State::HeaderRest } else { State::App(length) };
+        Ok(())
+    }
+
+    fn on_header<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; HEADER_REST_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
+        let mut group = Group(group);
+        let (shuffle, ticket, partitions) = (group.i32(), group.i64(), group.i32());
+        let app = std::str::from_utf8(&self.app).map_err(|_| self.malformed("appId is not UTF-8"))?;
+        self.partitions_left =
+            self.count("partition count", partitions, PARTITION_BYTES as u64, TIMESTAMP_BYTES as u64)?;
+        self.shuffle = shuffle;
+        sink.header(SendFrameHeader {
+            request_id: self.request_id.unwrap_or_default(),
+            app,
+            shuffle,
+            ticket,
+        })?;
+        self.next_partition();
+        Ok(())
+    }
+
+    fn next_partition(&mut self) {
+        self.state = if self.partitions_left == 0 { State::Timestamp } else { State::Partition };
+    }
+
+    fn on_partition<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; PARTITION_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
+        let mut group = Group(group);
+        self.partition = group.i32();
+        self.partitions_left -= 1;
+        self.blocks_left =
+            self.count("block count", group.i32(), BLOCK_BYTES_MIN, self.reserved_after_blocks())?;
+        sink.partition(self.partition)?;
+        self.next_block();
+        Ok(())
+    }
+
+    fn next_block(&mut self) {
+        if self.blocks_left == 0 {
+            self.next_partition();
+        } else {
+            self.state = State::BlockHead;
+        }
+    }
+
+    fn on_block<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; BLOCK_HEAD_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
+        let mut group = Group(group);
+        let partition = group.i32();
+        let block_id = group.i64();
+        let length = group.i32();
+        let shuffle = group.i32();
+        let crc = group.i64();
+        let task_attempt_id = group.i64();
+        let data_length = group.i32();
+        self.blocks_left -= 1;
+        if partition != self.partition {
+            return Err(self.malformed("a block is of another partition than its list").into());
+        }
+        if shuffle != self.shuffle {
+            return Err(self.malformed("a block is of another shuffle than its request").into());
+        }
+        if length != data_length {
+            return Err(self.malformed("a block's length is not that of its data").into());
+        }
+        let reserved = SERVER_COUNT_BYTES as u64 + self.reserved_after_servers();
+        let length = self.count("block length", data_length, 1, reserved)?;
+        self.block =
+            FrameBlock { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
+        sink.begin_block(length)?;
+        self.state = if length == 0 { State::ServerCount } else { State::BlockData(length) };
+        Ok(())
+    }
+
+    fn on_servers<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; SERVER_COUNT_BYTES],
+        _: &mut S,
+    ) -> Result<(), S::Error> {
+        let raw = i32::from_be_bytes(*group);
+        self.servers_left =
+            self.count("server count", raw, SERVER_BYTES_MIN, self.reserved_after_servers())?;
+        self.next_server();
+        Ok(())
+    }
+
+    fn next_server(&mut self) {
+        self.state = if self.servers_left == 0 { State::BlockTail } else { State::ServerId };
+    }
+
+    /// Length of a server's string, `after` bytes of the same server must follow it. Null has none.
+    fn server_string(&self, group: [u8; 4], after: u64) -> Result<u32, DecodeError> {
+        let raw = i32::from_be_bytes(group).max(0);
+        let more_servers = u64::from(self.servers_left) * SERVER_BYTES_MIN;
+        self.count("server name length", raw, 1, after + more_servers + self.reserved_after_servers())
+    }
+
+    fn on_server_id<S: SendFrameSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
+        self.servers_left -= 1;
+        let length = self.server_string(*group, 4 + PORTS_BYTES as u64)?;
+        self.state = if length == 0 { State::ServerHost } else { State::SkipId(length) };
+        Ok(())
+    }
+
+    fn on_server_host<S: SendFrameSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
+        let length = self.server_string(*group, PORTS_BYTES as u64)?;
+        self.state = if length == 0 { State::Ports } else { State::SkipHost(length) };
+        Ok(())
+    }
+
+    fn on_ports<S: SendFrameSink>(&mut self, _: &[u8; PORTS_BYTES], _: &mut S) -> Result<(), S::Error> {
+        self.next_server();
+        Ok(())
+    }
+
+    fn on_block_tail<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; BLOCK_TAIL_BYTES],
+        sink: &mut S,
+    ) -> Result<(), S::Error> {
+        self.block.uncompressed_length = Group(group).i32();
+        sink.end_block(self.block)?;
+        self.next_block();
+        Ok(())
+    }
+
+    fn on_timestamp<S: SendFrameSink>(
+        &mut self,
+        group: &[u8; TIMESTAMP_BYTES],
+        _: &mut S,
+    ) -> Result<(), S::Error> {
+        self.timestamp_ms = i64::from_be_bytes(*group);
+        self.state = State::Done;
+        if self.left > 0 {
+            return Err(self.malformed("bytes stand after the last field").into());
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of `chunk` that belong to a run of `wanted`.
+#[inline]
+fn prefix(wanted: u32, chunk: &[u8]) -> usize {
+    usize::try_from(wanted).unwrap_or(usize::MAX).min(chunk.len())
+}
+
+/// Integers out of a group whose size is the sum of its fields; reading on after the end gives zeros.
+struct Group<'a>(&'a [u8]);
+
+impl Group<'_> {
+    #[inline]
+    fn i32(&mut self) -> i32 {
+        i32::from_be_bytes(self.array())
+    }
+
+    #[inline]
+    fn i64(&mut self) -> i64 {
+        i64::from_be_bytes(self.array())
+    }
+
+    #[inline]
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let Some((first, rest)) = self.0.split_first_chunk::<N>() else {
+            debug_assert!(false, "a group is the sum of its fields");
+            return [0; N];
+        };
+        self.0 = rest;
+        *first
+    }
+}

@@ -1,0 +1,320 @@
+//! A worker without its other doors: memory, one disk with faults, the service and the TCP door on a free port.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use prometheus::Registry;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::send::{Batch, require_size};
+use uniffle_worker::client::tcp::{TcpClient, read_reply};
+use uniffle_worker::flush::policy::Limits;
+use uniffle_worker::flush::{FlushConfig, Flusher};
+use uniffle_worker::io::Disk;
+use uniffle_worker::io::fault::{FaultDisk, Faults};
+use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_worker::memory::{Memory, MemoryConfig};
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::service::{LocalTier, RegisterRequest, RequireRequest, Service, ServiceConfig};
+use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
+use uniffle_worker::tcp::{TcpConfig, TcpDoor};
+use uniffle_worker::types::{
+    AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId, TicketId,
+};
+use uniffle_worker::wire::reply::Reply;
+use uniffle_worker::wire::request::{SendBlock, SendRequest};
+
+const MIB: u64 = 1 << 20;
+pub(crate) const APP: &str = "app";
+pub(crate) const SHUFFLE: i32 = 1;
+/// Registered: 0..=99.
+pub(crate) const PARTITION: PartitionId = PartitionId(2);
+
+pub(crate) struct World {
+    pub(crate) service: Arc<Service>,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) store: Arc<LocalStore>,
+    pub(crate) faults: Faults,
+    pub(crate) registry: Registry,
+    pub(crate) address: SocketAddr,
+    pub(crate) clients: Tasks,
+    door: Tasks,
+    background: Tasks,
+}
+
+pub(crate) fn key() -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(SHUFFLE))
+}
+
+/// Block `sequence` of the test's partition.
+pub(crate) fn block(sequence: u32, length: u32) -> Block {
+    block_of(PARTITION, sequence, length)
+}
+
+pub(crate) fn block_of(partition: PartitionId, sequence: u32, length: u32) -> Block {
+    BlockGenerator::new(7, IdLayout::SPARK).block(partition, TaskAttemptId(3), sequence, length)
+}
+
+impl World {
+    pub(crate) async fn new() -> Self {
+        Self::with(TcpConfig::default()).await
+    }
+
+    pub(crate) async fn with(config: TcpConfig) -> Self {
+        let registry = Registry::new();
+        let memory_config = MemoryConfig {
+            capacity_bytes: 64 * MIB,
+            read_capacity_bytes: 8 * MIB,
+            ticket_timeout: Duration::from_secs(300),
+            tickets_max: 10_000,
+            blocks_max: 1_000_000,
+        };
+        let memory = Memory::new(&memory_config, &registry).unwrap();
+        let (door, background) = (Tasks::new(), Tasks::new());
+        let faults = Faults::default();
+        let disk: Arc<dyn Disk> =
+            Arc::new(FaultDisk::new(Arc::new(MemoryDisk::new("disk", Some(256 * MIB))), faults.clone()));
+        let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
+        let flusher = Flusher::start(
+            flush_config(),
+            Arc::clone(&memory),
+            Arc::clone(&store),
+            background.clone(),
+            &registry,
+        )
+        .unwrap();
+        let service = Service::new(
+            ServiceConfig::default(),
+            Arc::new(AppRegistry::new(AppConfig::default())),
+            Arc::clone(&memory),
+            Some(LocalTier { store: Arc::clone(&store), flusher }),
+            background.clone(),
+            &registry,
+        )
+        .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        TcpDoor::start(config, listener, Arc::clone(&service), &door, &registry).unwrap();
+        let world = Self {
+            service,
+            memory,
+            store,
+            faults,
+            registry,
+            address,
+            clients: Tasks::new(),
+            door,
+            background,
+        };
+        world.register(APP);
+        world
+    }
+
+    pub(crate) fn register(&self, app: &str) {
+        let request = RegisterRequest {
+            app,
+            shuffle: SHUFFLE,
+            ranges: vec![(0, 99)],
+            user: "tester".to_owned(),
+            distribution: Distribution::Normal,
+            properties: HashMap::new(),
+        };
+        self.service.register(request).unwrap();
+    }
+
+    /// A ticket for `bytes` of payload.
+    pub(crate) fn ticket(&self, app: &str, bytes: i32) -> TicketId {
+        let partitions = [PARTITION.0];
+        let request =
+            RequireRequest { app, shuffle: SHUFFLE, bytes, partitions: &partitions, partition_sizes: &[] };
+        TicketId(self.service.require_buffer(request).unwrap().ticket)
+    }
+
+    pub(crate) async fn client(&self) -> TcpClient {
+        let (client, driver) = TcpClient::connect(self.address).await.unwrap();
+        let stop = self.clients.cancelled();
+        self.clients.spawn("tcp client", async move {
+            tokio::select! {
+                () = driver => {}
+                () = stop => {}
+            }
+        });
+        client
+    }
+
+    pub(crate) async fn raw(&self) -> Raw {
+        Raw { stream: TcpStream::connect(self.address).await.unwrap() }
+    }
+
+    /// Sends `batch` as a client does.
+    pub(crate) async fn send(&self, client: &TcpClient, batch: &Batch) {
+        // The TCP client asks for the encoded message on top (PROTOCOL §2.4).
+        let ticket = self.ticket(APP, require_size(batch).unwrap() * 2);
+        client.send(&key(), ticket, batch).await.unwrap();
+    }
+
+    /// A well-formed send of `blocks` with a good ticket, as a request that tests may spoil.
+    pub(crate) fn request(&self, request_id: i64, blocks: &[Block]) -> SendRequest {
+        let bytes: u32 = blocks.iter().map(|block| block.meta.length + 32).sum();
+        let ticket = self.ticket(APP, i32::try_from(bytes).unwrap());
+        let blocks = blocks.iter().map(|block| SendBlock {
+            block_id: block.meta.block_id.0,
+            crc: i64::from(block.meta.crc),
+            task_attempt_id: block.meta.task_attempt_id.0,
+            data: block.data.clone(),
+            servers: Vec::new(),
+            uncompressed_length: i32::try_from(block.meta.uncompressed_length).unwrap(),
+            free_memory: 0,
+        });
+        SendRequest {
+            request_id,
+            app: APP.to_owned(),
+            shuffle: SHUFFLE,
+            ticket: ticket.0,
+            partitions: vec![(PARTITION.0, blocks.collect())],
+            timestamp_ms: 0,
+        }
+    }
+
+    /// Puts `blocks` on the disk, past the memory tier.
+    pub(crate) async fn store(&self, blocks: &[Block]) {
+        let length = blocks.iter().map(|block| u64::from(block.meta.length)).sum();
+        let data = ExtentData::Pieces(blocks.iter().map(|block| block.data.clone()).collect());
+        let metas = blocks.iter().map(|block| block.meta).collect();
+        let extent = ExtentWrite { partition: PARTITION, blocks: metas, length, data };
+        self.store.write(&key(), vec![extent]).await.unwrap();
+    }
+
+    /// Blocks that a reader finds in memory.
+    pub(crate) async fn blocks_in_memory(&self) -> Vec<BlockId> {
+        let reply = self.client().await.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
+        let uniffle_worker::wire::reply::Answer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
+        segments.iter().map(|segment| BlockId(segment.block_id)).collect()
+    }
+
+    /// The value of a counter or gauge, all labels together.
+    pub(crate) fn metric(&self, name: &str) -> f64 {
+        let families = self.registry.gather();
+        let family =
+            families.iter().find(|family| family.name() == name).unwrap_or_else(|| panic!("no {name}"));
+        let value = |metric: &prometheus::proto::Metric| {
+            metric.get_counter().get_value() + metric.get_gauge().get_value()
+        };
+        family.get_metric().iter().map(value).sum()
+    }
+
+    /// Bytes charged, after the flusher's scan has taken back what aborted sends left in a partition's open segment.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        drop(self.memory.candidates());
+        self.memory.used_bytes()
+    }
+
+    /// Yields until `reached`; the surrounding runtime fails the test if it never is.
+    pub(crate) async fn until(&self, what: &str, reached: impl Fn(&Self) -> bool) {
+        let waiting = async {
+            while !reached(self) {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(600), waiting)
+            .await
+            .unwrap_or_else(|_| panic!("never {what}"));
+    }
+
+    /// As [`World::until`] under paused time: lets the clock go on between two looks.
+    pub(crate) async fn until_later(&self, what: &str, reached: impl Fn(&Self) -> bool) {
+        for _ in 0..3600 {
+            if reached(self) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        panic!("never {what}");
+    }
+
+    /// Nothing is left: no task, no byte.
+    pub(crate) async fn finish(self) {
+        self.clients.cancel();
+        self.clients.drained().await;
+        self.service.unregister_app(APP).unwrap();
+        self.door.cancel();
+        self.door.drained().await;
+        assert_eq!(self.metric("netty_active_connection"), 0.0);
+        self.background.cancel();
+        self.background.drained().await;
+        self.memory.expire_tickets(tokio::time::Instant::now() + Duration::from_secs(100_000));
+        assert_eq!(self.used_bytes(), 0, "memory is still charged");
+        assert_eq!(self.memory.block_count(), 0);
+    }
+}
+
+fn flush_config() -> FlushConfig {
+    FlushConfig {
+        limits: Limits {
+            high_watermark: 0.9,
+            low_watermark: 0.5,
+            single_buffer_bytes_max: u64::MAX,
+            in_flight_batches_max: 5,
+            blocks_max: 1_000_000,
+        },
+        workers: 1,
+        batch_bytes_max: 64 * MIB,
+        tick: Duration::from_secs(3600),
+        retry_pause_min: Duration::from_millis(100),
+        retry_pause_max: Duration::from_secs(10),
+    }
+}
+
+/// A peer that says what it likes.
+pub(crate) struct Raw {
+    pub(crate) stream: TcpStream,
+}
+
+impl Raw {
+    pub(crate) async fn say(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).await.unwrap();
+    }
+
+    pub(crate) async fn hear(&mut self) -> Reply {
+        self.try_hear().await.expect("a reply")
+    }
+
+    pub(crate) async fn try_hear(&mut self) -> io::Result<Reply> {
+        read_reply(&mut self.stream).await
+    }
+
+    /// The worker closes without a word.
+    pub(crate) async fn expect_close(&mut self) {
+        let mut rest = Vec::new();
+        let end = self.stream.read_to_end(&mut rest).await;
+        assert!(
+            end.is_ok() || matches!(&end, Err(e) if e.kind() == io::ErrorKind::ConnectionReset),
+            "{end:?}"
+        );
+        assert!(rest.is_empty(), "{rest:?}");
+    }
+
+    /// The connection still does what it is for.
+    pub(crate) async fn expect_works(&mut self, world: &World) {
+        let before = world.blocks_in_memory().await;
+        let sequence = 1_000_000 + u32::try_from(before.len()).unwrap();
+        let request = world.request(4711, &[block(sequence, 10)]);
+        self.say(&frame(&request)).await;
+        let reply = self.hear().await;
+        assert_eq!((reply.request_id, reply.status), (4711, 0), "{reply:?}");
+        assert_eq!(world.blocks_in_memory().await.len(), before.len() + 1);
+    }
+}
+
+pub(crate) fn frame(request: &SendRequest) -> Bytes {
+    let mut out = BytesMut::new();
+    request.encode_frame(&mut out);
+    out.freeze()
+}
