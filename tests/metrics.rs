@@ -67,6 +67,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
     client.register(&key, &[(0, 0)]).await.expect("registered");
     let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
     client.push(&key, SendForm::Classic, &vec![(partition, vec![block])]).await.expect("sent");
+    let mut exported = scrape(worker).await;
     let local = worker.local().expect("a local tier");
     local.flusher.flush_all();
     let start = Instant::now();
@@ -76,7 +77,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
     }
     let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
     assert_eq!(read.blocks.len(), 1);
-    let meanwhile = scrape(worker).await;
+    exported.extend(scrape(worker).await);
     client.unregister_app("app").await.expect("unregistered");
     let channel = format!("http://{}", worker.addresses().grpc);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("a connection");
@@ -84,7 +85,7 @@ async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
     coordinator.register_application_info(info).await.expect("registered");
     // The gauges of users are set at the coordinator's next sweep, and those of removed files by then too.
     sleep(Duration::from_millis(300)).await;
-    meanwhile
+    exported
 }
 
 #[tokio::test]
