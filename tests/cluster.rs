@@ -87,7 +87,11 @@ async fn a_worker_is_the_coordinator_of_another() {
     let b = worker(dir_b.path(), &quorum).await;
     let mut coordinator = coordinator_of(&a).await;
     let ids = until_nodes(&mut coordinator, 2).await;
-    let id_of = |worker: &Worker| format!("127.0.0.1-{}", worker.addresses().grpc.port());
+    let id_of = |worker: &Worker| {
+        let addresses = worker.addresses();
+        let id = format!("127.0.0.1-{}", addresses.grpc.port());
+        addresses.urpc.map_or(id.clone(), |urpc| format!("{id}-{}", urpc.port()))
+    };
     assert_eq!(ids, HashSet::from([id_of(&a), id_of(&b)]));
 
     let spread = assign(&mut coordinator, 1, &[]).await;

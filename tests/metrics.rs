@@ -59,14 +59,15 @@ async fn worker(directory: &std::path::Path, quorum: &str) -> Worker {
     Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
 }
 
-/// A shuffle is written, flushed, read from disk, and forgotten.
-async fn traffic(worker: &Worker) {
+/// A shuffle is written, flushed, read from disk, and forgotten. Returns what was exported while its app was known.
+async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
     let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
     let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
     let partition = PartitionId(0);
     client.register(&key, &[(0, 0)]).await.expect("registered");
     let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
-    client.push(&key, SendForm::Classic, &vec![(partition, vec![block])]).await.expect("sent");
+    client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
+    let mut exported = scrape(worker).await;
     let local = worker.local().expect("a local tier");
     local.flusher.flush_all();
     let start = Instant::now();
@@ -76,6 +77,7 @@ async fn traffic(worker: &Worker) {
     }
     let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
     assert_eq!(read.blocks.len(), 1);
+    exported.extend(scrape(worker).await);
     client.unregister_app("app").await.expect("unregistered");
     let channel = format!("http://{}", worker.addresses().grpc);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("a connection");
@@ -83,6 +85,7 @@ async fn traffic(worker: &Worker) {
     coordinator.register_application_info(info).await.expect("registered");
     // The gauges of users are set at the coordinator's next sweep, and those of removed files by then too.
     sleep(Duration::from_millis(300)).await;
+    exported
 }
 
 #[tokio::test]
@@ -96,12 +99,13 @@ async fn the_readme_and_the_worker_name_the_same_metrics() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let a = worker(dir_a.path(), "").await;
     let b = worker(dir_b.path(), &format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc)).await;
-    traffic(&a).await;
+    let mut exported = traffic(&a).await;
     // The embedded coordinator's metrics are A's, the heartbeats' are B's.
-    let mut exported: BTreeMap<String, usize> = scrape(&a).await;
-    for (name, count) in scrape(&b).await {
-        let entry = exported.entry(name).or_insert(0);
-        *entry = (*entry).max(count);
+    for answer in [scrape(&a).await, scrape(&b).await] {
+        for (name, count) in answer {
+            let most = exported.entry(name).or_insert(0);
+            *most = count.max(*most);
+        }
     }
     let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
     assert!(repeated.is_empty(), "exported more than once: {repeated:?}");

@@ -104,6 +104,7 @@ impl Metrics {
     ///
     /// # Errors
     /// A name that is taken.
+    #[expect(clippy::too_many_lines, reason = "a list of names")]
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let it = Register(registry);
         let extent_bytes = HistogramOpts::new("local_extent_bytes", "bytes of published extents")
