@@ -6,6 +6,7 @@
 
 mod banner;
 mod build;
+mod embedded;
 mod keys;
 mod machine;
 mod print;
@@ -20,6 +21,7 @@ use std::time::Duration;
 pub use banner::startup_banner;
 pub use machine::Machine;
 
+use crate::coordinator::embedded::assign::{NodeOrder, PartitionSelection};
 use crate::telemetry::TelemetryConfig;
 
 /// Least capacity of the memory store: room for a handful of the largest segments.
@@ -54,6 +56,10 @@ pub struct Config {
     pub tags: Vec<String>,
     /// Time between two heartbeats. Default: 10 s; 1 s to 1 h.
     pub heartbeat_interval: Duration,
+    /// How often a decommissioning worker looks whether an application is left. Default: 60 s; 1 s to 1 h.
+    pub decommission_check_interval: Duration,
+    /// Whether the worker stops once it is decommissioned. Default: false.
+    pub decommission_shutdown: bool,
     /// `WORKER_IP`: the address told to coordinators and clients; none = found out from the interfaces.
     pub advertised_ip: Option<IpAddr>,
     /// `[memory_store]`
@@ -159,6 +165,8 @@ pub struct LocalfileStore {
     pub disk_healthy_check_interval: Duration,
     /// Write past the page cache where the file system allows it. Default: true.
     pub direct_io: bool,
+    /// Index records kept in memory. Default: 16 MiB; 0 to 16 GiB.
+    pub index_cache_bytes: u64,
 }
 
 /// `[hybrid_store]`
@@ -170,6 +178,8 @@ pub struct HybridStore {
     pub memory_spill_low_watermark: f64,
     /// A single partition is spilled beyond this size. Default: 256 MiB; 1 MiB to 1 TiB.
     pub memory_single_buffer_max_spill_size_bytes: u64,
+    /// ... and one of a huge partition beyond this one. Default: 128 MB; 1 MiB to 1 TiB.
+    pub huge_partition_memory_single_buffer_max_spill_size_bytes: u64,
 }
 
 /// `[runtime_config]`
@@ -186,6 +196,18 @@ pub struct Runtime {
 pub struct App {
     /// An application silent for this long is purged. Default: 5 min; 10 s to 7 d.
     pub heartbeat_timeout: Duration,
+    /// Whether a huge partition's share of the memory is limited. Default: true.
+    pub partition_limit_enable: bool,
+    /// A partition that received more is huge. Default: 20 GB; 1 MiB to 1 PiB.
+    pub partition_limit_threshold_bytes: u64,
+    /// Share of the memory that a huge partition may fill. Default: 0.2; more than 0.
+    pub partition_limit_memory_backpressure_ratio: f64,
+    /// Whether clients are told to split partitions. Default: false.
+    pub partition_split_enable: bool,
+    /// A partition that would have more is to be split. Default: 40 GB; 1 MiB to 1 PiB.
+    pub partition_split_threshold_bytes: u64,
+    /// A partition that would have more is refused for good. Default: none; 1 MiB to 1 PiB.
+    pub partition_hard_limit_bytes: Option<u64>,
 }
 
 /// `[grpc]`: the bounds of the gRPC door.
@@ -219,12 +241,51 @@ pub struct Http {
 }
 
 /// `[embedded_coordinator]`, used when there is no `coordinator_quorum`.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct EmbeddedCoordinator {
+    /// A worker that is silent for longer is lost. Default: 30 s; 100 ms to 1 h, more than the heartbeat interval.
+    pub node_timeout: Duration,
+    /// An application that is silent for longer is forgotten. Default: 60 s; 1 s to 1 d.
+    pub app_timeout: Duration,
+    /// Most workers given to one shuffle. Default: 9; 1 to 10,000.
+    pub shuffle_nodes_max: usize,
+    /// Order of the candidates. Default: `PARTITION_BALANCE`; or `BASIC`.
+    pub assignment_strategy: NodeOrder,
+    /// Dealing of partitions to workers. Default: `CONTINUOUS`; or `ROUND`.
+    pub select_partition_strategy: PartitionSelection,
+    /// Ids of workers that get no new shuffles. Default: none. At most 10,000.
+    pub exclude_nodes: Vec<String>,
+    /// Workers with the wanted tags and memory that `accessCluster` asks for. Default: 1; 1 to 10,000.
+    pub access_min_nodes: usize,
+    /// Free share of its memory from which on a worker counts for that. Default: 0.0.
+    pub access_min_memory_ratio: f64,
+    /// Applications of one user at a time, for `accessCluster`. Default: 0, any number; to 100,000.
+    pub quota_apps_per_user: usize,
+    /// Handed to clients by `fetchRemoteStorage`. Default: none. At most 64.
+    pub remote_storage_paths: Vec<String>,
+    /// Hadoop settings by the host of a path, as `k=v,k=v`. Default: empty. At most 64 entries.
+    pub remote_storage_conf: BTreeMap<String, String>,
     /// Handed to clients by `fetchClientConf`. Default: empty. At most 256 entries.
     pub client_conf: BTreeMap<String, String>,
-    /// Handed to clients by `fetchRemoteStorage`. Default: none.
-    pub remote_storage_path: Option<String>,
+}
+
+impl Default for EmbeddedCoordinator {
+    fn default() -> Self {
+        Self {
+            node_timeout: Duration::from_secs(30),
+            app_timeout: Duration::from_secs(60),
+            shuffle_nodes_max: 9,
+            assignment_strategy: NodeOrder::default(),
+            select_partition_strategy: PartitionSelection::default(),
+            exclude_nodes: Vec::new(),
+            access_min_nodes: 1,
+            access_min_memory_ratio: 0.0,
+            quota_apps_per_user: 0,
+            remote_storage_paths: Vec::new(),
+            remote_storage_conf: BTreeMap::new(),
+            client_conf: BTreeMap::new(),
+        }
+    }
 }
 
 /// One thing wrong with a configuration.

@@ -3,7 +3,9 @@
 //! Start: bind the listeners, build the tiers bottom-up, open the doors, and only then tell a coordinator. Stop: refuse
 //! tickets, close the doors (connections finish what they have begun), then the background tasks.
 
+mod health;
 mod parts;
+mod report;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -23,12 +25,13 @@ use crate::grpc::GrpcServer;
 use crate::http::HttpServer;
 use crate::memory::Memory;
 use crate::metrics;
-use crate::proto::ServerStatus;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::Tasks;
-use crate::service::{LocalTier, Service, ServiceConfig, WorkerState};
+use crate::service::{LocalTier, Service};
 use crate::store::LocalStore;
 use crate::tcp::TcpDoor;
+
+use self::health::Watch;
 
 /// How long connections may take to end after the doors were told to close.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -104,7 +107,7 @@ impl Worker {
         };
         let apps = Arc::new(AppRegistry::new(parts::app(config)));
         let service = Service::new(
-            ServiceConfig::default(),
+            parts::service(config),
             Arc::clone(&apps),
             Arc::clone(&memory),
             local.clone(),
@@ -120,7 +123,6 @@ impl Worker {
         let expiry = Arc::clone(&self.service)
             .run_expiry(config.memory.ticket_check_interval, parts::app_check_interval(config));
         self.background.spawn("expiry", expiry);
-        let source = self.report_source(config);
         let embedded = if config.coordinator_quorum.is_empty() {
             Some(EmbeddedCoordinator::new(parts::embedded(config), &self.registry)?)
         } else {
@@ -158,13 +160,7 @@ impl Worker {
             self.readiness(),
             &self.doors,
         )?;
-        match embedded {
-            Some(embedded) => embedded.keep_reporting(source, config.heartbeat_interval, &self.background),
-            None => {
-                heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
-            }
-        }
-        Ok(())
+        self.announce(config, embedded)
     }
 
     /// Where the doors are.
@@ -238,11 +234,9 @@ impl Worker {
 
     fn readiness(&self) -> Arc<dyn Fn() -> Result<(), String> + Send + Sync> {
         let service = Arc::clone(&self.service);
-        Arc::new(move || match service.status().state() {
-            _ if service.status().is_stopping() => Err("stopping".to_owned()),
-            WorkerState::Active => Ok(()),
-            WorkerState::Unhealthy => Err("unhealthy".to_owned()),
-            WorkerState::Decommissioning | WorkerState::Decommissioned => Err("decommissioning".to_owned()),
+        Arc::new(move || match health::not_ready(&service) {
+            None => Ok(()),
+            Some(reason) => Err(reason.to_owned()),
         })
     }
 
@@ -261,26 +255,32 @@ impl Worker {
             .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
         let (service, memory, local) =
             (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
-        ReportSource::new(move || {
-            let mut report = fixed.clone();
-            report.status = node_status(service.status().state());
-            report.used_memory_bytes = memory.budget().used();
-            report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
-            report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
-            if let Some(local) = &local {
-                report.events_in_flush = u32::try_from(local.flusher.unfinished()).unwrap_or(u32::MAX);
-            }
-            report
-        })
+        report::source(fixed, report::Parts { service, memory, local })
     }
-}
 
-fn node_status(state: WorkerState) -> ServerStatus {
-    match state {
-        WorkerState::Active => ServerStatus::Active,
-        WorkerState::Unhealthy => ServerStatus::Unhealthy,
-        WorkerState::Decommissioning => ServerStatus::Decommissioning,
-        WorkerState::Decommissioned => ServerStatus::Decommissioned,
+    /// The doors are open: from now on coordinators hear of this worker, and at once of every change of its state.
+    fn announce(&self, config: &Config, embedded: Option<EmbeddedCoordinator>) -> anyhow::Result<()> {
+        let source = self.report_source(config);
+        let watch = Watch {
+            service: Arc::clone(&self.service),
+            store: self.local.as_ref().map(|local| Arc::clone(&local.store)),
+            min_disks: config.localfile.healthy_check_min_disks,
+        };
+        let stop = self.background.cancelled();
+        match embedded {
+            Some(embedded) => {
+                embedded.keep_reporting(source.clone(), config.heartbeat_interval, &self.background);
+                let tell = move || embedded.report_now(&source);
+                self.background.spawn("state watch", watch.run(tell, stop));
+            }
+            None => {
+                let heartbeats =
+                    heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+                let tell = move || heartbeats.beat_now();
+                self.background.spawn("state watch", watch.run(tell, stop));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -327,7 +327,17 @@ pub async fn run(config: Config, stop: impl Future<Output = ()>) -> anyhow::Resu
             config.store_type,
         ));
     }
-    stop.await;
+    let retired = async {
+        match config.decommission_shutdown {
+            true => worker.service().status().decommissioned().await,
+            false => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        () = stop => {}
+        () = retired => tracing::info!("decommissioned, stopping"),
+    }
     let left = worker.stop().await;
     tracing::info!(tasks_left = left, "stopped");
     Ok(())

@@ -9,6 +9,8 @@
 //!
 //! `LIFE_SEEDS=10000 cargo test --test life_of_a_block` runs more seeds; `LIFE_SEED=17` runs one of them alone.
 
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
 mod life {
     pub(crate) mod reader;
     pub(crate) mod world;
@@ -22,9 +24,7 @@ const SEEDS_DEFAULT: u64 = 2_000;
 const STEPS: usize = 60;
 
 fn number_from_env(name: &str) -> Option<u64> {
-    std::env::var(name)
-        .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+    std::env::var(name).ok().map(|text| text.parse().expect("LIFE_SEED and LIFE_SEEDS are numbers"))
 }
 
 fn run_history(seed: u64) -> Tally {

@@ -3,9 +3,9 @@
 //! Removing is done under the lock that registering takes, and the caller passes the work that must happen with it
 //! (`with` closures), so that a purge and a registration of the same app never interleave.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -32,6 +32,10 @@ pub struct Registration {
     pub user: String,
     /// Client configuration, `.rss.` keys only.
     pub properties: HashMap<String, String>,
+    /// Whether the client sent any properties, `.rss.` or not.
+    pub sent_properties: bool,
+    /// What this app wants instead of the configured timeout, within bounds.
+    pub heartbeat_timeout: Option<Duration>,
 }
 
 /// One shuffle.
@@ -41,6 +45,8 @@ pub struct ShuffleState {
     ranges: RwLock<PartitionRanges>,
     block_ids: Mutex<BlockIds>,
     stage_attempt: AtomicI32,
+    /// Touched by sends to partitions beyond the threshold only.
+    huge_partitions: Mutex<HashSet<PartitionId>>,
 }
 
 impl ShuffleState {
@@ -73,6 +79,18 @@ impl ShuffleState {
     pub fn latest_stage_attempt(&self, attempt: i32) -> i32 {
         self.stage_attempt.fetch_max(attempt, Ordering::Relaxed).max(attempt)
     }
+
+    /// Marks a partition as huge, for good; true the first time.
+    #[must_use]
+    pub fn mark_huge(&self, partition: PartitionId) -> bool {
+        self.huge_partitions.lock().insert(partition)
+    }
+
+    /// How many partitions are marked huge.
+    #[must_use]
+    pub fn huge_partition_count(&self) -> usize {
+        self.huge_partitions.lock().len()
+    }
 }
 
 /// One application.
@@ -81,6 +99,10 @@ pub struct App {
     id: AppId,
     user: RwLock<String>,
     properties: RwLock<HashMap<String, String>>,
+    /// Whether a registration ever carried properties, which clients do since 0.10.
+    sends_properties: AtomicBool,
+    has_huge_partition: AtomicBool,
+    heartbeat_timeout_ms: AtomicU64,
     /// Milliseconds since the registry was made.
     last_use_ms: AtomicU64,
     shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
@@ -103,6 +125,24 @@ impl App {
     #[must_use]
     pub fn property(&self, key: &str) -> Option<String> {
         self.properties.read().get(key).cloned()
+    }
+
+    /// Whether its client is known to be 0.10 or later: such clients register with properties (PROTOCOL §7.5).
+    #[must_use]
+    pub fn is_since_0_10(&self) -> bool {
+        self.sends_properties.load(Ordering::Relaxed)
+    }
+
+    /// Notes that one of its partitions is huge; true the first time.
+    #[must_use]
+    pub fn mark_huge(&self) -> bool {
+        !self.has_huge_partition.swap(true, Ordering::Relaxed)
+    }
+
+    /// After so long without use it is purged.
+    #[must_use]
+    pub fn heartbeat_timeout(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
     }
 
     /// One of its shuffles.
@@ -147,7 +187,8 @@ impl AppRegistry {
         with: impl FnOnce() -> T,
     ) -> Result<T, QuotaExceeded> {
         let _alone = self.lifecycle.lock();
-        let Registration { key, ranges, user, properties, .. } = registration;
+        let Registration { key, ranges, user, properties, sent_properties, heartbeat_timeout, .. } =
+            registration;
         let app = match self.find(&key.app) {
             Some(app) => app,
             None if self.apps.len() >= self.config.apps_max => {
@@ -158,6 +199,9 @@ impl AppRegistry {
         self.touch(&app);
         *app.user.write() = user;
         *app.properties.write() = properties;
+        app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
+        let timeout = heartbeat_timeout.unwrap_or(self.config.heartbeat_timeout);
+        app.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
         let mut shuffles = app.shuffles.write();
         if !shuffles.contains_key(&key.shuffle) && shuffles.len() >= self.config.shuffles_per_app_max {
             return Err(QuotaExceeded { max: self.config.shuffles_per_app_max as u64 });
@@ -168,6 +212,7 @@ impl AppRegistry {
                 ranges: RwLock::default(),
                 block_ids: Mutex::new(BlockIds::new(&self.block_ids)),
                 stage_attempt: AtomicI32::new(0),
+                huge_partitions: Mutex::default(),
             })
         });
         shuffle.ranges.write().extend(&ranges);
@@ -180,7 +225,11 @@ impl AppRegistry {
             id: id.clone(),
             user: RwLock::default(),
             properties: RwLock::default(),
-            last_use_ms: AtomicU64::new(0),
+            sends_properties: AtomicBool::new(false),
+            has_huge_partition: AtomicBool::new(false),
+            heartbeat_timeout_ms: AtomicU64::new(millis(self.config.heartbeat_timeout)),
+            // It is visible before it is touched, and must not look expired in between.
+            last_use_ms: AtomicU64::new(self.now_ms()),
             shuffles: RwLock::default(),
         });
         self.apps.insert(id.clone(), Arc::clone(&app));
@@ -239,11 +288,11 @@ impl AppRegistry {
 
     fn is_expired(&self, app: &App) -> bool {
         let idle_ms = self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed));
-        Duration::from_millis(idle_ms) > self.config.heartbeat_timeout
+        idle_ms > app.heartbeat_timeout_ms.load(Ordering::Relaxed)
     }
 
     fn now_ms(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+        millis(self.started.elapsed())
     }
 
     /// All apps.
@@ -265,6 +314,10 @@ impl AppRegistry {
     }
 }
 
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -276,6 +329,8 @@ mod tests {
             distribution: Distribution::Normal,
             user: "u".into(),
             properties: HashMap::new(),
+            sent_properties: false,
+            heartbeat_timeout: None,
         }
     }
 
@@ -321,6 +376,34 @@ mod tests {
         tokio::time::advance(Duration::from_secs(301)).await;
         assert!(registry.remove_app_if_expired(&expired[0], |_| ()));
         assert_eq!(registry.app_count(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_app_may_have_a_timeout_of_its_own() {
+        let registry = AppRegistry::new(AppConfig::default());
+        let patient = Some(Duration::from_secs(3600));
+        let request = Registration { heartbeat_timeout: patient, ..registration("patient", 1, &[(0, 1)]) };
+        registry.register(request, || ()).unwrap();
+        registry.register(registration("usual", 1, &[(0, 1)]), || ()).unwrap();
+        tokio::time::advance(Duration::from_secs(301)).await;
+        assert_eq!(registry.expired(), [AppId::parse("usual").unwrap()]);
+        tokio::time::advance(Duration::from_secs(3300)).await;
+        assert_eq!(registry.expired().len(), 2);
+    }
+
+    #[tokio::test]
+    async fn marks_stick_and_are_told_once() {
+        let registry = AppRegistry::new(AppConfig::default());
+        let newer = Registration { sent_properties: true, ..registration("a", 1, &[(0, 1)]) };
+        registry.register(newer, || ()).unwrap();
+        registry.register(registration("a", 2, &[(0, 1)]), || ()).unwrap();
+        let app = registry.find(&AppId::parse("a").unwrap()).unwrap();
+        assert!(app.is_since_0_10());
+        assert!(app.mark_huge() && !app.mark_huge());
+        let shuffle = app.shuffle(ShuffleId(1)).unwrap();
+        assert!(shuffle.mark_huge(PartitionId(0)) && !shuffle.mark_huge(PartitionId(0)));
+        assert!(shuffle.mark_huge(PartitionId(1)));
+        assert_eq!(shuffle.huge_partition_count(), 2);
     }
 
     #[tokio::test]

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::time::Duration;
 
+use super::embedded;
 use super::keys::Sorted;
 use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
@@ -27,7 +28,6 @@ const COORDINATORS_MAX: usize = 16;
 const TAGS_MAX: usize = 64;
 const TAG_CHARS_MAX: usize = 100;
 const DATA_PATHS_MAX: usize = 64;
-const CLIENT_CONF_MAX: usize = 256;
 /// Port of the raw TCP door in embedded mode.
 const URPC_PORT: u16 = 21200;
 
@@ -54,9 +54,16 @@ pub(super) fn build(
         heartbeat_interval: reader.duration(
             "heartbeat_interval_seconds",
             10 * SECOND,
+            Duration::from_millis(100)..=HOUR,
+            Unit::Seconds,
+        ),
+        decommission_check_interval: reader.duration(
+            "decommission_check_interval_sec",
+            60 * SECOND,
             SECOND..=HOUR,
             Unit::Seconds,
         ),
+        decommission_shutdown: reader.boolean("decommission_shutdown", false),
         advertised_ip: worker_ip(&mut reader, env),
         memory: memory(&mut reader, machine),
         localfile: localfile(&mut reader, machine),
@@ -66,7 +73,7 @@ pub(super) fn build(
         app: app(&mut reader),
         grpc: grpc(&mut reader),
         http: http(&mut reader),
-        embedded_coordinator: embedded_coordinator(&mut reader),
+        embedded_coordinator: embedded::read(&mut reader),
     };
     if config.urpc_port.is_none() && config.is_embedded() {
         // A first user gets both transports; whoever asks for any free gRPC port gets any free TCP port as well.
@@ -78,8 +85,10 @@ pub(super) fn build(
     check_memory(&mut reader, &config);
     check_localfile(&mut reader, &config, names_data_paths);
     check_watermarks(&mut reader, &config);
+    check_partition_limits(&mut reader, &config);
     check_windows(&mut reader, &config);
     check_quorum(&mut reader, &config);
+    embedded::check(&mut reader, &config);
     if !config.is_embedded() && config.embedded_coordinator != EmbeddedCoordinator::default() {
         config.warnings.push("[embedded_coordinator] has no effect with a coordinator_quorum".to_owned());
     }
@@ -186,6 +195,7 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
             Unit::Seconds,
         ),
         direct_io: reader.boolean("localfile_store.direct_io", true),
+        index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }
 
@@ -196,6 +206,11 @@ fn hybrid(reader: &mut Reader) -> HybridStore {
         memory_single_buffer_max_spill_size_bytes: reader.size(
             "hybrid_store.memory_single_buffer_max_spill_size",
             256 * MIB,
+            MIB..=TIB,
+        ),
+        huge_partition_memory_single_buffer_max_spill_size_bytes: reader.size(
+            "hybrid_store.huge_partition_memory_single_buffer_max_spill_size",
+            128_000_000,
             MIB..=TIB,
         ),
     }
@@ -244,6 +259,21 @@ fn app(reader: &mut Reader) -> App {
             10 * SECOND..=7 * DAY,
             Unit::Minutes,
         ),
+        partition_limit_enable: reader.boolean("app_config.partition_limit_enable", true),
+        partition_limit_threshold_bytes: reader.size(
+            "app_config.partition_limit_threshold",
+            20_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_limit_memory_backpressure_ratio: reader
+            .ratio("app_config.partition_limit_memory_backpressure_ratio", 0.2),
+        partition_split_enable: reader.boolean("app_config.partition_split_enable", false),
+        partition_split_threshold_bytes: reader.size(
+            "app_config.partition_split_threshold",
+            40_000_000_000,
+            MIB..=1024 * TIB,
+        ),
+        partition_hard_limit_bytes: reader.optional_size("app_config.partition_hard_limit", MIB..=1024 * TIB),
     }
 }
 
@@ -274,22 +304,6 @@ fn http(reader: &mut Reader) -> Http {
             SECOND..=600 * SECOND,
             Unit::Seconds,
         ),
-    }
-}
-
-fn embedded_coordinator(reader: &mut Reader) -> EmbeddedCoordinator {
-    let remote_path = |text: &str| {
-        let has_scheme =
-            text.split_once("://").is_some_and(|(scheme, rest)| !scheme.is_empty() && !rest.is_empty());
-        if has_scheme {
-            Ok(text.to_owned())
-        } else {
-            Err("a URI such as \"hdfs://namenode:8020/uniffle\"".to_owned())
-        }
-    };
-    EmbeddedCoordinator {
-        client_conf: reader.text_table("embedded_coordinator.client_conf", CLIENT_CONF_MAX),
-        remote_storage_path: reader.text("embedded_coordinator.remote_storage_path", remote_path),
     }
 }
 
@@ -370,6 +384,19 @@ fn check_watermarks(reader: &mut Reader, config: &Config) {
         if low >= high {
             reader.refuse(low_key, low, &format!("less than {high_key} ({high})"));
         }
+    }
+}
+
+fn check_partition_limits(reader: &mut Reader, config: &Config) {
+    let app = &config.app;
+    if app.partition_limit_memory_backpressure_ratio <= 0.0 {
+        let key = "app_config.partition_limit_memory_backpressure_ratio";
+        reader.refuse(key, app.partition_limit_memory_backpressure_ratio, "more than 0.0");
+    }
+    let Some(hard_limit) = app.partition_hard_limit_bytes else { return };
+    if app.partition_split_enable && hard_limit < app.partition_split_threshold_bytes {
+        let allowed = "at least app_config.partition_split_threshold, or no partition is ever split";
+        reader.refuse("app_config.partition_hard_limit", size_text(hard_limit), allowed);
     }
 }
 

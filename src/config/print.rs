@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use toml::{Table, Value};
 
-use super::Config;
 use super::reader::size_text;
+use super::{Config, embedded};
 use crate::telemetry::Rotation;
 
 /// Every supported key that has a value; absent optional keys stay absent.
@@ -24,6 +24,8 @@ pub(super) fn to_toml(config: &Config) -> String {
     }
     put(&mut top, "tags", config.tags.clone());
     put(&mut top, "heartbeat_interval_seconds", duration(config.heartbeat_interval, 1));
+    put(&mut top, "decommission_check_interval_sec", duration(config.decommission_check_interval, 1));
+    put(&mut top, "decommission_shutdown", config.decommission_shutdown);
     put(&mut top, "memory_store", memory(config));
     put(&mut top, "localfile_store", localfile(config));
     put(&mut top, "hybrid_store", hybrid(config));
@@ -32,21 +34,21 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "app_config", app(config));
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
-    put(&mut top, "embedded_coordinator", embedded_coordinator(config));
+    put(&mut top, "embedded_coordinator", embedded::print(&config.embedded_coordinator));
     top.to_string()
 }
 
-fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
+pub(super) fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
     table.insert(key.to_owned(), value.into());
 }
 
 /// A number far below 2^63 by the bounds of its key.
-fn number(count: impl TryInto<i64>) -> Value {
+pub(super) fn number(count: impl TryInto<i64>) -> Value {
     Value::Integer(count.try_into().unwrap_or(i64::MAX))
 }
 
 /// Whole units as an integer, everything else as text.
-fn duration(duration: Duration, unit_secs: u64) -> Value {
+pub(super) fn duration(duration: Duration, unit_secs: u64) -> Value {
     let is_whole = duration.subsec_nanos() == 0 && duration.as_secs().is_multiple_of(unit_secs);
     if is_whole {
         return number(duration.as_secs() / unit_secs);
@@ -77,6 +79,7 @@ fn localfile(config: &Config) -> Table {
     put(&mut table, "write_concurrency_per_disk", number(local.write_concurrency_per_disk));
     put(&mut table, "disk_healthy_check_interval_sec", duration(local.disk_healthy_check_interval, 1));
     put(&mut table, "direct_io", local.direct_io);
+    put(&mut table, "index_cache_size", size_text(local.index_cache_bytes));
     table
 }
 
@@ -87,6 +90,8 @@ fn hybrid(config: &Config) -> Table {
     put(&mut table, "memory_spill_low_watermark", hybrid.memory_spill_low_watermark);
     let max_spill = size_text(hybrid.memory_single_buffer_max_spill_size_bytes);
     put(&mut table, "memory_single_buffer_max_spill_size", max_spill);
+    let max_spill = size_text(hybrid.huge_partition_memory_single_buffer_max_spill_size_bytes);
+    put(&mut table, "huge_partition_memory_single_buffer_max_spill_size", max_spill);
     table
 }
 
@@ -114,7 +119,17 @@ fn log(config: &Config) -> Table {
 
 fn app(config: &Config) -> Table {
     let mut table = Table::new();
-    put(&mut table, "app_heartbeat_timeout_min", duration(config.app.heartbeat_timeout, 60));
+    let app = &config.app;
+    put(&mut table, "app_heartbeat_timeout_min", duration(app.heartbeat_timeout, 60));
+    put(&mut table, "partition_limit_enable", app.partition_limit_enable);
+    put(&mut table, "partition_limit_threshold", size_text(app.partition_limit_threshold_bytes));
+    let ratio = app.partition_limit_memory_backpressure_ratio;
+    put(&mut table, "partition_limit_memory_backpressure_ratio", ratio);
+    put(&mut table, "partition_split_enable", app.partition_split_enable);
+    put(&mut table, "partition_split_threshold", size_text(app.partition_split_threshold_bytes));
+    if let Some(bytes) = app.partition_hard_limit_bytes {
+        put(&mut table, "partition_hard_limit", size_text(bytes));
+    }
     table
 }
 
@@ -136,19 +151,5 @@ fn http(config: &Config) -> Table {
     let mut table = Table::new();
     put(&mut table, "max_connections", number(config.http.max_connections));
     put(&mut table, "request_timeout_sec", duration(config.http.request_timeout, 1));
-    table
-}
-
-fn embedded_coordinator(config: &Config) -> Table {
-    let coordinator = &config.embedded_coordinator;
-    let mut table = Table::new();
-    if let Some(path) = &coordinator.remote_storage_path {
-        put(&mut table, "remote_storage_path", path.clone());
-    }
-    let mut client_conf = Table::new();
-    for (name, value) in &coordinator.client_conf {
-        put(&mut client_conf, name, value.clone());
-    }
-    put(&mut table, "client_conf", client_conf);
     table
 }

@@ -81,6 +81,11 @@ impl Reader {
 
     /// A number of bytes within `range`: an integer, or text such as "10G" (10^9) or "10GiB" (2^30).
     pub(super) fn size(&mut self, key: &str, default: u64, range: RangeInclusive<u64>) -> u64 {
+        self.optional_size(key, range).unwrap_or(default)
+    }
+
+    /// As [`Reader::size`], for a bound that need not be set.
+    pub(super) fn optional_size(&mut self, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let convert = |value: &Value| {
             let bytes = match value {
                 Value::Integer(number) => u64::try_from(*number).ok(),
@@ -92,7 +97,7 @@ impl Reader {
                 format!("a size from {min} to {max}, such as \"512M\", \"10G\" or \"10GiB\", or bytes as an integer")
             })
         };
-        self.take(key, convert).unwrap_or(default)
+        self.take(key, convert)
     }
 
     /// A duration within `range`: an integer in `unit`, or text such as "90s" or "5m".

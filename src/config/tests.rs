@@ -145,6 +145,11 @@ fn keys_are_checked_against_each_other() {
         ("[memory_store]\nbuffer_ticket_timeout_sec = 5", "at most memory_store.buffer_ticket_timeout_sec"),
         ("[grpc]\nstream_window = \"8MiB\"", "at most grpc.connection_window"),
         ("[grpc]\nwindow_total = \"2MiB\"", "at most grpc.window_total"),
+        ("heartbeat_interval_seconds = 30", "more than heartbeat_interval_seconds"),
+        (
+            "[embedded_coordinator.remote_storage_conf]\nh = \"a=b\"",
+            "hosts of embedded_coordinator.remote_storage_path",
+        ),
         ("coordinator_quorum = [\"a:1\"]", "needed with a coordinator_quorum"),
     ];
     for (text, part) in cases {

@@ -4,7 +4,7 @@
 //! flight. The watermarks are shares of what tickets leave over (capacity − reserved): when clients hold large
 //! reservations, flushing starts earlier, because that memory is about to be filled.
 
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashSet};
 
 /// Watermarks and bounds.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,10 +15,16 @@ pub struct Limits {
     pub low_watermark: f64,
     /// A buffer that holds more is flushed by itself. Default: 256 MiB.
     pub single_buffer_bytes_max: u64,
+    /// A partition that has received more in all is huge (PROTOCOL §4.7). Default: 20 GB.
+    pub huge_partition_bytes: u64,
+    /// As `single_buffer_bytes_max`, for huge partitions. Default: 128 MB.
+    pub huge_buffer_bytes_max: u64,
     /// Batches of one buffer in flight at a time (PROTOCOL §4.2). Default: 5.
     pub in_flight_batches_max: usize,
-    /// Blocks in memory, all buffers together, beyond which a flush starts as if bytes were short.
-    pub blocks_max: u64,
+    /// Settled blocks, all buffers together, beyond which a flush starts. Default: 0.8 of the limit on blocks.
+    pub blocks_high: u64,
+    /// Flush down to so many. Default: 0.2 of it.
+    pub blocks_low: u64,
 }
 
 /// State of the memory tier at one moment, in bytes.
@@ -34,6 +40,8 @@ pub struct Usage {
     pub in_flight: u64,
     /// Blocks in memory.
     pub blocks: u64,
+    /// Of those, sealed and on their way.
+    pub blocks_in_flight: u64,
     /// Largest request that was refused since the last look; 0 if none.
     pub refused: u64,
 }
@@ -41,56 +49,116 @@ pub struct Usage {
 /// One buffer that could be flushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// Charged bytes that sealing it would put in flight.
-    pub bytes: u64,
+    /// Charged bytes that sealing it would put in flight: what flushing it is worth.
+    pub charged_bytes: u64,
+    /// Payload among them: what the extent would hold.
+    pub payload_bytes: u64,
     /// Blocks likewise.
     pub blocks: u64,
+    /// Payload that its partition has ever received.
+    pub received_bytes: u64,
     /// Batches of it already in flight.
     pub in_flight_batches: usize,
 }
 
-/// How many bytes to put in flight now; 0 = nothing to do.
+/// How much to put in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Goal {
+    /// At least so many charged bytes.
+    pub bytes: u64,
+    /// And at least so many blocks: small ones can be too many long before bytes are short.
+    pub blocks: u64,
+}
+
+impl Goal {
+    /// Everything there is.
+    pub const ALL: Self = Self { bytes: u64::MAX, blocks: u64::MAX };
+
+    /// Nothing to do.
+    #[must_use]
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// How much to put in flight now.
 #[must_use]
-pub fn flush_goal(usage: Usage, limits: &Limits) -> u64 {
+pub fn flush_goal(usage: Usage, limits: &Limits) -> Goal {
+    Goal { bytes: bytes_goal(usage, limits), blocks: blocks_goal(usage, limits) }
+}
+
+fn blocks_goal(usage: Usage, limits: &Limits) -> u64 {
+    let settled = usage.blocks.saturating_sub(usage.blocks_in_flight);
+    if settled > limits.blocks_high { settled.saturating_sub(limits.blocks_low) } else { 0 }
+}
+
+fn bytes_goal(usage: Usage, limits: &Limits) -> u64 {
     let settled = usage.used.saturating_sub(usage.reserved).saturating_sub(usage.in_flight);
     let room = usage.capacity.saturating_sub(usage.reserved);
     let over_high = settled > share(room, limits.high_watermark);
-    let over_blocks = usage.blocks > limits.blocks_max;
     let watermark_goal =
-        if over_high || over_blocks { settled.saturating_sub(share(room, limits.low_watermark)) } else { 0 };
+        if over_high { settled.saturating_sub(share(room, limits.low_watermark)) } else { 0 };
     // A refused request waits for room that the watermark may never make (80 % full, 25 % asked).
     let coming_free = usage.capacity.saturating_sub(usage.used) + usage.in_flight;
     let refusal_goal = usage.refused.saturating_sub(coming_free).min(settled);
     watermark_goal.max(refusal_goal)
 }
 
-/// Indexes of the buffers to flush: the largest first, until `goal` bytes are reached; buffers with too many batches
-/// in flight are left alone. O(n + k log n) for k victims of n.
+/// Indexes of the buffers to flush: the largest first until the goal's bytes are reached, then those with the most
+/// blocks until its blocks are; buffers with too many batches in flight are left alone. O(n + k log n) for k victims
+/// of n.
 #[must_use]
-pub fn victims(candidates: &[Candidate], goal: u64, limits: &Limits) -> Vec<usize> {
-    let mut largest_first: BinaryHeap<(u64, usize)> = candidates
-        .iter()
-        .enumerate()
-        .filter(|(_, candidate)| {
-            candidate.bytes > 0 && candidate.in_flight_batches < limits.in_flight_batches_max
-        })
-        .map(|(index, candidate)| (candidate.bytes, index))
-        .collect();
-    let mut chosen = Vec::new();
-    let mut total = 0;
-    while total < goal {
-        let Some((bytes, index)) = largest_first.pop() else { break };
-        total += bytes;
-        chosen.push(index);
+pub fn victims(candidates: &[Candidate], goal: Goal, limits: &Limits) -> Vec<usize> {
+    let ranked = |weight: fn(&Candidate) -> u64| {
+        let may_go = |candidate: &Candidate| candidate.blocks > 0 && has_room_in_flight(candidate, limits);
+        let indexed = candidates.iter().enumerate().filter(|(_, candidate)| may_go(candidate));
+        indexed.map(|(index, candidate)| (weight(candidate), index)).collect::<BinaryHeap<_>>()
+    };
+    let (mut chosen, mut bytes, mut blocks) = (Vec::new(), 0_u64, 0_u64);
+    if goal.bytes > 0 {
+        let mut largest_first = ranked(|candidate| candidate.charged_bytes);
+        while bytes < goal.bytes {
+            let Some((_, index)) = largest_first.pop() else { break };
+            bytes = bytes.saturating_add(candidates[index].charged_bytes);
+            blocks += candidates[index].blocks;
+            chosen.push(index);
+        }
+    }
+    if blocks < goal.blocks {
+        let taken: HashSet<usize> = chosen.iter().copied().collect();
+        let mut most_blocks_first = ranked(|candidate| candidate.blocks);
+        while blocks < goal.blocks {
+            let Some((_, index)) = most_blocks_first.pop() else { break };
+            if !taken.contains(&index) {
+                blocks += candidates[index].blocks;
+                chosen.push(index);
+            }
+        }
     }
     chosen
 }
 
-/// Whether a buffer is to be flushed because of its own size.
+/// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
+/// (PROTOCOL trap 36).
 #[must_use]
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
-    candidate.bytes > limits.single_buffer_bytes_max
-        && candidate.in_flight_batches < limits.in_flight_batches_max
+    let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
+    let bytes_max = match is_huge {
+        true => limits.huge_buffer_bytes_max.min(limits.single_buffer_bytes_max),
+        false => limits.single_buffer_bytes_max,
+    };
+    candidate.payload_bytes > bytes_max && has_room_in_flight(&candidate, limits)
+}
+
+/// Whether a buffer that fills its partition's share of the memory is to be flushed below its threshold: if nothing of
+/// it is on its way, its writers would wait for ever.
+#[must_use]
+pub fn is_stuck(candidate: Candidate) -> bool {
+    candidate.payload_bytes > 0 && candidate.in_flight_batches == 0
+}
+
+fn has_room_in_flight(candidate: &Candidate, limits: &Limits) -> bool {
+    candidate.in_flight_batches < limits.in_flight_batches_max
 }
 
 #[expect(
@@ -112,37 +180,45 @@ mod tests {
         high_watermark: 0.8,
         low_watermark: 0.2,
         single_buffer_bytes_max: 100,
+        huge_partition_bytes: 1_000,
+        huge_buffer_bytes_max: 50,
         in_flight_batches_max: 5,
-        blocks_max: 1_000,
+        blocks_high: 800,
+        blocks_low: 200,
     };
 
     fn usage(used: u64, reserved: u64, in_flight: u64) -> Usage {
         Usage { capacity: 1_000, used, reserved, in_flight, ..Usage::default() }
     }
 
+    fn bytes_goal(usage: Usage) -> u64 {
+        let goal = flush_goal(usage, &LIMITS);
+        assert_eq!(goal.blocks, 0);
+        goal.bytes
+    }
+
     #[test]
     fn below_the_high_watermark_nothing_is_flushed() {
-        assert_eq!(flush_goal(usage(800, 0, 0), &LIMITS), 0);
-        assert_eq!(flush_goal(usage(801, 0, 0), &LIMITS), 601);
+        assert_eq!(bytes_goal(usage(800, 0, 0)), 0);
+        assert_eq!(bytes_goal(usage(801, 0, 0)), 601);
     }
 
     #[test]
     fn bytes_in_flight_are_not_flushed_twice() {
-        assert_eq!(flush_goal(usage(900, 0, 100), &LIMITS), 0);
-        assert_eq!(flush_goal(usage(1_000, 0, 100), &LIMITS), 700);
+        assert_eq!(bytes_goal(usage(900, 0, 100)), 0);
+        assert_eq!(bytes_goal(usage(1_000, 0, 100)), 700);
     }
 
     #[test]
     fn reservations_lower_the_watermarks() {
         // 400 settled of 500 that tickets leave over is 80 %.
-        assert_eq!(flush_goal(usage(900, 500, 0), &LIMITS), 0);
-        assert_eq!(flush_goal(usage(901, 500, 0), &LIMITS), 301);
+        assert_eq!(bytes_goal(usage(900, 500, 0)), 0);
+        assert_eq!(bytes_goal(usage(901, 500, 0)), 301);
     }
 
     #[test]
     fn a_refused_request_is_made_room_for_below_the_watermark() {
-        let refused =
-            |refused, used, in_flight| flush_goal(Usage { refused, ..usage(used, 0, in_flight) }, &LIMITS);
+        let refused = |refused, used, in_flight| bytes_goal(Usage { refused, ..usage(used, 0, in_flight) });
         assert_eq!(refused(300, 750, 0), 50);
         assert_eq!(refused(300, 750, 50), 0);
         assert_eq!(refused(200, 750, 0), 0);
@@ -150,43 +226,86 @@ mod tests {
     }
 
     #[test]
-    fn too_many_blocks_count_like_too_many_bytes() {
-        assert_eq!(flush_goal(Usage { blocks: 1_001, ..usage(300, 0, 0) }, &LIMITS), 100);
+    fn too_many_blocks_are_flushed_however_small_they_are() {
+        let few_bytes = |blocks, blocks_in_flight| Usage { blocks, blocks_in_flight, ..usage(10, 0, 0) };
+        assert_eq!(flush_goal(few_bytes(800, 0), &LIMITS), Goal::default());
+        assert_eq!(flush_goal(few_bytes(801, 0), &LIMITS), Goal { bytes: 0, blocks: 601 });
+        assert!(flush_goal(few_bytes(801, 1), &LIMITS).is_nothing(), "not twice");
+    }
+
+    #[test]
+    fn huge_partitions_have_a_threshold_of_their_own() {
+        let buffer = |payload_bytes, received_bytes, in_flight_batches| Candidate {
+            charged_bytes: payload_bytes,
+            payload_bytes,
+            blocks: 1,
+            received_bytes,
+            in_flight_batches,
+        };
+        assert!(!is_oversized(buffer(100, 1_000, 0), &LIMITS));
+        assert!(is_oversized(buffer(101, 1_000, 0), &LIMITS));
+        assert!(!is_oversized(buffer(50, 1_001, 0), &LIMITS));
+        assert!(is_oversized(buffer(51, 1_001, 4), &LIMITS));
+        assert!(!is_oversized(buffer(51, 1_001, 5), &LIMITS), "too many of it in flight");
+        assert!(is_stuck(buffer(1, 1_001, 0)));
+        assert!(!is_stuck(buffer(1, 1_001, 1)) && !is_stuck(buffer(0, 1_001, 0)));
     }
 
     fn candidate() -> impl Strategy<Value = Candidate> {
-        (0u64..200, 0u64..50, 0usize..8).prop_map(|(bytes, blocks, in_flight_batches)| Candidate {
-            bytes,
+        (0u64..200, 0u64..50, 0usize..8).prop_map(|(charged_bytes, blocks, in_flight_batches)| Candidate {
+            charged_bytes,
+            payload_bytes: charged_bytes,
             blocks,
+            received_bytes: 0,
             in_flight_batches,
         })
+    }
+
+    fn eligible(candidate: &Candidate) -> bool {
+        candidate.blocks > 0 && candidate.in_flight_batches < LIMITS.in_flight_batches_max
     }
 
     proptest! {
         #[test]
         fn victims_are_the_largest_and_no_more_than_needed(
-            candidates in proptest::collection::vec(candidate(), 0..60), goal in 0u64..4_000,
+            candidates in proptest::collection::vec(candidate(), 0..60), bytes in 0u64..4_000,
         ) {
-            let chosen = victims(&candidates, goal, &LIMITS);
-            let total: u64 = chosen.iter().map(|i| candidates[*i].bytes).sum();
-            let eligible = |c: &Candidate| c.bytes > 0 && c.in_flight_batches < LIMITS.in_flight_batches_max;
-            let possible: u64 = candidates.iter().filter(|c| eligible(c)).map(|c| c.bytes).sum();
+            let chosen = victims(&candidates, Goal { bytes, blocks: 0 }, &LIMITS);
+            let total: u64 = chosen.iter().map(|i| candidates[*i].charged_bytes).sum();
+            let possible: u64 = candidates.iter().filter(|c| eligible(c)).map(|c| c.charged_bytes).sum();
             prop_assert!(chosen.iter().all(|i| eligible(&candidates[*i])));
-            prop_assert!(total >= goal.min(possible));
+            prop_assert!(total >= bytes.min(possible));
             if let Some(last) = chosen.last() {
-                prop_assert!(total - candidates[*last].bytes < goal, "the last one was needed");
-                let smallest = candidates[*last].bytes;
+                prop_assert!(total - candidates[*last].charged_bytes < bytes, "the last one was needed");
+                let smallest = candidates[*last].charged_bytes;
                 let left_out = candidates.iter().enumerate().filter(|(i, c)| eligible(c) && !chosen.contains(i));
-                prop_assert!(left_out.into_iter().all(|(_, c)| c.bytes <= smallest));
+                prop_assert!(left_out.into_iter().all(|(_, c)| c.charged_bytes <= smallest));
             }
+        }
+
+        #[test]
+        fn both_parts_of_a_goal_are_reached_and_nobody_is_chosen_twice(
+            candidates in proptest::collection::vec(candidate(), 0..60),
+            bytes in 0u64..4_000, blocks in 0u64..1_000,
+        ) {
+            let mut chosen = victims(&candidates, Goal { bytes, blocks }, &LIMITS);
+            let sum = |of: fn(&Candidate) -> u64, from: &[usize]| -> u64 { from.iter().map(|i| of(&candidates[*i])).sum() };
+            let all: Vec<usize> = (0..candidates.len()).filter(|i| eligible(&candidates[*i])).collect();
+            prop_assert!(sum(|c| c.charged_bytes, &chosen) >= bytes.min(sum(|c| c.charged_bytes, &all)));
+            prop_assert!(sum(|c| c.blocks, &chosen) >= blocks.min(sum(|c| c.blocks, &all)));
+            prop_assert!(chosen.iter().all(|i| eligible(&candidates[*i])));
+            chosen.sort_unstable();
+            prop_assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]));
         }
 
         #[test]
         fn the_goal_is_never_more_than_what_is_settled(
             used in 0u64..2_000, reserved in 0u64..1_000, in_flight in 0u64..1_000, refused in 0u64..3_000,
+            blocks in 0u64..2_000, blocks_in_flight in 0u64..2_000,
         ) {
-            let goal = flush_goal(Usage { refused, ..usage(used, reserved, in_flight) }, &LIMITS);
-            prop_assert!(goal <= used.saturating_sub(reserved).saturating_sub(in_flight));
+            let goal = flush_goal(Usage { refused, blocks, blocks_in_flight, ..usage(used, reserved, in_flight) }, &LIMITS);
+            prop_assert!(goal.bytes <= used.saturating_sub(reserved).saturating_sub(in_flight));
+            prop_assert!(goal.blocks <= blocks.saturating_sub(blocks_in_flight));
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::types::{Distribution, ShuffleKey};
 
 use super::FlushConfig;
 use super::metrics::FlushMetrics;
-use super::policy::{self, Usage};
+use super::policy::{self, Goal, Usage};
 use super::queue::{Batch, Queue};
 
 /// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
@@ -72,9 +72,19 @@ impl Flusher {
     /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
     pub fn offer(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         let candidate = policy_candidate(buffer);
-        if !policy::is_oversized(candidate, &self.config.limits) {
-            return;
+        if policy::is_oversized(candidate, &self.config.limits) {
+            self.flush_one(shuffle, buffer);
         }
+    }
+
+    /// Flushes `buffer` now if nothing of it is on its way: its partition has filled its share of the memory.
+    pub fn relieve(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
+        if policy::is_stuck(policy_candidate(buffer)) {
+            self.flush_one(shuffle, buffer);
+        }
+    }
+
+    fn flush_one(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         let Some(handle) = self.store.handle(shuffle.key()) else { return };
         if let Some(sealed) = buffer.seal() {
             self.enqueue(shuffle.key(), &handle, shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
@@ -83,7 +93,7 @@ impl Flusher {
 
     /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
     pub fn check_pressure(&self) {
-        if policy::flush_goal(self.usage(0), &self.config.limits) > 0 {
+        if !policy::flush_goal(self.usage(0), &self.config.limits).is_nothing() {
             self.wake.notify_one();
         }
     }
@@ -102,7 +112,7 @@ impl Flusher {
 
     /// Puts everything that is in memory in flight (tests, shutdown).
     pub fn flush_all(&self) {
-        self.flush_bytes(u64::MAX);
+        self.flush_some(Goal::ALL);
     }
 
     /// Brings gauges of live values up to date.
@@ -131,8 +141,8 @@ impl Flusher {
                 self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)),
                 &self.config.limits,
             );
-            if goal > 0 {
-                self.flush_bytes(goal);
+            if !goal.is_nothing() {
+                self.flush_some(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
                 tokio::task::yield_now().await;
             }
@@ -154,12 +164,13 @@ impl Flusher {
             reserved: self.memory.tickets().pre_allocated_bytes(),
             in_flight: self.memory.in_flight_bytes(),
             blocks: self.memory.block_count(),
+            blocks_in_flight: self.memory.in_flight_blocks(),
             refused,
         }
     }
 
-    /// Seals the largest buffers until `goal` bytes are under way.
-    fn flush_bytes(&self, goal: u64) {
+    /// Seals buffers until `goal` is under way.
+    fn flush_some(&self, goal: Goal) {
         let candidates = self.memory.candidates();
         let sizes: Vec<policy::Candidate> =
             candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
@@ -201,8 +212,10 @@ struct Group {
 
 fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
     policy::Candidate {
-        bytes: buffer.active_bytes(),
+        charged_bytes: buffer.active_charged_bytes(),
+        payload_bytes: buffer.active_bytes(),
         blocks: buffer.active_blocks() as u64,
+        received_bytes: buffer.received_bytes(),
         in_flight_batches: buffer.in_flight_batches(),
     }
 }

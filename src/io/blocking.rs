@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use rustix::fs::FlockOperation;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
-    require_inside,
+    BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
+    mount, require_inside,
 };
 
 /// Pieces per `pwritev` call: Linux's `UIO_MAXIOV`.
@@ -31,34 +31,75 @@ const REMOVALS_MAX: usize = 2;
 /// broken.
 const SHORT_WRITES_WITHOUT_PROGRESS_MAX: u32 = 8;
 
+/// Bounds the calls of one kind, and with others those of the whole disk.
+///
+/// The kind's permit is taken first and the disk's last, so whoever holds one of the disk waits for nothing.
+#[derive(Debug, Clone)]
+struct Gate {
+    kind: Arc<Semaphore>,
+    disk: Option<Arc<Semaphore>>,
+}
+
+/// Held by a call from its start to its end.
+type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
+
+fn permits(count: usize) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
+}
+
+impl Gate {
+    fn new(calls_max: usize) -> Self {
+        Self { kind: permits(calls_max), disk: None }
+    }
+
+    async fn enter(self) -> Permits {
+        const OPEN: &str = "a disk never closes its semaphores";
+        let kind = self.kind.acquire_owned().await.expect(OPEN);
+        let disk = match self.disk {
+            Some(disk) => Some(disk.acquire_owned().await.expect(OPEN)),
+            None => None,
+        };
+        (kind, disk)
+    }
+}
+
 /// A directory of the operating system.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct BlockingDisk {
     root: Arc<Path>,
-    writes: Arc<Semaphore>,
-    reads: Arc<Semaphore>,
-    names: Arc<Semaphore>,
-    removals: Arc<Semaphore>,
+    writes: Gate,
+    reads: Gate,
+    names: Gate,
+    removals: Gate,
 }
 
 impl BlockingDisk {
     /// The disk below `root`, with at most so many writes and reads at a time. Touches nothing yet.
     #[must_use]
     pub fn new(root: &Path, write_concurrency: usize, read_concurrency: usize) -> Self {
-        let permits = |count: usize| Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)));
         Self {
             root: root.into(),
-            writes: permits(write_concurrency),
-            reads: permits(read_concurrency),
-            names: permits(NAME_CALLS_MAX),
-            removals: permits(REMOVALS_MAX),
+            writes: Gate::new(write_concurrency),
+            reads: Gate::new(read_concurrency),
+            names: Gate::new(NAME_CALLS_MAX),
+            removals: Gate::new(REMOVALS_MAX),
         }
+    }
+
+    /// The same disk with at most `calls_max` reads and writes together at a time. Calls on names are not counted:
+    /// they must get through for the disk to be told healthy.
+    #[must_use]
+    pub fn with_max_concurrency(self, calls_max: usize) -> Self {
+        let disk = Some(permits(calls_max));
+        let writes = Gate { disk: disk.clone(), ..self.writes };
+        let reads = Gate { disk, ..self.reads };
+        Self { writes, reads, ..self }
     }
 
     /// Runs `work` on the absolute form of `path`.
     fn on_path<T: Send + 'static>(
         &self,
-        permits: &Arc<Semaphore>,
+        gate: &Gate,
         path: &Path,
         work: impl FnOnce(PathBuf) -> io::Result<T> + Send + 'static,
     ) -> BoxFuture<'static, io::Result<T>> {
@@ -67,32 +108,21 @@ impl BlockingDisk {
         }
         // Joining an empty path would end in a slash.
         let path = if path.as_os_str().is_empty() { self.root.to_path_buf() } else { self.root.join(path) };
-        Box::pin(blocking(Arc::clone(permits), move || work(path)))
+        Box::pin(blocking(gate.clone(), move || work(path)))
     }
 
     fn file(&self, file: std::fs::File, direct: bool) -> Arc<dyn File> {
-        let (writes, reads) = (Arc::clone(&self.writes), Arc::clone(&self.reads));
+        let (writes, reads) = (self.writes.clone(), self.reads.clone());
         Arc::new(BlockingFile { file: Arc::new(file), direct, writes, reads })
-    }
-
-    /// The parts that [`BlockingDisk::file`] needs, for a closure.
-    fn parts(&self) -> Self {
-        Self {
-            root: Arc::clone(&self.root),
-            writes: Arc::clone(&self.writes),
-            reads: Arc::clone(&self.reads),
-            names: Arc::clone(&self.names),
-            removals: Arc::clone(&self.removals),
-        }
     }
 }
 
 /// Runs `work` on a blocking thread under a permit that it keeps until it ends.
 async fn blocking<T: Send + 'static>(
-    permits: Arc<Semaphore>,
+    gate: Gate,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
-    let permit = permits.acquire_owned().await.expect("a disk never closes its semaphores");
+    let permit = gate.enter().await;
     let joined = tokio::task::spawn_blocking(move || {
         let done = work();
         drop(permit);
@@ -108,7 +138,7 @@ impl Disk for BlockingDisk {
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let disk = self.parts();
+        let disk = self.clone();
         self.on_path(&self.names, path, move |path| {
             let (file, direct) = open_write(&path, how)?;
             Ok(disk.file(file, direct))
@@ -116,7 +146,7 @@ impl Disk for BlockingDisk {
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let disk = self.parts();
+        let disk = self.clone();
         self.on_path(&self.names, path, move |path| {
             Ok(disk.file(OpenOptions::new().read(true).open(path)?, false))
         })
@@ -185,12 +215,19 @@ impl Disk for BlockingDisk {
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.on_path(&self.names, Path::new(""), |path| {
             let stat = rustix::fs::statvfs(path)?;
+            // As `df` counts: what is in use and what this user may still take. Blocks reserved for root are neither;
+            // counted as used they would push a disk over its watermark that is half empty.
+            let blocks = stat.f_blocks.saturating_sub(stat.f_bfree).saturating_add(stat.f_bavail);
             Ok(Space {
-                total_bytes: stat.f_blocks.saturating_mul(stat.f_frsize),
+                total_bytes: blocks.saturating_mul(stat.f_frsize),
                 free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
                 file_system: stat.f_fsid,
             })
         })
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        self.on_path(&self.names, Path::new(""), |path| mount::mount_of(&path))
     }
 }
 
@@ -226,23 +263,23 @@ fn open_write(path: &Path, how: WriteOpen) -> io::Result<(std::fs::File, bool)> 
 struct BlockingFile {
     file: Arc<std::fs::File>,
     direct: bool,
-    writes: Arc<Semaphore>,
-    reads: Arc<Semaphore>,
+    writes: Gate,
+    reads: Gate,
 }
 
 impl File for BlockingFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let (file, direct) = (Arc::clone(&self.file), self.direct);
-        Box::pin(blocking(Arc::clone(&self.writes), move || {
+        Box::pin(blocking(self.writes.clone(), move || {
             let grain = if direct { BLOCK_ALIGN } else { 1 };
             write_all(&pieces, offset, grain, |slices, at| Ok(rustix::io::pwritev(&file, slices, at)?))
         }))
     }
 
     fn read_at(&self, target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (file, reads) = (Arc::clone(&self.file), Arc::clone(&self.reads));
+        let (file, reads) = (Arc::clone(&self.file), self.reads.clone());
         Box::pin(async move {
-            let permit = reads.acquire_owned().await.expect("a disk never closes its semaphores");
+            let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
                 let mut target = target;
                 let result = match target.bytes_mut() {
@@ -265,12 +302,12 @@ impl File for BlockingFile {
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
         let file = Arc::clone(&self.file);
-        Box::pin(blocking(Arc::clone(&self.writes), move || file.sync_data()))
+        Box::pin(blocking(self.writes.clone(), move || file.sync_data()))
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
         let file = Arc::clone(&self.file);
-        Box::pin(blocking(Arc::clone(&self.reads), move || Ok(file.metadata()?.len())))
+        Box::pin(blocking(self.reads.clone(), move || Ok(file.metadata()?.len())))
     }
 }
 
@@ -323,6 +360,17 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
+
+    #[tokio::test]
+    async fn one_bound_holds_for_reads_and_writes_together() {
+        let disk = BlockingDisk::new(Path::new("/"), 2, 2).with_max_concurrency(1);
+        let writing = disk.writes.clone().enter().await;
+        let mut reading = std::pin::pin!(disk.reads.clone().enter());
+        assert!(futures::poll!(reading.as_mut()).is_pending());
+        drop(disk.names.clone().enter().await);
+        drop(writing);
+        drop(reading.await);
+    }
 
     proptest! {
         /// Whatever the file system does short of failing, the file is the pieces.

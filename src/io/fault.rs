@@ -11,7 +11,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::{BoxFuture, Disk, DiskLock, File, ReadTarget, Space, WriteOpen};
+use super::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
 
 /// Kinds of operations that rules choose by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -321,6 +321,10 @@ impl Disk for FaultDisk {
 
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.faults.apply(Operation::Space, Path::new(""), self.disk.space())
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        self.disk.mount()
     }
 }
 

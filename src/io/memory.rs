@@ -12,7 +12,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use super::{
-    BoxFuture, Disk, DiskLock, File, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, require_inside,
+    BoxFuture, Disk, DiskLock, File, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
+    require_inside,
 };
 
 /// Size that a disk without a capacity claims.
@@ -248,6 +249,11 @@ impl Disk for MemoryDisk {
             let free_bytes = total_bytes.saturating_sub(tree.used_bytes());
             Ok(Space { total_bytes, free_bytes, file_system })
         })
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        let mount = Mount { point: self.root.clone(), media: Media::Unknown };
+        Box::pin(std::future::ready(Ok(mount)))
     }
 }
 

@@ -14,6 +14,7 @@ pub mod blocking;
 pub mod buffers;
 pub mod fault;
 pub mod memory;
+mod mount;
 
 #[cfg(test)]
 mod contract;
@@ -27,6 +28,7 @@ use bytes::Bytes;
 pub use futures::future::BoxFuture;
 
 pub use self::buffers::{ReadBuffer, ReadBuffers, ReadTarget};
+pub use self::mount::{Media, Mount};
 
 /// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.
 pub const BLOCK_ALIGN: usize = 4096;
@@ -102,6 +104,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
     /// Space of the file system.
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
+    /// Where the root, which exists, is mounted.
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
 }
 
 /// Refuses a path that is absolute or climbs.

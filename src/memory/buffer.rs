@@ -24,7 +24,7 @@ use super::list::{BlockList, METADATA_BYTES};
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
 use super::region::Region;
-use super::sealed::SealedBatch;
+use super::sealed::{InFlight, SealedBatch};
 use super::ticket::Reservation;
 use crate::types::{BlockId, BlockMeta, PartitionId};
 
@@ -37,6 +37,8 @@ pub(super) struct Shared {
     pub(super) blocks: Budget,
     /// Charged bytes of batches that are being flushed, for the total only.
     pub(super) in_flight: Budget,
+    /// Their blocks, likewise.
+    pub(super) in_flight_blocks: Budget,
     /// Seeded per process: block ids are the clients' to choose.
     pub(super) hasher: DefaultHashBuilder,
     pub(super) metrics: MemoryMetrics,
@@ -64,7 +66,10 @@ pub struct Buffer {
     /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
     aborted: Arc<AtomicBool>,
     active_bytes: AtomicU64,
+    active_charged_bytes: AtomicU64,
     active_blocks: AtomicUsize,
+    /// The one counter that flushes do not touch: it only grows.
+    received_bytes: AtomicU64,
     in_flight_bytes: AtomicU64,
     in_flight_batches: AtomicUsize,
     block_count: AtomicUsize,
@@ -88,6 +93,8 @@ impl Buffer {
             state: Mutex::new(state),
             aborted: Arc::new(AtomicBool::new(false)),
             active_bytes: AtomicU64::new(0),
+            active_charged_bytes: AtomicU64::new(0),
+            received_bytes: AtomicU64::new(0),
             active_blocks: AtomicUsize::new(0),
             in_flight_bytes: AtomicU64::new(0),
             in_flight_batches: AtomicUsize::new(0),
@@ -180,6 +187,7 @@ impl Buffer {
         }
         let kept = done.blocks as u64;
         state.active.charge(permits.split_up_to(kept), metadata.split_up_to(kept * METADATA_BYTES));
+        self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
@@ -212,7 +220,10 @@ impl Buffer {
             None if state.active.is_empty() => return None,
             None => self.rotate(&mut state),
         };
-        let claimed = batch.claim(self.shared.in_flight.overdraw(batch.charged_bytes()));
+        let claimed = batch.claim(InFlight {
+            _charged: self.shared.in_flight.overdraw(batch.charged_bytes()),
+            _blocks: self.shared.in_flight_blocks.overdraw(batch.blocks() as u64),
+        });
         debug_assert!(claimed, "claimed under the lock only");
         self.publish_counters(&state);
         Some(batch)
@@ -260,6 +271,24 @@ impl Buffer {
         self.active_bytes.load(Ordering::Relaxed)
     }
 
+    /// What a flush of the above would give back to the budget: whole segments and metadata.
+    #[must_use]
+    pub fn active_charged_bytes(&self) -> u64 {
+        self.active_charged_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Payload that the partition has ever taken, flushed or not; resent blocks that were dropped do not count.
+    #[must_use]
+    pub fn received_bytes(&self) -> u64 {
+        self.received_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Payload that is in memory, on its way to the next tier or not.
+    #[must_use]
+    pub fn in_memory_bytes(&self) -> u64 {
+        self.active_bytes() + self.in_flight_bytes()
+    }
+
     /// Blocks that are committed and not taken by a flush.
     #[must_use]
     pub fn active_blocks(&self) -> usize {
@@ -303,6 +332,7 @@ impl Buffer {
     fn publish_counters(&self, state: &State) {
         let (mut active, mut flying, mut batches) = (state.active.bytes(), 0, 0);
         let (mut active_blocks, mut flying_blocks) = (state.active.len(), 0);
+        let mut charged = state.active.charged_bytes();
         for batch in &state.batches {
             if batch.is_claimed() {
                 flying += batch.bytes();
@@ -310,10 +340,12 @@ impl Buffer {
                 batches += 1;
             } else {
                 active += batch.bytes();
+                charged += batch.charged_bytes();
                 active_blocks += batch.blocks();
             }
         }
         self.active_bytes.store(active, Ordering::Relaxed);
+        self.active_charged_bytes.store(charged, Ordering::Relaxed);
         self.in_flight_bytes.store(flying, Ordering::Relaxed);
         self.in_flight_batches.store(batches, Ordering::Relaxed);
         self.active_blocks.store(active_blocks, Ordering::Relaxed);

@@ -18,6 +18,7 @@ pub(super) struct MemoryMetrics {
     pub(super) memory_capacity: IntGauge,
     pub(super) in_flush_buffer_size: IntGauge,
     pub(super) block_count: IntGauge,
+    pub(super) in_flight_blocks: IntGauge,
     pub(super) read_used_buffer_size: IntGauge,
     pub(super) tickets: IntGauge,
     /// Bytes of the region that were ever in use: the bound of what it keeps resident. Ours.
@@ -43,6 +44,7 @@ impl MemoryMetrics {
             memory_capacity: gauge("memory_capacity", "bytes of the memory store")?,
             in_flush_buffer_size: gauge("in_flush_buffer_size", "bytes of batches being flushed")?,
             block_count: gauge("total_in_memory_block_count", "blocks in memory")?,
+            in_flight_blocks: gauge("total_in_flush_block_count", "blocks of batches being flushed")?,
             read_used_buffer_size: gauge("read_used_buffer_size", "bytes of read buffers in use")?,
             tickets: gauge("memory_allocated_tickets_num", "tickets neither redeemed nor expired")?,
             region_touched: gauge(

@@ -113,6 +113,7 @@ impl Memory {
             budget: budget.clone(),
             blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
             in_flight: Budget::new(u64::MAX),
+            in_flight_blocks: Budget::new(u64::MAX),
             hasher: hashbrown::DefaultHashBuilder::default(),
             metrics: MemoryMetrics::new(registry).map_err(io::Error::other)?,
         };
@@ -212,6 +213,12 @@ impl Memory {
         self.shared.in_flight.used()
     }
 
+    /// Blocks of batches taken by the flusher and still alive.
+    #[must_use]
+    pub fn in_flight_blocks(&self) -> u64 {
+        self.shared.in_flight_blocks.used()
+    }
+
     /// Blocks in memory.
     #[must_use]
     pub fn block_count(&self) -> u64 {
@@ -236,6 +243,7 @@ impl Memory {
         metrics.memory_capacity.set(signed(self.capacity_bytes()));
         metrics.in_flush_buffer_size.set(signed(self.in_flight_bytes()));
         metrics.block_count.set(signed(self.block_count()));
+        metrics.in_flight_blocks.set(signed(self.in_flight_blocks()));
         metrics.read_used_buffer_size.set(signed(self.read_pool.used_bytes()));
         metrics.tickets.set(signed(self.tickets.count() as u64));
         metrics.region_touched.set(signed(self.shared.region.touched_bytes()));

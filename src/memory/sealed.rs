@@ -16,8 +16,15 @@ use crate::types::{BlockMeta, Distribution, PartitionId};
 pub struct SealedBatch {
     partition: PartitionId,
     list: BlockList,
-    /// Mirror of the charged bytes in the in-flight total, from the moment the flusher takes the batch.
-    in_flight: OnceLock<Charge>,
+    /// Its bytes and blocks in the in-flight totals, from the moment the flusher takes the batch.
+    in_flight: OnceLock<InFlight>,
+}
+
+/// A batch's share of the totals of what is being flushed.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) _charged: Charge,
+    pub(super) _blocks: Charge,
 }
 
 /// A batch as one extent.
@@ -48,7 +55,7 @@ impl SealedBatch {
     }
 
     /// Counts the batch as in flight; returns false if it was already.
-    pub(super) fn claim(&self, in_flight: Charge) -> bool {
+    pub(super) fn claim(&self, in_flight: InFlight) -> bool {
         self.in_flight.set(in_flight).is_ok()
     }
 

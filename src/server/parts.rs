@@ -4,13 +4,15 @@ use std::time::Duration;
 
 use crate::app::AppConfig;
 use crate::config::Config;
-use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
 use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
+use crate::proto::ApplicationInfo;
+use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 use crate::store::LocalConfig;
 use crate::tcp::TcpConfig;
 
@@ -28,6 +30,32 @@ pub(super) fn app(config: &Config) -> AppConfig {
     AppConfig { heartbeat_timeout: config.app.heartbeat_timeout, ..AppConfig::default() }
 }
 
+pub(super) fn service(config: &Config) -> ServiceConfig {
+    let app = &config.app;
+    let partition_limits = PartitionLimits {
+        huge_bytes: Some(app.partition_limit_threshold_bytes),
+        huge_in_memory_bytes_max: app.partition_limit_enable.then(|| huge_share_bytes(config)),
+        split_bytes: app.partition_split_enable.then_some(app.partition_split_threshold_bytes),
+        bytes_max: app.partition_hard_limit_bytes,
+    };
+    ServiceConfig {
+        partition_limits,
+        decommission_check_interval: config.decommission_check_interval,
+        ..ServiceConfig::default()
+    }
+}
+
+/// Memory that one huge partition may fill.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a ratio of 0..=1 of a byte count; a few bytes of rounding do not matter"
+)]
+fn huge_share_bytes(config: &Config) -> u64 {
+    (config.memory.capacity_bytes as f64 * config.app.partition_limit_memory_backpressure_ratio) as u64
+}
+
 /// Apps are looked at often enough that one outlives its timeout by a tenth at most.
 pub(super) fn app_check_interval(config: &Config) -> Duration {
     (config.app.heartbeat_timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(30))
@@ -38,6 +66,8 @@ pub(super) fn store(config: &Config) -> LocalConfig {
     LocalConfig {
         paths: local.data_paths.clone(),
         write_concurrency_per_disk: local.write_concurrency_per_disk,
+        max_concurrency_per_disk: local.disk_max_concurrency,
+        index_cache_bytes: local.index_cache_bytes,
         high_watermark: local.disk_high_watermark,
         low_watermark: local.disk_low_watermark,
         direct_io: local.direct_io,
@@ -48,13 +78,20 @@ pub(super) fn store(config: &Config) -> LocalConfig {
 
 pub(super) fn flush(config: &Config, disks: usize) -> FlushConfig {
     let hybrid = &config.hybrid;
+    let app = &config.app;
     FlushConfig {
         limits: Limits {
             high_watermark: hybrid.memory_spill_high_watermark,
             low_watermark: hybrid.memory_spill_low_watermark,
             single_buffer_bytes_max: hybrid.memory_single_buffer_max_spill_size_bytes,
+            huge_partition_bytes: app.partition_limit_threshold_bytes,
+            // Half of its share, so that one half is written while the other fills.
+            huge_buffer_bytes_max: hybrid
+                .huge_partition_memory_single_buffer_max_spill_size_bytes
+                .min(huge_share_bytes(config) / 2),
             in_flight_batches_max: 5,
-            blocks_max: config.memory.block_max_count / 10 * 8,
+            blocks_high: config.memory.block_max_count / 10 * 8,
+            blocks_low: config.memory.block_max_count / 10 * 2,
         },
         workers: disks * config.localfile.write_concurrency_per_disk,
         batch_bytes_max: 64 << 20,
@@ -70,12 +107,27 @@ pub(super) fn embedded(config: &Config) -> EmbeddedConfig {
     let mut client_conf = vec![("rss.storage.type".to_owned(), config.store_type.as_str().to_owned())];
     client_conf.retain(|(key, _)| !section.client_conf.contains_key(key));
     client_conf.extend(section.client_conf.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let remote_storages = section
-        .remote_storage_path
-        .iter()
-        .map(|path| RemoteStorage { path: path.clone(), conf: Vec::new() })
-        .collect();
-    EmbeddedConfig { client_conf, remote_storages, ..EmbeddedConfig::default() }
+    let storage = |path: &String| {
+        let mut storage = RemoteStorage { path: path.clone(), conf: Vec::new() };
+        let conf = section.remote_storage_conf.get(storage.host());
+        storage.conf = conf.map(|text| RemoteStorage::parse_conf(text)).unwrap_or_default();
+        storage
+    };
+    EmbeddedConfig {
+        client_conf,
+        remote_storages: section.remote_storage_paths.iter().map(storage).collect(),
+        node_timeout: section.node_timeout,
+        app_timeout: section.app_timeout,
+        shuffle_nodes_max: section.shuffle_nodes_max,
+        node_order: section.assignment_strategy,
+        partition_selection: section.select_partition_strategy,
+        excluded_nodes: section.exclude_nodes.iter().cloned().collect(),
+        access: AccessRules {
+            nodes_min: section.access_min_nodes,
+            memory_ratio_min: section.access_min_memory_ratio,
+            apps_per_user_max: section.quota_apps_per_user,
+        },
+    }
 }
 
 pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
@@ -85,6 +137,25 @@ pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
         .map(|endpoint| endpoint.to_string().parse())
         .collect::<Result<_, _>>()?;
     Ok(HeartbeatConfig { coordinators, interval: config.heartbeat_interval })
+}
+
+/// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.
+const REPORTED_APPS_MAX: usize = 1_000;
+
+pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
+    let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+    let mut largest: Vec<&AppStatistics> = apps.iter().collect();
+    largest.sort_unstable_by_key(|app| std::cmp::Reverse(app.received_bytes));
+    largest.truncate(REPORTED_APPS_MAX);
+    let info = |app: &&AppStatistics| ApplicationInfo {
+        app_id: app.app.to_string(),
+        partition_num: signed(app.partitions),
+        memory_size: signed(app.in_memory_bytes),
+        local_total_size: signed(app.flushed_bytes()),
+        total_size: signed(app.received_bytes),
+        ..Default::default()
+    };
+    largest.iter().map(info).collect()
 }
 
 pub(super) fn http(config: &Config) -> HttpConfig {

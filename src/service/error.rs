@@ -1,7 +1,8 @@
 //! Why a request was refused, and the one mapping to the protocol's status codes.
 //!
-//! The text goes to `retMsg`. Codes above 10 are not sent: clients before 0.10 retry what they do not know
-//! (PROTOCOL §1.4); `NO_REGISTER` is the only "do not retry" that every version understands.
+//! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (PROTOCOL §1.4); to them
+//! `NO_REGISTER` is said instead, the only "do not retry" that every version understands. `STAGE_RETRY_IGNORE` reaches
+//! only apps whose clients number their stage attempts, which they do since 0.10: others always send 0.
 
 use crate::app::{QuotaExceeded, RangeError, ReportError};
 use crate::memory::MemoryError;
@@ -59,6 +60,38 @@ pub enum ServiceError {
     /// The local tier failed.
     #[error("{0}")]
     Store(#[from] StoreError),
+    /// A huge partition has filled its share of the memory. The text begins as the Java server's.
+    #[error(
+        "Huge partition is limited to writing. partition {partition} has received {received} bytes and has {in_memory} \
+         in memory, at most {max} are allowed there"
+    )]
+    HugePartitionWaits {
+        /// Partition id.
+        partition: i32,
+        /// Bytes.
+        received: u64,
+        /// Bytes, those in flight included.
+        in_memory: u64,
+        /// Allowed in memory.
+        max: u64,
+    },
+    /// A partition may not grow any more.
+    #[error(
+        "partition {partition} would have {coming} bytes, at most {max} are taken; it is not to be tried again"
+    )]
+    PartitionTooLarge {
+        /// Partition id.
+        partition: i32,
+        /// Bytes it would have.
+        coming: u64,
+        /// The hard limit.
+        max: u64,
+        /// Whether the client knows the code for it, see [`crate::app::App::is_since_0_10`].
+        client_knows_code: bool,
+    },
+    /// The node's state does not allow it.
+    #[error("{0}")]
+    WrongState(&'static str),
     /// No memory for a read came free in time.
     #[error("no read memory came free within {waited_ms} ms, {asked} bytes are needed")]
     NoReadMemory {
@@ -89,9 +122,14 @@ impl ServiceError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NotRegistered | Self::NotRegisteredPart(_) => StatusCode::NoRegister,
-            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => {
+            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } | Self::WrongState(_) => {
                 StatusCode::InvalidRequest
             }
+            Self::HugePartitionWaits { .. } => StatusCode::NoBufferForHugePartition,
+            Self::PartitionTooLarge { client_knows_code: true, .. } => {
+                StatusCode::ExceedHugePartitionHardLimit
+            }
+            Self::PartitionTooLarge { client_knows_code: false, .. } => StatusCode::NoRegister,
             Self::Memory(error) => memory_status(error),
             Self::NoReadMemory { .. } | Self::Stopping => StatusCode::NoBuffer,
             Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,

@@ -10,7 +10,16 @@ use std::time::Duration;
 use crate::app::{PartitionRanges, Registration};
 use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
-use super::{Service, ServiceError};
+use super::{Service, ServiceError, WorkerState};
+
+/// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
+const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
+
+/// A week: an app that is gone must not keep its disks for ever.
+const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
+
+/// Keys and values kept of one registration. Spark's `.rss.` settings have a few KiB.
+const PROPERTIES_BYTES_MAX: usize = 64 << 10;
 
 /// `registerShuffle`.
 #[derive(Debug, Clone)]
@@ -47,7 +56,9 @@ impl Service {
             ranges,
             distribution: request.distribution,
             user: request.user,
-            properties: request.properties,
+            sent_properties: !request.properties.is_empty(),
+            heartbeat_timeout: wanted_timeout(&request.properties),
+            properties: kept_properties(request.properties),
         };
         self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
@@ -107,16 +118,26 @@ impl Service {
             }
         }
         self.metrics.apps_expired.inc_by(purged);
-        self.status.observe_apps(self.apps.app_count());
         usize::try_from(purged).unwrap_or(usize::MAX)
     }
 
-    /// Expires tickets and apps at their intervals until the worker stops.
+    /// Whether a decommissioning has come to its end: no app is left.
+    pub fn check_decommission(&self) {
+        let apps = self.apps.app_count();
+        if self.status.observe_apps(apps) {
+            tracing::info!("decommissioned: no application is left");
+        } else if self.status.state() == WorkerState::Decommissioning {
+            tracing::info!(apps, "decommissioning, applications are left");
+        }
+    }
+
+    /// Expires tickets and apps, and looks at a decommissioning, at their intervals until the worker stops.
     pub async fn run_expiry(self: Arc<Self>, tickets_every: Duration, apps_every: Duration) {
         let stopped = self.tasks.cancelled();
         tokio::pin!(stopped);
         let mut tickets = tokio::time::interval(tickets_every);
         let mut apps = tokio::time::interval(apps_every);
+        let mut decommission = tokio::time::interval(self.config.decommission_check_interval);
         loop {
             tokio::select! {
                 biased;
@@ -130,6 +151,10 @@ impl Service {
                 _ = apps.tick() => {
                     self.expire_apps();
                 }
+                _ = decommission.tick() => self.check_decommission(),
+                // The first look is one interval after the request: by then the coordinators know and an app that was
+                // assigned just before has registered.
+                () = self.status.decommission_began() => decommission.reset(),
             }
         }
     }
@@ -137,17 +162,12 @@ impl Service {
     /// An operator takes the node out of service.
     ///
     /// # Errors
-    /// [`ServiceError::InvalidField`] in a state from which that is not possible.
+    /// [`ServiceError::WrongState`] in a state from which that is not possible.
     pub fn decommission(&self) -> Result<(), ServiceError> {
         if !self.status.decommission() {
-            return Err(ServiceError::InvalidField {
-                field: "state",
-                value: 4,
-                allowed: "an unhealthy server can not be decommissioned",
-            });
+            return Err(ServiceError::WrongState("an unhealthy server can not be decommissioned"));
         }
-        self.status.observe_apps(self.apps.app_count());
-        tracing::info!("decommissioning");
+        tracing::info!(apps = self.apps.app_count(), "decommissioning");
         Ok(())
     }
 
@@ -180,10 +200,62 @@ impl Service {
     }
 }
 
+/// What an app wants instead of `app_heartbeat_timeout_min`; text that is no number of minutes is as good as nothing.
+fn wanted_timeout(properties: &HashMap<String, String>) -> Option<Duration> {
+    let minutes: u64 = properties.get(HEARTBEAT_TIMEOUT_PROPERTY)?.trim().parse().ok()?;
+    Some(Duration::from_secs(60 * minutes.clamp(1, HEARTBEAT_TIMEOUT_MINUTES_MAX)))
+}
+
+/// The properties worth keeping, within bounds; Java keeps those of the same names.
+fn kept_properties(mut properties: HashMap<String, String>) -> HashMap<String, String> {
+    let mut bytes = 0;
+    properties.retain(|key, value| {
+        let is_ours = key.contains(".rss.");
+        let size = key.len() + value.len();
+        let fits = bytes + size <= PROPERTIES_BYTES_MAX;
+        if is_ours && fits {
+            bytes += size;
+        }
+        is_ours && fits
+    });
+    properties.shrink_to_fit();
+    properties
+}
+
 pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
     ServiceError::InvalidField {
         field: "shuffleId",
         value: i64::from(shuffle),
         allowed: "0 or more is allowed",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn timeout_of(text: &str) -> Option<u64> {
+        let properties = [(HEARTBEAT_TIMEOUT_PROPERTY.to_owned(), text.to_owned())].into();
+        wanted_timeout(&properties).map(|timeout| timeout.as_secs())
+    }
+
+    #[test]
+    fn a_heartbeat_timeout_is_minutes_within_bounds() {
+        assert_eq!(timeout_of("30"), Some(1800));
+        assert_eq!(timeout_of("0"), Some(60));
+        assert_eq!(timeout_of("18446744073709551615"), Some(7 * 86_400));
+        for nonsense in ["", "-1", "soon", "1.5", "18446744073709551616", "\0"] {
+            assert_eq!(timeout_of(nonsense), None, "{nonsense:?}");
+        }
+        assert_eq!(wanted_timeout(&HashMap::new()), None);
+    }
+
+    #[test]
+    fn properties_are_kept_by_name_and_within_bounds() {
+        let huge = "x".repeat(PROPERTIES_BYTES_MAX);
+        let sent = [("spark.rss.a", "1"), ("spark.other", "2"), ("b.rss.huge", huge.as_str())];
+        let sent = sent.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let kept = kept_properties(sent.into());
+        assert_eq!(kept, HashMap::from([("spark.rss.a".to_owned(), "1".to_owned())]));
     }
 }

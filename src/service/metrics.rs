@@ -2,7 +2,10 @@
 
 use prometheus::{IntCounter, IntGauge, Registry};
 
+use super::statistics::AppStatistics;
 use super::status::WorkerState;
+use super::top_apps::TopApps;
+use crate::metrics;
 
 /// See the module.
 #[derive(Debug)]
@@ -15,7 +18,12 @@ pub struct ServiceMetrics {
     pub(super) read_memory_bytes: IntCounter,
     pub(super) read_local_data_bytes: IntCounter,
     pub(super) read_local_index_bytes: IntCounter,
-    pub(super) require_buffer_refused: IntCounter,
+    require_buffer_refused: IntCounter,
+    require_buffer_refused_regular: IntCounter,
+    require_buffer_refused_huge: IntCounter,
+    pub(super) hard_limit_exceeded: IntCounter,
+    pub(super) huge_partitions_marked: IntCounter,
+    pub(super) apps_with_huge_partition_marked: IntCounter,
     pub(super) apps_registered: IntCounter,
     pub(super) partitions_registered: IntCounter,
     pub(super) unregisters: IntCounter,
@@ -25,20 +33,15 @@ pub struct ServiceMetrics {
     block_ids: IntGauge,
     unhealthy: IntGauge,
     java_unhealthy: IntGauge,
+    huge_partitions: IntGauge,
+    apps_with_huge_partition: IntGauge,
+    top: TopApps,
 }
 
 impl ServiceMetrics {
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let counter = |name: &str, help: &str| -> prometheus::Result<IntCounter> {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone()))?;
-            Ok(counter)
-        };
-        let gauge = |name: &str, help: &str| -> prometheus::Result<IntGauge> {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone()))?;
-            Ok(gauge)
-        };
+        let counter = |name: &str, help: &str| metrics::counter(registry, name, help);
+        let gauge = |name: &str, help: &str| metrics::gauge(registry, name, help);
         Ok(Self {
             received_bytes: counter("total_received_data", "Payload bytes of blocks that were acknowledged")?,
             received_blocks: counter("total_received_blocks", "Blocks that were acknowledged and stored")?,
@@ -61,6 +64,26 @@ impl ServiceMetrics {
                 "total_require_buffer_failed",
                 "Tickets refused for lack of memory",
             )?,
+            require_buffer_refused_regular: counter(
+                "total_require_buffer_failed_for_regular_partition",
+                "Tickets refused because the memory is full",
+            )?,
+            require_buffer_refused_huge: counter(
+                "total_require_buffer_failed_for_huge_partition",
+                "Tickets refused because a huge partition fills its share of the memory",
+            )?,
+            hard_limit_exceeded: counter(
+                "total_huge_partition_exceed_hard_limit_num",
+                "Requests refused for good because a partition is too large",
+            )?,
+            huge_partitions_marked: counter(
+                "total_huge_partition_num",
+                "Partitions marked huge since start",
+            )?,
+            apps_with_huge_partition_marked: counter(
+                "total_app_with_huge_partition_num",
+                "Applications that had a huge partition since start",
+            )?,
             apps_registered: counter("total_app_num", "Applications registered since start")?,
             partitions_registered: counter("total_partition_num", "Partitions registered since start")?,
             unregisters: counter(
@@ -73,13 +96,33 @@ impl ServiceMetrics {
             block_ids: gauge("reported_block_count", "Reported block ids held")?,
             unhealthy: gauge("service_is_healthy", "0 = healthy, 1 = not")?,
             java_unhealthy: gauge("is_healthy", "0 = healthy, 1 = not")?,
+            huge_partitions: gauge("huge_partition_num", "Partitions marked huge now")?,
+            apps_with_huge_partition: gauge(
+                "app_with_huge_partition_num",
+                "Applications with a huge partition now",
+            )?,
+            top: TopApps::new(registry)?,
         })
     }
 
-    pub(super) fn set_inventory(&self, apps: u64, partitions: u64, block_ids: u64) {
-        self.apps.set(clamped(apps));
-        self.partitions.set(clamped(partitions));
+    pub(super) fn count_regular_refusal(&self) {
+        self.require_buffer_refused.inc();
+        self.require_buffer_refused_regular.inc();
+    }
+
+    pub(super) fn count_huge_refusal(&self) {
+        self.require_buffer_refused.inc();
+        self.require_buffer_refused_huge.inc();
+    }
+
+    pub(super) fn set_inventory(&self, apps: &[AppStatistics], block_ids: u64) {
+        self.apps.set(clamped(apps.len() as u64));
+        self.partitions.set(clamped(apps.iter().map(|app| app.partitions).sum()));
+        self.huge_partitions.set(clamped(apps.iter().map(|app| app.huge_partitions).sum()));
+        let with_huge = apps.iter().filter(|app| app.huge_partitions > 0).count();
+        self.apps_with_huge_partition.set(clamped(with_huge as u64));
         self.block_ids.set(clamped(block_ids));
+        self.top.set(apps);
     }
 
     pub(super) fn set_state(&self, state: WorkerState) {
@@ -89,6 +132,6 @@ impl ServiceMetrics {
     }
 }
 
-fn clamped(count: u64) -> i64 {
+pub(super) fn clamped(count: u64) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }

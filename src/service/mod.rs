@@ -6,10 +6,17 @@
 mod error;
 mod lifecycle;
 mod metrics;
+pub mod partition_limit;
 mod read;
 mod report;
+mod require;
+pub mod statistics;
 mod status;
+mod top_apps;
 mod write;
+
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,10 +26,13 @@ use prometheus::Registry;
 pub use error::ServiceError;
 pub use lifecycle::RegisterRequest;
 pub use metrics::ServiceMetrics;
+pub use partition_limit::PartitionLimits;
 pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryReadRequest};
 pub use report::ReportRequest;
+pub use require::{RequireGrant, RequireRequest};
+pub use statistics::AppStatistics;
 pub use status::{WorkerState, WorkerStatus};
-pub use write::{BlockHeader, RequireGrant, RequireRequest, SendHeader, SendSession};
+pub use write::{BlockHeader, SendHeader, SendSession};
 
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
@@ -39,6 +49,10 @@ pub struct ServiceConfig {
     pub read_memory_wait: Duration,
     /// Whether a block's CRC-32 is checked as it arrives. Default: true.
     pub verify_crc: bool,
+    /// Bounds of one partition. Default: none.
+    pub partition_limits: PartitionLimits,
+    /// How often a decommissioning worker looks whether an app is left. Default: 60 s.
+    pub decommission_check_interval: Duration,
 }
 
 impl Default for ServiceConfig {
@@ -47,6 +61,8 @@ impl Default for ServiceConfig {
             partitions_per_request_max: 1_000_000,
             read_memory_wait: Duration::from_secs(10),
             verify_crc: true,
+            partition_limits: PartitionLimits::default(),
+            decommission_check_interval: Duration::from_secs(60),
         }
     }
 }
@@ -103,14 +119,7 @@ impl Service {
 
     /// Brings gauges of live values up to date; called before metrics are gathered.
     pub fn refresh_metrics(&self) {
-        let partitions: u64 = self
-            .apps
-            .apps()
-            .iter()
-            .flat_map(|app| app.shuffles())
-            .map(|shuffle| shuffle.partition_count())
-            .sum();
-        self.metrics.set_inventory(self.apps.app_count() as u64, partitions, self.apps.block_id_count());
+        self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
     }
 

@@ -1,4 +1,4 @@
-//! Tickets and sends.
+//! Sends.
 //!
 //! A [`SendSession`] is the sink that both doors drive while a request arrives. It holds what the request has taken:
 //! the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
@@ -11,31 +11,8 @@ use crate::app::{App, ShuffleState};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
 use crate::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
+use super::partition_limit::PartitionSizes;
 use super::{Service, ServiceError, shuffle_of};
-
-/// `requireBuffer`.
-#[derive(Debug, Clone, Copy)]
-pub struct RequireRequest<'a> {
-    /// Application id as sent.
-    pub app: &'a str,
-    /// Shuffle id.
-    pub shuffle: i32,
-    /// Bytes asked for.
-    pub bytes: i32,
-    /// Partitions that will be sent to; empty from clients before 0.9.
-    pub partitions: &'a [i32],
-    /// Bytes per partition; empty from clients before 0.10.
-    pub partition_sizes: &'a [i32],
-}
-
-/// A granted `requireBuffer`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RequireGrant {
-    /// The ticket.
-    pub ticket: i64,
-    /// Partitions that the client should move elsewhere.
-    pub split_partitions: Vec<i32>,
-}
 
 /// What stands before the data of a send.
 #[derive(Debug, Clone, Copy)]
@@ -66,39 +43,6 @@ pub struct BlockHeader {
 }
 
 impl Service {
-    /// Reserves memory for a send.
-    ///
-    /// # Errors
-    /// `NO_REGISTER` for an unknown app or shuffle, `NO_BUFFER` while memory is short, `INVALID_REQUEST` for sizes
-    /// that no worker of this capacity could ever take.
-    pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
-        let app = self.app(request.app)?;
-        if self.status.is_stopping() {
-            return Err(ServiceError::Stopping);
-        }
-        let bytes = u64::try_from(request.bytes).map_err(|_| ServiceError::InvalidField {
-            field: "requireSize",
-            value: i64::from(request.bytes),
-            allowed: "0 or more is allowed",
-        })?;
-        if request.partitions.len() > self.config.partitions_per_request_max {
-            return Err(ServiceError::InvalidField {
-                field: "partitionIds",
-                value: i64::try_from(request.partitions.len()).unwrap_or(i64::MAX),
-                allowed: "at most 1000000 partitions are allowed",
-            });
-        }
-        let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
-        if let Err(MemoryError::NoCapacity { .. }) = granted {
-            self.metrics.require_buffer_refused.inc();
-            if let Some(local) = &self.local {
-                local.flusher.refused(bytes);
-            }
-        }
-        let TicketId(ticket) = granted?;
-        Ok(RequireGrant { ticket, split_partitions: Vec::new() })
-    }
-
     /// Opens a send: redeems its ticket.
     ///
     /// # Errors
@@ -139,6 +83,15 @@ impl Service {
 struct Run {
     buffer: Arc<Buffer>,
     blocks: Vec<(BlockMeta, BlockFill)>,
+}
+
+impl Drop for Run {
+    /// Aborted blocks give their memory back now and not at the flusher's next sweep, or clients that fail again and
+    /// again would hold it.
+    fn drop(&mut self) {
+        self.blocks.clear();
+        self.buffer.drop_dead();
+    }
 }
 
 /// A block whose bytes are arriving.
@@ -244,11 +197,13 @@ impl SendSession {
         Ok(())
     }
 
-    /// Makes the blocks visible. Partitions are committed one after another: when one was purged meanwhile, those
-    /// before it stay stored (PROTOCOL §2.5), which clients take as a failed send and repeat.
+    /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
+    /// Partitions are committed one after another: when one was purged meanwhile, those before it stay stored
+    /// (PROTOCOL §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
-    /// The request carried no block, is of a stage attempt that is over, or its shuffle was purged.
+    /// The request carried no block, is of a stage attempt that is over, a partition would be too large, or its shuffle
+    /// was purged.
     pub fn commit(mut self, stage_attempt: i32) -> Result<(), ServiceError> {
         if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
@@ -257,16 +212,9 @@ impl SendSession {
         if stage_attempt < latest {
             return Err(ServiceError::StaleStageAttempt { sent: stage_attempt, latest });
         }
+        self.check_hard_limit()?;
         for run in std::mem::take(&mut self.runs) {
-            if run.blocks.is_empty() {
-                continue;
-            }
-            let stored = run.buffer.commit(run.blocks, &mut self.funds)?;
-            self.service.metrics.received_bytes.inc_by(stored.bytes);
-            self.service.metrics.received_blocks.inc_by(stored.blocks as u64);
-            if let Some(local) = &self.service.local {
-                local.flusher.offer(&self.buffers, &run.buffer);
-            }
+            self.store(run)?;
         }
         self.committed = true;
         self.service.apps.touch(&self.app);
@@ -274,6 +222,62 @@ impl SendSession {
             local.flusher.check_pressure();
         }
         Ok(())
+    }
+}
+
+impl SendSession {
+    /// Runs are looked at one by one: a client sends one per partition.
+    fn check_hard_limit(&self) -> Result<(), ServiceError> {
+        let limits = &self.service.config.partition_limits;
+        if limits.bytes_max.is_none() {
+            return Ok(());
+        }
+        for run in &self.runs {
+            let sizes = PartitionSizes {
+                received: run.buffer.received_bytes(),
+                in_memory: run.buffer.in_memory_bytes(),
+                asked: run.blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
+            };
+            if limits.is_too_large(sizes.received + sizes.asked) {
+                let partition = run.buffer.partition().0;
+                return Err(self.service.partition_too_large(
+                    &self.app,
+                    self.shuffle.key(),
+                    partition,
+                    sizes,
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn store(&mut self, mut run: Run) -> Result<(), ServiceError> {
+        if run.blocks.is_empty() {
+            return Ok(());
+        }
+        let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
+        let metrics = &self.service.metrics;
+        metrics.received_bytes.inc_by(stored.bytes);
+        metrics.received_blocks.inc_by(stored.blocks as u64);
+        let received_bytes = run.buffer.received_bytes();
+        if self.service.config.partition_limits.is_huge(received_bytes) {
+            self.mark_huge(run.buffer.partition(), received_bytes);
+        }
+        if let Some(local) = &self.service.local {
+            local.flusher.offer(&self.buffers, &run.buffer);
+        }
+        Ok(())
+    }
+
+    fn mark_huge(&self, partition: PartitionId, received_bytes: u64) {
+        if !self.shuffle.mark_huge(partition) {
+            return;
+        }
+        self.service.metrics.huge_partitions_marked.inc();
+        if self.app.mark_huge() {
+            self.service.metrics.apps_with_huge_partition_marked.inc();
+        }
+        tracing::info!(shuffle = %self.shuffle.key(), %partition, received_bytes, "a partition is huge");
     }
 }
 

@@ -7,5 +7,6 @@ pub mod local;
 
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::local::{
-    DataRead, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle,
+    DataRead, DiskCondition, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore,
+    MountUsage, Published, ShuffleHandle, ShuffleUsage,
 };

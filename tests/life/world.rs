@@ -139,15 +139,8 @@ impl World {
             .collect();
         let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.expect("store");
         tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-        let limits = Limits {
-            high_watermark: 0.6,
-            low_watermark: 0.2,
-            single_buffer_bytes_max: 200 << 10,
-            in_flight_batches_max: 3,
-            blocks_max: 9_000,
-        };
         let flush_config = FlushConfig {
-            limits,
+            limits: limits(),
             workers: 4,
             batch_bytes_max: 128 << 10,
             tick: Duration::from_secs(1),
@@ -455,6 +448,19 @@ impl World {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
         let value = family.get_metric()[0].get_counter().get_value() as u64;
         value
+    }
+}
+
+fn limits() -> Limits {
+    Limits {
+        high_watermark: 0.6,
+        low_watermark: 0.2,
+        single_buffer_bytes_max: 200 << 10,
+        huge_partition_bytes: 300 << 10,
+        huge_buffer_bytes_max: 60 << 10,
+        in_flight_batches_max: 3,
+        blocks_high: 9_000,
+        blocks_low: 2_000,
     }
 }
 

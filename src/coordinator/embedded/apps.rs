@@ -104,6 +104,13 @@ impl AppTable {
         users
     }
 
+    /// Applications of one user.
+    pub(super) fn count_of(&mut self, user: &str, now: Instant) -> usize {
+        self.expire(now);
+        let user = cut(user);
+        self.apps.values().filter(|app| app.user == user).count()
+    }
+
     pub(super) fn len(&self) -> usize {
         self.apps.len()
     }

@@ -35,6 +35,8 @@ pub struct Candidate {
     pub host: String,
     /// Free memory of its last heartbeat.
     pub available_bytes: u64,
+    /// Memory in use then.
+    pub used_bytes: u64,
     /// Partitions given to it since that heartbeat.
     pub assigned_since_heartbeat: u64,
 }
@@ -159,7 +161,13 @@ mod tests {
     use super::*;
 
     fn node(id: &str, host: &str, available_bytes: u64, assigned: u64) -> Candidate {
-        Candidate { id: id.into(), host: host.into(), available_bytes, assigned_since_heartbeat: assigned }
+        Candidate {
+            id: id.into(),
+            host: host.into(),
+            available_bytes,
+            used_bytes: 0,
+            assigned_since_heartbeat: assigned,
+        }
     }
 
     fn ids(nodes: &[Candidate]) -> Vec<&str> {

@@ -24,6 +24,8 @@ pub(super) struct Metrics {
     pub(super) apps_total: IntCounter,
     pub(super) access_requests_total: IntCounter,
     pub(super) candidates_denied_total: IntCounter,
+    pub(super) load_denied_total: IntCounter,
+    pub(super) quota_denied_total: IntCounter,
 }
 
 impl Metrics {
@@ -50,9 +52,6 @@ impl Metrics {
             let name = format!("remote_storage_in_used_{host}");
             storage_uses.push((gauge(&name, "applications on this remote storage")?, storages));
         }
-        // The embedded coordinator has no load and quota checkers; the two names exist for dashboards and stay 0.
-        counter("total_load_denied_request", "accesses refused for load, always 0")?;
-        counter("total_quota_denied_request", "accesses refused for quota, always 0")?;
         Ok(Self {
             active_servers: gauge("active_server_num", "nodes that may be assigned")?,
             lost_servers: gauge("lost_server_num", "nodes that fell silent and have not come back")?,
@@ -68,6 +67,14 @@ impl Metrics {
             candidates_denied_total: counter(
                 "total_candidates_denied_request",
                 "accessCluster calls refused because no node has the tags",
+            )?,
+            load_denied_total: counter(
+                "total_load_denied_request",
+                "accessCluster calls refused because too few nodes have enough free memory",
+            )?,
+            quota_denied_total: counter(
+                "total_quota_denied_request",
+                "accessCluster calls refused because the user has too many applications",
             )?,
         })
     }

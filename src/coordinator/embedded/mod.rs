@@ -1,12 +1,14 @@
 //! A `CoordinatorServer` inside the worker's process, so that one binary is all a first user needs.
 //!
 //! [`EmbeddedCoordinator`] owns the node and application tables and answers in protocol terms; `rpc` is the tonic trait
-//! on top, [`assign`] the decisions. Not here: consensus, quotas, load checks; a real cluster runs real coordinators.
+//! on top, [`assign`] and `access` the decisions. Not here: consensus, persistence; a large cluster runs coordinators
+//! of its own.
 //! Invariant: the own worker is a node like any other. It is assigned only what its tags allow, so that a GRPC_NETTY
 //! client is refused while there is no TCP door.
 
 pub mod assign;
 
+mod access;
 mod apps;
 mod metrics;
 mod nodes;
@@ -29,6 +31,7 @@ use crate::proto::{self, StatusCode};
 use crate::runtime::Tasks;
 use crate::types::AppId;
 
+pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::APPS_MAX;
 pub use self::nodes::{InvalidHeartbeat, NODES_MAX, Node};
 
@@ -47,10 +50,28 @@ pub struct RemoteStorage {
 
 impl RemoteStorage {
     /// The authority of the URL without its port.
-    fn host(&self) -> &str {
+    #[must_use]
+    pub fn host(&self) -> &str {
         let rest = self.path.split_once("://").map_or(self.path.as_str(), |(_, rest)| rest);
         let authority = rest.split('/').next().unwrap_or_default();
         authority.split(':').next().unwrap_or_default()
+    }
+
+    /// Settings from Java's form, `k=v,k=v`; a part without `=` belongs to the value before it, which may have commas.
+    #[must_use]
+    pub fn parse_conf(text: &str) -> Vec<(String, String)> {
+        let mut conf: Vec<(String, String)> = Vec::new();
+        for part in text.split(',') {
+            match (part.split_once('='), conf.last_mut()) {
+                (Some((key, value)), _) => conf.push((key.trim().to_owned(), value.trim().to_owned())),
+                (None, Some((_, value))) => {
+                    value.push(',');
+                    value.push_str(part.trim());
+                }
+                (None, None) => {}
+            }
+        }
+        conf
     }
 
     fn to_message(&self) -> proto::RemoteStorage {
@@ -84,6 +105,8 @@ pub struct EmbeddedConfig {
     pub partition_selection: PartitionSelection,
     /// Ids of servers that get no assignment. Default: none.
     pub excluded_nodes: HashSet<String>,
+    /// When `accessCluster` says yes.
+    pub access: AccessRules,
 }
 
 impl Default for EmbeddedConfig {
@@ -97,6 +120,7 @@ impl Default for EmbeddedConfig {
             node_order: NodeOrder::default(),
             partition_selection: PartitionSelection::default(),
             excluded_nodes: HashSet::new(),
+            access: AccessRules::default(),
         }
     }
 }
@@ -210,6 +234,11 @@ impl EmbeddedCoordinator {
         });
     }
 
+    /// Takes the own worker's state now, besides the regular reports: it has changed.
+    pub fn report_now(&self, source: &ReportSource) {
+        self.report_and_sweep(source);
+    }
+
     fn report_and_sweep(&self, source: &ReportSource) {
         if let Err(error) = self.report(source.now()) {
             tracing::error!(%error, "the own report is not accepted");
@@ -254,11 +283,18 @@ impl EmbeddedCoordinator {
         self.0.nodes.lock().accept(heartbeat, Instant::now())
     }
 
-    /// True if some candidate has all `tags`.
-    fn serves(&self, tags: &[String]) -> bool {
-        let mut nodes = self.0.nodes.lock();
-        nodes.expire(Instant::now());
-        tags.len() <= TAGS_MAX && !nodes.candidates(tags, &HashSet::new()).is_empty()
+    /// Whether a client may use the cluster (PROTOCOL §9.4).
+    fn access(&self, request: &proto::AccessClusterRequest) -> Result<(), AccessDenied> {
+        let rules = &self.0.config.access;
+        let candidates = if request.tags.len() <= TAGS_MAX {
+            let mut nodes = self.0.nodes.lock();
+            nodes.expire(Instant::now());
+            nodes.candidates(&request.tags, &HashSet::new())
+        } else {
+            Vec::new()
+        };
+        rules.check_nodes(&candidates, &request.extra_properties, &request.tags)?;
+        rules.check_user(&request.user, || self.0.apps.lock().count_of(&request.user, Instant::now()))
     }
 
     fn touch_app(&self, id: &AppId, user: Option<&str>) {

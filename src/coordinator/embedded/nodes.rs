@@ -134,6 +134,7 @@ impl NodeTable {
                 id: node.server.id.clone(),
                 host: node.server.ip.clone(),
                 available_bytes: node.available_bytes,
+                used_bytes: node.used_bytes,
                 assigned_since_heartbeat: node.assigned_since_heartbeat,
             })
             .collect()

@@ -6,7 +6,7 @@
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::EmbeddedCoordinator;
+use super::{AccessDenied, EmbeddedCoordinator};
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
 use crate::types::AppId;
@@ -119,20 +119,25 @@ impl CoordinatorServer for EmbeddedCoordinator {
         &self,
         request: Request<proto::AccessClusterRequest>,
     ) -> Answer<proto::AccessClusterResponse> {
-        let tags = request.into_inner().tags;
-        self.0.metrics.access_requests_total.inc();
-        let response = if self.serves(&tags) {
-            proto::AccessClusterResponse {
+        let (metrics, verdict) = (&self.0.metrics, self.access(&request.into_inner()));
+        metrics.access_requests_total.inc();
+        let response = match verdict {
+            Ok(()) => proto::AccessClusterResponse {
                 status: StatusCode::Success.into(),
                 ret_msg: String::new(),
                 uuid: Uuid::new_v4().to_string(),
-            }
-        } else {
-            self.0.metrics.candidates_denied_total.inc();
-            proto::AccessClusterResponse {
-                status: StatusCode::AccessDenied.into(),
-                ret_msg: cut(format!("no active shuffle server has the tags {tags:?}")),
-                uuid: String::new(),
+            },
+            Err(denied) => {
+                match &denied {
+                    AccessDenied::Nodes { .. } => metrics.candidates_denied_total.inc(),
+                    AccessDenied::Load { .. } => metrics.load_denied_total.inc(),
+                    AccessDenied::Quota { .. } => metrics.quota_denied_total.inc(),
+                }
+                proto::AccessClusterResponse {
+                    status: StatusCode::AccessDenied.into(),
+                    ret_msg: cut(denied.to_string()),
+                    uuid: String::new(),
+                }
             }
         };
         Ok(Response::new(response))

@@ -12,13 +12,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rand::RngCore;
-use rustix::io::Errno;
+use tokio::sync::watch;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::LocalConfig;
-use super::placement::{self, Candidate};
+use super::health::{DiskCondition, Health, Verdict, judge};
+use super::placement::Candidate;
 use crate::io::buffers::AlignedBuffer;
-use crate::io::{BLOCK_ALIGN, Disk, DiskLock, ReadTarget, Space, WriteOpen};
+use crate::io::{BLOCK_ALIGN, Disk, DiskLock, Media, Mount, ReadTarget, Space, WriteOpen};
 use crate::store::{StoreError, StoreErrorKind};
 
 /// The file that makes a directory ours and that the owner keeps locked.
@@ -47,6 +49,10 @@ pub(super) struct LocalDisk {
     state: Mutex<State>,
     in_flight_bytes: AtomicU64,
     used_bytes: AtomicU64,
+    /// Data calls that ended well.
+    completed_calls: AtomicU64,
+    mount: Mount,
+    changes: Arc<watch::Sender<()>>,
     high_watermark: f64,
     low_watermark: f64,
     deadline: Duration,
@@ -55,12 +61,7 @@ pub(super) struct LocalDisk {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Why it is unhealthy.
-    fault: Option<String>,
-    timed_out: bool,
-    full: bool,
-    /// It answered "no space" since the last maintenance, whatever it measures.
-    refused: bool,
+    health: Health,
     /// As last measured, minus what we have written since.
     space: Space,
 }
@@ -72,14 +73,14 @@ pub struct DiskInfo {
     pub path: PathBuf,
     /// Persistent identity.
     pub uuid: Uuid,
-    /// Takes part in placement.
-    pub healthy: bool,
-    /// Why not, when not.
+    /// Whether it takes batches, and why not.
+    pub condition: DiskCondition,
+    /// What is wrong when it is hung or broken.
     pub fault: Option<String>,
-    /// The last fault was a missed deadline.
-    pub timed_out: bool,
-    /// Above its high watermark, or it answered "no space".
-    pub full: bool,
+    /// Errors that were held against it.
+    pub failures: u64,
+    /// Where it is mounted.
+    pub mount: Mount,
     /// Size of its file system.
     pub total_bytes: u64,
     /// Bytes that fit.
@@ -106,7 +107,13 @@ pub(super) async fn within<T>(
 impl LocalDisk {
     /// Makes the directory ours, or says why it can not be. Content of ours from an earlier process is moved into the
     /// trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
-    pub(super) async fn claim(io: Arc<dyn Disk>, config: &LocalConfig) -> Result<Self, StoreError> {
+    ///
+    /// Every change of its condition is told through `changes`.
+    pub(super) async fn claim(
+        io: Arc<dyn Disk>,
+        config: &LocalConfig,
+        changes: Arc<watch::Sender<()>>,
+    ) -> Result<Self, StoreError> {
         let root = io.root().to_path_buf();
         let deadline = config.name_timeout;
         let failed = |error| StoreError::io(&root, error);
@@ -127,6 +134,8 @@ impl LocalDisk {
         for directory in [TRASH, APPS] {
             within(deadline, io.create_dir_all(Path::new(directory))).await.map_err(failed)?;
         }
+        let unknown = || Mount { point: root.clone(), media: Media::Unknown };
+        let mount = within(deadline, io.mount()).await.unwrap_or_else(|_| unknown());
         let disk = Self {
             index: 0,
             label: root.display().to_string(),
@@ -135,6 +144,9 @@ impl LocalDisk {
             state: Mutex::default(),
             in_flight_bytes: AtomicU64::new(0),
             used_bytes: AtomicU64::new(0),
+            completed_calls: AtomicU64::new(0),
+            mount,
+            changes,
             high_watermark: config.high_watermark,
             low_watermark: config.low_watermark,
             deadline,
@@ -177,60 +189,86 @@ impl LocalDisk {
     /// Measures the free space and applies the watermarks.
     pub(super) async fn measure(&self) -> io::Result<()> {
         let space = within(self.deadline, self.io.space()).await?;
-        let mut state = self.state.lock();
-        state.space = space;
-        let ratio = used_ratio(space);
-        let full = placement::is_full(state.full, ratio, self.high_watermark, self.low_watermark);
-        if full != state.full {
-            tracing::info!(disk = %self.label, full, used_ratio = ratio, "disk crossed a watermark");
-        }
-        state.full = full;
+        self.update(|state| {
+            state.space = space;
+            self.apply_watermarks(state);
+        });
         Ok(())
     }
 
-    /// Lets a disk that answered "no space" be tried again. Only from time to time: every try may cost a file.
+    fn apply_watermarks(&self, state: &mut State) {
+        let ratio = used_ratio(state.space);
+        if state.health.measured(ratio, self.high_watermark, self.low_watermark) {
+            let full = state.health.is_full();
+            tracing::info!(disk = %self.label, full, used_ratio = ratio, "disk crossed a watermark");
+        }
+    }
+
+    /// Changes the state and tells whoever watches the disks when that changed the condition.
+    fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.state.lock();
+        let before = state.health.condition();
+        let result = change(&mut state);
+        let changed = state.health.condition() != before;
+        drop(state);
+        if changed {
+            self.changes.send_replace(());
+        }
+        result
+    }
+
+    /// Lets a disk that answered "no space" be tried again when its time is over.
     pub(super) fn forgive_refusal(&self) {
-        self.state.lock().refused = false;
+        self.update(|state| state.health.forgive(Instant::now()));
     }
 
     /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
     /// a name that is gone) does not count against it.
     pub(super) fn note(&self, error: &io::Error) {
-        let of_the_process = matches!(
-            error.raw_os_error().map(Errno::from_raw_os_error),
-            Some(Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN)
-        );
-        let kind = error.kind();
-        let mut state = self.state.lock();
-        if matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-            if !state.refused {
+        let (before, verdict) =
+            self.update(|state| (state.health.condition(), state.health.note(error, Instant::now())));
+        match verdict {
+            Verdict::NotTheDisk => {}
+            Verdict::Full if before == DiskCondition::Sound => {
                 tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
             }
-            state.refused = true;
-        } else if !of_the_process && kind != io::ErrorKind::NotFound {
-            if state.fault.is_none() {
+            Verdict::Hung | Verdict::Broken if before <= DiskCondition::Full => {
                 tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
             }
-            state.fault = Some(error.to_string());
-            state.timed_out = kind == io::ErrorKind::TimedOut;
+            Verdict::Full | Verdict::Hung | Verdict::Broken => {}
         }
     }
 
+    /// A data call has ended well: the disk makes progress.
+    pub(super) fn progressed(&self) {
+        self.completed_calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A batch was written: "no space" is no longer its habit.
+    pub(super) fn wrote(&self) {
+        self.state.lock().health.wrote();
+    }
+
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
-    /// other (so "no space" means full, not unhealthy).
+    /// other (so "no space" means full, not sick). A deadline that passes while other calls come through means busy:
+    /// the probe only stood in the queue, and nothing is held against the disk.
     ///
     /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
+        let calls_before = self.completed_calls.load(Ordering::Relaxed);
         let result = within(self.deadline, self.write_and_read_back(direct)).await;
         match &result {
             Ok(()) => {
-                let mut state = self.state.lock();
-                if let Some(fault) = state.fault.take() {
+                if let Some(fault) = self.update(|state| state.health.proved()) {
                     tracing::info!(disk = %self.label, fault, "disk answers again");
                 }
-                state.timed_out = false;
             }
-            Err(error) => self.note(error),
+            Err(error) => {
+                let busy = self.completed_calls.load(Ordering::Relaxed) != calls_before;
+                if judge(error) != Verdict::Hung || !busy {
+                    self.note(error);
+                }
+            }
         }
         result
     }
@@ -262,16 +300,16 @@ impl LocalDisk {
     pub(super) fn candidate(&self) -> Candidate {
         let state = self.state.lock();
         Candidate {
-            healthy: state.fault.is_none(),
-            full: state.full || state.refused,
+            healthy: state.health.fault().is_none(),
+            full: state.health.is_full(),
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
         }
     }
 
-    /// True unless a fault is noted.
+    /// True unless it is hung or broken.
     pub(super) fn is_healthy(&self) -> bool {
-        self.state.lock().fault.is_none()
+        self.state.lock().health.fault().is_none()
     }
 
     /// What it tells about itself.
@@ -280,16 +318,30 @@ impl LocalDisk {
         DiskInfo {
             path: self.io.root().to_path_buf(),
             uuid: self.uuid,
-            healthy: state.fault.is_none(),
-            fault: state.fault.clone(),
-            timed_out: state.timed_out,
-            full: state.full || state.refused,
+            condition: state.health.condition(),
+            fault: state.health.fault().map(str::to_owned),
+            failures: state.health.failures(),
+            mount: self.mount.clone(),
             total_bytes: state.space.total_bytes,
             free_bytes: state.space.free_bytes,
             file_system: state.space.file_system,
             used_bytes: self.used_bytes.load(Ordering::Relaxed),
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
         }
+    }
+}
+
+impl DiskInfo {
+    /// Neither hung nor broken; it may be full.
+    #[must_use]
+    pub fn is_healthy(&self) -> bool {
+        self.condition <= DiskCondition::Full
+    }
+
+    /// Sound, but full.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.condition == DiskCondition::Full
     }
 }
 
@@ -336,8 +388,11 @@ impl Occupied {
     pub(super) fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.disk.used_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let mut state = self.disk.state.lock();
-        state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
+        // Seconds may pass until the next measurement; at full speed a disk would be far beyond its watermark by then.
+        self.disk.update(|state| {
+            state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
+            self.disk.apply_watermarks(state);
+        });
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use lru::LruCache;
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use super::disk::within;
 use super::log::{Log, LogKind};
@@ -22,10 +23,16 @@ enum Mode {
     Write,
 }
 
+#[derive(Debug)]
+struct OpenFile {
+    file: Arc<dyn File>,
+    used: Instant,
+}
+
 /// Open files by log and mode.
 #[derive(Debug)]
 pub(super) struct Files {
-    open: Mutex<LruCache<(u64, Mode), Arc<dyn File>>>,
+    open: Mutex<LruCache<(u64, Mode), OpenFile>>,
     next_id: AtomicU64,
     direct: bool,
     deadline: Duration,
@@ -79,6 +86,18 @@ impl Files {
         drop(closed);
     }
 
+    /// Closes what was not used for `idle`.
+    pub(super) fn close_idle(&self, idle: Duration) {
+        let mut closed = Vec::new();
+        let mut open = self.open.lock();
+        // The order of the cache is that of the last use.
+        while open.peek_lru().is_some_and(|(_, file)| file.used.elapsed() >= idle) {
+            closed.extend(open.pop_lru());
+        }
+        drop(open);
+        drop(closed); // Closed outside the lock.
+    }
+
     async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
         // Index groups are small and unaligned: they go through the page cache.
         let direct = self.direct && log.kind == LogKind::Data;
@@ -89,7 +108,10 @@ impl Files {
     }
 
     fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {
-        self.open.lock().get(&(log.id, mode)).cloned()
+        let mut open = self.open.lock();
+        let found = open.get_mut(&(log.id, mode))?;
+        found.used = Instant::now();
+        Some(Arc::clone(&found.file))
     }
 
     fn keep(&self, log: &Log, mode: Mode, file: &Arc<dyn File>) {
@@ -97,7 +119,8 @@ impl Files {
         if log.forgotten.load(Ordering::Relaxed) {
             return;
         }
-        let evicted = open.push((log.id, mode), Arc::clone(file));
+        let used = Instant::now();
+        let evicted = open.push((log.id, mode), OpenFile { file: Arc::clone(file), used });
         drop(open);
         drop(evicted); // Closed outside the lock.
     }

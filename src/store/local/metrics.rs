@@ -26,6 +26,9 @@ pub(super) struct Metrics {
     pub(super) read_index_file: IntCounter,
     pub(super) read_data_bytes: IntCounter,
     pub(super) read_index_bytes: IntCounter,
+    pub(super) index_cache_hits: IntCounter,
+    pub(super) index_cache_misses: IntCounter,
+    pub(super) index_cache_bytes: IntGauge,
     pub(super) files_opened: IntCounter,
     pub(super) open_files: IntGauge,
     pub(super) deleted_shuffle_directories: IntCounter,
@@ -40,7 +43,12 @@ pub(super) struct Metrics {
     pub(super) is_writable: IntGaugeVec,
     pub(super) is_timeout: IntGaugeVec,
     pub(super) disk_is_healthy: IntGaugeVec,
+    pub(super) disk_is_corrupted: IntGaugeVec,
+    pub(super) disk_capacity: IntGaugeVec,
+    pub(super) disk_used: IntGaugeVec,
+    pub(super) disk_service_used: IntGaugeVec,
     pub(super) disk_used_ratio: GaugeVec,
+    pub(super) disk_service_used_ratio: GaugeVec,
     pub(super) extents: IntGauge,
     pub(super) extent_bytes: Histogram,
     pub(super) append_operations: IntCounterVec,
@@ -81,6 +89,10 @@ impl Register<'_> {
         self.keep(IntGaugeVec::new(Opts::new(name, help), &[label]))
     }
 
+    fn ratios(&self, name: &str, help: &str) -> prometheus::Result<GaugeVec> {
+        self.keep(GaugeVec::new(Opts::new(name, help), &["root"]))
+    }
+
     fn durations(&self, name: &str, help: &str) -> prometheus::Result<HistogramVec> {
         let buckets = prometheus::exponential_buckets(0.0005, 4.0, 10)?;
         self.keep(HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), &["root"]))
@@ -92,6 +104,7 @@ impl Metrics {
     ///
     /// # Errors
     /// A name that is taken.
+    #[expect(clippy::too_many_lines, reason = "a list of names")]
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let it = Register(registry);
         let extent_bytes = HistogramOpts::new("local_extent_bytes", "bytes of published extents")
@@ -113,6 +126,11 @@ impl Metrics {
             read_index_file: it.counter("localfile_disk_index_reads", "reads of partition indexes")?,
             read_data_bytes: it.counter("total_read_data_from_localfile", "data bytes read")?,
             read_index_bytes: it.counter("total_read_index_from_localfile", "index bytes read")?,
+            index_cache_hits: it
+                .counter("localfile_index_cache_hits", "extents whose index records were in memory")?,
+            index_cache_misses: it
+                .counter("localfile_index_cache_misses", "extents whose index records were read from disk")?,
+            index_cache_bytes: it.gauge("localfile_index_cache_bytes", "bytes of cached index records")?,
             files_opened: it.counter("total_flush_file_num", "log files created")?,
             open_files: it.gauge("flush_file_num", "cached descriptors")?,
             deleted_shuffle_directories: it
@@ -125,13 +143,20 @@ impl Metrics {
             service_used: it.gauge("local_storage_service_used_space", "bytes used by this worker")?,
             used_bytes: it.gauge("storage_used_bytes", "bytes used by this worker")?,
             used_ratio: it.keep(Gauge::new("local_storage_used_space_ratio", "used space by all space"))?,
-            is_writable: it.gauges("local_storage_is_writable", "1 = takes batches", disk)?,
+            is_writable: it.gauges("local_storage_is_writable", "0 = takes batches, 1 = does not", disk)?,
             is_timeout: it.gauges("local_storage_is_timeout", "1 = did not answer in time", disk)?,
             disk_is_healthy: it.gauges("local_disk_is_healthy", "0 = healthy, 1 = not", "root")?,
-            disk_used_ratio: it.keep(GaugeVec::new(
-                Opts::new("local_disk_used_ratio", "used space by all space"),
-                &["root"],
-            ))?,
+            disk_is_corrupted: it.gauges(
+                "local_disk_is_corrupted",
+                "1 = fails or returns wrong bytes",
+                "root",
+            )?,
+            disk_capacity: it.gauges("local_disk_capacity", "bytes of the file system", "root")?,
+            disk_used: it.gauges("local_disk_used", "bytes used by anybody", "root")?,
+            disk_service_used: it.gauges("local_disk_service_used", "bytes used by this worker", "root")?,
+            disk_used_ratio: it.ratios("local_disk_used_ratio", "used space by all space")?,
+            disk_service_used_ratio: it
+                .ratios("local_disk_service_used_ratio", "space used by this worker by all space")?,
             extents: it.gauge("local_extents", "published extents held in memory")?,
             extent_bytes: it.keep(Histogram::with_opts(extent_bytes))?,
             append_operations: it.counters(

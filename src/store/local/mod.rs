@@ -7,12 +7,13 @@
 //!
 //! | file | does |
 //! | --- | --- |
-//! | `disk` | claim, space, health of one directory |
+//! | `disk`, `health` | claim, space, health of one directory |
+//! | `mounts` | disks by mount point (pure) |
 //! | `placement` | which disk takes a batch (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
 //! | `write`, `publish`, `index` | data, then index group, then visibility |
-//! | `read` | index and data streams |
+//! | `read`, `records` | index and data streams, cached index records |
 //! | `purge` | removal and maintenance |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. Nothing is synced: a process that dies leaves
@@ -20,13 +21,16 @@
 
 mod disk;
 mod files;
+pub mod health;
 pub mod index;
 mod log;
 mod metrics;
+pub mod mounts;
 pub mod placement;
 mod publish;
 mod purge;
 mod read;
+mod records;
 mod shuffle;
 mod write;
 
@@ -45,8 +49,11 @@ use dashmap::DashMap;
 use futures::future::join_all;
 use parking_lot::Mutex;
 use prometheus::Registry;
+use tokio::sync::watch;
 
 pub use self::disk::{DiskInfo, MARKER};
+pub use self::health::DiskCondition;
+pub use self::mounts::MountUsage;
 pub use self::read::{DataRead, IndexRead};
 
 use self::disk::LocalDisk;
@@ -54,6 +61,7 @@ use self::files::Files;
 use self::metrics::{ALL_DISKS, Metrics};
 use self::placement::Candidate;
 use self::purge::Condemned;
+use self::records::RecordCache;
 use self::shuffle::Shuffle;
 use crate::io::Disk;
 use crate::io::blocking::BlockingDisk;
@@ -70,6 +78,8 @@ pub struct LocalConfig {
     pub write_concurrency_per_disk: usize,
     /// Read calls per disk at a time. Default: 16. At least 1.
     pub read_concurrency_per_disk: usize,
+    /// Reads and writes per disk together at a time. Default: 2,000. At least 1.
+    pub max_concurrency_per_disk: usize,
     /// Used share of the file system from which on a disk takes no batches. Default: 0.8. 0..=1.
     pub high_watermark: f64,
     /// Used share below which it takes them again. Default: 0.7. At most `high_watermark`.
@@ -90,6 +100,10 @@ pub struct LocalConfig {
     pub probe_interval: Duration,
     /// Cached descriptors. Default: 1,024. At least 1.
     pub descriptors_max: usize,
+    /// A cached descriptor that is not used for this long is closed. Default: 60 s.
+    pub descriptor_idle_timeout: Duration,
+    /// Memory for index records of published extents. 0 = none are kept. Default: 16 MiB.
+    pub index_cache_bytes: u64,
     /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
     pub staging_buffers: usize,
 }
@@ -100,6 +114,7 @@ impl Default for LocalConfig {
             paths: Vec::new(),
             write_concurrency_per_disk: 4,
             read_concurrency_per_disk: 16,
+            max_concurrency_per_disk: 2000,
             high_watermark: 0.8,
             low_watermark: 0.7,
             direct_io: true,
@@ -110,6 +125,8 @@ impl Default for LocalConfig {
             space_interval: Duration::from_secs(10),
             probe_interval: Duration::from_secs(60),
             descriptors_max: 1024,
+            descriptor_idle_timeout: Duration::from_secs(60),
+            index_cache_bytes: 16 << 20,
             staging_buffers: 0,
         }
     }
@@ -123,7 +140,10 @@ impl LocalConfig {
     #[must_use]
     pub fn blocking_disks(&self) -> Vec<Arc<dyn Disk>> {
         let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
-        let disk = |path: &PathBuf| Arc::new(BlockingDisk::new(path, writes, reads)) as Arc<dyn Disk>;
+        let disk = |path: &PathBuf| {
+            let disk = BlockingDisk::new(path, writes, reads);
+            Arc::new(disk.with_max_concurrency(self.max_concurrency_per_disk)) as Arc<dyn Disk>
+        };
         self.paths.iter().map(disk).collect()
     }
 
@@ -180,6 +200,15 @@ pub struct Published {
     pub bytes: u64,
 }
 
+/// What a shuffle has on the disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ShuffleUsage {
+    /// Logs.
+    pub files: usize,
+    /// Published payload bytes.
+    pub bytes: u64,
+}
+
 /// One incarnation of a shuffle: a batch written with it can not end up in a later one of the same name.
 #[derive(Clone)]
 pub struct ShuffleHandle {
@@ -197,9 +226,12 @@ impl fmt::Debug for ShuffleHandle {
 struct Core {
     config: LocalConfig,
     disks: Vec<Arc<LocalDisk>>,
+    /// Written when a disk's condition changes.
+    changes: Arc<watch::Sender<()>>,
     /// Configured directories that could not be claimed.
     disks_refused: u64,
     files: Files,
+    records: RecordCache,
     staging: Arc<AlignedPool>,
     metrics: Metrics,
     condemned: Mutex<Vec<Condemned>>,
@@ -227,7 +259,8 @@ impl LocalStore {
         let metrics =
             Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
         let roots = disks.len() as u64;
-        let claims = disks.into_iter().map(|disk| LocalDisk::claim(disk, &config));
+        let changes = Arc::new(watch::Sender::new(()));
+        let claims = disks.into_iter().map(|disk| LocalDisk::claim(disk, &config, Arc::clone(&changes)));
         let mut claimed = Vec::new();
         let mut last_error = None;
         for claim in join_all(claims.collect::<Vec<_>>()).await {
@@ -252,9 +285,11 @@ impl LocalStore {
         }
         let core = Core {
             disks_refused: roots - claimed.len() as u64,
+            records: RecordCache::new(config.index_cache_bytes),
             files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
             staging: AlignedPool::new(config.staging_buffers_for(claimed.len())),
             disks: claimed,
+            changes,
             metrics,
             condemned: Mutex::default(),
             config,
@@ -357,6 +392,30 @@ impl LocalStore {
         self.core.disks.iter().map(|disk| disk.info()).collect()
     }
 
+    /// Disks that take batches now: neither sick nor full.
+    #[must_use]
+    pub fn available_disks(&self) -> usize {
+        self.disks().iter().filter(|disk| disk.condition == DiskCondition::Sound).count()
+    }
+
+    /// Wakes when a disk's condition has changed.
+    #[must_use]
+    pub fn condition_changes(&self) -> watch::Receiver<()> {
+        self.core.changes.subscribe()
+    }
+
+    /// Space and condition by mount point.
+    #[must_use]
+    pub fn mounts(&self) -> Vec<MountUsage> {
+        mounts::by_mount(&self.disks())
+    }
+
+    /// What a shuffle has on the disks; nothing when it is not known.
+    #[must_use]
+    pub fn usage(&self, key: &ShuffleKey) -> ShuffleUsage {
+        self.handle(key).map_or_else(ShuffleUsage::default, |handle| handle.shuffle.usage())
+    }
+
     /// Known shuffles.
     #[must_use]
     pub fn shuffle_count(&self) -> usize {
@@ -387,7 +446,10 @@ impl Core {
                 self.metrics.write_local_retries.inc();
             }
             match self.write_batch(shuffle, &self.disks[index], extents, bytes).await {
-                Ok(batch) => break batch,
+                Ok(batch) => {
+                    self.disks[index].wrote();
+                    break batch;
+                }
                 Err(error) => {
                     shuffle.require_present()?;
                     tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");

@@ -18,6 +18,7 @@ use super::{Core, ExtentWrite, Published};
 use crate::io::BLOCK_ALIGN;
 use crate::store::StoreError;
 use crate::types::PartitionId;
+use crate::wire::index::{RECORD_BYTES, rebase};
 
 /// State of a shuffle's lane.
 #[derive(Debug, Default)]
@@ -116,13 +117,32 @@ impl Core {
         };
         let (log, offset) = self.append_group(shuffle, pending).await?;
         let extents = pending.placed(&log, offset);
-        shuffle.apply(&extents)?;
+        // Before they are visible: a purge forgets what is visible, so nothing stays behind.
+        self.keep_records(shuffle, pending, &extents);
+        if let Err(error) = shuffle.apply(&extents) {
+            self.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
+            return Err(error);
+        }
         for (_, extent) in &extents {
             self.metrics.extent_bytes.observe(extent_bytes(extent));
         }
         self.metrics.extents.add(i64::try_from(extents.len()).unwrap_or(i64::MAX));
         lane.pending = None;
         Ok(())
+    }
+
+    /// What was just published is what readers ask for first.
+    fn keep_records(&self, shuffle: &Shuffle, pending: &Pending, extents: &[(PartitionId, Extent)]) {
+        for ((_, extent), place) in extents.iter().zip(&pending.group.places) {
+            let start = usize::try_from(place.offset).expect("a place lies in the group");
+            let bytes = extent.blocks as usize * RECORD_BYTES;
+            if !self.records.takes(bytes) {
+                continue;
+            }
+            let mut records = pending.group.bytes[start..start + bytes].to_vec();
+            rebase(&mut records, extent.base);
+            self.records.keep(shuffle.records_key(extent), records.into());
+        }
     }
 
     /// Appends a group's bytes to the index log of its data's disk, or of any other that takes them.

@@ -11,11 +11,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use futures::future::join_all;
+use prometheus::IntGaugeVec;
 use tokio::time::{Instant, sleep};
 
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::shuffle::Shuffle;
-use super::{Core, LocalStore};
+use super::{Core, DiskCondition, DiskInfo, LocalStore};
 use crate::io::Space;
 use crate::types::{AppId, ShuffleKey};
 
@@ -142,7 +143,8 @@ impl LocalStore {
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
     fn condemn(&self, shuffle: Arc<Shuffle>) {
         let extents = shuffle.mark_purged();
-        self.core.metrics.extents.sub(i64::try_from(extents).unwrap_or(i64::MAX));
+        self.core.metrics.extents.sub(i64::try_from(extents.len()).unwrap_or(i64::MAX));
+        self.core.records.forget(extents.iter().map(|extent| shuffle.records_key(extent)));
         for log in shuffle.logs() {
             self.core.files.forget(&log);
         }
@@ -151,7 +153,7 @@ impl LocalStore {
         self.core.condemned.lock().extend(condemned);
     }
 
-    /// Measures space, removes what is still to be removed, and sets the gauges. Disks do not wait for each other.
+    /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait for each other.
     pub async fn maintain_once(&self) {
         let disks = self.core.disks.iter().map(|disk| async {
             if let Err(error) = disk.measure().await {
@@ -169,6 +171,7 @@ impl LocalStore {
         });
         join_all(disks.collect::<Vec<_>>()).await;
         self.core.remove_condemned().await;
+        self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
         self.core.set_gauges();
     }
 
@@ -243,16 +246,10 @@ impl Core {
         let mut file_systems = Vec::new();
         for disk in &self.disks {
             let info = disk.info();
-            let label = [disk.label.as_str()];
-            let writable = info.healthy && !info.full;
-            self.metrics.is_writable.with_label_values(&label).set(i64::from(writable));
-            self.metrics.is_timeout.with_label_values(&label).set(i64::from(info.timed_out));
-            self.metrics.disk_is_healthy.with_label_values(&label).set(i64::from(!info.healthy));
+            self.set_disk_gauges(&disk.label, &info);
             let (total_bytes, free_bytes, file_system) =
                 (info.total_bytes, info.free_bytes, info.file_system);
-            let ratio = used_ratio(Space { total_bytes, free_bytes, file_system });
-            self.metrics.disk_used_ratio.with_label_values(&label).set(ratio);
-            sick += i64::from(!info.healthy);
+            sick += i64::from(!info.is_healthy());
             service += info.used_bytes;
             // Two directories on one file system share its space.
             if !file_systems.contains(&file_system) {
@@ -269,5 +266,27 @@ impl Core {
         self.metrics.used_bytes.set(gauge(service));
         self.metrics.used_ratio.set(if total == 0 { 0.0 } else { 1.0 - free as f64 / total as f64 });
         self.metrics.open_files.set(gauge(self.files.len() as u64));
+        self.metrics.index_cache_bytes.set(gauge(self.records.used_bytes()));
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for a gauge")]
+    fn set_disk_gauges(&self, label: &str, info: &DiskInfo) {
+        let (metrics, label) = (&self.metrics, [label]);
+        let set = |gauge: &IntGaugeVec, value: u64| {
+            gauge.with_label_values(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        let (total_bytes, free_bytes, file_system) = (info.total_bytes, info.free_bytes, info.file_system);
+        // Java's convention: 0 = writable.
+        set(&metrics.is_writable, u64::from(info.condition != DiskCondition::Sound));
+        set(&metrics.is_timeout, u64::from(info.condition == DiskCondition::Hung));
+        set(&metrics.disk_is_healthy, u64::from(!info.is_healthy()));
+        set(&metrics.disk_is_corrupted, u64::from(info.condition == DiskCondition::Broken));
+        set(&metrics.disk_capacity, total_bytes);
+        set(&metrics.disk_used, total_bytes.saturating_sub(free_bytes));
+        set(&metrics.disk_service_used, info.used_bytes);
+        let service_ratio = if total_bytes == 0 { 0.0 } else { info.used_bytes as f64 / total_bytes as f64 };
+        metrics.disk_service_used_ratio.with_label_values(&label).set(service_ratio);
+        let ratio = used_ratio(Space { total_bytes, free_bytes, file_system });
+        metrics.disk_used_ratio.with_label_values(&label).set(ratio);
     }
 }

@@ -115,6 +115,7 @@ impl Stream {
         metrics.read_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         match result {
             Ok(target) => {
+                log.disk.progressed();
                 metrics.read_bytes.with_label_values(&root).inc_by(bytes);
                 Ok(target.buffer)
             }
@@ -174,10 +175,15 @@ impl IndexRead {
     /// Reads records of the current extent to `at..` of the buffer, at most to `end`; returns how many bytes.
     async fn fill(
         &mut self,
-        buffer: Box<dyn ReadBuffer>,
+        mut buffer: Box<dyn ReadBuffer>,
         at: usize,
         end: usize,
     ) -> Result<(Box<dyn ReadBuffer>, usize), StoreError> {
+        if self.current.is_none()
+            && let Some(bytes) = self.copy_cached(&mut *buffer, at, end)
+        {
+            return Ok((buffer, bytes));
+        }
         let shuffle = &self.stream.shuffle;
         let mut current = match self.current.take() {
             Some(current) => current,
@@ -197,7 +203,7 @@ impl IndexRead {
         let left = usize::try_from(extent_bytes - current.done_bytes).unwrap_or(usize::MAX);
         let len = left.min(end - at);
         let offset = current.extent.index_offset + current.done_bytes;
-        let mut buffer = self.stream.read(&current.log, buffer, at..at + len, offset).await?;
+        buffer = self.stream.read(&current.log, buffer, at..at + len, offset).await?;
         let bytes = &mut (*buffer).as_mut()[at..at + len];
         current.crc.update(bytes);
         let mut sound = records(bytes).all(|record| current.check.accept(&record));
@@ -209,12 +215,45 @@ impl IndexRead {
             if !sound {
                 return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
             }
+            if current.done_bytes == len as u64 {
+                self.keep(&current.extent, bytes);
+            }
         } else if sound {
             self.current = Some(current);
         } else {
             return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
         }
         Ok((buffer, len))
+    }
+}
+
+impl IndexRead {
+    /// Copies the next extent's records when they are in memory and have room; returns how many bytes.
+    fn copy_cached(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
+        let Stream { core, shuffle, .. } = &self.stream;
+        let extent = self.extents.as_slice().first()?;
+        let Some(records) = core.records.find(&shuffle.records_key(extent)) else {
+            core.metrics.index_cache_misses.inc();
+            return None;
+        };
+        let room = buffer.as_mut().get_mut(at..end)?.get_mut(..records.len())?;
+        room.copy_from_slice(&records);
+        core.metrics.index_cache_hits.inc();
+        self.extents.next();
+        Some(records.len())
+    }
+
+    /// Keeps the checked records of a whole extent for the next reader.
+    fn keep(&self, extent: &Extent, records: &[u8]) {
+        let Stream { core, shuffle, .. } = &self.stream;
+        if !core.records.takes(records.len()) {
+            return;
+        }
+        let key = shuffle.records_key(extent);
+        core.records.keep(key, Bytes::copy_from_slice(records));
+        if shuffle.is_purged() {
+            core.records.forget(std::iter::once(key));
+        }
     }
 }
 

@@ -6,15 +6,16 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
-use super::Core;
 use super::disk::{APPS, LocalDisk, Occupied, within};
 use super::log::{Log, LogKind};
 use super::publish::Lane;
+use super::records::RecordsKey;
+use super::{Core, ShuffleUsage};
 use crate::io::BLOCK_ALIGN;
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::{PartitionId, ShuffleKey};
@@ -68,6 +69,7 @@ pub(super) struct Shuffle {
     disks: Vec<OnceLock<Box<ShuffleDisk>>>,
     partitions: RwLock<HashMap<PartitionId, Partition>>,
     logs: RwLock<Vec<Arc<Log>>>,
+    published_bytes: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
 }
 
@@ -93,6 +95,7 @@ impl Shuffle {
             disks: (0..disks).map(|_| OnceLock::new()).collect(),
             partitions: RwLock::default(),
             logs: RwLock::default(),
+            published_bytes: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
     }
@@ -109,14 +112,19 @@ impl Shuffle {
         if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
     }
 
-    /// Marks it purged and forgets its extents; returns how many there were. Under the lock of the extents, so that a
+    /// Marks it purged and forgets its extents, which it returns. Under the lock of the extents, so that a
     /// publish is either before (and forgotten) or refused.
-    pub(super) fn mark_purged(&self) -> usize {
+    pub(super) fn mark_purged(&self) -> Vec<Extent> {
         let mut partitions = self.partitions.write();
         self.purged.store(true, Ordering::Release);
         let forgotten = std::mem::take(&mut *partitions);
         drop(partitions);
-        forgotten.values().map(|partition| partition.extents.len()).sum()
+        forgotten.into_values().flat_map(|partition| partition.extents).collect()
+    }
+
+    /// Under which key the records of an extent are cached.
+    pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
+        RecordsKey { incarnation: self.incarnation, log: extent.index_log, offset: extent.index_offset }
     }
 
     /// Indexes of the disks that may hold files of it.
@@ -155,8 +163,15 @@ impl Shuffle {
             partition.bytes += extent.length;
             partition.blocks += u64::from(extent.blocks);
             partition.extents.push(*extent);
+            self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// What it has on the disks.
+    pub(super) fn usage(&self) -> ShuffleUsage {
+        let files = self.logs.read().len();
+        ShuffleUsage { files, bytes: self.published_bytes.load(Ordering::Relaxed) }
     }
 
     /// Length of a partition's stream.

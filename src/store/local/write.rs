@@ -121,6 +121,7 @@ impl Core {
         self.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         match result {
             Ok(()) => {
+                log.disk.progressed();
                 self.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(())
             }

@@ -25,13 +25,13 @@ async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
     assert_eq!(read_all(&store, &key, 2).await.unwrap(), [4]);
     assert_eq!(published.sequence, 2);
     let info = &store.disks()[0];
-    assert_eq!((info.healthy, info.full), (expect_healthy, expect_full), "{rule:?}");
+    assert_eq!((info.is_healthy(), info.is_full()), (expect_healthy, expect_full), "{rule:?}");
 
     // The disk comes back, and a log that saw an error is never written again.
     let before: Vec<_> = disks[0].app_files();
     store.probe().await;
     store.maintain_once().await;
-    assert!(store.disks()[0].healthy && !store.disks()[0].full);
+    assert!(store.disks()[0].is_healthy() && !store.disks()[0].is_full());
     for id in 5..9 {
         store.write(&key, vec![extent(1, &[(id, 9000)], false)]).await.unwrap();
     }
@@ -70,7 +70,7 @@ async fn a_failed_open_or_mkdir_goes_to_another_disk() {
             assert_eq!(disks[0].faults.injected(), 1);
             assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
             let info = &store.disks()[0];
-            assert_eq!((info.healthy, info.full), (healthy, full), "{operation:?} {errno}");
+            assert_eq!((info.is_healthy(), info.is_full()), (healthy, full), "{operation:?} {errno}");
             assert_eq!(store.core.metrics.write_local_retries.get(), 1);
         }
     }
@@ -125,7 +125,7 @@ async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
     disk.memory.set_capacity(Some(400_000)); // Somebody else took the space that was measured.
     let error = store.write(&key, vec![extent(1, &[(2, 200_000)], true)]).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::NoSpace);
-    assert!(store.disks()[0].healthy, "full is not broken");
+    assert!(store.disks()[0].is_healthy(), "full is not broken");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
     disk.memory.set_capacity(None);
     store.maintain_once().await;
@@ -191,7 +191,7 @@ async fn a_removal_that_fails_is_tried_again() {
         assert!(!disks[1].app_files().is_empty() || operation == Operation::Remove);
         assert!(disks[0].app_files().is_empty());
         store.maintain_once().await;
-        assert!(!store.disks()[1].healthy, "removals wait until the disk is sound");
+        assert!(!store.disks()[1].is_healthy(), "removals wait until the disk is sound");
         store.probe().await;
         store.maintain_once().await;
         store.purge_app(&key.app).await;
@@ -206,14 +206,14 @@ async fn a_probe_that_fails_says_what_is_wrong() {
     disks[1].faults.add(Rule::once(Operation::Sync, Fault::Errno(EIO)));
     store.probe().await;
     let infos = store.disks();
-    assert!(infos[0].healthy && infos[0].full, "full is not corrupted");
-    assert!(!infos[1].healthy);
+    assert!(infos[0].is_healthy() && infos[0].is_full(), "full is not corrupted");
+    assert!(!infos[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(!store.disks()[1].healthy, "not yet proved");
+    assert!(!store.disks()[1].is_healthy(), "not yet proved");
     store.probe().await;
-    assert!(store.disks()[1].healthy);
+    assert!(store.disks()[1].is_healthy());
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
-    assert!(store.disks()[1].healthy, "one EMFILE says nothing about the disk");
+    assert!(store.disks()[1].is_healthy(), "one EMFILE says nothing about the disk");
 }

@@ -24,7 +24,7 @@ async fn a_hung_data_write_moves_on_and_its_late_end_harms_nobody() {
     assert_eq!(published.disk, 1);
     assert!(started.elapsed() >= Duration::from_secs(60));
     let info = &store.disks()[0];
-    assert!(!info.healthy && info.timed_out);
+    assert!(!info.is_healthy() && (info.condition == DiskCondition::Hung));
     store.probe().await;
     for id in 2..6 {
         store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
@@ -60,7 +60,7 @@ async fn hung_opens_reads_and_removals_end_at_their_deadline() {
     disks[1].faults.add(Rule::once(Operation::Read, Fault::Hang));
     let error = range_of(&store, &key, 1, (0, 200)).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::Unhealthy);
-    assert!(store.disks()[1].timed_out);
+    assert!((store.disks()[1].condition == DiskCondition::Hung));
     store.probe().await;
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
     disks[1].faults.add(Rule::once(Operation::Remove, Fault::Hang));
@@ -81,7 +81,7 @@ async fn a_hung_disk_holds_up_neither_probe_nor_maintenance_of_the_others() {
     store.maintain_once().await;
     store.probe().await;
     let infos = store.disks();
-    assert!(!infos[0].healthy && infos[0].timed_out && infos[1].healthy);
+    assert!(!infos[0].is_healthy() && (infos[0].condition == DiskCondition::Hung) && infos[1].is_healthy());
 }
 
 /// A writer that is dropped in the middle of its index append leaves the outcome unknown: the next one finishes it.
@@ -136,10 +136,10 @@ async fn maintenance_runs_until_it_is_told_to_stop() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".data"));
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
-    assert!(!store.disks()[0].healthy);
+    assert!(!store.disks()[0].is_healthy());
     let stop = tokio::time::sleep(Duration::from_secs(200));
     Arc::clone(&store).maintain(stop).await;
-    assert!(store.disks()[0].healthy, "the probe brought it back");
+    assert!(store.disks()[0].is_healthy(), "the probe brought it back");
 }
 
 #[tokio::test(start_paused = true)]

@@ -58,7 +58,7 @@ async fn an_open_read_of_a_purged_shuffle_ends_with_an_error() {
     assert_eq!(read.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, StoreErrorKind::Purged);
     drop((read, index));
-    assert!(store.disks()[0].healthy, "a name that is gone says nothing about the disk");
+    assert!(store.disks()[0].is_healthy(), "a name that is gone says nothing about the disk");
 }
 
 /// Writes and reads back; true when everything was as it may be.
@@ -197,7 +197,7 @@ async fn a_disk_above_its_watermark_takes_nothing_until_it_is_below_the_low_one(
     };
     let full = || async {
         store.core.disks[0].measure().await.unwrap();
-        store.disks()[0].full
+        store.disks()[0].is_full()
     };
     for (bytes, expected) in [(700, false), (800, true), (720, true), (500, false), (720, false)] {
         fill(bytes).await;

@@ -66,6 +66,8 @@ async fn run(batches: Vec<Batch>, disks: usize, seed: u64, faults: bool, ranges:
                 disks.iter().for_each(|disk| disk.faults.clear());
             }
             store.probe().await;
+            // A disk that said "no space" again and again is left alone for a while.
+            tokio::time::sleep(std::time::Duration::from_secs(600)).await;
             store.maintain_once().await;
         }
         for (partition, blocks) in added {

@@ -57,7 +57,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
         assert_eq!(disk.io.list(Path::new("trash")).await.unwrap(), Vec::<String>::new());
     }
     store.probe().await;
-    assert!(store.disks().iter().all(|disk| disk.healthy));
+    assert!(store.disks().iter().all(|disk| disk.is_healthy()));
 }
 
 #[tokio::test]

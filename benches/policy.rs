@@ -1,0 +1,70 @@
+//! Choosing what to flush among 100,000 partitions: runs on a runtime thread, so it has to stay below a millisecond or
+//! two (the scan of the buffers that fills the list comes on top and is measured by `memory`).
+//!
+//! `cargo bench --bench policy`
+//!
+//! # Reference numbers
+//! None taken yet: they belong here once the machine is quiet.
+
+#![allow(missing_docs, reason = "a benchmark")]
+
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
+
+const PARTITIONS: u64 = 100_000;
+
+const LIMITS: Limits = Limits {
+    high_watermark: 0.8,
+    low_watermark: 0.2,
+    single_buffer_bytes_max: 256 << 20,
+    huge_partition_bytes: 20 << 30,
+    huge_buffer_bytes_max: 128 << 20,
+    in_flight_batches_max: 5,
+    blocks_high: 30_000_000,
+    blocks_low: 8_000_000,
+};
+
+/// Sizes as skewed shuffles have them: most partitions small, one in a hundred a hundred times larger.
+fn candidates() -> Vec<Candidate> {
+    let candidate = |n: u64| {
+        let mixed = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let bytes = 4096 + mixed % 65_536;
+        let bytes = if n.is_multiple_of(100) { bytes * 100 } else { bytes };
+        Candidate {
+            charged_bytes: bytes,
+            payload_bytes: bytes,
+            blocks: bytes / 1024 + 1,
+            received_bytes: bytes,
+            in_flight_batches: usize::from(n.is_multiple_of(7)) * 5,
+        }
+    };
+    (0..PARTITIONS).map(candidate).collect()
+}
+
+fn policy(c: &mut Criterion) {
+    let candidates = candidates();
+    let total: u64 = candidates.iter().map(|candidate| candidate.charged_bytes).sum();
+    let mut group = c.benchmark_group("victims_of_100000");
+    group.throughput(Throughput::Elements(PARTITIONS));
+    for share in [1, 25, 75, 100] {
+        let goal = Goal { bytes: total / 100 * share, blocks: 0 };
+        group.bench_with_input(BenchmarkId::new("percent", share), &goal, |b, goal| {
+            b.iter(|| victims(black_box(&candidates), *goal, &LIMITS));
+        });
+    }
+    group.finish();
+
+    let usage = Usage {
+        capacity: 16 << 30,
+        used: 15 << 30,
+        reserved: 1 << 30,
+        in_flight: 1 << 30,
+        ..Usage::default()
+    };
+    c.bench_function("flush_goal", |b| b.iter(|| flush_goal(black_box(usage), &LIMITS)));
+}
+
+criterion_group!(benches, policy);
+criterion_main!(benches);

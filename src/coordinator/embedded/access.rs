@@ -1,0 +1,138 @@
+//! Whether a client may use the cluster: Java's load and quota checkers (PROTOCOL §9.4) as pure functions.
+//!
+//! Our defaults are a single node's: one node with the client's tags is enough, however full, and nobody has a quota.
+
+use std::collections::HashMap;
+
+use super::assign::Candidate;
+
+/// By this property a client says how many nodes it needs (`AccessClusterLoadChecker`).
+const REQUIRED_NODES_PROPERTY: &str = "access_info_required_shuffle_nodes_num";
+
+/// What `accessCluster` checks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AccessRules {
+    /// Nodes with the client's tags and enough memory; the client's own wish counts where it is more. Default: 1.
+    pub nodes_min: usize,
+    /// Free share of its memory from which on a node counts. Default: 0.
+    pub memory_ratio_min: f64,
+    /// Applications of a user at a time; 0 = any number. Default: 0.
+    pub apps_per_user_max: usize,
+}
+
+impl Default for AccessRules {
+    fn default() -> Self {
+        Self { nodes_min: 1, memory_ratio_min: 0.0, apps_per_user_max: 0 }
+    }
+}
+
+/// Why a client is refused. The text goes to the client.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AccessDenied {
+    /// Too few nodes have the tags.
+    #[error("no active shuffle server has the tags {tags:?} ({found} of {wanted} needed)")]
+    Nodes {
+        /// Tags asked for.
+        tags: Vec<String>,
+        /// Nodes that have them.
+        found: usize,
+        /// Nodes needed.
+        wanted: usize,
+    },
+    /// Too few of them have free memory.
+    #[error("cluster is loaded: {found} of {wanted} shuffle servers needed have enough free memory")]
+    Load {
+        /// Nodes with free memory.
+        found: usize,
+        /// Nodes needed.
+        wanted: usize,
+    },
+    /// The user has enough applications.
+    #[error("user {user} has {apps} applications, at most {max} are allowed")]
+    Quota {
+        /// Who asks.
+        user: String,
+        /// Applications known.
+        apps: usize,
+        /// The limit.
+        max: usize,
+    },
+}
+
+impl AccessRules {
+    /// Checks the nodes that have all of the client's tags.
+    ///
+    /// # Errors
+    /// See [`AccessDenied`].
+    pub fn check_nodes(
+        &self,
+        candidates: &[Candidate],
+        properties: &HashMap<String, String>,
+        tags: &[String],
+    ) -> Result<(), AccessDenied> {
+        let wish = properties.get(REQUIRED_NODES_PROPERTY).and_then(|text| text.trim().parse().ok());
+        let wanted = self.nodes_min.max(wish.unwrap_or(0)).max(1);
+        if candidates.len() < wanted {
+            return Err(AccessDenied::Nodes { tags: tags.to_vec(), found: candidates.len(), wanted });
+        }
+        let found = candidates.iter().filter(|node| self.has_memory(node)).count();
+        if found < wanted { Err(AccessDenied::Load { found, wanted }) } else { Ok(()) }
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a ratio against a threshold")]
+    fn has_memory(&self, node: &Candidate) -> bool {
+        let all = node.available_bytes.saturating_add(node.used_bytes);
+        node.available_bytes as f64 >= all as f64 * self.memory_ratio_min
+    }
+
+    /// Checks the user's quota; `apps` counts only when there is one.
+    ///
+    /// # Errors
+    /// [`AccessDenied::Quota`].
+    pub fn check_user(&self, user: &str, apps: impl FnOnce() -> usize) -> Result<(), AccessDenied> {
+        let max = self.apps_per_user_max;
+        if max == 0 {
+            return Ok(());
+        }
+        let apps = apps();
+        if apps >= max { Err(AccessDenied::Quota { user: user.to_owned(), apps, max }) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(available_bytes: u64, used_bytes: u64) -> Candidate {
+        Candidate {
+            id: "n".into(),
+            host: "h".into(),
+            available_bytes,
+            used_bytes,
+            assigned_since_heartbeat: 0,
+        }
+    }
+
+    #[test]
+    fn nodes_count_when_they_have_memory_and_clients_may_want_more() {
+        let rules = AccessRules { nodes_min: 2, memory_ratio_min: 0.15, ..AccessRules::default() };
+        let wish = |count: &str| HashMap::from([(REQUIRED_NODES_PROPERTY.to_owned(), count.to_owned())]);
+        let nodes = [node(15, 85), node(100, 0), node(14, 86)];
+        assert_eq!(rules.check_nodes(&nodes, &wish("-1"), &[]), Ok(()));
+        assert_eq!(
+            rules.check_nodes(&nodes, &wish("3"), &[]),
+            Err(AccessDenied::Load { found: 2, wanted: 3 })
+        );
+        let none = rules.check_nodes(&nodes[..1], &HashMap::new(), &["t".to_owned()]);
+        assert!(matches!(none, Err(AccessDenied::Nodes { found: 1, wanted: 2, .. })));
+        assert_eq!(AccessRules::default().check_nodes(&[node(0, 9)], &HashMap::new(), &[]), Ok(()));
+    }
+
+    #[test]
+    fn a_quota_is_per_user_and_off_by_default() {
+        let rules = AccessRules { apps_per_user_max: 2, ..AccessRules::default() };
+        assert_eq!(rules.check_user("u", || 1), Ok(()));
+        assert!(matches!(rules.check_user("u", || 2), Err(AccessDenied::Quota { apps: 2, .. })));
+        assert_eq!(AccessRules::default().check_user("u", || unreachable!()), Ok(()));
+    }
+}

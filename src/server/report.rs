@@ -1,0 +1,108 @@
+//! What a heartbeat says of this worker: collected from the parts when it is about to leave.
+//!
+//! Applications are the service's statistics; what they do not know is 0 (files).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::coordinator::{NodeReport, ReportSource};
+use crate::io::Media;
+use crate::memory::Memory;
+use crate::proto::storage_info::{StorageMedia, StorageStatus};
+use crate::proto::{ServerStatus, StorageInfo};
+use crate::service::{LocalTier, Service, WorkerState};
+use crate::store::{DiskCondition, MountUsage};
+
+/// The parts that are asked.
+#[derive(Debug, Clone)]
+pub(super) struct Parts {
+    pub(super) service: Arc<Service>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) local: Option<LocalTier>,
+}
+
+/// `fixed` with the figures of the moment.
+pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
+    ReportSource::new(move || {
+        let mut report = fixed.clone();
+        let Parts { service, memory, local } = &parts;
+        let store = local.as_ref().map(|local| &*local.store);
+        report.status = node_status(service.status().state());
+        report.used_memory_bytes = memory.budget().used();
+        report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
+        report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
+        if let Some(local) = local {
+            report.events_in_flush = u32::try_from(local.flusher.unfinished()).unwrap_or(u32::MAX);
+        }
+        report.storage = store.map(|store| storage(&store.mounts())).unwrap_or_default();
+        report.applications = super::parts::application_info(&service.app_statistics());
+        report
+    })
+}
+
+fn node_status(state: WorkerState) -> ServerStatus {
+    match state {
+        WorkerState::Active => ServerStatus::Active,
+        WorkerState::Unhealthy => ServerStatus::Unhealthy,
+        WorkerState::Decommissioning => ServerStatus::Decommissioning,
+        WorkerState::Decommissioned => ServerStatus::Decommissioned,
+    }
+}
+
+/// By mount point, as coordinators keep it. Speeds are 0, as the Java server sends them.
+fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
+    let info = |mount: &MountUsage| {
+        let mount_point = mount.point.display().to_string();
+        let info = StorageInfo {
+            mount_point: mount_point.clone(),
+            storage_media: match mount.media {
+                Media::Unknown => StorageMedia::StorageTypeUnknown,
+                Media::Hdd => StorageMedia::Hdd,
+                Media::Ssd => StorageMedia::Ssd,
+            }
+            .into(),
+            capacity: clamped(mount.total_bytes),
+            used_bytes: clamped(mount.used_bytes),
+            num_of_writing_failures: clamped(mount.failures),
+            status: match mount.condition {
+                DiskCondition::Sound => StorageStatus::Normal,
+                DiskCondition::Full => StorageStatus::Overused,
+                DiskCondition::Hung | DiskCondition::Broken => StorageStatus::Unhealthy,
+            }
+            .into(),
+            ..StorageInfo::default()
+        };
+        (mount_point, info)
+    };
+    mounts.iter().map(info).collect()
+}
+
+fn clamped(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_is_told_with_its_worst_condition() {
+        let mount = |point: &str, media, condition| MountUsage {
+            point: point.into(),
+            media,
+            total_bytes: u64::MAX,
+            used_bytes: 5,
+            failures: 3,
+            condition,
+        };
+        let told = storage(&[
+            mount("/a", Media::Hdd, DiskCondition::Sound),
+            mount("/b", Media::Ssd, DiskCondition::Full),
+            mount("/c", Media::Unknown, DiskCondition::Hung),
+        ]);
+        assert_eq!(told["/a"].storage_media(), StorageMedia::Hdd);
+        assert_eq!((told["/a"].capacity, told["/a"].num_of_writing_failures), (i64::MAX, 3));
+        assert_eq!(told["/b"].status(), StorageStatus::Overused);
+        assert_eq!((told["/c"].status(), told["/c"].used_bytes), (StorageStatus::Unhealthy, 5));
+    }
+}

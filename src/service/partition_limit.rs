@@ -1,0 +1,152 @@
+//! How much of one partition is taken: pure functions of sizes, no lock, no clock.
+//!
+//! A partition whose received bytes (memory and flushed) pass a threshold is *huge*. It may then only fill a share of
+//! the memory, so that its writers wait for the disks instead of starving everybody else; bytes in flight count, or slow
+//! disks would defeat the limit (PROTOCOL §2.4, §4.7). Two further bounds are off by default: beyond one the client is
+//! told to split the partition, beyond the other it is refused for good.
+
+/// Bounds of one partition, in payload bytes. The default has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PartitionLimits {
+    /// Partitions with more received bytes are marked huge. Default: none are.
+    pub huge_bytes: Option<u64>,
+    /// A huge partition may have so much in memory before further tickets are refused for a while. Default: any.
+    pub huge_in_memory_bytes_max: Option<u64>,
+    /// Clients of a partition that would have more are told to move it elsewhere. Default: never.
+    pub split_bytes: Option<u64>,
+    /// A partition that would have more is refused, not to be tried again. Default: never.
+    pub bytes_max: Option<u64>,
+}
+
+/// One partition at one moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PartitionSizes {
+    /// Payload received so far.
+    pub received: u64,
+    /// Payload in memory now, bytes in flight included.
+    pub in_memory: u64,
+    /// Payload that is asked for; 0 if the client does not say.
+    pub asked: u64,
+}
+
+/// What is said to a request for room in a partition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Come in.
+    Fits,
+    /// Come in, and go elsewhere next time.
+    Split,
+    /// Wait: a huge partition has filled its share of the memory.
+    Wait,
+    /// Never.
+    TooLarge,
+}
+
+impl PartitionLimits {
+    /// Whether any request can be answered other than with [`Verdict::Fits`].
+    #[must_use]
+    pub fn decide_anything(&self) -> bool {
+        let waits = self.huge_bytes.is_some() && self.huge_in_memory_bytes_max.is_some();
+        waits || self.split_bytes.is_some() || self.bytes_max.is_some()
+    }
+
+    /// Whether a partition of so many received bytes is huge.
+    #[must_use]
+    pub fn is_huge(&self, received: u64) -> bool {
+        over(received, self.huge_bytes)
+    }
+
+    /// Whether a partition of so many received bytes is beyond what is ever taken.
+    #[must_use]
+    pub fn is_too_large(&self, received: u64) -> bool {
+        over(received, self.bytes_max)
+    }
+
+    /// The checks in the Java server's order (PROTOCOL §2.4, step 4).
+    #[must_use]
+    pub fn judge(&self, sizes: PartitionSizes) -> Verdict {
+        let coming = sizes.received.saturating_add(sizes.asked);
+        let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);
+        if self.is_huge(coming) && share_is_full {
+            return Verdict::Wait;
+        }
+        if self.is_too_large(coming) {
+            return Verdict::TooLarge;
+        }
+        if over(coming, self.split_bytes) { Verdict::Split } else { Verdict::Fits }
+    }
+}
+
+fn over(bytes: u64, limit: Option<u64>) -> bool {
+    limit.is_some_and(|limit| bytes > limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LIMITS: PartitionLimits = PartitionLimits {
+        huge_bytes: Some(1_000),
+        huge_in_memory_bytes_max: Some(100),
+        split_bytes: Some(2_000),
+        bytes_max: Some(3_000),
+    };
+
+    fn sizes(received: u64, in_memory: u64, asked: u64) -> PartitionSizes {
+        PartitionSizes { received, in_memory, asked }
+    }
+
+    #[test]
+    fn limits_are_passed_not_reached() {
+        assert_eq!(LIMITS.judge(sizes(900, 900, 100)), Verdict::Fits, "not huge yet");
+        assert_eq!(LIMITS.judge(sizes(900, 101, 101)), Verdict::Wait, "would become huge");
+        assert_eq!(LIMITS.judge(sizes(1_001, 100, 0)), Verdict::Fits, "its share is not passed");
+        assert_eq!(LIMITS.judge(sizes(1_001, 101, 0)), Verdict::Wait);
+        assert_eq!(LIMITS.judge(sizes(1_999, 0, 1)), Verdict::Fits);
+        assert_eq!(LIMITS.judge(sizes(1_999, 0, 2)), Verdict::Split);
+        assert_eq!(LIMITS.judge(sizes(2_999, 0, 1)), Verdict::Split);
+        assert_eq!(LIMITS.judge(sizes(2_999, 0, 2)), Verdict::TooLarge);
+        assert_eq!(LIMITS.judge(sizes(2_999, 101, 2)), Verdict::Wait, "the first check decides");
+        assert_eq!(LIMITS.judge(sizes(u64::MAX, 0, u64::MAX)), Verdict::TooLarge);
+    }
+
+    #[test]
+    fn without_limits_everything_fits() {
+        let none = PartitionLimits::default();
+        assert!(!none.decide_anything());
+        assert_eq!(none.judge(sizes(u64::MAX, u64::MAX, u64::MAX)), Verdict::Fits);
+        // A threshold alone only marks.
+        assert!(!PartitionLimits { huge_bytes: Some(1), ..none }.decide_anything());
+        assert!(LIMITS.decide_anything());
+    }
+
+    fn limit() -> impl Strategy<Value = Option<u64>> {
+        proptest::option::of(0u64..50)
+    }
+
+    proptest! {
+        /// More bytes never meet a milder answer, save that waiting comes before everything else.
+        #[test]
+        fn asking_for_more_is_never_easier(
+            huge_bytes in limit(), huge_in_memory_bytes_max in limit(), split_bytes in limit(), bytes_max in limit(),
+            received in 0u64..60, in_memory in 0u64..60, asked in 0u64..60, more in 0u64..60,
+        ) {
+            let limits = PartitionLimits { huge_bytes, huge_in_memory_bytes_max, split_bytes, bytes_max };
+            let rank = |verdict| match verdict {
+                Verdict::Fits => 0,
+                Verdict::Split => 1,
+                Verdict::TooLarge => 2,
+                Verdict::Wait => 3,
+            };
+            let (less, greater) = (
+                limits.judge(sizes(received, in_memory, asked)),
+                limits.judge(sizes(received, in_memory, asked + more)),
+            );
+            prop_assert!(rank(less) <= rank(greater), "{less:?} then {greater:?}");
+            prop_assert!(limits.decide_anything() || less == Verdict::Fits);
+            // Flushing is what ends a wait.
+            prop_assert_ne!(limits.judge(sizes(received, 0, asked)), Verdict::Wait);
+        }
+    }
+}

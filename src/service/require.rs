@@ -1,0 +1,148 @@
+//! `requireBuffer`: may so many bytes be sent to these partitions?
+//!
+//! The partitions are judged first ([`super::partition_limit`]): the first that may not take more decides for the whole
+//! request and nothing is reserved. Then the ticket. Nothing here waits.
+
+use crate::app::App;
+use crate::memory::{MemoryError, ShuffleBuffers};
+use crate::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
+
+use super::partition_limit::{PartitionSizes, Verdict};
+use super::{Service, ServiceError};
+
+/// `requireBuffer`.
+#[derive(Debug, Clone, Copy)]
+pub struct RequireRequest<'a> {
+    /// Application id as sent.
+    pub app: &'a str,
+    /// Shuffle id.
+    pub shuffle: i32,
+    /// Bytes asked for.
+    pub bytes: i32,
+    /// Partitions that will be sent to; empty from clients before 0.9.
+    pub partitions: &'a [i32],
+    /// Bytes per partition; empty from clients before 0.10.
+    pub partition_sizes: &'a [i32],
+}
+
+/// A granted `requireBuffer`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RequireGrant {
+    /// The ticket.
+    pub ticket: i64,
+    /// Partitions that the client should move elsewhere.
+    pub split_partitions: Vec<i32>,
+}
+
+impl Service {
+    /// Reserves memory for a send.
+    ///
+    /// # Errors
+    /// `NO_REGISTER` for an unknown app, `NO_BUFFER` while memory is short, `NO_BUFFER_FOR_HUGE_PARTITION` while a huge
+    /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
+    /// `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
+    pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
+        let app = self.app(request.app)?;
+        if self.status.is_stopping() {
+            return Err(ServiceError::Stopping);
+        }
+        let bytes = size(request.bytes, "requireSize")?;
+        if request.partitions.len() > self.config.partitions_per_request_max {
+            return Err(ServiceError::InvalidField {
+                field: "partitionIds",
+                value: i64::try_from(request.partitions.len()).unwrap_or(i64::MAX),
+                allowed: "at most 1000000 partitions are allowed",
+            });
+        }
+        let split_partitions = self.judge_partitions(&app, &request)?;
+        let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
+        if let Err(MemoryError::NoCapacity { .. }) = granted {
+            self.metrics.count_regular_refusal();
+            if let Some(local) = &self.local {
+                local.flusher.refused(bytes);
+            }
+        }
+        let TicketId(ticket) = granted?;
+        Ok(RequireGrant { ticket, split_partitions })
+    }
+
+    /// The partitions to be split, if all of them may take what is asked for.
+    fn judge_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
+        let mut split = Vec::new();
+        if !self.config.partition_limits.decide_anything() {
+            return Ok(split);
+        }
+        // A shuffle that is not registered is found out by its send, as in the Java server.
+        let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
+        let Some(buffers) = self.memory.shuffle(&key) else { return Ok(split) };
+        let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
+        for (at, partition) in request.partitions.iter().enumerate() {
+            let asked = match sizes_are_told {
+                true => size(request.partition_sizes[at], "partitionRequireSizes")?,
+                false => 0,
+            };
+            let sizes = partition_sizes(&buffers, *partition, asked);
+            match self.config.partition_limits.judge(sizes) {
+                Verdict::Fits => {}
+                Verdict::Split => split.push(*partition),
+                Verdict::Wait => return Err(self.huge_partition_waits(&buffers, *partition, sizes)),
+                Verdict::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
+            }
+        }
+        Ok(split)
+    }
+
+    /// Its writers are to come back later; the disks are to make that possible, which the watermarks may never ask for.
+    fn huge_partition_waits(
+        &self,
+        buffers: &ShuffleBuffers,
+        partition: i32,
+        sizes: PartitionSizes,
+    ) -> ServiceError {
+        self.metrics.count_huge_refusal();
+        if let (Some(local), Some(buffer)) = (&self.local, buffers.existing(PartitionId(partition))) {
+            local.flusher.relieve(buffers, &buffer);
+        }
+        ServiceError::HugePartitionWaits {
+            partition,
+            received: sizes.received,
+            in_memory: sizes.in_memory,
+            max: self.config.partition_limits.huge_in_memory_bytes_max.unwrap_or(u64::MAX),
+        }
+    }
+
+    /// Counts a refusal for good and says it in words that the app's client understands.
+    pub(super) fn partition_too_large(
+        &self,
+        app: &App,
+        key: &ShuffleKey,
+        partition: i32,
+        sizes: PartitionSizes,
+    ) -> ServiceError {
+        self.metrics.hard_limit_exceeded.inc();
+        tracing::debug!(shuffle = %key, partition, ?sizes, "a partition is beyond the hard limit");
+        ServiceError::PartitionTooLarge {
+            partition,
+            coming: sizes.received.saturating_add(sizes.asked),
+            max: self.config.partition_limits.bytes_max.unwrap_or(u64::MAX),
+            client_knows_code: app.is_since_0_10(),
+        }
+    }
+}
+
+fn partition_sizes(buffers: &ShuffleBuffers, partition: i32, asked: u64) -> PartitionSizes {
+    match buffers.existing(PartitionId(partition)) {
+        Some(buffer) => {
+            PartitionSizes { received: buffer.received_bytes(), in_memory: buffer.in_memory_bytes(), asked }
+        }
+        None => PartitionSizes { received: 0, in_memory: 0, asked },
+    }
+}
+
+fn size(bytes: i32, field: &'static str) -> Result<u64, ServiceError> {
+    u64::try_from(bytes).map_err(|_| ServiceError::InvalidField {
+        field,
+        value: i64::from(bytes),
+        allowed: "0 or more is allowed",
+    })
+}

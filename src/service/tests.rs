@@ -1,0 +1,391 @@
+//! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::Registry;
+
+use super::*;
+use crate::app::AppConfig;
+use crate::flush::{FlushConfig, policy};
+use crate::io::Disk;
+use crate::io::fault::{Fault, FaultDisk, Faults, Operation, Rule};
+use crate::io::memory::MemoryDisk;
+use crate::memory::{Buffer, MemoryConfig};
+use crate::proto::StatusCode;
+use crate::runtime::Tasks;
+use crate::store::LocalConfig;
+use crate::types::{Distribution, PartitionId};
+
+const APP: &str = "app-1";
+const CAPACITY: u64 = 16 << 20;
+/// A partition is huge beyond this ...
+const HUGE: u64 = 100_000;
+/// ... and may then have so much in memory.
+const HUGE_SHARE: u64 = 50_000;
+const BATCHES_MAX: usize = 2;
+
+struct World {
+    service: Arc<Service>,
+    memory: Arc<Memory>,
+    flusher: Arc<Flusher>,
+    faults: Faults,
+    registry: Registry,
+    tasks: Tasks,
+    next_block: i64,
+}
+
+fn quiet() -> policy::Limits {
+    policy::Limits {
+        high_watermark: 0.9,
+        low_watermark: 0.2,
+        single_buffer_bytes_max: u64::MAX,
+        huge_partition_bytes: HUGE,
+        huge_buffer_bytes_max: u64::MAX,
+        in_flight_batches_max: BATCHES_MAX,
+        blocks_high: 9_000,
+        blocks_low: 2_000,
+    }
+}
+
+fn limits() -> PartitionLimits {
+    PartitionLimits {
+        huge_bytes: Some(HUGE),
+        huge_in_memory_bytes_max: Some(HUGE_SHARE),
+        ..PartitionLimits::default()
+    }
+}
+
+impl World {
+    async fn new(partition_limits: PartitionLimits, flush_limits: policy::Limits) -> Self {
+        let (registry, tasks, faults) = (Registry::new(), Tasks::new(), Faults::default());
+        let memory_config = MemoryConfig {
+            capacity_bytes: CAPACITY,
+            read_capacity_bytes: 1 << 20,
+            ticket_timeout: Duration::from_secs(30),
+            tickets_max: 100,
+            blocks_max: 10_000,
+        };
+        let memory = Memory::new(&memory_config, &registry).unwrap();
+        let disk = Arc::new(MemoryDisk::new("/disk", None));
+        let disk: Arc<dyn Disk> = Arc::new(FaultDisk::new(disk, faults.clone()));
+        let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
+        let flush = FlushConfig {
+            limits: flush_limits,
+            workers: 4,
+            batch_bytes_max: 1 << 20,
+            tick: Duration::from_secs(1),
+            retry_pause_min: Duration::from_millis(100),
+            retry_pause_max: Duration::from_secs(2),
+        };
+        let flusher =
+            Flusher::start(flush, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry).unwrap();
+        let service = Service::new(
+            ServiceConfig { partition_limits, ..ServiceConfig::default() },
+            Arc::new(AppRegistry::new(AppConfig::default())),
+            Arc::clone(&memory),
+            Some(LocalTier { store, flusher: Arc::clone(&flusher) }),
+            tasks.clone(),
+            &registry,
+        )
+        .unwrap();
+        let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
+        tasks.spawn("expiry", expiry);
+        let world = Self { service, memory, flusher, faults, registry, tasks, next_block: 0 };
+        world.register(APP, &[]);
+        world
+    }
+
+    fn register(&self, app: &str, properties: &[(&str, &str)]) {
+        let properties = properties.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+        let request = RegisterRequest {
+            app,
+            shuffle: 0,
+            ranges: vec![(0, 9)],
+            user: String::new(),
+            distribution: Distribution::Normal,
+            properties: properties.collect(),
+        };
+        self.service.register(request).unwrap();
+    }
+
+    fn require(&self, partitions: &[i32], partition_sizes: &[i32]) -> Result<RequireGrant, ServiceError> {
+        let bytes = partition_sizes.iter().sum::<i32>().max(1000);
+        let request = RequireRequest { app: APP, shuffle: 0, bytes, partitions, partition_sizes };
+        self.service.require_buffer(request)
+    }
+
+    /// The ticket is asked for without naming the partition, so that no limit but those of the send applies.
+    fn send(&mut self, partition: i32, bytes: usize, stage_attempt: i32) -> Result<(), ServiceError> {
+        let length = i32::try_from(bytes).unwrap();
+        let request = RequireRequest {
+            app: APP,
+            shuffle: 0,
+            bytes: length + 32,
+            partitions: &[],
+            partition_sizes: &[],
+        };
+        let ticket = self.service.require_buffer(request)?.ticket;
+        let header = SendHeader { app: APP, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
+        let mut session = self.service.begin_send(header)?;
+        session.partition(partition)?;
+        session.begin_block(u32::try_from(bytes).unwrap())?;
+        session.write(&vec![7; bytes])?;
+        self.next_block += 1;
+        let block = BlockHeader { block_id: self.next_block, length, ..BlockHeader::default() };
+        session.end_block(block)?;
+        session.commit(stage_attempt)
+    }
+
+    fn fill(&mut self, partition: i32, bytes: u64) {
+        for _ in 0..bytes / 10_000 {
+            self.send(partition, 10_000, 0).unwrap();
+        }
+    }
+
+    fn buffer(&self, partition: i32) -> Arc<Buffer> {
+        let shuffle = self.service.apps.apps()[0].shuffles()[0].key().clone();
+        self.memory.shuffle(&shuffle).unwrap().existing(PartitionId(partition)).unwrap()
+    }
+
+    fn metric(&self, name: &str) -> u64 {
+        self.service.refresh_metrics();
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let metric = &family.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0];
+        let value = metric.get_counter().get_value() + metric.get_gauge().get_value();
+        format!("{value}").parse().unwrap()
+    }
+
+    /// Flushed bytes have left memory.
+    async fn settle(&self) {
+        within_time("batches are in the store", || self.flusher.unfinished() == 0).await;
+    }
+
+    async fn stop(self) {
+        self.faults.clear();
+        self.service.unregister_app(APP).unwrap();
+        self.faults.release().await;
+        tokio::time::sleep(Duration::from_secs(100)).await;
+        assert_eq!(self.flusher.unfinished(), 0, "batches left");
+        assert_eq!(self.memory.budget().used(), 0, "bytes charged");
+        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
+        assert_eq!(self.memory.in_flight_blocks(), 0, "blocks in flight");
+        assert_eq!(self.memory.block_count(), 0, "blocks counted");
+        assert_eq!(self.metric("huge_partition_num"), 0, "huge partitions counted");
+        self.tasks.cancel();
+        self.tasks.drained().await;
+    }
+}
+
+/// Time is paused: it passes only when there is nothing to do.
+async fn within_time(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..1000 {
+        if condition() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("not within 10 s: {what}");
+}
+
+fn code<T: std::fmt::Debug>(result: Result<T, ServiceError>) -> StatusCode {
+    result.unwrap_err().status()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_partition_that_may_not_take_more_decides_and_nothing_is_reserved() {
+    let mut world = World::new(limits(), quiet()).await;
+    world.fill(3, 90_000);
+    let used = world.memory.used_bytes();
+    world.require(&[1, 3, 2], &[90_000, 10_000, 90_000]).unwrap();
+    let refused = world.require(&[1, 3, 2], &[90_000, 10_001, 90_000]).unwrap_err();
+    assert_eq!(refused.status(), StatusCode::NoBufferForHugePartition);
+    assert!(refused.to_string().starts_with("Huge partition is limited to writing."), "{refused}");
+    assert!(refused.to_string().contains("partition 3 has received 90000 bytes"), "{refused}");
+    assert_eq!(world.memory.tickets().count(), 1);
+    assert_eq!(world.metric("total_require_buffer_failed_for_huge_partition"), 1);
+    assert_eq!(world.metric("total_require_buffer_failed"), 1);
+    // The first to fail decides, whatever its neighbours would have got.
+    assert_eq!(code(world.require(&[3, 1], &[10_001, -1])), StatusCode::NoBufferForHugePartition);
+    assert_eq!(code(world.require(&[1, 3], &[-1, 10_001])), StatusCode::InvalidRequest);
+    world.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
+    world.settle().await;
+    assert!(world.memory.used_bytes() < used, "the refusal began a flush");
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_that_tell_no_sizes_are_judged_by_what_was_received() {
+    let mut world = World::new(limits(), quiet()).await;
+    world.fill(3, 100_000);
+    world.require(&[3], &[]).unwrap();
+    world.fill(3, 10_000);
+    assert_eq!(code(world.require(&[1, 3], &[])), StatusCode::NoBufferForHugePartition);
+    // A list of another length is as good as none.
+    assert_eq!(code(world.require(&[1, 3], &[5])), StatusCode::NoBufferForHugePartition);
+    world.require(&[], &[]).unwrap();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_in_flight_count_against_a_huge_partitions_share() {
+    let mut world = World::new(limits(), quiet()).await;
+    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    world.fill(3, 110_000);
+    assert_eq!(code(world.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
+    // The refusal has put everything in flight; it still counts, and is not cut into crumbs.
+    let buffer = world.buffer(3);
+    assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (0, 110_000));
+    world.fill(3, 10_000);
+    assert_eq!(code(world.require(&[3], &[1])), StatusCode::NoBufferForHugePartition);
+    assert_eq!(buffer.in_flight_batches(), 1);
+    within_time("a write hangs", || world.faults.hung() == 1).await;
+    world.faults.clear();
+    world.faults.release().await;
+    world.settle().await;
+    assert_eq!(buffer.received_bytes(), 120_000, "flushing takes nothing from it");
+    world.require(&[3], &[1]).unwrap();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn huge_partitions_are_marked_once_and_flushed_by_their_own_threshold() {
+    let mut world = World::new(limits(), policy::Limits { huge_buffer_bytes_max: 20_000, ..quiet() }).await;
+    world.fill(3, 100_000);
+    assert_eq!(world.metric("huge_partition_num"), 0);
+    assert_eq!(world.flusher.unfinished(), 0);
+    world.fill(3, 10_000);
+    assert_eq!(world.flusher.unfinished(), 1);
+    world.settle().await;
+    world.fill(3, 20_000);
+    assert_eq!(world.flusher.unfinished(), 0, "not above its threshold yet");
+    world.fill(4, 110_000);
+    for (name, value) in [
+        ("huge_partition_num", 2),
+        ("total_huge_partition_num", 2),
+        ("app_with_huge_partition_num", 1),
+        ("total_app_with_huge_partition_num", 1),
+    ] {
+        assert_eq!(world.metric(name), value, "{name}");
+    }
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_hard_limit_is_told_in_words_that_the_client_knows() {
+    let hard = PartitionLimits { bytes_max: Some(50_000), ..PartitionLimits::default() };
+    let mut world = World::new(hard, quiet()).await;
+    world.fill(3, 40_000);
+    world.require(&[3], &[10_000]).unwrap();
+    assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::NoRegister);
+    assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::NoRegister);
+    assert_eq!(world.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
+    world.register(APP, &[("spark.anything", "1")]);
+    assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
+    assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::ExceedHugePartitionHardLimit);
+    assert_eq!(world.metric("total_huge_partition_exceed_hard_limit_num"), 4);
+    world.send(3, 10_000, 0).unwrap();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn partitions_to_be_split_are_named_and_still_served() {
+    let split = PartitionLimits { split_bytes: Some(20_000), ..PartitionLimits::default() };
+    let mut world = World::new(split, quiet()).await;
+    world.fill(3, 20_000);
+    assert_eq!(world.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
+    assert_eq!(world.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn batches_of_one_buffer_in_flight_are_limited() {
+    let mut world =
+        World::new(PartitionLimits::default(), policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() })
+            .await;
+    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    world.fill(3, 100_000);
+    world.flusher.flush_all();
+    let buffer = world.buffer(3);
+    assert_eq!(buffer.in_flight_batches(), BATCHES_MAX);
+    assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (80_000, 20_000));
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_blocks_are_flushed_when_there_are_too_many() {
+    let mut world =
+        World::new(PartitionLimits::default(), policy::Limits { blocks_high: 50, blocks_low: 5, ..quiet() })
+            .await;
+    for block in 0..51 {
+        world.send(block % 10, 1, 0).unwrap();
+    }
+    assert_eq!(world.memory.block_count(), 51);
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    world.settle().await;
+    assert!(world.memory.block_count() <= 5 + 5, "{} left", world.memory.block_count());
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_older_stage_attempt_is_ignored_only_where_attempts_are_numbered() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    // A client before 0.10 sends no attempt in any stage: that is 0 for ever.
+    world.send(3, 10, 0).unwrap();
+    world.send(3, 10, 0).unwrap();
+    world.send(3, 10, 1).unwrap();
+    world.send(3, 10, 1).unwrap();
+    assert_eq!(code(world.send(3, 10, 0)), StatusCode::StageRetryIgnore);
+    assert_eq!(world.buffer(3).received_bytes(), 40);
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
+    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let service = Arc::clone(&world.service);
+    // Expiry would end the app itself.
+    world.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]);
+    tokio::time::sleep(Duration::from_secs(50)).await;
+    service.decommission().unwrap();
+    tokio::time::sleep(Duration::from_secs(400)).await;
+    assert_eq!(service.status().state(), WorkerState::Decommissioning);
+    service.cancel_decommission().unwrap();
+    assert_eq!(service.status().state(), WorkerState::Active);
+    service.unregister_app(APP).unwrap();
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    service.decommission().unwrap();
+    // Not at once: an app that was assigned a moment ago may still come.
+    tokio::time::sleep(Duration::from_secs(59)).await;
+    assert_eq!(service.status().state(), WorkerState::Decommissioning);
+    service.status().decommissioned().await;
+    assert_eq!(service.status().state(), WorkerState::Decommissioned);
+    world.register(APP, &[]);
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
+    service.cancel_decommission().unwrap();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn statistics_are_sums_over_an_apps_partitions() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    world.register("app-10", &[]);
+    world.fill(3, 20_000);
+    world.flusher.flush_all();
+    world.settle().await;
+    world.fill(4, 10_000);
+    let all = world.service.app_statistics();
+    let by_name: HashMap<&str, &AppStatistics> = all.iter().map(|app| (app.app.as_str(), app)).collect();
+    let (busy, idle) = (by_name[APP], by_name["app-10"]);
+    assert_eq!((busy.received_bytes, busy.in_memory_bytes, busy.in_memory_blocks), (30_000, 10_000, 1));
+    assert_eq!((busy.flushed_bytes(), busy.partitions), (20_000, 10));
+    assert_eq!((idle.received_bytes, idle.partitions, idle.average_block_bytes()), (0, 10, None));
+    assert_eq!(world.metric("topN_of_total_data_size_for_app"), 30_000);
+    assert_eq!(world.metric("topN_of_on_localfile_data_size_for_app"), 20_000);
+    assert_eq!(world.metric("bottomN_of_in_memory_avg_block_size_for_app"), 10_000);
+    world.service.unregister_app("app-10").unwrap();
+    world.stop().await;
+}

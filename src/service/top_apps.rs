@@ -1,0 +1,107 @@
+//! Metrics by application, bounded: only those that stand out have a series (PROTOCOL §10.2).
+
+use std::collections::HashSet;
+
+use parking_lot::Mutex;
+use prometheus::{IntGaugeVec, Registry};
+
+use super::metrics::clamped;
+use super::statistics::{AppStatistics, largest, smallest_blocks};
+use crate::metrics;
+use crate::types::AppId;
+
+/// Applications that each of the metrics shows.
+const TOP_APPS: usize = 10;
+
+/// The applications that stand out, by several measures.
+#[derive(Debug)]
+pub(super) struct TopApps {
+    received: RankedGauge,
+    in_memory: RankedGauge,
+    in_memory_blocks: RankedGauge,
+    small_blocks: RankedGauge,
+    flushed: RankedGauge,
+}
+
+impl TopApps {
+    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
+        let ranked = |name: &str, help: &str| RankedGauge::new(registry, name, help);
+        Ok(Self {
+            received: ranked(
+                "topN_of_total_data_size_for_app",
+                "Payload bytes received, of the ten largest applications",
+            )?,
+            in_memory: ranked(
+                "topN_of_in_memory_data_size_for_app",
+                "Payload bytes in memory, of the ten largest applications",
+            )?,
+            in_memory_blocks: ranked(
+                "topN_of_in_memory_block_count_for_app",
+                "Blocks in memory, of the ten applications with the most",
+            )?,
+            small_blocks: ranked(
+                "bottomN_of_in_memory_avg_block_size_for_app",
+                "Mean payload bytes of blocks in memory, of the ten applications with the smallest",
+            )?,
+            flushed: ranked(
+                "topN_of_on_localfile_data_size_for_app",
+                "Payload bytes brought to local disks, of the ten largest applications",
+            )?,
+        })
+    }
+
+    pub(super) fn set(&self, apps: &[AppStatistics]) {
+        self.received.set(&largest(apps, TOP_APPS, |app| app.received_bytes));
+        self.in_memory.set(&largest(apps, TOP_APPS, |app| app.in_memory_bytes));
+        self.in_memory_blocks.set(&largest(apps, TOP_APPS, |app| app.in_memory_blocks));
+        self.small_blocks.set(&smallest_blocks(apps, TOP_APPS));
+        self.flushed.set(&largest(apps, TOP_APPS, AppStatistics::flushed_bytes));
+    }
+}
+
+/// A gauge by application of which only those that were set last have a series.
+#[derive(Debug)]
+struct RankedGauge {
+    gauge: IntGaugeVec,
+    shown: Mutex<HashSet<AppId>>,
+}
+
+impl RankedGauge {
+    fn new(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Self> {
+        let gauge = metrics::gauge_vec(registry, name, help, &["app_id"])?;
+        Ok(Self { gauge, shown: Mutex::default() })
+    }
+
+    fn set(&self, ranked: &[(&AppId, u64)]) {
+        let mut shown = self.shown.lock();
+        let now: HashSet<AppId> = ranked.iter().map(|(app, _)| (*app).clone()).collect();
+        for (app, value) in ranked {
+            self.gauge.with_label_values(&[app.as_str()]).set(clamped(*value));
+        }
+        for gone in shown.difference(&now) {
+            // It was set before, so that there is nothing that can fail.
+            let _ = self.gauge.remove_label_values(&[gone.as_str()]);
+        }
+        *shown = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_application_that_left_the_top_has_no_series() {
+        let registry = Registry::new();
+        let ranked = RankedGauge::new(&registry, "top", "help").unwrap();
+        let (a, b) = (AppId::parse("a").unwrap(), AppId::parse("b").unwrap());
+        ranked.set(&[(&a, 7), (&b, 5)]);
+        ranked.set(&[(&b, 6)]);
+        let families = registry.gather();
+        let series = families[0].get_metric();
+        assert_eq!(series.len(), 1);
+        assert_eq!(series[0].get_label()[0].value(), "b");
+        ranked.set(&[]);
+        assert!(registry.gather().is_empty());
+    }
+}

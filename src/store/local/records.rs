@@ -1,0 +1,140 @@
+//! Index records of published extents in memory, least recently used first out, within a budget of bytes.
+//!
+//! An extent never changes, so there is nothing to invalidate: an entry leaves for room or with its shuffle. What is
+//! kept is what a reader gets: checked, and with offsets into the partition's stream. Writers put in what they have
+//! just published, so that a small job's indexes never touch a disk again.
+
+use bytes::Bytes;
+use lru::LruCache;
+use parking_lot::Mutex;
+
+/// What an entry costs besides its records: key, list links, table slot and the `Bytes` itself.
+const ENTRY_BYTES: u64 = 160;
+
+/// Which extent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct RecordsKey {
+    pub(super) incarnation: u64,
+    /// Slot of the index log in the shuffle.
+    pub(super) log: u16,
+    /// Place of the records in it.
+    pub(super) offset: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct RecordCache {
+    capacity_bytes: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    entries: LruCache<RecordsKey, Bytes>,
+    used_bytes: u64,
+}
+
+fn cost(records: &Bytes) -> u64 {
+    records.len() as u64 + ENTRY_BYTES
+}
+
+impl RecordCache {
+    pub(super) fn new(capacity_bytes: u64) -> Self {
+        let state = State { entries: LruCache::unbounded(), used_bytes: 0 };
+        Self { capacity_bytes, state: Mutex::new(state) }
+    }
+
+    /// The records of an extent, which count as used now.
+    pub(super) fn find(&self, key: &RecordsKey) -> Option<Bytes> {
+        self.state.lock().entries.get(key).cloned()
+    }
+
+    /// Whether so many bytes of records are kept: those of an extent larger than an eighth of the budget are not worth
+    /// what would have to leave for them.
+    pub(super) fn takes(&self, records_bytes: usize) -> bool {
+        records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
+    }
+
+    /// Keeps records that are nobody else's memory (a slice would keep its whole alive); others leave for them.
+    pub(super) fn keep(&self, key: RecordsKey, records: Bytes) {
+        let added = cost(&records);
+        if !self.takes(records.len()) {
+            return;
+        }
+        let mut left = Vec::new();
+        let mut state = self.state.lock();
+        state.used_bytes += added;
+        if let Some(before) = state.entries.put(key, records) {
+            state.used_bytes -= cost(&before);
+        }
+        while state.used_bytes > self.capacity_bytes {
+            let Some((_, records)) = state.entries.pop_lru() else { break };
+            state.used_bytes -= cost(&records);
+            left.push(records);
+        }
+        drop(state);
+        drop(left); // Freed outside the lock.
+    }
+
+    /// Drops the records of extents that are gone.
+    pub(super) fn forget(&self, keys: impl Iterator<Item = RecordsKey>) {
+        // One lock per key: a purge of a million extents must not stop every reader meanwhile.
+        for key in keys {
+            let mut state = self.state.lock();
+            if let Some(records) = state.entries.pop(&key) {
+                state.used_bytes -= cost(&records);
+            }
+        }
+    }
+
+    /// Bytes of all entries.
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.state.lock().used_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(offset: u64) -> RecordsKey {
+        RecordsKey { incarnation: 1, log: 0, offset }
+    }
+
+    #[test]
+    fn the_least_recently_used_leaves() {
+        let cache = RecordCache::new(8 * (40 + ENTRY_BYTES));
+        for n in 0..8 {
+            cache.keep(key(n), Bytes::from(vec![1; 40]));
+        }
+        assert!(cache.find(&key(0)).is_some());
+        cache.keep(key(8), Bytes::from(vec![1; 40]));
+        assert!(cache.find(&key(0)).is_some() && cache.find(&key(1)).is_none());
+        cache.forget((0..9).map(key));
+        assert_eq!(cache.used_bytes(), 0);
+        cache.keep(key(1), Bytes::from(vec![1; 400]));
+        assert!(cache.find(&key(1)).is_none(), "one extent may not sweep the others out");
+    }
+
+    proptest! {
+        #[test]
+        fn the_budget_holds_and_no_byte_is_lost(
+            steps in prop::collection::vec((0u64..12, 0usize..300, any::<bool>()), 0..200),
+        ) {
+            let cache = RecordCache::new(2000);
+            for (offset, len, forget) in steps {
+                if forget {
+                    cache.forget(std::iter::once(key(offset)));
+                } else {
+                    cache.keep(key(offset), Bytes::from(vec![7; len]));
+                }
+                let state = cache.state.lock();
+                let sum: u64 = state.entries.iter().map(|(_, records)| cost(records)).sum();
+                prop_assert_eq!(sum, state.used_bytes);
+                prop_assert!(state.used_bytes <= cache.capacity_bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The command line of the real binary: what it prints, how it exits.
+
+use std::process::{Command, Output};
+
+fn worker(arguments: &[&str], config: &str) -> Output {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("config.toml");
+    std::fs::write(&path, config).expect("the configuration is written");
+    Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
+        .args(arguments)
+        .arg("-c")
+        .arg(&path)
+        .env_remove("WORKER_CONFIG_PATH")
+        .env("XDG_STATE_HOME", dir.path())
+        .output()
+        .expect("the binary starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_valid_configuration_is_said_to_be_valid() {
+    let output = worker(&["--check"], "grpc_port = 0\nhttp_port = 0\n");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("is valid"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn every_problem_of_a_configuration_is_told_at_once() {
+    let config = "grcp_port = 1\ncapacity = \"1G\"\n[memory_store]\ncapacity = \"tiny\"\n\
+                  [hybrid_store]\nmemory_spill_high_watermark = 0.1\nmemory_spill_low_watermark = 0.5\n";
+    for arguments in [&["--check"][..], &[]] {
+        let output = worker(arguments, config);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        for part in ["grpc_port", "memory_store", "tiny", "memory_spill_low_watermark"] {
+            assert!(stderr.contains(part), "{part} in {stderr}");
+        }
+    }
+}
+
+#[test]
+fn the_printed_configuration_is_a_configuration() {
+    let first = worker(&["--print-config"], "grpc_port = 1234\n");
+    assert!(first.status.success());
+    let printed = text(&first.stdout);
+    assert!(printed.contains("grpc_port = 1234"), "{printed}");
+    let second = worker(&["--print-config"], &printed);
+    assert_eq!(text(&second.stdout), printed);
+}
+
+#[test]
+fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output.stderr).contains(&format!("grpc_port = 127.0.0.1:{port}")),
+        "{}",
+        text(&output.stderr)
+    );
+
+    let foreign = tempfile::tempdir().expect("a temporary directory");
+    std::fs::write(foreign.path().join("thesis.doc"), "precious").expect("a file");
+    let config =
+        format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", foreign.path());
+    let output = worker(&[], &config);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("data_paths"), "{}", text(&output.stderr));
+    assert_eq!(std::fs::read_to_string(foreign.path().join("thesis.doc")).expect("still there"), "precious");
+}
+
+#[test]
+fn the_version_names_the_commit() {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
+    let version = text(&output.stdout);
+    assert!(version.starts_with(&format!("uniffle-worker {} (", env!("CARGO_PKG_VERSION"))), "{version}");
+}

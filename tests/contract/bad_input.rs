@@ -1,0 +1,267 @@
+//! Well-formed requests with values that must do no harm: GOALS §3 items 3, 5 and 6, and everything negative.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use uniffle_worker::client::grpc::{ClientError, ShuffleClient};
+use uniffle_worker::proto::{
+    AppHeartBeatRequest, GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest,
+    GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReportShuffleResultRequest, RequireBufferRequest,
+    SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, ShuffleUnregisterByAppIdRequest,
+    ShuffleUnregisterRequest, StatusCode,
+};
+use uniffle_worker::types::{PartitionId, ShuffleKey};
+
+use super::blocks::{batch, blocks, payload};
+use super::world::{World, key};
+
+const P: PartitionId = PartitionId(0);
+
+/// Every path below `dir`.
+fn tree(dir: &Path) -> BTreeSet<PathBuf> {
+    let mut all = BTreeSet::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+            if entry.path().is_dir() {
+                open.push(entry.path());
+            }
+            all.insert(entry.path());
+        }
+    }
+    all
+}
+
+/// The status of every call that takes an app id, in the words of `app`.
+async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, StatusCode)> {
+    let app = || app.to_owned();
+    let mut raw = client.raw();
+    let mut said = Vec::new();
+    let range = ShufflePartitionRange { start: 0, end: 3 };
+    macro_rules! call {
+        ($rpc:ident, $request:expr) => {{
+            let answer = raw.$rpc($request).await.unwrap().into_inner();
+            said.push((stringify!($rpc), answer.status()));
+        }};
+    }
+    call!(
+        register_shuffle,
+        ShuffleRegisterRequest { app_id: app(), partition_ranges: vec![range], ..Default::default() }
+    );
+    call!(require_buffer, RequireBufferRequest { app_id: app(), require_size: 100, ..Default::default() });
+    call!(
+        send_shuffle_data,
+        SendShuffleDataRequest { app_id: app(), require_buffer_id: 1, ..Default::default() }
+    );
+    call!(
+        report_shuffle_result,
+        ReportShuffleResultRequest { app_id: app(), bitmap_num: 1, ..Default::default() }
+    );
+    call!(get_shuffle_result, GetShuffleResultRequest { app_id: app(), ..Default::default() });
+    call!(
+        get_memory_shuffle_data,
+        GetMemoryShuffleDataRequest { app_id: app(), last_block_id: -1, ..Default::default() }
+    );
+    call!(get_local_shuffle_index, GetLocalShuffleIndexRequest { app_id: app(), ..Default::default() });
+    call!(
+        get_local_shuffle_data,
+        GetLocalShuffleDataRequest { app_id: app(), length: 1, ..Default::default() }
+    );
+    call!(unregister_shuffle, ShuffleUnregisterRequest { app_id: app(), ..Default::default() });
+    call!(unregister_shuffle_by_app_id, ShuffleUnregisterByAppIdRequest { app_id: app() });
+    call!(app_heartbeat, AppHeartBeatRequest { app_id: app() });
+    said
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn app_ids_that_are_no_names_never_reach_the_file_system() {
+    let world = World::start().await;
+    let before = tree(world.dir.path());
+    let long = "x".repeat(5000);
+    let bad = [
+        "",
+        ".",
+        "..",
+        "../x",
+        "../../../../tmp/x",
+        "/x",
+        "/",
+        "a/b",
+        "a/../../x",
+        "a\\b",
+        "a\0b",
+        "\0",
+        "a\nb",
+        ".claim",
+        &long,
+    ];
+    for app in bad {
+        for (rpc, status) in every_call(&world.client, app).await {
+            let expected = match rpc {
+                "register_shuffle" => matches!(status, StatusCode::InvalidRequest),
+                "send_shuffle_data" => matches!(status, StatusCode::NoRegister | StatusCode::InternalError),
+                _ => matches!(status, StatusCode::NoRegister),
+            };
+            assert!(expected, "{rpc} of {app:.20?}: {status:?}");
+        }
+    }
+    assert_eq!(tree(world.dir.path()), before);
+    assert_eq!(world.worker.apps().app_count(), 0);
+    assert!(!Path::new("/x").exists() && !Path::new("/tmp/x.uniffle").exists());
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn app_ids_that_look_odd_and_are_names_work_to_the_end() {
+    let world = World::start().await;
+    let longest = "y".repeat(200);
+    for app in
+        ["a b", "ä-ö_😀", "apps", "trash", "uniffle-worker.claim", "-rf", "~", "%2e%2e%2fx", "*", &longest]
+    {
+        let key = key(app, 1);
+        world.client.register(&key, &[(0, 0)]).await.unwrap();
+        world.push(&key, &batch(0, &blocks(0, 1, 0..3))).await;
+        world.flush().await;
+        world.assert_reads(&key, 0, &blocks(0, 1, 0..3)).await;
+        world.client.unregister_app(app).await.unwrap();
+    }
+    world.finish().await;
+}
+
+async fn data_refused(world: &World, key: &ShuffleKey, offset: i64, length: i32) -> (StatusCode, String) {
+    let request = GetLocalShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_id: 0,
+        partition_num_per_range: 1,
+        partition_num: 1,
+        offset,
+        length,
+        ..Default::default()
+    };
+    let answer = world.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
+    assert!(answer.data.is_empty(), "{offset}+{length}");
+    (answer.status(), answer.ret_msg)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_range_outside_of_the_data_returns_no_byte() {
+    let world = World::start().await;
+    let (mine, other) = (key("app-1", 1), key("app-2", 1));
+    for key in [&mine, &other] {
+        world.client.register(key, &[(0, 0)]).await.unwrap();
+        world.push(key, &batch(0, &blocks(0, 1, 0..5))).await;
+    }
+    world.flush().await;
+    let end = i64::try_from(payload(&blocks(0, 1, 0..5))).unwrap();
+    let outside = [(end - 1, 2), (end, 1), (end + 1, 1), (0, i32::MAX), (1 << 40, 1), (i64::MAX, i32::MAX)];
+    for (offset, length) in outside {
+        let (status, text) = data_refused(&world, &mine, offset, length).await;
+        assert!(matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest), "{status:?}");
+        assert!(!text.is_empty(), "{offset}+{length}");
+    }
+    for (offset, length) in [(-1, 10), (i64::MIN, 10), (0, -1), (0, i32::MIN), (-1, -1)] {
+        let (status, text) = data_refused(&world, &mine, offset, length).await;
+        assert_eq!(status, StatusCode::InvalidRequest, "{offset}+{length}: {text}");
+    }
+    // Exactly to the end, and every single byte of it, is what was written.
+    let whole = world.client.read_data(&mine, P, 0, end.unsigned_abs()).await.unwrap();
+    let expected: Vec<u8> = blocks(0, 1, 0..5).iter().flat_map(|block| block.data.to_vec()).collect();
+    assert!(whole == expected);
+    let last = world.client.read_data(&mine, P, end.unsigned_abs() - 1, 1).await.unwrap();
+    assert_eq!(last.as_ref(), &expected[expected.len() - 1..]);
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    let good = uniffle_worker::client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
+    let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
+    // Counts of maps and containers that are not there.
+    filters.push([&[0][..], &[0x7F, 0xFF, 0xFF, 0xFF]].concat());
+    filters.push([&[0][..], &[0, 0, 0, 1, 0, 0, 0, 0, 0x3A, 0x30, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]].concat());
+    filters.push(vec![0xFF; 100]);
+    let request = |filter: Vec<u8>| GetMemoryShuffleDataRequest {
+        app_id: "app-1".to_owned(),
+        shuffle_id: 1,
+        partition_id: 0,
+        last_block_id: -1,
+        read_buffer_size: 1 << 20,
+        timestamp: 0,
+        serialized_expected_task_ids_bitmap: Some(filter.into()),
+    };
+    for filter in filters {
+        let shown = format!("{filter:02x?}");
+        let answer = world.client.raw().get_memory_shuffle_data(request(filter)).await.unwrap().into_inner();
+        assert_eq!(answer.status(), StatusCode::InternalError, "{shown}");
+        assert!(answer.ret_msg.contains("bitmap") && answer.data.is_empty(), "{}", answer.ret_msg);
+    }
+    let all = world.client.raw().get_memory_shuffle_data(request(Vec::new())).await.unwrap().into_inner();
+    assert_eq!(all.shuffle_data_block_segments.len(), 5, "no bytes are no filter");
+    let wanted = world.client.raw().get_memory_shuffle_data(request(good.to_vec())).await.unwrap();
+    assert_eq!(wanted.into_inner().shuffle_data_block_segments.len(), 5);
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn negative_ids_and_sizes_of_reads_do_no_harm() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let all = blocks(0, 1, 0..5);
+    world.push(&key, &batch(0, &all)).await;
+    let mut raw = world.client.raw();
+    let request = GetMemoryShuffleDataRequest {
+        app_id: "app-1".to_owned(),
+        shuffle_id: 1,
+        last_block_id: -1,
+        read_buffer_size: -1,
+        ..Default::default()
+    };
+    for read_buffer_size in [-1, i32::MIN] {
+        let request = GetMemoryShuffleDataRequest { read_buffer_size, ..request.clone() };
+        let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
+        assert_eq!(answer.shuffle_data_block_segments.len(), 1, "one block");
+    }
+    for last_block_id in [-2, i64::MIN, i64::MAX] {
+        let request = GetMemoryShuffleDataRequest { last_block_id, ..request.clone() };
+        let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
+        let first = answer.shuffle_data_block_segments.first().map(|segment| segment.block_id);
+        assert_eq!(first, Some(all[0].meta.block_id.0), "an unknown cursor starts at the head");
+    }
+    for partition_id in [-1, i32::MIN, i32::MAX] {
+        let request = GetMemoryShuffleDataRequest { partition_id, ..request.clone() };
+        let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
+        assert_eq!((answer.status(), answer.data.len()), (StatusCode::Success, 0));
+        let index = world.client.read_index(&key, PartitionId(partition_id)).await.unwrap();
+        assert!(index.records.is_empty());
+    }
+    for shuffle_id in [-1, i32::MIN] {
+        let request = GetMemoryShuffleDataRequest { shuffle_id, ..request.clone() };
+        let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
+        assert_eq!(answer.status(), StatusCode::InvalidRequest);
+    }
+    drop(raw);
+    world.finish().await;
+}
+
+/// A panic in one call must not take others with it, so there is to be none: every call, empty.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_with_every_field_at_its_default_are_answered() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    for (rpc, status) in every_call(&world.client, "").await {
+        assert_ne!(status, StatusCode::Success, "{rpc}");
+    }
+    // shuffle 0 of a known app, which has only shuffle 1.
+    let said = every_call(&world.client, "app-1").await;
+    assert_eq!(said.len(), 11);
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    let wrong: Result<(), ClientError> = world.client.heartbeat("app-").await;
+    assert_eq!(wrong.unwrap_err().status(), Some(StatusCode::NoRegister));
+    world.finish().await;
+}

@@ -1,0 +1,27 @@
+//! Blocks of the tests: their content follows from their id.
+
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::types::{PartitionId, TaskAttemptId};
+
+const SEED: u64 = 0x5eed;
+
+/// Block `sequence` of `task` for `partition`.
+pub(crate) fn block(partition: i32, task: i64, sequence: u32, length: u32) -> Block {
+    let generator = BlockGenerator::new(SEED, IdLayout::SPARK);
+    generator.block(PartitionId(partition), TaskAttemptId(task), sequence, length)
+}
+
+/// Blocks of one task with small lengths, all different.
+pub(crate) fn blocks(partition: i32, task: i64, sequences: std::ops::Range<u32>) -> Vec<Block> {
+    sequences.map(|n| block(partition, task, n, 500 + n)).collect()
+}
+
+/// A batch of one partition.
+pub(crate) fn batch(partition: i32, blocks: &[Block]) -> Vec<(PartitionId, Vec<Block>)> {
+    vec![(PartitionId(partition), blocks.to_vec())]
+}
+
+/// Payload bytes.
+pub(crate) fn payload(blocks: &[Block]) -> u64 {
+    blocks.iter().map(|block| u64::from(block.meta.length)).sum()
+}

@@ -1,0 +1,113 @@
+//! A worker that is taken out of service: PROTOCOL §12 row 16 and §2.14.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tonic::transport::Channel;
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{
+    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode,
+};
+use uniffle_worker::service::WorkerState;
+
+use super::blocks::{batch, blocks};
+use super::raw;
+use super::world::{Setup, World, key};
+
+/// Whether the coordinator gives partitions to this worker.
+async fn is_assigned(channel: &Channel) -> bool {
+    let request = GetShuffleServerRequest {
+        application_id: "app-1".to_owned(),
+        partition_num: 2,
+        partition_num_per_range: 1,
+        data_replica: 1,
+        assignment_shuffle_server_number: -1,
+        ..Default::default()
+    };
+    let mut coordinator = CoordinatorServerClient::new(channel.clone());
+    let answer = coordinator.get_shuffle_assignments(request).await.unwrap().into_inner();
+    answer.status() == StatusCode::Success && answer.assignments.iter().all(|range| !range.server.is_empty())
+}
+
+async fn until_assigned(channel: &Channel, wanted: bool) {
+    let start = Instant::now();
+    while is_assigned(channel).await != wanted {
+        assert!(start.elapsed() < Duration::from_secs(20), "assigned = {wanted}: not yet");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
+    let setup = Setup { top: "heartbeat_interval_seconds = 1", ..Setup::default() };
+    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    let channel = raw::connect(world.worker.addresses().grpc).await;
+    until_assigned(&channel, true).await;
+    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+
+    let mut internal = ShuffleServerInternalClient::new(channel.clone());
+    for _ in 0..2 {
+        let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    }
+    let status = || world.worker.service().status().state();
+    assert_eq!(status(), WorkerState::Decommissioning);
+    until_assigned(&channel, false).await;
+
+    world.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
+    world.flush().await;
+    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    world.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
+    assert_eq!(status(), WorkerState::Decommissioning, "an app is left");
+
+    let answer = internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success);
+    assert_eq!(status(), WorkerState::Active);
+    until_assigned(&channel, true).await;
+    world.client.unregister_app("app-1").await.unwrap();
+
+    let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success);
+    assert_eq!(status(), WorkerState::Decommissioned, "no app is left");
+    drop((internal, channel));
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_without_its_coordinators_serves_all_the_same() {
+    // Nothing listens on port 1.
+    let setup = Setup {
+        top: "coordinator_quorum = [\"127.0.0.1:1\", \"127.0.0.1:2\"]\nheartbeat_interval_seconds = 1",
+        ..Setup::default()
+    };
+    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    world.flush().await;
+    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_this_worker_does_not_do_is_said_in_javas_words() {
+    use uniffle_worker::proto::{
+        FinishShuffleRequest, GetSortedShuffleDataRequest, ShuffleCommitRequest, StartSortMergeRequest,
+    };
+    let world = World::start().await;
+    let mut raw = world.client.raw();
+    let merge = raw.start_sort_merge(StartSortMergeRequest::default()).await.unwrap().into_inner();
+    let said = (merge.status(), merge.ret_msg.as_str());
+    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled, can not report StartSortMerge!"));
+    let sorted =
+        raw.get_sorted_shuffle_data(GetSortedShuffleDataRequest::default()).await.unwrap().into_inner();
+    let said = (sorted.status(), sorted.ret_msg.as_str());
+    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled"));
+    let commit = raw.commit_shuffle_task(ShuffleCommitRequest::default()).await.unwrap().into_inner();
+    assert_eq!(commit.status(), StatusCode::InternalError);
+    let finish = raw.finish_shuffle(FinishShuffleRequest::default()).await.unwrap().into_inner();
+    assert_eq!(finish.status(), StatusCode::Success);
+    drop(raw);
+    world.finish().await;
+}

@@ -1,0 +1,269 @@
+//! The three forms of `sendShuffleData`, and what is none of them: PROTOCOL §12 row 17 and §1.8.
+
+use prost::Message;
+use uniffle_worker::client::send::{self, SendForm};
+use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleData, StatusCode};
+use uniffle_worker::types::PartitionId;
+
+use super::blocks::{block, blocks};
+use super::world::{World, key};
+
+type Parts = Vec<(PartitionId, Vec<uniffle_worker::client::block::Block>)>;
+
+fn parts(task: i64) -> Parts {
+    (0..3).map(|p| (PartitionId(p), blocks(p, task, 0..4))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_three_forms_store_the_same_blocks() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 2)]).await.unwrap();
+    for (task, form) in [(1, SendForm::Classic), (2, SendForm::Contiguous), (3, SendForm::Combined)] {
+        world.client.push(&key, form, &parts(task)).await.unwrap();
+    }
+    for flushed in [false, true] {
+        for p in 0..3 {
+            let all: Vec<_> = (1..4).flat_map(|task| blocks(p, task, 0..4)).collect();
+            world.assert_reads(&key, p, &all).await;
+        }
+        if !flushed {
+            world.flush().await;
+        }
+    }
+    world.finish().await;
+}
+
+/// One way to spoil a request.
+struct Spoiled {
+    name: &'static str,
+    form: SendForm,
+    spoil: fn(&mut SendShuffleDataRequest),
+}
+
+fn first(request: &mut SendShuffleDataRequest) -> &mut ShuffleData {
+    &mut request.shuffle_data[0]
+}
+
+fn spoil_combined(request: &mut SendShuffleDataRequest, spoil: fn(&mut CombinedShuffleData)) {
+    let mut message = CombinedShuffleData::decode(request.contiguous_shuffle_data.clone()).unwrap();
+    spoil(&mut message);
+    request.contiguous_shuffle_data = message.encode_to_vec().into();
+}
+
+/// PROTOCOL §1.8 rule 4, and GOALS §3 item 5.
+const SPOILED: &[Spoiled] = &[
+    Spoiled { name: "no entries", form: SendForm::Classic, spoil: |request| request.shuffle_data.clear() },
+    Spoiled {
+        name: "entries without blocks",
+        form: SendForm::Classic,
+        spoil: |request| request.shuffle_data.iter_mut().for_each(|part| part.block.clear()),
+    },
+    Spoiled {
+        name: "length larger than the data",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[1].length += 1,
+    },
+    Spoiled {
+        name: "length smaller than the data",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[1].length -= 1,
+    },
+    Spoiled {
+        name: "negative length",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[1].length = -1,
+    },
+    Spoiled {
+        name: "a block without data among others",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[1].data.clear(),
+    },
+    Spoiled {
+        name: "data in the block and in field 7",
+        form: SendForm::Classic,
+        spoil: |request| request.contiguous_shuffle_data = vec![1; 2000].into(),
+    },
+    Spoiled {
+        name: "field 7 too short",
+        form: SendForm::Contiguous,
+        spoil: |request| {
+            let short = request.contiguous_shuffle_data.len() - 1;
+            request.contiguous_shuffle_data.truncate(short);
+        },
+    },
+    Spoiled {
+        name: "field 7 too long",
+        form: SendForm::Contiguous,
+        spoil: |request| {
+            let mut long = request.contiguous_shuffle_data.to_vec();
+            long.push(0);
+            request.contiguous_shuffle_data = long.into();
+        },
+    },
+    Spoiled {
+        name: "field 7 absent",
+        form: SendForm::Contiguous,
+        spoil: |request| request.contiguous_shuffle_data.clear(),
+    },
+    Spoiled {
+        name: "lengths that wrap around",
+        form: SendForm::Contiguous,
+        spoil: |request| {
+            first(request).block[0].length = i32::MAX;
+            first(request).block[1].length = i32::MIN;
+        },
+    },
+    Spoiled {
+        name: "field 7 that is no message",
+        form: SendForm::Combined,
+        spoil: |request| request.contiguous_shuffle_data = vec![0xFF; 500].into(),
+    },
+    Spoiled {
+        name: "fewer counts than partitions",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.partition_block_counts.truncate(2)),
+    },
+    Spoiled {
+        name: "counts of more blocks than there are",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.partition_block_counts[1] = i32::MAX),
+    },
+    Spoiled {
+        name: "a negative count",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.partition_block_counts[1] = -4),
+    },
+    Spoiled {
+        name: "fewer ids than blocks",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.block_ids.truncate(5)),
+    },
+    Spoiled {
+        name: "lengths beyond the bytes",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.lengths[3] += 7),
+    },
+    Spoiled {
+        name: "bytes beyond the lengths",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.lengths[3] -= 7),
+    },
+    Spoiled {
+        name: "a negative length in the array",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.lengths[0] = -1),
+    },
+    Spoiled {
+        name: "arrays and no bytes",
+        form: SendForm::Combined,
+        spoil: |request| spoil_combined(request, |it| it.combined_data.clear()),
+    },
+    Spoiled {
+        name: "a wrong checksum in the last block",
+        form: SendForm::Classic,
+        spoil: |request| {
+            let last = request.shuffle_data.last_mut().unwrap().block.last_mut().unwrap();
+            last.crc ^= 1;
+        },
+    },
+    Spoiled {
+        name: "the block id -1",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[0].block_id = -1,
+    },
+    Spoiled {
+        name: "a checksum of 33 bits",
+        form: SendForm::Classic,
+        spoil: |request| first(request).block[0].crc = 1 << 32,
+    },
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn malformed_sends_store_nothing_and_leak_nothing() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 2)]).await.unwrap();
+    for Spoiled { name, form, spoil } in SPOILED {
+        let ticket = world.client.require_buffer(&key, &parts(1)).await.unwrap();
+        let mut request = send::request(&key, ticket, *form, &parts(1));
+        spoil(&mut request);
+        let answer = world.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
+        let status = answer.status();
+        let told = matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest);
+        assert!(told && !answer.ret_msg.is_empty(), "{name}: {status:?} {}", answer.ret_msg);
+        world.assert_memory_is_free().await;
+        let again = world.client.send(&key, ticket, *form, &parts(1)).await.unwrap_err();
+        assert_eq!(again.status(), Some(StatusCode::InternalError), "{name}: the ticket is spent");
+    }
+    for partition in 0..3 {
+        world.assert_reads(&key, partition, &[]).await;
+    }
+    world.client.push(&key, SendForm::Combined, &parts(1)).await.unwrap();
+    world.assert_reads(&key, 2, &blocks(2, 1, 0..4)).await;
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_send_to_a_partition_that_was_not_registered_stores_nothing() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
+        let refused = world.client.push(&key, form, &parts(1)).await.unwrap_err();
+        assert_eq!(refused.status(), Some(StatusCode::NoRegister), "{refused}");
+        assert!(refused.to_string().contains("partition 2"), "{refused}");
+        world.assert_memory_is_free().await;
+    }
+    for partition in [-1, i32::MIN, i32::MAX] {
+        let parts = vec![(PartitionId(partition), vec![block(0, 1, 0, 10)])];
+        let refused = world.client.push(&key, SendForm::Classic, &parts).await.unwrap_err();
+        assert_eq!(refused.status(), Some(StatusCode::NoRegister), "{refused}");
+    }
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_checksum_of_0_is_not_compared() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let mut all = blocks(0, 1, 0..2);
+    all[0].meta.crc = 0;
+    let parts = vec![(PartitionId(0), all.clone())];
+    world.client.push(&key, SendForm::Classic, &parts).await.unwrap();
+    let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
+    assert_eq!(memory.blocks[0].meta, all[0].meta, "every field as it was sent");
+    world.flush().await;
+    let index = world.client.read_index(&key, PartitionId(0)).await.unwrap();
+    assert_eq!(index.records[0].meta, all[0].meta);
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_partition_in_several_entries_is_one_partition() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let all = blocks(0, 1, 0..3);
+    let other = blocks(1, 1, 0..1);
+    let entry = |n: usize| (PartitionId(0), vec![all[n].clone()]);
+    let parts = vec![entry(0), (PartitionId(1), other.clone()), entry(1), entry(2)];
+    for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
+        world.client.push(&key, form, &parts).await.unwrap();
+    }
+    world.assert_reads(&key, 0, &all).await;
+    world.assert_reads(&key, 1, &other).await;
+    world.finish().await;
+}
+
+/// The same id twice within one message.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_block_twice_in_one_message_is_stored_once() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let one = block(0, 1, 0, 5000);
+    let parts = vec![(PartitionId(0), vec![one.clone(), one.clone(), one.clone()])];
+    world.client.push(&key, SendForm::Classic, &parts).await.unwrap();
+    assert_eq!(world.memory().block_count(), 1);
+    let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
+    assert_eq!(memory.blocks, std::slice::from_ref(&one));
+    world.flush().await;
+    world.assert_reads(&key, 0, &[one]).await;
+    world.finish().await;
+}

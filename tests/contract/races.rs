@@ -1,0 +1,272 @@
+//! Things that happen at once: sends, flushes, purges, stops, and peers that take nothing.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::stream::{self, StreamExt};
+use http::Request;
+use http_body::Frame;
+use http_body_util::{BodyExt, StreamBody};
+use tokio::sync::oneshot;
+use tonic::body::Body;
+use tower::{Service, ServiceExt};
+use uniffle_worker::client::block::Block;
+use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_worker::client::send::{self, SendForm};
+use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_worker::proto::{GetLocalShuffleDataRequest, StatusCode};
+use uniffle_worker::types::{BlockId, PartitionId};
+
+use super::blocks::{batch, block, blocks};
+use super::raw;
+use super::rig::Rig;
+use super::world::{Setup, World, assert_same, eventually, key};
+
+const P: PartitionId = PartitionId(0);
+
+/// GOALS §3 item 13.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
+    let (rig, key) = (Rig::start().await, key("app-1", 1));
+    let client = rig.client().await;
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    for faults in &rig.faults {
+        faults.add(Rule::always(Operation::Write, Fault::Hang));
+    }
+    let mut all: Vec<Block> = Vec::new();
+    for round in 0..4 {
+        let new = blocks(0, round, 0..3);
+        client.push(&key, SendForm::Classic, &batch(0, &new)).await.unwrap();
+        all.extend(new);
+        // Everything so far again: some of it is in flight.
+        client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
+        if round < 3 {
+            rig.flusher.flush_all();
+        }
+    }
+    eventually("the writes hang", || match rig.hung() {
+        0 => Err("nothing hangs".to_owned()),
+        _ => Ok(()),
+    })
+    .await;
+    let mut seen: Vec<BlockId> = Vec::new();
+    loop {
+        let answer = client.read_memory(&key, P, seen.last().copied(), 1, None).await.unwrap();
+        assert!(seen.len() <= all.len(), "the cursor loops");
+        match answer.blocks.first() {
+            Some(block) => seen.push(block.meta.block_id),
+            None => break,
+        }
+    }
+    let order: Vec<BlockId> = all.iter().map(|block| block.meta.block_id).collect();
+    assert_eq!(seen, order);
+    rig.heal().await;
+    rig.flushed().await;
+    let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
+    assert_same(&read.blocks, &all);
+    drop(client);
+    rig.finish().await;
+}
+
+/// Every acknowledged block of a registration is readable until the shuffle is unregistered, and nothing is left.
+async fn write_read_unregister(world: &World, app: i64) {
+    let key = key(&format!("app-{app}"), 1);
+    for round in 0..15 {
+        world.client.register(&key, &[(0, 3)]).await.unwrap();
+        let mut all = Vec::new();
+        for n in 0..4 {
+            let new: Vec<Block> = (0..8).map(|b| block(0, round, n * 8 + b, 3000 + b)).collect();
+            let form = [SendForm::Classic, SendForm::Contiguous, SendForm::Combined][n as usize % 3];
+            world.client.push(&key, form, &batch(0, &new)).await.unwrap();
+            all.extend(new);
+            if (app + i64::from(n)) % 2 == 0 {
+                world.begin_flush();
+            }
+        }
+        world.assert_reads(&key, 0, &all).await;
+        // A send that is under way when its shuffle goes; it may succeed or not.
+        let late = blocks(1, round, 0..50);
+        let late = batch(1, &late);
+        let (sent, gone) =
+            tokio::join!(world.client.push(&key, SendForm::Classic, &late), world.client.unregister(&key));
+        gone.unwrap();
+        if let Err(error) = sent {
+            let status = error.status();
+            assert!(matches!(status, Some(StatusCode::NoRegister | StatusCode::InternalError)), "{error}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sends_flushes_and_unregistrations_at_once_leak_nothing() {
+    let world = World::start().await;
+    futures::future::join_all((0..6).map(|app| write_read_unregister(&world, app))).await;
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let all = blocks(0, 1, 0..5);
+    let ticket = world.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
+    let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
+    let (head, tail) = (message.slice(..1000), message.slice(1000..));
+    let (go_on, wait) = oneshot::channel::<()>();
+    let late = stream::once(async move {
+        drop(wait.await);
+        tail
+    });
+    let World { worker, client, dir, .. } = world;
+    let memory = worker.memory().clone();
+    let service = worker.service().clone();
+    let channel = raw::connect(worker.addresses().grpc).await;
+    let call = async move { raw::call_streamed(&channel, raw::SEND, stream::iter([head]).chain(late)).await };
+    let stop = async move {
+        eventually("the send has begun", || match memory.tickets().count() {
+            0 => Ok(()),
+            _ => Err("its ticket is there".to_owned()),
+        })
+        .await;
+        drop(client);
+        worker.stop().await
+    };
+    let release = async move {
+        eventually("the worker stops", || match service.status().is_stopping() {
+            true => Ok(()),
+            false => Err("not stopping".to_owned()),
+        })
+        .await;
+        go_on.send(()).unwrap();
+    };
+    let (answer, tasks_left, ()) = tokio::join!(call, stop, release);
+    assert_eq!(answer.send_status().0, StatusCode::Success);
+    assert_eq!(tasks_left, 0);
+    drop(dir);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
+    let setup = Setup {
+        memory: "read_buffer_capacity = \"4MiB\"",
+        tables: "[grpc]\nrequest_timeout_sec = 1",
+        ..Setup::default()
+    };
+    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let large = block(0, 1, 0, 16 << 20);
+    world.client.push(&key, SendForm::Contiguous, &batch(0, std::slice::from_ref(&large))).await.unwrap();
+    world.flush().await;
+
+    // The channel's windows are 64 KiB; the head is awaited and the body never read.
+    let request = GetLocalShuffleDataRequest {
+        app_id: "app-1".to_owned(),
+        shuffle_id: 1,
+        partition_num: 1,
+        partition_num_per_range: 1,
+        length: 16 << 20,
+        ..Default::default()
+    };
+    let frames = stream::iter([Ok::<_, std::convert::Infallible>(Frame::data(raw::framed(&request)))]);
+    let call = Request::post("/rss.common.ShuffleServer/getLocalShuffleData")
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(Body::new(StreamBody::new(frames)))
+        .unwrap();
+    let mut channel = raw::connect(world.worker.addresses().grpc).await;
+    let response = channel.ready().await.unwrap().call(call).await.unwrap();
+    let pool = world.memory().read_pool();
+    eventually("the answer has begun", || match pool.used_bytes() {
+        0 => Err("no read buffer is in use".to_owned()),
+        _ => Ok(()),
+    })
+    .await;
+    assert!(pool.used_bytes() <= 4 << 20);
+    // Three times the request's timeout is the longest that a stream lives.
+    eventually("the answer is given up", || match pool.used_bytes() {
+        0 => Ok(()),
+        held => Err(format!("{held} bytes are held")),
+    })
+    .await;
+    let taken = tokio::time::timeout(Duration::from_secs(5), response.into_body().collect()).await.unwrap();
+    assert!(taken.is_err(), "the stream was reset, so that nobody takes it for the whole");
+    drop(channel);
+    world.assert_reads(&key, 0, &[large]).await;
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
+    let setup = Setup { tables: "[grpc]\nmax_connections = 2", ..Setup::default() };
+    let world = World::with(setup).await;
+    let address = world.worker.addresses().grpc;
+    // The world's own client is the first.
+    let second = raw::connect(address).await;
+    let path = "/rss.common.ShuffleServer/appHeartbeat";
+    let heartbeat = vec![raw::prefixed(&[])];
+    let answer = raw::call(&second, path, heartbeat.clone(), raw::End::Closed).await;
+    assert_eq!(answer.grpc_status, Some(0));
+    let mut third = tokio::net::TcpStream::connect(address).await.unwrap();
+    let mut nothing = [0; 1];
+    let closed = tokio::io::AsyncReadExt::read(&mut third, &mut nothing).await;
+    assert!(!matches!(closed, Ok(1..)), "{closed:?}");
+    drop(second);
+    eventually("there is room again", || match world.metric("grpc_server_connection_number") {
+        1.0 => Ok(()),
+        open => Err(format!("{open} connections")),
+    })
+    .await;
+    let again = raw::connect(address).await;
+    let answer = raw::call(&again, path, heartbeat, raw::End::Closed).await;
+    assert_eq!(answer.grpc_status, Some(0));
+    drop(again);
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
+    let setup = Setup { tables: "[grpc]\nmax_message_size = \"1MiB\"", ..Setup::default() };
+    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let parts = batch(0, &[block(0, 1, 0, 1 << 20)]);
+    let ticket = world.client.require_buffer(&key, &parts).await.unwrap();
+    let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
+    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let pieces: Vec<Bytes> = message.chunks(64 << 10).map(Bytes::copy_from_slice).collect();
+    let answer = raw::call(&channel, raw::SEND, pieces, raw::End::Closed).await;
+    assert_eq!(answer.grpc_status, Some(8), "RESOURCE_EXHAUSTED");
+    assert!(answer.grpc_message.contains("1048576"), "{}", answer.grpc_message);
+    drop(channel);
+    world.finish().await;
+}
+
+/// GOALS §3 item 11: a client property kills the server.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn client_properties_of_any_kind_are_taken_or_refused() {
+    use uniffle_worker::client::grpc::register_request;
+    let world = World::start().await;
+    let values = ["", "-1", "99999999999999999999", "NaN", "\0", "true", "1g", "../x", "ä"];
+    let keys = [
+        "spark.rss.riffle.hardSplitEnabled",
+        "spark.rss.client.reassign.enabled",
+        "rss.client.blockIdManagerClass",
+        "spark.rss.heartbeat.timeout",
+        "spark.rss.app.expired.withoutHeartbeat",
+        "",
+        ".rss.",
+    ];
+    for (n, value) in values.iter().enumerate() {
+        let key = key(&format!("app-{n}"), 1);
+        let mut request = register_request(&key, &[(0, 0)]);
+        request.properties = keys.iter().map(|name| ((*name).to_owned(), (*value).to_owned())).collect();
+        request.user = value.repeat(100);
+        world.client.register_with(request).await.unwrap();
+        world.push(&key, &batch(0, &blocks(0, 1, 0..2))).await;
+        world.assert_reads(&key, 0, &blocks(0, 1, 0..2)).await;
+    }
+    let key = key("app-many", 1);
+    let mut request = register_request(&key, &[(0, 0)]);
+    request.properties = (0..20_000).map(|n| (format!("spark.rss.{n}"), "x".repeat(20))).collect();
+    drop(world.client.register_with(request).await);
+    world.finish().await;
+}

@@ -1,0 +1,257 @@
+//! A whole worker in this process, started from TOML text on ports that the system chose, and a client of it.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+use uniffle_worker::client::block::Block;
+use uniffle_worker::client::grpc::{Backoff, ReadOptions, ShuffleClient};
+use uniffle_worker::client::send::{Batch, SendForm};
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::memory::Memory;
+use uniffle_worker::proto::{self, StatusCode};
+use uniffle_worker::server::Worker;
+use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
+
+/// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
+const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
+/// The marker by which a worker claims a data directory: the one file that stays.
+const CLAIM_FILE: &str = "uniffle-worker.claim";
+
+/// What a test chooses of the configuration.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Setup {
+    /// `memory_store.capacity`.
+    pub(crate) capacity: &'static str,
+    /// More lines of `[memory_store]`.
+    pub(crate) memory: &'static str,
+    /// Lines before the first table.
+    pub(crate) top: &'static str,
+    /// Whole tables behind the rest.
+    pub(crate) tables: &'static str,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { capacity: "32MiB", memory: "", top: "", tables: "" }
+    }
+}
+
+/// A running worker with two data directories, and a client.
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) worker: Worker,
+    pub(crate) client: ShuffleClient,
+    /// The parent of the data directories.
+    pub(crate) dir: TempDir,
+    pub(crate) disks: Vec<PathBuf>,
+}
+
+impl World {
+    pub(crate) async fn start() -> Self {
+        Self::with(Setup::default()).await
+    }
+
+    pub(crate) async fn with(setup: Setup) -> Self {
+        let dir = tempfile::Builder::new().prefix("uniffle-contract-").tempdir().unwrap();
+        let disks: Vec<PathBuf> = (0..2).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
+        for disk in &disks {
+            std::fs::create_dir(disk).unwrap();
+        }
+        let config = parse(&setup, &disks);
+        let worker = Worker::start(&config).await.unwrap();
+        let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(quickly());
+        Self { worker, client, dir, disks }
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        self.worker.memory()
+    }
+
+    /// Ticket and send in the classic form; must succeed.
+    pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) {
+        self.client.push(key, SendForm::Classic, batch).await.unwrap();
+    }
+
+    /// A ticket of `bytes`; must be granted.
+    pub(crate) async fn ticket(&self, key: &ShuffleKey, bytes: i32) -> TicketId {
+        let answer = self.client.require_raw(require(key, bytes)).await.unwrap();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        TicketId(answer.require_buffer_id)
+    }
+
+    /// Starts a flush of everything in memory.
+    pub(crate) fn begin_flush(&self) {
+        self.worker.local().unwrap().flusher.flush_all();
+    }
+
+    /// Flushes everything in memory and waits until it is on disk.
+    pub(crate) async fn flush(&self) {
+        self.begin_flush();
+        let flusher = &self.worker.local().unwrap().flusher;
+        eventually("the flush ends", || match (flusher.unfinished(), self.memory().block_count()) {
+            (0, 0) => Ok(()),
+            left => Err(format!("{left:?} batches and blocks are left")),
+        })
+        .await;
+    }
+
+    /// A reader of every kind gets exactly `blocks`, byte for byte.
+    pub(crate) async fn assert_reads(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
+        for trust_is_end in [true, false] {
+            let options = ReadOptions { trust_is_end, read_buffer_size: 1 << 20, ..Default::default() };
+            let read = self.client.read_partition(key, PartitionId(partition), &options).await.unwrap();
+            assert_same(&read.blocks, blocks);
+        }
+    }
+
+    /// The sum of a metric over its labels.
+    pub(crate) fn metric(&self, name: &str) -> f64 {
+        let families = self.worker.registry().gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let family = family.unwrap_or_else(|| panic!("no metric {name}"));
+        family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+    }
+
+    /// What of this worker is not as it was when it had no application.
+    pub(crate) fn leftovers(&self) -> Vec<String> {
+        let memory = self.memory();
+        let local = self.worker.local().unwrap();
+        let counters = [
+            ("used bytes", memory.budget().used()),
+            ("pre-allocated bytes", memory.tickets().pre_allocated_bytes()),
+            ("tickets", memory.tickets().count() as u64),
+            ("bytes in flight", memory.in_flight_bytes()),
+            ("blocks", memory.block_count()),
+            ("read bytes", memory.read_pool().used_bytes()),
+            ("batches", local.flusher.unfinished() as u64),
+            ("stored bytes", local.store.used_bytes()),
+            ("apps", self.worker.apps().app_count() as u64),
+        ];
+        let counted = counters.iter().filter(|(_, value)| *value != 0);
+        let files = self.disks.iter().flat_map(|disk| files_below(disk));
+        counted
+            .map(|(name, value)| format!("{value} {name}"))
+            .chain(files.map(|f| f.display().to_string()))
+            .collect()
+    }
+
+    /// The memory counters are back to zero, without any application having been unregistered.
+    pub(crate) async fn assert_memory_is_free(&self) {
+        let memory = self.memory();
+        eventually("memory is free", || {
+            let left = (
+                memory.budget().used(),
+                memory.tickets().pre_allocated_bytes(),
+                memory.in_flight_bytes(),
+                memory.block_count(),
+            );
+            if left == (0, 0, 0, 0) { Ok(()) } else { Err(format!("{left:?}")) }
+        })
+        .await;
+    }
+
+    /// The common end of every test: unregisters what is left, finds nothing left, stops with no task left.
+    pub(crate) async fn finish(self) {
+        for app in self.worker.apps().apps() {
+            self.client.unregister_app(app.id().as_str()).await.unwrap();
+        }
+        eventually("the worker is clean", || match self.leftovers() {
+            left if left.is_empty() => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+        drop(self.client);
+        assert_eq!(self.worker.stop().await, 0, "tasks left");
+    }
+}
+
+/// The configuration that a user would have written.
+fn parse(setup: &Setup, disks: &[PathBuf]) -> Config {
+    let Setup { capacity, memory, top, tables } = setup;
+    let text = format!(
+        "store_type = \"MEMORY_LOCALFILE\"\n\
+         bind_address = \"127.0.0.1\"\n\
+         grpc_port = 0\n\
+         http_port = 0\n\
+         {top}\n\
+         [memory_store]\n\
+         capacity = \"{capacity}\"\n\
+         {memory}\n\
+         [localfile_store]\n\
+         data_paths = {disks:?}\n\
+         # Whatever the machine of the tests has on its disk.\n\
+         disk_high_watermark = 1.0\n\
+         disk_low_watermark = 0.99\n\
+         {tables}\n"
+    );
+    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+    let machine = Machine { memory_bytes: 8 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
+    Config::parse(&text, &env, &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// Patience in milliseconds instead of Java's seconds.
+pub(crate) fn quickly() -> Backoff {
+    Backoff { attempts: 2_000, first: Duration::from_millis(2), longest: Duration::from_millis(10) }
+}
+
+pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
+}
+
+/// `requireBuffer` as a 0.9 client sends it: no sizes per partition.
+pub(crate) fn require(key: &ShuffleKey, bytes: i32) -> proto::RequireBufferRequest {
+    proto::RequireBufferRequest {
+        require_size: bytes,
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_ids: vec![0],
+        partition_require_sizes: Vec::new(),
+    }
+}
+
+/// Polls `look` until it says yes.
+pub(crate) async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
+    let start = Instant::now();
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(complaint) if start.elapsed() > SETTLE_DEADLINE => panic!("{what}: not yet: {complaint}"),
+            Err(_) => sleep(Duration::from_millis(2)).await,
+        }
+    }
+}
+
+/// `read` has exactly `blocks`.
+pub(crate) fn assert_same(
+    read: &std::collections::BTreeMap<uniffle_worker::types::BlockId, bytes::Bytes>,
+    blocks: &[Block],
+) {
+    let ids: Vec<i64> = read.keys().map(|id| id.0).collect();
+    let mut expected: Vec<i64> = blocks.iter().map(|block| block.meta.block_id.0).collect();
+    expected.sort_unstable();
+    assert_eq!(ids, expected);
+    for block in blocks {
+        assert!(read[&block.meta.block_id] == block.data, "bytes of block {}", block.meta.block_id);
+    }
+}
+
+/// Everything below a data directory but the claim and the two directories that are always there.
+pub(crate) fn files_below(base: &Path) -> Vec<PathBuf> {
+    let mut left = Vec::new();
+    let mut open = vec![base.to_owned()];
+    while let Some(dir) = open.pop() {
+        // A directory that a purge removes meanwhile is not left.
+        for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path == base.join("apps") || path == base.join("trash") {
+                open.push(path);
+            } else if path != base.join(CLAIM_FILE) {
+                left.push(path);
+            }
+        }
+    }
+    left
+}
