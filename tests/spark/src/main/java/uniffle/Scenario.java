@@ -254,7 +254,7 @@ enum Scenario {
   RECORDED_PAIRS(Map.of()) {
     @Override
     Outcome run(SparkSession spark) {
-      JavaRDD<String> result = ids(spark, 300, 3)
+      JavaRDD<String> result = ids(spark, 160, 3)
           .mapToPair(id -> new Tuple2<>(mix(id) >>> 57, Long.toHexString(mix(id * 31))))
           .reduceByKey((a, b) -> a.compareTo(b) < 0 ? a + b : b + a, 4)
           .sortByKey(true, 3)
@@ -268,16 +268,16 @@ enum Scenario {
   RECORDED_SKEW(Map.of(
       "spark.sql.adaptive.enabled", "true",
       "spark.sql.adaptive.skewJoin.skewedPartitionFactor", "1.2",
-      "spark.sql.adaptive.skewJoin.skewedPartitionThresholdInBytes", "4k",
-      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "4k",
+      "spark.sql.adaptive.skewJoin.skewedPartitionThresholdInBytes", "2k",
+      "spark.sql.adaptive.advisoryPartitionSizeInBytes", "2k",
       "spark.sql.adaptive.coalescePartitions.enabled", "false",
       "spark.sql.autoBroadcastJoinThreshold", "-1",
       "spark.sql.shuffle.partitions", "3")) {
     @Override
     Outcome run(SparkSession spark) {
-      Dataset<Row> facts = spark.range(0, 420, 1, 4).select(
+      Dataset<Row> facts = spark.range(0, 270, 1, 4).select(
           expr("if(id % 3 < 2, 7L, pmod(xxhash64(id, 5L), 40L)) AS key"), expr(randomBytes(6, 40) + " AS payload"));
-      Dataset<Row> names = spark.range(0, 60, 1, 2).select(
+      Dataset<Row> names = spark.range(0, 44, 1, 2).select(
           col("id").as("key"), expr("sha1(cast(id AS string)) AS name"));
       Dataset<Row> joined = facts.join(names, "key");
       Digest digest = Digest.of(joined);
