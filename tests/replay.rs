@@ -114,7 +114,7 @@ fn recordings() -> Vec<(PathBuf, Session)> {
 }
 
 fn show(path: &Path, session: &Session, summary: &Summary) {
-    println!("{}: {}: {summary:?}", path.display(), session.title);
+    support::say(&format!("{}: {}: {summary:?}", path.display(), session.title));
 }
 
 #[tokio::test(flavor = "multi_thread")]
