@@ -19,7 +19,7 @@ use support::worker::{Setup, Worker};
 
 /// A worker that holds 64 MB, so that 100 MB go to disk in part.
 fn worker(name: &'static str) -> Worker {
-    Worker::start(&Setup { name, capacity: "64MB", disks: 1, tables: "" })
+    Worker::start(&Setup { name, capacity: "64MB", ..Setup::default() })
 }
 
 fn command(line: &[&str]) -> Command {
