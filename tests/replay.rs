@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use format::{Plane, Session};
 use player::{Player, Summary};
+use support::say;
 use tokio::time::{Instant, sleep};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
@@ -114,7 +115,7 @@ fn recordings() -> Vec<(PathBuf, Session)> {
 }
 
 fn show(path: &Path, session: &Session, summary: &Summary) {
-    support::say(&format!("{}: {}: {summary:?}", path.display(), session.title));
+    say(&format!("{}: {}: {summary:?}", path.display(), session.title));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -249,10 +249,7 @@ fn tcp_send(message: &[u8]) -> Result<Request, uniffle_worker::wire::DecodeError
             let (crc, task_attempt_id) = (fields.i64()?, fields.i64()?);
             let data = Bytes::copy_from_slice(fields.bytes("data")?.unwrap_or_default());
             for _ in 0..fields.i32()? {
-                fields.string("id")?;
-                fields.string("host")?;
-                fields.i32()?;
-                fields.i32()?;
+                let _server = (fields.string("id")?, fields.string("host")?, fields.i32()?, fields.i32()?);
             }
             let (uncompress_length, _free_memory) = (fields.i32()?, fields.i64()?);
             let block =
