@@ -1,0 +1,162 @@
+//! A against B (or the bare machine) in turns, several rounds: medians and ratios.
+//!
+//! Turns, because the machine's mood changes over minutes; who begins changes with each turn.
+
+use crate::floor;
+use crate::options::{CompareArgs, FloorArgs, RunArgs, Work};
+use crate::report::{Comparison, FloorLine, PhaseReport, Report, RunReport, median};
+use crate::run;
+
+/// Bytes of each of the floor's measurements within a turn.
+const FLOOR_BYTES: u64 = 1_000_000_000;
+
+/// Runs all turns.
+pub(crate) async fn turns(args: &CompareArgs) -> anyhow::Result<Report> {
+    anyhow::ensure!((1..=1_000).contains(&args.turns), "--turns must be 1 to 1000");
+    let (a, b) = args.sides()?;
+    let mut report = Report::default();
+    let mut floors: Vec<Vec<FloorLine>> = Vec::new();
+    let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
+    for turn in 0..args.turns {
+        let Some(b) = &b else {
+            of_a.push(work(args.work, &format!("A {}", turn + 1), &a).await?);
+            floors.push(floor(args)?);
+            continue;
+        };
+        if turn % 2 == 0 {
+            of_a.push(work(args.work, &format!("A {}", turn + 1), &a).await?);
+            of_b.push(work(args.work, &format!("B {}", turn + 1), b).await?);
+        } else {
+            of_b.push(work(args.work, &format!("B {}", turn + 1), b).await?);
+            of_a.push(work(args.work, &format!("A {}", turn + 1), &a).await?);
+        }
+    }
+    report.comparison =
+        if floors.is_empty() { compare(&of_a, &of_b) } else { compare_with_floor(&of_a, &floors) };
+    report.floor = median_floor(&floors);
+    report.runs = of_a.into_iter().chain(of_b).collect();
+    Ok(report)
+}
+
+async fn work(work: Work, name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
+    match work {
+        Work::Write => run::write_only(name, args).await,
+        Work::Read => run::write_and_read(name, args).await,
+        Work::Mixed => run::mixed(name, args).await,
+    }
+}
+
+fn floor(args: &CompareArgs) -> anyhow::Result<Vec<FloorLine>> {
+    floor::measure(&FloorArgs {
+        bytes: bytesize::ByteSize::b(FLOOR_BYTES),
+        dir: args.floor_dir.clone(),
+        connections: args.run.load.connections.min(64),
+        report: args.run.report.clone(),
+    })
+}
+
+/// A figure of a phase.
+type Figure = (&'static str, bool, fn(&PhaseReport) -> Option<f64>);
+
+const FIGURES: [Figure; 3] = [
+    ("GB/s", true, |phase| Some(phase.gb_per_second())),
+    ("server CPU-s/GB", false, PhaseReport::server_cpu_per_gb),
+    ("server peak RSS, MiB", false, |phase| Some(phase.server?.peak_rss_bytes as f64 / f64::from(1 << 20))),
+];
+
+/// The median over all runs of a figure of all phases with a name.
+fn of_phase(runs: &[RunReport], phase: &str, figure: fn(&PhaseReport) -> Option<f64>) -> Option<f64> {
+    let phases = runs.iter().flat_map(|run| &run.phases).filter(|of_run| of_run.name == phase);
+    let values: Vec<f64> = phases.filter_map(figure).collect();
+    (!values.is_empty()).then(|| median(&values))
+}
+
+fn compare(a: &[RunReport], b: &[RunReport]) -> Vec<Comparison> {
+    let mut lines = Vec::new();
+    for phase in ["write", "mixed", "read"] {
+        for (name, more_is_better, figure) in FIGURES {
+            if let (Some(a), Some(b)) = (of_phase(a, phase, figure), of_phase(b, phase, figure)) {
+                let what = format!("{phase}: {name}");
+                lines.push(Comparison { what, a, b, ratio: a / b, more_is_better });
+            }
+        }
+    }
+    lines
+}
+
+/// Server CPU of writing and reading against the two loops that move the same bytes.
+fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Comparison> {
+    let floor = median_floor(floors);
+    let mut lines = Vec::new();
+    for (phase, bare) in [("write", "socket to warm memory"), ("read", "memory to socket")] {
+        let cpu = of_phase(a, phase, PhaseReport::server_cpu_per_gb);
+        let bare_cpu = floor.iter().find(|line| line.name == bare).map(|line| line.server_cpu_per_gb);
+        if let (Some(a), Some(b)) = (cpu, bare_cpu) {
+            let what = format!("{phase}: server CPU-s/GB : {bare}");
+            lines.push(Comparison { what, a, b, ratio: a / b, more_is_better: false });
+        }
+    }
+    lines
+}
+
+fn median_floor(floors: &[Vec<FloorLine>]) -> Vec<FloorLine> {
+    let Some(first) = floors.first() else { return Vec::new() };
+    let of = |name: &str, figure: fn(&FloorLine) -> f64| {
+        let lines = floors.iter().flatten().filter(|line| line.name == name);
+        median(&lines.map(figure).collect::<Vec<_>>())
+    };
+    let line = |line: &FloorLine| FloorLine {
+        name: line.name.clone(),
+        gb_per_second: of(&line.name, |line| line.gb_per_second),
+        server_cpu_per_gb: of(&line.name, |line| line.server_cpu_per_gb),
+        client_cpu_per_gb: of(&line.name, |line| line.client_cpu_per_gb),
+    };
+    first.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::ServerUse;
+
+    fn runs(cpu_seconds: &[f64]) -> Vec<RunReport> {
+        let run = |&cpu_seconds: &f64| {
+            let server = Some(ServerUse { cpu_seconds, peak_rss_bytes: 1 << 20, ..ServerUse::default() });
+            let name = "write".to_owned();
+            let phase = PhaseReport {
+                name,
+                seconds: 1.0,
+                written_bytes: 1_000_000_000,
+                server,
+                ..PhaseReport::default()
+            };
+            RunReport { phases: vec![phase], ..RunReport::default() }
+        };
+        cpu_seconds.iter().map(run).collect()
+    }
+
+    #[test]
+    fn medians_are_compared() {
+        let lines = compare(&runs(&[0.3, 9.0, 0.2]), &runs(&[0.6, 0.6, 0.5]));
+        let cpu = lines.iter().find(|line| line.what == "write: server CPU-s/GB").unwrap();
+        assert!((cpu.a - 0.3).abs() < 1e-9 && (cpu.b - 0.6).abs() < 1e-9 && (cpu.ratio - 0.5).abs() < 1e-9);
+        assert!(
+            lines.iter().all(|line| !line.what.starts_with("read")),
+            "what was not measured is not compared"
+        );
+    }
+
+    #[test]
+    fn the_floor_is_compared_with_what_moves_the_same_bytes() {
+        let floor = |cpu| FloorLine {
+            name: "socket to warm memory".into(),
+            gb_per_second: 1.0,
+            server_cpu_per_gb: cpu,
+            client_cpu_per_gb: 0.0,
+        };
+        let lines =
+            compare_with_floor(&runs(&[0.3]), &[vec![floor(0.1)], vec![floor(0.2)], vec![floor(0.15)]]);
+        assert_eq!(lines.len(), 1);
+        assert!((lines[0].ratio - 2.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,268 @@
+//! One HTTP/2 connection that frames as grpc-java does and copies no payload on its way out.
+//!
+//! DATA frames carry at most 65,537 bytes (PERFORMANCE B4), and calls that share the connection take turns. Answers
+//! are copied once. Not here: what the calls mean ([`super::session`]).
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http_body_util::BodyExt as _;
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::message::Pieces;
+use crate::session::RPC_TIMEOUT;
+
+/// What grpc-java's Netty hands to one write: the high watermark of 64 KiB and the byte that exceeds it.
+const FRAME_BYTES_MAX: usize = 65_537;
+/// grpc-java's default window, of streams and of the connection.
+pub(crate) const JAVA_WINDOW_BYTES: u32 = 1 << 20;
+/// Largest answer taken.
+const ANSWER_BYTES_MAX: usize = 1 << 30;
+
+/// A list of pieces as one buffer.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    pieces: VecDeque<Bytes>,
+    remaining: usize,
+}
+
+impl Buf for Chunk {
+    fn remaining(&self) -> usize {
+        self.remaining
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.pieces.front().map_or(&[], |piece| piece)
+    }
+
+    fn chunks_vectored<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let filled = slices.iter_mut().zip(&self.pieces);
+        filled.map(|(slice, piece)| *slice = IoSlice::new(piece)).count()
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        assert!(count <= self.remaining, "advance beyond the end");
+        self.remaining -= count;
+        while count > 0 {
+            let front = self.pieces.front_mut().expect("pieces have `remaining` bytes");
+            if front.len() > count {
+                front.advance(count);
+                return;
+            }
+            count -= front.len();
+            self.pieces.pop_front();
+        }
+    }
+}
+
+/// A request body that comes in chunks of at most [`FRAME_BYTES_MAX`].
+#[derive(Debug)]
+pub(crate) struct Request {
+    pieces: VecDeque<Bytes>,
+    remaining: usize,
+}
+
+impl Request {
+    /// `message` with gRPC's five bytes before it.
+    fn new(message: Pieces) -> anyhow::Result<Self> {
+        let mut head = BytesMut::with_capacity(5);
+        head.put_u8(0);
+        head.put_u32(u32::try_from(message.length).context("the message does not fit gRPC")?);
+        let mut pieces = VecDeque::from(message.pieces);
+        pieces.push_front(head.freeze());
+        Ok(Self { pieces, remaining: message.length + 5 })
+    }
+
+    fn chunk(&mut self) -> Chunk {
+        let remaining = self.remaining.min(FRAME_BYTES_MAX);
+        let mut chunk = Chunk { pieces: VecDeque::new(), remaining };
+        let mut left = remaining;
+        while left > 0 {
+            let front = self.pieces.front_mut().expect("pieces have `remaining` bytes");
+            let piece = front.split_to(front.len().min(left));
+            left -= piece.len();
+            chunk.pieces.push_back(piece);
+            if front.is_empty() {
+                self.pieces.pop_front();
+            }
+        }
+        self.remaining -= remaining;
+        chunk
+    }
+}
+
+impl Body for Request {
+    type Data = Chunk;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Chunk>, Self::Error>>> {
+        if self.remaining == 0 {
+            return Poll::Ready(None);
+        }
+        Poll::Ready(Some(Ok(Frame::data(self.chunk()))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.remaining == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        // Java sends no content-length, and neither does this.
+        SizeHint::default()
+    }
+}
+
+/// A connection; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct GrpcConnection {
+    sender: SendRequest<Request>,
+    address: SocketAddr,
+}
+
+impl GrpcConnection {
+    /// Connects with Java's settings. That the peer speaks HTTP/2 shows with the first call.
+    pub(crate) async fn connect(address: SocketAddr) -> anyhow::Result<Self> {
+        let stream = timeout(RPC_TIMEOUT, TcpStream::connect(address))
+            .await
+            .map_err(|_| anyhow!("connect to {address}: no answer"))?
+            .with_context(|| format!("connect to {address}"))?;
+        stream.set_nodelay(true)?;
+        let (sender, connection) = http2::Builder::new(TokioExecutor::new())
+            .initial_stream_window_size(JAVA_WINDOW_BYTES)
+            .initial_connection_window_size(JAVA_WINDOW_BYTES)
+            .handshake(TokioIo::new(stream))
+            .await
+            .with_context(|| format!("HTTP/2 with {address}"))?;
+        // Ends with the last sender; what goes wrong is told to the calls under way.
+        hyper::rt::Executor::execute(&TokioExecutor::new(), async move {
+            let _ = connection.await;
+        });
+        Ok(Self { sender, address })
+    }
+
+    /// One unary call.
+    pub(crate) async fn call<A: prost::Message + Default>(
+        &self,
+        path: &'static str,
+        message: Pieces,
+    ) -> anyhow::Result<A> {
+        let answer = timeout(RPC_TIMEOUT, self.exchange(path, message)).await;
+        let answer =
+            answer.map_err(|_| anyhow!("{path}: no answer within {} s", RPC_TIMEOUT.as_secs()))??;
+        A::decode(answer).with_context(|| format!("{path}: the answer is no protobuf of this kind"))
+    }
+
+    /// One unary call with a small request.
+    pub(crate) async fn small<R: prost::Message, A: prost::Message + Default>(
+        &self,
+        path: &'static str,
+        request: &R,
+    ) -> anyhow::Result<A> {
+        let bytes = Bytes::from(request.encode_to_vec());
+        let pieces = Pieces { length: bytes.len(), pieces: vec![bytes] };
+        self.call(path, pieces).await
+    }
+
+    async fn exchange(&self, path: &'static str, message: Pieces) -> anyhow::Result<Bytes> {
+        let request = hyper::Request::post(format!("http://{}{path}", self.address))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .header("user-agent", "uniffle-bench")
+            .body(Request::new(message)?)?;
+        let mut sender = self.sender.clone();
+        let lost = || format!("{} is lost or does not speak gRPC on this port", self.address);
+        sender.ready().await.with_context(lost)?;
+        let response = sender.send_request(request).await.with_context(lost)?;
+        let (head, body) = response.into_parts();
+        ensure!(head.status == 200, "{path}: HTTP status {}, not a gRPC answer", head.status);
+        check_status(path, &head.headers)?;
+        collect(path, body).await
+    }
+}
+
+fn check_status(path: &str, headers: &http::HeaderMap) -> anyhow::Result<()> {
+    let Some(status) = headers.get("grpc-status") else { return Ok(()) };
+    if status == "0" {
+        return Ok(());
+    }
+    let message = headers.get("grpc-message").and_then(|text| text.to_str().ok()).unwrap_or("");
+    bail!("{path}: gRPC status {} {message}", status.to_str().unwrap_or("?"))
+}
+
+/// The message of an answer, in one piece.
+async fn collect(path: &'static str, mut body: Incoming) -> anyhow::Result<Bytes> {
+    let mut message = BytesMut::new();
+    let mut missing: Option<usize> = None;
+    while let Some(frame) = body.frame().await {
+        let frame = frame.with_context(|| format!("{path}: the answer breaks off"))?;
+        let data = match frame.into_data() {
+            Ok(data) => data,
+            Err(frame) => {
+                if let Some(trailers) = frame.trailers_ref() {
+                    check_status(path, trailers)?;
+                }
+                continue;
+            }
+        };
+        let room = missing.map_or(5, |missing| missing);
+        ensure!(missing.is_none() || data.len() <= room, "{path}: more bytes than announced");
+        message.extend_from_slice(&data);
+        if missing.is_none() && message.len() >= 5 {
+            let length = announced(path, &message)?;
+            ensure!(message.len() - 5 <= length, "{path}: more bytes than announced");
+            message.advance(5);
+            message.reserve(length - message.len());
+            missing = Some(length - message.len());
+        } else if let Some(missing) = &mut missing {
+            *missing -= data.len();
+        }
+    }
+    ensure!(missing == Some(0), "{path}: an answer without a whole message");
+    Ok(message.freeze())
+}
+
+fn announced(path: &str, mut head: &[u8]) -> anyhow::Result<usize> {
+    ensure!(head.get_u8() == 0, "{path}: a compressed answer");
+    let length = usize::try_from(head.get_u32())?;
+    ensure!(length <= ANSWER_BYTES_MAX, "{path}: an answer of {length} bytes");
+    Ok(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_come_in_the_chunks_of_grpc_java() {
+        let pieces: Vec<Bytes> = (0..20_u8).map(|n| vec![n; 14_336].into()).collect();
+        let message = Pieces { length: 20 * 14_336, pieces: pieces.clone() };
+        let mut request = Request::new(message).unwrap();
+        let (mut all, mut lengths) = (Vec::new(), Vec::new());
+        while request.remaining > 0 {
+            let mut chunk = request.chunk();
+            lengths.push(chunk.remaining());
+            let mut slices = [IoSlice::new(&[]); 64];
+            let filled = chunk.chunks_vectored(&mut slices);
+            assert_eq!(slices[..filled].iter().map(|s| s.len()).sum::<usize>(), chunk.remaining());
+            while chunk.has_remaining() {
+                let part = chunk.remaining().min(999);
+                all.extend_from_slice(&chunk.copy_to_bytes(part));
+            }
+        }
+        assert_eq!(lengths, [65_537, 65_537, 65_537, 65_537, 286_725 - 4 * 65_537]);
+        assert_eq!(all[..5], [0, 0, 4, 0x60, 0]);
+        assert_eq!(all[5..], pieces.concat());
+    }
+}

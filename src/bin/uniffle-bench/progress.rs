@@ -1,0 +1,58 @@
+//! How far a phase is: a bar with rate and time left on a terminal, a line now and then elsewhere.
+
+use std::io::{IsTerminal as _, Write as _};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// Distance of two lines where there is no terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The progress of one phase.
+pub(crate) struct Progress {
+    name: String,
+    bar: Option<ProgressBar>,
+    begin: Instant,
+    last_line: Mutex<Instant>,
+    expected: u64,
+}
+
+impl Progress {
+    pub(crate) fn start(name: &str, expected: u64) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let style = "{prefix} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}";
+            let style = ProgressStyle::with_template(style).expect("the template is constant and sound");
+            ProgressBar::new(expected).with_style(style).with_prefix(name.to_owned())
+        });
+        let now = Instant::now();
+        Self { name: name.to_owned(), bar, begin: now, last_line: Mutex::new(now), expected }
+    }
+
+    pub(crate) fn at(&self, bytes: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(bytes);
+            return;
+        }
+        let mut last = self.last_line.lock();
+        if last.elapsed() >= LINE_INTERVAL {
+            *last = Instant::now();
+            let seconds = self.begin.elapsed().as_secs_f64();
+            let (done, all) = (bytes as f64 / 1e9, self.expected as f64 / 1e9);
+            let _ = writeln!(
+                std::io::stderr().lock(),
+                "{}: {done:.2} of {all:.2} GB after {seconds:.0} s, {:.3} GB/s",
+                self.name,
+                done / seconds
+            );
+        }
+    }
+
+    pub(crate) fn end(&self, bytes: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(bytes);
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! What a run counts: latencies by call, bytes, refusals.
+//!
+//! Shared by all writers and readers of a phase; each phase has its own. Not here: the server's figures
+//! ([`super::process`]) and how all this is shown ([`super::report`]).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
+use serde::Serialize;
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) enum Rpc {
+    RegisterShuffle,
+    RequireBuffer,
+    SendShuffleData,
+    /// The whole of a message: from when it was due, over waits and refusals, to the answer.
+    Push,
+    ReportShuffleResult,
+    GetShuffleResult,
+    GetMemoryShuffleData,
+    GetLocalShuffleIndex,
+    GetLocalShuffleData,
+    /// The whole of a partition.
+    ReadPartition,
+    UnregisterShuffle,
+}
+
+impl Rpc {
+    pub(crate) const ALL: [Self; 11] = [
+        Self::RegisterShuffle,
+        Self::RequireBuffer,
+        Self::SendShuffleData,
+        Self::Push,
+        Self::ReportShuffleResult,
+        Self::GetShuffleResult,
+        Self::GetMemoryShuffleData,
+        Self::GetLocalShuffleIndex,
+        Self::GetLocalShuffleData,
+        Self::ReadPartition,
+        Self::UnregisterShuffle,
+    ];
+}
+
+/// Microseconds at most in a histogram: ten minutes.
+const LATENCY_US_MAX: u64 = 600_000_000;
+
+/// The counters of a phase.
+#[derive(Debug)]
+pub(crate) struct Stats {
+    latencies: Vec<Mutex<Histogram<u64>>>,
+    pub(crate) written_bytes: AtomicU64,
+    pub(crate) read_bytes: AtomicU64,
+    pub(crate) blocks_written: AtomicU64,
+    pub(crate) blocks_from_memory: AtomicU64,
+    pub(crate) blocks_from_disk: AtomicU64,
+    pub(crate) blocks_repeated: AtomicU64,
+    pub(crate) retries: AtomicU64,
+    pub(crate) no_buffer_waits: AtomicU64,
+    pub(crate) no_buffer_wait_us: AtomicU64,
+}
+
+impl Default for Stats {
+    fn default() -> Self {
+        let histogram = || Histogram::new_with_bounds(1, LATENCY_US_MAX, 3).expect("bounds are in order");
+        let zero = || AtomicU64::new(0);
+        Self {
+            latencies: Rpc::ALL.iter().map(|_| Mutex::new(histogram())).collect(),
+            written_bytes: zero(),
+            read_bytes: zero(),
+            blocks_written: zero(),
+            blocks_from_memory: zero(),
+            blocks_from_disk: zero(),
+            blocks_repeated: zero(),
+            retries: zero(),
+            no_buffer_waits: zero(),
+            no_buffer_wait_us: zero(),
+        }
+    }
+}
+
+impl Stats {
+    pub(crate) fn record(&self, rpc: Rpc, took: Duration) {
+        let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        let index = Rpc::ALL.iter().position(|&known| known == rpc).expect("ALL has every call");
+        self.latencies[index].lock().saturating_record(micros.max(1));
+    }
+
+    pub(crate) fn waited_for_buffer(&self, pause: Duration) {
+        add(&self.no_buffer_waits, 1);
+        add(&self.no_buffer_wait_us, u64::try_from(pause.as_micros()).unwrap_or(u64::MAX));
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        get(&self.written_bytes) + get(&self.read_bytes)
+    }
+
+    /// The latencies of every call that was made.
+    pub(crate) fn latencies(&self) -> Vec<Latency> {
+        let made = Rpc::ALL.iter().zip(&self.latencies).map(|(&rpc, h)| Latency::of(rpc, &h.lock()));
+        made.filter(|latency| latency.count > 0).collect()
+    }
+}
+
+pub(crate) fn add(counter: &AtomicU64, value: u64) {
+    counter.fetch_add(value, Ordering::Relaxed);
+}
+
+pub(crate) fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+/// Latencies of one call, in milliseconds.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Latency {
+    pub(crate) rpc: Rpc,
+    pub(crate) count: u64,
+    pub(crate) p50_ms: f64,
+    pub(crate) p99_ms: f64,
+    pub(crate) p999_ms: f64,
+    pub(crate) max_ms: f64,
+    /// (share of calls, latency) for a plot.
+    pub(crate) curve: Vec<(f64, f64)>,
+}
+
+impl Latency {
+    fn of(rpc: Rpc, histogram: &Histogram<u64>) -> Self {
+        let at = |quantile: f64| histogram.value_at_quantile(quantile) as f64 / 1e3;
+        let curve = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0];
+        Self {
+            rpc,
+            count: histogram.len(),
+            p50_ms: at(0.5),
+            p99_ms: at(0.99),
+            p999_ms: at(0.999),
+            max_ms: histogram.max() as f64 / 1e3,
+            curve: curve.map(|quantile| (quantile, at(quantile))).to_vec(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latencies_come_out_as_they_went_in() {
+        let stats = Stats::default();
+        for ms in 1..=1_000 {
+            stats.record(Rpc::RequireBuffer, Duration::from_millis(ms));
+        }
+        let latencies = stats.latencies();
+        assert_eq!(latencies.len(), 1);
+        let latency = &latencies[0];
+        assert_eq!((latency.rpc, latency.count), (Rpc::RequireBuffer, 1_000));
+        assert!((latency.p50_ms - 500.0).abs() < 1.0, "{latency:?}");
+        assert!((latency.p99_ms - 990.0).abs() < 2.0 && (latency.max_ms - 1_000.0).abs() < 2.0);
+    }
+
+    #[test]
+    fn a_latency_beyond_the_range_is_kept_as_the_longest() {
+        let stats = Stats::default();
+        stats.record(Rpc::Push, Duration::from_secs(100_000));
+        assert!(stats.latencies()[0].max_ms >= 600_000.0);
+    }
+}

@@ -1,0 +1,135 @@
+//! One raw TCP ("Netty") connection: frames out, answers matched by request id, as the Java client does it.
+//!
+//! Several tasks share it; frames go out whole, one after another. Not here: what the frames say
+//! ([`super::message`], [`super::session`]).
+
+use std::collections::HashMap;
+use std::io::IoSlice;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use anyhow::{Context as _, anyhow, ensure};
+use bytes::{Buf, Bytes, BytesMut};
+use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+use crate::message::Pieces;
+use crate::session::RPC_TIMEOUT;
+
+/// Largest answer taken.
+const FRAME_BYTES_MAX: usize = 1 << 30;
+/// Pieces in one `writev`.
+const PIECES_MAX: usize = 256;
+
+/// An answer.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) kind: u8,
+    /// After the request id.
+    pub(crate) message: Bytes,
+    pub(crate) body: Bytes,
+}
+
+/// Who waits for which answer; `None` once the connection is broken.
+type Waiting = Arc<Mutex<Option<HashMap<i64, oneshot::Sender<Answer>>>>>;
+
+/// A connection.
+#[derive(Debug)]
+pub(crate) struct TcpConnection {
+    writer: tokio::sync::Mutex<OwnedWriteHalf>,
+    waiting: Waiting,
+    next: AtomicI64,
+    reader: AbortHandle,
+    address: SocketAddr,
+}
+
+impl Drop for TcpConnection {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+impl TcpConnection {
+    pub(crate) async fn connect(
+        address: SocketAddr,
+        tasks: &mut tokio::task::JoinSet<()>,
+    ) -> anyhow::Result<Self> {
+        let stream = timeout(RPC_TIMEOUT, TcpStream::connect(address))
+            .await
+            .map_err(|_| anyhow!("connect to {address}: no answer"))?
+            .with_context(|| format!("connect to {address}"))?;
+        stream.set_nodelay(true)?;
+        let (read, write) = stream.into_split();
+        let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
+        let answers = waiting.clone();
+        let reader = tasks.spawn(async move {
+            // Whoever waits learns of a broken connection by its sender going away.
+            let _ = receive(read, &answers).await;
+            *answers.lock() = None;
+        });
+        let writer = tokio::sync::Mutex::new(write);
+        Ok(Self { writer, waiting, next: AtomicI64::new(0), reader, address })
+    }
+
+    pub(crate) fn next_id(&self) -> i64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sends a whole frame that carries `id` and waits for its answer.
+    pub(crate) async fn call(&self, id: i64, frame: Pieces) -> anyhow::Result<Answer> {
+        let lost = || anyhow!("{} closed the connection or does not speak this protocol", self.address);
+        let (sender, answer) = oneshot::channel();
+        self.waiting.lock().as_mut().ok_or_else(lost)?.insert(id, sender);
+        let exchange = async {
+            self.write(frame).await.map_err(|error| anyhow!("{}: {error}", self.address))?;
+            answer.await.map_err(|_| lost())
+        };
+        timeout(RPC_TIMEOUT, exchange)
+            .await
+            .map_err(|_| anyhow!("{}: no answer within {} s", self.address, RPC_TIMEOUT.as_secs()))?
+    }
+
+    async fn write(&self, frame: Pieces) -> std::io::Result<()> {
+        let mut writer = self.writer.lock().await;
+        let mut slices: Vec<IoSlice<'_>> = frame.pieces.iter().map(|piece| IoSlice::new(piece)).collect();
+        let mut left = slices.as_mut_slice();
+        while !left.is_empty() {
+            let batch = left.len().min(PIECES_MAX);
+            let written = writer.write_vectored(&left[..batch]).await?;
+            if written == 0 {
+                return Err(std::io::ErrorKind::WriteZero.into());
+            }
+            IoSlice::advance_slices(&mut left, written);
+        }
+        Ok(())
+    }
+}
+
+async fn receive(mut stream: OwnedReadHalf, waiting: &Waiting) -> anyhow::Result<()> {
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await?;
+        let mut head = &head[..];
+        let (message, kind, body) = (head.get_i32(), head.get_u8(), head.get_i32());
+        let (message, body) = (usize::try_from(message)?, usize::try_from(body)?);
+        ensure!(message >= 8 && message + body <= FRAME_BYTES_MAX, "not a frame");
+        let mut frame = BytesMut::with_capacity(message + body);
+        while frame.len() < message + body {
+            let missing = (message + body - frame.len()) as u64;
+            ensure!((&mut stream).take(missing).read_buf(&mut frame).await? > 0, "the answer breaks off");
+        }
+        let mut message = frame.split_to(message).freeze();
+        let id = message.get_i64();
+        let receiver = waiting.lock().as_mut().and_then(|waiting| waiting.remove(&id));
+        if let Some(receiver) = receiver {
+            // A caller that timed out is gone.
+            let _ = receiver.send(Answer { kind, message, body: frame.freeze() });
+        }
+    }
+}
