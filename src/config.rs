@@ -189,6 +189,28 @@ pub struct Runtime {
     pub worker_threads: usize,
     /// Most threads for blocking work (disks). Default: 256; 4 to 4096.
     pub blocking_threads: usize,
+    /// Where connections of the raw TCP door run. Default: shared, which measured better on two cores.
+    pub urpc: UrpcRuntime,
+}
+
+/// `runtime_config.urpc_runtime`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UrpcRuntime {
+    /// As many threads as `worker_threads`, each with connections of its own.
+    PerCore,
+    /// With everything else.
+    Shared,
+}
+
+impl UrpcRuntime {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::PerCore => "per_core",
+            Self::Shared => "shared",
+        }
+    }
 }
 
 /// `[app_config]`

@@ -4,7 +4,11 @@
 //! hands clones down, so that two workers can live in one process and a test can assert that no task is left.
 
 use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::thread;
 
+use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 
@@ -38,6 +42,15 @@ impl Tasks {
         drop(tokio::spawn(self.tracker.track_future(future)));
     }
 
+    /// As [`Tasks::spawn`], on the runtime behind `handle`.
+    pub fn spawn_on<F>(&self, handle: &Handle, name: &'static str, future: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        tracing::trace!(task = name, "spawn");
+        drop(handle.spawn(self.tracker.track_future(future)));
+    }
+
     /// Resolves when the group is told to stop.
     pub fn cancelled(&self) -> WaitForCancellationFutureOwned {
         self.cancel.clone().cancelled_owned()
@@ -67,6 +80,66 @@ impl Tasks {
     }
 }
 
+/// Threads with a runtime of their own each: what is placed on one stays there, so that its sockets, its chunk and its
+/// timers are touched by one core only, and no work is stolen and no thread woken for it.
+#[derive(Debug)]
+pub struct Cores {
+    cores: Vec<Core>,
+}
+
+#[derive(Debug)]
+struct Core {
+    handle: Handle,
+    /// As many clones as there is placed on it.
+    load: Arc<()>,
+}
+
+/// Counts on a core until it is dropped.
+#[derive(Debug)]
+pub struct CorePlace(#[expect(dead_code, reason = "counted by its clones")] Arc<()>);
+
+impl Cores {
+    /// Starts `count` threads, at least one. They end when `tasks` was cancelled and none of its tasks is left; each
+    /// may start up to `blocking_threads` for blocking calls.
+    ///
+    /// # Errors
+    /// When a thread or its poller can not be made.
+    pub fn start(
+        count: usize,
+        blocking_threads: usize,
+        name: &'static str,
+        tasks: &Tasks,
+    ) -> io::Result<Self> {
+        let core = |_| {
+            let runtime = Builder::new_current_thread()
+                .enable_all()
+                .max_blocking_threads(blocking_threads)
+                .thread_name(name)
+                .build()?;
+            let handle = runtime.handle().clone();
+            let tasks = tasks.clone();
+            thread::Builder::new().name(name.to_owned()).spawn(move || {
+                runtime.block_on(async {
+                    tasks.cancelled().await;
+                    tasks.drained().await;
+                });
+                // A disk call that hangs keeps its own thread, not this one.
+                runtime.shutdown_background();
+            })?;
+            Ok(Core { handle, load: Arc::new(()) })
+        };
+        Ok(Self { cores: (0..count.max(1)).map(core).collect::<io::Result<_>>()? })
+    }
+
+    /// The core with the least on it, and a place there.
+    #[must_use]
+    pub fn place(&self) -> (&Handle, CorePlace) {
+        let least = self.cores.iter().min_by_key(|core| Arc::strong_count(&core.load));
+        let core = least.expect("there is at least one");
+        (&core.handle, CorePlace(Arc::clone(&core.load)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,5 +153,24 @@ mod tests {
         tasks.cancel();
         tasks.drained().await;
         assert_eq!(tasks.running(), 0);
+    }
+    #[tokio::test]
+    async fn work_is_spread_over_cores_and_their_threads_end_with_the_group() {
+        let tasks = Tasks::new();
+        let cores = Cores::start(2, 1, "test core", &tasks).unwrap();
+        let (first, kept) = cores.place();
+        let (second, place) = cores.place();
+        let (name, other) = (first.id(), second.id());
+        assert_ne!(name, other);
+        drop(place);
+        assert_eq!(cores.place().0.id(), other, "the other one has less to do");
+        let (sender, receiver) = tokio::sync::oneshot::channel();
+        tasks.spawn_on(first, "asks", async move {
+            let _ = sender.send(Handle::current().id());
+        });
+        assert_eq!(receiver.await.unwrap(), name);
+        tasks.cancel();
+        tasks.drained().await;
+        drop(kept);
     }
 }

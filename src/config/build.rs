@@ -11,7 +11,7 @@ use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::{
     App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, LocalfileStore,
-    MemoryStore, Problem, Runtime, StoreType,
+    MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
 };
 use crate::telemetry::{Rotation, TelemetryConfig, parse_filter};
 
@@ -220,6 +220,15 @@ fn runtime(reader: &mut Reader, machine: &Machine) -> Runtime {
     Runtime {
         worker_threads: reader.count("runtime_config.worker_threads", machine.cores.clamp(1, 1024), 1..=1024),
         blocking_threads: reader.count("runtime_config.blocking_threads", 256, 4..=4096),
+        urpc: reader.text("runtime_config.urpc_runtime", urpc_runtime).unwrap_or(UrpcRuntime::Shared),
+    }
+}
+
+fn urpc_runtime(text: &str) -> Result<UrpcRuntime, String> {
+    match text {
+        "per_core" => Ok(UrpcRuntime::PerCore),
+        "shared" => Ok(UrpcRuntime::Shared),
+        _ => Err("per_core or shared is allowed".to_owned()),
     }
 }
 

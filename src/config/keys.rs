@@ -84,6 +84,7 @@ pub(super) const KEYS: &[Key] = &[
     not_yet("hybrid_store.memory_spill_to_hdfs_concurrency"),
     key("runtime_config.worker_threads"),
     key("runtime_config.blocking_threads"),
+    key("runtime_config.urpc_runtime"),
     no_effect("runtime_config.read_thread_num"),
     no_effect("runtime_config.localfile_write_thread_num"),
     no_effect("runtime_config.hdfs_write_thread_num"),

@@ -99,6 +99,7 @@ fn runtime(config: &Config) -> Table {
     let mut table = Table::new();
     put(&mut table, "worker_threads", number(config.runtime.worker_threads));
     put(&mut table, "blocking_threads", number(config.runtime.blocking_threads));
+    put(&mut table, "urpc_runtime", config.runtime.urpc.as_str());
     table
 }
 

@@ -152,6 +152,19 @@ impl Disk for BlockingDisk {
         })
     }
 
+    fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let disk = self.clone();
+        self.on_path(&self.names, path, move |path| {
+            let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+            match OpenOptions::new().read(true).custom_flags(flags).open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                    Ok(disk.file(OpenOptions::new().read(true).open(path)?, false))
+                }
+                opened => Ok(disk.file(opened?, true)),
+            }
+        })
+    }
+
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.on_path(&self.names, path, std::fs::create_dir_all)
     }
@@ -277,12 +290,13 @@ impl File for BlockingFile {
     }
 
     fn read_at(&self, target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (file, reads) = (Arc::clone(&self.file), self.reads.clone());
+        let (file, direct, reads) = (Arc::clone(&self.file), self.direct, self.reads.clone());
         Box::pin(async move {
             let permit = reads.enter().await;
             let joined = tokio::task::spawn_blocking(move || {
                 let mut target = target;
                 let result = match target.bytes_mut() {
+                    Some(bytes) if direct => read_direct(&file, bytes, offset),
                     Some(bytes) => file.read_exact_at(bytes, offset),
                     None => Err(io::Error::new(io::ErrorKind::InvalidInput, "range outside the buffer")),
                 };
@@ -309,6 +323,45 @@ impl File for BlockingFile {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(self.reads.clone(), move || Ok(file.metadata()?.len())))
     }
+}
+
+/// Fills `bytes` from a direct file: at once when everything is aligned, else by way of aligned memory.
+fn read_direct(file: &std::fs::File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    let grain = BLOCK_ALIGN as u64;
+    let whole = offset.is_multiple_of(grain) && bytes.len().is_multiple_of(BLOCK_ALIGN);
+    if whole && bytes.as_ptr().addr().is_multiple_of(BLOCK_ALIGN) {
+        let needed = bytes.len();
+        return read_blocks(file, bytes, offset, needed);
+    }
+    let start = offset / grain * grain;
+    let skip = usize::try_from(offset - start).unwrap_or(0);
+    let needed = skip + bytes.len();
+    let room = needed.next_multiple_of(BLOCK_ALIGN);
+    let mut memory = vec![0; room + BLOCK_ALIGN];
+    let aligned = memory.as_ptr().align_offset(BLOCK_ALIGN);
+    let blocks = &mut memory[aligned..aligned + room];
+    read_blocks(file, blocks, start, needed)?;
+    bytes.copy_from_slice(&blocks[skip..needed]);
+    Ok(())
+}
+
+/// Reads at least the first `needed` bytes of `blocks`, which is aligned as `start` is.
+fn read_blocks(file: &std::fs::File, blocks: &mut [u8], start: u64, needed: usize) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < needed {
+        match file.read_at(&mut blocks[filled..], start + filled as u64) {
+            Ok(count) => {
+                filled += count;
+                // A call that ends inside a block has seen the end of the file.
+                if filled < needed && (count == 0 || !filled.is_multiple_of(BLOCK_ALIGN)) {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Drives `write` until every piece is written: at most [`IOVECS_MAX`] pieces a call, short writes completed, EINTR

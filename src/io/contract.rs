@@ -52,6 +52,15 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let outside = ReadTarget { buffer: Box::new(vec![0; 4]), range: 2..8 };
     assert_eq!(reader.read_at(outside, 0).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
 
+    let direct = disk.open_read_direct(path).await.unwrap();
+    for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
+        let at = usize::try_from(offset).unwrap();
+        let expected = read(&reader, offset, len).await.unwrap();
+        assert!(read(&direct, offset, len).await.unwrap() == expected, "{len} bytes at {at}");
+    }
+    let end = read(&direct, 20_000, 50_000).await.unwrap_err();
+    assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+
     let busy = disk.remove_dir(Path::new("a/b")).await.unwrap_err();
     assert_eq!(busy.kind(), io::ErrorKind::DirectoryNotEmpty);
     disk.create_dir_all(Path::new("trash")).await.unwrap();

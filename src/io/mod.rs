@@ -86,6 +86,11 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
     /// Opens an existing file for reading.
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
+    /// The same around the page cache, where the file system allows that. Reads are fastest when offset, length and
+    /// memory are multiples of [`BLOCK_ALIGN`].
+    fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        self.open_read(path)
+    }
     /// Creates a directory with its parents (the root too); an existing one is fine.
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Removes a directory only when it is empty.

@@ -1,4 +1,4 @@
-//! One mapping of memory, handed out in segments; the only `unsafe` of the crate.
+//! One mapping of memory, handed out in segments; with its `copy`, the only `unsafe` of the crate.
 //!
 //! Not here: who pays ([`super::budget`]), which piece is free ([`super::buddy`]), what the bytes mean.
 //!
@@ -16,6 +16,8 @@
 //!
 //! Checked by Miri on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
+
+mod copy;
 
 use std::fmt;
 use std::io;
@@ -258,7 +260,7 @@ impl Fill {
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(self.remaining());
         let from = self.written;
-        self.range_mut()[from..from + taken].copy_from_slice(&bytes[..taken]);
+        copy::copy(&mut self.range_mut()[from..from + taken], &bytes[..taken]);
         self.written += taken;
         self.dirty = self.dirty.max(self.written);
         taken

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::app::AppConfig;
-use crate::config::Config;
+use crate::config::{Config, UrpcRuntime};
 use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
@@ -184,5 +184,14 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
 pub(super) fn tcp(config: &Config) -> TcpConfig {
     let chunks = config.memory.read_capacity_bytes / READ_BUFFER_BYTES_MAX as u64;
     let waiting = usize::try_from(chunks / 4).unwrap_or(usize::MAX);
-    TcpConfig { local_reads_in_flight_max: waiting.max(1), ..TcpConfig::default() }
+    let own_threads = match config.runtime.urpc {
+        UrpcRuntime::PerCore => config.runtime.worker_threads,
+        UrpcRuntime::Shared => 0,
+    };
+    TcpConfig {
+        local_reads_in_flight_max: waiting.max(1),
+        own_threads,
+        blocking_threads: config.runtime.blocking_threads,
+        ..TcpConfig::default()
+    }
 }

@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, sleep};
 
-use crate::runtime::Tasks;
+use crate::runtime::{CorePlace, Cores, Tasks};
 
 use super::{Shared, reader, writer};
 
@@ -20,7 +20,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Between two probes of a peer that does not answer; the kernel's default number of them ends the connection.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, tasks: Tasks) {
+pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, cores: Option<Cores>, tasks: Tasks) {
     let cancelled = tasks.cancelled();
     tokio::pin!(cancelled);
     let (mut refusals, mut failures) = (RateLimit::default(), RateLimit::default());
@@ -52,8 +52,34 @@ pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, tasks: Tasks
         if let Err(error) = set_up(&stream, shared.config.keepalive) {
             tracing::debug!(%peer, %error, "can not set socket options");
         }
-        start(&shared, stream, place, &tasks);
+        match &cores {
+            None => start(&shared, stream, place, None, &tasks),
+            Some(cores) => start_on(cores, &shared, stream, place, &tasks),
+        }
     }
+}
+
+/// Moves the connection to the core that has the fewest.
+fn start_on(
+    cores: &Cores,
+    shared: &Arc<Shared>,
+    stream: TcpStream,
+    place: OwnedSemaphorePermit,
+    tasks: &Tasks,
+) {
+    // The socket leaves this runtime's poller here and enters the core's there.
+    let stream = match stream.into_std() {
+        Ok(stream) => stream,
+        Err(error) => return tracing::debug!(%error, "tcp connection ended as it began"),
+    };
+    let (handle, core) = cores.place();
+    let (shared, of_core) = (Arc::clone(shared), tasks.clone());
+    tasks.spawn_on(handle, "tcp connection", async move {
+        match TcpStream::from_std(stream) {
+            Ok(stream) => start(&shared, stream, place, Some(core), &of_core),
+            Err(error) => tracing::warn!(%error, "tcp connection closed: its core can not poll it"),
+        }
+    });
 }
 
 fn set_up(stream: &TcpStream, keepalive: Duration) -> io::Result<()> {
@@ -63,7 +89,13 @@ fn set_up(stream: &TcpStream, keepalive: Duration) -> io::Result<()> {
 }
 
 /// Starts the two tasks of a connection.
-fn start(shared: &Arc<Shared>, stream: TcpStream, place: OwnedSemaphorePermit, tasks: &Tasks) {
+fn start(
+    shared: &Arc<Shared>,
+    stream: TcpStream,
+    place: OwnedSemaphorePermit,
+    core: Option<CorePlace>,
+    tasks: &Tasks,
+) {
     let (read_half, write_half) = stream.into_split();
     // Cancelled when either side of the connection fails, so that the other does not wait for it.
     let connection = tasks.child();
@@ -75,7 +107,7 @@ fn start(shared: &Arc<Shared>, stream: TcpStream, place: OwnedSemaphorePermit, t
     tasks.spawn("tcp writer", async move {
         writer.run().await;
         // The writer ends last: it outlives the reader until every reply was written or given up.
-        drop((place, gauge));
+        drop((place, core, gauge));
     });
 }
 

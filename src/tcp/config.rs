@@ -36,6 +36,11 @@ pub struct TcpConfig {
     pub write_timeout: Duration,
     /// When TCP keep-alive begins to probe an idle peer. Default: 60 s.
     pub keepalive: Duration,
+    /// Threads that belong to the door, each with a runtime of its own to which a connection is bound; 0 = connections
+    /// run on the runtime that the door was started in. Default: 0.
+    pub own_threads: usize,
+    /// Most threads for disk calls that each of the door's own threads may start. Default: 64.
+    pub blocking_threads: usize,
     /// What replies that are ready may take to be written once the door closes. Default: 5 s.
     pub shutdown_grace: Duration,
 }
@@ -56,6 +61,8 @@ impl Default for TcpConfig {
             fill_timeout: Duration::from_secs(120),
             write_timeout: Duration::from_secs(120),
             keepalive: Duration::from_secs(60),
+            own_threads: 0,
+            blocking_threads: 64,
             shutdown_grace: Duration::from_secs(5),
         }
     }

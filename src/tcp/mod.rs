@@ -28,7 +28,7 @@ use tokio::sync::Semaphore;
 pub use config::TcpConfig;
 pub use metrics::TcpMetrics;
 
-use crate::runtime::Tasks;
+use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
 /// The door; its connections live as long as the tasks it was started with.
@@ -39,15 +39,19 @@ impl TcpDoor {
     /// Accepts connections on `listener` until `tasks` is cancelled.
     ///
     /// # Errors
-    /// A metric name that is taken in `registry`.
+    /// A metric name that is taken in `registry`, or threads that can not be started.
     pub fn start(
         config: TcpConfig,
         listener: TcpListener,
         service: Arc<Service>,
         tasks: &Tasks,
         registry: &Registry,
-    ) -> prometheus::Result<()> {
+    ) -> anyhow::Result<()> {
         let metrics = TcpMetrics::new(registry)?;
+        let cores = match config.own_threads {
+            0 => None,
+            count => Some(Cores::start(count, config.blocking_threads, "uniffle-tcp", tasks)?),
+        };
         let shared = Arc::new(Shared {
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
             local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
@@ -57,7 +61,7 @@ impl TcpDoor {
             service,
             metrics,
         });
-        tasks.spawn("tcp accept", accept::run(shared, listener, tasks.clone()));
+        tasks.spawn("tcp accept", accept::run(shared, listener, cores, tasks.clone()));
         Ok(())
     }
 }

@@ -20,6 +20,7 @@ use crate::io::{File, WriteOpen};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Mode {
     Read,
+    ReadDirect,
     Write,
 }
 
@@ -67,13 +68,26 @@ impl Files {
         }
     }
 
-    /// The log's file for reading.
+    /// The log's file for reading by way of the page cache.
     pub(super) async fn reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
-        if let Some(file) = self.cached(log, Mode::Read) {
+        self.open_read(log, Mode::Read).await
+    }
+
+    /// The log's file for reading whole blocks, around the page cache.
+    pub(super) async fn direct_reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        self.open_read(log, Mode::ReadDirect).await
+    }
+
+    async fn open_read(&self, log: &Log, mode: Mode) -> io::Result<Arc<dyn File>> {
+        if let Some(file) = self.cached(log, mode) {
             return Ok(file);
         }
-        let file = within(self.deadline, log.disk.io.open_read(&log.path)).await?;
-        self.keep(log, Mode::Read, &file);
+        let opening = match mode {
+            Mode::ReadDirect => log.disk.io.open_read_direct(&log.path),
+            Mode::Read | Mode::Write => log.disk.io.open_read(&log.path),
+        };
+        let file = within(self.deadline, opening).await?;
+        self.keep(log, mode, &file);
         Ok(file)
     }
 
@@ -81,7 +95,7 @@ impl Files {
     pub(super) fn forget(&self, log: &Log) {
         let mut open = self.open.lock();
         log.forgotten.store(true, Ordering::Relaxed);
-        let closed = (open.pop(&(log.id, Mode::Read)), open.pop(&(log.id, Mode::Write)));
+        let closed = [Mode::Read, Mode::ReadDirect, Mode::Write].map(|mode| open.pop(&(log.id, mode)));
         drop(open);
         drop(closed);
     }
@@ -99,12 +113,17 @@ impl Files {
     }
 
     async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
-        // Index groups are small and unaligned: they go through the page cache.
-        let direct = self.direct && log.kind == LogKind::Data;
+        let direct = self.is_direct(log);
         let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct });
         let file = within(self.deadline, opening).await?;
         self.keep(log, Mode::Write, &file);
         Ok(file)
+    }
+
+    /// Whether a log is written around the page cache, and read so in large parts: what was written directly is not in it,
+    /// and one read does not pay for putting it there. Index groups are small and unaligned: they go through it.
+    pub(super) fn is_direct(&self, log: &Log) -> bool {
+        self.direct && log.kind == LogKind::Data
     }
 
     fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {

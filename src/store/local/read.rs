@@ -3,6 +3,13 @@
 //! A read is a plan made from one snapshot; bytes are fetched as chunks are asked for. Never short: what can not be
 //! read exactly is an error, and after an error a stream gives only errors. Index records are checked (order, sums,
 //! CRC) before they leave.
+//!
+//! # Reference numbers
+//!
+//! 2026-11-21, 2 vCPU of an AMD EPYC, busy; server CPU-s/GB of answers of 5 MB over TCP after O_DIRECT writes, extents
+//! of about 700 KiB: read once by way of the page cache 0.63, direct 0.31; read eight times 0.42, direct 0.32. `sendfile`
+//! on blocking threads instead (it may wait for the disk), tried and dropped: read once 0.54, eight times 0.39; after
+//! buffered writes, eight times, 0.34 against 0.27 for read and write. Writing buffered cost 0.5 to 0.7 against 0.3.
 
 use std::fmt;
 use std::io;
@@ -17,13 +24,16 @@ use super::index::RecordCheck;
 use super::log::Log;
 use super::shuffle::{Extent, Shuffle};
 use crate::io::buffers::READ_CHUNK_BYTES_MAX;
-use crate::io::{ReadBuffer, ReadBuffers, ReadTarget};
+use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::PartitionId;
 use crate::wire::index::{RECORD_BYTES, rebase, records};
 
 /// Largest chunk of an index: whole records.
 const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
+
+/// Shorter parts are gathered, several into one buffer.
+const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// The index of a partition: the records of all its extents, with offsets into its data stream.
 pub struct IndexRead {
@@ -61,6 +71,15 @@ struct Piece {
     log: u16,
     offset: u64,
     length: u64,
+}
+
+/// Through which descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// By way of the page cache.
+    Cached,
+    /// Around it, in whole blocks.
+    Direct,
 }
 
 /// What both reads share.
@@ -101,14 +120,14 @@ impl Stream {
     /// Fills `range` of the buffer from a log.
     async fn read(
         &self,
-        log: &Log,
+        (log, how): (&Log, How),
         buffer: Box<dyn ReadBuffer>,
         range: std::ops::Range<usize>,
         offset: u64,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let bytes = range.len() as u64;
         let started = Instant::now();
-        let result = self.read_file(log, ReadTarget { buffer, range }, offset).await;
+        let result = self.read_file((log, how), ReadTarget { buffer, range }, offset).await;
         let metrics = &self.core.metrics;
         let root = [log.disk.label.as_str()];
         metrics.read_operations.with_label_values(&root).inc();
@@ -126,8 +145,17 @@ impl Stream {
         }
     }
 
-    async fn read_file(&self, log: &Log, target: ReadTarget, offset: u64) -> io::Result<ReadTarget> {
-        let file = self.core.files.reader(log).await?;
+    async fn read_file(
+        &self,
+        (log, how): (&Log, How),
+        target: ReadTarget,
+        offset: u64,
+    ) -> io::Result<ReadTarget> {
+        let files = &self.core.files;
+        let file = match how {
+            How::Cached => files.reader(log).await?,
+            How::Direct => files.direct_reader(log).await?,
+        };
         let reading = file.read_at(target, offset);
         within(self.core.config.read_timeout, async {
             let (target, result) = reading.await;
@@ -203,7 +231,7 @@ impl IndexRead {
         let left = usize::try_from(extent_bytes - current.done_bytes).unwrap_or(usize::MAX);
         let len = left.min(end - at);
         let offset = current.extent.index_offset + current.done_bytes;
-        buffer = self.stream.read(&current.log, buffer, at..at + len, offset).await?;
+        buffer = self.stream.read((&current.log, How::Cached), buffer, at..at + len, offset).await?;
         let bytes = &mut (*buffer).as_mut()[at..at + len];
         current.crc.update(bytes);
         let mut sound = records(bytes).all(|record| current.check.accept(&record));
@@ -290,6 +318,48 @@ impl DataRead {
             return Ok(None);
         }
         self.stream.failed = true; // See IndexRead::next_chunk.
+        let next = self.current.take().or_else(|| self.pieces.next());
+        let piece = next.expect("the length is the sum over the pieces");
+        let log = self.stream.shuffle.log_at(piece.log);
+        let direct = self.stream.core.files.is_direct(&log) && piece.length >= DIRECT_BYTES_MIN;
+        let chunk = match direct {
+            true => self.read_aligned(piece, &log, buffers).await?,
+            false => self.gather(piece, len, buffers).await?,
+        };
+        let len = chunk.len();
+        self.stream.failed = false;
+        self.stream.left -= len as u64;
+        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
+        Ok(Some(chunk))
+    }
+
+    /// The first bytes of `piece`, read as the whole blocks in which they lie: straight from the device to the buffer.
+    async fn read_aligned(
+        &mut self,
+        piece: Piece,
+        log: &Log,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Bytes, StoreError> {
+        let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
+        let skip = usize::try_from(piece.offset - start).unwrap_or(0);
+        let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
+        let part = left.min(READ_CHUNK_BYTES_MAX - skip);
+        // An extent fills its last block, so what is read beyond `part` is there.
+        let blocks = (skip + part).next_multiple_of(BLOCK_ALIGN);
+        let buffer = buffers.acquire(blocks).await;
+        let buffer = self.stream.read((log, How::Direct), buffer, 0..blocks, start).await?;
+        self.keep_rest(piece, part);
+        Ok(buffer.freeze(blocks).slice(skip..skip + part))
+    }
+
+    /// `len` bytes from `piece` on, of as many pieces as it takes.
+    async fn gather(
+        &mut self,
+        piece: Piece,
+        len: usize,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Bytes, StoreError> {
+        self.current = Some(piece);
         let mut buffer = buffers.acquire(len).await;
         let mut filled = 0;
         while filled < len {
@@ -297,15 +367,17 @@ impl DataRead {
             let piece = next.expect("the length is the sum over the pieces");
             let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
             let log = self.stream.shuffle.log_at(piece.log);
-            buffer = self.stream.read(&log, buffer, filled..filled + part, piece.offset).await?;
+            buffer =
+                self.stream.read((&log, How::Cached), buffer, filled..filled + part, piece.offset).await?;
             filled += part;
-            let (offset, length) = (piece.offset + part as u64, piece.length - part as u64);
-            self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+            self.keep_rest(piece, part);
         }
-        self.stream.failed = false;
-        self.stream.left -= len as u64;
-        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
-        Ok(Some(buffer.freeze(len)))
+        Ok(buffer.freeze(len))
+    }
+
+    fn keep_rest(&mut self, piece: Piece, read: usize) {
+        let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
+        self.current = (length > 0).then_some(Piece { offset, length, ..piece });
     }
 }
 
