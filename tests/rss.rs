@@ -58,7 +58,7 @@ async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usiz
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
-    let setup = Setup { name: "rss", capacity: "200M", disks: 2, tables: ROOMY_DISKS };
+    let setup = Setup { name: "rss", capacity: "200M", disks: 2, tables: ROOMY_DISKS, ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
     let patience =
