@@ -227,7 +227,9 @@ impl LocalStore {
                     self.sweep().await;
                     last_probe = Instant::now();
                 }
-                sleep(self.core.config.space_interval).await;
+                // A probe is never later than it was asked for, also when it is wanted more often than space is measured.
+                let config = &self.core.config;
+                sleep(config.space_interval.min(config.probe_interval)).await;
             }
         };
         tokio::select! {
