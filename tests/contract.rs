@@ -16,6 +16,7 @@ mod contract {
     pub(crate) mod lifecycle;
     pub(crate) mod races;
     pub(crate) mod raw;
+    pub(crate) mod read_memory;
     pub(crate) mod results;
     pub(crate) mod rig;
     pub(crate) mod sizes;

@@ -15,7 +15,7 @@
 //! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region.
 //!
 //! Checked by Miri on a plain allocation instead of the mapping:
-//! `cargo +nightly miri test --lib memory::region` (needs `rustup +nightly component add miri`).
+//! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
 
 use std::fmt;
 use std::io;

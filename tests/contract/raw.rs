@@ -71,6 +71,17 @@ pub(crate) async fn call(channel: &Channel, path: &str, pieces: Vec<Bytes>, end:
     call_streamed(channel, path, sent.chain(rest)).await
 }
 
+/// Calls `path` with `message` and returns the answer's body unread.
+pub(crate) async fn open(channel: &Channel, path: &str, message: Bytes) -> Body {
+    let request = Request::post(path)
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(Body::new(http_body_util::Full::new(message)))
+        .unwrap();
+    let mut channel = channel.clone();
+    channel.ready().await.unwrap().call(request).await.unwrap().into_body()
+}
+
 /// Calls `path` with a body that comes when `pieces` gives it.
 pub(crate) async fn call_streamed(
     channel: &Channel,

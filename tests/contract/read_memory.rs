@@ -1,0 +1,68 @@
+//! Read memory is bounded and counts until the socket has taken it: a reader that does not read holds what it was given,
+//! and what is beyond the bound is answered with NO_BUFFER.
+
+use futures::future::join_all;
+use http_body_util::BodyExt;
+use prost::Message;
+use uniffle_worker::proto::{GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, StatusCode};
+
+use super::blocks::{batch, block};
+use super::raw;
+use super::world::{Setup, World, eventually, key};
+
+const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
+const READERS: usize = 32;
+/// The smallest read memory that can be configured: four chunks.
+const SETUP: Setup =
+    Setup { capacity: "64MiB", memory: "read_buffer_capacity = \"4MiB\"", top: "", tables: "" };
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_to_wait() {
+    let (world, key) = (World::with(SETUP).await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let length = 8 << 20;
+    world.push(&key, &batch(0, &[block(0, 1, 0, length)])).await;
+    world.flush().await;
+    let request = GetLocalShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_num_per_range: 1,
+        partition_num: 1,
+        length: i32::try_from(length).unwrap(),
+        ..GetLocalShuffleDataRequest::default()
+    };
+
+    let pool = world.memory().read_pool().clone();
+    assert_eq!(pool.used_bytes(), 0);
+    let channel = raw::connect(world.worker.addresses().grpc).await;
+    // Nobody reads, so windows and socket buffers take a dozen chunks, read memory four, and the rest must wait.
+    let opened = (0..READERS).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request)));
+    let bodies = join_all(opened).await;
+    assert_eq!(pool.used_bytes(), pool.capacity_bytes(), "answers that nobody takes hold their memory");
+
+    let (mut complete, mut refused) = (0, 0);
+    // All at once: what one stream leaves unread takes from the connection's window, which the others need.
+    for whole in join_all(bodies.into_iter().map(BodyExt::collect)).await {
+        let whole = whole.unwrap().to_bytes();
+        let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
+        match answer.status() {
+            StatusCode::Success => {
+                assert_eq!(answer.data.len(), length as usize, "a reader that goes on gets everything");
+                complete += 1;
+            }
+            status => {
+                assert_eq!(status, StatusCode::NoBuffer, "{}", answer.ret_msg);
+                assert!(answer.ret_msg.contains("read memory"), "{}", answer.ret_msg);
+                refused += 1;
+            }
+        }
+    }
+    assert!(complete > 0 && refused > 0, "{complete} complete, {refused} refused");
+    eventually("the read memory is back", || match pool.used_bytes() {
+        0 => Ok(()),
+        used => Err(format!("{used} bytes")),
+    })
+    .await;
+    drop(channel);
+    world.finish().await;
+}

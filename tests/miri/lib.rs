@@ -1,0 +1,9 @@
+//! The segment region with what it stands on: `memory/` links to the worker's own files.
+
+#![allow(dead_code, missing_docs, reason = "only the region's tests are of interest")]
+
+pub mod memory {
+    pub mod budget;
+    mod buddy;
+    pub mod region;
+}
