@@ -228,6 +228,7 @@ impl Worker {
             memory.refresh_metrics();
             if let Some(local) = &local {
                 local.flusher.refresh_metrics();
+                local.store.refresh_metrics();
             }
         }
     }

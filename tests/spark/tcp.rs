@@ -38,7 +38,9 @@ fn over_tcp_a_sort_a_skewed_join_and_tiny_partitions_have_the_results_of_vanilla
 fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
-    spark.run(&[&worker], Application { scenarios: "spill", ..TCP });
+    // The same over gRPC has the client's own pauses between NO_BUFFER and the next try: 2 to 10 s.
+    let words = "client=GRPC_NETTY spark.rss.client.retry.interval.max=500";
+    spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
     let metrics = worker.metrics();
     let spilled = metrics.expect("memory_spill_total_bytes");
     assert!(spilled > 3.0 * 104e6, "only {spilled} bytes were spilled");

@@ -17,6 +17,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+/// A wait that takes longer is told even though it ends well: it is time of every run of the tests.
+const LONG_WAIT: Duration = Duration::from_secs(2);
+
 /// Polls `look` until it gives a value. Panics with `what` and what `look` last complained of when time is up.
 pub(crate) fn wait_until<T>(
     what: &str,
@@ -24,14 +27,22 @@ pub(crate) fn wait_until<T>(
     mut look: impl FnMut() -> Result<T, String>,
 ) -> T {
     let start = Instant::now();
+    let mut last_complaint = String::new();
     loop {
         match look() {
-            Ok(value) => return value,
+            Ok(value) => {
+                if start.elapsed() > LONG_WAIT {
+                    let seconds = start.elapsed().as_secs_f32();
+                    say(&format!("{what}: only after {seconds:.1} s, before it was: {last_complaint}"));
+                }
+                return value;
+            }
             Err(complaint) if start.elapsed() > deadline => {
                 panic!("{what}: not within {deadline:?}: {complaint}")
             }
-            Err(_) => pause(Duration::from_millis(20)),
+            Err(complaint) => last_complaint = complaint,
         }
+        pause(Duration::from_millis(20));
     }
 }
 

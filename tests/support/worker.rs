@@ -251,6 +251,7 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
          grpc_port = 0\n\
          http_port = 0\n\
          urpc_port = 0\n\
+         heartbeat_interval_seconds = 1\n\
          coordinator_quorum = {quorum:?}\n\
          [memory_store]\n\
          capacity = \"{}\"\n\

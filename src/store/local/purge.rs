@@ -175,6 +175,11 @@ impl LocalStore {
         self.core.set_gauges();
     }
 
+    /// Sets the gauges to what holds now, for whoever reads them between two maintenance rounds.
+    pub fn refresh_metrics(&self) {
+        self.core.set_gauges();
+    }
+
     /// Writes and reads back random bytes on every disk: a sick one that succeeds takes batches again.
     pub async fn probe(&self) {
         let direct = self.core.config.direct_io;
