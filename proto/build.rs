@@ -1,21 +1,27 @@
 //! Compiles `uniffle.proto` with protox, so that no `protoc` is needed on the machine.
 //! Also records the git commit for `--version` (best effort: a tarball has none).
 
+use std::path::Path;
 use std::process::Command;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto/uniffle.proto");
-    println!("cargo:rerun-if-changed=.git/HEAD");
-    let commit = Command::new("git")
-        .args(["rev-parse", "--short=12", "HEAD"])
-        .output()
-        .ok()
-        .filter(|output| output.status.success())
-        .and_then(|output| String::from_utf8(output.stdout).ok())
-        .map_or_else(|| "unknown".to_owned(), |text| text.trim().to_owned());
+    // `.git/HEAD` names a branch and stays the same from commit to commit; its log grows with each of them.
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]).filter(|path| Path::new(path).exists())
+    {
+        println!("cargo:rerun-if-changed={log}");
+    }
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
     println!("cargo:rustc-env=WORKER_GIT_COMMIT={commit}");
 
     let descriptors = protox::compile(["proto/uniffle.proto"], ["proto"])?;
     tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
     Ok(())
+}
+
+/// What git says; `None` without git or outside a checkout.
+fn git(arguments: &[&str]) -> Option<String> {
+    let output =
+        Command::new("git").args(arguments).output().ok().filter(|output| output.status.success())?;
+    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }

@@ -10,6 +10,7 @@
 //! | bytes | [`io`], [`wire`] | disks and codecs |
 //! | words | [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
 //!
+//! [`client`] stands beside the layers: the data protocols from the other side, for tests and `uniffle-bench`.
 //! Imports point down this table only; `tests/layers.rs` holds that.
 //!
 //! *One send*: the door reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the door asks

@@ -77,6 +77,10 @@ fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
 fn the_version_names_the_commit() {
     let output =
         Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
-    let version = text(&output.stdout);
-    assert!(version.starts_with(&format!("uniffle-worker {} (", env!("CARGO_PKG_VERSION"))), "{version}");
+    let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    // A tarball has no commit; a checkout has exactly this one.
+    let commit =
+        git.ok().filter(|git| git.status.success()).map_or("unknown".to_owned(), |git| text(&git.stdout));
+    let expected = format!("uniffle-worker {} ({})", env!("CARGO_PKG_VERSION"), commit.trim());
+    assert_eq!(text(&output.stdout).trim(), expected);
 }
