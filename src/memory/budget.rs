@@ -23,7 +23,6 @@ pub struct NoCapacity {
 struct Ledger {
     capacity: u64,
     used: AtomicU64,
-    wake_mark: AtomicU64,
     pressure: Notify,
 }
 
@@ -35,12 +34,7 @@ impl Budget {
     /// A budget of `capacity_bytes`, all of it free.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
-        Self(Arc::new(Ledger {
-            capacity: capacity_bytes,
-            used: AtomicU64::new(0),
-            wake_mark: AtomicU64::new(u64::MAX),
-            pressure: Notify::new(),
-        }))
+        Self(Arc::new(Ledger { capacity: capacity_bytes, used: AtomicU64::new(0), pressure: Notify::new() }))
     }
 
     /// The whole amount.
@@ -73,10 +67,7 @@ impl Budget {
             used.checked_add(bytes).filter(|sum| *sum <= capacity)
         });
         match charged {
-            Ok(before) => {
-                self.wake_on_crossing(before, before + bytes);
-                Ok(Charge { budget: self.clone(), bytes })
-            }
+            Ok(_) => Ok(Charge { budget: self.clone(), bytes }),
             Err(used) => Err(NoCapacity { asked: bytes, free: capacity.saturating_sub(used) }),
         }
     }
@@ -84,8 +75,7 @@ impl Budget {
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere: block metadata (by the block limit)
     /// and what a redeemed ticket has already been promised.
     pub fn overdraw(&self, bytes: u64) -> Charge {
-        let before = self.0.used.fetch_add(bytes, Ordering::Acquire);
-        self.wake_on_crossing(before, before.saturating_add(bytes));
+        self.0.used.fetch_add(bytes, Ordering::Acquire);
         Charge { budget: self.clone(), bytes }
     }
 
@@ -94,35 +84,15 @@ impl Budget {
         Charge { budget: self.clone(), bytes: 0 }
     }
 
-    /// Notified when use crosses the wake mark upwards and by [`Budget::wake`].
+    /// Notified by [`Budget::wake`].
     #[must_use]
     pub fn pressure(&self) -> &Notify {
         &self.0.pressure
     }
 
-    /// Sets the use at which [`Budget::pressure`] is notified.
-    pub fn set_wake_mark(&self, bytes: u64) {
-        self.0.wake_mark.store(bytes, Ordering::Relaxed);
-    }
-
-    /// Notifies whoever waits for pressure.
+    /// Notifies whoever waits for pressure: a charge was refused.
     pub fn wake(&self) {
         self.0.pressure.notify_one();
-    }
-
-    /// Notifies if use is at or above the mark: for a commit, which turns reserved bytes (not flushable) into
-    /// blocks (flushable) without crossing the mark.
-    pub fn wake_if_above_mark(&self) {
-        if self.used() >= self.0.wake_mark.load(Ordering::Relaxed) {
-            self.wake();
-        }
-    }
-
-    fn wake_on_crossing(&self, before: u64, after: u64) {
-        let mark = self.0.wake_mark.load(Ordering::Relaxed);
-        if before < mark && after >= mark {
-            self.wake();
-        }
     }
 }
 
@@ -202,19 +172,6 @@ mod tests {
         assert!(budget.try_charge(1).is_err());
         drop(over);
         assert!(budget.try_charge(10).is_ok());
-    }
-
-    #[tokio::test]
-    async fn crossing_the_mark_wakes_once_and_commit_above_it_wakes_again() {
-        let budget = Budget::new(100);
-        budget.set_wake_mark(50);
-        let _low = budget.try_charge(49).unwrap();
-        let waits = tokio::time::timeout(std::time::Duration::ZERO, budget.pressure().notified());
-        assert!(waits.await.is_err(), "below the mark");
-        let _high = budget.try_charge(1).unwrap();
-        budget.pressure().notified().await;
-        budget.wake_if_above_mark();
-        budget.pressure().notified().await;
     }
 
     proptest! {

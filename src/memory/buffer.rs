@@ -193,7 +193,6 @@ impl Buffer {
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
         drop((duplicates, permits, metadata));
         self.shared.metrics.count_duplicates(&done);
-        self.shared.budget.wake_if_above_mark();
         Ok(done)
     }
 

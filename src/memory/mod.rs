@@ -178,15 +178,11 @@ impl Memory {
         shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
     }
 
-    /// Notified when use crosses the wake mark, a commit lands above it, or a request was refused.
+    /// Notified when a request was refused for want of bytes or blocks. The watermarks are the flusher's own affair:
+    /// it looks after every commit.
     #[must_use]
     pub fn pressure(&self) -> &Notify {
         self.shared.budget.pressure()
-    }
-
-    /// Sets the use at which [`Memory::pressure`] is notified.
-    pub fn set_wake_mark(&self, bytes: u64) {
-        self.shared.budget.set_wake_mark(bytes);
     }
 
     /// Bytes for shuffle data in all.
