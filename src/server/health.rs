@@ -5,15 +5,9 @@
 //! `service`; here it is only noticed.
 
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::sleep;
 
 use crate::service::{Service, WorkerState};
 use crate::store::LocalStore;
-
-/// Between two looks at the state. Well below a heartbeat's interval, and a look costs one short lock.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// What the watch looks at.
 #[derive(Debug)]
@@ -49,7 +43,7 @@ impl Watch {
                 biased;
                 () = &mut stop => return,
                 () = disks_changed => {}
-                () = sleep(LOOK_INTERVAL) => {}
+                _ = self.service.status().changed_from(announced) => {}
             }
         }
     }

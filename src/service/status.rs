@@ -1,7 +1,6 @@
 //! The worker's state as a node (PROTOCOL §2.14, §8.5): one source of truth for heartbeat, health and metrics.
 
-use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 /// State that coordinators see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +16,7 @@ pub enum WorkerState {
 }
 
 /// What an operator asked for, and what the health checker found; kept apart so that one does not undo the other.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Inputs {
     decommission: bool,
     drained: bool,
@@ -25,58 +24,64 @@ struct Inputs {
     stopping: bool,
 }
 
-/// See [`WorkerState`].
-#[derive(Debug, Default)]
-pub struct WorkerStatus {
-    inputs: Mutex<Inputs>,
-    began: Notify,
-    ended: Notify,
-}
-
-impl WorkerStatus {
-    /// The state now.
-    #[must_use]
-    pub fn state(&self) -> WorkerState {
-        let inputs = *self.inputs.lock();
-        match (inputs.decommission, inputs.drained, inputs.unhealthy) {
+impl Inputs {
+    fn state(self) -> WorkerState {
+        match (self.decommission, self.drained, self.unhealthy) {
             (true, true, _) => WorkerState::Decommissioned,
             (true, false, _) => WorkerState::Decommissioning,
             (false, _, true) => WorkerState::Unhealthy,
             (false, _, false) => WorkerState::Active,
         }
     }
+}
+
+/// See [`WorkerState`].
+#[derive(Debug, Default)]
+pub struct WorkerStatus {
+    inputs: watch::Sender<Inputs>,
+    began: Notify,
+}
+
+impl WorkerStatus {
+    /// The state now.
+    #[must_use]
+    pub fn state(&self) -> WorkerState {
+        self.inputs.borrow().state()
+    }
+
+    /// Resolves with the state once it is another than `seen`, also when that was before the call.
+    pub async fn changed_from(&self, seen: WorkerState) -> WorkerState {
+        self.wait_for(|state| state != seen).await
+    }
 
     /// Begins decommissioning; false if the worker is unhealthy, which is refused as the Java server does.
     pub fn decommission(&self) -> bool {
-        let mut inputs = self.inputs.lock();
-        if inputs.unhealthy && !inputs.decommission {
-            return false;
-        }
-        if !inputs.decommission {
-            inputs.decommission = true;
+        let mut accepted = true;
+        let begins = self.inputs.send_if_modified(|inputs| {
+            accepted = inputs.decommission || !inputs.unhealthy;
+            let begins = accepted && !inputs.decommission;
+            inputs.decommission |= accepted;
+            begins
+        });
+        if begins {
             self.began.notify_one();
         }
-        true
+        accepted
     }
 
     /// Back to what the health checker says.
     pub fn cancel_decommission(&self) {
-        let mut inputs = self.inputs.lock();
-        inputs.decommission = false;
-        inputs.drained = false;
+        self.update(|inputs| {
+            inputs.decommission = false;
+            inputs.drained = false;
+        });
     }
 
     /// Told at intervals how many apps are left; true when that is what ends a decommissioning. An app that registers
     /// afterwards (a driver with an old assignment) is served, and decommissioning goes on.
     pub fn observe_apps(&self, apps: usize) -> bool {
-        let mut inputs = self.inputs.lock();
-        let was_drained = inputs.drained;
-        inputs.drained = inputs.decommission && apps == 0;
-        let ends = inputs.drained && !was_drained;
-        if ends {
-            self.ended.notify_waiters();
-        }
-        ends
+        let changed = self.update(|inputs| inputs.drained = inputs.decommission && apps == 0);
+        changed && apps == 0
     }
 
     /// Resolves when a decommissioning begins, also one that began before the call; for one waiter.
@@ -86,30 +91,38 @@ impl WorkerStatus {
 
     /// Resolves once the worker is decommissioned.
     pub async fn decommissioned(&self) {
-        loop {
-            // Made before the state is looked at, so that nothing between the two is missed.
-            let ended = self.ended.notified();
-            if self.state() == WorkerState::Decommissioned {
-                return;
-            }
-            ended.await;
-        }
+        self.wait_for(|state| state == WorkerState::Decommissioned).await;
     }
 
     /// Told by the health checker.
     pub fn set_unhealthy(&self, unhealthy: bool) {
-        self.inputs.lock().unhealthy = unhealthy;
+        self.update(|inputs| inputs.unhealthy = unhealthy);
     }
 
     /// From here on tickets are refused with NO_BUFFER.
     pub fn stop(&self) {
-        self.inputs.lock().stopping = true;
+        self.update(|inputs| inputs.stopping = true);
     }
 
     /// Whether [`WorkerStatus::stop`] was called.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
-        self.inputs.lock().stopping
+        self.inputs.borrow().stopping
+    }
+
+    /// Wakes whoever waits when `change` changes anything, and says whether it did.
+    fn update(&self, change: impl FnOnce(&mut Inputs)) -> bool {
+        self.inputs.send_if_modified(|inputs| {
+            let before = *inputs;
+            change(inputs);
+            *inputs != before
+        })
+    }
+
+    async fn wait_for(&self, holds: impl Fn(WorkerState) -> bool) -> WorkerState {
+        let mut inputs = self.inputs.subscribe();
+        let reached = inputs.wait_for(|inputs| holds(inputs.state())).await;
+        reached.expect("the sender is borrowed while this waits").state()
     }
 }
 
@@ -147,6 +160,19 @@ mod tests {
         status.observe_apps(0);
         waiting.await;
         status.decommissioned().await;
+    }
+
+    #[tokio::test]
+    async fn a_change_of_the_state_wakes_and_nothing_else_does() {
+        let status = WorkerStatus::default();
+        let mut waiting = std::pin::pin!(status.changed_from(WorkerState::Active));
+        assert!(futures::poll!(&mut waiting).is_pending());
+        status.stop();
+        status.observe_apps(0);
+        assert!(futures::poll!(&mut waiting).is_pending());
+        status.set_unhealthy(true);
+        assert_eq!(waiting.await, WorkerState::Unhealthy);
+        assert_eq!(status.changed_from(WorkerState::Active).await, WorkerState::Unhealthy);
     }
 
     #[test]
