@@ -1,6 +1,6 @@
 //! What a heartbeat says of this worker: collected from the parts when it is about to leave.
 //!
-//! Applications are the service's statistics; what they do not know is 0 (files).
+//! Applications are the service's statistics.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -24,15 +24,13 @@ pub struct AppStatistics {
     pub in_memory_bytes: u64,
     /// Blocks likewise.
     pub in_memory_blocks: u64,
+    /// Files on local disks.
+    pub local_files: u64,
+    /// Payload in them that readers can see.
+    pub local_bytes: u64,
 }
 
 impl AppStatistics {
-    /// Payload that has left memory for the next tier.
-    #[must_use]
-    pub fn flushed_bytes(&self) -> u64 {
-        self.received_bytes.saturating_sub(self.in_memory_bytes)
-    }
-
     /// Mean payload of its blocks in memory; `None` without any.
     #[must_use]
     pub fn average_block_bytes(&self) -> Option<u64> {
@@ -55,10 +53,17 @@ impl Service {
             received_bytes: 0,
             in_memory_bytes: 0,
             in_memory_blocks: 0,
+            local_files: 0,
+            local_bytes: 0,
         };
         for shuffle in app.shuffles() {
             sum.partitions += shuffle.partition_count();
             sum.huge_partitions += shuffle.huge_partition_count() as u64;
+            if let Some(local) = &self.local {
+                let usage = local.store.usage(shuffle.key());
+                sum.local_files += usage.files as u64;
+                sum.local_bytes += usage.bytes;
+            }
             let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
             for buffer in buffers.all() {
                 sum.received_bytes += buffer.received_bytes();
@@ -99,6 +104,7 @@ mod tests {
     use super::*;
 
     fn app(name: &str, received_bytes: u64, in_memory_bytes: u64, in_memory_blocks: u64) -> AppStatistics {
+        let local_bytes = received_bytes - in_memory_bytes;
         AppStatistics {
             app: AppId::parse(name).unwrap(),
             partitions: 1,
@@ -106,6 +112,8 @@ mod tests {
             received_bytes,
             in_memory_bytes,
             in_memory_blocks,
+            local_files: u64::from(local_bytes > 0),
+            local_bytes,
         }
     }
 
@@ -118,7 +126,7 @@ mod tests {
         let apps = [app("a", 5, 5, 1), app("b", 90, 0, 0), app("c", 5, 1, 1), app("d", 0, 0, 0)];
         assert_eq!(names(largest(&apps, 2, |app| app.received_bytes)), ["b", "a"]);
         assert_eq!(names(largest(&apps, 9, |app| app.received_bytes)), ["b", "a", "c"]);
-        assert_eq!(names(largest(&apps, 9, AppStatistics::flushed_bytes)), ["b", "c"]);
+        assert_eq!(names(largest(&apps, 9, |app| app.local_bytes)), ["b", "c"]);
         assert_eq!(names(smallest_blocks(&apps, 9)), ["c", "a"]);
         assert_eq!(names(smallest_blocks(&apps, 1)), ["c"]);
     }

@@ -55,7 +55,7 @@ impl TopApps {
         self.in_memory.set(&largest(apps, TOP_APPS, |app| app.in_memory_bytes));
         self.in_memory_blocks.set(&largest(apps, TOP_APPS, |app| app.in_memory_blocks));
         self.small_blocks.set(&smallest_blocks(apps, TOP_APPS));
-        self.flushed.set(&largest(apps, TOP_APPS, AppStatistics::flushed_bytes));
+        self.flushed.set(&largest(apps, TOP_APPS, |app| app.local_bytes));
     }
 }
 
