@@ -1,6 +1,18 @@
 //! The command line of the real binary: what it prints, how it exits.
 
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
+mod support;
+
 use std::process::{Command, Output};
+use std::time::Duration;
+
+use support::wait_until;
+use support::worker::{Setup, Worker};
+use uniffle_worker::client::grpc::ShuffleClient;
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{DecommissionRequest, StatusCode};
+use uniffle_worker::types::{AppId, ShuffleId, ShuffleKey};
 
 fn worker(arguments: &[&str], config: &str) -> Output {
     let dir = tempfile::tempdir().expect("a temporary directory");
@@ -83,4 +95,32 @@ fn the_version_names_the_commit() {
         git.ok().filter(|git| git.status.success()).map_or("unknown".to_owned(), |git| text(&git.stdout));
     let expected = format!("uniffle-worker {} ({})", env!("CARGO_PKG_VERSION"), commit.trim());
     assert_eq!(text(&output.stdout).trim(), expected);
+}
+
+#[test]
+fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
+    let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
+    let worker = Worker::start(&Setup { name: "retiring", top, ..Setup::default() });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let port = worker.ready().grpc_port;
+    let client = runtime.block_on(async {
+        let client = ShuffleClient::connect(([127, 0, 0, 1], port).into()).await.expect("a connection");
+        let key = ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(1));
+        client.register(&key, &[(0, 0)]).await.expect("registered");
+        let address = format!("http://127.0.0.1:{port}");
+        let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
+        let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        client
+    });
+    wait_until("it has looked and found the application", Duration::from_secs(20), || {
+        let log = worker.log();
+        if log.contains("applications are left") { Ok(()) } else { Err(log) }
+    });
+    runtime.block_on(client.unregister_app("app-1")).expect("unregistered");
+    drop(client);
+    // With the connections that it drives.
+    drop(runtime);
+    worker.assert_no_error_logged();
+    worker.ends("once it is decommissioned");
 }

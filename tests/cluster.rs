@@ -3,11 +3,15 @@
 
 #![allow(clippy::panic, reason = "to panic is how a test fails")]
 
+#[path = "support/coordinator.rs"]
+mod coordinator;
+
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use coordinator::{CoordinatorDouble, Manner};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 use uniffle_worker::config::{Config, Machine};
@@ -157,6 +161,40 @@ async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
     drop(coordinator);
     assert_eq!(b.stop().await, 0);
     assert_eq!(a.stop().await, 0);
+}
+
+#[tokio::test]
+async fn coordinators_that_answer_badly_are_told_again_and_delay_nobody() {
+    let mut good = CoordinatorDouble::start(Manner::Well).await;
+    let mut refusing = CoordinatorDouble::start(Manner::Refusing(StatusCode::AccessDenied)).await;
+    let mut failing = CoordinatorDouble::start(Manner::Failing).await;
+    // Longer than the interval, which is the deadline of a heartbeat: its answers come to nobody.
+    let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
+    let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
+    let directory = tempfile::tempdir().expect("a dir");
+    let worker = worker(directory.path(), &format!("coordinator_quorum = [{}]", doubles.join(", "))).await;
+    let accepting = || {
+        let families = worker.registry().gather();
+        let family = families.iter().find(|family| family.name() == "coordinators_up").expect("a metric");
+        family.get_metric()[0].get_gauge().get_value()
+    };
+    for double in [&mut good, &mut refusing, &mut failing, &mut slow] {
+        double.beats(5).await;
+    }
+    good.beats(1).await;
+    assert_eq!(accepting(), 1.0);
+    for double in [&refusing, &failing, &slow] {
+        double.behave(Manner::Well);
+    }
+    let start = Instant::now();
+    while accepting() < 4.0 {
+        assert!(start.elapsed() < PATIENCE, "{} of 4 accept", accepting());
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(worker.stop().await, 0);
+    for double in [good, refusing, failing, slow] {
+        double.stop().await;
+    }
 }
 
 /// A worker whose port was chosen before.

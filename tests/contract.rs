@@ -6,12 +6,16 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
+#[path = "support/coordinator.rs"]
+mod coordinator;
+
 mod contract {
     pub(crate) mod bad_input;
     pub(crate) mod blocks;
     pub(crate) mod decommission;
     pub(crate) mod faults;
     pub(crate) mod forms;
+    pub(crate) mod health;
     pub(crate) mod hostile_frames;
     pub(crate) mod lifecycle;
     pub(crate) mod races;

@@ -14,9 +14,10 @@ use super::blocks::{batch, block, blocks};
 use super::raw;
 use super::world::{Setup, World, eventually, key, require};
 
-const SHORT_TICKETS: Setup = Setup {
+const SHORT_TICKETS: Setup<'_> = Setup {
     capacity: "32MiB",
     memory: "buffer_ticket_timeout_sec = \"1s\"\nbuffer_ticket_check_interval_sec = \"100ms\"",
+    local: "",
     top: "",
     tables: "",
 };

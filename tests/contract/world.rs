@@ -22,20 +22,22 @@ const CLAIM_FILE: &str = "uniffle-worker.claim";
 
 /// What a test chooses of the configuration.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Setup {
+pub(crate) struct Setup<'a> {
     /// `memory_store.capacity`.
-    pub(crate) capacity: &'static str,
+    pub(crate) capacity: &'a str,
     /// More lines of `[memory_store]`.
-    pub(crate) memory: &'static str,
+    pub(crate) memory: &'a str,
+    /// More lines of `[localfile_store]`.
+    pub(crate) local: &'a str,
     /// Lines before the first table.
-    pub(crate) top: &'static str,
+    pub(crate) top: &'a str,
     /// Whole tables behind the rest.
-    pub(crate) tables: &'static str,
+    pub(crate) tables: &'a str,
 }
 
-impl Default for Setup {
+impl Default for Setup<'_> {
     fn default() -> Self {
-        Self { capacity: "32MiB", memory: "", top: "", tables: "" }
+        Self { capacity: "32MiB", memory: "", local: "", top: "", tables: "" }
     }
 }
 
@@ -54,7 +56,7 @@ impl World {
         Self::with(Setup::default()).await
     }
 
-    pub(crate) async fn with(setup: Setup) -> Self {
+    pub(crate) async fn with(setup: Setup<'_>) -> Self {
         let dir = tempfile::Builder::new().prefix("uniffle-contract-").tempdir().unwrap();
         let disks: Vec<PathBuf> = (0..2).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
         for disk in &disks {
@@ -169,8 +171,8 @@ impl World {
 }
 
 /// The configuration that a user would have written.
-fn parse(setup: &Setup, disks: &[PathBuf]) -> Config {
-    let Setup { capacity, memory, top, tables } = setup;
+fn parse(setup: &Setup<'_>, disks: &[PathBuf]) -> Config {
+    let Setup { capacity, memory, local, top, tables } = setup;
     let text = format!(
         "store_type = \"MEMORY_LOCALFILE\"\n\
          bind_address = \"127.0.0.1\"\n\
@@ -185,6 +187,7 @@ fn parse(setup: &Setup, disks: &[PathBuf]) -> Config {
          # Whatever the machine of the tests has on its disk.\n\
          disk_high_watermark = 1.0\n\
          disk_low_watermark = 0.99\n\
+         {local}\n\
          {tables}\n"
     );
     let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);

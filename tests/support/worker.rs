@@ -60,13 +60,15 @@ pub(crate) struct Setup {
     pub(crate) disks: usize,
     /// The coordinator, or none: then it is its own.
     pub(crate) quorum: Option<String>,
+    /// Lines before the first table.
+    pub(crate) top: &'static str,
     /// More TOML, put behind the rest: whole tables only.
     pub(crate) tables: &'static str,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { name: "worker", capacity: "256M", disks: 1, quorum: None, tables: "" }
+        Self { name: "worker", capacity: "256M", disks: 1, quorum: None, top: "", tables: "" }
     }
 }
 
@@ -212,11 +214,16 @@ impl Worker {
     }
 
     /// SIGTERM; it must end by itself with exit code 0.
-    pub(crate) fn stop(mut self) {
+    pub(crate) fn stop(self) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("our own child");
+        self.ends("after SIGTERM");
+    }
+
+    /// Waits until it ends by itself, which must be with exit code 0.
+    pub(crate) fn ends(mut self, why: &str) {
         let status: ExitStatus =
-            wait_until(&format!("worker {} stops on SIGTERM", self.name), STOP_DEADLINE, || {
+            wait_until(&format!("worker {} ends {why}", self.name), STOP_DEADLINE, || {
                 self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
             });
         assert_eq!(status.code(), Some(0), "worker {}: {status}", self.name);
@@ -253,12 +260,13 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
          urpc_port = 0\n\
          heartbeat_interval_seconds = 1\n\
          coordinator_quorum = {quorum:?}\n\
+         {}\n\
          [memory_store]\n\
          capacity = \"{}\"\n\
          [localfile_store]\n\
          data_paths = {data_paths:?}\n\
          {}\n",
-        setup.capacity, setup.tables
+        setup.top, setup.capacity, setup.tables
     )
 }
 
