@@ -19,9 +19,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use banner::startup_banner;
+pub use build::check_tags;
 pub use machine::Machine;
 
 use crate::coordinator::embedded::assign::{NodeOrder, PartitionSelection};
+use crate::http::admin::Token;
 use crate::telemetry::TelemetryConfig;
 
 /// Least capacity of the memory store: room for a handful of the largest segments.
@@ -78,6 +80,8 @@ pub struct Config {
     pub grpc: Grpc,
     /// `[http]`
     pub http: Http,
+    /// `[admin]`
+    pub admin: Admin,
     /// `[embedded_coordinator]`
     pub embedded_coordinator: EmbeddedCoordinator,
 }
@@ -260,6 +264,19 @@ pub struct Http {
     pub max_connections: usize,
     /// A request is answered within this time. Default: 30 s; 1 s to 10 min.
     pub request_timeout: Duration,
+}
+
+/// `[admin]`: the administration's listener.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Admin {
+    /// Port; 0 = any free one. Default: none, there is no administration.
+    pub port: Option<u16>,
+    /// Address it listens on; any but a loopback one needs a token. Default: 127.0.0.1.
+    pub bind_address: IpAddr,
+    /// File that holds the bearer token. Default: none.
+    pub token_file: Option<PathBuf>,
+    /// `WORKER_ADMIN_TOKEN`: the bearer token itself. Default: none.
+    pub token: Option<Token>,
 }
 
 /// `[embedded_coordinator]`, used when there is no `coordinator_quorum`.

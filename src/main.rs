@@ -67,7 +67,8 @@ fn main() -> ExitCode {
 }
 
 fn run(config: Config) -> anyhow::Result<()> {
-    let _telemetry = telemetry::init(&config.log)?;
+    let telemetry = telemetry::init(&config.log)?;
+    let surroundings = server::Surroundings { log: Some(telemetry.filter().clone()) };
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
@@ -78,18 +79,18 @@ fn run(config: Config) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("can not start the runtime")?;
-    let result = runtime.block_on(Box::pin(serve(config)));
+    let result = runtime.block_on(Box::pin(serve(config, surroundings)));
     // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
     runtime.shutdown_background();
     result
 }
 
 /// Runs the server until it fails or a signal stops it. A second signal gives up on the ordered stop.
-async fn serve(config: Config) -> anyhow::Result<()> {
+async fn serve(config: Config, surroundings: server::Surroundings) -> anyhow::Result<()> {
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("can not listen for signals")?;
     let (stop, stopped) = oneshot::channel();
-    let mut server = Box::pin(server::run(config, async {
+    let mut server = Box::pin(server::run(config, surroundings, async {
         let _ = stopped.await;
     }));
     tokio::select! {

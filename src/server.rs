@@ -3,6 +3,7 @@
 //! Start: bind the listeners, build the tiers bottom-up, open the doors, and only then tell a coordinator. Stop: refuse
 //! tickets, close the doors (connections finish what they have begun), then the background tasks.
 
+mod admin;
 mod health;
 mod parts;
 mod report;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use axum::Router;
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tonic::service::RoutesBuilder;
@@ -23,6 +25,7 @@ use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::flush::Flusher;
 use crate::grpc::GrpcServer;
 use crate::http::HttpServer;
+use crate::http::admin::AdminServer;
 use crate::memory::Memory;
 use crate::metrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
@@ -30,7 +33,9 @@ use crate::runtime::Tasks;
 use crate::service::{LocalTier, Service};
 use crate::store::LocalStore;
 use crate::tcp::TcpDoor;
+use crate::telemetry::LogFilter;
 
+use self::admin::Live;
 use self::health::Watch;
 
 /// How long connections may take to end after the doors were told to close.
@@ -45,6 +50,8 @@ pub struct Addresses {
     pub http: SocketAddr,
     /// Raw TCP.
     pub urpc: Option<SocketAddr>,
+    /// Administration.
+    pub admin: Option<SocketAddr>,
 }
 
 /// A running worker.
@@ -57,8 +64,16 @@ pub struct Worker {
     local: Option<LocalTier>,
     service: Arc<Service>,
     registry: Registry,
+    live: Arc<Live>,
     doors: Tasks,
     background: Tasks,
+}
+
+/// What a worker is given of the process that it runs in. The default is a worker among others.
+#[derive(Debug, Clone, Default)]
+pub struct Surroundings {
+    /// The log filter, if it is this worker's to change.
+    pub log: Option<LogFilter>,
 }
 
 /// Listeners, bound before anything else so that a port in use is the first thing to be told.
@@ -66,6 +81,33 @@ struct Listeners {
     grpc: TcpListener,
     http: TcpListener,
     urpc: Option<TcpListener>,
+    admin: Option<TcpListener>,
+}
+
+impl Listeners {
+    async fn bind(config: &Config) -> anyhow::Result<Self> {
+        let optional = async |address, port: Option<u16>, key| match port {
+            Some(port) => bind(address, port, key).await.map(Some),
+            None => Ok(None),
+        };
+        Ok(Self {
+            grpc: bind(config.bind_address, config.grpc_port, "grpc_port").await?,
+            http: bind(config.bind_address, config.http_port, "http_port").await?,
+            urpc: optional(config.bind_address, config.urpc_port, "urpc_port").await?,
+            admin: optional(config.admin.bind_address, config.admin.port, "admin.port").await?,
+        })
+    }
+
+    fn addresses(&self) -> anyhow::Result<Addresses> {
+        let optional =
+            |listener: &Option<TcpListener>| listener.as_ref().map(TcpListener::local_addr).transpose();
+        Ok(Addresses {
+            grpc: self.grpc.local_addr().context("grpc_port has no address")?,
+            http: self.http.local_addr().context("http_port has no address")?,
+            urpc: optional(&self.urpc).context("urpc_port has no address")?,
+            admin: optional(&self.admin).context("admin.port has no address")?,
+        })
+    }
 }
 
 impl Worker {
@@ -74,24 +116,16 @@ impl Worker {
     /// # Errors
     /// A port in use, a data directory that is not ours or in use, memory that can not be mapped.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
-        let listeners = Listeners {
-            grpc: bind(config.bind_address, config.grpc_port, "grpc_port").await?,
-            http: bind(config.bind_address, config.http_port, "http_port").await?,
-            urpc: match config.urpc_port {
-                Some(port) => Some(bind(config.bind_address, port, "urpc_port").await?),
-                None => None,
-            },
-        };
-        let addresses = Addresses {
-            grpc: listeners.grpc.local_addr().context("grpc_port has no address")?,
-            http: listeners.http.local_addr().context("http_port has no address")?,
-            urpc: listeners
-                .urpc
-                .as_ref()
-                .map(TcpListener::local_addr)
-                .transpose()
-                .context("urpc_port has no address")?,
-        };
+        Self::start_in(Surroundings::default(), config).await
+    }
+
+    /// As [`Worker::start`], as a part of `surroundings`.
+    ///
+    /// # Errors
+    /// See [`Worker::start`].
+    pub async fn start_in(surroundings: Surroundings, config: &Config) -> anyhow::Result<Self> {
+        let listeners = Listeners::bind(config).await?;
+        let addresses = listeners.addresses()?;
         let ip = match config.advertised_ip {
             Some(ip) => ip,
             None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
@@ -114,7 +148,8 @@ impl Worker {
             background.clone(),
             &registry,
         )?;
-        let worker = Self { addresses, ip, apps, memory, local, service, registry, doors, background };
+        let live = Arc::new(Live::new(config, surroundings.log));
+        let worker = Self { addresses, ip, apps, memory, local, service, registry, live, doors, background };
         worker.open_doors(config, listeners)?;
         Ok(worker)
     }
@@ -160,6 +195,11 @@ impl Worker {
             self.readiness(),
             &self.doors,
         )?;
+        if let Some(listener) = listeners.admin {
+            let hooks = admin::hooks(Arc::clone(&self.service), &self.live);
+            let mounted = Router::new();
+            AdminServer::start(listener, admin::token(config)?, hooks, mounted, &self.registry, &self.doors)?;
+        }
         self.announce(config, embedded)
     }
 
@@ -241,14 +281,13 @@ impl Worker {
         })
     }
 
-    fn report_source(&self, config: &Config) -> ReportSource {
+    fn report_source(&self) -> ReportSource {
         let netty_port = self.addresses.urpc.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
         let mut fixed =
             NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
-        fixed.tags = identity::tags(netty_port.is_some(), &config.tags);
         fixed.version = env!("CARGO_PKG_VERSION").to_owned();
         fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
         fixed.start_time_ms = SystemTime::now()
@@ -256,16 +295,17 @@ impl Worker {
             .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
         let (service, memory, local) =
             (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
-        report::source(fixed, report::Parts { service, memory, local })
+        report::source(fixed, report::Parts { service, memory, local, live: Arc::clone(&self.live) })
     }
 
     /// The doors are open: from now on coordinators hear of this worker, and at once of every change of its state.
     fn announce(&self, config: &Config, embedded: Option<EmbeddedCoordinator>) -> anyhow::Result<()> {
-        let source = self.report_source(config);
+        let source = self.report_source();
         let watch = Watch {
             service: Arc::clone(&self.service),
             store: self.local.as_ref().map(|local| Arc::clone(&local.store)),
             min_disks: config.localfile.healthy_check_min_disks,
+            live: Arc::clone(&self.live),
         };
         let stop = self.background.cancelled();
         match embedded {
@@ -311,10 +351,14 @@ async fn start_local(
 ///
 /// # Errors
 /// See [`Worker::start`].
-pub async fn run(config: Config, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
-    let worker = Worker::start(&config).await?;
+pub async fn run(
+    config: Config,
+    surroundings: Surroundings,
+    stop: impl Future<Output = ()>,
+) -> anyhow::Result<()> {
+    let worker = Worker::start_in(surroundings, &config).await?;
     let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, "listening");
+    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, admin = ?addresses.admin, "listening");
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses).context("WORKER_READY_FILE")?;
     }
@@ -350,6 +394,7 @@ fn write_ready_file(path: &std::path::Path, addresses: Addresses) -> std::io::Re
         "grpc_port": addresses.grpc.port(),
         "http_port": addresses.http.port(),
         "urpc_port": addresses.urpc.map(|address| address.port()),
+        "admin_port": addresses.admin.map(|address| address.port()),
         "pid": std::process::id(),
     });
     let beside = path.with_extension("tmp");

@@ -6,6 +6,7 @@
 use std::backtrace::Backtrace;
 use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
@@ -14,8 +15,9 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry};
 use tracing_appender::non_blocking::WorkerGuard;
 use tracing_appender::rolling;
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+use tracing_subscriber::{EnvFilter, reload};
 
 /// When a log file is closed and the next one opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +47,37 @@ pub struct TelemetryConfig {
 #[derive(Debug)]
 #[must_use = "logs to a file stop when this is dropped"]
 pub struct Telemetry {
+    filter: LogFilter,
     _writer: Option<WorkerGuard>,
+}
+
+impl Telemetry {
+    /// The filter of the installed subscriber.
+    #[must_use]
+    pub fn filter(&self) -> &LogFilter {
+        &self.filter
+    }
+}
+
+/// The process's log filter, which can be replaced while it runs. Clones share it.
+#[derive(Clone)]
+pub struct LogFilter(Arc<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>);
+
+impl LogFilter {
+    /// Replaces the filter by `text`, as for [`parse_filter`].
+    ///
+    /// # Errors
+    /// What is wrong with `text`; the filter stays then.
+    pub fn set(&self, text: &str) -> Result<(), String> {
+        let filter = parse_filter(text).map_err(|error| error.to_string())?;
+        (self.0)(filter).map_err(|error| error.to_string())
+    }
+}
+
+impl std::fmt::Debug for LogFilter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("LogFilter")
+    }
 }
 
 /// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
@@ -96,20 +128,22 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
 /// # Errors
 /// When the log directory can not be used, or a subscriber is installed already.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
-    let builder = tracing_subscriber::fmt().with_env_filter(parse_filter(&config.filter)?);
-    let (installed, writer) = match &config.directory {
-        None => {
-            let colours = std::io::stderr().is_terminal();
-            (builder.with_writer(std::io::stderr).with_ansi(colours).try_init(), None)
-        }
+    let (writer, colours, guard) = match &config.directory {
+        None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal(), None),
         Some(directory) => {
             let (appender, guard) = tracing_appender::non_blocking(log_file(config, directory)?);
-            (builder.with_writer(appender).with_ansi(false).try_init(), Some(guard))
+            (BoxMakeWriter::new(appender), false, Some(guard))
         }
     };
-    installed.map_err(|error| anyhow::anyhow!("logs are set up already: {error}"))?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(parse_filter(&config.filter)?)
+        .with_writer(writer)
+        .with_ansi(colours)
+        .with_filter_reloading();
+    let handle = builder.reload_handle();
+    builder.try_init().map_err(|error| anyhow::anyhow!("logs are set up already: {error}"))?;
     install_panic_hook();
-    Ok(Telemetry { _writer: writer })
+    Ok(Telemetry { filter: LogFilter(Arc::new(move |filter| handle.reload(filter))), _writer: guard })
 }
 
 fn log_file(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<rolling::RollingFileAppender> {

@@ -51,7 +51,7 @@ async fn scrape(worker: &Worker) -> BTreeMap<String, usize> {
 async fn worker(directory: &std::path::Path, quorum: &str) -> Worker {
     let text = format!(
         "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{quorum}\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n",
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
         directory.join("data")
     );
     let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);

@@ -10,9 +10,10 @@ use super::keys::Sorted;
 use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::{
-    App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, LocalfileStore,
-    MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
+    Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore,
+    LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
 };
+use crate::http::admin::Token;
 use crate::telemetry::{Rotation, TelemetryConfig, parse_filter};
 
 const KIB: u64 = 1 << 10;
@@ -73,6 +74,7 @@ pub(super) fn build(
         app: app(&mut reader),
         grpc: grpc(&mut reader),
         http: http(&mut reader),
+        admin: admin(&mut reader, env),
         embedded_coordinator: embedded::read(&mut reader),
     };
     if config.urpc_port.is_none() && config.is_embedded() {
@@ -82,6 +84,7 @@ pub(super) fn build(
     debug_assert!(reader.values.is_empty(), "keys nobody reads: {:?}", reader.values);
 
     check_ports(&mut reader, &config);
+    check_admin(&mut reader, &config);
     check_memory(&mut reader, &config);
     check_localfile(&mut reader, &config, names_data_paths);
     check_watermarks(&mut reader, &config);
@@ -127,6 +130,17 @@ fn endpoint(text: &str) -> Result<Endpoint, String> {
         return Err(allowed());
     }
     Ok(Endpoint { host: bracketed.unwrap_or(host).to_owned(), port })
+}
+
+/// Whether `tags` may stand in `tags`; else what is allowed.
+///
+/// # Errors
+/// What is allowed.
+pub fn check_tags(tags: &[String]) -> Result<(), String> {
+    if tags.len() > TAGS_MAX {
+        return Err(format!("at most {TAGS_MAX} tags"));
+    }
+    tags.iter().try_for_each(|text| tag(text).map(drop))
 }
 
 /// Tags are joined with commas in metrics and compared as a set by coordinators.
@@ -316,12 +330,44 @@ fn http(reader: &mut Reader) -> Http {
     }
 }
 
+fn admin(reader: &mut Reader, env: &HashMap<String, String>) -> Admin {
+    let token = env.get("WORKER_ADMIN_TOKEN").filter(|text| !text.is_empty()).and_then(|text| {
+        let token = Token::parse(text);
+        if let Err(allowed) = token {
+            reader.refuse("WORKER_ADMIN_TOKEN", "(hidden)", &allowed.to_string());
+        }
+        token.ok()
+    });
+    Admin {
+        port: reader.port("admin.port"),
+        bind_address: reader
+            .text("admin.bind_address", ip_address)
+            .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        token_file: reader.text("admin.token_file", absolute_path),
+        token,
+    }
+}
+
+/// Whoever reaches the administration can stop the node's work, so that more than this machine needs a token.
+fn check_admin(reader: &mut Reader, config: &Config) {
+    let admin = &config.admin;
+    let has_token = admin.token.is_some() || admin.token_file.is_some();
+    if !admin.bind_address.is_loopback() && !has_token {
+        let allowed = "a loopback address; any other needs admin.token_file or WORKER_ADMIN_TOKEN";
+        reader.refuse("admin.bind_address", admin.bind_address, allowed);
+    }
+    if let (Some(_), Some(file)) = (&admin.token, &admin.token_file) {
+        reader.refuse("admin.token_file", file.display(), "one of it and WORKER_ADMIN_TOKEN");
+    }
+}
+
 fn check_ports(reader: &mut Reader, config: &Config) {
     let mut taken = HashMap::new();
     let ports = [
         ("grpc_port", Some(config.grpc_port)),
         ("urpc_port", config.urpc_port),
         ("http_port", Some(config.http_port)),
+        ("admin.port", config.admin.port),
     ];
     for (key, port) in ports {
         let Some(port) = port.filter(|port| *port != 0) else { continue };

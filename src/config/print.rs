@@ -34,6 +34,7 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "app_config", app(config));
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
+    put(&mut top, "admin", admin(config));
     put(&mut top, "embedded_coordinator", embedded::print(&config.embedded_coordinator));
     top.to_string()
 }
@@ -152,5 +153,18 @@ fn http(config: &Config) -> Table {
     let mut table = Table::new();
     put(&mut table, "max_connections", number(config.http.max_connections));
     put(&mut table, "request_timeout_sec", duration(config.http.request_timeout, 1));
+    table
+}
+
+/// Without the token: what is printed ends up in tickets and terminals.
+fn admin(config: &Config) -> Table {
+    let mut table = Table::new();
+    if let Some(port) = config.admin.port {
+        put(&mut table, "port", i64::from(port));
+    }
+    put(&mut table, "bind_address", config.admin.bind_address.to_string());
+    if let Some(file) = &config.admin.token_file {
+        put(&mut table, "token_file", file.display().to_string());
+    }
     table
 }

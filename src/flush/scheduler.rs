@@ -110,7 +110,7 @@ impl Flusher {
         Arc::strong_count(&self.batch_token) - 1
     }
 
-    /// Puts everything that is in memory in flight (tests, shutdown).
+    /// Puts everything that is in memory in flight (an operator's wish, tests).
     pub fn flush_all(&self) {
         self.flush_some(Goal::ALL);
     }

@@ -1,8 +1,10 @@
 //! The HTTP door: metrics, health and a banner. It translates only; what is ready or measured comes in as hooks.
 //!
-//! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is nothing to protect.
+//! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is
+//! nothing to protect; what does is on a listener of its own, [`admin`].
 //! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
 
+pub mod admin;
 mod serve;
 
 use std::sync::Arc;

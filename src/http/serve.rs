@@ -3,10 +3,11 @@
 //! A connection carries one request and lives for at most the request timeout, accept to last byte: that bounds slow
 //! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
+use axum::{Extension, Router};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use prometheus::IntGauge;
@@ -30,6 +31,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a connection gets to finish its answer after the group was cancelled.
 const STOP_GRACE: Duration = Duration::from_secs(1);
+
+/// Who asks; in the extensions of every request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Peer(pub(super) SocketAddr);
 
 /// The task that accepts connections and starts one task for each.
 pub(super) struct Acceptor {
@@ -57,10 +62,11 @@ impl Acceptor {
                 return; // never: nobody closes the semaphore
             };
             match self.listener.accept().await {
-                Ok((stream, _)) => {
+                Ok((stream, peer)) => {
                     let place = Place::take(&self.connections, permit);
                     let timeout = self.config.request_timeout;
-                    let served = connection(stream, self.router.clone(), timeout, self.tasks.clone(), place);
+                    let router = self.router.clone().layer(Extension(Peer(peer)));
+                    let served = connection(stream, router, timeout, self.tasks.clone(), place);
                     self.tasks.spawn("http connection", served);
                 }
                 Err(error) => {

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use crate::service::{Service, WorkerState};
 use crate::store::LocalStore;
 
+use super::admin::Live;
+
 /// What the watch looks at.
 #[derive(Debug)]
 pub(super) struct Watch {
@@ -16,6 +18,7 @@ pub(super) struct Watch {
     pub(super) store: Option<Arc<LocalStore>>,
     /// Disks that must take batches; 0 = the disks make no difference.
     pub(super) min_disks: usize,
+    pub(super) live: Arc<Live>,
 }
 
 impl Watch {
@@ -44,6 +47,7 @@ impl Watch {
                 () = &mut stop => return,
                 () = disks_changed => {}
                 _ = self.service.status().changed_from(announced) => {}
+                () = self.live.changed() => announce(),
             }
         }
     }

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::coordinator::{NodeReport, ReportSource};
+use crate::coordinator::{NodeReport, ReportSource, identity};
 use crate::io::Media;
 use crate::memory::Memory;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
@@ -13,19 +13,23 @@ use crate::proto::{ServerStatus, StorageInfo};
 use crate::service::{LocalTier, Service, WorkerState};
 use crate::store::{DiskCondition, MountUsage};
 
+use super::admin::Live;
+
 /// The parts that are asked.
 #[derive(Debug, Clone)]
 pub(super) struct Parts {
     pub(super) service: Arc<Service>,
     pub(super) memory: Arc<Memory>,
     pub(super) local: Option<LocalTier>,
+    pub(super) live: Arc<Live>,
 }
 
 /// `fixed` with the figures of the moment.
 pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
     ReportSource::new(move || {
         let mut report = fixed.clone();
-        let Parts { service, memory, local } = &parts;
+        let Parts { service, memory, local, live } = &parts;
+        report.tags = identity::tags(report.netty_port.is_some(), &live.tags());
         let store = local.as_ref().map(|local| &*local.store);
         report.status = node_status(service.status().state());
         report.used_memory_bytes = memory.budget().used();

@@ -181,6 +181,18 @@ impl Service {
         Ok(())
     }
 
+    /// An operator wants everything that is in memory on its way to the disks; returns how many batches are.
+    ///
+    /// # Errors
+    /// [`ServiceError::Unsupported`] without a tier below memory.
+    pub fn flush_all(&self) -> Result<usize, ServiceError> {
+        let Some(local) = &self.local else {
+            return Err(ServiceError::Unsupported("this worker has no tier below memory"));
+        };
+        local.flusher.flush_all();
+        Ok(local.flusher.unfinished())
+    }
+
     fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey]) {
         self.memory.tickets().forget_app(app);
         self.purge_state(app, keys);

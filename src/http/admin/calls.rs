@@ -1,0 +1,120 @@
+//! The calls. Bodies and answers are JSON; an empty body stands for no arguments.
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::post;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::AdminHooks;
+use super::guard::{Audited, refusal};
+use crate::service::{ServiceError, WorkerState};
+
+/// All calls, without the gate.
+pub(super) fn router(hooks: AdminHooks) -> Router {
+    Router::new()
+        .route("/admin/decommission", post(decommission))
+        .route("/admin/cancel-decommission", post(cancel_decommission))
+        .route("/admin/tags", post(tags))
+        .route("/admin/flush", post(flush))
+        .route("/admin/apps/{id}/purge", post(purge))
+        .route("/admin/log-level", post(log_level))
+        .with_state(hooks)
+}
+
+async fn decommission(State(hooks): State<AdminHooks>) -> Response {
+    match hooks.service.decommission() {
+        Ok(()) => state_answer(&hooks),
+        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
+    }
+}
+
+async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
+    match hooks.service.cancel_decommission() {
+        Ok(()) => state_answer(&hooks),
+        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
+    }
+}
+
+fn state_answer(hooks: &AdminHooks) -> Response {
+    let apps = hooks.service.apps().app_count();
+    answer(&json!({ "state": state_name(hooks.service.status().state()), "apps": apps }))
+}
+
+pub(super) fn state_name(state: WorkerState) -> &'static str {
+    match state {
+        WorkerState::Active => "active",
+        WorkerState::Unhealthy => "unhealthy",
+        WorkerState::Decommissioning => "decommissioning",
+        WorkerState::Decommissioned => "decommissioned",
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tags {
+    tags: Vec<String>,
+}
+
+async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
+    let wanted = match arguments::<Tags>(&body, r#"{"tags": ["a", "b"]}"#) {
+        Ok(wanted) => wanted.tags,
+        Err(response) => return response,
+    };
+    match (hooks.set_tags)(wanted.clone()) {
+        Ok(()) => answer(&json!({ "tags": wanted })),
+        Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
+    }
+}
+
+/// Puts everything that is in memory on its way to the disks; does not wait for it.
+async fn flush(State(hooks): State<AdminHooks>) -> Response {
+    match hooks.service.flush_all() {
+        Ok(batches) => answer(&json!({ "batches_under_way": batches })),
+        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
+    }
+}
+
+async fn purge(State(hooks): State<AdminHooks>, Path(app): Path<String>) -> Response {
+    match hooks.service.unregister_app(&app) {
+        Ok(()) => answer(&json!({ "purged": app })),
+        Err(ServiceError::NotRegistered) => refusal(StatusCode::NOT_FOUND, "no such application"),
+        Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LogLevel {
+    filter: String,
+}
+
+async fn log_level(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
+    let filter = match arguments::<LogLevel>(&body, r#"{"filter": "info,uniffle_worker=debug"}"#) {
+        Ok(wanted) => wanted.filter,
+        Err(response) => return response,
+    };
+    match (hooks.set_log_filter)(&filter) {
+        Ok(()) => answer(&json!({ "filter": filter })),
+        Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
+    }
+}
+
+/// The arguments in `body`, or an answer that shows how they look.
+#[expect(clippy::result_large_err, reason = "the error is the answer, made once per bad call")]
+fn arguments<T: DeserializeOwned>(body: &[u8], example: &str) -> Result<T, Response> {
+    serde_json::from_slice(body).map_err(|error| {
+        refusal(StatusCode::BAD_REQUEST, &format!("a body such as {example} is needed: {error}"))
+    })
+}
+
+fn answer(value: &Value) -> Response {
+    let text = value.to_string();
+    let mut response = axum::Json(value).into_response();
+    response.extensions_mut().insert(Audited(text));
+    response
+}

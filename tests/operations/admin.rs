@@ -1,0 +1,227 @@
+//! The administration: what each call does, who may call, and what is left of a call in the audit log.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use uniffle_worker::proto::GetShuffleServerRequest;
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::server::Surroundings;
+use uniffle_worker::service::WorkerState;
+use uniffle_worker::types::PartitionId;
+
+use super::world::{World, eventually};
+
+const TOKEN: &str = "correct-horse-battery-staple";
+
+/// Every call with a body that it would take.
+const CALLS: &[(&str, &str)] = &[
+    ("/admin/decommission", ""),
+    ("/admin/cancel-decommission", ""),
+    ("/admin/tags", r#"{"tags": ["stolen"]}"#),
+    ("/admin/flush", ""),
+    ("/admin/apps/app-1/purge", ""),
+    ("/admin/log-level", r#"{"filter": "off"}"#),
+];
+
+/// Log lines of this thread, which is the whole runtime in these tests.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Lines {
+    fn capture() -> (Self, tracing::subscriber::DefaultGuard) {
+        let lines = Self::default();
+        let writer = lines.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        (lines, tracing::subscriber::set_default(subscriber))
+    }
+
+    fn audit(&self) -> Vec<String> {
+        let text = String::from_utf8(self.0.lock().clone()).unwrap();
+        text.lines().filter(|line| line.contains(" audit: ")).map(str::to_owned).collect()
+    }
+}
+
+#[tokio::test]
+async fn a_worker_is_decommissioned_and_put_back() {
+    let (lines, _guard) = Lines::capture();
+    let world = World::start().await;
+    let state = || world.worker.service().status().state();
+    let (status, answer) = world.call("/admin/decommission", "").await;
+    assert_eq!((status, answer), (StatusCode::OK, json!({ "state": "decommissioning", "apps": 0 })));
+    assert_eq!(state(), WorkerState::Decommissioning);
+    let (status, answer) = world.call("/admin/cancel-decommission", "").await;
+    assert_eq!((status, answer["state"].as_str()), (StatusCode::OK, Some("active")));
+    assert_eq!(state(), WorkerState::Active);
+    world.worker.service().status().set_unhealthy(true);
+    let (status, answer) = world.call("/admin/decommission", "").await;
+    assert_eq!(status, StatusCode::CONFLICT);
+    assert!(answer["error"].as_str().unwrap().contains("unhealthy"), "{answer}");
+
+    let audit = lines.audit();
+    assert_eq!(audit.len(), 3, "{audit:?}");
+    for part in ["call=/admin/decommission", "peer=127.0.0.1:", "result=\"ok\"", "decommissioning"] {
+        assert!(audit[0].contains(part), "{part} in {}", audit[0]);
+    }
+    assert!(audit[2].contains("result=\"failed\"") && audit[2].contains("unhealthy"), "{}", audit[2]);
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn tags_reach_the_coordinator_at_once() {
+    let world = World::start().await;
+    let channel = format!("http://{}", world.worker.addresses().grpc);
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
+    let request = GetShuffleServerRequest {
+        application_id: "app-1".to_owned(),
+        partition_num: 1,
+        partition_num_per_range: 1,
+        data_replica: 1,
+        assignment_shuffle_server_number: -1,
+        require_tags: vec!["night".to_owned()],
+        ..Default::default()
+    };
+    let (status, answer) = world.call("/admin/tags", r#"{"tags": ["night", "ssd"]}"#).await;
+    assert_eq!((status, answer), (StatusCode::OK, json!({ "tags": ["night", "ssd"] })));
+    let mut assigned = false;
+    for _ in 0..200 {
+        let answer = coordinator.get_shuffle_assignments(request.clone()).await.unwrap().into_inner();
+        assigned = answer.assignments.iter().any(|range| !range.server.is_empty());
+        if assigned {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    assert!(assigned, "the coordinator does not know the new tags");
+    for bad in [r#"{"tags": ["a,b"]}"#, r#"{"tags": "a"}"#, r#"{"tag": []}"#, "", "\u{0}"] {
+        let (status, answer) = world.call("/admin/tags", bad).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{bad}: {answer}");
+    }
+    drop(coordinator);
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn memory_is_flushed_and_an_app_is_purged() {
+    let world = World::start().await;
+    let key = world.push("app-1", 3).await;
+    world.push("app-10", 3).await;
+    let (status, answer) = world.call("/admin/flush", "").await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    let local = world.worker.local().unwrap();
+    eventually("everything is on disk", || match local.store.partition_bytes(&key, PartitionId(2)) {
+        30_000 if world.worker.memory().block_count() == 0 => Ok(()),
+        bytes => Err(format!("{bytes} bytes")),
+    })
+    .await;
+    let (status, answer) = world.call("/admin/apps/app-1/purge", "").await;
+    assert_eq!((status, answer), (StatusCode::OK, json!({ "purged": "app-1" })));
+    let apps = || world.worker.apps().apps().iter().map(|app| app.id().to_string()).collect::<Vec<_>>();
+    assert_eq!(apps(), ["app-10"]);
+    for unknown in ["app-1", "..%2Fx", "%00", "a%20b"] {
+        let (status, _) = world.call(&format!("/admin/apps/{unknown}/purge"), "").await;
+        assert_eq!(status, StatusCode::NOT_FOUND, "{unknown}");
+    }
+    assert_eq!(apps(), ["app-10"]);
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn the_log_filter_is_replaced_where_it_is_the_workers() {
+    let world = World::start().await;
+    let (status, answer) = world.call("/admin/log-level", r#"{"filter": "debug"}"#).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(answer["error"].as_str().unwrap().contains("not the worker's"), "{answer}");
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn without_the_token_nothing_is_told_and_nothing_changes() {
+    let (lines, _guard) = Lines::capture();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
+    let admin = format!("token_file = {:?}", file.path());
+    let world = World::with(&admin, Surroundings::default()).await;
+    world.push("app-1", 2).await;
+    let before = world.worker.memory().block_count();
+    let wrong = TOKEN.replace('c', "d");
+    for (path, body) in CALLS.iter().chain([&("/admin/nonsense", "")]) {
+        for offered in [None, Some(wrong.as_str()), Some(""), Some(&TOKEN[1..])] {
+            let request = world.admin(Method::POST, path).body(*body);
+            let request = match offered {
+                Some(token) => request.bearer_auth(token),
+                None => request,
+            };
+            let answer = request.send().await.unwrap();
+            assert_eq!(answer.status(), StatusCode::UNAUTHORIZED, "{path} with {offered:?}");
+        }
+        let answer = world.admin(Method::GET, path).send().await.unwrap();
+        assert_eq!(answer.status(), StatusCode::UNAUTHORIZED);
+        let answer = world.admin(Method::GET, path).bearer_auth(TOKEN).send().await.unwrap();
+        assert_eq!(answer.status(), StatusCode::METHOD_NOT_ALLOWED, "GET {path}");
+    }
+    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
+    assert_eq!((world.worker.apps().app_count(), world.worker.memory().block_count()), (1, before));
+    assert_eq!(world.metric("admin_calls_total", "denied"), 35.0);
+    let audit = lines.audit();
+    assert!(!audit.is_empty() && audit.len() < 10, "denied calls are told, but not each: {audit:?}");
+    assert!(audit[0].contains("result=\"denied\"") && !audit[0].contains(&wrong), "{}", audit[0]);
+
+    let answer = world.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
+    assert_eq!(answer.status(), StatusCode::OK);
+    let answer = world.admin(Method::POST, "/admin/nonsense").bearer_auth(TOKEN).send().await.unwrap();
+    assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+    world.finish().await;
+}
+
+/// The data's HTTP door is open to everybody: it must know none of the calls.
+#[tokio::test]
+async fn the_open_door_changes_nothing() {
+    let world = World::start().await;
+    world.push("app-1", 1).await;
+    for (path, body) in CALLS {
+        for method in [Method::POST, Method::GET, Method::PUT, Method::DELETE] {
+            let url = format!("http://{}{path}", world.worker.addresses().http);
+            let answer =
+                reqwest::Client::new().request(method.clone(), url).body(*body).send().await.unwrap();
+            assert_eq!(answer.status(), StatusCode::NOT_FOUND, "{method} {path}");
+        }
+    }
+    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
+    assert_eq!(world.worker.apps().app_count(), 1);
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
+    let world = World::start().await;
+    let huge = format!(r#"{{"tags": ["{}"]}}"#, "x".repeat(70_000));
+    let answer = world.admin(Method::POST, "/admin/tags").body(huge).send().await.unwrap();
+    assert_eq!(answer.status(), StatusCode::PAYLOAD_TOO_LARGE);
+    let page = world.admin(Method::POST, "/admin/decommission").header("Origin", "http://evil.example");
+    assert_eq!(page.send().await.unwrap().status(), StatusCode::FORBIDDEN);
+    let mut stream = TcpStream::connect(world.worker.addresses().admin.unwrap()).await.unwrap();
+    let head = format!("POST /admin/flush?{} HTTP/1.1\r\nHost: x\r\n\r\n", "q".repeat(9_000));
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    assert!(String::from_utf8_lossy(&answer).starts_with("HTTP/1.1 4"), "{answer:?}");
+    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
+    world.finish().await;
+}

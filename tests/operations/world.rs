@@ -1,0 +1,125 @@
+//! A worker in this process with an open administration, and a client of its data protocol.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use reqwest::{Method, RequestBuilder, StatusCode};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+use uniffle_worker::client::block::{BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::ShuffleClient;
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::server::{Surroundings, Worker};
+use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) struct World {
+    pub(crate) worker: Worker,
+    pub(crate) client: ShuffleClient,
+    http: reqwest::Client,
+    dir: TempDir,
+}
+
+impl World {
+    pub(crate) async fn start() -> Self {
+        Self::with("", Surroundings::default()).await
+    }
+
+    /// `admin` are further lines of `[admin]`.
+    pub(crate) async fn with(admin: &str, surroundings: Surroundings) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let text = config_text(dir.path(), admin);
+        let worker = Worker::start_in(surroundings, &parse(&text)).await.unwrap();
+        let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
+        Self { worker, client, http: reqwest::Client::new(), dir }
+    }
+
+    /// A request to the administration, as yet without a token.
+    pub(crate) fn admin(&self, method: Method, path: &str) -> RequestBuilder {
+        self.http.request(method, format!("http://{}{path}", self.worker.addresses().admin.unwrap()))
+    }
+
+    /// A call of the administration with a JSON body; its answer.
+    pub(crate) async fn call(&self, path: &str, body: &str) -> (StatusCode, Value) {
+        let answer = self.admin(Method::POST, path).body(body.to_owned()).send().await.unwrap();
+        let status = answer.status();
+        (status, serde_json::from_str(&answer.text().await.unwrap()).unwrap())
+    }
+
+    /// Registers one shuffle of `app` and sends some blocks to each of its partitions.
+    pub(crate) async fn push(&self, app: &str, partitions: i32) -> ShuffleKey {
+        let key = ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1));
+        self.client.register(&key, &[(0, partitions - 1)]).await.unwrap();
+        let generator = BlockGenerator::new(1, IdLayout::SPARK);
+        let block = |partition, sequence| generator.block(partition, TaskAttemptId(1), sequence, 10_000);
+        let batch: Vec<_> = (0..partitions)
+            .map(PartitionId)
+            .map(|partition| {
+                (partition, (0..=partition.0.unsigned_abs().min(7)).map(|n| block(partition, n)).collect())
+            })
+            .collect();
+        self.client.push(&key, SendForm::Classic, &batch).await.unwrap();
+        key
+    }
+
+    /// The sum of a metric over its labels that contain `label`.
+    pub(crate) fn metric(&self, name: &str, label: &str) -> f64 {
+        let families = self.worker.registry().gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let metrics = family.map(|family| family.get_metric()).unwrap_or_default();
+        let labelled = metrics
+            .iter()
+            .filter(|metric| label.is_empty() || metric.get_label().iter().any(|pair| pair.value() == label));
+        labelled.map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value()).sum()
+    }
+
+    /// The common end: nothing is left of any app, no task is left.
+    pub(crate) async fn finish(self) {
+        for app in self.worker.apps().apps() {
+            self.worker.service().unregister_app(app.id().as_str()).unwrap();
+        }
+        let memory = self.worker.memory();
+        eventually("the memory is free", || match (memory.used_bytes(), memory.block_count()) {
+            (0, 0) => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+        drop(self.client);
+        assert_eq!(self.worker.stop().await, 0);
+        drop(self.dir);
+    }
+}
+
+fn config_text(dir: &std::path::Path, admin: &str) -> String {
+    format!(
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = 1\n\
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n\
+         [admin]\nport = 0\n{admin}\n",
+        dir.join("data")
+    )
+}
+
+pub(crate) fn parse(text: &str) -> Config {
+    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+    Config::parse(text, &env, &machine()).unwrap()
+}
+
+pub(crate) fn machine() -> Machine {
+    Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") }
+}
+
+/// Polls `look` until it is content; panics with its last complaint when time is up.
+pub(crate) async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
+    let start = Instant::now();
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(complaint) => assert!(start.elapsed() < PATIENCE, "{what}: not yet: {complaint}"),
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+}
