@@ -25,6 +25,9 @@ const BODY_BYTES_MAX: usize = 64 << 10;
 /// Between two log lines about callers that were turned away; the others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
+/// The values of the label `result`.
+pub(super) const RESULTS: [&str; 3] = ["ok", "failed", "denied"];
+
 /// What a handler wants in the audit line, put into the extensions of its response.
 #[derive(Debug, Clone)]
 pub(super) struct Audited(pub(super) String);

@@ -90,6 +90,9 @@ impl AdminServer {
             "administration calls, by result",
             &["result"],
         )?;
+        for result in guard::RESULTS {
+            calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
+        }
         let router = calls::router(hooks).merge(mounted);
         let router = guard::protect(router, token, AdminMetrics { calls });
         let config = HttpConfig { max_connections: CONNECTIONS_MAX, request_timeout: REQUEST_TIMEOUT };
