@@ -62,6 +62,9 @@ pub struct Config {
     pub decommission_check_interval: Duration,
     /// Whether the worker stops once it is decommissioned. Default: false.
     pub decommission_shutdown: bool,
+    /// `[shutdown] flush_timeout_sec`: how long a worker that stops or is upgraded may take to bring what is in memory to
+    /// the disks. Default: 60 s, within systemd's 90; 0 to 1 h.
+    pub shutdown_flush_timeout: Duration,
     /// `WORKER_IP`: the address told to coordinators and clients; none = found out from the interfaces.
     pub advertised_ip: Option<IpAddr>,
     /// `[memory_store]`

@@ -1,7 +1,8 @@
 //! The command line, the allocator and the runtime; everything else is in the library.
 //!
 //! Exit codes: 0 after an ordered stop, 1 when the worker could not start or run, 2 when the command line or the
-//! configuration is wrong. What went wrong is on stderr, in one line or one line per problem.
+//! configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
+//! worker, SIGUSR2 upgrades it in place (`server::run`).
 //!
 //! jemalloc is tuned at its build by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`, because exporting
 //! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
@@ -14,8 +15,9 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::oneshot;
+use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::server::{Command, Ended, Inherited, Successor, Surroundings};
 use uniffle_worker::{server, telemetry};
 
 #[cfg(feature = "jemalloc")]
@@ -57,68 +59,105 @@ fn main() -> ExitCode {
         return print(&config.to_toml());
     }
     if command_line.check {
-        let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
-        return print(&format!("the configuration{source} is valid\n{}", notes(&config)));
+        return check(&config, &env);
     }
-    match run(config) {
+    // While this is the only thread: it takes variables out of the environment.
+    let inherited = Inherited::from_env(&env);
+    match run(&config, inherited) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(1, &format!("{error:#}")),
     }
 }
 
-fn run(config: Config) -> anyhow::Result<()> {
+/// The configuration is valid; and where a running worker asks, it can follow that one's in place.
+fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
+    let problems = env.get(server::UPGRADE_FROM).map(|facts| server::upgrade_problems(config, facts));
+    let problems = problems.unwrap_or_default();
+    if !problems.is_empty() {
+        return fail(2, &format!("no upgrade in place:\n  {}", problems.join("\n  ")));
+    }
+    let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
+    print(&format!("the configuration{source} is valid\n{}", notes(config)))
+}
+
+/// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that can not be
+/// executed, as a new worker of this program.
+fn run(config: &Config, mut inherited: Inherited) -> anyhow::Result<()> {
     let telemetry = telemetry::init(&config.log)?;
-    let surroundings = server::Surroundings { log: Some(telemetry.filter().clone()) };
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(config.runtime.worker_threads)
-        .max_blocking_threads(config.runtime.blocking_threads)
-        .thread_name("uniffle")
-        .enable_all()
-        .build()
-        .context("can not start the runtime")?;
-    let result = runtime.block_on(Box::pin(serve(config, surroundings)));
-    // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
-    runtime.shutdown_background();
-    result
+    let surroundings = Surroundings { log: Some(telemetry.filter().clone()) };
+    loop {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(config.runtime.worker_threads)
+            .max_blocking_threads(config.runtime.blocking_threads)
+            .thread_name("uniffle")
+            .enable_all()
+            .build()
+            .context("can not start the runtime")?;
+        let ended = runtime.block_on(Box::pin(serve(config, surroundings.clone(), inherited)));
+        // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
+        runtime.shutdown_background();
+        let Ended::Upgrade { successor, sockets } = ended? else { return Ok(()) };
+        telemetry.flush();
+        let (error, sockets) = successor.exec(sockets);
+        tracing::error!(%error, "the successor can not be executed, going on with this program");
+        inherited = sockets;
+    }
 }
 
-/// Runs the server until it fails or a signal stops it. A second signal gives up on the ordered stop.
-async fn serve(config: Config, surroundings: server::Surroundings) -> anyhow::Result<()> {
+/// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
+async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited) -> anyhow::Result<Ended> {
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("can not listen for signals")?;
-    let (stop, stopped) = oneshot::channel();
-    let mut server = Box::pin(server::run(config, surroundings, async {
-        let _ = stopped.await;
-    }));
-    tokio::select! {
-        result = &mut server => return result,
-        name = signals.next() => tracing::info!(signal = name, "stopping"),
-    }
-    let _ = stop.send(()); // a server that has ended meanwhile shows in the next line
-    tokio::select! {
-        result = server => result,
-        name = signals.next() => anyhow::bail!("{name} while stopping: not waiting any longer"),
+    let successor = Successor::of_this_process().context("can not find out what this program is")?;
+    let (commands, received) = mpsc::channel(4);
+    let mut server = Box::pin(server::run(config, surroundings, inherited, received));
+    let mut stopping = false;
+    loop {
+        let signal = tokio::select! {
+            ended = &mut server => return match ended {
+                Ok(_) if stopping => Ok(Ended::Stopped),
+                ended => ended,
+            },
+            signal = signals.next() => signal,
+        };
+        // Fails if the server has ended, which the next turn shows, or if it has been told a few things already.
+        let _ = match signal {
+            "SIGUSR2" if stopping => continue,
+            "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
+            name if stopping => anyhow::bail!("{name} while stopping: not waiting any longer"),
+            name => {
+                tracing::info!(signal = name, "stopping");
+                stopping = true;
+                commands.try_send(Command::Stop)
+            }
+        };
     }
 }
 
-/// The signals that stop the worker.
+/// The signals that end the worker, or this program of it.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    upgrade: Signal,
 }
 
 impl Signals {
     fn listen() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            upgrade: signal(SignalKind::user_defined2())?,
+        })
     }
 
     async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
+            _ = self.upgrade.recv() => "SIGUSR2",
         }
     }
 }

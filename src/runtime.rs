@@ -1,21 +1,33 @@
 //! Tasks with an owner: everything that is spawned is counted, named and ends on cancel.
 //!
-//! [`Tasks`] pairs a `TaskTracker` with a `CancellationToken`. There is no global: the composition root makes one and
-//! hands clones down, so that two workers can live in one process and a test can assert that no task is left.
+//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one asks for an end of what has begun, one for an end.
+//! There is no global: the composition root makes one and hands clones down, so that two workers can live in one process
+//! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
+//! go on is spawned with [`Tasks::spawn_again`].
 
 use std::future::Future;
 use std::io;
+use std::net::TcpStream;
+use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
+use futures::FutureExt as _;
+use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
+
+/// Between the panic of a task that must go on and its next begin.
+const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);
 
 /// A group of tasks that is cancelled and awaited together. Clones share the group.
 #[derive(Debug, Clone, Default)]
 pub struct Tasks {
     tracker: TaskTracker,
+    close: CancellationToken,
     cancel: CancellationToken,
 }
 
@@ -29,7 +41,8 @@ impl Tasks {
     /// A group whose tasks count here too, but which can be cancelled on its own.
     #[must_use]
     pub fn child(&self) -> Self {
-        Self { tracker: self.tracker.clone(), cancel: self.cancel.child_token() }
+        let (close, cancel) = (self.close.child_token(), self.cancel.child_token());
+        Self { tracker: self.tracker.clone(), close, cancel }
     }
 
     /// Spawns `future` on the current runtime. It must end by itself soon after [`Tasks::cancelled`].
@@ -51,6 +64,56 @@ impl Tasks {
         drop(handle.spawn(self.tracker.track_future(future)));
     }
 
+    /// Spawns what `make` makes, and again if it panics: for loops without which the worker is none. The pause keeps a
+    /// loop that panics at once from filling the log.
+    pub fn spawn_again<F>(&self, name: &'static str, make: impl Fn() -> F + Send + 'static)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let cancelled = self.cancelled();
+        self.spawn(name, async move {
+            let mut cancelled = pin!(cancelled);
+            while AssertUnwindSafe(make()).catch_unwind().await.is_err() {
+                tracing::error!(task = name, "a task that must go on has panicked and begins again");
+                tokio::select! {
+                    biased;
+                    () = cancelled.as_mut() => return,
+                    () = tokio::time::sleep(PAUSE_AFTER_PANIC) => {}
+                }
+            }
+        });
+    }
+
+    /// As [`Tasks::spawn`]; a panic cancels the whole group, for one of several tasks that wait for each other.
+    pub fn spawn_linked<F>(&self, name: &'static str, future: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let group = self.clone();
+        self.spawn(name, async move {
+            if let Err(panic) = AssertUnwindSafe(future).catch_unwind().await {
+                group.cancel();
+                std::panic::resume_unwind(panic);
+            }
+        });
+    }
+
+    /// Resolves when the group is told to take nothing new and to end what it has begun, or to stop.
+    pub fn closing(&self) -> WaitForCancellationFutureOwned {
+        self.close.clone().cancelled_owned()
+    }
+
+    /// Whether [`Tasks::close`] or [`Tasks::cancel`] was called.
+    #[must_use]
+    pub fn is_closing(&self) -> bool {
+        self.close.is_cancelled()
+    }
+
+    /// Tells all tasks of the group to end what they have begun; returns at once.
+    pub fn close(&self) {
+        self.close.cancel();
+    }
+
     /// Resolves when the group is told to stop.
     pub fn cancelled(&self) -> WaitForCancellationFutureOwned {
         self.cancel.clone().cancelled_owned()
@@ -64,6 +127,7 @@ impl Tasks {
 
     /// Tells all tasks of the group to stop; returns at once.
     pub fn cancel(&self) {
+        self.close.cancel();
         self.cancel.cancel();
     }
 
@@ -73,10 +137,44 @@ impl Tasks {
         self.tracker.len()
     }
 
-    /// Waits until every task of the tracker has ended (call [`Tasks::cancel`] first).
+    /// Waits until every task of the tracker has ended (call [`Tasks::close`] or [`Tasks::cancel`] first).
     pub async fn drained(&self) {
         self.tracker.close();
         self.tracker.wait().await;
+    }
+}
+
+/// Connections that a door leaves to the process's successor instead of closing them: nothing of a request is read or
+/// owed on them. Clones share the place.
+#[derive(Debug, Clone, Default)]
+pub struct Handover {
+    /// `None`: there is no successor.
+    kept: Arc<Mutex<Option<Vec<TcpStream>>>>,
+}
+
+impl Handover {
+    /// From here on connections are kept.
+    pub fn begin(&self) {
+        self.kept.lock().get_or_insert_default();
+    }
+
+    /// Whether there is a successor.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.kept.lock().is_some()
+    }
+
+    /// Keeps `stream` for the successor; without one it is closed.
+    pub fn keep(&self, stream: tokio::net::TcpStream) {
+        if let (Some(kept), Ok(stream)) = (&mut *self.kept.lock(), stream.into_std()) {
+            kept.push(stream);
+        }
+    }
+
+    /// What was kept; what comes later is closed.
+    #[must_use]
+    pub fn take(&self) -> Vec<TcpStream> {
+        self.kept.lock().take().unwrap_or_default()
     }
 }
 
@@ -154,6 +252,32 @@ mod tests {
         tasks.drained().await;
         assert_eq!(tasks.running(), 0);
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loop_that_panics_begins_again_and_one_of_a_pair_ends_the_other() {
+        let tasks = Tasks::new();
+        let begun = Arc::new(Mutex::new(0));
+        let (times, ends) = (Arc::clone(&begun), tasks.clone());
+        tasks.spawn_again("panics twice", move || {
+            let (times, ends) = (Arc::clone(&times), ends.clone());
+            async move {
+                *times.lock() += 1;
+                assert!(*times.lock() > 2, "on purpose");
+                ends.cancelled().await;
+            }
+        });
+        let pair = tasks.child();
+        tasks.spawn("waits for the other", pair.cancelled());
+        pair.spawn_linked("panics", async { panic!("on purpose") });
+        pair.cancelled().await;
+        assert!(!tasks.is_closing(), "others go on");
+        while *begun.lock() < 3 {
+            tokio::time::sleep(PAUSE_AFTER_PANIC).await;
+        }
+        tasks.cancel();
+        tasks.drained().await;
+    }
+
     #[tokio::test]
     async fn work_is_spread_over_cores_and_their_threads_end_with_the_group() {
         let tasks = Tasks::new();

@@ -1,25 +1,31 @@
 //! The composition root: builds every part from the [`Config`], hands out handles, stops in order.
 //!
-//! Start: bind the listeners, build the tiers bottom-up, open the doors, and only then tell a coordinator. Stop: refuse
-//! tickets, close the doors (connections finish what they have begun), then the background tasks.
+//! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, open the doors, and only
+//! then tell a coordinator. Until the doors open connects wait in the backlog. How it ends is in `stop`, what a process
+//! does around it in `run`, and who may come next in `successor` and `upgrade`.
 
 mod admin;
 mod health;
+mod notify;
 mod parts;
 mod report;
+mod run;
+mod sockets;
+mod stop;
+mod successor;
+mod upgrade;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use axum::Router;
 use prometheus::Registry;
-use tokio::net::TcpListener;
 use tonic::service::RoutesBuilder;
 
 use crate::app::AppRegistry;
-use crate::config::{Config, startup_banner};
+use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::flush::Flusher;
@@ -29,7 +35,7 @@ use crate::http::admin::AdminServer;
 use crate::memory::Memory;
 use crate::metrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::runtime::Tasks;
+use crate::runtime::{Handover, Tasks};
 use crate::service::{LocalTier, Service};
 use crate::store::LocalStore;
 use crate::tcp::TcpDoor;
@@ -37,9 +43,13 @@ use crate::telemetry::LogFilter;
 
 use self::admin::Live;
 use self::health::Watch;
+use self::sockets::{Sockets, accepting};
 
-/// How long connections may take to end after the doors were told to close.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+pub use self::run::{Command, Ended, run};
+pub use self::sockets::Inherited;
+pub use self::stop::Stopped;
+pub use self::successor::Successor;
+pub use self::upgrade::{UPGRADE_FROM, problems as upgrade_problems};
 
 /// Where the doors are, as bound.
 #[derive(Debug, Clone, Copy)]
@@ -67,6 +77,11 @@ pub struct Worker {
     live: Arc<Live>,
     doors: Tasks,
     background: Tasks,
+    /// The listeners once more, so that they outlive the doors' own for a successor.
+    held: Inherited,
+    grpc_handover: Handover,
+    urpc_handover: Handover,
+    flush_timeout: Duration,
 }
 
 /// What a worker is given of the process that it runs in. The default is a worker among others.
@@ -76,56 +91,27 @@ pub struct Surroundings {
     pub log: Option<LogFilter>,
 }
 
-/// Listeners, bound before anything else so that a port in use is the first thing to be told.
-struct Listeners {
-    grpc: TcpListener,
-    http: TcpListener,
-    urpc: Option<TcpListener>,
-    admin: Option<TcpListener>,
-}
-
-impl Listeners {
-    async fn bind(config: &Config) -> anyhow::Result<Self> {
-        let optional = async |address, port: Option<u16>, key| match port {
-            Some(port) => bind(address, port, key).await.map(Some),
-            None => Ok(None),
-        };
-        Ok(Self {
-            grpc: bind(config.bind_address, config.grpc_port, "grpc_port").await?,
-            http: bind(config.bind_address, config.http_port, "http_port").await?,
-            urpc: optional(config.bind_address, config.urpc_port, "urpc_port").await?,
-            admin: optional(config.admin.bind_address, config.admin.port, "admin.port").await?,
-        })
-    }
-
-    fn addresses(&self) -> anyhow::Result<Addresses> {
-        let optional =
-            |listener: &Option<TcpListener>| listener.as_ref().map(TcpListener::local_addr).transpose();
-        Ok(Addresses {
-            grpc: self.grpc.local_addr().context("grpc_port has no address")?,
-            http: self.http.local_addr().context("http_port has no address")?,
-            urpc: optional(&self.urpc).context("urpc_port has no address")?,
-            admin: optional(&self.admin).context("admin.port has no address")?,
-        })
-    }
-}
-
 impl Worker {
     /// Starts a worker; it runs in the current runtime until [`Worker::stop`].
     ///
     /// # Errors
     /// A port in use, a data directory that is not ours or in use, memory that can not be mapped.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
-        Self::start_in(Surroundings::default(), config).await
+        Self::start_in(Surroundings::default(), Inherited::default(), config).await
     }
 
-    /// As [`Worker::start`], as a part of `surroundings`.
+    /// As [`Worker::start`], as a part of `surroundings`, on the sockets of a predecessor as far as there are any.
     ///
     /// # Errors
     /// See [`Worker::start`].
-    pub async fn start_in(surroundings: Surroundings, config: &Config) -> anyhow::Result<Self> {
-        let listeners = Listeners::bind(config).await?;
-        let addresses = listeners.addresses()?;
+    pub async fn start_in(
+        surroundings: Surroundings,
+        inherited: Inherited,
+        config: &Config,
+    ) -> anyhow::Result<Self> {
+        // Before anything else, so that a port in use is the first thing to be told.
+        let sockets = Sockets::open(config, inherited)?;
+        let addresses = sockets.addresses()?;
         let ip = match config.advertised_ip {
             Some(ip) => ip,
             None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
@@ -149,15 +135,32 @@ impl Worker {
             &registry,
         )?;
         let live = Arc::new(Live::new(config, surroundings.log));
-        let worker = Self { addresses, ip, apps, memory, local, service, registry, live, doors, background };
-        worker.open_doors(config, listeners)?;
+        let worker = Self {
+            addresses,
+            ip,
+            apps,
+            memory,
+            local,
+            service,
+            registry,
+            live,
+            doors,
+            background,
+            held: sockets.duplicate().context("can not duplicate a listener")?,
+            grpc_handover: Handover::default(),
+            urpc_handover: Handover::default(),
+            flush_timeout: config.shutdown_flush_timeout,
+        };
+        worker.open_doors(config, sockets)?;
         Ok(worker)
     }
 
-    fn open_doors(&self, config: &Config, listeners: Listeners) -> anyhow::Result<()> {
-        let expiry = Arc::clone(&self.service)
-            .run_expiry(config.memory.ticket_check_interval, parts::app_check_interval(config));
-        self.background.spawn("expiry", expiry);
+    fn open_doors(&self, config: &Config, sockets: Sockets) -> anyhow::Result<()> {
+        let service = Arc::clone(&self.service);
+        let (tickets_every, apps_every) =
+            (config.memory.ticket_check_interval, parts::app_check_interval(config));
+        let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
+        self.background.spawn_again("expiry", expiry);
         let embedded = if config.coordinator_quorum.is_empty() {
             Some(EmbeddedCoordinator::new(parts::embedded(config), &self.registry)?)
         } else {
@@ -170,35 +173,47 @@ impl Worker {
         let service = Arc::clone(&self.service);
         GrpcServer::new(
             parts::grpc(config),
-            listeners.grpc,
+            accepting(sockets.grpc)?,
             routes,
             service,
             self.doors.clone(),
             &self.registry,
         )?
+        .with_handover(self.grpc_handover.clone(), sockets.grpc_connections)
         .start();
-        if let Some(listener) = listeners.urpc {
-            TcpDoor::start(
+        if let Some(listener) = sockets.urpc {
+            TcpDoor::new(
                 parts::tcp(config),
-                listener,
+                accepting(listener)?,
                 Arc::clone(&self.service),
                 &self.doors,
                 &self.registry,
-            )?;
+            )?
+            .with_handover(self.urpc_handover.clone(), sockets.urpc_connections)
+            .start();
         }
         let refresh = self.refresher();
         HttpServer::start(
             parts::http(config),
-            listeners.http,
+            accepting(sockets.http)?,
             self.registry.clone(),
             Arc::new(refresh),
             self.readiness(),
-            &self.doors,
+            // Not with the other doors: the last flush is to be seen too.
+            &self.background,
         )?;
-        if let Some(listener) = listeners.admin {
+        if let Some(listener) = sockets.admin {
+            let listener = accepting(listener)?;
             let hooks = admin::hooks(Arc::clone(&self.service), &self.live);
             let mounted = Router::new();
-            AdminServer::start(listener, admin::token(config)?, hooks, mounted, &self.registry, &self.doors)?;
+            AdminServer::start(
+                listener,
+                admin::token(config)?,
+                hooks,
+                mounted,
+                &self.registry,
+                &self.background,
+            )?;
         }
         self.announce(config, embedded)
     }
@@ -243,21 +258,6 @@ impl Worker {
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
-    }
-
-    /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind (a disk call that
-    /// hangs); 0 is the rule.
-    pub async fn stop(self) -> usize {
-        self.service.status().stop();
-        self.doors.cancel();
-        if tokio::time::timeout(DRAIN_DEADLINE, self.doors.drained()).await.is_err() {
-            tracing::warn!(tasks = self.doors.running(), "connections did not end in time");
-        }
-        self.background.cancel();
-        if tokio::time::timeout(DRAIN_DEADLINE, self.background.drained()).await.is_err() {
-            tracing::warn!(tasks = self.background.running(), "background tasks did not end in time");
-        }
-        self.doors.running() + self.background.running()
     }
 
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
@@ -325,12 +325,6 @@ impl Worker {
     }
 }
 
-async fn bind(address: IpAddr, port: u16, key: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind((address, port))
-        .await
-        .with_context(|| format!("can not listen on {key} = {address}:{port}"))
-}
-
 async fn start_local(
     config: &Config,
     memory: &Arc<Memory>,
@@ -344,65 +338,4 @@ async fn start_local(
     tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
     let flusher = Flusher::start(flush, Arc::clone(memory), Arc::clone(&store), tasks.clone(), registry)?;
     Ok(LocalTier { store, flusher })
-}
-
-/// Runs a worker until `stop` resolves. Prints the banner and writes the ready file (`WORKER_READY_FILE`: one line of
-/// JSON with the bound ports, for whoever started the worker with port 0).
-///
-/// # Errors
-/// See [`Worker::start`].
-pub async fn run(
-    config: Config,
-    surroundings: Surroundings,
-    stop: impl Future<Output = ()>,
-) -> anyhow::Result<()> {
-    let worker = Worker::start_in(surroundings, &config).await?;
-    let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, admin = ?addresses.admin, "listening");
-    if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
-        write_ready_file(path.as_ref(), addresses).context("WORKER_READY_FILE")?;
-    }
-    if config.coordinator_quorum.is_empty() {
-        let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
-        banner(&startup_banner(
-            host,
-            addresses.grpc,
-            addresses.http,
-            addresses.urpc.is_some(),
-            config.store_type,
-        ));
-    }
-    let retired = async {
-        match config.decommission_shutdown {
-            true => worker.service().status().decommissioned().await,
-            false => std::future::pending().await,
-        }
-    };
-    tokio::select! {
-        biased;
-        () = stop => {}
-        () = retired => tracing::info!("decommissioned, stopping"),
-    }
-    let left = worker.stop().await;
-    tracing::info!(tasks_left = left, "stopped");
-    Ok(())
-}
-
-/// Whole or not at all: written beside and renamed, so that a reader never sees half a line.
-fn write_ready_file(path: &std::path::Path, addresses: Addresses) -> std::io::Result<()> {
-    let line = serde_json::json!({
-        "grpc_port": addresses.grpc.port(),
-        "http_port": addresses.http.port(),
-        "urpc_port": addresses.urpc.map(|address| address.port()),
-        "admin_port": addresses.admin.map(|address| address.port()),
-        "pid": std::process::id(),
-    });
-    let beside = path.with_extension("tmp");
-    std::fs::write(&beside, format!("{line}\n"))?;
-    std::fs::rename(beside, path)
-}
-
-#[expect(clippy::print_stdout, reason = "the banner is for the person who started the worker")]
-fn banner(text: &str) {
-    println!("{text}");
 }

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
+use parking_lot::{Mutex, RwLock};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry};
-use tracing_appender::non_blocking::WorkerGuard;
+use tracing_appender::non_blocking::{NonBlocking, WorkerGuard};
 use tracing_appender::rolling;
 use tracing_subscriber::filter::ParseError;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -48,10 +49,46 @@ pub struct TelemetryConfig {
 #[must_use = "logs to a file stop when this is dropped"]
 pub struct Telemetry {
     filter: LogFilter,
-    _writer: Option<WorkerGuard>,
+    file: Option<LogFile>,
+}
+
+/// A log file behind a queue, and how to open it again.
+#[derive(Debug)]
+struct LogFile {
+    config: TelemetryConfig,
+    directory: PathBuf,
+    writer: Arc<RwLock<NonBlocking>>,
+    queue: Mutex<WorkerGuard>,
+}
+
+impl LogFile {
+    fn open(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<Self> {
+        let (writer, queue) = tracing_appender::non_blocking(log_file(config, directory)?);
+        let (config, directory) = (config.clone(), directory.to_owned());
+        Ok(Self { config, directory, writer: Arc::new(RwLock::new(writer)), queue: Mutex::new(queue) })
+    }
+
+    /// Writes what is queued. Only the end of a queue writes all of it, so that another one takes its place.
+    fn flush(&self) {
+        match log_file(&self.config, &self.directory) {
+            Ok(appender) => {
+                let (writer, queue) = tracing_appender::non_blocking(appender);
+                *self.writer.write() = writer;
+                drop(std::mem::replace(&mut *self.queue.lock(), queue));
+            }
+            Err(error) => tracing::warn!("log lines may be lost: {error:#}"),
+        }
+    }
 }
 
 impl Telemetry {
+    /// Writes what is queued, before another program takes over the process.
+    pub fn flush(&self) {
+        if let Some(file) = &self.file {
+            file.flush();
+        }
+    }
+
     /// The filter of the installed subscriber.
     #[must_use]
     pub fn filter(&self) -> &LogFilter {
@@ -128,11 +165,12 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
 /// # Errors
 /// When the log directory can not be used, or a subscriber is installed already.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
-    let (writer, colours, guard) = match &config.directory {
+    let (writer, colours, file) = match &config.directory {
         None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal(), None),
         Some(directory) => {
-            let (appender, guard) = tracing_appender::non_blocking(log_file(config, directory)?);
-            (BoxMakeWriter::new(appender), false, Some(guard))
+            let file = LogFile::open(config, directory)?;
+            let writer = Arc::clone(&file.writer);
+            (BoxMakeWriter::new(move || writer.read().clone()), false, Some(file))
         }
     };
     let builder = tracing_subscriber::fmt()
@@ -143,7 +181,7 @@ pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
     let handle = builder.reload_handle();
     builder.try_init().map_err(|error| anyhow::anyhow!("logs are set up already: {error}"))?;
     install_panic_hook();
-    Ok(Telemetry { filter: LogFilter(Arc::new(move |filter| handle.reload(filter))), _writer: guard })
+    Ok(Telemetry { filter: LogFilter(Arc::new(move |filter| handle.reload(filter))), file })
 }
 
 fn log_file(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<rolling::RollingFileAppender> {
@@ -212,16 +250,25 @@ mod tests {
             files_max: 2,
             filter: "info".to_owned(),
         };
-        let (appender, guard) = tracing_appender::non_blocking(log_file(&config, &directory).unwrap());
+        let file = LogFile::open(&config, &directory).unwrap();
+        let writer = Arc::clone(&file.writer);
         let filter = parse_filter(&config.filter).unwrap();
-        let subscriber =
-            tracing_subscriber::fmt().with_env_filter(filter).with_writer(appender).with_ansi(false).finish();
-        tracing::subscriber::with_default(subscriber, || tracing::info!("found in the file"));
-        drop(guard);
+        let subscriber = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(move || writer.read().clone())
+            .with_ansi(false)
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!("found in the file");
+            file.flush();
+            tracing::info!("after a flush");
+        });
+        drop(file);
         let files: Vec<_> =
             std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(files.len(), 1);
-        assert!(std::fs::read_to_string(&files[0]).unwrap().contains("found in the file"));
+        let text = std::fs::read_to_string(&files[0]).unwrap();
+        assert!(text.contains("found in the file") && text.contains("after a flush"), "{text}");
     }
 
     #[test]

@@ -65,6 +65,12 @@ pub(super) fn build(
             Unit::Seconds,
         ),
         decommission_shutdown: reader.boolean("decommission_shutdown", false),
+        shutdown_flush_timeout: reader.duration(
+            "shutdown.flush_timeout_sec",
+            60 * SECOND,
+            Duration::ZERO..=HOUR,
+            Unit::Seconds,
+        ),
         advertised_ip: worker_ip(&mut reader, env),
         memory: memory(&mut reader, machine),
         localfile: localfile(&mut reader, machine),

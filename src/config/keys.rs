@@ -123,6 +123,7 @@ pub(super) const KEYS: &[Key] = &[
     key("admin.port"),
     key("admin.bind_address"),
     key("admin.token_file"),
+    key("shutdown.flush_timeout_sec"),
     key("embedded_coordinator.node_timeout_sec"),
     key("embedded_coordinator.app_timeout_sec"),
     key("embedded_coordinator.shuffle_nodes_max"),

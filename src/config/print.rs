@@ -35,6 +35,9 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
     put(&mut top, "admin", admin(config));
+    let mut shutdown = Table::new();
+    put(&mut shutdown, "flush_timeout_sec", duration(config.shutdown_flush_timeout, 1));
+    put(&mut top, "shutdown", shutdown);
     put(&mut top, "embedded_coordinator", embedded::print(&config.embedded_coordinator));
     top.to_string()
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::Registry;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::sync::watch;
+use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
@@ -23,6 +24,9 @@ const BATCH_PARTS_MAX: usize = 4096;
 /// Every so many ticks memory of aborted sends is looked for: it walks all partitions.
 const TICKS_PER_SWEEP: u32 = 10;
 
+/// Between two looks whether memory is empty.
+const EMPTYING_LOOK: Duration = Duration::from_millis(10);
+
 /// The flusher of one worker.
 #[derive(Debug)]
 pub struct Flusher {
@@ -35,6 +39,8 @@ pub struct Flusher {
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
+    /// True while memory is to be emptied: batches that failed do not wait long for their next try.
+    pub(super) hurry: watch::Sender<bool>,
     /// Largest request refused since the scheduler last looked.
     refused_bytes: AtomicU64,
 }
@@ -60,11 +66,14 @@ impl Flusher {
             tasks: tasks.clone(),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
+            hurry: watch::Sender::new(false),
             refused_bytes: AtomicU64::new(0),
         });
-        tasks.spawn("flush scheduler", Arc::clone(&flusher).schedule());
+        let scheduler = Arc::clone(&flusher);
+        tasks.spawn_again("flush scheduler", move || Arc::clone(&scheduler).schedule());
         for _ in 0..flusher.config.workers {
-            tasks.spawn("flush worker", Arc::clone(&flusher).work());
+            let worker = Arc::clone(&flusher);
+            tasks.spawn_again("flush worker", move || Arc::clone(&worker).work());
         }
         Ok(flusher)
     }
@@ -113,6 +122,26 @@ impl Flusher {
     /// Puts everything that is in memory in flight (an operator's wish, tests).
     pub fn flush_all(&self) {
         self.flush_some(Goal::ALL);
+    }
+
+    /// Flushes whatever the watermarks say until nothing is in memory, what arrives meanwhile included, or until
+    /// `deadline`; true if nothing is left.
+    pub async fn empty(&self, deadline: Instant) -> bool {
+        self.hurry.send_replace(true);
+        let emptied = loop {
+            if self.memory.block_count() == 0 && self.unfinished() == 0 {
+                break true;
+            }
+            if Instant::now() >= deadline {
+                break false;
+            }
+            if self.memory.block_count() > self.memory.in_flight_blocks() {
+                self.flush_all();
+            }
+            sleep(EMPTYING_LOOK).await;
+        };
+        self.hurry.send_replace(false);
+        emptied
     }
 
     /// Brings gauges of live values up to date.

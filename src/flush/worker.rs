@@ -1,7 +1,10 @@
 //! The workers: one batch at a time from memory to the store.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
+
+use futures::FutureExt as _;
 
 use crate::memory::SealedData;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
@@ -27,24 +30,28 @@ impl Flusher {
     async fn flush(self: &Arc<Self>, batch: Batch) {
         let bytes = batch.bytes();
         let batch = Arc::new(batch);
-        let extents = {
-            // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
-            let batch = Arc::clone(&batch);
-            tokio::task::spawn_blocking(move || extents_of(&batch)).await
-        };
-        let written = match extents {
-            Ok(extents) => self.store.write_to(&batch.handle, extents).await,
-            Err(error) => Err(StoreError::io(batch.key.to_string(), std::io::Error::other(error))),
-        };
+        // A panic must not take the batch with it: its blocks would stay in memory for ever.
+        let written = AssertUnwindSafe(self.write(&batch)).catch_unwind().await;
+        let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
-            Ok(_) => self.publish(batch, bytes),
+            Ok(()) => self.publish(batch, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }
             Err(error) => self.retry_later(batch, bytes, &error),
         }
+    }
+
+    async fn write(&self, batch: &Arc<Batch>) -> Result<(), StoreError> {
+        let extents = {
+            // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
+            let batch = Arc::clone(batch);
+            tokio::task::spawn_blocking(move || extents_of(&batch)).await
+        };
+        let extents = extents.map_err(|error| failed(batch, error))?;
+        self.store.write_to(&batch.handle, extents).await.map(drop)
     }
 
     fn publish(&self, batch: Batch, bytes: u64) {
@@ -67,14 +74,27 @@ impl Flusher {
         );
         batch.failures = batch.failures.saturating_add(1);
         let flusher = Arc::clone(self);
+        let mut hurry = self.hurry.subscribe();
         self.tasks.spawn("flush retry", async move {
+            let least = flusher.config.retry_pause_min;
+            let pause = async {
+                tokio::time::sleep(least.min(pause)).await;
+                tokio::select! {
+                    _ = hurry.wait_for(|hurry| *hurry) => {}
+                    () = tokio::time::sleep(pause.saturating_sub(least)) => {}
+                }
+            };
             tokio::select! {
                 biased;
                 () = flusher.tasks.cancelled() => {}
-                () = tokio::time::sleep(pause) => flusher.queue.push(batch),
+                () = pause => flusher.queue.push(batch),
             }
         });
     }
+}
+
+fn failed(batch: &Batch, why: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
+    StoreError::io(batch.key.to_string(), std::io::Error::other(why))
 }
 
 fn retry_pause(failures: u32, min: Duration, max: Duration) -> Duration {

@@ -4,7 +4,7 @@
 //! each connection its own windows; tonic's own server offers neither.
 //!
 //! Invariant: connections, streams per connection and receive windows are bounded; every task belongs to the group
-//! handed in and ends after its cancellation, connections after a GOAWAY and at most the drain deadline.
+//! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline.
 
 use std::future::Future;
 use std::io;
@@ -29,7 +29,7 @@ use super::shuffle::ShuffleCalls;
 use super::windows::{WINDOW_BYTES_MIN, WindowBudget};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
-use crate::runtime::Tasks;
+use crate::runtime::{Handover, Tasks};
 use crate::service::Service;
 
 /// Pause after a failed accept (EMFILE and the like), so that the loop does not spin.
@@ -49,6 +49,8 @@ pub struct GrpcServer {
     windows: WindowBudget,
     connections: Arc<Semaphore>,
     tasks: Tasks,
+    handover: Handover,
+    kept: Vec<std::net::TcpStream>,
 }
 
 impl GrpcServer {
@@ -77,7 +79,15 @@ impl GrpcServer {
         let connections = Arc::new(Semaphore::new(config.connections_max.min(Semaphore::MAX_PERMITS)));
         let metrics = GrpcMetrics::new(registry)?;
         let door = Arc::new(Door { config, service, routes, metrics, tasks: tasks.clone() });
-        Ok(Self { listener, door, windows, connections, tasks })
+        let (handover, kept) = (Handover::default(), Vec::new());
+        Ok(Self { listener, door, windows, connections, tasks, handover, kept })
+    }
+
+    /// Serves the connections `kept` by a predecessor, and leaves those of its own that have said nothing yet to
+    /// `handover` when it closes.
+    #[must_use]
+    pub fn with_handover(self, handover: Handover, kept: Vec<std::net::TcpStream>) -> Self {
+        Self { handover, kept, ..self }
     }
 
     /// Starts accepting; returns at once. Ends with the task group.
@@ -86,13 +96,20 @@ impl GrpcServer {
         tasks.spawn("grpc accept", self.accept());
     }
 
-    async fn accept(self) {
+    async fn accept(mut self) {
         let mut warnings = Warnings::default();
-        let mut cancelled = pin!(self.tasks.cancelled());
+        for stream in std::mem::take(&mut self.kept) {
+            let socket = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream));
+            match socket {
+                Ok(socket) => self.open(socket, &mut warnings),
+                Err(error) => debug!(%error, "a connection of the predecessor can not be polled"),
+            }
+        }
+        let mut closing = pin!(self.tasks.closing());
         loop {
             let accepted = tokio::select! {
                 biased;
-                () = cancelled.as_mut() => break,
+                () = closing.as_mut() => break,
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
@@ -119,11 +136,12 @@ impl GrpcServer {
         };
         let door = Arc::clone(&self.door);
         let windows = self.windows.clone();
+        let handover = self.handover.clone();
         self.tasks.spawn("grpc connection", async move {
             let grant = windows.grant();
             let counted = door.metrics.connection();
             door.metrics.set_window_bytes(windows.granted_bytes());
-            if let Err(error) = serve(&door, socket, grant.bytes()).await {
+            if let Err(error) = serve(&door, socket, grant.bytes(), &handover).await {
                 debug!(%error, "grpc connection ended");
             }
             drop(grant);
@@ -133,21 +151,25 @@ impl GrpcServer {
     }
 }
 
-/// Serves one connection until it ends, or until the drain deadline after cancellation.
+/// Serves one connection until it ends, or until the drain deadline after the door was told to close.
 async fn serve(
     door: &Arc<Door>,
     socket: TcpStream,
     window_bytes: u32,
+    handover: &Handover,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let tasks = &door.tasks;
     socket.set_nodelay(true)?;
-    let mut cancelled = pin!(tasks.cancelled());
+    let mut closing = pin!(tasks.closing());
     // hyper waits for a preface without limit; a peer that never says anything is not worth a slot.
     let mut first_byte = [0];
     let spoken = timeout(door.config.first_byte_deadline, socket.peek(&mut first_byte));
     tokio::select! {
         biased;
-        () = cancelled.as_mut() => return Ok(()),
+        () = closing.as_mut() => {
+            handover.keep(socket);
+            return Ok(());
+        }
         spoken = spoken => if spoken.map_err(silent)?? == 0 {
             return Ok(());
         },
@@ -159,7 +181,7 @@ async fn serve(
     tokio::select! {
         biased;
         ended = connection.as_mut() => return Ok(ended?),
-        () = cancelled => {}
+        () = closing => {}
     }
     connection.as_mut().graceful_shutdown();
     match timeout(door.config.drain_deadline, connection).await {

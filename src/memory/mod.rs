@@ -178,6 +178,15 @@ impl Memory {
         shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
     }
 
+    /// What is in memory, the shuffle with the most bytes first.
+    #[must_use]
+    pub fn contents(&self) -> Vec<InMemory> {
+        let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
+        let mut contents: Vec<_> = shuffles.iter().filter_map(|shuffle| shuffle.contents()).collect();
+        contents.sort_unstable_by_key(|shuffle| std::cmp::Reverse(shuffle.bytes));
+        contents
+    }
+
     /// Notified when a request was refused for want of bytes or blocks. The watermarks are the flusher's own affair:
     /// it looks after every commit.
     #[must_use]
@@ -246,6 +255,19 @@ impl Memory {
     }
 }
 
+/// What one shuffle has in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InMemory {
+    /// Which.
+    pub shuffle: ShuffleKey,
+    /// Partitions with something in memory.
+    pub partitions: usize,
+    /// Blocks.
+    pub blocks: u64,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
 /// The buffers of one shuffle, made when a partition is first written to.
 #[derive(Debug)]
 pub struct ShuffleBuffers {
@@ -259,6 +281,17 @@ pub struct ShuffleBuffers {
 impl ShuffleBuffers {
     fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>) -> Self {
         Self { key, distribution, shared, buffers: RwLock::new(Some(HashMap::new())) }
+    }
+
+    fn contents(&self) -> Option<InMemory> {
+        let mut total = InMemory { shuffle: self.key.clone(), partitions: 0, blocks: 0, bytes: 0 };
+        for buffer in self.all() {
+            let blocks = buffer.block_count() as u64;
+            total.partitions += usize::from(blocks > 0);
+            total.blocks += blocks;
+            total.bytes += buffer.in_memory_bytes();
+        }
+        (total.blocks > 0).then_some(total)
     }
 
     /// The shuffle.

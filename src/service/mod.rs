@@ -31,7 +31,7 @@ pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryReadRequest};
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use statistics::AppStatistics;
-pub use status::{WorkerState, WorkerStatus};
+pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use write::{BlockHeader, SendHeader, SendSession};
 
 use crate::app::{App, AppRegistry, ShuffleState};

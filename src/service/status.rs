@@ -21,13 +21,23 @@ struct Inputs {
     decommission: bool,
     drained: bool,
     unhealthy: bool,
-    stopping: bool,
+    stopping: Option<Stopping>,
+}
+
+/// Why tickets are refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stopping {
+    /// The worker leaves: coordinators are to send nobody here.
+    ForGood,
+    /// A successor follows within seconds: nobody else needs to know.
+    ForSuccessor,
 }
 
 impl Inputs {
     fn state(self) -> WorkerState {
         match (self.decommission, self.drained, self.unhealthy) {
             (true, true, _) => WorkerState::Decommissioned,
+            _ if self.stopping == Some(Stopping::ForGood) => WorkerState::Decommissioning,
             (true, false, _) => WorkerState::Decommissioning,
             (false, _, true) => WorkerState::Unhealthy,
             (false, _, false) => WorkerState::Active,
@@ -100,14 +110,19 @@ impl WorkerStatus {
     }
 
     /// From here on tickets are refused with NO_BUFFER.
-    pub fn stop(&self) {
-        self.update(|inputs| inputs.stopping = true);
+    pub fn stop(&self, why: Stopping) {
+        self.update(|inputs| inputs.stopping = Some(why));
+    }
+
+    /// Undoes [`WorkerStatus::stop`]: it did not come to that.
+    pub fn go_on(&self) {
+        self.update(|inputs| inputs.stopping = None);
     }
 
     /// Whether [`WorkerStatus::stop`] was called.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
-        self.inputs.borrow().stopping
+        self.inputs.borrow().stopping.is_some()
     }
 
     /// Wakes whoever waits when `change` changes anything, and says whether it did.
@@ -167,12 +182,23 @@ mod tests {
         let status = WorkerStatus::default();
         let mut waiting = std::pin::pin!(status.changed_from(WorkerState::Active));
         assert!(futures::poll!(&mut waiting).is_pending());
-        status.stop();
+        status.stop(Stopping::ForSuccessor);
         status.observe_apps(0);
         assert!(futures::poll!(&mut waiting).is_pending());
         status.set_unhealthy(true);
         assert_eq!(waiting.await, WorkerState::Unhealthy);
         assert_eq!(status.changed_from(WorkerState::Active).await, WorkerState::Unhealthy);
+    }
+
+    #[test]
+    fn a_worker_that_leaves_is_told_as_decommissioning_and_one_with_a_successor_is_not() {
+        let status = WorkerStatus::default();
+        status.stop(Stopping::ForSuccessor);
+        assert_eq!((status.state(), status.is_stopping()), (WorkerState::Active, true));
+        status.go_on();
+        assert!(!status.is_stopping());
+        status.stop(Stopping::ForGood);
+        assert_eq!(status.state(), WorkerState::Decommissioning);
     }
 
     #[test]

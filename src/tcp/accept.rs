@@ -1,10 +1,13 @@
 //! Accepts connections up to the limit and sets their sockets up.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
+use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, sleep};
@@ -20,15 +23,28 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Between two probes of a peer that does not answer; the kernel's default number of them ends the connection.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
-pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, cores: Option<Cores>, tasks: Tasks) {
-    let cancelled = tasks.cancelled();
-    tokio::pin!(cancelled);
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    cores: Option<Cores>,
+    tasks: Tasks,
+    kept: Vec<std::net::TcpStream>,
+) {
+    let closing = tasks.closing();
+    tokio::pin!(closing);
     let (mut refusals, mut failures) = (RateLimit::default(), RateLimit::default());
+    let mut kept = kept.into_iter();
     loop {
+        let next = async {
+            match kept.next() {
+                Some(stream) => inherit(stream),
+                None => listener.accept().await,
+            }
+        };
         let accepted = tokio::select! {
             biased;
-            accepted = listener.accept() => accepted,
-            () = &mut cancelled => return,
+            () = &mut closing => return,
+            accepted = next => accepted,
         };
         let (stream, peer) = match accepted {
             Ok(accepted) => accepted,
@@ -57,6 +73,13 @@ pub(super) async fn run(shared: Arc<Shared>, listener: TcpListener, cores: Optio
             Some(cores) => start_on(cores, &shared, stream, place, &tasks),
         }
     }
+}
+
+/// A connection that a predecessor has accepted.
+fn inherit(stream: std::net::TcpStream) -> io::Result<(TcpStream, SocketAddr)> {
+    let peer = stream.peer_addr()?;
+    stream.set_nonblocking(true)?;
+    Ok((TcpStream::from_std(stream)?, peer))
 }
 
 /// Moves the connection to the core that has the fewest.
@@ -88,6 +111,9 @@ fn set_up(stream: &TcpStream, keepalive: Duration) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
+/// Where the reader leaves its half of a connection that a successor is to have.
+pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
+
 /// Starts the two tasks of a connection.
 fn start(
     shared: &Arc<Shared>,
@@ -101,10 +127,11 @@ fn start(
     let connection = tasks.child();
     let gauge = shared.metrics.connection();
     let (outbox, queue) = writer::queue(shared.config.requests_in_flight_per_connection_max);
-    let reader = reader::Reader::new(Arc::clone(shared), read_half, outbox, connection.clone());
-    tasks.spawn("tcp reader", reader.run());
-    let writer = writer::Writer::new(Arc::clone(shared), write_half, queue, connection);
-    tasks.spawn("tcp writer", async move {
+    let kept = KeptHalf::default();
+    let reader = reader::Reader::new(Arc::clone(shared), read_half, outbox, connection.clone(), kept.clone());
+    connection.spawn_linked("tcp reader", reader.run());
+    let writer = writer::Writer::new(Arc::clone(shared), write_half, queue, connection.clone(), kept);
+    connection.spawn_linked("tcp writer", async move {
         writer.run().await;
         // The writer ends last: it outlives the reader until every reply was written or given up.
         drop((place, core, gauge));

@@ -91,6 +91,8 @@ pub(super) struct Frames {
     memory_read: Option<(i64, Vec<u8>)>,
     /// When the current frame's first byte came.
     began: Option<Instant>,
+    /// The door closes: nothing behind the current frame is taken from the socket.
+    aligned: bool,
 }
 
 impl Frames {
@@ -107,6 +109,7 @@ impl Frames {
             place: None,
             memory_read: None,
             began: None,
+            aligned: false,
         }
     }
 
@@ -121,14 +124,29 @@ impl Frames {
         free < self.shared.config.requests_in_flight_per_connection_max
     }
 
+    /// From here on no more is taken from the socket than the current frame needs.
+    pub(super) fn align(&mut self) {
+        self.aligned = true;
+    }
+
+    /// Whether nothing more is to be read: see [`Frames::align`].
+    pub(super) fn is_at_end(&self) -> bool {
+        self.aligned && self.memory_read.is_none() && matches!(self.phase, Phase::Header { have: 0, .. })
+    }
+
     /// Bytes to take from the socket next. Between frames few, so that little is left over when the requests in
     /// them can not go on; in a send up to a whole chunk.
     pub(super) fn bytes_wanted(&self) -> usize {
         let in_frame = match &self.phase {
             Phase::Send(_) => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
             Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
+            Phase::Header { have, .. } if self.aligned => HEADER_BYTES - have,
+            Phase::Read(read) if self.aligned => read.message_bytes - read.message.len(),
             Phase::Header { .. } | Phase::Read(_) => 0,
         };
+        if self.aligned {
+            return in_frame.clamp(1, self.shared.config.chunk_bytes);
+        }
         in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(self.shared.config.chunk_bytes)
     }
 
@@ -322,7 +340,7 @@ impl Frames {
             message,
             ticket,
         };
-        self.connection.spawn("tcp local read", read.run());
+        self.connection.spawn_linked("tcp local read", read.run());
     }
 
     fn reply(&mut self, kind: FrameType, (head, body): Reply) {

@@ -9,6 +9,9 @@
 //!
 //! Bounds: each request takes a permit of its connection before its first byte is walked and holds it until its reply
 //! was written. A peer that sends too much, or takes too little, is not read until it has taken its replies.
+//!
+//! The end: the door closes a connection between two requests, when what came is answered. A peer that has just sent a
+//! request would see it fail; so with a successor the socket is not closed but kept, and the request waits in it.
 
 mod accept;
 mod config;
@@ -28,25 +31,31 @@ use tokio::sync::Semaphore;
 pub use config::TcpConfig;
 pub use metrics::TcpMetrics;
 
-use crate::runtime::{Cores, Tasks};
+use crate::runtime::{Cores, Handover, Tasks};
 use crate::service::Service;
 
 /// The door; its connections live as long as the tasks it was started with.
 #[derive(Debug)]
-pub struct TcpDoor;
+pub struct TcpDoor {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    cores: Option<Cores>,
+    tasks: Tasks,
+    kept: Vec<std::net::TcpStream>,
+}
 
 impl TcpDoor {
-    /// Accepts connections on `listener` until `tasks` is cancelled.
+    /// A door that will accept connections on `listener`, until `tasks` is told to close.
     ///
     /// # Errors
     /// A metric name that is taken in `registry`, or threads that can not be started.
-    pub fn start(
+    pub fn new(
         config: TcpConfig,
         listener: TcpListener,
         service: Arc<Service>,
         tasks: &Tasks,
         registry: &Registry,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<Self> {
         let metrics = TcpMetrics::new(registry)?;
         let cores = match config.own_threads {
             0 => None,
@@ -60,9 +69,24 @@ impl TcpDoor {
             config,
             service,
             metrics,
+            handover: Handover::default(),
         });
-        tasks.spawn("tcp accept", accept::run(shared, listener, cores, tasks.clone()));
-        Ok(())
+        Ok(Self { shared, listener, cores, tasks: tasks.clone(), kept: Vec::new() })
+    }
+
+    /// Serves the connections `kept` by a predecessor, and leaves its own to `handover` when it closes.
+    #[must_use]
+    pub fn with_handover(mut self, handover: Handover, kept: Vec<std::net::TcpStream>) -> Self {
+        let shared = Arc::get_mut(&mut self.shared).expect("nothing has started that could share it");
+        shared.handover = handover;
+        Self { kept, ..self }
+    }
+
+    /// Begins to accept; returns at once.
+    pub fn start(self) {
+        let Self { shared, listener, cores, tasks, kept } = self;
+        let accepting = accept::run(shared, listener, cores, tasks.clone(), kept);
+        tasks.spawn("tcp accept", accepting);
     }
 }
 
@@ -76,4 +100,5 @@ struct Shared {
     memory_reads: Arc<Semaphore>,
     local_reads: Arc<Semaphore>,
     large_requests: Arc<Semaphore>,
+    handover: Handover,
 }

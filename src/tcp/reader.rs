@@ -19,6 +19,7 @@ use crate::runtime::Tasks;
 use crate::wire::DecodeError;
 
 use super::Shared;
+use super::accept::KeptHalf;
 use super::frames::{Frames, Wanted};
 use super::writer::Outbox;
 
@@ -41,6 +42,8 @@ enum End {
     Stalled,
     #[error("no traffic")]
     Idle,
+    #[error("the door closes")]
+    DoorCloses,
     #[error("{0}")]
     Broken(#[from] DecodeError),
     #[error("{0}")]
@@ -60,18 +63,25 @@ pub(super) struct Reader {
     /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
     /// touches the timer.
     alarm: Pin<Box<Sleep>>,
+    kept: KeptHalf,
 }
 
 impl Reader {
-    pub(super) fn new(shared: Arc<Shared>, socket: OwnedReadHalf, outbox: Outbox, connection: Tasks) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        socket: OwnedReadHalf,
+        outbox: Outbox,
+        connection: Tasks,
+        kept: KeptHalf,
+    ) -> Self {
         let frames = Frames::new(Arc::clone(&shared), outbox, connection.clone());
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
-        Self { shared, socket, frames, connection, left_over: Vec::new(), last_read: now, alarm }
+        Self { shared, socket, frames, connection, left_over: Vec::new(), last_read: now, alarm, kept }
     }
 
-    /// Reads until the peer closes or breaks the protocol, or the connection is cancelled. Replies that are owed are
-    /// still written, except to a peer that stalls.
+    /// Reads until the peer closes or breaks the protocol, the door closes between two requests, or the connection is
+    /// cancelled. Replies that are owed are still written, except to a peer that stalls.
     pub(super) async fn run(mut self) {
         let connection = self.connection.clone();
         let shared = Arc::clone(&self.shared);
@@ -79,9 +89,28 @@ impl Reader {
             // Cancelled first: a writer that gave up frees places, and what was left over must not be walked for it.
             biased;
             () = connection.cancelled() => return,
-            end = self.read() => end,
+            // Nothing is lost with the read that is dropped here: it keeps nothing to itself while it waits.
+            () = connection.closing() => None,
+            end = self.read() => Some(end),
+        };
+        let end = match end {
+            Some(end) => end,
+            None => {
+                self.frames.align();
+                tokio::select! {
+                    biased;
+                    () = connection.cancelled() => return,
+                    end = self.read() => end,
+                }
+            }
         };
         match end {
+            End::DoorCloses => {
+                if shared.handover.has_begun() {
+                    *self.kept.lock() = Some(self.socket);
+                }
+                return;
+            }
             End::Closed | End::Idle => {}
             End::Stalled => {
                 connection.cancel();
@@ -95,6 +124,9 @@ impl Reader {
     async fn read(&mut self) -> End {
         let mut reads = 0;
         loop {
+            if self.frames.is_at_end() && self.left_over.is_empty() {
+                return End::DoorCloses;
+            }
             let step = match self.frames.wanted() {
                 Wanted::Request => {
                     if let Ok(place) = self.frames.request_places().acquire_owned().await {

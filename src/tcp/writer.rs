@@ -20,6 +20,7 @@ use crate::runtime::Tasks;
 use crate::service::ChunkStream;
 
 use super::Shared;
+use super::accept::KeptHalf;
 
 /// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
 const PIECES_PER_WRITE: usize = 128;
@@ -89,6 +90,7 @@ pub(super) struct Writer {
     queue: mpsc::Receiver<Outgoing>,
     connection: Tasks,
     pieces: VecDeque<Bytes>,
+    kept: KeptHalf,
 }
 
 impl Writer {
@@ -97,8 +99,9 @@ impl Writer {
         socket: OwnedWriteHalf,
         queue: mpsc::Receiver<Outgoing>,
         connection: Tasks,
+        kept: KeptHalf,
     ) -> Self {
-        Self { shared, socket, queue, connection, pieces: VecDeque::new() }
+        Self { shared, socket, queue, connection, pieces: VecDeque::new(), kept }
     }
 
     /// Writes until all senders of the queue are gone, the peer takes nothing, or the grace after a cancel is over.
@@ -111,15 +114,29 @@ impl Writer {
         };
         let connection = self.connection.clone();
         let shared = Arc::clone(&self.shared);
-        tokio::select! {
+        let end = tokio::select! {
             biased;
-            end = self.write_replies() => if let Err(error) = end {
-                shared.metrics.exceptions.inc();
-                tracing::debug!(%error, "tcp connection: replies can not be written");
-            },
-            () = end_of_grace => {}
+            end = self.write_replies() => Some(end),
+            () = end_of_grace => None,
+        };
+        if let Some(Err(error)) = &end {
+            shared.metrics.exceptions.inc();
+            tracing::debug!(%error, "tcp connection: replies can not be written");
         }
         connection.cancel();
+        if let Some(Ok(())) = end {
+            self.end().await;
+        }
+    }
+
+    /// Every reply was written: hands the connection over if the reader has left its half for that, else closes it.
+    async fn end(self) {
+        let kept = self.kept.lock().take();
+        match kept.map(|half| half.reunite(self.socket)) {
+            Some(Ok(stream)) => self.shared.handover.keep(stream),
+            Some(Err(halves)) => drop(halves),
+            None => {}
+        }
     }
 
     async fn write_replies(&mut self) -> io::Result<()> {
@@ -139,6 +156,9 @@ impl Writer {
             for ticket in batch.drain(..) {
                 ticket.processing.observe(ticket.received.elapsed().as_secs_f64());
             }
+        }
+        if self.kept.lock().is_some() {
+            return Ok(());
         }
         self.socket.shutdown().await
     }

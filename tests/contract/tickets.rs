@@ -280,7 +280,7 @@ async fn a_small_block_does_not_keep_its_request_alive() {
 async fn a_worker_that_stops_grants_no_ticket() {
     let (world, key) = (World::start().await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.worker.service().status().stop();
+    world.worker.service().status().stop(uniffle_worker::service::Stopping::ForGood);
     let once = world.client.clone().with_backoff(Backoff { attempts: 1, ..super::world::quickly() });
     let answer = once.require_buffer(&key, &batch(0, &blocks(0, 1, 0..1))).await;
     assert_eq!(answer.unwrap_err().status(), Some(StatusCode::NoBuffer));

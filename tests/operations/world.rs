@@ -12,7 +12,7 @@ use uniffle_worker::client::block::{BlockGenerator, IdLayout};
 use uniffle_worker::client::grpc::ShuffleClient;
 use uniffle_worker::client::send::SendForm;
 use uniffle_worker::config::{Config, Machine};
-use uniffle_worker::server::{Surroundings, Worker};
+use uniffle_worker::server::{Inherited, Surroundings, Worker};
 use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -33,7 +33,7 @@ impl World {
     pub(crate) async fn with(admin: &str, surroundings: Surroundings) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let text = config_text(dir.path(), admin);
-        let worker = Worker::start_in(surroundings, &parse(&text)).await.unwrap();
+        let worker = Worker::start_in(surroundings, Inherited::default(), &parse(&text)).await.unwrap();
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
         Self { worker, client, http: reqwest::Client::new(), dir }
     }

@@ -46,6 +46,11 @@ const NEVER_MISSING: &[&str] = &[
     "total_in_memory_block_count",
 ];
 
+/// Named by `WORKER_READY_FILE`.
+const READY_FILE: &str = "ready.json";
+
+const BINARY: &str = env!("CARGO_BIN_EXE_uniffle-worker");
+
 /// The marker by which a worker claims a data directory: the one file that stays.
 const CLAIM_FILE: &str = "uniffle-worker.claim";
 
@@ -62,20 +67,39 @@ pub(crate) struct Setup {
     pub(crate) quorum: Option<String>,
     /// Lines before the first table.
     pub(crate) top: &'static str,
-    /// More TOML, put behind the rest: whole tables only.
+    /// More lines of `[localfile_store]`, then whole tables.
     pub(crate) tables: &'static str,
+    /// A command that executes the worker, with its first arguments; none = directly.
+    pub(crate) wrapper: Vec<String>,
+    /// Another file than the one that cargo built.
+    pub(crate) binary: Option<PathBuf>,
+    /// `store_type`.
+    pub(crate) store_type: &'static str,
+    /// More of the environment.
+    pub(crate) env: Vec<(&'static str, String)>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { name: "worker", capacity: "256M", disks: 1, quorum: None, top: "", tables: "" }
+        Self {
+            name: "worker",
+            capacity: "256M",
+            disks: 1,
+            quorum: None,
+            top: "",
+            tables: "",
+            wrapper: Vec::new(),
+            binary: None,
+            store_type: "MEMORY_LOCALFILE",
+            env: Vec::new(),
+        }
     }
 }
 
 /// A running worker.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    name: &'static str,
+    setup: Setup,
     child: Child,
     dir: tempfile::TempDir,
     data_paths: Vec<PathBuf>,
@@ -93,6 +117,8 @@ pub(crate) struct Ready {
     pub(crate) urpc_port: Option<u16>,
     /// The process that wrote it.
     pub(crate) pid: u32,
+    /// How long nobody accepted, after an upgrade.
+    pub(crate) upgrade_gap_ms: Option<u64>,
 }
 
 impl Worker {
@@ -104,37 +130,120 @@ impl Worker {
         for path in &data_paths {
             std::fs::create_dir(path).expect("a data dir");
         }
-        let config = dir.path().join("config.toml");
-        std::fs::write(&config, config_text(setup, &data_paths)).expect("the configuration");
-        let ready_file = dir.path().join("ready.json");
-        let log = std::fs::File::create(dir.path().join("worker.log")).expect("the log");
+        Self::start_in(setup, dir, data_paths)
+    }
 
-        let child = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
-            .arg("-c")
-            .arg(&config)
-            .env("WORKER_READY_FILE", &ready_file)
-            .env("WORKER_IP", "127.0.0.1")
-            .env("RUST_LOG", std::env::var("WORKER_TEST_LOG").unwrap_or_else(|_| "info".to_owned()))
-            .env("NO_COLOR", "1")
-            .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a second handle of the log"))
-            .stderr(log)
-            .spawn()
-            .expect("the worker's binary was built with this test");
+    /// The same in a directory that was prepared.
+    pub(crate) fn start_in(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>) -> Self {
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, None))
+            .expect("the configuration");
+        let child = launch(setup, dir.path());
         // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
-        let nothing = Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id() };
-        let mut worker = Self { name: setup.name, child, dir, data_paths, ready: nothing };
-        let what = format!("worker {} gets ready", setup.name);
-        worker.ready = wait_until(&what, START_DEADLINE, || {
-            if let Ok(Some(status)) = worker.child.try_wait() {
-                panic!("worker {} ended at start: {status}", setup.name);
+        let nothing =
+            Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id(), upgrade_gap_ms: None };
+        let mut worker = Self { setup: setup.clone(), child, dir, data_paths, ready: nothing };
+        worker.ready = worker.wait_ready();
+        worker
+    }
+
+    /// Waits for the ready file of this process.
+    fn wait_ready(&mut self) -> Ready {
+        let ready_file = self.dir.path().join(READY_FILE);
+        let (what, child) = (format!("worker {} gets ready", self.setup.name), &mut self.child);
+        let ready: Ready = wait_until(&what, START_DEADLINE, || {
+            if let Ok(Some(status)) = child.try_wait() {
+                panic!("{what}: it ended: {status}");
             }
             let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
             // Half a file is not JSON, so that a write that is seen in the middle is seen again.
             serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
         });
-        assert_eq!(worker.ready.pid, worker.child.id(), "another process wrote the ready file");
-        worker
+        assert_eq!(ready.pid, self.child.id(), "another process wrote the ready file");
+        ready
+    }
+
+    fn forget_ready(&self) {
+        drop(std::fs::remove_file(self.dir.path().join(READY_FILE)));
+    }
+
+    /// SIGKILL, and waits for the end.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("our own child");
+        self.child.wait().expect("our own child");
+    }
+
+    /// Starts it again after its end, on the ports that it had.
+    pub(crate) fn start_again(&mut self) {
+        let text = config_text(&self.setup, &self.data_paths, Some(&self.ready));
+        self.start_again_with(&text);
+    }
+
+    /// The same with another configuration.
+    pub(crate) fn start_again_with(&mut self, config: &str) {
+        self.launch_again_with(config);
+        self.ready = self.wait_ready();
+    }
+
+    /// The same, without waiting for it.
+    pub(crate) fn launch_again_with(&mut self, config: &str) {
+        self.write_config(config);
+        self.forget_ready();
+        self.child = launch(&self.setup, self.dir.path());
+    }
+
+    /// Its configuration with the ports that it has.
+    pub(crate) fn config(&self) -> String {
+        config_text(&self.setup, &self.data_paths, Some(&self.ready))
+    }
+
+    /// Replaces the configuration; it is read at the next start or upgrade.
+    pub(crate) fn write_config(&self, text: &str) {
+        std::fs::write(self.dir.path().join("config.toml"), text).expect("the configuration");
+    }
+
+    /// SIGUSR2.
+    pub(crate) fn begin_upgrade(&self) {
+        self.forget_ready();
+        self.signal(rustix::process::Signal::USR2);
+    }
+
+    /// Waits until the successor is ready; the ports are the same.
+    pub(crate) fn finish_upgrade(&mut self) {
+        let ready = self.wait_ready();
+        let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
+        assert_eq!(ports(&ready), ports(&self.ready), "an upgrade keeps the ports");
+        self.ready = ready;
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).expect("our own child");
+    }
+
+    /// Waits for the end of the process.
+    pub(crate) fn wait_end(&mut self) -> ExitStatus {
+        let what = format!("worker {} ends", self.setup.name);
+        wait_until(&what, STOP_DEADLINE, || {
+            self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
+        })
+    }
+
+    /// Waits until its log has a line with `text`.
+    pub(crate) fn wait_log(&self, text: &str) {
+        wait_until(&format!("worker {} logs {text:?}", self.setup.name), START_DEADLINE, || {
+            if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
+        });
+    }
+
+    /// Its directory: configuration, log, disks.
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// What `spark.rss.coordinator.quorum` is set to.
@@ -154,7 +263,8 @@ impl Worker {
 
     /// Its metrics now.
     pub(crate) fn metrics(&self) -> Metrics {
-        Metrics::fetch(self.ready.http_port).unwrap_or_else(|error| panic!("worker {}: {error}", self.name))
+        Metrics::fetch(self.ready.http_port)
+            .unwrap_or_else(|error| panic!("worker {}: {error}", self.setup.name))
     }
 
     /// The body of a page of its HTTP door.
@@ -180,7 +290,7 @@ impl Worker {
     /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
     /// memory counter is zero, and the data directories hold the claim and no more.
     pub(crate) fn assert_clean(&self) {
-        wait_until(&format!("worker {} is clean", self.name), CLEAN_DEADLINE, || {
+        wait_until(&format!("worker {} is clean", self.setup.name), CLEAN_DEADLINE, || {
             let metrics = Metrics::fetch(self.ready.http_port)?;
             let missing: Vec<_> = NEVER_MISSING.iter().filter(|name| metrics.total(name).is_none()).collect();
             if !missing.is_empty() {
@@ -210,24 +320,54 @@ impl Worker {
             .filter(|line| line.contains(" ERROR ") || line.contains("panicked at"))
             .take(20)
             .collect();
-        assert!(bad.is_empty(), "worker {} logged errors:\n{}", self.name, bad.join("\n"));
+        assert!(bad.is_empty(), "worker {} logged errors:\n{}", self.setup.name, bad.join("\n"));
     }
 
     /// SIGTERM; it must end by itself with exit code 0.
-    pub(crate) fn stop(self) {
-        let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("our own child");
-        self.ends("after SIGTERM");
+    pub(crate) fn stop(mut self) {
+        self.terminate();
     }
 
     /// Waits until it ends by itself, which must be with exit code 0.
     pub(crate) fn ends(mut self, why: &str) {
-        let status: ExitStatus =
-            wait_until(&format!("worker {} ends {why}", self.name), STOP_DEADLINE, || {
-                self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
-            });
-        assert_eq!(status.code(), Some(0), "worker {}: {status}", self.name);
+        let status = self.wait_end();
+        assert_eq!(status.code(), Some(0), "worker {} ends {why}: {status}", self.setup.name);
     }
+
+    /// The same, and it can be started again.
+    pub(crate) fn terminate(&mut self) {
+        self.signal(rustix::process::Signal::TERM);
+        let status = self.wait_end();
+        assert_eq!(status.code(), Some(0), "worker {}: {status}", self.setup.name);
+    }
+}
+
+/// The binary as a user starts it, with its configuration and files in `dir`.
+fn launch(setup: &Setup, dir: &Path) -> Child {
+    let log = std::fs::File::options().create(true).append(true).open(dir.join("worker.log"));
+    let log = log.expect("the log");
+    let binary = setup.binary.clone().unwrap_or_else(|| BINARY.into());
+    let mut command = match setup.wrapper.split_first() {
+        None => Command::new(binary),
+        Some((program, arguments)) => {
+            let mut command = Command::new(program);
+            command.args(arguments).arg(binary);
+            command
+        }
+    };
+    command
+        .arg("-c")
+        .arg(dir.join("config.toml"))
+        .env("WORKER_READY_FILE", dir.join(READY_FILE))
+        .env("WORKER_IP", "127.0.0.1")
+        .env("RUST_LOG", std::env::var("WORKER_TEST_LOG").unwrap_or_else(|_| "info".to_owned()))
+        .env("NO_COLOR", "1")
+        .envs(setup.env.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().expect("a second handle of the log"))
+        .stderr(log)
+        .spawn()
+        .expect("the worker's binary was built with this test")
 }
 
 impl Drop for Worker {
@@ -243,21 +383,25 @@ impl Drop for Worker {
                 "--- last {} of {} lines of worker {}\n{}",
                 shown.len(),
                 lines.len(),
-                self.name,
+                self.setup.name,
                 shown.join("\n")
             );
         }
     }
 }
 
-fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
+fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> String {
+    let port = |of: fn(&Ready) -> u16| ports.map_or(0, of);
+    let grpc_port = port(|ready| ready.grpc_port);
+    let http_port = port(|ready| ready.http_port);
+    let urpc_port = port(|ready| ready.urpc_port.unwrap_or(0));
     // A debug string of a path is a TOML string as long as it is printable ASCII, which a temp dir is.
     let quorum: Vec<_> = setup.quorum.iter().collect();
     format!(
-        "store_type = \"MEMORY_LOCALFILE\"\n\
-         grpc_port = 0\n\
-         http_port = 0\n\
-         urpc_port = 0\n\
+        "store_type = \"{}\"\n\
+         grpc_port = {grpc_port}\n\
+         http_port = {http_port}\n\
+         urpc_port = {urpc_port}\n\
          heartbeat_interval_seconds = 1\n\
          coordinator_quorum = {quorum:?}\n\
          {}\n\
@@ -266,7 +410,7 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf]) -> String {
          [localfile_store]\n\
          data_paths = {data_paths:?}\n\
          {}\n",
-        setup.top, setup.capacity, setup.tables
+        setup.store_type, setup.top, setup.capacity, setup.tables
     )
 }
 

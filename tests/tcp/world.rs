@@ -101,7 +101,7 @@ impl World {
         .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        TcpDoor::start(config, listener, Arc::clone(&service), &door, &registry).unwrap();
+        TcpDoor::new(config, listener, Arc::clone(&service), &door, &registry).unwrap().start();
         let world = Self {
             service,
             memory,

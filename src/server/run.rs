@@ -1,0 +1,191 @@
+//! A worker as a process: started, told to stop or to be upgraded, and what follows.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use tokio::sync::mpsc;
+
+use crate::config::{Config, startup_banner};
+
+use super::sockets::Inherited;
+use super::successor::Successor;
+use super::upgrade::{Facts, UPGRADE_FROM};
+use super::{Addresses, Surroundings, Worker, notify};
+
+/// What a running worker is told.
+#[derive(Debug, Clone)]
+pub enum Command {
+    /// Flush, drain, end.
+    Stop,
+    /// The same, and leave the sockets to a successor, unless that can not work: then nothing happens.
+    Upgrade(Successor),
+}
+
+/// How a worker ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// It was stopped, or is decommissioned.
+    Stopped,
+    /// It waits for its successor: [`Successor::exec`].
+    Upgrade {
+        /// Who.
+        successor: Successor,
+        /// Its sockets.
+        sockets: Inherited,
+    },
+}
+
+/// Runs a worker until `commands` ends it. Prints the banner, tells the service manager and writes the ready file
+/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for whoever started the worker with port 0).
+///
+/// # Errors
+/// See [`Worker::start`].
+pub async fn run(
+    config: &Config,
+    surroundings: Surroundings,
+    inherited: Inherited,
+    mut commands: mpsc::Receiver<Command>,
+) -> anyhow::Result<Ended> {
+    let gap_began_ms = inherited.gap_began_ms;
+    let worker = Worker::start_in(surroundings, inherited, config).await?;
+    tell_ready(config, &worker, gap_began_ms)?;
+    loop {
+        let told = match config.decommission_shutdown {
+            true => told_or_retired(&worker, &mut commands).await,
+            false => commands.recv().await,
+        };
+        let Some(Command::Upgrade(successor)) = told else { break };
+        let facts = Facts::of(config, worker.addresses());
+        match prepare(&worker, &successor, &facts, &mut commands).await {
+            Prepared::HandOver => {
+                let gap_began_ms = now_ms();
+                let stopped = worker.hand_over().await;
+                tracing::info!(tasks_left = stopped.tasks_left, "stopped, the successor takes over");
+                let sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
+                return Ok(Ended::Upgrade { successor, sockets });
+            }
+            Prepared::GoOn => {
+                worker.go_on();
+                notify::ready(&Inherited::default());
+            }
+            Prepared::Stop => break,
+        }
+    }
+    notify::stopping(config.shutdown_flush_timeout + std::time::Duration::from_secs(45));
+    let tasks_left = worker.stop().await;
+    tracing::info!(tasks_left, "stopped");
+    Ok(Ended::Stopped)
+}
+
+async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>) -> Option<Command> {
+    tokio::select! {
+        biased;
+        told = commands.recv() => told,
+        () = worker.service().status().decommissioned() => {
+            tracing::info!("decommissioned, stopping");
+            None
+        }
+    }
+}
+
+/// What comes of a request to upgrade.
+enum Prepared {
+    HandOver,
+    GoOn,
+    Stop,
+}
+
+/// Everything that can still be taken back.
+async fn prepare(
+    worker: &Worker,
+    successor: &Successor,
+    facts: &Facts,
+    commands: &mut mpsc::Receiver<Command>,
+) -> Prepared {
+    let ready = async {
+        if let Err(error) = successor.check((UPGRADE_FROM, facts.to_text())).await {
+            tracing::error!("upgrade refused, going on as before: {error:#}");
+            return Prepared::GoOn;
+        }
+        notify::reloading();
+        tracing::info!("upgrade: the new binary takes the configuration, flushing");
+        match worker.prepare_to_hand_over().await {
+            Ok(()) => Prepared::HandOver,
+            Err(left) => {
+                let (blocks, bytes): (u64, u64) =
+                    left.iter().fold((0, 0), |sum, shuffle| (sum.0 + shuffle.blocks, sum.1 + shuffle.bytes));
+                let largest = left.first().map(|shuffle| shuffle.shuffle.to_string());
+                tracing::error!(
+                    blocks,
+                    bytes,
+                    shuffles = left.len(),
+                    largest,
+                    "upgrade refused, going on as before: not everything in memory could be brought to a disk"
+                );
+                Prepared::GoOn
+            }
+        }
+    };
+    tokio::pin!(ready);
+    loop {
+        tokio::select! {
+            biased;
+            prepared = &mut ready => return prepared,
+            told = commands.recv() => match told {
+                Some(Command::Upgrade(_)) => tracing::info!("an upgrade is under way already"),
+                Some(Command::Stop) | None => return Prepared::Stop,
+            }
+        }
+    }
+}
+
+fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> anyhow::Result<()> {
+    let addresses = worker.addresses();
+    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, admin = ?addresses.admin, "listening");
+    let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
+    if let Some(gap_ms) = gap_ms {
+        tracing::info!(gap_ms, "upgraded: connects had to wait for so long");
+    }
+    if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
+        write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;
+    }
+    if config.coordinator_quorum.is_empty() && gap_ms.is_none() {
+        let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
+        banner(&startup_banner(
+            host,
+            addresses.grpc,
+            addresses.http,
+            addresses.urpc.is_some(),
+            config.store_type,
+        ));
+    }
+    notify::ready(&worker.held);
+    Ok(())
+}
+
+/// Whole or not at all: written beside and renamed, so that a reader never sees half a line.
+fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u64>) -> std::io::Result<()> {
+    let line = serde_json::json!({
+        "grpc_port": addresses.grpc.port(),
+        "http_port": addresses.http.port(),
+        "urpc_port": addresses.urpc.map(|address| address.port()),
+        "admin_port": addresses.admin.map(|address| address.port()),
+        "pid": std::process::id(),
+        "upgrade_gap_ms": upgrade_gap_ms,
+    });
+    let beside = path.with_extension("tmp");
+    std::fs::write(&beside, format!("{line}\n"))?;
+    std::fs::rename(beside, path)
+}
+
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[expect(clippy::print_stdout, reason = "the banner is for the person who started the worker")]
+fn banner(text: &str) {
+    println!("{text}");
+}

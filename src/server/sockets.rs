@@ -1,0 +1,250 @@
+//! The sockets that a worker listens on: bound, or inherited from whoever listened before.
+//!
+//! They come in by systemd's convention (`LISTEN_FDS`, `LISTEN_FDNAMES`): from a socket unit, from the service manager's
+//! descriptor store after a crash, or from the worker's own predecessor, which had this process before it (`successor`).
+//! So connects wait in the backlog while nobody accepts, and none is refused. A predecessor also leaves connections on
+//! which nothing is under way.
+//!
+//! A listener is told by its name (`grpc`, `urpc`, `http`, `admin`), else by its port. The configuration's port wins: a listener
+//! on another one is closed, with a warning.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+
+use anyhow::Context as _;
+use listenfd::ListenFd;
+use socket2::{Domain, Socket, Type};
+
+use crate::config::Config;
+
+use super::Addresses;
+
+/// Connects that wait while nobody accepts; the kernel has its own limit (`net.core.somaxconn`, 4096).
+const BACKLOG: i32 = 4096;
+
+/// Names of listeners, as in a socket unit's `FileDescriptorName=`.
+const GRPC: &str = "grpc";
+const URPC: &str = "urpc";
+const HTTP: &str = "http";
+const ADMIN: &str = "admin";
+/// Names of connections. Short: there may be thousands, and the environment has limits.
+const GRPC_CONNECTION: &str = "g";
+const URPC_CONNECTION: &str = "u";
+
+/// Sockets from before.
+#[derive(Debug, Default)]
+pub struct Inherited {
+    pub(super) listeners: Vec<(String, TcpListener)>,
+    /// gRPC connections that have said nothing yet.
+    pub(super) grpc_connections: Vec<TcpStream>,
+    /// Raw TCP connections between two requests.
+    pub(super) urpc_connections: Vec<TcpStream>,
+    /// When the predecessor stopped to accept, in ms since 1970.
+    pub(super) gap_began_ms: Option<u64>,
+}
+
+/// Carries [`Inherited::gap_began_ms`].
+pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
+
+impl Inherited {
+    /// Takes what `LISTEN_FDS` of `env` passes to this process. Call it once and before there are threads, since it
+    /// removes the variables from the environment.
+    #[must_use]
+    pub fn from_env(env: &HashMap<String, String>) -> Self {
+        let names: Vec<&str> =
+            env.get("LISTEN_FDNAMES").map(|names| names.split(':').collect()).unwrap_or_default();
+        let mut passed = ListenFd::from_env();
+        let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
+        let mut inherited = Self { gap_began_ms, ..Self::default() };
+        for index in 0..passed.len() {
+            // What is no TCP socket is not ours to close.
+            let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
+            inherited.put(names.get(index).copied().unwrap_or_default(), socket);
+        }
+        inherited
+    }
+
+    fn put(&mut self, name: &str, socket: TcpListener) {
+        match name {
+            GRPC_CONNECTION => self.grpc_connections.push(OwnedFd::from(socket).into()),
+            URPC_CONNECTION => self.urpc_connections.push(OwnedFd::from(socket).into()),
+            name => self.listeners.push((name.to_owned(), socket)),
+        }
+    }
+
+    /// Everything, with the names that [`Inherited::from_env`] understands.
+    pub(super) fn into_named(self) -> Vec<(String, OwnedFd)> {
+        let listeners = self.listeners.into_iter().map(|(name, listener)| (name, listener.into()));
+        let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
+        listeners
+            .chain(self.grpc_connections.into_iter().map(named(GRPC_CONNECTION)))
+            .chain(self.urpc_connections.into_iter().map(named(URPC_CONNECTION)))
+            .collect()
+    }
+
+    /// The reverse.
+    pub(super) fn from_named(named: Vec<(String, OwnedFd)>) -> Self {
+        let mut inherited = Self::default();
+        for (name, socket) in named {
+            inherited.put(&name, socket.into());
+        }
+        inherited
+    }
+
+    /// The listener called `name`, else one without a known name on `port`.
+    fn take(&mut self, name: &str, port: u16) -> Option<TcpListener> {
+        let of_port =
+            |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.port() == port);
+        let is_known = |name: &str| [GRPC, URPC, HTTP, ADMIN].contains(&name);
+        let found = self
+            .listeners
+            .iter()
+            .position(|(called, listener)| called == name && (port == 0 || of_port(listener)))
+            .or_else(|| {
+                self.listeners.iter().position(|(called, listener)| !is_known(called) && of_port(listener))
+            })?;
+        Some(self.listeners.swap_remove(found).1)
+    }
+}
+
+/// A listener for each door, and the connections that came with them.
+#[derive(Debug)]
+pub(super) struct Sockets {
+    pub(super) grpc: TcpListener,
+    pub(super) http: TcpListener,
+    pub(super) urpc: Option<TcpListener>,
+    pub(super) admin: Option<TcpListener>,
+    pub(super) grpc_connections: Vec<TcpStream>,
+    pub(super) urpc_connections: Vec<TcpStream>,
+}
+
+impl Sockets {
+    /// Takes what `config` wants from `inherited` and binds the rest.
+    pub(super) fn open(config: &Config, mut inherited: Inherited) -> anyhow::Result<Self> {
+        let mut open = |name: &str, address: IpAddr, port: u16| {
+            inherited.take(name, port).map_or_else(|| bind(name, SocketAddr::new(address, port)), Ok)
+        };
+        let address = config.bind_address;
+        let (grpc, http) = (open(GRPC, address, config.grpc_port)?, open(HTTP, address, config.http_port)?);
+        let urpc = config.urpc_port.map(|port| open(URPC, address, port)).transpose()?;
+        let admin = config.admin.port.map(|port| open(ADMIN, config.admin.bind_address, port)).transpose()?;
+        for (name, listener) in &inherited.listeners {
+            let address = listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
+            tracing::warn!(name, address, "no door is configured for an inherited listener, it is closed");
+        }
+        let Inherited { grpc_connections, urpc_connections, .. } = inherited;
+        Ok(Self { grpc, http, urpc, admin, grpc_connections, urpc_connections })
+    }
+
+    /// Where they listen.
+    pub(super) fn addresses(&self) -> anyhow::Result<Addresses> {
+        let of = |listener: &TcpListener| listener.local_addr().context("a listener has no address");
+        Ok(Addresses {
+            grpc: of(&self.grpc)?,
+            http: of(&self.http)?,
+            urpc: self.urpc.as_ref().map(of).transpose()?,
+            admin: self.admin.as_ref().map(of).transpose()?,
+        })
+    }
+
+    /// The same listeners once more: they listen as long as either lives.
+    pub(super) fn duplicate(&self) -> io::Result<Inherited> {
+        let mut listeners = Vec::new();
+        let doors = [
+            (GRPC, Some(&self.grpc)),
+            (HTTP, Some(&self.http)),
+            (URPC, self.urpc.as_ref()),
+            (ADMIN, self.admin.as_ref()),
+        ];
+        for (name, listener) in doors {
+            if let Some(listener) = listener {
+                listeners.push((name.to_owned(), listener.try_clone()?));
+            }
+        }
+        Ok(Inherited { listeners, ..Inherited::default() })
+    }
+}
+
+/// The descriptors of the listeners, by name, for the service manager's store.
+pub(super) fn listeners(inherited: &Inherited) -> impl Iterator<Item = (&str, &TcpListener)> {
+    inherited.listeners.iter().map(|(name, listener)| (name.as_str(), listener))
+}
+
+/// For tokio.
+pub(super) fn accepting(listener: TcpListener) -> io::Result<tokio::net::TcpListener> {
+    listener.set_nonblocking(true)?;
+    tokio::net::TcpListener::from_std(listener)
+}
+
+fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let bound = || {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), None)?;
+        // A restart must not wait for the connections of before to time out.
+        socket.set_reuse_address(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        io::Result::Ok(socket.into())
+    };
+    let key = if name == ADMIN { "admin.port".to_owned() } else { format!("{name}_port") };
+    bound().with_context(|| format!("can not listen on {key} = {address}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Machine;
+
+    fn config(grpc: u16, http: u16) -> Config {
+        let text = format!(
+            "bind_address = \"127.0.0.1\"\ngrpc_port = {grpc}\nhttp_port = {http}\nurpc_port = 0\n\
+             [localfile_store]\ndata_paths = [\"/d\"]\n"
+        );
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: "/nonexistent".into() };
+        Config::parse(&text, &HashMap::new(), &machine).unwrap()
+    }
+
+    fn port(listener: &TcpListener) -> u16 {
+        listener.local_addr().unwrap().port()
+    }
+
+    #[test]
+    fn listeners_are_found_by_name_or_port_and_survive_a_handover() {
+        let first = Sockets::open(&config(0, 0), Inherited::default()).unwrap();
+        let (grpc, http) = (port(&first.grpc), port(&first.http));
+        let urpc = port(first.urpc.as_ref().unwrap());
+        let client = TcpStream::connect(("127.0.0.1", urpc)).unwrap();
+        let mut left = first.duplicate().unwrap();
+        left.urpc_connections.push(first.urpc.as_ref().unwrap().accept().unwrap().0);
+        drop(first);
+        TcpStream::connect(("127.0.0.1", grpc)).unwrap();
+
+        let named = left.into_named();
+        assert_eq!(named.len(), 4);
+        let mut left = Inherited::from_named(named);
+        // A socket unit without FileDescriptorName= calls all its sockets by its own name.
+        left.listeners
+            .iter_mut()
+            .filter(|(name, _)| name == "http")
+            .for_each(|(name, _)| *name = "x.socket".into());
+        let second = Sockets::open(&config(0, http), left).unwrap();
+        assert_eq!((port(&second.grpc), port(&second.http)), (grpc, http));
+        assert_eq!(port(second.urpc.as_ref().unwrap()), urpc);
+        assert_eq!(second.urpc_connections[0].peer_addr().unwrap(), client.local_addr().unwrap());
+    }
+
+    #[test]
+    fn another_port_in_the_configuration_wins() {
+        let first = Sockets::open(&config(0, 0), Inherited::default()).unwrap();
+        let taken = port(&first.grpc);
+        let left = first.duplicate().unwrap();
+        drop(first);
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let other = port(&free);
+        drop(free);
+        let second = Sockets::open(&config(other, 0), left).unwrap();
+        assert_eq!(port(&second.grpc), other);
+        TcpStream::connect(("127.0.0.1", taken)).unwrap_err();
+    }
+}

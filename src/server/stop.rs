@@ -1,0 +1,134 @@
+//! How a worker ends, with or without a successor.
+//!
+//! Tickets are refused with NO_BUFFER, for which every client waits, and memory is brought to the disks while reads and
+//! the sends that hold tickets go on. Then the doors close: gRPC connections get a GOAWAY, calls that have begun are
+//! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
+//! meanwhile is flushed. What could not be flushed is named here and found lost by the next start.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+use crate::memory::InMemory;
+use crate::service::Stopping;
+
+use super::Worker;
+use super::sockets::Inherited;
+
+/// How long what has begun on connections may take to end after the doors were told to close.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
+/// What a task may take to see that it was cancelled.
+const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
+/// Time for what came in while the doors closed, if the flush before has used up all of its own.
+const LAST_FLUSH: Duration = Duration::from_secs(5);
+/// A client that has a ticket sends at once; one that does not is not waited for any longer.
+const TICKET_PATIENCE: Duration = Duration::from_secs(2);
+/// Between two looks at what is waited for.
+const LOOK: Duration = Duration::from_millis(10);
+/// Shuffles that are named in the log one by one.
+const NAMED_MAX: usize = 20;
+
+/// What a worker leaves behind.
+#[derive(Debug)]
+pub struct Stopped {
+    /// Tasks that had to be left behind (a disk call that hangs); 0 is the rule.
+    pub tasks_left: usize,
+    /// What could not be flushed: empty is the rule.
+    pub unflushed: Vec<InMemory>,
+    /// Listeners that still listen, and connections: for a successor.
+    pub sockets: Inherited,
+}
+
+impl Worker {
+    /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind.
+    pub async fn stop(mut self) -> usize {
+        self.service.status().stop(Stopping::ForGood);
+        let deadline = Instant::now() + self.flush_timeout;
+        self.flush_until(deadline).await;
+        // Connects are refused from here on: nobody will ever accept them.
+        self.held = Inherited::default();
+        self.end(deadline).await.tasks_left
+    }
+
+    /// Refuses tickets and flushes, for an upgrade. If memory is not empty in time the worker goes on as before.
+    ///
+    /// # Errors
+    /// What is left in memory.
+    pub(super) async fn prepare_to_hand_over(&self) -> Result<(), Vec<InMemory>> {
+        self.service.status().stop(Stopping::ForSuccessor);
+        let left = self.flush_until(Instant::now() + self.flush_timeout).await;
+        if left.is_empty() { Ok(()) } else { Err(left) }
+    }
+
+    /// It did not come to a handover.
+    pub(super) fn go_on(&self) {
+        self.service.status().go_on();
+    }
+
+    /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before.
+    pub(super) async fn hand_over(self) -> Stopped {
+        self.grpc_handover.begin();
+        self.urpc_handover.begin();
+        let deadline = Instant::now() + self.flush_timeout;
+        self.end(deadline).await
+    }
+
+    /// Flushes until memory is empty and nobody is expected to send any more, at the latest until `deadline`.
+    async fn flush_until(&self, deadline: Instant) -> Vec<InMemory> {
+        let tickets = async {
+            while self.memory.tickets().count() > 0 {
+                sleep(LOOK).await;
+            }
+        };
+        let tickets = timeout_at(deadline.min(Instant::now() + TICKET_PATIENCE), tickets);
+        let (_, ()) = tokio::join!(tickets, self.empty(deadline));
+        self.empty(deadline).await;
+        self.memory.contents()
+    }
+
+    async fn empty(&self, deadline: Instant) {
+        if let Some(local) = &self.local {
+            local.flusher.empty(deadline).await;
+        }
+    }
+
+    async fn end(mut self, deadline: Instant) -> Stopped {
+        self.doors.close();
+        if timeout(DRAIN_DEADLINE, self.doors.drained()).await.is_err() {
+            tracing::warn!(tasks = self.doors.running(), "connections did not end in time and are closed");
+        }
+        self.doors.cancel();
+        if timeout(CANCEL_DEADLINE, self.doors.drained()).await.is_err() {
+            tracing::warn!(tasks = self.doors.running(), "connections did not end");
+        }
+        self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
+        let unflushed = self.memory.contents();
+        name_losses(&unflushed);
+        self.background.cancel();
+        if timeout(CANCEL_DEADLINE, self.background.drained()).await.is_err() {
+            tracing::warn!(tasks = self.background.running(), "background tasks did not end in time");
+        }
+        let mut sockets = std::mem::take(&mut self.held);
+        sockets.grpc_connections.extend(self.grpc_handover.take());
+        sockets.urpc_connections.extend(self.urpc_handover.take());
+        Stopped { tasks_left: self.doors.running() + self.background.running(), unflushed, sockets }
+    }
+}
+
+/// Says what is lost with the process.
+fn name_losses(unflushed: &[InMemory]) {
+    for InMemory { shuffle, partitions, blocks, bytes } in unflushed.iter().take(NAMED_MAX) {
+        tracing::error!(%shuffle, partitions, blocks, bytes, "not flushed, lost with this process");
+    }
+    if unflushed.len() > NAMED_MAX {
+        let more = &unflushed[NAMED_MAX..];
+        let (blocks, bytes): (u64, u64) =
+            more.iter().fold((0, 0), |sum, shuffle| (sum.0 + shuffle.blocks, sum.1 + shuffle.bytes));
+        tracing::error!(
+            shuffles = more.len(),
+            blocks,
+            bytes,
+            "more that is not flushed and lost with this process"
+        );
+    }
+}

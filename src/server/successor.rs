@@ -1,0 +1,150 @@
+//! The process that takes over: the same command line, executed in this very process.
+//!
+//! `exec` keeps the process id, the children's place under their service manager and every descriptor that is not closed
+//! on exec; the sockets are passed as systemd passes them (`sockets`). The binary is looked up by the name that this
+//! process was started with, so that a package upgrade or a switched symbolic link is what runs next.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
+
+use super::sockets::{GAP_BEGAN, Inherited};
+
+/// What `--check` of the new binary may take.
+const CHECK_DEADLINE: Duration = Duration::from_secs(20);
+/// Descriptors for the successor are looked for from here up, behind those that every process has.
+const FIRST_DESCRIPTOR: RawFd = 16;
+/// Much more than descriptors can be open.
+const DESCRIPTORS_MAX: RawFd = 1 << 24;
+
+/// How the next process is started.
+#[derive(Debug, Clone)]
+pub struct Successor {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+impl Successor {
+    /// What this process was started as. Call it before the directory changes.
+    ///
+    /// # Errors
+    /// When the executable can not be found out.
+    pub fn of_this_process() -> io::Result<Self> {
+        let mut arguments = std::env::args_os();
+        let called = PathBuf::from(arguments.next().unwrap_or_default());
+        // A bare name was looked up in PATH; what it was found as is good enough.
+        let is_path = called.components().count() > 1;
+        let program = if is_path { std::path::absolute(called)? } else { std::env::current_exe()? };
+        Ok(Self { program, arguments: arguments.collect() })
+    }
+
+    /// Whether the new binary runs and takes the configuration; `facts` are variables that it compares it with.
+    ///
+    /// # Errors
+    /// What it said.
+    pub(super) async fn check(&self, facts: (&str, String)) -> anyhow::Result<()> {
+        let run = tokio::process::Command::new(&self.program)
+            .args(&self.arguments)
+            .arg("--check")
+            .env(facts.0, facts.1)
+            .stdin(Stdio::null())
+            .kill_on_drop(true)
+            .output();
+        let output = tokio::time::timeout(CHECK_DEADLINE, run)
+            .await
+            .with_context(|| {
+                format!("{} --check took longer than {CHECK_DEADLINE:?}", self.program.display())
+            })?
+            .with_context(|| format!("{} can not be run", self.program.display()))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("{} --check: {}: {}", self.program.display(), output.status, said.trim());
+        }
+        Ok(())
+    }
+
+    /// Becomes the next process; returns only if that fails, with the sockets.
+    pub fn exec(&self, sockets: Inherited) -> (io::Error, Inherited) {
+        let gap_began_ms = sockets.gap_began_ms;
+        let named = sockets.into_named();
+        let error = self.exec_with(&named, gap_began_ms);
+        (error, Inherited { gap_began_ms, ..Inherited::from_named(named) })
+    }
+
+    fn exec_with(&self, named: &[(String, OwnedFd)], gap_began_ms: Option<u64>) -> io::Error {
+        let descriptors: Vec<&OwnedFd> = named.iter().map(|(_, descriptor)| descriptor).collect();
+        let copies = match in_a_row(&descriptors) {
+            Ok(copies) => copies,
+            Err(error) => return error,
+        };
+        for copy in &copies {
+            if let Err(error) = fcntl_setfd(copy, FdFlags::empty()) {
+                return error.into();
+            }
+        }
+        let names: Vec<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
+        Command::new(&self.program)
+            .args(&self.arguments)
+            .env("LISTEN_FDS", copies.len().to_string())
+            .env("LISTEN_PID", std::process::id().to_string())
+            .env("LISTEN_FDNAMES", names.join(":"))
+            .env("LISTEN_FDS_FIRST_FD", copies.first().map_or(3, |copy| copy.as_raw_fd()).to_string())
+            .env(GAP_BEGAN, gap_began_ms.unwrap_or_default().to_string())
+            .exec()
+    }
+}
+
+/// Copies of `descriptors` with numbers that follow each other, as the convention wants them.
+fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
+    let mut first = FIRST_DESCRIPTOR;
+    while first < DESCRIPTORS_MAX {
+        let mut copies: Vec<OwnedFd> = Vec::with_capacity(descriptors.len());
+        for descriptor in descriptors {
+            let wanted = copies.last().map_or(first, |last| last.as_raw_fd() + 1);
+            let copy = fcntl_dupfd_cloexec(descriptor, wanted)?;
+            let follows = copies.is_empty() || copy.as_raw_fd() == wanted;
+            if !follows {
+                // Somebody else's descriptor is in between: on from behind it.
+                copies.clear();
+                first = copy.as_raw_fd();
+                break;
+            }
+            copies.push(copy);
+        }
+        if copies.len() == descriptors.len() {
+            return Ok(copies);
+        }
+    }
+    Err(io::Error::other("no row of descriptors is free"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_copied_into_a_row_around_those_of_others() {
+        let files: Vec<OwnedFd> = (0..5).map(|_| tempfile::tempfile().unwrap().into()).collect();
+        let descriptors: Vec<&OwnedFd> = files.iter().collect();
+        let row = |copies: &[OwnedFd]| copies.iter().map(|copy| copy.as_raw_fd()).collect::<Vec<_>>();
+        let copies = in_a_row(&descriptors).unwrap();
+        let first = copies[0].as_raw_fd();
+        assert_eq!(row(&copies), (first..first + 5).collect::<Vec<_>>());
+        // One that is in the way.
+        let mut copies = copies;
+        let kept = copies.remove(2);
+        drop(copies);
+        let again = in_a_row(&descriptors).unwrap();
+        let first = again[0].as_raw_fd();
+        assert_eq!(row(&again), (first..first + 5).collect::<Vec<_>>());
+        assert!(!row(&again).contains(&kept.as_raw_fd()));
+        assert!(in_a_row(&[]).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,12 @@
+//! The worker as a process: stopped, killed, upgraded in place, out of memory, cut off.
+//!
+//! Each test has a process of its own, started with the binary as a user starts it, and looks at it through its doors.
+
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
+mod support;
+
+#[path = "process/lifecycle.rs"]
+mod lifecycle;
+#[path = "process/writes.rs"]
+mod writes;

@@ -1,0 +1,241 @@
+//! SIGTERM, SIGUSR2, inherited sockets.
+
+use std::io::Write as _;
+use std::net::TcpStream;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::task::block_in_place;
+use uniffle_worker::client::tcp::TcpClient;
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::types::PartitionId;
+
+use crate::support::worker::{Setup, Worker};
+use crate::writes::{Written, client_of, key, local};
+
+/// Bytes of the data logs below the worker's disks.
+fn data_bytes(worker: &Worker) -> u64 {
+    let mut open: Vec<_> = worker.data_paths().to_vec();
+    let mut bytes = 0;
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            match path.extension() {
+                Some(extension) if extension == "data" => {
+                    bytes += entry.metadata().map_or(0, |file| file.len())
+                }
+                _ if path.is_dir() => open.push(path),
+                _ => {}
+            }
+        }
+    }
+    bytes
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sigterm_brings_what_is_in_memory_to_the_disks() {
+    let mut worker = Worker::start(&Setup { name: "sigterm", capacity: "64M", disks: 2, ..Setup::default() });
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 50).await;
+    for task in 0..8 {
+        written.task(&client, task, 20_000).await.expect("sent");
+    }
+    assert_eq!(data_bytes(&worker), 0, "everything is in memory");
+    block_in_place(|| worker.terminate());
+    assert!(data_bytes(&worker) >= written.bytes(), "{} bytes are on the disks", data_bytes(&worker));
+    let log = worker.log();
+    assert!(!log.contains(" WARN ") && !log.contains(" ERROR "), "{log}");
+}
+
+/// Connects again and again until it is dropped; none may be refused.
+struct Knocking {
+    stop: Arc<AtomicBool>,
+    connected: Arc<AtomicU64>,
+    knocker: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Knocking {
+    fn at(port: u16) -> Self {
+        let (stop, connected) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (stopped, count) = (Arc::clone(&stop), Arc::clone(&connected));
+        let knocker = std::thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                TcpStream::connect(local(port)).expect("no connect is refused");
+                count.fetch_add(1, Ordering::Relaxed);
+                std::thread::yield_now();
+            }
+        });
+        Self { stop, connected, knocker: Some(knocker) }
+    }
+
+    fn end(mut self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.knocker.take().expect("once").join().expect("no connect is refused");
+        self.connected.load(Ordering::Relaxed)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_keeps_ports_process_and_idle_connections() {
+    let mut worker = Worker::start(&Setup { name: "upgrade", capacity: "64M", disks: 2, ..Setup::default() });
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 20).await;
+    for task in 0..4 {
+        written.task(&client, task, 50_000).await.expect("sent");
+    }
+    let (tcp, driver) =
+        TcpClient::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("the door is open");
+    let tasks = Tasks::new();
+    tasks.spawn("tcp client", driver);
+    tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.expect("an answer");
+    for _ in 0..2 {
+        let knocking = [worker.ready().grpc_port, worker.ready().http_port].map(Knocking::at);
+        block_in_place(|| {
+            worker.begin_upgrade();
+            worker.finish_upgrade();
+        });
+        let connected = knocking.map(Knocking::end);
+        assert!(connected.iter().all(|connected| *connected > 0));
+        assert!(worker.ready().upgrade_gap_ms.is_some());
+        // The same connection; whatever the answer is, there is one.
+        let answer = tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await;
+        assert!(!matches!(answer, Err(uniffle_worker::client::tcp::TcpClientError::Closed)), "{answer:?}");
+    }
+    drop(tcp);
+    tasks.drained().await;
+    worker.assert_no_error_logged();
+    block_in_place(|| worker.stop());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
+    let worker = Worker::start(&Setup { name: "refused", capacity: "64M", disks: 2, ..Setup::default() });
+    let config = worker.config();
+    let port = format!("grpc_port = {}", worker.ready().grpc_port);
+    let disk = format!(", {:?}", worker.data_paths()[1]);
+    let unfit = [
+        (config.replace("capacity", "capasity"), "did you mean memory_store.capacity"),
+        (config.replace(&port, "grpc_port = 1"), "grpc_port = 1: the running worker has"),
+        (config.replace(&disk, ""), "disk1 is missing, and has data of running jobs"),
+    ];
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    for (task, (text, complaint)) in unfit.into_iter().enumerate() {
+        assert_ne!(text, config);
+        worker.write_config(&text);
+        worker.signal(rustix::process::Signal::USR2);
+        block_in_place(|| worker.wait_log(complaint));
+        assert!(worker.log().contains("upgrade refused"));
+        written.task(&client, i64::try_from(task).expect("small"), 1000).await.expect("it goes on");
+    }
+    written.assert_readable(&client).await;
+    block_in_place(|| worker.stop());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
+    let mut worker = Worker::start(&Setup {
+        name: "memory-only",
+        capacity: "64M",
+        store_type: "MEMORY",
+        tables: "[shutdown]\nflush_timeout_sec = \"300ms\"",
+        ..Setup::default()
+    });
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 3), 5).await;
+    written.task(&client, 0, 1000).await.expect("sent");
+    worker.begin_upgrade();
+    block_in_place(|| worker.wait_log("not everything in memory could be brought to a disk"));
+    written.task(&client, 1, 1000).await.expect("it goes on");
+    written.assert_readable(&client).await;
+    // Told to stop it stops, and says what goes with it.
+    block_in_place(|| worker.terminate());
+    let log = worker.log();
+    assert!(log.contains("not flushed, lost with this process") && log.contains("app/3"), "{log}");
+}
+
+fn script(path: &Path, text: &str) {
+    let beside = path.with_extension("new");
+    std::fs::File::create(&beside).expect("a file").write_all(text.as_bytes()).expect("written");
+    std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o755)).expect("our file");
+    std::fs::rename(beside, path).expect("one file system");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_binary_that_can_not_be_executed_leaves_the_old_one_serving() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let binary = dir.path().join("worker");
+    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).expect("copied");
+    let setup = Setup { name: "exec", capacity: "64M", binary: Some(binary.clone()), ..Setup::default() };
+    let mut worker = Worker::start(&setup);
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 1000).await.expect("sent");
+    // It passes its check and is gone.
+    script(&binary, "#!/bin/sh\nrm -- \"$0\"\n");
+    let knocking = Knocking::at(worker.ready().grpc_port);
+    block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    assert!(knocking.end() > 0);
+    assert!(worker.log().contains("the successor can not be executed"));
+    // One that is no program for this is refused, and a good one works after all that.
+    script(&binary, "#!/bin/sh\nexit 7\n");
+    worker.signal(rustix::process::Signal::USR2);
+    block_in_place(|| worker.wait_log("--check: exit status: 7"));
+    std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), dir.path().join("better")).expect("copied");
+    std::fs::rename(dir.path().join("better"), &binary).expect("renamed");
+    block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+        worker.stop();
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_manager_passes_sockets_and_is_told() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let manager = UnixDatagram::bind(dir.path().join("notify")).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    // A copy without close-on-exec, as the manager's child would have it; the shell moves it to where it is looked for.
+    let passed = rustix::io::dup(&listener).expect("a copy");
+    drop(listener);
+    let line =
+        format!("exec 3<&{}; LISTEN_FDS=1 LISTEN_FDNAMES=grpc LISTEN_PID=$$ exec \"$@\"", passed.as_raw_fd());
+    let mut worker = Worker::start(&Setup {
+        name: "activated",
+        capacity: "64M",
+        wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
+        env: vec![("NOTIFY_SOCKET", dir.path().join("notify").display().to_string())],
+        ..Setup::default()
+    });
+    assert_eq!(worker.ready().grpc_port, port);
+    drop(passed);
+    let told = |until: &str| {
+        let mut all = String::new();
+        while !all.contains(until) {
+            let mut message = [0; 1000];
+            let length = manager.recv(&mut message).unwrap_or_else(|error| panic!("{error} after {all}"));
+            all.push_str(&String::from_utf8_lossy(&message[..length]));
+        }
+        all
+    };
+    let all = block_in_place(|| told("READY=1"));
+    assert!(all.contains("FDSTORE=1\nFDNAME=grpc") && all.contains("FDNAME=http"), "{all}");
+    client_of(&worker).await;
+    block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+        assert!(told("READY=1").contains("RELOADING=1\nMONOTONIC_USEC="));
+        worker.terminate();
+        assert!(told("STOPPING=1").contains("STOPPING=1"));
+    });
+}

@@ -1,0 +1,91 @@
+//! Blocks that a test has written, and reading them back.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::{Backoff, ClientError, ReadOptions, ShuffleClient};
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+use crate::support::worker::Worker;
+
+/// Patience in milliseconds instead of Java's seconds, for about a minute.
+pub(crate) fn patient() -> Backoff {
+    Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
+}
+
+pub(crate) fn local(port: u16) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], port))
+}
+
+pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
+}
+
+pub(crate) async fn client_of(worker: &Worker) -> ShuffleClient {
+    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the door is open");
+    client.with_backoff(patient())
+}
+
+/// One shuffle with `partitions` partitions, of which a test writes blocks.
+#[derive(Debug)]
+pub(crate) struct Written {
+    pub(crate) key: ShuffleKey,
+    generator: BlockGenerator,
+    partitions: i32,
+    pub(crate) blocks: BTreeMap<i32, Vec<Block>>,
+}
+
+impl Written {
+    /// Registers the shuffle.
+    pub(crate) async fn register(client: &ShuffleClient, key: ShuffleKey, partitions: i32) -> Self {
+        client.register(&key, &[(0, partitions - 1)]).await.expect("registered");
+        Self { key, generator: BlockGenerator::new(7, IdLayout::SPARK), partitions, blocks: BTreeMap::new() }
+    }
+
+    /// One task's blocks, `length` bytes each, one for each partition: sent and reported.
+    pub(crate) async fn task(
+        &mut self,
+        client: &ShuffleClient,
+        task: i64,
+        length: u32,
+    ) -> Result<(), ClientError> {
+        let block = |partition| self.generator.block(PartitionId(partition), TaskAttemptId(task), 0, length);
+        let batch: Vec<_> = (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect();
+        client.push(&self.key, SendForm::Classic, &batch).await?;
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        client.report(&self.key, TaskAttemptId(task), &ids).await?;
+        for (partition, blocks) in batch {
+            self.blocks.entry(partition.0).or_default().extend(blocks);
+        }
+        Ok(())
+    }
+
+    /// Bytes of all blocks.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.blocks.values().flatten().map(|block| block.data.len() as u64).sum()
+    }
+
+    /// A reader of every partition finds the ids reported, and each block byte for byte.
+    pub(crate) async fn assert_readable(&self, client: &ShuffleClient) {
+        for (partition, blocks) in &self.blocks {
+            let partition = PartitionId(*partition);
+            let reported = client.results(&self.key, &[partition], None).await.expect("reports");
+            let read = client.read_partition(&self.key, partition, &ReadOptions::default()).await;
+            let read = read.unwrap_or_else(|error| panic!("{partition:?}: {error}"));
+            assert_eq!(reported.cardinality(), blocks.len() as u64, "{partition:?}");
+            for block in blocks {
+                let id = block.meta.block_id;
+                assert!(reported.contains(id.0.cast_unsigned()), "{id:?} was reported");
+                assert!(has(&read.blocks, id, &block.data), "{id:?} of {partition:?}");
+            }
+        }
+    }
+}
+
+fn has(read: &BTreeMap<BlockId, Bytes>, id: BlockId, data: &Bytes) -> bool {
+    read.get(&id).is_some_and(|found| found == data)
+}
