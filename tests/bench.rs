@@ -104,6 +104,9 @@ fn every_other_way_to_write_and_read_works() {
     let report = way(&["read", "--transport", "contiguous", "--blocks", "tiny", "--tier", "memory"]);
     assert_eq!(sum(&report, "blocks_from_memory"), sum(&report, "blocks_written"));
     way(&["read", "--replicas", "2", "--local-order", "--reads", "1.5"]);
+    let raw = worker.ready().urpc_port.expect("the door is open").to_string();
+    let report = way(&["read", "--transport", "tcp", "--tcp-port", &raw]);
+    assert!(sum(&report, "read_bytes") >= 8_000_000);
     let report = way(&["mixed", "--rounds", "2"]);
     assert!(sum(&report, "read_bytes") >= sum(&report, "written_bytes"));
     way(&["write", "--duration", "1s", "--rate", "4MB"]);
@@ -145,48 +148,73 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
     fails_with(&bench(&tcp), "--tcp-port");
     let wrong = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &http, "--bytes", "1MB"];
     fails_with(&bench(&wrong), "does not speak this protocol");
+    let raw = worker.ready().urpc_port.expect("the door is open").to_string();
+    fails_with(&bench(&["write", "--port", &raw]), "does not speak gRPC on this port");
+    let swapped = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &grpc, "--bytes", "1MB"];
+    fails_with(&bench(&swapped), "does not speak this protocol");
     fails_with(&bench(&["write", "--port", &grpc, "--server-cmd", "true"]), "is in use");
     let port = free.port().to_string();
     fails_with(&bench(&["write", "--port", &port, "--server-cmd", "false"]), "before it opened");
     fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
+    // A peer that takes connections and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = silent.local_addr().expect("it is bound").port().to_string();
+    fails_with(&bench(&["write", "--port", &port, "--rpc-timeout", "300ms"]), "no answer");
+    worker.assert_clean();
+}
+
+#[test]
+fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent() {
     fails_with(&bench(&["write", "--connections", "90000"]), "descriptors");
     fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");
+    fails_with(&bench(&["write", "--readers", "90000", "--bytes", "1PB"]), "memory");
+    // The presets check what they really ask for: `scale` opens 112 connections.
+    let few = format!("ulimit -n 128 && exec {} scale", env!("CARGO_BIN_EXE_uniffle-bench"));
+    fails_with(&Command::new("/bin/sh").args(["-c", &few]).output().expect("sh runs"), "descriptors");
+    fails_with(&bench(&["scale", "--size", "2"]), "--size");
 }
 
 #[test]
 fn a_server_that_dies_ends_the_run() {
+    for transport in ["grpc", "tcp"] {
+        dies_under(transport, &["write", "--rate", "2MB", "--bytes", "1GB"], "write failed");
+        // Few bytes and an endless number of reads of them.
+        dies_under(transport, &["read", "--bytes", "4MB", "--reads", "1000"], "read failed");
+    }
+}
+
+/// Kills the worker when the bench has stored something, or reads.
+fn dies_under(transport: &str, line: &[&str], expected: &str) {
     let worker = worker("bench-dies");
-    let port = worker.ready().grpc_port.to_string();
-    let line = ["write", "--port", &port, "--rate", "2MB", "--bytes", "1GB", "--message-size", "64KiB"];
-    let running: Child = command(&line).spawn().expect("the bench was built with this test");
-    wait_until("the bench writes", Duration::from_secs(20), || {
-        let stored = worker.metrics().total("memory_used").unwrap_or(0.0);
-        if stored > 0.0 { Ok(()) } else { Err("nothing stored".to_owned()) }
+    let (port, raw) =
+        (worker.ready().grpc_port.to_string(), worker.ready().urpc_port.unwrap_or(0).to_string());
+    let common = ["--port", &port, "--tcp-port", &raw, "--transport", transport, "--message-size", "64KiB"];
+    let running: Child =
+        command(&[line, &common].concat()).spawn().expect("the bench was built with this test");
+    let counter = if line[0] == "read" { "total_read_data" } else { "memory_used" };
+    wait_until("the bench is at work", Duration::from_secs(20), || {
+        let seen = worker.metrics().total(counter).unwrap_or(0.0);
+        if seen > 0.0 { Ok(()) } else { Err(format!("{counter} is {seen}")) }
     });
     drop(worker);
-    fails_with(&running.wait_with_output().expect("it ends"), "write failed");
+    fails_with(&running.wait_with_output().expect("it ends"), expected);
 }
 
 #[test]
 fn a_single_wrong_byte_is_found() {
     let worker = worker("bench-corrupt");
-    let proxy = corrupting_proxy(worker.ready().grpc_port, 500_000);
-    let line = [
-        "read",
-        "--port",
-        &proxy.to_string(),
-        "--bytes",
-        "4MB",
-        "--message-size",
-        "1MiB",
-        "--partitions",
-        "4",
-        "--connections",
-        "1",
-        "--readers",
-        "1",
-    ];
-    fails_with(&bench(&line), "differs from what was written at byte");
+    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the door is open"));
+    let line =
+        ["read", "--bytes", "4MB", "--message-size", "1MiB", "--partitions", "4", "--connections", "1"];
+    let one = ["--readers", "1"];
+    let through = corrupting_proxy(grpc, 500_000).to_string();
+    fails_with(
+        &bench(&[&line[..], &one, &["--port", &through]].concat()),
+        "differs from what was written at byte",
+    );
+    let (port, through) = (grpc.to_string(), corrupting_proxy(raw, 500_000).to_string());
+    let over_tcp = ["--port", &port, "--transport", "tcp", "--tcp-port", &through];
+    fails_with(&bench(&[&line[..], &one, &over_tcp].concat()), "differs from what was written at byte");
 }
 
 /// Hands connections through to `port`, and turns one bit of byte number `wrong` of each connection's answers.

@@ -58,7 +58,7 @@ impl<'a> Application<'a> {
 
 /// The next turn. `None` when Java or Maven is missing.
 fn spark() -> Option<MutexGuard<'static, Spark>> {
-    support::spark::is_available().then(|| SPARK.lock())
+    support::maven::is_available().then(|| SPARK.lock())
 }
 
 impl Spark {

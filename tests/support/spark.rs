@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::{in_ci, say};
+use super::{maven, say};
 
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/spark");
 /// Where Maven builds, a directory per version of Spark: below cargo's target directory.
@@ -72,15 +72,6 @@ pub(crate) struct Jvm {
     commands: ChildStdin,
     answers: Receiver<String>,
     log: PathBuf,
-}
-
-/// Whether there is a Java and a Maven. If not that is said in a line, and is a failure in the pipeline.
-pub(crate) fn is_available() -> bool {
-    let Some(missing) = ["java", "mvn"].into_iter().find(|tool| !runs(tool)) else { return true };
-    let line = format!("SKIPPED: no `{missing}` here, so nothing was tried with Spark");
-    assert!(!in_ci(), "{line} (and CI=true)");
-    say(&line);
-    false
 }
 
 impl Jvm {
@@ -172,64 +163,9 @@ impl Drop for Jvm {
     }
 }
 
-fn runs(tool: &str) -> bool {
-    // `java -version`, `mvn -version`: both know it, and both end with 0.
-    Command::new(tool)
-        .arg("-version")
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success())
-}
-
 /// Runs Maven when the sources are not those that were built last. Its first run downloads 280 MB per Spark version.
 pub(crate) fn build(kind: Kind) {
-    let (home, version) = (kind.home(), kind.spark_version());
-    let stamp_file = home.join("built-from");
-    let stamp = sources_stamp(Path::new(PROJECT));
-    if std::fs::read_to_string(&stamp_file).is_ok_and(|built| built == stamp) {
-        return;
-    }
-    let start = Instant::now();
-    say(&format!("building tests/spark for Spark {version} with Maven; the first time it downloads 280 MB"));
-    let build = || {
-        Command::new("mvn")
-            .args(["-B", "-ntp", "-q", "-f", PROJECT, "package"])
-            .arg(format!("-Dscenarios.target={}", home.display()))
-            .arg(format!("-Dspark.version={version}"))
-            .stdin(Stdio::null())
-            .output()
-            .expect("mvn runs")
-    };
-    let mut result = build();
-    if !result.status.success() {
-        say("mvn failed; once more, since the network may have been at fault");
-        result = build();
-    }
-    assert!(
-        result.status.success(),
-        "mvn: {}\n{}\n{}",
-        result.status,
-        String::from_utf8_lossy(&result.stdout),
-        String::from_utf8_lossy(&result.stderr)
-    );
-    std::fs::write(&stamp_file, stamp).expect("the output directory was just made");
-    say(&format!("tests/spark was built in {:.0} s", start.elapsed().as_secs_f32()));
-}
-
-/// Path and checksum of every source, one per line.
-fn sources_stamp(project: &Path) -> String {
-    let mut lines = Vec::new();
-    let mut open = vec![project.join("pom.xml"), project.join("src")];
-    while let Some(path) = open.pop() {
-        if path.is_dir() {
-            open.extend(std::fs::read_dir(&path).expect("readable").flatten().map(|entry| entry.path()));
-        } else {
-            let bytes = std::fs::read(&path).expect("readable");
-            lines.push(format!("{} {:08x}", path.display(), crc32fast::hash(&bytes)));
-        }
-    }
-    lines.sort();
-    lines.join("\n")
+    let version = format!("-Dspark.version={}", kind.spark_version());
+    let output = format!("-Dscenarios.target={}", kind.home().display());
+    maven::build(Path::new(PROJECT), &kind.home(), &[output, version]);
 }

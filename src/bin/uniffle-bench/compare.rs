@@ -84,19 +84,37 @@ fn compare(a: &[RunReport], b: &[RunReport]) -> Vec<Comparison> {
     lines
 }
 
-/// Server CPU of writing and reading against the two loops that move the same bytes.
+/// Server CPU of writing and reading against the loops that move the same bytes: what was read from disk has also been
+/// written to it and read from it.
 fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Comparison> {
     let floor = median_floor(floors);
+    let bare = |name: &str| floor.iter().find(|line| line.name == name).map(|line| line.server_cpu_per_gb);
+    let share = disk_share(a);
     let mut lines = Vec::new();
-    for (phase, bare) in [("write", "socket to warm memory"), ("read", "memory to socket")] {
-        let cpu = of_phase(a, phase, PhaseReport::server_cpu_per_gb);
-        let bare_cpu = floor.iter().find(|line| line.name == bare).map(|line| line.server_cpu_per_gb);
-        if let (Some(a), Some(b)) = (cpu, bare_cpu) {
-            let what = format!("{phase}: server CPU-s/GB : {bare}");
-            lines.push(Comparison { what, a, b, ratio: a / b, more_is_better: false });
-        }
+    for (phase, socket, disk) in [
+        ("write", "socket to warm memory", floor::DIRECT_WRITE),
+        ("read", "memory to socket", floor::DIRECT_READ),
+    ] {
+        let (Some(a), Some(memory)) = (of_phase(a, phase, PhaseReport::server_cpu_per_gb), bare(socket))
+        else {
+            continue;
+        };
+        let (b, what) = match bare(disk).filter(|_| share > 0.0) {
+            Some(disk_cpu) => (memory + share * disk_cpu, format!(" + {:.0} % {disk}", share * 100.0)),
+            None => (memory, String::new()),
+        };
+        let what = format!("{phase}: server CPU-s/GB : {socket}{what}");
+        lines.push(Comparison { what, a, b, ratio: a / b, more_is_better: false });
     }
     lines
+}
+
+/// The part of all blocks read that came from disk.
+fn disk_share(runs: &[RunReport]) -> f64 {
+    let phases = || runs.iter().flat_map(|run| &run.phases);
+    let disk: u64 = phases().map(|phase| phase.blocks_from_disk).sum();
+    let memory: u64 = phases().map(|phase| phase.blocks_from_memory).sum();
+    disk as f64 / (disk + memory).max(1) as f64
 }
 
 fn median_floor(floors: &[Vec<FloorLine>]) -> Vec<FloorLine> {
@@ -146,17 +164,27 @@ mod tests {
         );
     }
 
+    fn floor(name: &str, server_cpu_per_gb: f64) -> FloorLine {
+        FloorLine { name: name.into(), gb_per_second: 1.0, server_cpu_per_gb, client_cpu_per_gb: 0.0 }
+    }
+
     #[test]
     fn the_floor_is_compared_with_what_moves_the_same_bytes() {
-        let floor = |cpu| FloorLine {
-            name: "socket to warm memory".into(),
-            gb_per_second: 1.0,
-            server_cpu_per_gb: cpu,
-            client_cpu_per_gb: 0.0,
-        };
-        let lines =
-            compare_with_floor(&runs(&[0.3]), &[vec![floor(0.1)], vec![floor(0.2)], vec![floor(0.15)]]);
+        let floors = [0.1, 0.2, 0.15].map(|cpu| vec![floor("socket to warm memory", cpu)]);
+        let lines = compare_with_floor(&runs(&[0.3]), &floors);
         assert_eq!(lines.len(), 1);
         assert!((lines[0].ratio - 2.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn what_went_over_the_disk_is_compared_with_the_disk_too() {
+        let mut a = runs(&[0.4]);
+        let read = PhaseReport { blocks_from_memory: 1, blocks_from_disk: 3, ..PhaseReport::default() };
+        a[0].phases.push(read);
+        let floors = [vec![floor("socket to warm memory", 0.125), floor(floor::DIRECT_WRITE, 0.1)]];
+        let lines = compare_with_floor(&a, &floors);
+        assert_eq!(lines.len(), 1);
+        assert!((lines[0].b - 0.2).abs() < 1e-9 && (lines[0].ratio - 2.0).abs() < 1e-9, "{lines:?}");
+        assert!(lines[0].what.contains("75 %"), "{lines:?}");
     }
 }

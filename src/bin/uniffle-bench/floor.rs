@@ -23,6 +23,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 const RING_BYTES: usize = 128 << 20;
 /// The file for `sendfile`.
 const FILE_BYTES: usize = 256 << 20;
+pub(crate) const DIRECT_WRITE: &str = "O_DIRECT write, aligned 1 MiB";
+pub(crate) const DIRECT_READ: &str = "O_DIRECT read, aligned 1 MiB";
 /// Alignment that O_DIRECT takes everywhere.
 const ALIGNMENT: usize = 4096;
 
@@ -255,8 +257,8 @@ fn direct(
         anyhow::Ok(sum)
     })?;
     let name = match direction {
-        Direction::Write => "O_DIRECT write, aligned 1 MiB",
-        Direction::Read => "O_DIRECT read, aligned 1 MiB",
+        Direction::Write => DIRECT_WRITE,
+        Direction::Read => DIRECT_READ,
     };
     Ok(Some(line(name, share * threads, begin, cpu, 0.0)))
 }

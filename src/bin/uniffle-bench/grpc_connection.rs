@@ -8,6 +8,7 @@ use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
@@ -19,7 +20,6 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::message::Pieces;
-use crate::session::RPC_TIMEOUT;
 
 /// What grpc-java's Netty hands to one write: the high watermark of 64 KiB and the byte that exceeds it.
 const FRAME_BYTES_MAX: usize = 65_537;
@@ -129,12 +129,13 @@ impl Body for Request {
 pub(crate) struct GrpcConnection {
     sender: SendRequest<Request>,
     address: SocketAddr,
+    rpc_timeout: Duration,
 }
 
 impl GrpcConnection {
     /// Connects with Java's settings. That the peer speaks HTTP/2 shows with the first call.
-    pub(crate) async fn connect(address: SocketAddr) -> anyhow::Result<Self> {
-        let stream = timeout(RPC_TIMEOUT, TcpStream::connect(address))
+    pub(crate) async fn connect(address: SocketAddr, rpc_timeout: Duration) -> anyhow::Result<Self> {
+        let stream = timeout(rpc_timeout, TcpStream::connect(address))
             .await
             .map_err(|_| anyhow!("connect to {address}: no answer"))?
             .with_context(|| format!("connect to {address}"))?;
@@ -149,7 +150,7 @@ impl GrpcConnection {
         hyper::rt::Executor::execute(&TokioExecutor::new(), async move {
             let _ = connection.await;
         });
-        Ok(Self { sender, address })
+        Ok(Self { sender, address, rpc_timeout })
     }
 
     /// One unary call.
@@ -158,9 +159,10 @@ impl GrpcConnection {
         path: &'static str,
         message: Pieces,
     ) -> anyhow::Result<A> {
-        let answer = timeout(RPC_TIMEOUT, self.exchange(path, message)).await;
-        let answer =
-            answer.map_err(|_| anyhow!("{path}: no answer within {} s", RPC_TIMEOUT.as_secs()))??;
+        let answer = timeout(self.rpc_timeout, self.exchange(path, message)).await;
+        let answer = answer.map_err(|_| {
+            anyhow!("{path}: no answer from {} within {:?}", self.address, self.rpc_timeout)
+        })??;
         A::decode(answer).with_context(|| format!("{path}: the answer is no protobuf of this kind"))
     }
 

@@ -81,6 +81,7 @@ impl ServerArgs {
             grpc: SocketAddr::new(self.address, self.port),
             tcp: self.tcp_port.map(|port| SocketAddr::new(self.address, port)),
             transport: self.transport,
+            rpc_timeout: load.rpc_timeout,
             backoff: load.backoff(),
         }
     }
@@ -154,6 +155,9 @@ pub(crate) struct LoadArgs {
     /// Times all of it is done, each with a new shuffle
     #[arg(long, default_value_t = 1)]
     pub(crate) rounds: u32,
+    /// Deadline of each call, as `rss.client.rpc.timeout.ms`, and of a connect
+    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
+    pub(crate) rpc_timeout: Duration,
     /// Pause after the first NO_BUFFER; Java's is 2 s
     #[arg(long, default_value = "20ms", value_parser = humantime::parse_duration)]
     pub(crate) backoff: Duration,

@@ -5,7 +5,7 @@ use bytesize::ByteSize;
 use crate::content::Sizes;
 use crate::options::{LoadArgs, PresetArgs};
 use crate::report::Report;
-use crate::run::{self, Cluster};
+use crate::run;
 
 /// Connections that 11,200 tasks share: as many as 56 executors with two each would open.
 const SCALE_CONNECTIONS: u32 = 112;
@@ -40,18 +40,19 @@ pub(crate) async fn scale(mut args: PresetArgs) -> anyhow::Result<Report> {
         read_buffer: ByteSize::mib(1),
         ..args.run.load
     };
-    let mut cluster = Cluster::connect("scale", &args.run).await?;
-    let unpaced = cluster.shuffle(0).await?;
-    cluster.write("unpaced", &unpaced).await?;
-    let peak = cluster.last_bytes_per_second();
-    cluster.read("read", &unpaced).await?;
-    cluster.unregister(&unpaced).await?;
-    let paced = cluster.shuffle(1).await?;
-    cluster.load_mut().rate = Some(scaled_bytes(ByteSize::b(peak), 0.5));
-    cluster.write("paced", &paced).await?;
-    cluster.read("read", &paced).await?;
-    cluster.unregister(&paced).await?;
-    Ok(Report { runs: vec![cluster.finish().await], ..Report::default() })
+    let report = run::with_cluster("scale", &args.run, async |cluster| {
+        let unpaced = cluster.shuffle(0).await?;
+        cluster.write("unpaced", &unpaced).await?;
+        let peak = cluster.last_bytes_per_second();
+        cluster.read("read", &unpaced).await?;
+        cluster.unregister(&unpaced).await?;
+        let paced = cluster.shuffle(1).await?;
+        cluster.load_mut().rate = Some(scaled_bytes(ByteSize::b(peak), 0.5));
+        cluster.write("paced", &paced).await?;
+        cluster.read("read", &paced).await?;
+        cluster.unregister(&paced).await
+    });
+    Ok(Report { runs: vec![report.await?], ..Report::default() })
 }
 
 /// Everything written, then everything read: against a server whose memory is small, and one that holds it all.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, interval, sleep};
+use tokio::time::{Instant, interval, sleep, timeout};
 use uniffle_worker::types::{AppId, ShuffleId, ShuffleKey};
 
 use crate::content::Pool;
@@ -31,6 +31,8 @@ const SAMPLES_PER_HEARTBEAT: u32 = 40;
 const QUIET_SHARE: f64 = 0.05;
 /// How long to wait for a server to become quiet after a phase.
 const QUIET_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the end of the application may take.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connected cluster of clients.
 pub(crate) struct Cluster {
@@ -48,7 +50,7 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     /// Starts the server if asked to, and connects.
-    pub(crate) async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
+    async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
         let load = args.load.clone();
         load.check(args.server.transport)?;
         let target = args.server.target(&load);
@@ -255,9 +257,10 @@ impl Cluster {
     }
 
     /// Ends the application and gives the report; a server that was started is stopped.
-    pub(crate) async fn finish(self) -> RunReport {
+    async fn finish(self) -> RunReport {
         if !self.load.keep {
-            self.sessions[0].unregister_app(self.app.as_str()).await;
+            // A server that is gone, or hangs, has been told of.
+            let _ = timeout(GOODBYE_TIMEOUT, self.sessions[0].unregister_app(self.app.as_str())).await;
         }
         if let Some(server) = self.server {
             server.stop().await;
@@ -291,41 +294,59 @@ fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
     }
 }
 
+/// Connects, does `work`, and ends the application however that went: a failed run leaves nothing to a server that is
+/// still there.
+pub(crate) async fn with_cluster(
+    name: &str,
+    args: &RunArgs,
+    work: impl AsyncFnOnce(&mut Cluster) -> anyhow::Result<()>,
+) -> anyhow::Result<RunReport> {
+    let mut cluster = Cluster::connect(name, args).await?;
+    let result = work(&mut cluster).await;
+    let report = cluster.finish().await;
+    result.map(|()| report)
+}
+
 /// `write`: all rounds.
 pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
-    let mut cluster = Cluster::connect(name, args).await?;
-    for round in 0..args.load.rounds {
-        let shuffle = cluster.shuffle(round).await?;
-        cluster.write("write", &shuffle).await?;
-        cluster.unregister(&shuffle).await?;
-    }
-    Ok(cluster.finish().await)
+    with_cluster(name, args, async |cluster| {
+        for round in 0..args.load.rounds {
+            let shuffle = cluster.shuffle(round).await?;
+            cluster.write("write", &shuffle).await?;
+            cluster.unregister(&shuffle).await?;
+        }
+        Ok(())
+    })
+    .await
 }
 
 /// `read`: all rounds.
 pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
-    let mut cluster = Cluster::connect(name, args).await?;
-    for round in 0..args.load.rounds {
-        let shuffle = cluster.shuffle(round).await?;
-        cluster.write("write", &shuffle).await?;
-        cluster.read("read", &shuffle).await?;
-        cluster.unregister(&shuffle).await?;
-    }
-    Ok(cluster.finish().await)
+    with_cluster(name, args, async |cluster| {
+        for round in 0..args.load.rounds {
+            let shuffle = cluster.shuffle(round).await?;
+            cluster.write("write", &shuffle).await?;
+            cluster.read("read", &shuffle).await?;
+            cluster.unregister(&shuffle).await?;
+        }
+        Ok(())
+    })
+    .await
 }
 
 /// `mixed`: the first shuffle is written, then each one while the one before is read, and the last is read.
 pub(crate) async fn mixed(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
-    let mut cluster = Cluster::connect(name, args).await?;
-    let mut last = cluster.shuffle(0).await?;
-    cluster.write("write", &last).await?;
-    for round in 1..=args.load.rounds {
-        let next = cluster.shuffle(round).await?;
-        cluster.both("mixed", &next, &last).await?;
-        cluster.unregister(&last).await?;
-        last = next;
-    }
-    cluster.read("read", &last).await?;
-    cluster.unregister(&last).await?;
-    Ok(cluster.finish().await)
+    with_cluster(name, args, async |cluster| {
+        let mut last = cluster.shuffle(0).await?;
+        cluster.write("write", &last).await?;
+        for round in 1..=args.load.rounds {
+            let next = cluster.shuffle(round).await?;
+            cluster.both("mixed", &next, &last).await?;
+            cluster.unregister(&last).await?;
+            last = next;
+        }
+        cluster.read("read", &last).await?;
+        cluster.unregister(&last).await
+    })
+    .await
 }

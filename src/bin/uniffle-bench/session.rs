@@ -24,8 +24,6 @@ use crate::plan::{LAYOUT, Message};
 use crate::stats::{Rpc, Stats, add};
 use crate::tcp_connection::{Answer, TcpConnection};
 
-/// Deadline of each call (`rss.client.rpc.timeout.ms`).
-pub(crate) const RPC_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sends of one message, each with a ticket of its own (`rss.client.rpc.maxAttempts`).
 const SEND_ATTEMPTS: u32 = 3;
 
@@ -63,6 +61,8 @@ pub(crate) struct Target {
     pub(crate) grpc: SocketAddr,
     pub(crate) tcp: Option<SocketAddr>,
     pub(crate) transport: Transport,
+    /// Deadline of each call, and of a connect.
+    pub(crate) rpc_timeout: Duration,
     pub(crate) backoff: Backoff,
 }
 
@@ -87,9 +87,11 @@ impl Session {
         pool: Arc<Pool>,
         tasks: &mut JoinSet<()>,
     ) -> anyhow::Result<Self> {
-        let grpc = GrpcConnection::connect(target.grpc).await?;
+        let grpc = GrpcConnection::connect(target.grpc, target.rpc_timeout).await?;
         let tcp = match (target.transport, target.tcp) {
-            (Transport::Tcp, Some(address)) => Some(TcpConnection::connect(address, tasks).await?),
+            (Transport::Tcp, Some(address)) => {
+                Some(TcpConnection::connect(address, target.rpc_timeout, tasks).await?)
+            }
             (Transport::Tcp, None) => bail!("--transport tcp needs --tcp-port"),
             (Transport::Grpc | Transport::Contiguous, _) => None,
         };

@@ -8,6 +8,7 @@ use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use bytes::{Buf, Bytes, BytesMut};
@@ -20,7 +21,6 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use crate::message::Pieces;
-use crate::session::RPC_TIMEOUT;
 
 /// Largest answer taken.
 const FRAME_BYTES_MAX: usize = 1 << 30;
@@ -47,6 +47,7 @@ pub(crate) struct TcpConnection {
     next: AtomicI64,
     reader: AbortHandle,
     address: SocketAddr,
+    rpc_timeout: Duration,
 }
 
 impl Drop for TcpConnection {
@@ -58,9 +59,10 @@ impl Drop for TcpConnection {
 impl TcpConnection {
     pub(crate) async fn connect(
         address: SocketAddr,
+        rpc_timeout: Duration,
         tasks: &mut tokio::task::JoinSet<()>,
     ) -> anyhow::Result<Self> {
-        let stream = timeout(RPC_TIMEOUT, TcpStream::connect(address))
+        let stream = timeout(rpc_timeout, TcpStream::connect(address))
             .await
             .map_err(|_| anyhow!("connect to {address}: no answer"))?
             .with_context(|| format!("connect to {address}"))?;
@@ -74,7 +76,7 @@ impl TcpConnection {
             *answers.lock() = None;
         });
         let writer = tokio::sync::Mutex::new(write);
-        Ok(Self { writer, waiting, next: AtomicI64::new(0), reader, address })
+        Ok(Self { writer, waiting, next: AtomicI64::new(0), reader, address, rpc_timeout })
     }
 
     pub(crate) fn next_id(&self) -> i64 {
@@ -90,9 +92,9 @@ impl TcpConnection {
             self.write(frame).await.map_err(|error| anyhow!("{}: {error}", self.address))?;
             answer.await.map_err(|_| lost())
         };
-        timeout(RPC_TIMEOUT, exchange)
+        timeout(self.rpc_timeout, exchange)
             .await
-            .map_err(|_| anyhow!("{}: no answer within {} s", self.address, RPC_TIMEOUT.as_secs()))?
+            .map_err(|_| anyhow!("{}: no answer within {:?}", self.address, self.rpc_timeout))?
     }
 
     async fn write(&self, frame: Pieces) -> std::io::Result<()> {
