@@ -172,6 +172,8 @@ pub struct LocalfileStore {
     pub disk_healthy_check_interval: Duration,
     /// Write past the page cache where the file system allows it. Default: true.
     pub direct_io: bool,
+    /// Whether a start takes over what an earlier process left; else it is deleted. Default: true.
+    pub recovery: bool,
     /// Index records kept in memory. Default: 16 MiB; 0 to 16 GiB.
     pub index_cache_bytes: u64,
 }

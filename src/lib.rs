@@ -6,7 +6,7 @@
 //! | doors | [`grpc`], [`tcp`], [`http`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → store, at its own pace |
-//! | state | [`app`], [`memory`], [`store`] | siblings that do not know each other |
+//! | state | [`app`], [`memory`], [`store`], [`journal`] | siblings that do not know each other |
 //! | bytes | [`io`], [`wire`] | disks and codecs |
 //! | words | [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
 //!
@@ -33,6 +33,7 @@ pub mod service;
 pub mod flush;
 
 pub mod app;
+pub mod journal;
 pub mod memory;
 pub mod store;
 

@@ -1,8 +1,8 @@
 //! The composition root: builds every part from the [`Config`], hands out handles, stops in order.
 //!
-//! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, open the doors, and only
-//! then tell a coordinator. Until the doors open connects wait in the backlog. How it ends is in `stop`, what a process
-//! does around it in `run`, and who may come next in `successor` and `upgrade`.
+//! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, take over what an earlier
+//! process left, open the doors, and only then tell a coordinator. Until the doors open connects wait in the backlog.
+//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor` and `upgrade`.
 
 mod admin;
 mod health;
@@ -134,6 +134,9 @@ impl Worker {
             background.clone(),
             &registry,
         )?;
+        if let Some(local) = &local {
+            service.restore(local.store.take_recovered());
+        }
         let live = Arc::new(Live::new(config, surroundings.log));
         let worker = Self {
             addresses,

@@ -21,6 +21,7 @@ mod contract {
     pub(crate) mod races;
     pub(crate) mod raw;
     pub(crate) mod read_memory;
+    pub(crate) mod restarts;
     pub(crate) mod results;
     pub(crate) mod rig;
     pub(crate) mod sizes;

@@ -50,6 +50,36 @@ impl BlockIds {
         Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share() }
     }
 
+    /// Whether [`BlockIds::report`] would take these ids, and whether it would learn anything.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn would_learn(
+        &self,
+        bitmap_count: i32,
+        partitions: &[(PartitionId, Vec<i64>)],
+    ) -> Result<bool, ReportError> {
+        self.check(bitmap_count, partitions)?;
+        let new = partitions.iter().map(|(partition, ids)| match self.partitions.get(partition) {
+            Some(set) => ids.iter().filter(|id| !set.contains(id.unsigned_abs())).count(),
+            None => ids.len(),
+        });
+        let new = new.sum::<usize>() as u64;
+        self.share.check(new)?;
+        Ok(new > 0 || self.bitmap_count.is_none())
+    }
+
+    fn check(&self, bitmap_count: i32, partitions: &[(PartitionId, Vec<i64>)]) -> Result<(), ReportError> {
+        if let Some(first) = self.bitmap_count.filter(|first| *first != bitmap_count) {
+            return Err(BitmapCountChanged { first, sent: bitmap_count }.into());
+        }
+        let mut all_ids = partitions.iter().flat_map(|(_, ids)| ids.iter().copied());
+        match all_ids.find(|id| *id < 0) {
+            Some(negative) => Err(ReportError::NegativeId(negative)),
+            None => Ok(()),
+        }
+    }
+
     /// Adds the ids of one task attempt. Ids already present are ignored.
     ///
     /// # Errors
@@ -59,16 +89,10 @@ impl BlockIds {
         bitmap_count: i32,
         partitions: &[(PartitionId, Vec<i64>)],
     ) -> Result<(), ReportError> {
-        let first = *self.bitmap_count.get_or_insert(bitmap_count);
-        if first != bitmap_count {
-            return Err(BitmapCountChanged { first, sent: bitmap_count }.into());
-        }
-        let all_ids = || partitions.iter().flat_map(|(_, ids)| ids.iter().copied());
-        if let Some(negative) = all_ids().find(|id| *id < 0) {
-            return Err(ReportError::NegativeId(negative));
-        }
+        self.check(bitmap_count, partitions)?;
         let before = self.share.held();
-        self.share.grow(all_ids().count() as u64)?;
+        self.share.grow(partitions.iter().map(|(_, ids)| ids.len() as u64).sum())?;
+        self.bitmap_count = Some(bitmap_count);
         let mut added = 0;
         for (partition, ids) in partitions {
             let set = self.partitions.entry(*partition).or_default();

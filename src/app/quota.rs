@@ -66,6 +66,16 @@ impl Share {
         Ok(())
     }
 
+    /// Whether `count` more could be taken now.
+    ///
+    /// # Errors
+    /// [`QuotaExceeded`] if not.
+    pub fn check(&self, count: u64) -> Result<(), QuotaExceeded> {
+        let max = self.quota.0.max;
+        let fits = self.quota.used().checked_add(count).is_some_and(|sum| sum <= max);
+        if fits { Ok(()) } else { Err(QuotaExceeded { max }) }
+    }
+
     /// Gives back what is held above `count`.
     pub fn shrink_to(&mut self, count: u64) {
         let surplus = self.held.saturating_sub(count);

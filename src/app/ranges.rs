@@ -43,6 +43,12 @@ impl PartitionRanges {
         after > 0 && partition <= self.0[after - 1].1
     }
 
+    /// The ranges, sorted.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<(i32, i32)> {
+        self.0.clone()
+    }
+
     /// How many partitions the ranges hold.
     #[must_use]
     pub fn count(&self) -> u64 {

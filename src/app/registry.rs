@@ -45,6 +45,8 @@ pub struct ShuffleState {
     ranges: RwLock<PartitionRanges>,
     block_ids: Mutex<BlockIds>,
     stage_attempt: AtomicI32,
+    /// Digest of the registration that was written down last; 0 = none was.
+    noted_registration: AtomicU64,
     /// Touched by sends to partitions beyond the threshold only.
     huge_partitions: Mutex<HashSet<PartitionId>>,
 }
@@ -78,6 +80,17 @@ impl ShuffleState {
     #[must_use]
     pub fn latest_stage_attempt(&self, attempt: i32) -> i32 {
         self.stage_attempt.fetch_max(attempt, Ordering::Relaxed).max(attempt)
+    }
+
+    /// Digest of the registration that was written down last; 0 = none was.
+    #[must_use]
+    pub fn noted_registration(&self) -> u64 {
+        self.noted_registration.load(Ordering::Relaxed)
+    }
+
+    /// See [`ShuffleState::noted_registration`].
+    pub fn set_noted_registration(&self, digest: u64) {
+        self.noted_registration.store(digest, Ordering::Relaxed);
     }
 
     /// Marks a partition as huge, for good; true the first time.
@@ -212,6 +225,7 @@ impl AppRegistry {
                 ranges: RwLock::default(),
                 block_ids: Mutex::new(BlockIds::new(&self.block_ids)),
                 stage_attempt: AtomicI32::new(0),
+                noted_registration: AtomicU64::new(0),
                 huge_partitions: Mutex::default(),
             })
         });
@@ -245,6 +259,11 @@ impl AppRegistry {
     /// Marks the app as used now.
     pub fn touch(&self, app: &App) {
         app.last_use_ms.fetch_max(self.now_ms(), Ordering::Relaxed);
+    }
+
+    /// Marks all apps as used now: after a restart every one gets its full timeout.
+    pub fn touch_all(&self) {
+        self.apps.iter().for_each(|app| self.touch(&app));
     }
 
     /// Removes one shuffle and runs `with` before it can be registered again. False if it was not known.

@@ -215,6 +215,7 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
             Unit::Seconds,
         ),
         direct_io: reader.boolean("localfile_store.direct_io", true),
+        recovery: reader.boolean("localfile_store.recovery", true),
         index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }

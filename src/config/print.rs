@@ -83,6 +83,7 @@ fn localfile(config: &Config) -> Table {
     put(&mut table, "write_concurrency_per_disk", number(local.write_concurrency_per_disk));
     put(&mut table, "disk_healthy_check_interval_sec", duration(local.disk_healthy_check_interval, 1));
     put(&mut table, "direct_io", local.direct_io);
+    put(&mut table, "recovery", local.recovery);
     put(&mut table, "index_cache_size", size_text(local.index_cache_bytes));
     table
 }

@@ -41,7 +41,7 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::ShuffleRegisterRequest>,
     ) -> Answer<proto::ShuffleRegisterResponse> {
         let mut request = request.into_inner();
-        let (status, ret_msg) = verdict(self.service.register(register_request(&mut request)), "");
+        let (status, ret_msg) = verdict(self.service.register(register_request(&mut request)).await, "");
         answer(proto::ShuffleRegisterResponse { status, ret_msg })
     }
 
@@ -96,7 +96,7 @@ impl ShuffleServer for ShuffleCalls {
     ) -> Answer<proto::ReportShuffleResultResponse> {
         let request = request.into_inner();
         let partitions = request.partition_to_block_ids.into_iter();
-        let report = self.service.report(&ReportRequest {
+        let report = self.service.report(ReportRequest {
             app: &request.app_id,
             shuffle: request.shuffle_id,
             task_attempt: request.task_attempt_id,
@@ -105,7 +105,7 @@ impl ShuffleServer for ShuffleCalls {
                 .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
                 .collect(),
         });
-        let (status, ret_msg) = verdict(report, "OK");
+        let (status, ret_msg) = verdict(report.await, "OK");
         answer(proto::ReportShuffleResultResponse { status, ret_msg })
     }
 

@@ -71,6 +71,7 @@ pub(super) fn store(config: &Config) -> LocalConfig {
         high_watermark: local.disk_high_watermark,
         low_watermark: local.disk_low_watermark,
         direct_io: local.direct_io,
+        recovery: local.recovery,
         probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()
     }

@@ -1,16 +1,20 @@
 //! Register, heartbeat, unregister, expire.
 //!
+//! A registration is acknowledged once its note is on a disk, so that it survives the process.
 //! An app or shuffle is taken out of the registry, memory and store together, under the registry's lock, so that a
 //! registration that follows at once meets clean ground. Deleting files comes after, in a task.
 
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
+use crate::journal::{self, Note};
+use crate::store::{ShuffleHandle, StoreErrorKind};
 use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
-use super::{Service, ServiceError, WorkerState};
+use super::{LocalTier, Service, ServiceError, WorkerState};
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
@@ -42,8 +46,8 @@ impl Service {
     /// Makes a shuffle and its partitions known; repeating it is harmless, further ranges are added.
     ///
     /// # Errors
-    /// An id or range that is none, or too many of them; then nothing was registered.
-    pub fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
+    /// An id or range that is none, or too many of them; then nothing was registered. No disk that takes the note.
+    pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         if request.shuffle < 0 {
             return Err(invalid_shuffle(request.shuffle));
@@ -60,16 +64,43 @@ impl Service {
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: kept_properties(request.properties),
         };
-        self.apps.register(registration, || {
+        let note = self.local.is_some().then(|| registration_note(&registration));
+        let handle = self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
-            if let Some(local) = &self.local {
-                local.store.register(&key);
-            }
+            self.local.as_ref().map(|local| local.store.register(&key))
         })?;
+        if let (Some(handle), Some(note)) = (handle, note) {
+            self.note_registration(&key, &handle, &note).await?;
+        }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);
         tracing::debug!(shuffle = %key, partitions, "registered");
         Ok(())
+    }
+
+    /// Makes a registration survive the process, once for each that says something else.
+    async fn note_registration(
+        &self,
+        key: &ShuffleKey,
+        handle: &ShuffleHandle,
+        note: &[u8],
+    ) -> Result<(), ServiceError> {
+        let Some(LocalTier { store, .. }) = &self.local else { return Ok(()) };
+        let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
+        // Unregistered in the meantime: nothing is left to survive.
+        let Some(state) = state else { return Ok(()) };
+        let digest = digest(note);
+        if state.noted_registration() == digest {
+            return Ok(());
+        }
+        match store.note(handle, note).await {
+            Err(error) if error.kind == StoreErrorKind::Purged => Ok(()),
+            Err(error) => Err(error.into()),
+            Ok(()) => {
+                state.set_noted_registration(digest);
+                Ok(())
+            }
+        }
     }
 
     /// The app is alive.
@@ -199,7 +230,7 @@ impl Service {
     }
 
     /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task.
-    fn purge_state(&self, app: &AppId, keys: &[ShuffleKey]) {
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey]) {
         for key in keys {
             self.memory.purge(key);
         }
@@ -210,6 +241,31 @@ impl Service {
         let (store, app) = (Arc::clone(&local.store), app.clone());
         self.tasks.spawn("delete shuffle files", async move { store.remove_files(&app).await });
     }
+}
+
+fn registration_note(registration: &Registration) -> Vec<u8> {
+    let mut properties: Vec<(String, String)> =
+        registration.properties.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    properties.sort();
+    let timeout = registration.heartbeat_timeout;
+    let note = journal::Registration {
+        ranges: registration.ranges.to_vec(),
+        distribution: registration.distribution,
+        user: registration.user.clone(),
+        properties,
+        sent_properties: registration.sent_properties,
+        heartbeat_timeout_ms: timeout.map(|it| u64::try_from(it.as_millis()).unwrap_or(u64::MAX)),
+        stage_attempt: 0,
+        remote_storage: Vec::new(),
+    };
+    Note::Registration(note).encode()
+}
+
+/// Tells one note from another; 0 is none.
+fn digest(note: &[u8]) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    note.hash(&mut hasher);
+    hasher.finish().max(1)
 }
 
 /// What an app wants instead of `app_heartbeat_timeout_min`; text that is no number of minutes is as good as nothing.

@@ -1,12 +1,17 @@
 //! Reports of finished task attempts, and what reducers are to expect.
+//!
+//! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with the
+//! process, or its results would be short without anybody noticing.
 
 use bytes::Bytes;
 use croaring::Treemap;
 
-use crate::types::PartitionId;
+use crate::journal::{Note, Report};
+use crate::store::StoreErrorKind;
+use crate::types::{PartitionId, ShuffleKey};
 use crate::wire::bitmap;
 
-use super::{Service, ServiceError, shuffle_of};
+use super::{LocalTier, Service, ServiceError, shuffle_of};
 
 /// Above this many ids a result is built on a blocking thread (PROTOCOL trap 16).
 const INLINE_IDS_MAX: u64 = 100_000;
@@ -21,7 +26,7 @@ pub struct ReportRequest<'a> {
     pub app: &'a str,
     /// Shuffle id.
     pub shuffle: i32,
-    /// Task attempt id, for logs.
+    /// Task attempt id.
     pub task_attempt: i64,
     /// `bitmapNum`.
     pub bitmap_count: i32,
@@ -33,8 +38,9 @@ impl Service {
     /// Remembers which blocks a task attempt has written.
     ///
     /// # Errors
-    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids; nothing was taken then.
-    pub fn report(&self, request: &ReportRequest<'_>) -> Result<(), ServiceError> {
+    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, no disk that takes the note;
+    /// nothing was taken then.
+    pub async fn report(&self, request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
@@ -44,9 +50,18 @@ impl Service {
                 allowed: "1 or more is allowed",
             });
         }
-        let (_, shuffle) =
+        let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
-        shuffle.block_ids().lock().report(request.bitmap_count, &request.partitions)?;
+        let bitmap_count = request.bitmap_count;
+        // What adds nothing was written down before.
+        if !shuffle.block_ids().lock().would_learn(bitmap_count, &request.partitions)? {
+            return Ok(());
+        }
+        let partitions = match &self.local {
+            Some(local) => note_report(local, &key, request).await?,
+            None => request.partitions,
+        };
+        shuffle.block_ids().lock().report(bitmap_count, &partitions)?;
         Ok(())
     }
 
@@ -79,6 +94,37 @@ impl Service {
         tokio::task::spawn_blocking(build)
             .await
             .map_err(|error| ServiceError::Malformed(format!("block id bitmap could not be built: {error}")))
+    }
+}
+
+/// Makes a report survive the process; gives its ids back.
+async fn note_report(
+    local: &LocalTier,
+    key: &ShuffleKey,
+    request: ReportRequest<'_>,
+) -> Result<Vec<(PartitionId, Vec<i64>)>, ServiceError> {
+    let unknown = || unknown_shuffle(request.shuffle);
+    let handle = local.store.handle(key).ok_or_else(unknown)?;
+    let ReportRequest { task_attempt, bitmap_count, partitions, .. } = request;
+    let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
+    let report = Report { bitmap_count, task_attempt, partitions };
+    let encode = move || {
+        let note = Note::Report(report);
+        (note.encode(), note)
+    };
+    let (bytes, note) = if ids <= INLINE_IDS_MAX {
+        encode()
+    } else {
+        let encoding = tokio::task::spawn_blocking(encode).await;
+        encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
+    };
+    match local.store.note(&handle, &bytes).await {
+        Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
+        Err(error) => Err(error.into()),
+        Ok(()) => match note {
+            Note::Report(report) => Ok(report.partitions),
+            Note::Registration(_) => Ok(Vec::new()),
+        },
     }
 }
 

@@ -93,11 +93,11 @@ impl World {
         let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
         tasks.spawn("expiry", expiry);
         let world = Self { service, memory, flusher, faults, registry, tasks, next_block: 0 };
-        world.register(APP, &[]);
+        world.register(APP, &[]).await;
         world
     }
 
-    fn register(&self, app: &str, properties: &[(&str, &str)]) {
+    async fn register(&self, app: &str, properties: &[(&str, &str)]) {
         let properties = properties.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
         let request = RegisterRequest {
             app,
@@ -107,7 +107,7 @@ impl World {
             distribution: Distribution::Normal,
             properties: properties.collect(),
         };
-        self.service.register(request).unwrap();
+        self.service.register(request).await.unwrap();
     }
 
     fn require(&self, partitions: &[i32], partition_sizes: &[i32]) -> Result<RequireGrant, ServiceError> {
@@ -282,7 +282,7 @@ async fn the_hard_limit_is_told_in_words_that_the_client_knows() {
     assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::NoRegister);
     assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::NoRegister);
     assert_eq!(world.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
-    world.register(APP, &[("spark.anything", "1")]);
+    world.register(APP, &[("spark.anything", "1")]).await;
     assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
     assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::ExceedHugePartitionHardLimit);
     assert_eq!(world.metric("total_huge_partition_exceed_hard_limit_num"), 4);
@@ -347,7 +347,7 @@ async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
     let world = World::new(PartitionLimits::default(), quiet()).await;
     let service = Arc::clone(&world.service);
     // Expiry would end the app itself.
-    world.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]);
+    world.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
     tokio::time::sleep(Duration::from_secs(50)).await;
     service.decommission().unwrap();
     tokio::time::sleep(Duration::from_secs(400)).await;
@@ -362,7 +362,7 @@ async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
     assert_eq!(service.status().state(), WorkerState::Decommissioning);
     service.status().decommissioned().await;
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
-    world.register(APP, &[]);
+    world.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
     service.cancel_decommission().unwrap();
@@ -372,7 +372,7 @@ async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
 #[tokio::test(start_paused = true)]
 async fn statistics_are_sums_over_an_apps_partitions() {
     let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    world.register("app-10", &[]);
+    world.register("app-10", &[]).await;
     world.fill(3, 20_000);
     world.flusher.flush_all();
     world.settle().await;

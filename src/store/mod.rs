@@ -8,5 +8,5 @@ pub mod local;
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::local::{
     DataRead, DiskCondition, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore,
-    MountUsage, Published, ShuffleHandle, ShuffleUsage,
+    LostExtent, MountUsage, Published, Recovered, RecoveredShuffle, ShuffleHandle, ShuffleUsage,
 };

@@ -119,7 +119,7 @@ async fn unregistering_during_a_flush_drops_the_batch_and_makes_no_directory() {
     client.register(&key, &[(0, 0)]).await.unwrap();
     let (old, new) = (blocks(0, 1, 0..5), blocks(0, 2, 0..5));
     for faults in &rig.faults {
-        faults.add(Rule::always(Operation::Write, Fault::Hang));
+        faults.add(Rule::always(Operation::Write, Fault::Hang).on(".data"));
     }
     client.push(&key, SendForm::Classic, &batch(0, &old)).await.unwrap();
     rig.flusher.flush_all();
@@ -271,7 +271,7 @@ fn put(rig: &Rig, app: &str, id: i64, length: i32) {
 async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other() {
     let rig = Rig::start().await;
     for app in ["silent", "alive", "reading"] {
-        rig.service.register(register(app)).unwrap();
+        rig.service.register(register(app)).await.unwrap();
         put(&rig, app, 1, 10_000);
     }
     rig.flusher.flush_all();

@@ -23,7 +23,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{LocalTier, Service, ServiceConfig};
 use uniffle_worker::store::{LocalConfig, LocalStore};
 
-use super::world::{eventually, quickly};
+use super::world::{OWN_FILES, eventually, quickly};
 
 pub(crate) struct Rig {
     pub(crate) service: Arc<Service>,
@@ -107,10 +107,10 @@ impl Rig {
         .await;
     }
 
-    /// Files other than the claims.
+    /// Files other than the worker's own.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         let all = self.disks.iter().flat_map(|disk| disk.files());
-        all.filter(|file| !file.to_string_lossy().ends_with("uniffle-worker.claim")).collect()
+        all.filter(|file| OWN_FILES.iter().all(|name| !file.ends_with(name))).collect()
     }
 
     /// What is left of applications.

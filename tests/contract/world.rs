@@ -17,8 +17,8 @@ use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId}
 
 /// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
 const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
-/// The marker by which a worker claims a data directory: the one file that stays.
-const CLAIM_FILE: &str = "uniffle-worker.claim";
+/// The marker by which a worker claims a data directory, and its list of them: the files that stay.
+pub(crate) const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
 
 /// What a test chooses of the configuration.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +62,11 @@ impl World {
         for disk in &disks {
             std::fs::create_dir(disk).unwrap();
         }
+        Self::on(setup, dir, disks).await
+    }
+
+    /// A worker on directories that another had before.
+    pub(crate) async fn on(setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
         let config = parse(&setup, &disks);
         let worker = Worker::start(&config).await.unwrap();
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(quickly());
@@ -251,7 +256,7 @@ pub(crate) fn files_below(base: &Path) -> Vec<PathBuf> {
             let path = entry.path();
             if path == base.join("apps") || path == base.join("trash") {
                 open.push(path);
-            } else if path != base.join(CLAIM_FILE) {
+            } else if OWN_FILES.iter().all(|name| path != base.join(name)) {
                 left.push(path);
             }
         }

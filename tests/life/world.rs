@@ -181,9 +181,9 @@ impl World {
 
     pub(crate) async fn step(&mut self) {
         match self.rng.random_range(0..100) {
-            0..6 => self.register(),
-            6..36 => self.open_send(),
-            36..50 => self.feed_some(),
+            0..6 => self.register().await,
+            6..36 => self.open_send().await,
+            36..50 => self.feed_some().await,
             50..56 => self.abort_one(),
             56..62 => self.flusher.flush_all(),
             62..64 => self.purge_one(),
@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    fn register(&mut self) {
+    async fn register(&mut self) {
         let key = self.key();
         let local_order = match self.promised.get(&key) {
             Some(promised) => promised.local_order,
@@ -229,14 +229,17 @@ impl World {
             distribution: if local_order { Distribution::LocalOrder } else { Distribution::Normal },
             properties: HashMap::new(),
         };
-        self.service.register(request).expect("registering is always possible");
+        if let Err(error) = self.service.register(request).await {
+            assert_eq!(error.status() as i32, 6, "only disks may refuse a registration: {error}");
+            return;
+        }
         self.next_epoch += 1;
         let fresh = Promised { epoch: self.next_epoch, local_order, ..Promised::default() };
         self.promised.entry(key).or_insert(fresh);
     }
 
-    fn open_send(&mut self) {
-        let Some(key) = self.known_key() else { return self.register() };
+    async fn open_send(&mut self) {
+        let Some(key) = self.known_key() else { return self.register().await };
         let blocks = self.blocks();
         let bytes: usize = blocks.iter().map(|(_, _, data)| data.len() + 32).sum();
         let partitions: Vec<i32> = (0..PARTITIONS).collect();
@@ -296,9 +299,9 @@ impl World {
         (i32::try_from(id % i64::from(PARTITIONS)).expect("a partition"), id, data)
     }
 
-    fn feed_some(&mut self) {
+    async fn feed_some(&mut self) {
         if self.sends.is_empty() {
-            return self.open_send();
+            return self.open_send().await;
         }
         let index = self.rng.random_range(0..self.sends.len());
         let blocks = self.rng.random_range(1..4);
@@ -423,14 +426,8 @@ impl World {
         assert_eq!(self.memory.tickets().pre_allocated_bytes(), 0, "bytes reserved");
         assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
         assert_eq!(self.memory.block_count(), 0, "blocks counted");
-        let left: Vec<PathBuf> = self
-            .disks
-            .iter()
-            .flat_map(|disk| disk.files())
-            .filter(|path| {
-                path.extension().is_some_and(|extension| extension == "data" || extension == "index")
-            })
-            .collect();
+        let left: Vec<PathBuf> =
+            self.disks.iter().flat_map(|disk| disk.files()).filter(|path| path.starts_with("apps")).collect();
         assert!(left.is_empty(), "files left: {left:?}");
         self.tasks.cancel();
         self.tasks.drained().await;

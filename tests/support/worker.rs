@@ -51,8 +51,8 @@ const READY_FILE: &str = "ready.json";
 
 const BINARY: &str = env!("CARGO_BIN_EXE_uniffle-worker");
 
-/// The marker by which a worker claims a data directory: the one file that stays.
-const CLAIM_FILE: &str = "uniffle-worker.claim";
+/// The marker by which a worker claims a data directory, and its list of them: the files that stay.
+const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
 
 /// What a test chooses; everything else is the worker's default or belongs to the harness.
 #[derive(Debug, Clone)]
@@ -424,7 +424,7 @@ fn leftovers(base: &Path) -> Vec<PathBuf> {
             let path = entry.path();
             if path == base.join("apps") || path == base.join("trash") {
                 open.push(path);
-            } else if path != base.join(CLAIM_FILE) {
+            } else if OWN_FILES.iter().all(|name| path != base.join(name)) {
                 left.push(path);
             }
         }

@@ -168,7 +168,7 @@ async fn a_ticket_is_good_for_one_send() {
 #[tokio::test]
 async fn another_apps_ticket_can_not_be_spent() {
     let world = World::new().await;
-    world.register("other");
+    world.register("other").await;
     let mut request = world.request(1, &[block(0, 100)]);
     request.ticket = world.ticket("other", 1000).0;
     refuses(StatusCode::InternalError, &frame(&request), world).await;

@@ -113,11 +113,11 @@ impl World {
             door,
             background,
         };
-        world.register(APP);
+        world.register(APP).await;
         world
     }
 
-    pub(crate) fn register(&self, app: &str) {
+    pub(crate) async fn register(&self, app: &str) {
         let request = RegisterRequest {
             app,
             shuffle: SHUFFLE,
@@ -126,7 +126,7 @@ impl World {
             distribution: Distribution::Normal,
             properties: HashMap::new(),
         };
-        self.service.register(request).unwrap();
+        self.service.register(request).await.unwrap();
     }
 
     /// A ticket for `bytes` of payload.

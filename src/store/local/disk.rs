@@ -7,7 +7,7 @@ use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -51,6 +51,8 @@ pub(super) struct LocalDisk {
     used_bytes: AtomicU64,
     /// Data calls that ended well.
     completed_calls: AtomicU64,
+    /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
+    unreadable: AtomicBool,
     mount: Mount,
     changes: Arc<watch::Sender<()>>,
     high_watermark: f64,
@@ -105,8 +107,8 @@ pub(super) async fn within<T>(
 }
 
 impl LocalDisk {
-    /// Makes the directory ours, or says why it can not be. Content of ours from an earlier process is moved into the
-    /// trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
+    /// Makes the directory ours, or says why it can not be. Without recovery, content of ours from an earlier process is
+    /// moved into the trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
     ///
     /// Every change of its condition is told through `changes`.
     pub(super) async fn claim(
@@ -145,6 +147,7 @@ impl LocalDisk {
             in_flight_bytes: AtomicU64::new(0),
             used_bytes: AtomicU64::new(0),
             completed_calls: AtomicU64::new(0),
+            unreadable: AtomicBool::new(false),
             mount,
             changes,
             high_watermark: config.high_watermark,
@@ -152,7 +155,9 @@ impl LocalDisk {
             deadline,
             _lock: lock,
         };
-        if !within(deadline, disk.io.list(Path::new(APPS))).await.map_err(failed)?.is_empty() {
+        if !config.recovery
+            && !within(deadline, disk.io.list(Path::new(APPS))).await.map_err(failed)?.is_empty()
+        {
             disk.discard(Path::new(APPS)).await.map_err(failed)?;
             within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
         }
@@ -239,6 +244,16 @@ impl LocalDisk {
         }
     }
 
+    /// Whether something of an earlier process could not be read back.
+    pub(super) fn is_unreadable(&self) -> bool {
+        self.unreadable.load(Ordering::Relaxed)
+    }
+
+    /// See [`LocalDisk::is_unreadable`].
+    pub(super) fn set_unreadable(&self, unreadable: bool) {
+        self.unreadable.fetch_or(unreadable, Ordering::Relaxed);
+    }
+
     /// A data call has ended well: the disk makes progress.
     pub(super) fn progressed(&self) {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
@@ -305,6 +320,11 @@ impl LocalDisk {
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
         }
+    }
+
+    /// Whether it takes batches, and why not.
+    pub(super) fn condition(&self) -> DiskCondition {
+        self.state.lock().health.condition()
     }
 
     /// True unless it is hung or broken.
@@ -393,6 +413,12 @@ impl Occupied {
             state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
             self.disk.apply_watermarks(state);
         });
+    }
+
+    /// Counts bytes that are on the disk already, and so in its measured space.
+    pub(super) fn found(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.disk.used_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 

@@ -170,6 +170,33 @@ pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup
     EncodedGroup { bytes: bytes.into(), places }
 }
 
+/// Bytes of header and entry table of the group whose header begins `bytes`, by its own unchecked word.
+///
+/// # Errors
+/// [`GroupError`] when no group begins here.
+pub fn head_bytes(bytes: &[u8]) -> Result<usize, GroupError> {
+    let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(GroupError::Incomplete)?;
+    if header[0..4] != MAGIC {
+        return Err(GroupError::Magic);
+    }
+    let entries = u32::from_be_bytes([header[44], header[45], header[46], header[47]]) as usize;
+    let table = entries.checked_mul(ENTRY_BYTES).and_then(|table| table.checked_add(HEADER_BYTES));
+    table.ok_or(GroupError::Malformed("entry count"))
+}
+
+/// Bytes of the whole group that begins with `head`, whose checksum fits.
+///
+/// # Errors
+/// [`GroupError`] when it does not.
+pub fn total_bytes(head: &[u8]) -> Result<u64, GroupError> {
+    let head = head.get(..head_bytes(head)?).ok_or(GroupError::Incomplete)?;
+    let word = |at: usize| head[at..].first_chunk().copied().map(u32::from_be_bytes);
+    if word(60) != Some(head_crc(head)) {
+        return Err(GroupError::Checksum("head"));
+    }
+    head[8..].first_chunk().copied().map(u64::from_be_bytes).ok_or(GroupError::Incomplete)
+}
+
 /// Decodes the group at the start of `bytes`; also returns how many bytes it has. Whatever the bytes are, nothing is
 /// allocated that they do not pay for.
 ///

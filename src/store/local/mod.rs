@@ -14,23 +14,30 @@
 //! | `shuffle` | the extents and logs of one shuffle |
 //! | `write`, `publish`, `index` | data, then index group, then visibility |
 //! | `read`, `records` | index and data streams, cached index records |
+//! | `notes`, `journal` | what else must survive a restart: a log of notes on two disks |
+//! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
 //! | `purge` | removal and maintenance |
 //!
-//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. Nothing is synced: a process that dies leaves
-//! its writes to the page cache, and a machine that dies takes the job's other half with it.
+//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. Nothing is synced: a process that dies
+//! leaves its writes to the page cache, and a machine that dies takes the job's other half with it.
 
 mod disk;
 mod files;
 pub mod health;
 pub mod index;
+mod journal;
 mod log;
 mod metrics;
 pub mod mounts;
+pub mod notes;
+mod peers;
 pub mod placement;
 mod publish;
 mod purge;
 mod read;
 mod records;
+mod recover;
+mod scan;
 mod shuffle;
 mod write;
 
@@ -54,7 +61,8 @@ use tokio::sync::watch;
 pub use self::disk::{DiskInfo, MARKER};
 pub use self::health::DiskCondition;
 pub use self::mounts::MountUsage;
-pub use self::read::{DataRead, IndexRead};
+pub use self::read::{DataRead, FILLER_BLOCK_ID, IndexRead};
+pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
 
 use self::disk::LocalDisk;
 use self::files::Files;
@@ -104,6 +112,10 @@ pub struct LocalConfig {
     pub descriptor_idle_timeout: Duration,
     /// Memory for index records of published extents. 0 = none are kept. Default: 16 MiB.
     pub index_cache_bytes: u64,
+    /// Whether what an earlier process left is taken over; else it is deleted. Default: true.
+    pub recovery: bool,
+    /// Time for one copy of a note to reach a disk. Default: 10 s.
+    pub note_timeout: Duration,
     /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
     pub staging_buffers: usize,
 }
@@ -127,6 +139,8 @@ impl Default for LocalConfig {
             descriptors_max: 1024,
             descriptor_idle_timeout: Duration::from_secs(60),
             index_cache_bytes: 16 << 20,
+            recovery: true,
+            note_timeout: Duration::from_secs(10),
             staging_buffers: 0,
         }
     }
@@ -243,11 +257,13 @@ pub struct LocalStore {
     core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     next_incarnation: AtomicU64,
+    recovered: Mutex<Recovered>,
 }
 
 impl LocalStore {
-    /// Claims the disks and discards what an earlier process left there (deleted later, by
-    /// [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one does.
+    /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
+    /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
+    /// does.
     ///
     /// # Errors
     /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
@@ -294,12 +310,38 @@ impl LocalStore {
             condemned: Mutex::default(),
             config,
         };
-        core.set_gauges();
-        Ok(Arc::new(Self {
+        let store = Arc::new(Self {
             core: Arc::new(core),
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
-        }))
+            recovered: Mutex::default(),
+        });
+        if store.core.config.recovery {
+            store.take_over().await;
+        }
+        store.core.set_gauges();
+        Ok(store)
+    }
+
+    async fn take_over(&self) {
+        let (disks, deadline) = (&self.core.disks, self.core.config.name_timeout);
+        let mut absent = peers::absent(disks, deadline).await;
+        for peer in &absent {
+            tracing::error!(path = %peer.path, id = %peer.uuid, "a data directory that was in use is missing");
+        }
+        let recovered = self.recover(&absent).await;
+        if recovered.shuffles.is_empty() {
+            absent.clear();
+        }
+        peers::remember(disks, &absent, deadline).await;
+        *self.recovered.lock() = recovered;
+    }
+
+    /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be
+    /// forgotten.
+    #[must_use]
+    pub fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
     }
 
     /// Makes a shuffle known; again is fine. Touches no disk.

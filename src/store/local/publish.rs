@@ -37,6 +37,13 @@ struct Pending {
     disk: Arc<LocalDisk>,
 }
 
+impl Lane {
+    /// Goes on behind what an earlier process published.
+    pub(super) fn resume_at(&mut self, sequence: u64) {
+        self.next_sequence = sequence;
+    }
+}
+
 impl Pending {
     fn new(shuffle: &Shuffle, sequence: u64, batch: &WrittenBatch, writes: &[ExtentWrite]) -> Self {
         let mut offset = batch.offset;

@@ -15,7 +15,7 @@ use prometheus::IntGaugeVec;
 use tokio::time::{Instant, sleep};
 
 use super::disk::{APPS, LocalDisk, used_ratio, within};
-use super::shuffle::Shuffle;
+use super::shuffle::{NO_LOG, Shuffle};
 use super::{Core, DiskCondition, DiskInfo, LocalStore};
 use crate::io::Space;
 use crate::types::{AppId, ShuffleKey};
@@ -143,7 +143,8 @@ impl LocalStore {
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
     fn condemn(&self, shuffle: Arc<Shuffle>) {
         let extents = shuffle.mark_purged();
-        self.core.metrics.extents.sub(i64::try_from(extents.len()).unwrap_or(i64::MAX));
+        let known = extents.iter().filter(|extent| extent.index_log != NO_LOG).count();
+        self.core.metrics.extents.sub(i64::try_from(known).unwrap_or(i64::MAX));
         self.core.records.forget(extents.iter().map(|extent| shuffle.records_key(extent)));
         for log in shuffle.logs() {
             self.core.files.forget(&log);
@@ -194,7 +195,8 @@ impl LocalStore {
 
     /// Removes directories of ours that belong to no shuffle: what a call that hung through a purge made afterwards.
     pub async fn sweep(&self) {
-        let sweeps = self.core.disks.iter().filter(|disk| disk.is_healthy()).map(|disk| async move {
+        let sweepable = |disk: &&Arc<LocalDisk>| disk.is_healthy() && !disk.is_unreadable();
+        let sweeps = self.core.disks.iter().filter(sweepable).map(|disk| async move {
             if let Err(error) = self.sweep_disk(disk).await {
                 tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
             }

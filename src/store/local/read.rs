@@ -22,12 +22,12 @@ use super::Core;
 use super::disk::within;
 use super::index::RecordCheck;
 use super::log::Log;
-use super::shuffle::{Extent, Shuffle};
+use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
 use crate::io::buffers::READ_CHUNK_BYTES_MAX;
 use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::PartitionId;
-use crate::wire::index::{RECORD_BYTES, rebase, records};
+use crate::wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
 
 /// Largest chunk of an index: whole records.
 const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
@@ -45,7 +45,13 @@ pub struct IndexRead {
     extents: std::vec::IntoIter<Extent>,
     /// The extent being read.
     current: Option<ExtentRecords>,
+    /// Filler records given of the next extent, of which nothing is known.
+    fillers: u32,
 }
+
+/// Block id of a record that stands for bytes of which nothing is known. No client writes such a block: its sequence
+/// number, partition and task would all have their largest value.
+pub const FILLER_BLOCK_ID: i64 = i64::MAX;
 
 /// Progress inside one extent's records.
 struct ExtentRecords {
@@ -109,6 +115,11 @@ impl Stream {
         Self { core, shuffle, left, failed: false }
     }
 
+    /// The log in which a piece lies; none of a hole.
+    fn log(&self, piece: Piece) -> Option<Arc<Log>> {
+        (piece.log != NO_LOG).then(|| self.shuffle.log_at(piece.log))
+    }
+
     /// Size of the next chunk, 0 at the end.
     fn next_len(&self, max: usize) -> Result<usize, StoreError> {
         if self.failed {
@@ -165,6 +176,31 @@ impl Stream {
     }
 }
 
+impl Core {
+    /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
+    pub(super) async fn records_of(
+        &self,
+        shuffle: &Shuffle,
+        extent: &Extent,
+    ) -> Result<Vec<IndexRecord>, StoreError> {
+        let log = shuffle.log_at(extent.index_log);
+        let failed = |error| self.failed(&log.disk, log.full_path(), error);
+        let file = self.files.reader(&log).await.map_err(failed)?;
+        let bytes = extent.blocks as usize * RECORD_BYTES;
+        let target = ReadTarget { buffer: Box::new(vec![0; bytes]), range: 0..bytes };
+        let reading = file.read_at(target, extent.index_offset);
+        let target = within(self.config.read_timeout, async {
+            let (target, result) = reading.await;
+            result.map(|()| target)
+        });
+        let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
+        if crc32fast::hash(&bytes) != extent.records_crc {
+            return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
+        }
+        Ok(records(&bytes).collect())
+    }
+}
+
 impl IndexRead {
     pub(super) fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
         // One look: the records and the stream's length belong together.
@@ -174,7 +210,7 @@ impl IndexRead {
         let length = blocks * RECORD_BYTES as u64;
         core.metrics.read_index_file.inc();
         let stream = Stream::new(core, shuffle, length);
-        Self { length, data_length, stream, extents: extents.into_iter(), current: None }
+        Self { length, data_length, stream, extents: extents.into_iter(), current: None, fillers: 0 }
     }
 
     /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -207,6 +243,9 @@ impl IndexRead {
         at: usize,
         end: usize,
     ) -> Result<(Box<dyn ReadBuffer>, usize), StoreError> {
+        if let Some(bytes) = self.fill_gap(&mut *buffer, at, end) {
+            return Ok((buffer, bytes));
+        }
         if self.current.is_none()
             && let Some(bytes) = self.copy_cached(&mut *buffer, at, end)
         {
@@ -256,6 +295,23 @@ impl IndexRead {
 }
 
 impl IndexRead {
+    /// Filler records when nothing is known of the next extent; returns how many bytes.
+    fn fill_gap(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
+        let gap =
+            *self.extents.as_slice().first().filter(|it| self.current.is_none() && it.index_log == NO_LOG)?;
+        let room = buffer.as_mut().get_mut(at..end)?;
+        let count = room.len().div_euclid(RECORD_BYTES).min((gap.blocks - self.fillers) as usize);
+        for (record, number) in room.chunks_exact_mut(RECORD_BYTES).zip(self.fillers..gap.blocks) {
+            record.copy_from_slice(&filler(&gap, number).encode());
+        }
+        self.fillers += u32::try_from(count).ok()?;
+        if self.fillers == gap.blocks {
+            self.extents.next();
+            self.fillers = 0;
+        }
+        Some(count * RECORD_BYTES)
+    }
+
     /// Copies the next extent's records when they are in memory and have room; returns how many bytes.
     fn copy_cached(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
         let Stream { core, shuffle, .. } = &self.stream;
@@ -285,7 +341,26 @@ impl IndexRead {
     }
 }
 
+fn filler(gap: &Extent, number: u32) -> IndexRecord {
+    let within = u64::from(number) * FILLER_BYTES;
+    let length = (gap.length - within).min(FILLER_BYTES);
+    IndexRecord {
+        offset: (gap.base + within).cast_signed(),
+        length: i32::try_from(length).unwrap_or(i32::MAX),
+        uncompressed_length: 0,
+        crc: 0,
+        block_id: FILLER_BLOCK_ID,
+        task_attempt_id: -1,
+    }
+}
+
 impl DataRead {
+    /// Whether part of the range is lost: zeros stand for it.
+    #[must_use]
+    pub fn has_hole(&self) -> bool {
+        self.pieces.as_slice().iter().any(|piece| piece.log == NO_LOG)
+    }
+
     pub(super) fn new(
         core: Arc<Core>,
         shuffle: Arc<Shuffle>,
@@ -320,11 +395,12 @@ impl DataRead {
         self.stream.failed = true; // See IndexRead::next_chunk.
         let next = self.current.take().or_else(|| self.pieces.next());
         let piece = next.expect("the length is the sum over the pieces");
-        let log = self.stream.shuffle.log_at(piece.log);
-        let direct = self.stream.core.files.is_direct(&log) && piece.length >= DIRECT_BYTES_MIN;
+        let log = self.stream.log(piece);
+        let direct =
+            log.filter(|log| self.stream.core.files.is_direct(log) && piece.length >= DIRECT_BYTES_MIN);
         let chunk = match direct {
-            true => self.read_aligned(piece, &log, buffers).await?,
-            false => self.gather(piece, len, buffers).await?,
+            Some(log) => self.read_aligned(piece, &log, buffers).await?,
+            None => self.gather(piece, len, buffers).await?,
         };
         let len = chunk.len();
         self.stream.failed = false;
@@ -366,9 +442,13 @@ impl DataRead {
             let next = self.current.take().or_else(|| self.pieces.next());
             let piece = next.expect("the length is the sum over the pieces");
             let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
-            let log = self.stream.shuffle.log_at(piece.log);
-            buffer =
-                self.stream.read((&log, How::Cached), buffer, filled..filled + part, piece.offset).await?;
+            buffer = match self.stream.log(piece) {
+                Some(log) => {
+                    let range = filled..filled + part;
+                    self.stream.read((&log, How::Cached), buffer, range, piece.offset).await?
+                }
+                None => zeroed(buffer, filled..filled + part),
+            };
             filled += part;
             self.keep_rest(piece, part);
         }
@@ -379,6 +459,13 @@ impl DataRead {
         let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
         self.current = (length > 0).then_some(Piece { offset, length, ..piece });
     }
+}
+
+fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box<dyn ReadBuffer> {
+    if let Some(bytes) = (*buffer).as_mut().get_mut(range) {
+        bytes.fill(0);
+    }
+    buffer
 }
 
 /// The parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies inside.

@@ -38,11 +38,29 @@ pub(super) struct Extent {
     pub(super) index_log: u16,
 }
 
+/// Slot of no log. As the data's: the extent is lost, and a hole in the stream. As the records': they are not known
+/// either, and readers are given filler records.
+pub(super) const NO_LOG: u16 = u16::MAX;
+
+/// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
+pub(super) const FILLER_BYTES: u64 = 1 << 20;
+
 const _: () = assert!(size_of::<Extent>() == 40, "the sketch of DESIGN §2.3");
 
 impl Extent {
     pub(super) fn data_offset(&self) -> u64 {
         u64::from(self.data_page) * BLOCK_ALIGN as u64
+    }
+
+    /// Bytes of which nothing is known.
+    pub(super) fn gap(base: u64, length: u64) -> Self {
+        let blocks = u32::try_from(length.div_ceil(FILLER_BYTES)).unwrap_or(u32::MAX);
+        let (data_log, index_log) = (NO_LOG, NO_LOG);
+        Self { base, length, index_offset: 0, data_page: 0, blocks, records_crc: 0, data_log, index_log }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.data_log == NO_LOG
     }
 }
 
@@ -54,6 +72,44 @@ pub(super) struct Partition {
     /// Length of the stream.
     pub(super) bytes: u64,
     pub(super) blocks: u64,
+}
+
+impl Partition {
+    /// Nothing of it is known before `base`.
+    fn from(base: u64) -> Self {
+        let mut partition = Self::default();
+        partition.extend_to(base);
+        partition
+    }
+
+    /// Extents whose records are known.
+    pub(super) fn known_extents(&self) -> usize {
+        self.extents.iter().filter(|extent| extent.index_log != NO_LOG).count()
+    }
+
+    /// Makes the stream go on at `base`, with a hole before it.
+    pub(super) fn extend_to(&mut self, base: u64) {
+        if base > self.bytes {
+            self.push(Extent::gap(self.bytes, base - self.bytes));
+        }
+    }
+
+    /// Appends an extent that begins where the stream ends.
+    pub(super) fn push(&mut self, extent: Extent) {
+        // A stream with a hole or an overlap would mix blocks up for every reader.
+        assert_eq!(self.bytes, extent.base, "bases are assigned in the publish lane");
+        self.bytes += extent.length;
+        self.blocks += u64::from(extent.blocks);
+        self.extents.push(extent);
+    }
+}
+
+/// What is taken over from an earlier process.
+#[derive(Debug)]
+pub(super) struct Restored {
+    pub(super) partitions: HashMap<PartitionId, Partition>,
+    pub(super) first_base: u64,
+    pub(super) next_note: u64,
 }
 
 /// A registered shuffle.
@@ -70,7 +126,22 @@ pub(super) struct Shuffle {
     partitions: RwLock<HashMap<PartitionId, Partition>>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
+    next_note: AtomicU64,
+    /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
+    first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
+}
+
+impl ShuffleDisk {
+    fn new(disk: &Arc<LocalDisk>, next_number: u32) -> Box<Self> {
+        Box::new(Self {
+            data: tokio::sync::Mutex::default(),
+            index: tokio::sync::Mutex::default(),
+            journal: tokio::sync::Mutex::default(),
+            next_number: AtomicU32::new(next_number),
+            occupied: Occupied::none(Arc::clone(disk)),
+        })
+    }
 }
 
 /// A shuffle on one disk; exists once something was to be written there.
@@ -78,6 +149,7 @@ pub(super) struct Shuffle {
 struct ShuffleDisk {
     data: tokio::sync::Mutex<Option<Arc<Log>>>,
     index: tokio::sync::Mutex<Option<Arc<Log>>>,
+    journal: tokio::sync::Mutex<Option<Arc<Log>>>,
     next_number: AtomicU32,
     occupied: Occupied,
 }
@@ -96,6 +168,8 @@ impl Shuffle {
             partitions: RwLock::default(),
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
+            next_note: AtomicU64::new(0),
+            first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
     }
@@ -157,12 +231,8 @@ impl Shuffle {
         let mut partitions = self.partitions.write();
         self.require_present()?;
         for (id, extent) in extents {
-            let partition = partitions.entry(*id).or_default();
-            // A stream with a hole or an overlap would mix blocks up for every reader.
-            assert_eq!(partition.bytes, extent.base, "bases are assigned in the publish lane");
-            partition.bytes += extent.length;
-            partition.blocks += u64::from(extent.blocks);
-            partition.extents.push(*extent);
+            let partition = partitions.entry(*id).or_insert_with(|| Partition::from(self.first_base()));
+            partition.push(*extent);
             self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         Ok(())
@@ -176,7 +246,56 @@ impl Shuffle {
 
     /// Length of a partition's stream.
     pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
-        self.with_partition(partition, |found| found.map_or(0, |partition| partition.bytes))
+        self.with_partition(partition, |found| found.map_or(self.first_base(), |partition| partition.bytes))
+    }
+
+    fn first_base(&self) -> u64 {
+        self.first_base.load(Ordering::Relaxed)
+    }
+
+    /// A number for a note.
+    pub(super) fn next_note(&self) -> u64 {
+        self.next_note.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Notes that files of it are on a disk already.
+    pub(super) fn found_on(&self, disk: &Arc<LocalDisk>, next_number: u32, bytes: u64) {
+        self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, next_number)).occupied.found(bytes);
+    }
+
+    /// Takes a log of an earlier process into the table: to be read, never to be written.
+    pub(super) fn adopt_log(
+        &self,
+        core: &Core,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+        number: u32,
+    ) -> Result<Arc<Log>, StoreError> {
+        let mut logs = self.logs.write();
+        let place = (self.log_path(kind, number), number);
+        let log = Arc::new(Log::new(core.files.next_id(), self.slot(&logs)?, kind, Arc::clone(disk), place));
+        log.close();
+        logs.push(Arc::clone(&log));
+        Ok(log)
+    }
+
+    /// Takes over what an earlier process published.
+    pub(super) fn restore(&self, restored: Restored) {
+        let bytes = restored.partitions.values().map(|partition| partition.bytes).sum();
+        self.published_bytes.store(bytes, Ordering::Relaxed);
+        self.first_base.store(restored.first_base, Ordering::Relaxed);
+        self.next_note.store(restored.next_note, Ordering::Relaxed);
+        *self.partitions.write() = restored.partitions;
+    }
+
+    pub(super) fn log_path(&self, kind: LogKind, number: u32) -> PathBuf {
+        self.directory.join(format!("{number}.{}", kind.extension()))
+    }
+
+    /// The next free slot. 65,535 files of one shuffle are enough: this also bounds its failures.
+    fn slot(&self, logs: &[Arc<Log>]) -> Result<u16, StoreError> {
+        let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot != NO_LOG);
+        slot.ok_or_else(|| self.error(StoreErrorKind::Unhealthy))
     }
 
     /// Reserves `bytes` in the open log of a disk, with a new file when there is none.
@@ -187,17 +306,11 @@ impl Shuffle {
         kind: LogKind,
         bytes: u64,
     ) -> Result<(Arc<Log>, u64), StoreError> {
-        let here = self.disks[disk.index].get_or_init(|| {
-            Box::new(ShuffleDisk {
-                data: tokio::sync::Mutex::default(),
-                index: tokio::sync::Mutex::default(),
-                next_number: AtomicU32::new(0),
-                occupied: Occupied::none(Arc::clone(disk)),
-            })
-        });
+        let here = self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, 0));
         let current = match kind {
             LogKind::Data => &here.data,
             LogKind::Index => &here.index,
+            LogKind::Journal => &here.journal,
         };
         let mut current = current.lock().await;
         let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));
@@ -236,13 +349,11 @@ impl Shuffle {
         }
         made.map_err(|error| core.failed(disk, &directory, error))?;
         let number = next_number.fetch_add(1, Ordering::Relaxed);
-        let path = self.directory.join(format!("{number}.{}", kind.extension()));
         let log = {
             let mut logs = self.logs.write();
-            // 65,536 failures of one shuffle are enough: this also bounds the files.
-            let slot = u16::try_from(logs.len()).map_err(|_| self.error(StoreErrorKind::Unhealthy))?;
-            let place = (path, number);
-            let log = Arc::new(Log::new(core.files.next_id(), slot, kind, Arc::clone(disk), place));
+            let place = (self.log_path(kind, number), number);
+            let log =
+                Arc::new(Log::new(core.files.next_id(), self.slot(&logs)?, kind, Arc::clone(disk), place));
             logs.push(Arc::clone(&log));
             log
         };

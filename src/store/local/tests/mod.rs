@@ -7,6 +7,7 @@ mod hangs;
 mod lifecycle;
 mod model;
 mod reads;
+mod restarts;
 mod suite;
 
 use std::path::Path;
@@ -172,7 +173,7 @@ pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
 pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
     store.maintain_once().await;
     for disk in disks {
-        assert_eq!(disk.memory.files(), [PathBuf::from(MARKER)]);
+        assert_eq!(disk.memory.files(), [PathBuf::from(MARKER), PathBuf::from(peers::PEERS)]);
         assert_eq!(disk.app_directories(), Vec::<PathBuf>::new());
     }
     assert_eq!(store.used_bytes(), 0);

@@ -1,0 +1,70 @@
+//! Which data directories were used together: so that one that is gone is missed at the next start.
+//!
+//! Every directory has the list in a small file beside the marker. It is a help, not a promise: a list that can not be
+//! read or written costs a log line.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use futures::future::join_all;
+use uuid::Uuid;
+
+use super::disk::{LocalDisk, within};
+
+/// The file's name.
+pub(super) const PEERS: &str = "uniffle-worker.peers";
+/// More lines are not believed.
+const PEERS_MAX: usize = 1024;
+
+/// A data directory that was in use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Peer {
+    pub(super) uuid: Uuid,
+    pub(super) path: String,
+}
+
+fn encode(disks: &[Arc<LocalDisk>], absent: &[Peer]) -> String {
+    let present = disks.iter().map(|disk| format!("{} {}\n", disk.uuid, disk.label));
+    let absent = absent.iter().map(|peer| format!("{} {}\n", peer.uuid, peer.path));
+    let mut lines: Vec<String> = present.chain(absent).collect();
+    lines.sort();
+    lines.concat()
+}
+
+fn decode(text: &str) -> Vec<Peer> {
+    let peer = |line: &str| {
+        let (uuid, path) = line.split_once(' ')?;
+        Some(Peer { uuid: Uuid::parse_str(uuid).ok()?, path: path.to_owned() })
+    };
+    text.lines().take(PEERS_MAX).filter_map(peer).collect()
+}
+
+/// Directories that were used together with one of `disks` and are not among them.
+pub(super) async fn absent(disks: &[Arc<LocalDisk>], deadline: std::time::Duration) -> Vec<Peer> {
+    let lists = disks.iter().map(|disk| async {
+        let content = within(deadline, disk.io.read_small(Path::new(PEERS))).await;
+        decode(&String::from_utf8_lossy(&content.unwrap_or_default()))
+    });
+    let mut absent: Vec<Peer> = join_all(lists.collect::<Vec<_>>()).await.into_iter().flatten().collect();
+    absent.retain(|peer| disks.iter().all(|disk| disk.uuid != peer.uuid));
+    absent.sort_by_key(|peer| peer.uuid);
+    absent.dedup_by_key(|peer| peer.uuid);
+    absent
+}
+
+/// Writes the list down on every disk. Absent ones stay on it as long as something is left of their time.
+pub(super) async fn remember(disks: &[Arc<LocalDisk>], absent: &[Peer], deadline: std::time::Duration) {
+    let text = encode(disks, absent);
+    let writes = disks.iter().map(|disk| async {
+        let path = Path::new(PEERS);
+        let before = within(deadline, disk.io.read_small(path)).await.unwrap_or_default();
+        if before == text.as_bytes() {
+            return;
+        }
+        let written = within(deadline, disk.io.write_small(path, text.clone().into_bytes())).await;
+        if let Err(error) = written {
+            tracing::warn!(disk = %disk.label, %error, "the list of data directories can not be written");
+        }
+    });
+    join_all(writes.collect::<Vec<_>>()).await;
+}
