@@ -214,7 +214,9 @@ impl Flusher {
                 group.parts.push((Arc::clone(buffer), sealed));
             }
         }
-        for (key, group) in groups {
+        for (key, mut group) in groups {
+            // Reducers read partitions in order: neighbours in a log are then read ahead, however small they are.
+            group.parts.sort_unstable_by_key(|(_, sealed)| sealed.partition());
             for parts in cut_batches(group.parts, self.config.batch_bytes_max) {
                 self.enqueue(&key, &group.handle, group.distribution, parts);
             }

@@ -33,24 +33,45 @@ pub trait ReadBuffer: Send {
     fn freeze(self: Box<Self>, len: usize) -> Bytes;
 }
 
-/// A buffer and the part of it that one read fills.
+/// A part of a buffer, and where in the file its bytes are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadPart {
+    /// The part to fill.
+    pub range: Range<usize>,
+    /// Offset of its first byte in the file.
+    pub offset: u64,
+}
+
+/// A buffer and the parts of it that one read fills.
 pub struct ReadTarget {
     /// The buffer, owned by the read until it returns.
     pub buffer: Box<dyn ReadBuffer>,
-    /// The part to fill.
-    pub range: Range<usize>,
+    /// The parts to fill.
+    pub parts: Vec<ReadPart>,
 }
 
 impl ReadTarget {
-    /// The bytes to fill; `None` when the range lies outside the buffer.
-    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
-        (*self.buffer).as_mut().get_mut(self.range.clone())
+    /// One part of `buffer`.
+    pub fn one(buffer: Box<dyn ReadBuffer>, range: Range<usize>, offset: u64) -> Self {
+        Self { buffer, parts: vec![ReadPart { range, offset }] }
+    }
+
+    /// What is handed back when the buffer itself was lost.
+    #[must_use]
+    pub fn lost() -> Self {
+        Self { buffer: Box::new(Vec::new()), parts: Vec::new() }
+    }
+
+    /// The bytes of a part; `None` when there is no such part or it lies outside the buffer.
+    pub fn part_mut(&mut self, part: usize) -> Option<&mut [u8]> {
+        let range = self.parts.get(part)?.range.clone();
+        (*self.buffer).as_mut().get_mut(range)
     }
 }
 
 impl fmt::Debug for ReadTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReadTarget").field("range", &self.range).finish_non_exhaustive()
+        f.debug_struct("ReadTarget").field("parts", &self.parts).finish_non_exhaustive()
     }
 }
 

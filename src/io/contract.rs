@@ -11,9 +11,9 @@ use super::memory::MemoryDisk;
 use super::*;
 
 async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
-    let target = ReadTarget { buffer: Box::new(vec![0xee; len + 2]), range: 1..len + 1 };
-    let (mut target, result) = file.read_at(target, offset).await;
-    let bytes = target.bytes_mut().unwrap().to_vec();
+    let target = ReadTarget::one(Box::new(vec![0xee; len + 2]), 1..len + 1, offset);
+    let (mut target, result) = file.read(target).await;
+    let bytes = target.part_mut(0).unwrap().to_vec();
     let whole = (*target.buffer).as_mut();
     assert_eq!((whole[0], whole[len + 1]), (0xee, 0xee), "only the range is written");
     result.map(|()| bytes)
@@ -49,8 +49,8 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     assert_eq!(read(&reader, 3, 10).await.unwrap(), bytes[3..13]);
     let end = read(&reader, 20_000, 5000).await.unwrap_err();
     assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
-    let outside = ReadTarget { buffer: Box::new(vec![0; 4]), range: 2..8 };
-    assert_eq!(reader.read_at(outside, 0).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    let outside = ReadTarget::one(Box::new(vec![0; 4]), 2..8, 0);
+    assert_eq!(reader.read(outside).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
 
     let direct = disk.open_read_direct(path).await.unwrap();
     for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
@@ -60,6 +60,9 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     }
     let end = read(&direct, 20_000, 50_000).await.unwrap_err();
     assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    for file in [&reader, &direct] {
+        read_in_parts(file, &bytes).await;
+    }
 
     let busy = disk.remove_dir(Path::new("a/b")).await.unwrap_err();
     assert_eq!(busy.kind(), io::ErrorKind::DirectoryNotEmpty);
@@ -74,6 +77,26 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     assert_eq!(disk.remove_dir_all(Path::new("trash")).await.unwrap_err().kind(), io::ErrorKind::NotFound);
     assert_eq!(read(&reader, 0, 10).await.unwrap(), bytes[..10], "an open file outlives its name");
     names_and_locks(&disk).await;
+}
+
+/// `file` has `bytes` from 4,096 on.
+async fn read_in_parts(file: &Arc<dyn File>, bytes: &[u8]) {
+    let parts = [(4096u64, 0..5000), (20_000, 5001..6001), (4096, 6001..6001), (4097, 6001..9000)];
+    let parts = |end| {
+        let parts = parts[..end].iter().cloned();
+        parts.map(|(offset, range)| ReadPart { range, offset }).collect::<Vec<_>>()
+    };
+    let target = ReadTarget { buffer: Box::new(vec![0xee; 10_000]), parts: parts(4) };
+    let (mut target, result) = file.read(target).await;
+    result.unwrap();
+    let whole = (*target.buffer).as_mut();
+    assert!(whole[..5000] == bytes[..5000] && whole[5001..6001] == bytes[15_904..16_904]);
+    assert!(whole[6001..9000] == bytes[1..3000], "parts may overlap in the file");
+    assert!(whole[5000] == 0xee && whole[9000..].iter().all(|byte| *byte == 0xee));
+    let mut late = parts(2);
+    late.push(ReadPart { range: 7000..8000, offset: 24_500 });
+    let target = ReadTarget { buffer: Box::new(vec![0; 10_000]), parts: late };
+    assert_eq!(file.read(target).await.1.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
 }
 
 async fn names_and_locks(disk: &Arc<dyn Disk>) {

@@ -367,19 +367,16 @@ impl File for FaultFile {
         }
     }
 
-    fn read_at(&self, target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+    fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         match self.faults.pick(Operation::Read, &self.path) {
-            None => self.file.read_at(target, offset),
+            None => self.file.read(target),
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready((target, Err(io::Error::from_raw_os_error(errno)))))
             }
             Some(Fault::Hang) => {
-                let waiting = self.faults.hang(self.file.read_at(target, offset));
+                let waiting = self.faults.hang(self.file.read(target));
                 Box::pin(async move {
-                    waiting.await.unwrap_or_else(|| {
-                        let lost = ReadTarget { buffer: Box::new(Vec::new()), range: 0..0 };
-                        (lost, Err(never_released()))
-                    })
+                    waiting.await.unwrap_or_else(|| (ReadTarget::lost(), Err(never_released())))
                 })
             }
         }

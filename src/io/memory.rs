@@ -305,30 +305,26 @@ fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::R
     Ok(())
 }
 
+fn read(content: &[u8], target: &mut ReadTarget) -> io::Result<()> {
+    for part in 0..target.parts.len() {
+        let start = usize::try_from(target.parts[part].offset).unwrap_or(usize::MAX);
+        let bytes = target.part_mut(part).ok_or(io::ErrorKind::InvalidInput)?;
+        let stored = content.get(start..start.saturating_add(bytes.len()));
+        bytes.copy_from_slice(stored.ok_or(io::ErrorKind::UnexpectedEof)?);
+    }
+    Ok(())
+}
+
 impl File for MemoryFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
         Box::pin(async move { write(&tree.lock(), &content, &pieces, offset) })
     }
 
-    fn read_at(
-        &self,
-        mut target: ReadTarget,
-        offset: u64,
-    ) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+    fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         let content = Arc::clone(&self.content);
         Box::pin(async move {
-            let Some(bytes) = target.bytes_mut() else {
-                return (target, Err(io::ErrorKind::InvalidInput.into()));
-            };
-            let start = usize::try_from(offset).unwrap_or(usize::MAX);
-            let result = match content.lock().get(start..start.saturating_add(bytes.len())) {
-                Some(stored) => {
-                    bytes.copy_from_slice(stored);
-                    Ok(())
-                }
-                None => Err(io::ErrorKind::UnexpectedEof.into()),
-            };
+            let result = read(&content.lock(), &mut target);
             (target, result)
         })
     }

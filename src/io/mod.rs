@@ -1,7 +1,7 @@
 //! Bytes on a disk: two small traits with owned buffers, and the disks behind them.
 //!
 //! [`Disk`] names things below one root directory, [`File`] moves bytes. Buffers are owned by the call, so that an
-//! engine that outlives its caller (a hung `pwritev`, later io_uring) never touches memory that was given back.
+//! engine that outlives its caller (a hung `pwritev`, io_uring) never touches memory that was given back.
 //! Errors are plain [`std::io::Error`] with their kinds kept. Not here: what the files mean ([`crate::store`]).
 //!
 //! | disk | for |
@@ -15,6 +15,7 @@ pub mod buffers;
 pub mod fault;
 pub mod memory;
 mod mount;
+mod progress;
 
 #[cfg(test)]
 mod contract;
@@ -27,7 +28,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 pub use futures::future::BoxFuture;
 
-pub use self::buffers::{ReadBuffer, ReadBuffers, ReadTarget};
+pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 pub use self::mount::{Media, Mount};
 
 /// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.
@@ -44,9 +45,9 @@ pub trait File: Send + Sync + fmt::Debug {
     /// On a direct file every piece's address and length, and `offset`, are multiples of [`BLOCK_ALIGN`].
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>;
 
-    /// Fills the target's range exactly, from `offset`; `UnexpectedEof` when the file ends before. Gives the target
-    /// back, with undefined bytes in its range after an error.
-    fn read_at(&self, target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
+    /// Fills every part of the target exactly; `UnexpectedEof` when the file ends before. Gives the target back, with
+    /// undefined bytes in its parts after an error.
+    fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
 
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;

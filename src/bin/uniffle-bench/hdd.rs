@@ -278,8 +278,7 @@ impl Bench {
             let file = self.disk.open_read(&directory.join(name)).await?;
             for offset in (0..bytes).step_by(usize::try_from(READ_BYTES)?) {
                 let length = usize::try_from(READ_BYTES.min(bytes - offset))?;
-                let target = ReadTarget { buffer: Box::new(vec![0; length]), range: 0..length };
-                file.read_at(target, offset).await.1?;
+                file.read(ReadTarget::one(Box::new(vec![0; length]), 0..length, offset)).await.1?;
             }
         }
         Ok(data_bytes)

@@ -182,9 +182,11 @@ impl File for SeekFile {
         self.file.write_at(pieces, offset)
     }
 
-    fn read_at(&self, target: ReadTarget, offset: u64) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        self.platter.lock().read(&self.path, offset, target.range.len() as u64);
-        self.file.read_at(target, offset)
+    fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+        for part in &target.parts {
+            self.platter.lock().read(&self.path, part.offset, part.range.len() as u64);
+        }
+        self.file.read(target)
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {

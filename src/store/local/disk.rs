@@ -299,10 +299,10 @@ impl LocalDisk {
         let file = self.io.open_write(&path, WriteOpen { create: true, direct }).await?;
         file.write_at(vec![buffer.freeze()], 0).await?;
         file.sync().await?;
-        let target = ReadTarget { buffer: Box::new(vec![0; BLOCK_ALIGN]), range: 0..BLOCK_ALIGN };
-        let (mut target, result) = self.io.open_read(&path).await?.read_at(target, 0).await;
+        let target = ReadTarget::one(Box::new(vec![0; BLOCK_ALIGN]), 0..BLOCK_ALIGN, 0);
+        let (mut target, result) = self.io.open_read(&path).await?.read(target).await;
         result?;
-        if target.bytes_mut().map(|bytes| &*bytes) != Some(&expected[..]) {
+        if target.part_mut(0).map(|bytes| &*bytes) != Some(&expected[..]) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "disk returned other bytes than were written",

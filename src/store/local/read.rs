@@ -16,6 +16,7 @@ use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Core;
@@ -24,7 +25,7 @@ use super::index::RecordCheck;
 use super::log::Log;
 use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
 use crate::io::buffers::READ_CHUNK_BYTES_MAX;
-use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadTarget};
+use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::PartitionId;
 use crate::wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
@@ -56,10 +57,25 @@ pub const FILLER_BLOCK_ID: i64 = i64::MAX;
 /// Progress inside one extent's records.
 struct ExtentRecords {
     extent: Extent,
-    log: Arc<Log>,
     done_bytes: u64,
     check: RecordCheck,
     crc: crc32fast::Hasher,
+}
+
+impl ExtentRecords {
+    fn new(extent: Extent) -> Self {
+        Self { extent, done_bytes: 0, check: RecordCheck::default(), crc: crc32fast::Hasher::new() }
+    }
+
+    fn left_bytes(&self) -> u64 {
+        u64::from(self.extent.blocks) * RECORD_BYTES as u64 - self.done_bytes
+    }
+}
+
+/// Records to be checked, and where in the buffer they are.
+struct Step {
+    records: ExtentRecords,
+    range: std::ops::Range<usize>,
 }
 
 /// A range of a partition's data.
@@ -128,17 +144,16 @@ impl Stream {
         Ok(usize::try_from(self.left).unwrap_or(max).min(max))
     }
 
-    /// Fills `range` of the buffer from a log.
+    /// Fills parts of the buffer from a log, in one call.
     async fn read(
         &self,
         (log, how): (&Log, How),
         buffer: Box<dyn ReadBuffer>,
-        range: std::ops::Range<usize>,
-        offset: u64,
+        parts: Vec<ReadPart>,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
-        let bytes = range.len() as u64;
+        let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         let started = Instant::now();
-        let result = self.read_file((log, how), ReadTarget { buffer, range }, offset).await;
+        let result = self.read_file((log, how), ReadTarget { buffer, parts }).await;
         let metrics = &self.core.metrics;
         let root = [log.disk.label.as_str()];
         metrics.read_operations.with_label_values(&root).inc();
@@ -146,7 +161,7 @@ impl Stream {
         match result {
             Ok(target) => {
                 log.disk.progressed();
-                metrics.read_bytes.with_label_values(&root).inc_by(bytes);
+                metrics.read_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(target.buffer)
             }
             Err(error) => {
@@ -156,23 +171,43 @@ impl Stream {
         }
     }
 
-    async fn read_file(
-        &self,
-        (log, how): (&Log, How),
-        target: ReadTarget,
-        offset: u64,
-    ) -> io::Result<ReadTarget> {
+    async fn read_file(&self, (log, how): (&Log, How), target: ReadTarget) -> io::Result<ReadTarget> {
         let files = &self.core.files;
         let file = match how {
             How::Cached => files.reader(log).await?,
             How::Direct => files.direct_reader(log).await?,
         };
-        let reading = file.read_at(target, offset);
+        let reading = file.read(target);
         within(self.core.config.read_timeout, async {
             let (target, result) = reading.await;
             result.map(|()| target)
         })
         .await
+    }
+
+    /// Fills all parts by way of the page cache, in one call per log.
+    async fn read_all(
+        &self,
+        mut buffer: Box<dyn ReadBuffer>,
+        parts: PartsByLog,
+    ) -> Result<Box<dyn ReadBuffer>, StoreError> {
+        for (slot, parts) in parts.0 {
+            buffer = self.read((&*self.shuffle.log_at(slot), How::Cached), buffer, parts).await?;
+        }
+        Ok(buffer)
+    }
+}
+
+/// What is to be read of several logs.
+#[derive(Default)]
+struct PartsByLog(SmallVec<[(u16, Vec<ReadPart>); 2]>);
+
+impl PartsByLog {
+    fn push(&mut self, log: u16, part: ReadPart) {
+        match self.0.iter_mut().find(|(slot, _)| *slot == log) {
+            Some((_, parts)) => parts.push(part),
+            None => self.0.push((log, vec![part])),
+        }
     }
 }
 
@@ -187,8 +222,7 @@ impl Core {
         let failed = |error| self.failed(&log.disk, log.full_path(), error);
         let file = self.files.reader(&log).await.map_err(failed)?;
         let bytes = extent.blocks as usize * RECORD_BYTES;
-        let target = ReadTarget { buffer: Box::new(vec![0; bytes]), range: 0..bytes };
-        let reading = file.read_at(target, extent.index_offset);
+        let reading = file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, extent.index_offset));
         let target = within(self.config.read_timeout, async {
             let (target, result) = reading.await;
             result.map(|()| target)
@@ -224,11 +258,11 @@ impl IndexRead {
         }
         self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
         let mut buffer = buffers.acquire(len).await;
-        let mut filled = 0;
-        while filled < len {
-            let (filled_buffer, bytes) = self.fill(buffer, filled, len).await?;
-            buffer = filled_buffer;
-            filled += bytes;
+        let (steps, parts) = self.plan(&mut *buffer, len);
+        buffer = self.stream.read_all(buffer, parts).await?;
+        for step in steps {
+            let bytes = (*buffer).as_mut().get_mut(step.range).unwrap_or_default();
+            self.check(step.records, bytes)?;
         }
         self.stream.failed = false;
         self.stream.left -= len as u64;
@@ -236,61 +270,57 @@ impl IndexRead {
         Ok(Some(buffer.freeze(len)))
     }
 
-    /// Reads records of the current extent to `at..` of the buffer, at most to `end`; returns how many bytes.
-    async fn fill(
-        &mut self,
-        mut buffer: Box<dyn ReadBuffer>,
-        at: usize,
-        end: usize,
-    ) -> Result<(Box<dyn ReadBuffer>, usize), StoreError> {
-        if let Some(bytes) = self.fill_gap(&mut *buffer, at, end) {
-            return Ok((buffer, bytes));
-        }
-        if self.current.is_none()
-            && let Some(bytes) = self.copy_cached(&mut *buffer, at, end)
-        {
-            return Ok((buffer, bytes));
-        }
-        let shuffle = &self.stream.shuffle;
-        let mut current = match self.current.take() {
-            Some(current) => current,
-            None => {
-                let extent = self.extents.next().expect("the length is the sum over the extents");
-                let log = shuffle.log_at(extent.index_log);
-                ExtentRecords {
-                    extent,
-                    log,
-                    done_bytes: 0,
-                    check: RecordCheck::default(),
-                    crc: crc32fast::Hasher::new(),
-                }
+    /// Fills `len` bytes of the buffer with what is in memory; the rest is what must be read.
+    fn plan(&mut self, buffer: &mut dyn ReadBuffer, len: usize) -> (Vec<Step>, PartsByLog) {
+        let (mut steps, mut parts) = (Vec::new(), PartsByLog::default());
+        let mut filled = 0;
+        while filled < len {
+            if let Some(bytes) = self.fill_gap(buffer, filled, len) {
+                filled += bytes;
+                continue;
             }
-        };
-        let extent_bytes = u64::from(current.extent.blocks) * RECORD_BYTES as u64;
-        let left = usize::try_from(extent_bytes - current.done_bytes).unwrap_or(usize::MAX);
-        let len = left.min(end - at);
-        let offset = current.extent.index_offset + current.done_bytes;
-        buffer = self.stream.read((&current.log, How::Cached), buffer, at..at + len, offset).await?;
-        let bytes = &mut (*buffer).as_mut()[at..at + len];
+            if self.current.is_none()
+                && let Some(bytes) = self.copy_cached(buffer, filled, len)
+            {
+                filled += bytes;
+                continue;
+            }
+            let records = self.current.take().unwrap_or_else(|| {
+                let extent = self.extents.next().expect("the length is the sum over the extents");
+                ExtentRecords::new(extent)
+            });
+            // An extent that does not end in this chunk is its last, and `check` makes it the current one again.
+            let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
+            let range = filled..filled + left.min(len - filled);
+            let offset = records.extent.index_offset + records.done_bytes;
+            parts.push(records.extent.index_log, ReadPart { range: range.clone(), offset });
+            filled = range.end;
+            steps.push(Step { records, range });
+        }
+        (steps, parts)
+    }
+
+    /// Checks the next `bytes` of an extent's records and moves them to their place in the stream.
+    fn check(&mut self, mut current: ExtentRecords, bytes: &mut [u8]) -> Result<(), StoreError> {
         current.crc.update(bytes);
         let mut sound = records(bytes).all(|record| current.check.accept(&record));
         rebase(bytes, current.extent.base);
-        current.done_bytes += len as u64;
-        if current.done_bytes == extent_bytes {
-            sound &= current.crc.finalize() == current.extent.records_crc;
+        current.done_bytes += bytes.len() as u64;
+        let complete = current.left_bytes() == 0;
+        if complete {
+            sound &= current.crc.clone().finalize() == current.extent.records_crc;
             sound &= current.check.length == current.extent.length;
-            if !sound {
-                return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
-            }
-            if current.done_bytes == len as u64 {
-                self.keep(&current.extent, bytes);
-            }
-        } else if sound {
-            self.current = Some(current);
-        } else {
-            return Err(StoreError::corrupt(current.log.full_path(), "index records fail their check"));
         }
-        Ok((buffer, len))
+        if !sound {
+            let path = self.stream.shuffle.log_at(current.extent.index_log).full_path();
+            return Err(StoreError::corrupt(path, "index records fail their check"));
+        }
+        if !complete {
+            self.current = Some(current);
+        } else if current.done_bytes == bytes.len() as u64 {
+            self.keep(&current.extent, bytes);
+        }
+        Ok(())
     }
 }
 
@@ -395,12 +425,10 @@ impl DataRead {
         self.stream.failed = true; // See IndexRead::next_chunk.
         let next = self.current.take().or_else(|| self.pieces.next());
         let piece = next.expect("the length is the sum over the pieces");
-        let log = self.stream.log(piece);
-        let direct =
-            log.filter(|log| self.stream.core.files.is_direct(log) && piece.length >= DIRECT_BYTES_MIN);
-        let chunk = match direct {
-            Some(log) => self.read_aligned(piece, &log, buffers).await?,
-            None => self.gather(piece, len, buffers).await?,
+        let chunk = if self.goes_direct(&piece) {
+            self.read_aligned(piece, buffers).await?
+        } else {
+            self.gather(piece, len, buffers).await?
         };
         let len = chunk.len();
         self.stream.failed = false;
@@ -409,13 +437,14 @@ impl DataRead {
         Ok(Some(chunk))
     }
 
+    /// Whether a part is read by itself, around the page cache.
+    fn goes_direct(&self, piece: &Piece) -> bool {
+        let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
+        piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
+    }
+
     /// The first bytes of `piece`, read as the whole blocks in which they lie: straight from the device to the buffer.
-    async fn read_aligned(
-        &mut self,
-        piece: Piece,
-        log: &Log,
-        buffers: &dyn ReadBuffers,
-    ) -> Result<Bytes, StoreError> {
+    async fn read_aligned(&mut self, piece: Piece, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
         let skip = usize::try_from(piece.offset - start).unwrap_or(0);
         let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
@@ -423,36 +452,43 @@ impl DataRead {
         // An extent fills its last block, so what is read beyond `part` is there.
         let blocks = (skip + part).next_multiple_of(BLOCK_ALIGN);
         let buffer = buffers.acquire(blocks).await;
-        let buffer = self.stream.read((log, How::Direct), buffer, 0..blocks, start).await?;
+        let log = self.stream.shuffle.log_at(piece.log);
+        let parts = vec![ReadPart { range: 0..blocks, offset: start }];
+        let buffer = self.stream.read((&*log, How::Direct), buffer, parts).await?;
         self.keep_rest(piece, part);
         Ok(buffer.freeze(blocks).slice(skip..skip + part))
     }
 
-    /// `len` bytes from `piece` on, of as many pieces as it takes.
+    /// At most `len` bytes from `piece` on, of as many pieces as it takes; ends before one that goes direct.
     async fn gather(
         &mut self,
         piece: Piece,
         len: usize,
         buffers: &dyn ReadBuffers,
     ) -> Result<Bytes, StoreError> {
-        self.current = Some(piece);
-        let mut buffer = buffers.acquire(len).await;
+        let (mut parts, mut holes) = (PartsByLog::default(), Vec::new());
         let mut filled = 0;
-        while filled < len {
-            let next = self.current.take().or_else(|| self.pieces.next());
-            let piece = next.expect("the length is the sum over the pieces");
+        let mut next = Some(piece);
+        while let Some(piece) = next {
             let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
-            buffer = match self.stream.log(piece) {
-                Some(log) => {
-                    let range = filled..filled + part;
-                    self.stream.read((&log, How::Cached), buffer, range, piece.offset).await?
-                }
-                None => zeroed(buffer, filled..filled + part),
-            };
+            let range = filled..filled + part;
+            match piece.log {
+                NO_LOG => holes.push(range),
+                log => parts.push(log, ReadPart { range, offset: piece.offset }),
+            }
             filled += part;
             self.keep_rest(piece, part);
+            if filled == len {
+                break;
+            }
+            next = self.pieces.next();
+            if next.is_some_and(|piece| self.goes_direct(&piece)) {
+                self.current = next.take();
+            }
         }
-        Ok(buffer.freeze(len))
+        let buffer = self.stream.read_all(buffers.acquire(filled).await, parts).await?;
+        let buffer = holes.into_iter().fold(buffer, zeroed);
+        Ok(buffer.freeze(filled))
     }
 
     fn keep_rest(&mut self, piece: Piece, read: usize) {

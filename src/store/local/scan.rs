@@ -283,8 +283,7 @@ impl<'a> LogReader<'a> {
         if self.at < self.start || self.at + len > self.start + self.window.len() as u64 {
             let bytes = len.max(WINDOW_BYTES).min(self.size - self.at);
             let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
-            let target = ReadTarget { buffer: Box::new(vec![0; bytes]), range: 0..bytes };
-            let reading = self.file.read_at(target, self.at);
+            let reading = self.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, self.at));
             let target = ask(self.disk, self.deadline, async {
                 let (target, result) = reading.await;
                 result.map(|()| target)
