@@ -121,7 +121,8 @@ impl Buffer {
         if state.evicted {
             return Err(MemoryError::Evicted);
         }
-        if self.aborted.swap(false, Ordering::Acquire) {
+        // A look first: a swap for every block is dearer than the copy of a small one.
+        if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
             dead = state.active.chain.drop_dead();
         }
         if !state.active.chain.has_room_for(len) {
