@@ -174,6 +174,8 @@ pub struct LocalfileStore {
     pub direct_io: bool,
     /// Whether a start takes over what an earlier process left; else it is deleted. Default: true.
     pub recovery: bool,
+    /// Who reads and writes. Default: blocking calls.
+    pub io_engine: IoEngine,
     /// Index records kept in memory. Default: 16 MiB; 0 to 16 GiB.
     pub index_cache_bytes: u64,
 }
@@ -200,6 +202,26 @@ pub struct Runtime {
     pub blocking_threads: usize,
     /// Where connections of the raw TCP door run. Default: shared, which measured better on two cores.
     pub urpc: UrpcRuntime,
+}
+
+/// `localfile_store.io_engine`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IoEngine {
+    /// Threads that wait for `pread` and `pwritev`.
+    Blocking,
+    /// One io_uring per disk.
+    Uring,
+}
+
+impl IoEngine {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Blocking => "blocking",
+            Self::Uring => "io_uring",
+        }
+    }
 }
 
 /// `runtime_config.urpc_runtime`

@@ -335,7 +335,7 @@ async fn start_local(
     registry: &Registry,
 ) -> anyhow::Result<LocalTier> {
     let settings = parts::store(config);
-    let disks = settings.blocking_disks();
+    let disks = settings.real_disks();
     let flush = parts::flush(config, disks.len());
     let store = LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")?;
     tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));

@@ -10,7 +10,7 @@ use super::keys::Sorted;
 use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::{
-    Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore,
+    Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, IoEngine,
     LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
 };
 use crate::http::admin::Token;
@@ -216,6 +216,7 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
         ),
         direct_io: reader.boolean("localfile_store.direct_io", true),
         recovery: reader.boolean("localfile_store.recovery", true),
+        io_engine: reader.text("localfile_store.io_engine", io_engine).unwrap_or(IoEngine::Blocking),
         index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }
@@ -242,6 +243,15 @@ fn runtime(reader: &mut Reader, machine: &Machine) -> Runtime {
         worker_threads: reader.count("runtime_config.worker_threads", machine.cores.clamp(1, 1024), 1..=1024),
         blocking_threads: reader.count("runtime_config.blocking_threads", 256, 4..=4096),
         urpc: reader.text("runtime_config.urpc_runtime", urpc_runtime).unwrap_or(UrpcRuntime::Shared),
+    }
+}
+
+fn io_engine(text: &str) -> Result<IoEngine, String> {
+    match text {
+        "blocking" => Ok(IoEngine::Blocking),
+        "io_uring" if cfg!(feature = "io-uring") => Ok(IoEngine::Uring),
+        "io_uring" => Err("this program was built without the feature io-uring".to_owned()),
+        _ => Err("blocking or io_uring is allowed".to_owned()),
     }
 }
 

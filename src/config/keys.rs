@@ -72,6 +72,7 @@ pub(super) const KEYS: &[Key] = &[
     key("localfile_store.disk_healthy_check_interval_sec"),
     key("localfile_store.direct_io"),
     key("localfile_store.recovery"),
+    key("localfile_store.io_engine"),
     key("localfile_store.index_cache_size"),
     not_yet("hdfs_store.max_concurrency"),
     not_yet("hdfs_store.partition_write_max_concurrency"),

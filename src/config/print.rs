@@ -84,6 +84,7 @@ fn localfile(config: &Config) -> Table {
     put(&mut table, "disk_healthy_check_interval_sec", duration(local.disk_healthy_check_interval, 1));
     put(&mut table, "direct_io", local.direct_io);
     put(&mut table, "recovery", local.recovery);
+    put(&mut table, "io_engine", local.io_engine.as_str());
     put(&mut table, "index_cache_size", size_text(local.index_cache_bytes));
     table
 }

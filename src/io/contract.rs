@@ -136,6 +136,18 @@ async fn real_disk_buffered_and_direct() {
     }
 }
 
+#[cfg(feature = "io-uring")]
+#[tokio::test]
+async fn io_uring_buffered_and_direct() {
+    for direct in [false, true] {
+        let root = tempfile::tempdir().unwrap();
+        match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
+            Ok(disk) => suite(Arc::new(disk), direct).await,
+            Err(error) => return eprintln!("skipped: this machine has no io_uring ({error})"),
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_full_memory_disk_stores_what_fits() {
     let disk = MemoryDisk::new("/memory", Some(10));

@@ -7,6 +7,7 @@
 //! | disk | for |
 //! | --- | --- |
 //! | [`blocking::BlockingDisk`] | the real one: `pwritev` on tokio's blocking threads, bounded per disk |
+//! | `uring::UringDisk` | the same by io_uring (feature `io-uring`) |
 //! | [`memory::MemoryDisk`] | tests: a tree in memory with an optional capacity |
 //! | [`fault::FaultDisk`] | tests: any disk, with faults on purpose |
 
@@ -16,6 +17,8 @@ pub mod fault;
 pub mod memory;
 mod mount;
 mod progress;
+#[cfg(feature = "io-uring")]
+pub mod uring;
 
 #[cfg(test)]
 mod contract;
@@ -112,6 +115,44 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
     /// Where the root, which exists, is mounted.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
+}
+
+/// Who makes the calls of a real disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// Threads that wait for `pread` and `pwritev`.
+    Blocking,
+    /// One io_uring per disk.
+    Uring,
+}
+
+impl Engine {
+    /// `disk` with this engine; as it is, with a warning, where there is no io_uring.
+    #[must_use]
+    pub fn disk(self, disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+        match self {
+            Self::Blocking => Arc::new(disk),
+            Self::Uring => uring_or_blocking(disk),
+        }
+    }
+}
+
+#[cfg(feature = "io-uring")]
+fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+    match uring::UringDisk::new(disk.clone()) {
+        Ok(disk) => Arc::new(disk),
+        Err(error) => {
+            let root = disk.root().display();
+            tracing::warn!(%root, %error, "no io_uring on this machine, going on with blocking calls");
+            Arc::new(disk)
+        }
+    }
+}
+
+#[cfg(not(feature = "io-uring"))]
+fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+    tracing::warn!("this program was built without io_uring, going on with blocking calls");
+    Arc::new(disk)
 }
 
 /// Refuses a path that is absolute or climbs.

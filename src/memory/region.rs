@@ -1,4 +1,4 @@
-//! One mapping of memory, handed out in segments; with its `copy`, the only `unsafe` of the crate.
+//! One mapping of memory, handed out in segments; with its `copy`, and `io::uring`, the only `unsafe` of the crate.
 //!
 //! Not here: who pays ([`super::budget`]), which piece is free ([`super::buddy`]), what the bytes mean.
 //!

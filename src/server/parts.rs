@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use crate::app::AppConfig;
-use crate::config::{Config, UrpcRuntime};
+use crate::config::{Config, IoEngine, UrpcRuntime};
 use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
+use crate::io::Engine;
 use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
@@ -72,6 +73,10 @@ pub(super) fn store(config: &Config) -> LocalConfig {
         low_watermark: local.disk_low_watermark,
         direct_io: local.direct_io,
         recovery: local.recovery,
+        engine: match local.io_engine {
+            IoEngine::Blocking => Engine::Blocking,
+            IoEngine::Uring => Engine::Uring,
+        },
         probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()
     }

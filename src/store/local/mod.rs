@@ -71,9 +71,9 @@ use self::placement::Candidate;
 use self::purge::Condemned;
 use self::records::RecordCache;
 use self::shuffle::Shuffle;
-use crate::io::Disk;
 use crate::io::blocking::BlockingDisk;
 use crate::io::buffers::AlignedPool;
+use crate::io::{Disk, Engine};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::{BlockMeta, PartitionId, ShuffleKey};
 
@@ -94,6 +94,8 @@ pub struct LocalConfig {
     pub low_watermark: f64,
     /// Write around the page cache where the file system allows it. Default: true.
     pub direct_io: bool,
+    /// Who makes the calls. Default: threads that wait.
+    pub engine: Engine,
     /// Time for one write call of at most 16 MiB, queueing included. Default: 60 s.
     pub write_timeout: Duration,
     /// Time for one read call of at most 1 MiB, queueing included. Default: 60 s.
@@ -130,6 +132,7 @@ impl Default for LocalConfig {
             high_watermark: 0.8,
             low_watermark: 0.7,
             direct_io: true,
+            engine: Engine::Blocking,
             write_timeout: Duration::from_secs(60),
             read_timeout: Duration::from_secs(60),
             name_timeout: Duration::from_secs(30),
@@ -152,11 +155,11 @@ const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
 impl LocalConfig {
     /// The real disks of [`LocalConfig::paths`].
     #[must_use]
-    pub fn blocking_disks(&self) -> Vec<Arc<dyn Disk>> {
+    pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
         let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
         let disk = |path: &PathBuf| {
             let disk = BlockingDisk::new(path, writes, reads);
-            Arc::new(disk.with_max_concurrency(self.max_concurrency_per_disk)) as Arc<dyn Disk>
+            self.engine.disk(disk.with_max_concurrency(self.max_concurrency_per_disk))
         };
         self.paths.iter().map(disk).collect()
     }
