@@ -55,7 +55,7 @@ impl Bench {
     }
 
     fn flush(&self) {
-        let flusher = &self.worker.local().unwrap().flusher;
+        let flusher = &self.worker.tiers().unwrap().flusher;
         flusher.flush_all();
         self.runtime.block_on(async {
             while flusher.unfinished() > 0 {

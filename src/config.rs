@@ -7,6 +7,7 @@
 mod banner;
 mod build;
 mod embedded;
+mod hdfs;
 mod keys;
 mod machine;
 mod print;
@@ -24,6 +25,7 @@ pub use machine::Machine;
 
 use crate::coordinator::embedded::assign::{NodeOrder, PartitionSelection};
 use crate::http::admin::Token;
+use crate::store::hdfs::RemoteLocation;
 use crate::telemetry::TelemetryConfig;
 
 /// Least capacity of the memory store: room for a handful of the largest segments.
@@ -71,6 +73,8 @@ pub struct Config {
     pub memory: MemoryStore,
     /// `[localfile_store]`
     pub localfile: LocalfileStore,
+    /// `[hdfs_store]`
+    pub hdfs: HdfsSection,
     /// `[hybrid_store]`
     pub hybrid: HybridStore,
     /// `[runtime_config]`
@@ -96,6 +100,10 @@ pub enum StoreType {
     Memory,
     /// Memory, spilled to local disks.
     MemoryLocalfile,
+    /// Memory, spilled to HDFS.
+    MemoryHdfs,
+    /// Memory, spilled to local disks, and to HDFS what is cold.
+    MemoryLocalfileHdfs,
 }
 
 impl StoreType {
@@ -105,6 +113,8 @@ impl StoreType {
         match self {
             Self::Memory => "MEMORY",
             Self::MemoryLocalfile => "MEMORY_LOCALFILE",
+            Self::MemoryHdfs => "MEMORY_HDFS",
+            Self::MemoryLocalfileHdfs => "MEMORY_LOCALFILE_HDFS",
         }
     }
 
@@ -112,8 +122,17 @@ impl StoreType {
     #[must_use]
     pub fn has_local(self) -> bool {
         match self {
-            Self::Memory => false,
-            Self::MemoryLocalfile => true,
+            Self::Memory | Self::MemoryHdfs => false,
+            Self::MemoryLocalfile | Self::MemoryLocalfileHdfs => true,
+        }
+    }
+
+    /// True when blocks are spilled to HDFS.
+    #[must_use]
+    pub fn has_hdfs(self) -> bool {
+        match self {
+            Self::Memory | Self::MemoryLocalfile => false,
+            Self::MemoryHdfs | Self::MemoryLocalfileHdfs => true,
         }
     }
 }
@@ -180,6 +199,32 @@ pub struct LocalfileStore {
     pub index_cache_bytes: u64,
 }
 
+/// `[hdfs_store]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct HdfsSection {
+    /// Files written at a time per file system. Default: 10; 1 to 10,000.
+    pub max_concurrency: usize,
+    /// Writers per partition. Default: 20; 1 to 1,000.
+    pub partition_write_max_concurrency: usize,
+    /// What clients may name as remote path, with everything below. Default: the embedded coordinator's paths where
+    /// there are any, else everything. At most 256.
+    pub allowed_paths: Vec<RemoteLocation>,
+    /// Time for a batch, and a second more for every MiB of it. Default: 60 s; 1 s to 1 h.
+    pub write_timeout: Duration,
+    /// Whether a file is written to every allowed path at start, and the start fails if that does. Default: false.
+    pub precheck_enable: bool,
+    /// Keytab of the worker's login. Default: none, the ticket cache is used.
+    pub keytab_path: Option<PathBuf>,
+    /// Principal in the keytab; both or neither.
+    pub principal: Option<String>,
+    /// Whether files are written as the application's user where Hadoop's security is on. Default: true.
+    pub proxy_user_enable: bool,
+    /// `HADOOP_CONF_DIR`: the worker's own Hadoop settings. Default: none.
+    pub hadoop_conf_dir: Option<PathBuf>,
+    /// `KRB5CCNAME`: where the tickets are when there is no keytab. Default: none, Kerberos' own default.
+    pub ticket_cache: Option<String>,
+}
+
 /// `[hybrid_store]`
 #[derive(Debug, Clone, PartialEq)]
 pub struct HybridStore {
@@ -191,6 +236,10 @@ pub struct HybridStore {
     pub memory_single_buffer_max_spill_size_bytes: u64,
     /// ... and one of a huge partition beyond this one. Default: 128 MB; 1 MiB to 1 TiB.
     pub huge_partition_memory_single_buffer_max_spill_size_bytes: u64,
+    /// With both, a single batch larger than this goes to HDFS instead of local disks. Default: 128 MB; 1 to 1 TiB.
+    pub memory_spill_to_cold_threshold_size_bytes: u64,
+    /// Batches for HDFS in flight; with local disks too, more go there. Default: 500; 1 to 10,000.
+    pub memory_spill_to_hdfs_concurrency: usize,
 }
 
 /// `[runtime_config]`
@@ -473,6 +522,12 @@ impl Config {
     #[must_use]
     pub fn is_embedded(&self) -> bool {
         self.coordinator_quorum.is_empty()
+    }
+
+    /// Remote paths that clients may name, with everything below; none = all.
+    #[must_use]
+    pub fn allowed_remote_paths(&self) -> Vec<RemoteLocation> {
+        hdfs::allowed(self)
     }
 
     /// The effective configuration as TOML with every supported key; parses back to an equal one.

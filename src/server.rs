@@ -13,6 +13,7 @@ mod run;
 mod sockets;
 mod stop;
 mod successor;
+mod tiers;
 mod upgrade;
 
 use std::net::{IpAddr, SocketAddr};
@@ -28,7 +29,6 @@ use crate::app::AppRegistry;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
-use crate::flush::Flusher;
 use crate::grpc::GrpcServer;
 use crate::http::HttpServer;
 use crate::http::admin::AdminServer;
@@ -36,8 +36,7 @@ use crate::memory::Memory;
 use crate::metrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, Tasks};
-use crate::service::{LocalTier, Service};
-use crate::store::LocalStore;
+use crate::service::{Service, Tiers};
 use crate::tcp::TcpDoor;
 use crate::telemetry::LogFilter;
 
@@ -71,7 +70,7 @@ pub struct Worker {
     ip: IpAddr,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
-    local: Option<LocalTier>,
+    tiers: Option<Tiers>,
     service: Arc<Service>,
     registry: Registry,
     live: Arc<Live>,
@@ -121,21 +120,19 @@ impl Worker {
         let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
             format!("can not map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
-        let local = match config.store_type.has_local() {
-            true => Some(start_local(config, &memory, &background, &registry).await?),
-            false => None,
-        };
+        let server_id = server_id(ip, &addresses);
+        let tiers = tiers::start(config, server_id, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(parts::app(config)));
         let service = Service::new(
             parts::service(config),
             Arc::clone(&apps),
             Arc::clone(&memory),
-            local.clone(),
+            tiers.clone(),
             background.clone(),
             &registry,
         )?;
-        if let Some(local) = &local {
-            service.restore(local.store.take_recovered());
+        if let Some(local) = tiers.as_ref().and_then(|tiers| tiers.local.as_ref()) {
+            service.restore(local.take_recovered());
         }
         let live = Arc::new(Live::new(config, surroundings.log));
         let worker = Self {
@@ -143,7 +140,7 @@ impl Worker {
             ip,
             apps,
             memory,
-            local,
+            tiers,
             service,
             registry,
             live,
@@ -251,10 +248,10 @@ impl Worker {
         &self.apps
     }
 
-    /// The tier below memory.
+    /// The tiers below memory.
     #[must_use]
-    pub fn local(&self) -> Option<&LocalTier> {
-        self.local.as_ref()
+    pub fn tiers(&self) -> Option<&Tiers> {
+        self.tiers.as_ref()
     }
 
     /// The registry of metrics.
@@ -264,14 +261,18 @@ impl Worker {
     }
 
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
-        let (service, memory, local) =
-            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
+        let (service, memory, tiers) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
         move || {
             service.refresh_metrics();
             memory.refresh_metrics();
-            if let Some(local) = &local {
-                local.flusher.refresh_metrics();
-                local.store.refresh_metrics();
+            let Some(tiers) = &tiers else { return };
+            tiers.flusher.refresh_metrics();
+            if let Some(local) = &tiers.local {
+                local.refresh_metrics();
+            }
+            if let Some(hdfs) = &tiers.hdfs {
+                hdfs.refresh_metrics();
             }
         }
     }
@@ -287,8 +288,7 @@ impl Worker {
     fn report_source(&self) -> ReportSource {
         let netty_port = self.addresses.urpc.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
-        let mut fixed =
-            NodeReport::new(identity::server_id(self.ip, grpc_port, netty_port), self.ip, grpc_port);
+        let mut fixed = NodeReport::new(server_id(self.ip, &self.addresses), self.ip, grpc_port);
         fixed.netty_port = netty_port;
         fixed.http_port = Some(self.addresses.http.port());
         fixed.version = env!("CARGO_PKG_VERSION").to_owned();
@@ -296,9 +296,9 @@ impl Worker {
         fixed.start_time_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
-        let (service, memory, local) =
-            (Arc::clone(&self.service), Arc::clone(&self.memory), self.local.clone());
-        report::source(fixed, report::Parts { service, memory, local, live: Arc::clone(&self.live) })
+        let (service, memory, tiers) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        report::source(fixed, report::Parts { service, memory, tiers, live: Arc::clone(&self.live) })
     }
 
     /// The doors are open: from now on coordinators hear of this worker, and at once of every change of its state.
@@ -306,7 +306,7 @@ impl Worker {
         let source = self.report_source();
         let watch = Watch {
             service: Arc::clone(&self.service),
-            store: self.local.as_ref().map(|local| Arc::clone(&local.store)),
+            tiers: self.tiers.clone(),
             min_disks: config.localfile.healthy_check_min_disks,
             live: Arc::clone(&self.live),
         };
@@ -328,17 +328,7 @@ impl Worker {
     }
 }
 
-async fn start_local(
-    config: &Config,
-    memory: &Arc<Memory>,
-    tasks: &Tasks,
-    registry: &Registry,
-) -> anyhow::Result<LocalTier> {
-    let settings = parts::store(config);
-    let disks = settings.real_disks();
-    let flush = parts::flush(config, disks.len());
-    let store = LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")?;
-    tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-    let flusher = Flusher::start(flush, Arc::clone(memory), Arc::clone(&store), tasks.clone(), registry)?;
-    Ok(LocalTier { store, flusher })
+/// By this id coordinators and clients know the worker, and its remote files begin with it.
+fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
+    identity::server_id(ip, addresses.grpc.port(), addresses.urpc.map(|address| address.port()))
 }

@@ -64,6 +64,17 @@ fn the_printed_configuration_is_a_configuration() {
 }
 
 #[test]
+fn without_the_feature_hdfs_is_refused_by_name() {
+    for store_type in ["MEMORY_HDFS", "MEMORY_LOCALFILE_HDFS"] {
+        let output = worker(&["--check"], &format!("store_type = \"{store_type}\"\n"));
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.success(), cfg!(feature = "hdfs"), "{stderr}");
+        let told = stderr.contains("store_type") && stderr.contains("this build has no HDFS");
+        assert_eq!(told, cfg!(not(feature = "hdfs")), "{stderr}");
+    }
+}
+
+#[test]
 fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port();

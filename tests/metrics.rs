@@ -16,6 +16,7 @@ use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::server::Worker;
+use uniffle_worker::store::RemoteStorage;
 use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -48,9 +49,9 @@ async fn scrape(worker: &Worker) -> BTreeMap<String, usize> {
     names
 }
 
-async fn worker(directory: &std::path::Path, quorum: &str) -> Worker {
+async fn worker(directory: &std::path::Path, top: &str) -> Worker {
     let text = format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{quorum}\n\
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}\n\
          [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
         directory.join("data")
     );
@@ -68,10 +69,11 @@ async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
     let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
     client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
     let mut exported = scrape(worker).await;
-    let local = worker.local().expect("a local tier");
-    local.flusher.flush_all();
+    let tiers = worker.tiers().expect("tiers");
+    let local = tiers.local.as_ref().expect("a local tier");
+    tiers.flusher.flush_all();
     let start = Instant::now();
-    while local.store.partition_bytes(&key, partition) == 0 {
+    while local.partition_bytes(&key, partition) == 0 {
         assert!(start.elapsed() < PATIENCE, "not flushed");
         sleep(Duration::from_millis(10)).await;
     }
@@ -98,9 +100,15 @@ async fn the_readme_and_the_worker_name_the_same_metrics() {
 
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let a = worker(dir_a.path(), "").await;
-    let b = worker(dir_b.path(), &format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc)).await;
+    let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
+    let b = worker(dir_b.path(), &format!("{quorum}\nstore_type = \"MEMORY_LOCALFILE_HDFS\"")).await;
+    // A remote store has metrics as soon as an application has named it; nobody connects yet.
+    let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
+    let storage = RemoteStorage { path, ..RemoteStorage::default() };
+    let hdfs = b.tiers().and_then(|tiers| tiers.hdfs.clone()).expect("a remote tier");
+    let named = hdfs.prepare(&storage).expect("a sound path");
     let mut exported = traffic(&a).await;
-    // The embedded coordinator's metrics are A's, the heartbeats' are B's.
+    // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's.
     for answer in [scrape(&a).await, scrape(&b).await] {
         for (name, count) in answer {
             let most = exported.entry(name).or_insert(0);
@@ -115,5 +123,6 @@ async fn the_readme_and_the_worker_name_the_same_metrics() {
         undocumented.is_empty() && missing.is_empty(),
         "undocumented {undocumented:?}\nmissing {missing:?}"
     );
+    drop(named);
     assert_eq!(b.stop().await + a.stop().await, 0);
 }

@@ -16,6 +16,8 @@ mod support;
 
 #[path = "spark/clusters.rs"]
 mod clusters;
+#[path = "spark/hdfs.rs"]
+mod hdfs;
 #[path = "spark/one_worker.rs"]
 mod one_worker;
 #[path = "spark/tcp.rs"]
@@ -183,5 +185,6 @@ fn the_applications_build() {
     if spark().is_some() {
         support::spark::build(Kind::Main);
         support::spark::build(Kind::Spark33);
+        support::hdfs::build();
     }
 }

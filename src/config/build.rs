@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::embedded;
+use super::hdfs;
 use super::keys::Sorted;
 use super::machine::Machine;
 use super::reader::{Reader, Unit, absolute_path, size_text};
@@ -74,6 +75,7 @@ pub(super) fn build(
         advertised_ip: worker_ip(&mut reader, env),
         memory: memory(&mut reader, machine),
         localfile: localfile(&mut reader, machine),
+        hdfs: hdfs::read(&mut reader, env),
         hybrid: hybrid(&mut reader),
         runtime: runtime(&mut reader, machine),
         log: log(&mut reader, env),
@@ -98,6 +100,7 @@ pub(super) fn build(
     check_windows(&mut reader, &config);
     check_quorum(&mut reader, &config);
     embedded::check(&mut reader, &config);
+    hdfs::check(&mut reader, &mut config);
     if !config.is_embedded() && config.embedded_coordinator != EmbeddedCoordinator::default() {
         config.warnings.push("[embedded_coordinator] has no effect with a coordinator_quorum".to_owned());
     }
@@ -108,11 +111,9 @@ fn store_type(text: &str) -> Result<StoreType, String> {
     match text.to_ascii_uppercase().as_str() {
         "MEMORY" => Ok(StoreType::Memory),
         "MEMORY_LOCALFILE" => Ok(StoreType::MemoryLocalfile),
-        "MEMORY_HDFS" | "MEMORY_LOCALFILE_HDFS" => {
-            Err("the HDFS tier is not supported by this build yet; MEMORY and MEMORY_LOCALFILE are"
-                .to_owned())
-        }
-        _ => Err("MEMORY or MEMORY_LOCALFILE".to_owned()),
+        "MEMORY_HDFS" => Ok(StoreType::MemoryHdfs),
+        "MEMORY_LOCALFILE_HDFS" => Ok(StoreType::MemoryLocalfileHdfs),
+        _ => Err("MEMORY, MEMORY_LOCALFILE, MEMORY_HDFS or MEMORY_LOCALFILE_HDFS".to_owned()),
     }
 }
 
@@ -234,6 +235,16 @@ fn hybrid(reader: &mut Reader) -> HybridStore {
             "hybrid_store.huge_partition_memory_single_buffer_max_spill_size",
             128_000_000,
             MIB..=TIB,
+        ),
+        memory_spill_to_cold_threshold_size_bytes: reader.size(
+            "hybrid_store.memory_spill_to_cold_threshold_size",
+            128_000_000,
+            1..=TIB,
+        ),
+        memory_spill_to_hdfs_concurrency: reader.count(
+            "hybrid_store.memory_spill_to_hdfs_concurrency",
+            500,
+            1..=10_000,
         ),
     }
 }

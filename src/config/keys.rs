@@ -74,16 +74,20 @@ pub(super) const KEYS: &[Key] = &[
     key("localfile_store.recovery"),
     key("localfile_store.io_engine"),
     key("localfile_store.index_cache_size"),
-    not_yet("hdfs_store.max_concurrency"),
-    not_yet("hdfs_store.partition_write_max_concurrency"),
-    not_yet("hdfs_store.kerberos_security_config.keytab_path"),
-    not_yet("hdfs_store.kerberos_security_config.principal"),
+    key("hdfs_store.max_concurrency"),
+    key("hdfs_store.partition_write_max_concurrency"),
+    key("hdfs_store.allowed_paths"),
+    key("hdfs_store.write_timeout_sec"),
+    key("hdfs_store.precheck_enable"),
+    key("hdfs_store.kerberos_security_config.keytab_path"),
+    key("hdfs_store.kerberos_security_config.principal"),
+    key("hdfs_store.kerberos_security_config.proxy_user_enable"),
     key("hybrid_store.memory_spill_high_watermark"),
     key("hybrid_store.memory_spill_low_watermark"),
     key("hybrid_store.memory_single_buffer_max_spill_size"),
     key("hybrid_store.huge_partition_memory_single_buffer_max_spill_size"),
-    not_yet("hybrid_store.memory_spill_to_cold_threshold_size"),
-    not_yet("hybrid_store.memory_spill_to_hdfs_concurrency"),
+    key("hybrid_store.memory_spill_to_cold_threshold_size"),
+    key("hybrid_store.memory_spill_to_hdfs_concurrency"),
     key("runtime_config.worker_threads"),
     key("runtime_config.blocking_threads"),
     key("runtime_config.urpc_runtime"),
@@ -286,7 +290,7 @@ mod tests {
 
     #[test]
     fn keys_of_parts_to_come_are_not_called_unknown() {
-        let text = only_problem("[hdfs_store]\nmax_concurrency = 10");
+        let text = only_problem("[metrics]\npush_interval_sec = 10");
         assert!(text.contains("not supported by this build yet"), "{text}");
         let text = only_problem("[tracing]\njaeger_reporter_endpoint = \"x\"");
         assert!(text.contains("not supported by this build yet"), "{text}");

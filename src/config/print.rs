@@ -5,7 +5,7 @@ use std::time::Duration;
 use toml::{Table, Value};
 
 use super::reader::size_text;
-use super::{Config, embedded};
+use super::{Config, embedded, hdfs};
 use crate::telemetry::Rotation;
 
 /// Every supported key that has a value; absent optional keys stay absent.
@@ -28,6 +28,7 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "decommission_shutdown", config.decommission_shutdown);
     put(&mut top, "memory_store", memory(config));
     put(&mut top, "localfile_store", localfile(config));
+    put(&mut top, "hdfs_store", hdfs::print(&config.hdfs));
     put(&mut top, "hybrid_store", hybrid(config));
     put(&mut top, "runtime_config", runtime(config));
     put(&mut top, "log", log(config));
@@ -98,6 +99,9 @@ fn hybrid(config: &Config) -> Table {
     put(&mut table, "memory_single_buffer_max_spill_size", max_spill);
     let max_spill = size_text(hybrid.huge_partition_memory_single_buffer_max_spill_size_bytes);
     put(&mut table, "huge_partition_memory_single_buffer_max_spill_size", max_spill);
+    let cold = size_text(hybrid.memory_spill_to_cold_threshold_size_bytes);
+    put(&mut table, "memory_spill_to_cold_threshold_size", cold);
+    put(&mut table, "memory_spill_to_hdfs_concurrency", number(hybrid.memory_spill_to_hdfs_concurrency));
     table
 }
 

@@ -90,7 +90,7 @@ fn the_printed_configuration_parses_back() {
 #[test]
 fn all_problems_are_reported_at_once() {
     let text = r#"
-        store_type = "MEMORY_HDFS"
+        store_type = "MEMORY_S3"
         grpc_port = 70000
         gprc_port = 1
         coordinator_quorum = ["nohost"]
@@ -101,13 +101,18 @@ fn all_problems_are_reported_at_once() {
         data_paths = ["relative"]
         disk_low_watermark = 0.9
         [hdfs_store]
-        max_concurrency = 5
+        max_concurrency = 0
+        allowed_paths = ["/uniffle"]
+        [hdfs_store.kerberos_security_config]
+        principal = "uniffle"
+        [metrics]
+        push_interval_sec = 5
         [nonsense]
         a = 1
     "#;
     let found = problems(text);
     for part in [
-        "store_type = \"MEMORY_HDFS\": the HDFS tier is not supported",
+        "store_type = \"MEMORY_S3\": MEMORY, MEMORY_LOCALFILE,",
         "grpc_port = 70000: a port",
         "gprc_port = 1: unknown key, did you mean grpc_port?",
         "coordinator_quorum = [\"nohost\"]: entries of the form host:port",
@@ -115,14 +120,17 @@ fn all_problems_are_reported_at_once() {
         "memory_store.capacity = \"1K\": a size from 16MiB",
         "localfile_store.data_paths = [\"relative\"]: absolute paths",
         "localfile_store.disk_low_watermark = 0.9: less than",
-        "hdfs_store.max_concurrency = 5: known key, not supported by this build yet",
+        "hdfs_store.max_concurrency = 0: ",
+        "hdfs_store.allowed_paths = [\"/uniffle\"]: paths such as",
+        "hdfs_store.kerberos_security_config.principal = \"uniffle\": a Kerberos principal",
+        "metrics.push_interval_sec = 5: known key, not supported by this build yet",
         "[nonsense]: unknown table",
     ] {
         assert!(found.iter().any(|problem| problem.starts_with(part)), "{part} in {found:#?}");
     }
-    assert_eq!(found.len(), 10, "{found:#?}");
+    assert_eq!(found.len(), 13, "{found:#?}");
     let shown = parse(text).unwrap_err().to_string();
-    assert!(shown.contains("10 problems") && shown.lines().count() == 11, "{shown}");
+    assert!(shown.contains("13 problems") && shown.lines().count() == 14, "{shown}");
 }
 
 #[test]

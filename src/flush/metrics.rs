@@ -8,6 +8,10 @@ pub(super) struct FlushMetrics {
     pub(super) spilled_batches: IntCounter,
     pub(super) failed_writes: IntCounter,
     pub(super) purged_batches: IntCounter,
+    pub(super) hdfs_batches: IntCounter,
+    pub(super) hdfs_bytes: IntCounter,
+    pub(super) hdfs_failures: IntCounter,
+    pub(super) hdfs_in_flight: IntGauge,
     pub(super) queued: IntGauge,
     pub(super) extent_bytes: Histogram,
 }
@@ -21,6 +25,9 @@ impl FlushMetrics {
         };
         let queued = IntGauge::new("event_queue_size", "Sealed batches that wait for a flush worker")?;
         registry.register(Box::new(queued.clone()))?;
+        let hdfs_in_flight =
+            IntGauge::new("memory_spill_to_hdfs", "Batches that wait for HDFS or are being written there")?;
+        registry.register(Box::new(hdfs_in_flight.clone()))?;
         let buckets = prometheus::exponential_buckets(4096.0, 4.0, 10)?;
         let extent_bytes = Histogram::with_opts(
             HistogramOpts::new("flush_extent_bytes", "Payload bytes of one partition in one batch")
@@ -35,12 +42,19 @@ impl FlushMetrics {
             spilled_batches: counter("local_file_event_flush_num", "Batches written to local disks")?,
             failed_writes: counter(
                 "total_failed_written_event_num",
-                "Times that a batch could be written to no disk; it stays in memory and is tried again",
+                "Times that a tier did not take a batch; it stays in memory and goes elsewhere or is tried again",
             )?,
             purged_batches: counter(
                 "total_spill_events_dropped_with_app_not_found",
                 "Batches dropped because their shuffle was unregistered meanwhile",
             )?,
+            hdfs_batches: counter("hadoop_event_flush_num", "Batches written to HDFS")?,
+            hdfs_bytes: counter("total_memory_spill_to_hdfs", "Payload bytes brought from memory to HDFS")?,
+            hdfs_failures: counter(
+                "total_memory_to_hdfs_spill_failed",
+                "Times that HDFS did not take a batch; it stays in memory and goes elsewhere or is tried again",
+            )?,
+            hdfs_in_flight,
             queued,
             extent_bytes,
         })

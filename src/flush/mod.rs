@@ -1,28 +1,51 @@
 //! Memory → store, at its own pace.
 //!
 //! Memory publishes its pressure; one scheduler wakes on it (or on a tick), asks the pure [`policy`] for victims, seals
-//! them and queues batches of one shuffle each; a fixed number of workers writes them. A batch leaves memory only after
-//! its bytes and then its index records are readable in the store (PROTOCOL §4.5). A batch that could not be written
-//! anywhere stays in memory, readable, and is tried again for ever with a growing pause: nothing is dropped because a
-//! counter ran out.
+//! them and queues batches of one shuffle each, for the tier that [`tier`] chooses; a fixed number of workers per tier
+//! writes them, so that a slow tier holds nothing up but its own batches. A batch leaves memory only after its bytes and
+//! then its index records are readable in the store (PROTOCOL §4.5). A batch that could not be written anywhere stays in
+//! memory, readable, and is tried again for ever with a growing pause: nothing is dropped because a counter ran out.
 
 mod metrics;
 pub mod policy;
 mod queue;
 mod scheduler;
+pub mod tier;
 mod worker;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use scheduler::Flusher;
+
+use crate::store::{HdfsStore, LocalStore};
+
+/// The tiers below memory; at least one.
+#[derive(Debug, Clone, Default)]
+pub struct Stores {
+    /// Local disks.
+    pub local: Option<Arc<LocalStore>>,
+    /// Remote files.
+    pub hdfs: Option<Arc<HdfsStore>>,
+}
+
+impl From<Arc<LocalStore>> for Stores {
+    fn from(store: Arc<LocalStore>) -> Self {
+        Self { local: Some(store), hdfs: None }
+    }
+}
 
 /// Pace and bounds of the flusher.
 #[derive(Debug, Clone)]
 pub struct FlushConfig {
     /// Watermarks and per-buffer bounds.
     pub limits: policy::Limits,
-    /// Batches written at a time. Default: disks × write concurrency per disk.
+    /// Batches written to local disks at a time. Default: disks × write concurrency per disk.
     pub workers: usize,
+    /// Batches for HDFS in flight at a time; with local disks too, more go there. Default: 500.
+    pub hdfs_in_flight_max: usize,
+    /// A partition's chain of more bytes is cold: it goes to HDFS where there are both tiers. Default: 128 MB.
+    pub cold_bytes: u64,
     /// Bytes after which a batch of several partitions is closed; one partition's chain may be larger.
     pub batch_bytes_max: u64,
     /// The scheduler looks at least this often.

@@ -9,19 +9,32 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::memory::{Buffer, SealedBatch};
-use crate::store::ShuffleHandle;
+use crate::store::{RemoteHandle, ShuffleHandle};
 use crate::types::{Distribution, ShuffleKey};
+
+use super::tier::Tier;
+
+/// The incarnations that chains were sealed from: they can not end up in a later shuffle of the same name.
+#[derive(Debug, Clone)]
+pub(super) struct Handles {
+    pub(super) local: Option<ShuffleHandle>,
+    pub(super) hdfs: Option<RemoteHandle>,
+}
 
 /// Sealed chains of one shuffle that are written together.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) key: ShuffleKey,
-    /// The incarnation that the chains were sealed from: they can not end up in a later shuffle of the same name.
-    pub(super) handle: ShuffleHandle,
+    pub(super) handles: Handles,
+    pub(super) is_cold: bool,
     pub(super) distribution: Distribution,
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
     /// How often it could not be written.
     pub(super) failures: u32,
+    /// The tier that failed it last.
+    pub(super) failed: Option<Tier>,
+    /// Counts it among those of HDFS while it is one.
+    pub(super) in_flight: Option<Arc<()>>,
     /// Counts this batch as unfinished while it lives.
     pub(super) _token: Arc<()>,
 }

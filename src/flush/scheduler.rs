@@ -10,13 +10,13 @@ use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::store::{LocalStore, ShuffleHandle};
 use crate::types::{Distribution, ShuffleKey};
 
-use super::FlushConfig;
 use super::metrics::FlushMetrics;
 use super::policy::{self, Goal, Usage};
-use super::queue::{Batch, Queue};
+use super::queue::{Batch, Handles, Queue};
+use super::tier::{self, Choice, Offer, Tier};
+use super::{FlushConfig, Stores};
 
 /// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
 const BATCH_PARTS_MAX: usize = 4096;
@@ -32,8 +32,11 @@ const EMPTYING_LOOK: Duration = Duration::from_millis(10);
 pub struct Flusher {
     pub(super) config: FlushConfig,
     pub(super) memory: Arc<Memory>,
-    pub(super) store: Arc<LocalStore>,
-    pub(super) queue: Queue,
+    pub(super) stores: Stores,
+    pub(super) local_queue: Queue,
+    pub(super) hdfs_queue: Queue,
+    /// Held by every batch that is queued for HDFS or being written there.
+    pub(super) hdfs_in_flight: Arc<()>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
@@ -53,7 +56,7 @@ impl Flusher {
     pub fn start(
         config: FlushConfig,
         memory: Arc<Memory>,
-        store: Arc<LocalStore>,
+        stores: impl Into<Stores>,
         tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
@@ -61,8 +64,10 @@ impl Flusher {
             metrics: FlushMetrics::new(registry)?,
             config,
             memory,
-            store,
-            queue: Queue::default(),
+            stores: stores.into(),
+            local_queue: Queue::default(),
+            hdfs_queue: Queue::default(),
+            hdfs_in_flight: Arc::new(()),
             tasks: tasks.clone(),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
@@ -71,9 +76,14 @@ impl Flusher {
         });
         let scheduler = Arc::clone(&flusher);
         tasks.spawn_again("flush scheduler", move || Arc::clone(&scheduler).schedule());
-        for _ in 0..flusher.config.workers {
+        let workers = |present: bool, count: usize| if present { count } else { 0 };
+        for _ in 0..workers(flusher.stores.local.is_some(), flusher.config.workers) {
             let worker = Arc::clone(&flusher);
-            tasks.spawn_again("flush worker", move || Arc::clone(&worker).work());
+            tasks.spawn_again("flush worker", move || Arc::clone(&worker).work(Tier::Local));
+        }
+        for _ in 0..workers(flusher.stores.hdfs.is_some(), flusher.config.hdfs_in_flight_max) {
+            let worker = Arc::clone(&flusher);
+            tasks.spawn_again("hdfs flush worker", move || Arc::clone(&worker).work(Tier::Hdfs));
         }
         Ok(flusher)
     }
@@ -94,10 +104,25 @@ impl Flusher {
     }
 
     fn flush_one(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
-        let Some(handle) = self.store.handle(shuffle.key()) else { return };
+        let Some(handles) = self.handles(shuffle.key()) else { return };
         if let Some(sealed) = buffer.seal() {
-            self.enqueue(shuffle.key(), &handle, shuffle.distribution(), vec![(Arc::clone(buffer), sealed)]);
+            let group = Group {
+                handles,
+                distribution: shuffle.distribution(),
+                parts: vec![(Arc::clone(buffer), sealed)],
+            };
+            self.enqueue_group(shuffle.key(), group);
         }
+    }
+
+    /// Where a shuffle's blocks can go; none when it is not known to any store, or has no place but memory.
+    fn handles(&self, key: &ShuffleKey) -> Option<Handles> {
+        let Stores { local, hdfs } = &self.stores;
+        let handles = Handles {
+            local: local.as_ref().and_then(|store| store.handle(key)),
+            hdfs: hdfs.as_ref().and_then(|store| store.handle(key)),
+        };
+        (handles.local.is_some() || handles.hdfs.is_some()).then_some(handles)
     }
 
     /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
@@ -146,7 +171,10 @@ impl Flusher {
 
     /// Brings gauges of live values up to date.
     pub fn refresh_metrics(&self) {
-        self.metrics.queued.set(i64::try_from(self.queue.len()).unwrap_or(i64::MAX));
+        let queued = self.local_queue.len() + self.hdfs_queue.len();
+        self.metrics.queued.set(i64::try_from(queued).unwrap_or(i64::MAX));
+        let in_flight = i64::try_from(self.hdfs_in_flight()).unwrap_or(i64::MAX);
+        self.metrics.hdfs_in_flight.set(in_flight);
     }
 
     async fn schedule(self: Arc<Self>) {
@@ -159,7 +187,8 @@ impl Flusher {
             tokio::select! {
                 biased;
                 () = &mut stopped => {
-                    self.queue.clear();
+                    self.local_queue.clear();
+                    self.hdfs_queue.clear();
                     return;
                 }
                 () = self.wake.notified() => {}
@@ -207,8 +236,8 @@ impl Flusher {
         for index in policy::victims(&sizes, goal, &self.config.limits) {
             let Candidate { key, distribution, buffer, .. } = &candidates[index];
             if !groups.contains_key(key) {
-                let Some(handle) = self.store.handle(key) else { continue };
-                groups.insert(key.clone(), Group { handle, distribution: *distribution, parts: Vec::new() });
+                let Some(handles) = self.handles(key) else { continue };
+                groups.insert(key.clone(), Group { handles, distribution: *distribution, parts: Vec::new() });
             }
             if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal()) {
                 group.parts.push((Arc::clone(buffer), sealed));
@@ -217,26 +246,84 @@ impl Flusher {
         for (key, mut group) in groups {
             // Reducers read partitions in order: neighbours in a log are then read ahead, however small they are.
             group.parts.sort_unstable_by_key(|(_, sealed)| sealed.partition());
-            for parts in cut_batches(group.parts, self.config.batch_bytes_max) {
-                self.enqueue(&key, &group.handle, group.distribution, parts);
-            }
+            self.enqueue_group(&key, group);
         }
     }
 
-    fn enqueue(&self, key: &ShuffleKey, handle: &ShuffleHandle, distribution: Distribution, parts: Parts) {
-        let token = Arc::clone(&self.batch_token);
-        let (key, handle) = (key.clone(), handle.clone());
-        self.queue.push(Batch { key, handle, distribution, parts, failures: 0, _token: token });
+    /// Cuts a group into batches. What is to go to HDFS goes partition by partition: each has files of its own there,
+    /// and one that fails must not make the others be written twice.
+    fn enqueue_group(&self, key: &ShuffleKey, group: Group) {
+        let Group { handles, distribution, parts } = group;
+        let batch = |parts: Parts, is_cold: bool| Batch {
+            key: key.clone(),
+            handles: handles.clone(),
+            is_cold,
+            distribution,
+            parts,
+            failures: 0,
+            failed: None,
+            in_flight: None,
+            _token: Arc::clone(&self.batch_token),
+        };
+        let limits = &self.config.limits;
+        let goes_alone = |(buffer, sealed): &(Arc<Buffer>, Arc<SealedBatch>)| {
+            let received = buffer.received_bytes();
+            let cold =
+                tier::is_cold(sealed.bytes(), received, self.config.cold_bytes, limits.huge_partition_bytes);
+            handles.hdfs.is_some() && (cold || handles.local.is_none())
+        };
+        let (alone, together): (Parts, Parts) = parts.into_iter().partition(goes_alone);
+        for part in alone {
+            self.enqueue(batch(vec![part], true));
+        }
+        for parts in cut_batches(together, self.config.batch_bytes_max) {
+            self.enqueue(batch(parts, false));
+        }
+    }
+
+    /// Queues a batch for the tier that is to take it.
+    pub(super) fn enqueue(&self, mut batch: Batch) {
+        match self.tier_of(&batch) {
+            Some(Tier::Local) => {
+                batch.in_flight = None;
+                self.local_queue.push(batch);
+            }
+            Some(Tier::Hdfs) => {
+                batch.in_flight = Some(Arc::clone(&self.hdfs_in_flight));
+                self.hdfs_queue.push(batch);
+            }
+            // A batch is made with a handle, so there is a tier; dropping it would lose it silently.
+            None => tracing::error!(shuffle = %batch.key, "a batch has no tier"),
+        }
+    }
+
+    fn tier_of(&self, batch: &Batch) -> Option<Tier> {
+        let offer = |is_ready: bool| if is_ready { Offer::Ready } else { Offer::Unavailable };
+        let local = match (&batch.handles.local, &self.stores.local) {
+            (Some(_), Some(store)) => offer(store.available_disks() > 0),
+            _ => Offer::Absent,
+        };
+        let hdfs = match &batch.handles.hdfs {
+            Some(handle) => {
+                offer(handle.is_available() && self.hdfs_in_flight() < self.config.hdfs_in_flight_max)
+            }
+            None => Offer::Absent,
+        };
+        tier::choose(Choice { local, hdfs, is_cold: batch.is_cold, failed: batch.failed })
+    }
+
+    fn hdfs_in_flight(&self) -> usize {
+        Arc::strong_count(&self.hdfs_in_flight) - 1
     }
 }
 
 /// Sealed chains and the buffers they came from.
 type Parts = Vec<(Arc<Buffer>, Arc<SealedBatch>)>;
 
-/// Victims of one shuffle. The store's handle is taken *before* the seal: a buffer that can still be sealed was not
-/// purged, so the handle is of its own incarnation and not of a later shuffle with the same key.
+/// Victims of one shuffle. The stores' handles are taken *before* the seal: a buffer that can still be sealed was not
+/// purged, so the handles are of its own incarnation and not of a later shuffle with the same key.
 struct Group {
-    handle: ShuffleHandle,
+    handles: Handles,
     distribution: Distribution,
     parts: Parts,
 }

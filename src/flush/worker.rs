@@ -1,4 +1,4 @@
-//! The workers: one batch at a time from memory to the store.
+//! The workers: one batch at a time from memory to a store.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -9,70 +9,106 @@ use futures::FutureExt as _;
 use crate::memory::SealedData;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 
-use super::queue::Batch;
+use super::Stores;
+use super::queue::{Batch, Handles};
 use super::scheduler::Flusher;
+use super::tier::Tier;
 
 impl Flusher {
-    pub(super) async fn work(self: Arc<Self>) {
+    pub(super) async fn work(self: Arc<Self>, tier: Tier) {
         let stopped = self.tasks.cancelled();
         tokio::pin!(stopped);
+        let queue = match tier {
+            Tier::Local => &self.local_queue,
+            Tier::Hdfs => &self.hdfs_queue,
+        };
         loop {
             let batch = tokio::select! {
                 biased;
                 () = &mut stopped => return,
-                batch = self.queue.pop() => batch,
+                batch = queue.pop() => batch,
             };
-            self.flush(batch).await;
+            self.flush(batch, tier).await;
         }
     }
 
     /// Writes one batch; memory is released only after the store has published it.
-    async fn flush(self: &Arc<Self>, batch: Batch) {
+    async fn flush(self: &Arc<Self>, batch: Batch, tier: Tier) {
         let bytes = batch.bytes();
         let batch = Arc::new(batch);
         // A panic must not take the batch with it: its blocks would stay in memory for ever.
-        let written = AssertUnwindSafe(self.write(&batch)).catch_unwind().await;
+        let written = AssertUnwindSafe(self.write(&batch, tier)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
-            Ok(()) => self.publish(batch, bytes),
+            Ok(()) => self.publish(batch, bytes, tier),
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }
-            Err(error) => self.retry_later(batch, bytes, &error),
+            Err(error) => self.try_elsewhere(batch, bytes, tier, &error),
         }
     }
 
-    async fn write(&self, batch: &Arc<Batch>) -> Result<(), StoreError> {
+    async fn write(&self, batch: &Arc<Batch>, tier: Tier) -> Result<(), StoreError> {
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
             tokio::task::spawn_blocking(move || extents_of(&batch)).await
         };
         let extents = extents.map_err(|error| failed(batch, error))?;
-        self.store.write_to(&batch.handle, extents).await.map(drop)
+        let Stores { local, hdfs } = &self.stores;
+        match (tier, local, hdfs, &batch.handles) {
+            (Tier::Local, Some(store), _, Handles { local: Some(handle), .. }) => {
+                store.write_to(handle, extents).await.map(drop)
+            }
+            (Tier::Hdfs, _, Some(store), Handles { hdfs: Some(handle), .. }) => {
+                for extent in extents {
+                    store.write_to(handle, extent).await?;
+                }
+                Ok(())
+            }
+            _ => Err(failed(batch, "it has no such tier")),
+        }
     }
 
-    fn publish(&self, batch: Batch, bytes: u64) {
+    fn publish(&self, batch: Batch, bytes: u64, tier: Tier) {
         for (buffer, sealed) in batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
             self.metrics.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(&sealed);
         }
         self.metrics.spilled_bytes.inc_by(bytes);
-        self.metrics.spilled_batches.inc();
-        tracing::debug!(shuffle = %batch.key, bytes, "flushed");
+        match tier {
+            Tier::Local => self.metrics.spilled_batches.inc(),
+            Tier::Hdfs => {
+                self.metrics.hdfs_batches.inc();
+                self.metrics.hdfs_bytes.inc_by(bytes);
+            }
+        }
+        tracing::debug!(shuffle = %batch.key, bytes, ?tier, "flushed");
     }
 
-    fn retry_later(self: &Arc<Self>, mut batch: Batch, bytes: u64, error: &StoreError) {
+    /// A batch that a tier did not take goes to the other at once, or waits for a new attempt.
+    fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: Tier, error: &StoreError) {
         self.metrics.failed_writes.inc();
+        if tier == Tier::Hdfs {
+            self.metrics.hdfs_failures.inc();
+        }
         let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
-        tracing::warn!(
-            shuffle = %batch.key, bytes, failures = batch.failures + 1, %error,
-            "no disk took a batch, it stays in memory and is tried again"
-        );
+        let first_of_both =
+            batch.failures == 0 && batch.handles.local.is_some() && batch.handles.hdfs.is_some();
         batch.failures = batch.failures.saturating_add(1);
+        batch.failed = Some(tier);
+        batch.in_flight = None;
+        tracing::warn!(
+            shuffle = %batch.key, bytes, ?tier, failures = batch.failures, %error,
+            "a batch was not written, it stays in memory and is tried again"
+        );
+        if first_of_both {
+            self.enqueue(batch);
+            return;
+        }
         let flusher = Arc::clone(self);
         let mut hurry = self.hurry.subscribe();
         self.tasks.spawn("flush retry", async move {
@@ -87,7 +123,7 @@ impl Flusher {
             tokio::select! {
                 biased;
                 () = flusher.tasks.cancelled() => {}
-                () = pause => flusher.queue.push(batch),
+                () = pause => flusher.enqueue(batch),
             }
         });
     }

@@ -2,6 +2,7 @@
 
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, ServiceError};
+use crate::store::RemoteStorage;
 use crate::types::Distribution;
 
 /// Status and text of an answer, as the protocol carries them.
@@ -36,14 +37,29 @@ pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service:
         DataDistribution::Normal => Distribution::Normal,
         DataDistribution::LocalOrder => Distribution::LocalOrder,
     };
+    let remote_storage = remote_storage(request);
     service::RegisterRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         ranges: request.partition_ranges.iter().map(|range| (range.start, range.end)).collect(),
+        remote_storage,
         user: std::mem::take(&mut request.user),
         distribution,
         properties: std::mem::take(&mut request.properties),
     }
+}
+
+/// The remote storage, with what else of the registration counts there.
+fn remote_storage(request: &mut ShuffleRegisterRequest) -> Option<RemoteStorage> {
+    let storage = request.remote_storage.take().filter(|storage| !storage.path.is_empty())?;
+    Some(RemoteStorage {
+        path: storage.path,
+        conf: storage.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect(),
+        user: request.user.clone(),
+        writers: usize::try_from(request.max_concurrency_per_partition_to_write)
+            .ok()
+            .filter(|count| *count > 0),
+    })
 }
 
 /// Widths of sequence number, partition id and task attempt id; the service knows the default.

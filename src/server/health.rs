@@ -1,13 +1,19 @@
 //! Watches what changes the worker's state, and tells the coordinators at once.
 //!
 //! Disks: fewer that take batches than `healthy_check_min_disks` make the worker UNHEALTHY until there are enough
-//! again. Everything else that changes the state (an operator's decommissioning, the last app that leaves) happens in
+//! again. Remote stores: when all that are in use fail and there is nothing else below memory, likewise. Everything else that changes the state (an operator's decommissioning, the last app that leaves) happens in
 //! `service`; here it is only noticed.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::service::{Service, WorkerState};
-use crate::store::LocalStore;
+use tokio::time::sleep;
+
+use crate::service::{Service, Tiers, WorkerState};
+use crate::store::{HdfsStore, LocalStore};
+
+/// Between two looks at remote stores: they tell nobody of their condition.
+const REMOTE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 use super::admin::Live;
 
@@ -15,7 +21,7 @@ use super::admin::Live;
 #[derive(Debug)]
 pub(super) struct Watch {
     pub(super) service: Arc<Service>,
-    pub(super) store: Option<Arc<LocalStore>>,
+    pub(super) tiers: Option<Tiers>,
     /// Disks that must take batches; 0 = the disks make no difference.
     pub(super) min_disks: usize,
     pub(super) live: Arc<Live>,
@@ -24,12 +30,13 @@ pub(super) struct Watch {
 impl Watch {
     /// Runs until `stop`; calls `announce` after each change of the state.
     pub(super) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
-        let mut changes = self.store.as_ref().map(|store| store.condition_changes());
-        let mut too_few = false;
+        let mut changes = self.local().map(|store| store.condition_changes());
+        let looks_at_remotes = self.only_hdfs().is_some();
+        let mut complaint = None;
         let mut announced = self.service.status().state();
         tokio::pin!(stop);
         loop {
-            self.look_at_disks(&mut too_few);
+            self.look_at_stores(&mut complaint);
             let state = self.service.status().state();
             if state != announced {
                 tracing::info!(from = ?announced, to = ?state, "state of the worker changed");
@@ -48,25 +55,39 @@ impl Watch {
                 () = disks_changed => {}
                 _ = self.service.status().changed_from(announced) => {}
                 () = self.live.changed() => announce(),
+                () = sleep(REMOTE_LOOK_INTERVAL), if looks_at_remotes => {}
             }
         }
     }
 
-    fn look_at_disks(&self, too_few: &mut bool) {
-        let Some(store) = self.store.as_ref().filter(|_| self.min_disks > 0) else { return };
-        let available = store.available_disks();
-        let now_too_few = available < self.min_disks;
-        if now_too_few == *too_few {
+    fn local(&self) -> Option<&LocalStore> {
+        self.tiers.as_ref()?.local.as_deref()
+    }
+
+    /// The remote stores, where there is nothing else below memory.
+    fn only_hdfs(&self) -> Option<&HdfsStore> {
+        self.tiers.as_ref().filter(|tiers| tiers.local.is_none())?.hdfs.as_deref()
+    }
+
+    fn look_at_stores(&self, known: &mut Option<&'static str>) {
+        let too_few_disks =
+            self.min_disks > 0 && self.local().is_some_and(|store| store.available_disks() < self.min_disks);
+        let complaint = if too_few_disks {
+            Some("fewer disks take data than localfile_store.healthy_check_min_disks")
+        } else if self.only_hdfs().is_some_and(HdfsStore::all_failing) {
+            Some("no remote store works, and there is nothing else below memory")
+        } else {
+            None
+        };
+        if complaint == *known {
             return;
         }
-        *too_few = now_too_few;
-        let wanted = self.min_disks;
-        if now_too_few {
-            tracing::error!(available, wanted, "too few disks take data, the worker is unhealthy");
-        } else {
-            tracing::info!(available, wanted, "enough disks take data again");
+        *known = complaint;
+        match complaint {
+            Some(complaint) => tracing::error!(complaint, "the worker is unhealthy"),
+            None => tracing::info!("the stores take data again"),
         }
-        self.service.status().set_unhealthy(now_too_few);
+        self.service.status().set_unhealthy(complaint.is_some());
     }
 }
 

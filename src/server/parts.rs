@@ -14,7 +14,8 @@ use crate::io::Engine;
 use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
-use crate::store::LocalConfig;
+use crate::store::hdfs::AllowList;
+use crate::store::{HdfsConfig, LocalConfig};
 use crate::tcp::TcpConfig;
 
 pub(super) fn memory(config: &Config) -> MemoryConfig {
@@ -82,6 +83,17 @@ pub(super) fn store(config: &Config) -> LocalConfig {
     }
 }
 
+pub(super) fn hdfs(config: &Config, server_id: String) -> HdfsConfig {
+    HdfsConfig {
+        server_id,
+        allowed: AllowList(config.allowed_remote_paths()),
+        max_concurrency: config.hdfs.max_concurrency,
+        partition_write_max_concurrency: config.hdfs.partition_write_max_concurrency,
+        write_timeout: config.hdfs.write_timeout,
+        ..HdfsConfig::default()
+    }
+}
+
 pub(super) fn flush(config: &Config, disks: usize) -> FlushConfig {
     let hybrid = &config.hybrid;
     let app = &config.app;
@@ -100,6 +112,8 @@ pub(super) fn flush(config: &Config, disks: usize) -> FlushConfig {
             blocks_low: config.memory.block_max_count / 10 * 2,
         },
         workers: disks * config.localfile.write_concurrency_per_disk,
+        hdfs_in_flight_max: hybrid.memory_spill_to_hdfs_concurrency,
+        cold_bytes: hybrid.memory_spill_to_cold_threshold_size_bytes,
         batch_bytes_max: 64 << 20,
         tick: Duration::from_secs(1),
         retry_pause_min: Duration::from_millis(100),

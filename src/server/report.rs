@@ -10,7 +10,7 @@ use crate::io::Media;
 use crate::memory::Memory;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ServerStatus, StorageInfo};
-use crate::service::{LocalTier, Service, WorkerState};
+use crate::service::{Service, Tiers, WorkerState};
 use crate::store::{DiskCondition, MountUsage};
 
 use super::admin::Live;
@@ -20,7 +20,7 @@ use super::admin::Live;
 pub(super) struct Parts {
     pub(super) service: Arc<Service>,
     pub(super) memory: Arc<Memory>,
-    pub(super) local: Option<LocalTier>,
+    pub(super) tiers: Option<Tiers>,
     pub(super) live: Arc<Live>,
 }
 
@@ -28,15 +28,15 @@ pub(super) struct Parts {
 pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
     ReportSource::new(move || {
         let mut report = fixed.clone();
-        let Parts { service, memory, local, live } = &parts;
+        let Parts { service, memory, tiers, live } = &parts;
         report.tags = identity::tags(report.netty_port.is_some(), &live.tags());
-        let store = local.as_ref().map(|local| &*local.store);
+        let store = tiers.as_ref().and_then(|tiers| tiers.local.as_deref());
         report.status = node_status(service.status().state());
         report.used_memory_bytes = memory.budget().used();
         report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
         report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
-        if let Some(local) = local {
-            report.events_in_flush = u32::try_from(local.flusher.unfinished()).unwrap_or(u32::MAX);
+        if let Some(tiers) = tiers {
+            report.events_in_flush = u32::try_from(tiers.flusher.unfinished()).unwrap_or(u32::MAX);
         }
         report.storage = store.map(|store| storage(&store.mounts())).unwrap_or_default();
         report.applications = super::parts::application_info(&service.app_statistics());

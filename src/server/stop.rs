@@ -87,8 +87,8 @@ impl Worker {
     }
 
     async fn empty(&self, deadline: Instant) {
-        if let Some(local) = &self.local {
-            local.flusher.empty(deadline).await;
+        if let Some(tiers) = &self.tiers {
+            tiers.flusher.empty(deadline).await;
         }
     }
 

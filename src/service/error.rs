@@ -111,6 +111,15 @@ pub enum ServiceError {
         /// Newest seen.
         latest: i32,
     },
+    /// The remote path can not be used.
+    #[error("{0}")]
+    RemoteStorage(StoreError),
+    /// All there is below memory is HDFS, and the client does not look there.
+    #[error(
+        "this worker stores to HDFS (store_type MEMORY_HDFS) and the registration names no remote path: set \
+         spark.rss.storage.type=MEMORY_HDFS and spark.rss.remote.storage.path"
+    )]
+    NoRemoteStorage,
     /// Something that this server does not do.
     #[error("{0}")]
     Unsupported(&'static str),
@@ -122,9 +131,12 @@ impl ServiceError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NotRegistered | Self::NotRegisteredPart(_) => StatusCode::NoRegister,
-            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } | Self::WrongState(_) => {
-                StatusCode::InvalidRequest
-            }
+            Self::InvalidApp(_)
+            | Self::InvalidRange(_)
+            | Self::InvalidField { .. }
+            | Self::RemoteStorage(_)
+            | Self::NoRemoteStorage
+            | Self::WrongState(_) => StatusCode::InvalidRequest,
             Self::HugePartitionWaits { .. } => StatusCode::NoBufferForHugePartition,
             Self::PartitionTooLarge { client_knows_code: true, .. } => {
                 StatusCode::ExceedHugePartitionHardLimit

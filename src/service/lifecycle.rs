@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
-use crate::store::{ShuffleHandle, StoreErrorKind};
+use crate::store::hdfs::{Cause, PreparedStorage, Removal};
+use crate::store::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
 use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
-use super::{LocalTier, Service, ServiceError, WorkerState};
+use super::{Service, ServiceError, WorkerState};
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
@@ -40,6 +41,8 @@ pub struct RegisterRequest<'a> {
     pub distribution: Distribution,
     /// Client configuration.
     pub properties: HashMap<String, String>,
+    /// Where the client looks for cold data; none when it named no remote path.
+    pub remote_storage: Option<RemoteStorage>,
 }
 
 impl Service {
@@ -53,6 +56,8 @@ impl Service {
             return Err(invalid_shuffle(request.shuffle));
         }
         let ranges = PartitionRanges::parse(&request.ranges)?;
+        let wanted_storage = request.remote_storage.as_ref();
+        let remote = self.remote_storage(wanted_storage)?;
         let partitions = ranges.count();
         let new_app = self.apps.find(&key.app).is_none();
         let registration = Registration {
@@ -64,10 +69,16 @@ impl Service {
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: kept_properties(request.properties),
         };
-        let note = self.local.is_some().then(|| registration_note(&registration));
+        let note = self.local().is_some().then(|| {
+            let remote_storage = remote.as_ref().map(|_| remote_note(wanted_storage, &request.ranges));
+            registration_note(&registration, remote_storage.unwrap_or_default())
+        });
         let handle = self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
-            self.local.as_ref().map(|local| local.store.register(&key))
+            if let Some((hdfs, storage)) = &remote {
+                hdfs.register(&key, storage, &request.ranges);
+            }
+            self.local().map(|local| local.register(&key))
         })?;
         if let (Some(handle), Some(note)) = (handle, note) {
             self.note_registration(&key, &handle, &note).await?;
@@ -85,7 +96,7 @@ impl Service {
         handle: &ShuffleHandle,
         note: &[u8],
     ) -> Result<(), ServiceError> {
-        let Some(LocalTier { store, .. }) = &self.local else { return Ok(()) };
+        let Some(store) = self.local() else { return Ok(()) };
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
         // Unregistered in the meantime: nothing is left to survive.
         let Some(state) = state else { return Ok(()) };
@@ -118,8 +129,13 @@ impl Service {
     pub fn unregister_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
         let app = self.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
-        let removed =
-            self.apps.remove_shuffle(&key, || self.purge_state(&key.app, std::slice::from_ref(&key)));
+        let keys = std::slice::from_ref(&key);
+        let removed = self.apps.remove_shuffle(&key, || {
+            self.purge_state(&key.app, keys);
+            if let Some(hdfs) = self.hdfs() {
+                self.remove_remote(hdfs.forget_shuffles(&key.app, keys));
+            }
+        });
         self.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(shuffle = %key, "unregistered");
         Ok(())
@@ -131,7 +147,7 @@ impl Service {
     /// [`ServiceError::NotRegistered`].
     pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
-        if !self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys)) {
+        if !self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys, Cause::Unregistered)) {
             return Err(ServiceError::NotRegistered);
         }
         self.metrics.unregisters.inc();
@@ -143,7 +159,8 @@ impl Service {
     pub fn expire_apps(self: &Arc<Self>) -> usize {
         let mut purged = 0;
         for id in self.apps.expired() {
-            if self.apps.remove_app_if_expired(&id, |keys| self.purge_app_state(&id, &keys)) {
+            let purge = |keys: Vec<ShuffleKey>| self.purge_app_state(&id, &keys, Cause::Expired);
+            if self.apps.remove_app_if_expired(&id, purge) {
                 purged += 1;
                 tracing::info!(app = %id, "no heartbeat within the timeout, purged");
             }
@@ -212,21 +229,24 @@ impl Service {
         Ok(())
     }
 
-    /// An operator wants everything that is in memory on its way to the disks; returns how many batches are.
+    /// An operator wants everything that is in memory on its way to the tiers below; returns how many batches are.
     ///
     /// # Errors
     /// [`ServiceError::Unsupported`] without a tier below memory.
     pub fn flush_all(&self) -> Result<usize, ServiceError> {
-        let Some(local) = &self.local else {
+        let Some(tiers) = &self.tiers else {
             return Err(ServiceError::Unsupported("this worker has no tier below memory"));
         };
-        local.flusher.flush_all();
-        Ok(local.flusher.unfinished())
+        tiers.flusher.flush_all();
+        Ok(tiers.flusher.unfinished())
     }
 
-    fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey]) {
+    fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey], cause: Cause) {
         self.memory.tickets().forget_app(app);
         self.purge_state(app, keys);
+        if let Some(hdfs) = self.hdfs() {
+            self.remove_remote(hdfs.forget_app(app, keys, cause));
+        }
     }
 
     /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task.
@@ -234,16 +254,46 @@ impl Service {
         for key in keys {
             self.memory.purge(key);
         }
-        let Some(local) = &self.local else { return };
+        let Some(local) = self.local() else { return };
         for key in keys {
-            local.store.forget(key);
+            local.forget(key);
         }
-        let (store, app) = (Arc::clone(&local.store), app.clone());
+        let (store, app) = (Arc::clone(local), app.clone());
         self.tasks.spawn("delete shuffle files", async move { store.remove_files(&app).await });
+    }
+
+    fn remove_remote(&self, removal: Option<Removal>) {
+        if let Some(removal) = removal {
+            self.tasks.spawn("delete remote files", removal.run());
+        }
+    }
+
+    /// What the client's remote storage means here: nothing to a worker without HDFS, which stores elsewhere.
+    pub(super) fn remote_storage(
+        &self,
+        wanted: Option<&RemoteStorage>,
+    ) -> Result<Option<(Arc<HdfsStore>, PreparedStorage)>, ServiceError> {
+        let Some(hdfs) = self.hdfs() else { return Ok(None) };
+        match wanted {
+            Some(storage) => {
+                let prepared = hdfs.prepare(storage).map_err(ServiceError::RemoteStorage)?;
+                Ok(Some((Arc::clone(hdfs), prepared)))
+            }
+            // Its client reads memory and local disks only, so that is where its data stays.
+            None if self.local().is_some() => Ok(None),
+            None => Err(ServiceError::NoRemoteStorage),
+        }
     }
 }
 
-fn registration_note(registration: &Registration) -> Vec<u8> {
+/// What has to be known of a remote storage to register it again: as the client said it, and the ranges, which name
+/// directories.
+fn remote_note(storage: Option<&RemoteStorage>, ranges: &[(i32, i32)]) -> Vec<u8> {
+    let wide: Vec<_> = ranges.iter().filter(|(start, end)| start < end).collect();
+    serde_json::to_vec(&(storage, wide)).unwrap_or_default()
+}
+
+fn registration_note(registration: &Registration, remote_storage: Vec<u8>) -> Vec<u8> {
     let mut properties: Vec<(String, String)> =
         registration.properties.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
     properties.sort();
@@ -256,7 +306,7 @@ fn registration_note(registration: &Registration) -> Vec<u8> {
         sent_properties: registration.sent_properties,
         heartbeat_timeout_ms: timeout.map(|it| u64::try_from(it.as_millis()).unwrap_or(u64::MAX)),
         stage_attempt: 0,
-        remote_storage: Vec::new(),
+        remote_storage,
     };
     Note::Registration(note).encode()
 }

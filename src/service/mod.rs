@@ -39,7 +39,7 @@ pub use write::{BlockHeader, SendHeader, SendSession};
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
 use crate::memory::Memory;
-use crate::store::LocalStore;
+use crate::store::{HdfsStore, LocalStore};
 use crate::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Limits of the service.
@@ -69,12 +69,14 @@ impl Default for ServiceConfig {
     }
 }
 
-/// The tier below memory, with what fills it. A worker of store type MEMORY has none.
+/// The tiers below memory, with what fills them. A worker of store type MEMORY has none.
 #[derive(Debug, Clone)]
-pub struct LocalTier {
-    /// Where blocks go.
-    pub store: Arc<LocalStore>,
-    /// Who brings them there.
+pub struct Tiers {
+    /// Local disks.
+    pub local: Option<Arc<LocalStore>>,
+    /// Remote files that clients read themselves.
+    pub hdfs: Option<Arc<HdfsStore>>,
+    /// Who brings blocks there.
     pub flusher: Arc<Flusher>,
 }
 
@@ -84,7 +86,7 @@ pub struct Service {
     config: ServiceConfig,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
-    local: Option<LocalTier>,
+    tiers: Option<Tiers>,
     status: WorkerStatus,
     tasks: crate::runtime::Tasks,
     metrics: ServiceMetrics,
@@ -99,12 +101,12 @@ impl Service {
         config: ServiceConfig,
         apps: Arc<AppRegistry>,
         memory: Arc<Memory>,
-        local: Option<LocalTier>,
+        tiers: Option<Tiers>,
         tasks: crate::runtime::Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         let metrics = ServiceMetrics::new(registry)?;
-        Ok(Arc::new(Self { config, apps, memory, local, status: WorkerStatus::default(), tasks, metrics }))
+        Ok(Arc::new(Self { config, apps, memory, tiers, status: WorkerStatus::default(), tasks, metrics }))
     }
 
     /// State of the worker as a node of the cluster.
@@ -123,6 +125,16 @@ impl Service {
     pub fn refresh_metrics(&self) {
         self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
+    }
+
+    /// The local disks, where there are any.
+    fn local(&self) -> Option<&Arc<LocalStore>> {
+        self.tiers.as_ref()?.local.as_ref()
+    }
+
+    /// Remote files, where there are any.
+    fn hdfs(&self) -> Option<&Arc<HdfsStore>> {
+        self.tiers.as_ref()?.hdfs.as_ref()
     }
 
     /// The app of a request; an id that can not exist is unknown like any other.

@@ -15,7 +15,7 @@ use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 use crate::wire::bitmap;
 
 use super::lifecycle::invalid_shuffle;
-use super::{LocalTier, Service, ServiceError};
+use super::{Service, ServiceError};
 
 /// Largest answer of a memory read that a client may ask for; a block that is larger still goes out whole.
 const MEMORY_READ_BYTES_MAX: u64 = 256 << 20;
@@ -131,8 +131,8 @@ impl Service {
         partition: i32,
     ) -> Result<IndexAnswer, ServiceError> {
         let key = self.read_key(app, shuffle)?;
-        let read = match &self.local {
-            Some(LocalTier { store, .. }) => store.index(&key, PartitionId(partition)),
+        let read = match self.local() {
+            Some(store) => store.index(&key, PartitionId(partition)),
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
         };
         let read = match read {
@@ -167,7 +167,7 @@ impl Service {
             |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
         let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
-        let Some(LocalTier { store, .. }) = &self.local else {
+        let Some(store) = self.local() else {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
         let read = store.data(&key, PartitionId(partition), offset, length)?;

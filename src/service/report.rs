@@ -7,11 +7,12 @@ use bytes::Bytes;
 use croaring::Treemap;
 
 use crate::journal::{Note, Report};
+use crate::store::LocalStore;
 use crate::store::StoreErrorKind;
 use crate::types::{PartitionId, ShuffleKey};
 use crate::wire::bitmap;
 
-use super::{LocalTier, Service, ServiceError, shuffle_of};
+use super::{Service, ServiceError, shuffle_of};
 
 /// Above this many ids a result is built on a blocking thread (PROTOCOL trap 16).
 const INLINE_IDS_MAX: u64 = 100_000;
@@ -57,7 +58,7 @@ impl Service {
         if !shuffle.block_ids().lock().would_learn(bitmap_count, &request.partitions)? {
             return Ok(());
         }
-        let partitions = match &self.local {
+        let partitions = match self.local() {
             Some(local) => note_report(local, &key, request).await?,
             None => request.partitions,
         };
@@ -99,12 +100,12 @@ impl Service {
 
 /// Makes a report survive the process; gives its ids back.
 async fn note_report(
-    local: &LocalTier,
+    local: &LocalStore,
     key: &ShuffleKey,
     request: ReportRequest<'_>,
 ) -> Result<Vec<(PartitionId, Vec<i64>)>, ServiceError> {
     let unknown = || unknown_shuffle(request.shuffle);
-    let handle = local.store.handle(key).ok_or_else(unknown)?;
+    let handle = local.handle(key).ok_or_else(unknown)?;
     let ReportRequest { task_attempt, bitmap_count, partitions, .. } = request;
     let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
     let report = Report { bitmap_count, task_attempt, partitions };
@@ -118,7 +119,7 @@ async fn note_report(
         let encoding = tokio::task::spawn_blocking(encode).await;
         encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
     };
-    match local.store.note(&handle, &bytes).await {
+    match local.note(&handle, &bytes).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {

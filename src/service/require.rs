@@ -58,8 +58,8 @@ impl Service {
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
         if let Err(MemoryError::NoCapacity { .. }) = granted {
             self.metrics.count_regular_refusal();
-            if let Some(local) = &self.local {
-                local.flusher.refused(bytes);
+            if let Some(tiers) = &self.tiers {
+                tiers.flusher.refused(bytes);
             }
         }
         let TicketId(ticket) = granted?;
@@ -100,8 +100,8 @@ impl Service {
         sizes: PartitionSizes,
     ) -> ServiceError {
         self.metrics.count_huge_refusal();
-        if let (Some(local), Some(buffer)) = (&self.local, buffers.existing(PartitionId(partition))) {
-            local.flusher.relieve(buffers, &buffer);
+        if let (Some(tiers), Some(buffer)) = (&self.tiers, buffers.existing(PartitionId(partition))) {
+            tiers.flusher.relieve(buffers, &buffer);
         }
         ServiceError::HugePartitionWaits {
             partition,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
-use crate::store::{Recovered, RecoveredShuffle};
+use crate::store::{Recovered, RecoveredShuffle, RemoteStorage};
 use crate::types::ShuffleKey;
 
 use super::{Service, ServiceError};
@@ -85,8 +85,10 @@ impl Service {
         }
         for registration in registrations {
             let distribution = registration.distribution;
+            let remote_note = registration.remote_storage.clone();
             let registration = registration_of(&key, registration)?;
             self.apps.register(registration, || self.memory.register(&key, distribution))?;
+            self.restore_remote(&key, &remote_note);
         }
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
         let Some(state) = state else { return Ok(false) };
@@ -97,6 +99,27 @@ impl Service {
             }
         }
         Ok(true)
+    }
+}
+
+impl Service {
+    /// Registers a shuffle's remote storage again. Without it its cold data goes to local disks.
+    fn restore_remote(&self, key: &ShuffleKey, note: &[u8]) {
+        if note.is_empty() {
+            return;
+        }
+        let noted = serde_json::from_slice::<(Option<RemoteStorage>, Vec<(i32, i32)>)>(note);
+        let prepared = match &noted {
+            Ok((storage, _)) => self.remote_storage(storage.as_ref()).map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        match (prepared, noted) {
+            (Ok(Some((hdfs, storage))), Ok((_, ranges))) => hdfs.register(key, &storage, &ranges),
+            (Ok(_), _) => {}
+            (Err(error), _) => {
+                tracing::warn!(shuffle = %key, error, "its remote storage is not taken over");
+            }
+        }
     }
 }
 

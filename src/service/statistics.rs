@@ -59,8 +59,8 @@ impl Service {
         for shuffle in app.shuffles() {
             sum.partitions += shuffle.partition_count();
             sum.huge_partitions += shuffle.huge_partition_count() as u64;
-            if let Some(local) = &self.local {
-                let usage = local.store.usage(shuffle.key());
+            if let Some(local) = self.local() {
+                let usage = local.usage(shuffle.key());
                 sum.local_files += usage.files as u64;
                 sum.local_bytes += usage.bytes;
             }

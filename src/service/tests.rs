@@ -74,6 +74,8 @@ impl World {
         let flush = FlushConfig {
             limits: flush_limits,
             workers: 4,
+            hdfs_in_flight_max: 8,
+            cold_bytes: u64::MAX,
             batch_bytes_max: 1 << 20,
             tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),
@@ -85,7 +87,7 @@ impl World {
             ServiceConfig { partition_limits, ..ServiceConfig::default() },
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(LocalTier { store, flusher: Arc::clone(&flusher) }),
+            Some(Tiers { local: Some(store), hdfs: None, flusher: Arc::clone(&flusher) }),
             tasks.clone(),
             &registry,
         )
@@ -106,6 +108,7 @@ impl World {
             user: String::new(),
             distribution: Distribution::Normal,
             properties: properties.collect(),
+            remote_storage: None,
         };
         self.service.register(request).await.unwrap();
     }

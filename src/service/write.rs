@@ -218,8 +218,8 @@ impl SendSession {
         }
         self.committed = true;
         self.service.apps.touch(&self.app);
-        if let Some(local) = &self.service.local {
-            local.flusher.check_pressure();
+        if let Some(tiers) = &self.service.tiers {
+            tiers.flusher.check_pressure();
         }
         Ok(())
     }
@@ -263,8 +263,8 @@ impl SendSession {
         if self.service.config.partition_limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
         }
-        if let Some(local) = &self.service.local {
-            local.flusher.offer(&self.buffers, &run.buffer);
+        if let Some(tiers) = &self.service.tiers {
+            tiers.flusher.offer(&self.buffers, &run.buffer);
         }
         Ok(())
     }

@@ -27,6 +27,12 @@ pub enum StoreErrorKind {
     NotOurs,
     /// Another process holds the directory.
     InUse,
+    /// A file of that name is there already.
+    Exists,
+    /// A remote store refuses: permission or login.
+    Denied,
+    /// A remote store does not answer, or does not take writes (safe mode).
+    Unreachable,
 }
 
 /// A failed store operation.
@@ -60,6 +66,13 @@ impl StoreError {
         Self { kind, path: path.as_ref().to_path_buf(), source: Some(source) }
     }
 
+    /// A failed call of a remote store.
+    #[must_use]
+    pub fn remote(kind: StoreErrorKind, path: impl AsRef<Path>, text: impl Into<String>) -> Self {
+        let source = Some(io::Error::other(text.into()));
+        Self { kind, path: path.as_ref().to_path_buf(), source }
+    }
+
     /// Stored bytes that are not what was written.
     #[must_use]
     pub fn corrupt(path: impl AsRef<Path>, what: &'static str) -> Self {
@@ -71,7 +84,12 @@ impl StoreError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self.kind {
-            StoreErrorKind::NoSpace | StoreErrorKind::Unhealthy | StoreErrorKind::Io => true,
+            StoreErrorKind::NoSpace
+            | StoreErrorKind::Unhealthy
+            | StoreErrorKind::Io
+            | StoreErrorKind::Exists
+            | StoreErrorKind::Denied
+            | StoreErrorKind::Unreachable => true,
             StoreErrorKind::Corrupt
             | StoreErrorKind::NotFound
             | StoreErrorKind::Purged
@@ -96,6 +114,9 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidBatch => "batch contradicts itself",
             Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
             Self::InUse => "directory is in use by another process",
+            Self::Exists => "exists already",
+            Self::Denied => "permission or login refused",
+            Self::Unreachable => "remote store does not answer or takes no writes",
         })
     }
 }

@@ -20,7 +20,7 @@ use uniffle_worker::io::fault::{FaultDisk, Faults};
 use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{LocalTier, Service, ServiceConfig};
+use uniffle_worker::service::{Service, ServiceConfig, Tiers};
 use uniffle_worker::store::{LocalConfig, LocalStore};
 
 use super::world::{OWN_FILES, eventually, quickly};
@@ -57,7 +57,7 @@ impl Rig {
                 ..AppConfig::default()
             })),
             Arc::clone(&memory),
-            Some(LocalTier { store: Arc::clone(&store), flusher: Arc::clone(&flusher) }),
+            Some(Tiers { local: Some(Arc::clone(&store)), hdfs: None, flusher: Arc::clone(&flusher) }),
             tasks.clone(),
             &registry,
         )
@@ -172,6 +172,8 @@ fn flush_config() -> FlushConfig {
             blocks_low: 2_000,
         },
         workers: 4,
+        hdfs_in_flight_max: 8,
+        cold_bytes: u64::MAX,
         batch_bytes_max: 4 << 20,
         tick: Duration::from_secs(1),
         retry_pause_min: Duration::from_millis(20),

@@ -91,13 +91,13 @@ impl World {
 
     /// Starts a flush of everything in memory.
     pub(crate) fn begin_flush(&self) {
-        self.worker.local().unwrap().flusher.flush_all();
+        self.worker.tiers().unwrap().flusher.flush_all();
     }
 
     /// Flushes everything in memory and waits until it is on disk.
     pub(crate) async fn flush(&self) {
         self.begin_flush();
-        let flusher = &self.worker.local().unwrap().flusher;
+        let flusher = &self.worker.tiers().unwrap().flusher;
         eventually("the flush ends", || match (flusher.unfinished(), self.memory().block_count()) {
             (0, 0) => Ok(()),
             left => Err(format!("{left:?} batches and blocks are left")),
@@ -125,7 +125,7 @@ impl World {
     /// What of this worker is not as it was when it had no application.
     pub(crate) fn leftovers(&self) -> Vec<String> {
         let memory = self.memory();
-        let local = self.worker.local().unwrap();
+        let tiers = self.worker.tiers().unwrap();
         let counters = [
             ("used bytes", memory.budget().used()),
             ("pre-allocated bytes", memory.tickets().pre_allocated_bytes()),
@@ -133,8 +133,8 @@ impl World {
             ("bytes in flight", memory.in_flight_bytes()),
             ("blocks", memory.block_count()),
             ("read bytes", memory.read_pool().used_bytes()),
-            ("batches", local.flusher.unfinished() as u64),
-            ("stored bytes", local.store.used_bytes()),
+            ("batches", tiers.flusher.unfinished() as u64),
+            ("stored bytes", tiers.local.as_ref().unwrap().used_bytes()),
             ("apps", self.worker.apps().app_count() as u64),
         ];
         let counted = counters.iter().filter(|(_, value)| *value != 0);

@@ -19,8 +19,8 @@ use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
-    BlockHeader, LocalTier, RegisterRequest, RequireRequest, SendHeader, SendSession, Service, ServiceConfig,
-    ServiceError,
+    BlockHeader, RegisterRequest, RequireRequest, SendHeader, SendSession, Service, ServiceConfig,
+    ServiceError, Tiers,
 };
 use uniffle_worker::store::{LocalConfig, LocalStore};
 use uniffle_worker::types::Distribution;
@@ -142,6 +142,8 @@ impl World {
         let flush_config = FlushConfig {
             limits: limits(),
             workers: 4,
+            hdfs_in_flight_max: 8,
+            cold_bytes: u64::MAX,
             batch_bytes_max: 128 << 10,
             tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),
@@ -154,7 +156,7 @@ impl World {
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(LocalTier { store, flusher: Arc::clone(&flusher) }),
+            Some(Tiers { local: Some(store), hdfs: None, flusher: Arc::clone(&flusher) }),
             tasks.clone(),
             &registry,
         )
@@ -228,6 +230,7 @@ impl World {
             user: "model".to_owned(),
             distribution: if local_order { Distribution::LocalOrder } else { Distribution::Normal },
             properties: HashMap::new(),
+            remote_storage: None,
         };
         if let Err(error) = self.service.register(request).await {
             assert_eq!(error.status() as i32, 6, "only disks may refuse a registration: {error}");

@@ -124,8 +124,8 @@ async fn memory_is_flushed_and_an_app_is_purged() {
     world.push("app-10", 3).await;
     let (status, answer) = world.call("/admin/flush", "").await;
     assert_eq!(status, StatusCode::OK, "{answer}");
-    let local = world.worker.local().unwrap();
-    eventually("everything is on disk", || match local.store.partition_bytes(&key, PartitionId(2)) {
+    let local = world.worker.tiers().and_then(|tiers| tiers.local.clone()).unwrap();
+    eventually("everything is on disk", || match local.partition_bytes(&key, PartitionId(2)) {
         30_000 if world.worker.memory().block_count() == 0 => Ok(()),
         bytes => Err(format!("{bytes} bytes")),
     })

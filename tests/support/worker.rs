@@ -69,6 +69,8 @@ pub(crate) struct Setup {
     pub(crate) top: &'static str,
     /// More lines of `[localfile_store]`, then whole tables.
     pub(crate) tables: &'static str,
+    /// More whole tables, made by the test.
+    pub(crate) made_tables: String,
     /// A command that executes the worker, with its first arguments; none = directly.
     pub(crate) wrapper: Vec<String>,
     /// Another file than the one that cargo built.
@@ -88,6 +90,7 @@ impl Default for Setup {
             quorum: None,
             top: "",
             tables: "",
+            made_tables: String::new(),
             wrapper: Vec::new(),
             binary: None,
             store_type: "MEMORY_LOCALFILE",
@@ -144,6 +147,26 @@ impl Worker {
         let mut worker = Self { setup: setup.clone(), child, dir, data_paths, ready: nothing };
         worker.ready = worker.wait_ready();
         worker
+    }
+
+    /// What a worker says that does not start; an error while one does.
+    pub(crate) fn refused(setup: &Setup) -> Result<String, String> {
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &[], None))
+            .expect("the configuration");
+        let child = launch(setup, dir.path());
+        let ready =
+            Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id(), upgrade_gap_ms: None };
+        let mut worker = Self { setup: setup.clone(), child, dir, data_paths: Vec::new(), ready };
+        let what = format!("worker {} ends or gets ready", setup.name);
+        let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {
+            Ok(Some(status)) => Ok(Some(status)),
+            _ if worker.dir.path().join(READY_FILE).exists() => Ok(None),
+            other => Err(format!("{other:?}")),
+        });
+        let Some(status) = status else { return Err("it has started".to_owned()) };
+        assert_eq!(status.code(), Some(1), "{}", worker.log());
+        Ok(worker.log())
     }
 
     /// Waits for the ready file of this process.
@@ -275,6 +298,16 @@ impl Worker {
     /// What it has logged so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("worker.log")).unwrap_or_default()
+    }
+
+    /// Processor time of the process so far, in seconds.
+    pub(crate) fn cpu_seconds(&self) -> f64 {
+        let stat =
+            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process lives");
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        // utime and stime are the 14th and 15th field of all, in ticks of 10 ms.
+        let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
+        ticks / 100.0
     }
 
     /// The largest resident size that the process ever had, from the kernel.
@@ -409,8 +442,9 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> 
          capacity = \"{}\"\n\
          [localfile_store]\n\
          data_paths = {data_paths:?}\n\
+         {}\n\
          {}\n",
-        setup.store_type, setup.top, setup.capacity, setup.tables
+        setup.store_type, setup.top, setup.capacity, setup.tables, setup.made_tables
     )
 }
 

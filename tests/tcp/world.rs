@@ -22,7 +22,7 @@ use uniffle_worker::io::fault::{FaultDisk, Faults};
 use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{LocalTier, RegisterRequest, RequireRequest, Service, ServiceConfig};
+use uniffle_worker::service::{RegisterRequest, RequireRequest, Service, ServiceConfig, Tiers};
 use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 use uniffle_worker::tcp::{TcpConfig, TcpDoor};
 use uniffle_worker::types::{
@@ -94,7 +94,7 @@ impl World {
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(LocalTier { store: Arc::clone(&store), flusher }),
+            Some(Tiers { local: Some(Arc::clone(&store)), hdfs: None, flusher }),
             background.clone(),
             &registry,
         )
@@ -125,6 +125,7 @@ impl World {
             user: "tester".to_owned(),
             distribution: Distribution::Normal,
             properties: HashMap::new(),
+            remote_storage: None,
         };
         self.service.register(request).await.unwrap();
     }
@@ -268,6 +269,8 @@ fn flush_config() -> FlushConfig {
             blocks_low: 200_000,
         },
         workers: 1,
+        hdfs_in_flight_max: 8,
+        cold_bytes: u64::MAX,
         batch_bytes_max: 64 * MIB,
         tick: Duration::from_secs(3600),
         retry_pause_min: Duration::from_millis(100),

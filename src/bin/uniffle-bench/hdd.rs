@@ -154,6 +154,8 @@ impl Bench {
         let config = FlushConfig {
             limits: self.limits,
             workers: 4,
+            hdfs_in_flight_max: 8,
+            cold_bytes: u64::MAX,
             batch_bytes_max: 16 << 20,
             tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),

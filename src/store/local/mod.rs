@@ -195,7 +195,7 @@ pub enum ExtentData {
 }
 
 impl ExtentData {
-    fn pieces(&self) -> &[Bytes] {
+    pub(in crate::store) fn pieces(&self) -> &[Bytes] {
         match self {
             Self::Aligned(pieces) | Self::Pieces(pieces) => pieces,
         }

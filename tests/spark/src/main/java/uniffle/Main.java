@@ -28,6 +28,7 @@ import org.apache.spark.sql.SparkSession;
  *   <li>{@code scenarios=join,spill} (default: all but those for recordings)
  *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
+ *   <li>{@code storage=MEMORY_LOCALFILE}, the client's {@code spark.rss.storage.type}
  *   <li>{@code master=local[2]}, or {@code local-cluster[2,1,1024]}
  *   <li>any {@code spark.…=…}: a setting of the application, last word wins
  * </ul>
@@ -127,7 +128,7 @@ public final class Main {
       conf.set("spark.shuffle.manager", "org.apache.spark.shuffle.RssShuffleManager")
           .set("spark.rss.coordinator.quorum", quorum)
           .set("spark.rss.client.type", options.getOrDefault("client", "GRPC"))
-          .set("spark.rss.storage.type", "MEMORY_LOCALFILE")
+          .set("spark.rss.storage.type", options.getOrDefault("storage", "MEMORY_LOCALFILE"))
           .set("spark.shuffle.service.enabled", "false")
           // The client's guide: a local reader would read every partition of a map task from the servers.
           .set("spark.sql.adaptive.localShuffleReader.enabled", "false");

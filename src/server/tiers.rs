@@ -1,0 +1,88 @@
+//! The tiers below memory, as the store type asks for them.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use prometheus::Registry;
+
+use super::parts;
+use crate::config::Config;
+use crate::flush::{Flusher, Stores};
+use crate::memory::Memory;
+use crate::runtime::Tasks;
+use crate::service::Tiers;
+use crate::store::{HdfsStore, LocalStore};
+
+/// Starts the tiers; none for store type MEMORY. `server_id` is what coordinators are told, and names remote files.
+pub(super) async fn start(
+    config: &Config,
+    server_id: String,
+    memory: &Arc<Memory>,
+    tasks: &Tasks,
+    registry: &Registry,
+) -> anyhow::Result<Option<Tiers>> {
+    let (mut local, mut disks) = (None, 0);
+    if config.store_type.has_local() {
+        let settings = parts::store(config);
+        let opened = settings.real_disks();
+        disks = opened.len();
+        let store =
+            LocalStore::open(settings, opened, registry).await.context("localfile_store.data_paths")?;
+        tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
+        local = Some(store);
+    }
+    let hdfs = match config.store_type.has_hdfs() {
+        true => Some(start_hdfs(config, server_id, tasks, registry).await?),
+        false => None,
+    };
+    if local.is_none() && hdfs.is_none() {
+        return Ok(None);
+    }
+    let stores = Stores { local: local.clone(), hdfs: hdfs.clone() };
+    let settings = parts::flush(config, disks);
+    let flusher = Flusher::start(settings, Arc::clone(memory), stores, tasks.clone(), registry)?;
+    Ok(Some(Tiers { local, hdfs, flusher }))
+}
+
+#[cfg(feature = "hdfs")]
+async fn start_hdfs(
+    config: &Config,
+    server_id: String,
+    tasks: &Tasks,
+    registry: &Registry,
+) -> anyhow::Result<Arc<HdfsStore>> {
+    use crate::store::hdfs::client::HdfsConnector;
+    use crate::store::hdfs::hadoop::HadoopConf;
+    use crate::store::hdfs::kerberos::Login;
+
+    let section = &config.hdfs;
+    let conf = match &section.hadoop_conf_dir {
+        Some(directory) => HadoopConf::read(directory).context("HADOOP_CONF_DIR")?,
+        None => HadoopConf::default(),
+    };
+    let mut login = Login {
+        keytab: section.keytab_path.clone().zip(section.principal.clone()),
+        act_as_users: section.proxy_user_enable,
+        cache_user: None,
+    };
+    if login.is_required() || conf.is_secure() {
+        login.check(section.ticket_cache.as_deref()).context("Hadoop's security is on")?;
+    }
+    let connector = Arc::new(HdfsConnector { conf, login });
+    let store = HdfsStore::new(parts::hdfs(config, server_id), connector, tasks.clone(), registry)?;
+    if section.precheck_enable {
+        for location in config.allowed_remote_paths() {
+            store
+                .precheck(&location)
+                .await
+                .with_context(|| format!("hdfs_store.precheck_enable: {location} can not be used"))?;
+        }
+    }
+    Ok(store)
+}
+
+#[cfg(not(feature = "hdfs"))]
+#[expect(clippy::unused_async, reason = "as the other one")]
+async fn start_hdfs(_: &Config, _: String, _: &Tasks, _: &Registry) -> anyhow::Result<Arc<HdfsStore>> {
+    anyhow::bail!("store_type: this build has no HDFS (it was made without the feature `hdfs`)")
+}

@@ -1,0 +1,269 @@
+//! What fails, over the file system in memory and over the real one: each ends in another file or another tier, and
+//! nothing is ever nowhere.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::sleep;
+use uniffle_worker::store::hdfs::fake::{RemoteCall, RemoteFault};
+use uniffle_worker::store::hdfs::fs::RemoteFs;
+use uniffle_worker::store::hdfs::{Connector, RemoteLocation, RemoteTarget};
+use uniffle_worker::store::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
+
+use crate::real::real;
+use crate::rig::{Rig, SERVER_ID, Setup, open, plain_connector};
+use crate::support::hdfs::MiniHdfs;
+
+/// Names of the files in a partition's directory, in memory.
+fn names(files: impl IntoIterator<Item = String>) -> Vec<String> {
+    let name = |path: String| path.rsplit('/').next().unwrap_or_default().replace(SERVER_ID, "");
+    files.into_iter().map(name).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_any_failure_of_a_write_a_new_pair_of_files_is_begun() {
+    use RemoteCall::{Append, Create};
+    let failures = [
+        (Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable)),
+        (Create, ".data", RemoteFault::Torn(1500, StoreErrorKind::Io)),
+        (Create, ".data", RemoteFault::Lost),
+        (Create, ".index", RemoteFault::Fail(StoreErrorKind::NoSpace)),
+        (Create, ".index", RemoteFault::Torn(50, StoreErrorKind::Io)),
+        (Create, ".index", RemoteFault::Lost),
+        (Append, ".data", RemoteFault::Fail(StoreErrorKind::Denied)),
+        (Append, ".data", RemoteFault::Torn(1500, StoreErrorKind::Io)),
+        (Append, ".data", RemoteFault::Lost),
+        (Append, ".index", RemoteFault::Torn(50, StoreErrorKind::Io)),
+        (Append, ".index", RemoteFault::Lost),
+    ];
+    for (call, ending, fault) in failures {
+        let (mut rig, fs) = Rig::fake(Setup::default()).await;
+        rig.register(1).await;
+        if call == Append {
+            rig.push(1, 0, 3, 1000);
+            rig.flush().await;
+        }
+        fs.add_fault(call, ending, fault, Some(1));
+        for _ in 0..2 {
+            rig.push(1, 0, 3, 1000);
+            rig.begin_flush();
+            sleep(Duration::from_millis(20)).await;
+            rig.assert_nothing_missing().await;
+        }
+        rig.settled().await;
+        assert_eq!(rig.in_hdfs(1, 0).await.len(), rig.all[&(1, 0)].len(), "{call:?} {ending} {fault:?}");
+        let files = names(fs.files().into_keys());
+        assert!(files.contains(&"_0_1.index".to_owned()), "{call:?} {ending} {fault:?}: {files:?}");
+        assert!(rig.metric("total_memory_to_hdfs_spill_failed") >= 1.0);
+        rig.finish().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_of_an_earlier_process_are_not_touched() {
+    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    rig.register(1).await;
+    rig.push(1, 0, 3, 1000);
+    rig.flush().await;
+    let before = fs.files();
+    // The same worker, started again: it knows nothing of the files.
+    let connector = Arc::new(crate::rig::FakeConnector(fs.clone()));
+    let path = "hdfs://fake:8020/uniffle";
+    let mut again = Rig::start(Setup::default(), connector, Arc::new(fs.clone()), path).await;
+    again.register(1).await;
+    again.push(1, 0, 5, 1000);
+    again.flush().await;
+    for (path, bytes) in &before {
+        assert_eq!(fs.files().get(path), Some(bytes), "{path}");
+    }
+    let files = names(fs.files().into_keys());
+    assert_eq!(files, ["_0_0.data", "_0_0.index", "_0_1.data", "_0_1.index"]);
+    rig.assert_nothing_missing().await;
+    again.assert_nothing_missing().await;
+    again.finish().await;
+    rig.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_remote_that_fails_is_told_and_tried_again() {
+    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    rig.register(1).await;
+    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
+    for partition in 0..5 {
+        rig.push(1, partition, 3, 1000);
+    }
+    rig.begin_flush();
+    rig.eventually(
+        "it is known to fail",
+        || if rig.hdfs.all_failing() { Ok(()) } else { Err(String::new()) },
+    )
+    .await;
+    rig.hdfs.refresh_metrics();
+    assert_eq!(rig.metric("remote_storage_is_failing"), 1.0);
+    sleep(Duration::from_secs(300)).await;
+    let calls = fs.calls().len();
+    assert!(calls < 40, "{calls} attempts in five minutes are no now and then");
+    rig.assert_nothing_missing().await;
+    fs.release();
+    rig.settled().await;
+    assert!(!rig.hdfs.all_failing());
+    assert_eq!(rig.in_hdfs(1, 4).await.len(), 3);
+    rig.assert_nothing_missing().await;
+    rig.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
+    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    rig.register(1).await;
+    rig.push(1, 0, 1, 1000);
+    rig.flush().await;
+    fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Fail(StoreErrorKind::Io), Some(4));
+    rig.service.unregister_shuffle(crate::rig::APP, 1).unwrap();
+    rig.all.clear();
+    rig.eventually("it is deleted", || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) }).await;
+    rig.register(2).await;
+    rig.push(2, 0, 1, 1000);
+    rig.flush().await;
+    fs.add_fault(RemoteCall::Delete, "/2", RemoteFault::Fail(StoreErrorKind::Denied), None);
+    rig.service.unregister_shuffle(crate::rig::APP, 2).unwrap();
+    rig.all.clear();
+    rig.eventually("it is given up", || match rig.metric("total_remote_storage_deletion_failed") {
+        1.0 => Ok(()),
+        other => Err(other.to_string()),
+    })
+    .await;
+    fs.release();
+    rig.finish().await;
+}
+
+/// Quick to give up, so that the tests are.
+fn hasty() -> Setup {
+    let hdfs = HdfsConfig { write_timeout: Duration::from_secs(20), ..Setup::default().hdfs };
+    Setup { hdfs, ..Setup::default() }
+}
+
+/// Runs `fault` while batches are on their way, `heal` later, and looks for every block all the time.
+async fn survives(
+    mut rig: Rig,
+    fault: impl FnOnce(&MiniHdfs),
+    heal: impl FnOnce(&MiniHdfs),
+    hdfs: &MiniHdfs,
+) -> Rig {
+    rig.register(1).await;
+    for partition in 0..4 {
+        rig.push(1, partition, 4, 50_000);
+    }
+    rig.flush().await;
+    rig.assert_nothing_missing().await;
+    for partition in 0..4 {
+        rig.push(1, partition, 4, 500_000);
+    }
+    rig.begin_flush();
+    fault(hdfs);
+    for partition in 0..4 {
+        rig.push(1, partition, 4, 50_000);
+    }
+    rig.begin_flush();
+    rig.eventually("something has failed or all is stored", || {
+        let failed = rig.metric("total_memory_to_hdfs_spill_failed");
+        if failed > 0.0 || rig.flusher.unfinished() == 0 { Ok(()) } else { Err("all waits".to_owned()) }
+    })
+    .await;
+    heal(hdfs);
+    rig.settled().await;
+    rig.nothing_is_missing_soon().await;
+    rig
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_datanode_that_dies_amid_appends_loses_nothing() {
+    let Some(hdfs) = real().await else { return };
+    let rig = Rig::real(hasty(), &hdfs.url("/datanode")).await;
+    let rig =
+        survives(rig, |hdfs| drop(hdfs.run("stop-datanode")), |hdfs| drop(hdfs.run("start-datanode")), &hdfs);
+    let rig = rig.await;
+    assert_eq!(rig.in_hdfs(1, 0).await.len(), 12);
+    let later = hdfs.list("/datanode").iter().filter(|file| !file.path.contains("_0.")).count();
+    assert!(later > 0, "no new file numbers: {:?}", hdfs.list("/datanode"));
+    rig.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_namenode_that_restarts_loses_nothing() {
+    let Some(hdfs) = real().await else { return };
+    let rig = Rig::real(hasty(), &hdfs.url("/namenode")).await;
+    let rig =
+        survives(rig, |hdfs| drop(hdfs.run("stop-namenode")), |hdfs| drop(hdfs.run("start-namenode")), &hdfs);
+    let rig = rig.await;
+    assert_eq!(rig.in_hdfs(1, 3).await.len(), 12);
+    rig.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn safe_mode_is_waited_for() {
+    let Some(hdfs) = real().await else { return };
+    let rig = Rig::real(hasty(), &hdfs.url("/safe")).await;
+    let rig =
+        survives(rig, |hdfs| drop(hdfs.run("safe-mode on")), |hdfs| drop(hdfs.run("safe-mode off")), &hdfs);
+    rig.await.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_exceeded_quota_falls_back_to_the_disks() {
+    let Some(hdfs) = real().await else { return };
+    hdfs.run("mkdirs /quota");
+    // Less than a block: nothing can be written.
+    let rig = Rig::real(Setup { local: true, ..hasty() }, &hdfs.url("/quota")).await;
+    let quota = |hdfs: &MiniHdfs| drop(hdfs.run("quota /quota 1000000"));
+    let rig = survives(rig, quota, |_| (), &hdfs).await;
+    assert!(rig.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the quota was not noticed");
+    hdfs.run("quota /quota -1");
+    rig.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn denied_permission_falls_back_to_the_disks_or_waits() {
+    let Some(hdfs) = real().await else { return };
+    hdfs.run("mkdirs /denied");
+    hdfs.run("chmod 777 /denied");
+    // To whoever started HDFS nothing is denied.
+    for local in [true, false] {
+        let connector = Arc::new(AsUser(plain_connector(), "nobody"));
+        let (path, setup) = (hdfs.url("/denied"), Setup { local, ..hasty() });
+        let rig = Rig::start(setup, connector, open(&*plain_connector(), &path), &path).await;
+        let deny = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chown hdfs", "chmod 755"]);
+        let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
+        let rig = survives(rig, deny, allow, &hdfs).await;
+        assert!(rig.metric("total_memory_to_hdfs_spill_failed") > 0.0, "nothing was denied");
+        assert!(!rig.hdfs.all_failing(), "one path's permission says nothing of the file system");
+        assert_eq!(rig.visible(1, 1).await[1].is_empty(), !local);
+        rig.finish().await;
+    }
+}
+
+/// Runs commands on the shuffle's directory and everything below.
+fn each_of_the_shuffle(hdfs: &MiniHdfs, commands: &[&str]) {
+    let shuffle = "/denied/app-1/1";
+    let mut paths = vec![shuffle.to_owned()];
+    paths.extend((0..4).map(|partition| format!("{shuffle}/{partition}-{partition}")));
+    paths.extend(hdfs.list(shuffle).into_iter().map(|file| file.path));
+    for (path, command) in paths.iter().flat_map(|path| commands.iter().map(move |command| (path, command))) {
+        hdfs.run(&format!("{command} {path}"));
+    }
+}
+
+/// Connects as another user, which a file system without security believes.
+#[derive(Debug)]
+struct AsUser(Arc<dyn Connector>, &'static str);
+
+impl Connector for AsUser {
+    fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError> {
+        let target = self.0.target(storage, location)?;
+        Ok(RemoteTarget { user: Some(self.1.to_owned()), ..target })
+    }
+
+    fn connect(&self, target: &RemoteTarget) -> Result<Arc<dyn RemoteFs>, StoreError> {
+        self.0.connect(target)
+    }
+}

@@ -1,0 +1,45 @@
+//! Reads a partition's directory as the published client does (PROTOCOL §6.4), with every check that it makes.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use uniffle_worker::store::StoreErrorKind;
+use uniffle_worker::store::hdfs::fs::RemoteFs;
+use uniffle_worker::wire::index::{RECORD_BYTES, records};
+
+/// Blocks by id. An index that names bytes that are not there is a short read for the client, so it is a failure here.
+pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
+    let entries = match fs.list(path).await {
+        Err(error) if error.kind == StoreErrorKind::NotFound => return BTreeMap::new(),
+        entries => entries.expect("a directory"),
+    };
+    let mut blocks = BTreeMap::new();
+    let indexes = entries.iter().filter(|e| e.name.starts_with(server_id) && e.name.ends_with(".index"));
+    for entry in indexes {
+        let data_name = entry.name.replace(".index", ".data");
+        assert!(
+            entries.iter().any(|entry| entry.name == data_name),
+            "an index without data fails the client"
+        );
+        // One that can not be read is as good as empty.
+        let Ok(index) = fs.read(&format!("{path}/{}", entry.name)).await else { continue };
+        let Ok(data) = fs.read(&format!("{path}/{data_name}")).await else { continue };
+        if index.len() % RECORD_BYTES != 0 {
+            // A truncated trailing record is ignored.
+            assert!(!index.is_empty());
+        }
+        let mut next = 0;
+        for record in records(&index) {
+            assert_eq!(record.offset, next, "{}: blocks must lie side by side", entry.name);
+            next += i64::from(record.length);
+            if next > i64::try_from(data.len()).expect("a length") {
+                break; // still being written, to the client
+            }
+            let (start, end) = (usize::try_from(record.offset).unwrap(), usize::try_from(next).unwrap());
+            let bytes = data.slice(start..end);
+            assert_eq!(i64::from(crc32fast::hash(&bytes)), record.crc, "block {}", record.block_id);
+            blocks.insert(record.block_id, bytes);
+        }
+    }
+    blocks
+}

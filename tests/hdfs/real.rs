@@ -1,0 +1,18 @@
+//! The real HDFS that the tests of this binary take turns with, and whole workers over it.
+
+use std::sync::LazyLock;
+
+use tokio::sync::{Mutex, MutexGuard};
+
+use crate::support::hdfs::{self, MiniHdfs};
+
+/// Started by whoever needs it first. Some tests stop its servers, so one test has it at a time.
+static HDFS: LazyLock<Mutex<MiniHdfs>> = LazyLock::new(|| Mutex::new(MiniHdfs::start(&[])));
+
+/// The next turn. `None` when Java or Maven is missing.
+pub(crate) async fn real() -> Option<MutexGuard<'static, MiniHdfs>> {
+    if !hdfs::is_available() {
+        return None;
+    }
+    Some(HDFS.lock().await)
+}

@@ -1,0 +1,422 @@
+//! The worker's parts over an HDFS, in memory or real, with or without local disks; and a client that forgets nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use prometheus::Registry;
+use tokio::time::{Instant, sleep};
+use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::flush::policy::Limits;
+use uniffle_worker::flush::{FlushConfig, Flusher, Stores};
+use uniffle_worker::io::Disk;
+use uniffle_worker::io::fault::{FaultDisk, Faults};
+use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_worker::memory::{Memory, MemoryConfig};
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::service::{
+    BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service, ServiceConfig,
+    Tiers,
+};
+use uniffle_worker::store::hdfs::client::HdfsConnector;
+use uniffle_worker::store::hdfs::fake::FakeFs;
+use uniffle_worker::store::hdfs::fs::RemoteFs;
+use uniffle_worker::store::hdfs::hadoop::HadoopConf;
+use uniffle_worker::store::hdfs::kerberos::Login;
+use uniffle_worker::store::hdfs::{Connector, RemoteLocation, RemoteTarget};
+use uniffle_worker::store::{HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError};
+use uniffle_worker::types::{Distribution, PartitionId, TaskAttemptId};
+use uniffle_worker::wire::index::records;
+
+use crate::reader::read_directory;
+
+pub(crate) const SERVER_ID: &str = "10.0.0.1-21100";
+pub(crate) const APP: &str = "app-1";
+/// Everything at once, so that only a test decides when something is flushed.
+const CAPACITY: u64 = 64 << 20;
+const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
+
+/// Hands out one file system in memory, whoever asks.
+#[derive(Debug)]
+pub(crate) struct FakeConnector(pub(crate) FakeFs);
+
+impl Connector for FakeConnector {
+    fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError> {
+        Ok(RemoteTarget { location, conf: storage.conf.clone(), user: None })
+    }
+
+    fn connect(&self, _: &RemoteTarget) -> Result<Arc<dyn RemoteFs>, StoreError> {
+        Ok(Arc::new(self.0.clone()))
+    }
+}
+
+/// A connector without settings and login, as a worker without `HADOOP_CONF_DIR` has it.
+pub(crate) fn plain_connector() -> Arc<dyn Connector> {
+    Arc::new(HdfsConnector { conf: HadoopConf::default(), login: Login::default() })
+}
+
+/// The file system behind a path, as the tests look at it.
+pub(crate) fn open(connector: &dyn Connector, path: &str) -> Arc<dyn RemoteFs> {
+    let location = RemoteLocation::parse(path).unwrap();
+    connector.connect(&RemoteTarget { location, conf: Vec::new(), user: None }).unwrap()
+}
+
+/// What a test chooses.
+#[derive(Debug, Clone)]
+pub(crate) struct Setup {
+    pub(crate) local: bool,
+    pub(crate) hdfs: HdfsConfig,
+    pub(crate) cold_bytes: u64,
+    pub(crate) hdfs_in_flight_max: usize,
+    pub(crate) huge_partition_bytes: u64,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        let hdfs = HdfsConfig { server_id: SERVER_ID.to_owned(), ..HdfsConfig::default() };
+        Self {
+            local: false,
+            hdfs,
+            cold_bytes: 100_000,
+            hdfs_in_flight_max: 16,
+            huge_partition_bytes: u64::MAX,
+        }
+    }
+}
+
+pub(crate) struct Rig {
+    pub(crate) service: Arc<Service>,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) flusher: Arc<Flusher>,
+    pub(crate) hdfs: Arc<HdfsStore>,
+    pub(crate) local: Option<Arc<LocalStore>>,
+    pub(crate) disk_faults: Faults,
+    pub(crate) registry: Registry,
+    /// The same file system, beside the worker.
+    pub(crate) fs: Arc<dyn RemoteFs>,
+    pub(crate) root: String,
+    storage: RemoteStorage,
+    tasks: Tasks,
+    generator: BlockGenerator,
+    /// Acknowledged blocks by shuffle and partition.
+    pub(crate) all: BTreeMap<(i32, i32), Vec<Block>>,
+}
+
+impl Rig {
+    /// Over a file system in memory.
+    pub(crate) async fn fake(setup: Setup) -> (Self, FakeFs) {
+        let fs = FakeFs::default();
+        let connector = Arc::new(FakeConnector(fs.clone()));
+        (Self::start(setup, connector, Arc::new(fs.clone()), "hdfs://fake:8020/uniffle").await, fs)
+    }
+
+    /// Over a real one.
+    pub(crate) async fn real(setup: Setup, path: &str) -> Self {
+        let connector = plain_connector();
+        let fs = open(&*connector, path);
+        Self::start(setup, connector, fs, path).await
+    }
+
+    pub(crate) async fn start(
+        setup: Setup,
+        connector: Arc<dyn Connector>,
+        fs: Arc<dyn RemoteFs>,
+        path: &str,
+    ) -> Self {
+        let (registry, tasks) = (Registry::new(), Tasks::new());
+        let memory_config = MemoryConfig {
+            capacity_bytes: CAPACITY,
+            read_capacity_bytes: 4 << 20,
+            ticket_timeout: Duration::from_secs(60),
+            tickets_max: 1000,
+            blocks_max: 100_000,
+        };
+        let memory = Memory::new(&memory_config, &registry).unwrap();
+        let hdfs = HdfsStore::new(setup.hdfs.clone(), connector, tasks.clone(), &registry).unwrap();
+        let disk_faults = Faults::default();
+        let local = match setup.local {
+            true => {
+                let disk = Arc::new(MemoryDisk::new("/disk", None)) as Arc<dyn Disk>;
+                let disk = Arc::new(FaultDisk::new(disk, disk_faults.clone())) as Arc<dyn Disk>;
+                let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
+                tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
+                Some(store)
+            }
+            false => None,
+        };
+        let stores = Stores { local: local.clone(), hdfs: Some(Arc::clone(&hdfs)) };
+        let (config, m) = (flush_config(&setup), Arc::clone(&memory));
+        let flusher = Flusher::start(config, m, stores, tasks.clone(), &registry).unwrap();
+        let tiers =
+            Tiers { local: local.clone(), hdfs: Some(Arc::clone(&hdfs)), flusher: Arc::clone(&flusher) };
+        let apps = Arc::new(AppRegistry::new(AppConfig {
+            heartbeat_timeout: Duration::from_secs(300),
+            ..AppConfig::default()
+        }));
+        let service = Service::new(
+            ServiceConfig::default(),
+            apps,
+            Arc::clone(&memory),
+            Some(tiers),
+            tasks.clone(),
+            &registry,
+        )
+        .unwrap();
+        let root = RemoteLocation::parse(path).unwrap().path().to_owned();
+        let storage = RemoteStorage { path: path.to_owned(), ..RemoteStorage::default() };
+        let generator = BlockGenerator::new(7, IdLayout::SPARK);
+        let all = BTreeMap::new();
+        Self {
+            service,
+            memory,
+            flusher,
+            hdfs,
+            local,
+            disk_faults,
+            registry,
+            fs,
+            root,
+            storage,
+            tasks,
+            generator,
+            all,
+        }
+    }
+
+    /// Registers partitions 0 to 9, one range each.
+    pub(crate) async fn register(&self, shuffle: i32) {
+        self.register_with(shuffle, Some(self.storage.clone())).await.unwrap();
+    }
+
+    pub(crate) async fn register_with(
+        &self,
+        shuffle: i32,
+        storage: Option<RemoteStorage>,
+    ) -> Result<(), String> {
+        let request = RegisterRequest {
+            app: APP,
+            shuffle,
+            ranges: (0..10).map(|partition| (partition, partition)).collect(),
+            user: "alice".to_owned(),
+            distribution: Distribution::Normal,
+            properties: HashMap::new(),
+            remote_storage: storage,
+        };
+        self.service.register(request).await.map_err(|error| error.to_string())
+    }
+
+    /// Sends `count` blocks of `bytes`; they are acknowledged when this returns.
+    pub(crate) fn push(&mut self, shuffle: i32, partition: i32, count: u32, bytes: u32) {
+        let sent = self.all.entry((shuffle, partition)).or_default();
+        let first = u32::try_from(sent.len()).unwrap();
+        let blocks: Vec<Block> = (first..first + count)
+            .map(|n| self.generator.block(PartitionId(partition), TaskAttemptId(1), n, bytes))
+            .collect();
+        let size = i32::try_from(count * bytes).unwrap();
+        let partitions = [partition];
+        let request =
+            RequireRequest { app: APP, shuffle, bytes: size, partitions: &partitions, partition_sizes: &[] };
+        let ticket = self.service.require_buffer(request).unwrap().ticket;
+        let header = SendHeader { app: APP, shuffle, ticket, message_bytes: u64::from(count * bytes) + 1000 };
+        let mut session = self.service.begin_send(header).unwrap();
+        session.partition(partition).unwrap();
+        for block in &blocks {
+            session.begin_block(block.meta.length).unwrap();
+            session.write(&block.data).unwrap();
+            let header = BlockHeader {
+                block_id: block.meta.block_id.0,
+                length: i32::try_from(block.meta.length).unwrap(),
+                uncompressed_length: 9,
+                crc: i64::from(block.meta.crc),
+                task_attempt_id: 1,
+            };
+            session.end_block(header).unwrap();
+        }
+        session.commit(0).unwrap();
+        sent.extend(blocks);
+    }
+
+    /// Blocks that a client finds in memory, then on local disks, then in HDFS: in this order, as clients read.
+    pub(crate) async fn visible(&self, shuffle: i32, partition: i32) -> [BTreeMap<i64, Bytes>; 3] {
+        let memory = self.in_memory(shuffle, partition);
+        let local = self.on_disks(shuffle, partition).await;
+        [memory, local, self.in_hdfs(shuffle, partition).await]
+    }
+
+    pub(crate) fn directory(&self, shuffle: i32, partition: i32) -> String {
+        format!("{}/{APP}/{shuffle}/{partition}-{partition}", self.root)
+    }
+
+    pub(crate) async fn in_hdfs(&self, shuffle: i32, partition: i32) -> BTreeMap<i64, Bytes> {
+        read_directory(&*self.fs, &self.directory(shuffle, partition), SERVER_ID).await
+    }
+
+    fn in_memory(&self, shuffle: i32, partition: i32) -> BTreeMap<i64, Bytes> {
+        let mut found = BTreeMap::new();
+        let mut last_block_id = -1;
+        loop {
+            let request = MemoryReadRequest {
+                app: APP,
+                shuffle,
+                partition,
+                last_block_id,
+                read_buffer_size: 1 << 20,
+                task_filter: None,
+            };
+            let read = self.service.read_memory(request).unwrap();
+            let Some(last) = read.blocks.last() else { return found };
+            last_block_id = last.block_id.0;
+            let mut bytes = Bytes::from(read.data.concat());
+            for block in &read.blocks {
+                found.insert(block.block_id.0, bytes.split_to(block.length as usize));
+            }
+        }
+    }
+
+    pub(crate) async fn on_disks(&self, shuffle: i32, partition: i32) -> BTreeMap<i64, Bytes> {
+        let mut found = BTreeMap::new();
+        if self.local.is_none() {
+            return found;
+        }
+        let mut answer = self.service.read_index(APP, shuffle, partition).await.unwrap();
+        let mut index = Vec::new();
+        while let Some(chunk) = answer.chunks.next().await.unwrap() {
+            index.extend_from_slice(&chunk);
+        }
+        for record in records(&index) {
+            let read = self.service.read_data(APP, shuffle, partition, record.offset, record.length);
+            let mut answer = read.await.unwrap();
+            let mut data = Vec::new();
+            while let Some(chunk) = answer.chunks.next().await.unwrap() {
+                data.extend_from_slice(&chunk);
+            }
+            found.insert(record.block_id, Bytes::from(data));
+        }
+        found
+    }
+
+    /// Every acknowledged block is somewhere, with its bytes.
+    pub(crate) async fn assert_nothing_missing(&self) {
+        let missing = self.missing().await;
+        assert!(missing.is_empty(), "nowhere: {missing:?}");
+    }
+
+    /// The same, once files that were torn are closed again.
+    pub(crate) async fn nothing_is_missing_soon(&self) {
+        let start = Instant::now();
+        loop {
+            let missing = self.missing().await;
+            if missing.is_empty() {
+                return;
+            }
+            assert!(start.elapsed() < SETTLE_DEADLINE, "nowhere: {missing:?}");
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    /// Acknowledged blocks that no reader would find.
+    async fn missing(&self) -> Vec<String> {
+        let mut missing = Vec::new();
+        for ((shuffle, partition), blocks) in &self.all {
+            let tiers = self.visible(*shuffle, *partition).await;
+            for block in blocks {
+                let id = block.meta.block_id.0;
+                let found: Vec<_> = tiers.iter().filter_map(|tier| tier.get(&id)).collect();
+                if found.is_empty() {
+                    missing.push(format!("block {id} of {shuffle}/{partition}"));
+                }
+                assert!(found.iter().all(|bytes| **bytes == block.data), "block {id} has other bytes");
+            }
+        }
+        missing
+    }
+
+    /// Puts everything in flight.
+    pub(crate) fn begin_flush(&self) {
+        self.flusher.flush_all();
+    }
+
+    /// Waits until nothing is in flight any more.
+    pub(crate) async fn settled(&self) {
+        self.eventually("everything is stored", || match self.flusher.unfinished() {
+            0 => Ok(()),
+            left => Err(format!("{left} batches")),
+        })
+        .await;
+    }
+
+    pub(crate) async fn flush(&self) {
+        self.begin_flush();
+        self.settled().await;
+    }
+
+    pub(crate) async fn eventually(&self, what: &str, mut look: impl FnMut() -> Result<(), String>) {
+        let start = Instant::now();
+        while let Err(complaint) = look() {
+            assert!(start.elapsed() < SETTLE_DEADLINE, "{what}: {complaint}");
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// The sum of a metric over its labels.
+    pub(crate) fn metric(&self, name: &str) -> f64 {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let family = family.unwrap_or_else(|| panic!("no metric {name}"));
+        family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+    }
+
+    /// Unregisters, finds nothing left in any tier and no task.
+    pub(crate) async fn finish(self) {
+        drop(self.service.unregister_app(APP));
+        self.end().await;
+    }
+
+    /// The same for a rig whose application is gone already.
+    pub(crate) async fn end(self) {
+        let start = Instant::now();
+        let app = format!("{}/{APP}", self.root);
+        loop {
+            let left = [
+                ("bytes in memory", self.memory.budget().used()),
+                ("bytes in flight", self.memory.in_flight_bytes()),
+                ("batches", self.flusher.unfinished() as u64),
+                ("shuffles", self.hdfs.shuffle_count() as u64),
+                ("bytes on disks", self.local.as_ref().map_or(0, |local| local.used_bytes())),
+                ("entries in HDFS", self.fs.list(&app).await.map_or(0, |entries| entries.len() as u64)),
+            ];
+            let left: Vec<_> = left.iter().filter(|(_, count)| *count != 0).collect();
+            if left.is_empty() {
+                break;
+            }
+            assert!(start.elapsed() < SETTLE_DEADLINE, "left: {left:?}");
+            sleep(Duration::from_millis(20)).await;
+        }
+        self.tasks.cancel();
+        tokio::time::timeout(SETTLE_DEADLINE, self.tasks.drained()).await.expect("tasks are left");
+    }
+}
+
+fn flush_config(setup: &Setup) -> FlushConfig {
+    FlushConfig {
+        limits: Limits {
+            high_watermark: 1.0,
+            low_watermark: 0.0,
+            single_buffer_bytes_max: u64::MAX,
+            huge_partition_bytes: setup.huge_partition_bytes,
+            huge_buffer_bytes_max: u64::MAX,
+            in_flight_batches_max: 5,
+            blocks_high: u64::MAX,
+            blocks_low: 0,
+        },
+        workers: 2,
+        hdfs_in_flight_max: setup.hdfs_in_flight_max,
+        cold_bytes: setup.cold_bytes,
+        batch_bytes_max: 1 << 20,
+        tick: Duration::from_secs(1),
+        retry_pause_min: Duration::from_millis(50),
+        retry_pause_max: Duration::from_secs(2),
+    }
+}

@@ -1,0 +1,114 @@
+//! Workers that spill to a real HDFS, which the client reads by itself.
+
+use crate::support::hdfs::{Listed, MiniHdfs};
+use crate::support::wait_until;
+use crate::support::worker::{Setup, Worker};
+use crate::{Application, spark};
+use std::time::Duration;
+
+/// The client has no Hadoop settings but Spark's defaults; the worker needs none but the path.
+const WORDS: &str = "spark.rss.client.remote.storage.useLocalConfAsDefault=true";
+
+/// A watch on what stands in HDFS while an application runs.
+struct Watch<'a> {
+    hdfs: &'a MiniHdfs,
+    stop: std::sync::mpsc::Sender<()>,
+    seen: std::thread::ScopedJoinHandle<'a, Vec<Listed>>,
+}
+
+impl<'a> Watch<'a> {
+    fn start(hdfs: &'a MiniHdfs, scope: &'a std::thread::Scope<'a, '_>) -> Self {
+        let (stop, stopped) = std::sync::mpsc::channel();
+        let seen = scope.spawn(move || {
+            let mut seen = Vec::new();
+            while stopped
+                .recv_timeout(Duration::from_millis(200))
+                .is_err_and(|error| error == std::sync::mpsc::RecvTimeoutError::Timeout)
+            {
+                let now = hdfs.list("/uniffle");
+                if total(&now, ".data") > total(&seen, ".data") {
+                    seen = now;
+                }
+            }
+            seen
+        });
+        Self { hdfs, stop, seen }
+    }
+
+    /// What stood there when it was most. All of it is gone now, or will be in a moment.
+    fn finish(self) -> Vec<Listed> {
+        drop(self.stop);
+        let seen = self.seen.join().expect("the watch does not panic");
+        wait_until("the application's files are gone", Duration::from_secs(20), || {
+            match self.hdfs.list("/uniffle") {
+                left if left.is_empty() => Ok(()),
+                left => Err(format!("{left:?}")),
+            }
+        });
+        seen
+    }
+}
+
+fn total(files: &[Listed], ending: &str) -> u64 {
+    files.iter().filter(|file| file.path.ends_with(ending)).map(|file| file.bytes).sum()
+}
+
+#[test]
+fn what_is_spilled_to_hdfs_is_read_by_the_client() {
+    let Some(mut spark) = spark() else { return };
+    let hdfs = MiniHdfs::start(&[]);
+    // The embedded coordinator tells the client the path, and the store type.
+    let worker = Worker::start(&Setup {
+        name: "memory_hdfs",
+        capacity: "104M",
+        disks: 0,
+        store_type: "MEMORY_HDFS",
+        made_tables: format!("[embedded_coordinator]\nremote_storage_path = [\"{}\"]", hdfs.url("/uniffle")),
+        ..Setup::default()
+    });
+    let words = format!("storage=MEMORY_HDFS {WORDS}");
+    let seen = std::thread::scope(|scope| {
+        let watch = Watch::start(&hdfs, scope);
+        spark.run(&[&worker], Application { words: &words, ..Application::of("spill") });
+        watch.finish()
+    });
+    let metrics = worker.metrics();
+    let received = metrics.expect("total_received_data");
+    let spilled = metrics.expect("total_memory_spill_to_hdfs");
+    assert!(spilled >= received - 104e6, "{spilled} of {received} bytes went to HDFS");
+    assert!(total(&seen, ".data") > 100_000_000, "HDFS had {seen:?}");
+    assert_eq!(total(&seen, ".index") % 40, 0, "{seen:?}");
+    assert_eq!(metrics.expect("total_memory_to_hdfs_spill_failed"), 0.0);
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
+    let Some(mut spark) = spark() else { return };
+    let hdfs = MiniHdfs::start(&[]);
+    let worker = Worker::start(&Setup {
+        name: "memory_localfile_hdfs",
+        capacity: "104M",
+        store_type: "MEMORY_LOCALFILE_HDFS",
+        made_tables: format!(
+            "[embedded_coordinator]\nremote_storage_path = [\"{}\"]\n\
+             [hybrid_store]\nmemory_spill_to_cold_threshold_size = \"1400KiB\"",
+            hdfs.url("/uniffle")
+        ),
+        ..Setup::default()
+    });
+    let words = format!("storage=MEMORY_LOCALFILE_HDFS {WORDS}");
+    let seen = std::thread::scope(|scope| {
+        let watch = Watch::start(&hdfs, scope);
+        spark.run(&[&worker], Application { words: &words, ..Application::of("spill") });
+        watch.finish()
+    });
+    let metrics = worker.metrics();
+    let (all, remote) =
+        (metrics.expect("memory_spill_total_bytes"), metrics.expect("total_memory_spill_to_hdfs"));
+    assert!(remote > 10e6 && all - remote > 10e6, "{remote} of {all} spilled bytes went to HDFS");
+    assert!(total(&seen, ".data") > 0 && total(&seen, ".index") > 0, "HDFS had {seen:?}");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
