@@ -1,4 +1,4 @@
-//! One call: by path to the four hot methods or to tonic's router, counted and with a deadline.
+//! One call: by path to the five hot methods or to tonic's router, counted and with a deadline.
 //!
 //! Not here: connections (`server`). Invariant: a call ends with an answer within its deadline, and a panic-free
 //! infallible type: whatever goes wrong is a gRPC status.
@@ -16,8 +16,8 @@ use tower::ServiceExt;
 
 use super::metrics::GrpcMetrics;
 use super::{
-    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, SEND_SHUFFLE_DATA,
-    ingest, reads,
+    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
+    SEND_SHUFFLE_DATA, ingest, reads, tickets,
 };
 use crate::runtime::Tasks;
 use crate::service::Service;
@@ -59,6 +59,7 @@ impl Door {
     async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
         let max = self.config.read_request_bytes_max;
         match request.uri().path() {
+            REQUIRE_BUFFER => tickets::require_buffer(&self.service, max, request.into_body()).await,
             GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, max, request.into_body()).await,
             GET_LOCAL_SHUFFLE_INDEX => reads::local_index(&self.service, max, request.into_body()).await,
             GET_LOCAL_SHUFFLE_DATA => reads::local_data(&self.service, max, request.into_body()).await,

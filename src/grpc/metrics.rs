@@ -28,7 +28,7 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServer/getShuffleResult", "get_shuffle_result"),
     ("/rss.common.ShuffleServer/getShuffleResultForMultiPart", "get_shuffle_result_for_multi_part"),
     ("/rss.common.ShuffleServer/finishShuffle", "finish_shuffle"),
-    ("/rss.common.ShuffleServer/requireBuffer", "require_buffer"),
+    (super::REQUIRE_BUFFER, "require_buffer"),
     ("/rss.common.ShuffleServer/appHeartbeat", "app_heartbeat"),
     ("/rss.common.ShuffleServer/startSortMerge", "start_sort_merge"),
     ("/rss.common.ShuffleServer/getSortedShuffleData", "get_sorted_shuffle_data"),

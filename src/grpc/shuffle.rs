@@ -1,4 +1,4 @@
-//! The small calls of `ShuffleServer` through tonic. The four hot methods never get here (`door`).
+//! The small calls of `ShuffleServer` through tonic. The five hot methods never get here (`door`).
 
 use std::sync::Arc;
 
@@ -6,13 +6,10 @@ use tonic::{Request, Response, Status};
 
 use super::convert::{layout, not_offered, refusal, register_request, success, verdict};
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
-use crate::service::{ReportRequest, RequireRequest, Service};
+use crate::service::{ReportRequest, Service};
 use crate::types::PartitionId;
 
 type Answer<T> = Result<Response<T>, Status>;
-
-/// Ticket id of a refusal.
-const NO_TICKET: i64 = -1;
 
 /// See the module doc.
 #[derive(Debug)]
@@ -61,25 +58,6 @@ impl ShuffleServer for ShuffleCalls {
     ) -> Answer<proto::ShuffleUnregisterByAppIdResponse> {
         let (status, ret_msg) = verdict(self.service.unregister_app(&request.into_inner().app_id), "OK");
         answer(proto::ShuffleUnregisterByAppIdResponse { status, ret_msg })
-    }
-
-    async fn require_buffer(
-        &self,
-        request: Request<proto::RequireBufferRequest>,
-    ) -> Answer<proto::RequireBufferResponse> {
-        let request = request.into_inner();
-        let grant = self.service.require_buffer(RequireRequest {
-            app: &request.app_id,
-            shuffle: request.shuffle_id,
-            bytes: request.require_size,
-            partitions: &request.partition_ids,
-            partition_sizes: &request.partition_require_sizes,
-        });
-        let (require_buffer_id, (status, ret_msg), need_split_partition_ids) = match grant {
-            Ok(grant) => (grant.ticket, success(""), grant.split_partitions),
-            Err(error) => (NO_TICKET, refusal(&error), Vec::new()),
-        };
-        answer(proto::RequireBufferResponse { require_buffer_id, status, ret_msg, need_split_partition_ids })
     }
 
     async fn app_heartbeat(
@@ -176,6 +154,13 @@ impl ShuffleServer for ShuffleCalls {
     ) -> Answer<proto::GetSortedShuffleDataResponse> {
         let (status, ret_msg) = not_offered("Remote merge is disabled");
         answer(proto::GetSortedShuffleDataResponse { status, ret_msg, ..Default::default() })
+    }
+
+    async fn require_buffer(
+        &self,
+        _: Request<proto::RequireBufferRequest>,
+    ) -> Answer<proto::RequireBufferResponse> {
+        taken_by_path()
     }
 
     async fn send_shuffle_data(

@@ -228,7 +228,8 @@ fn enough_memory(load: &LoadArgs) -> anyhow::Result<()> {
     // Ids in the ledger and in the tasks' reports; the heads of messages under way; answers under way, copied once.
     let ledger = blocks.saturating_mul(32);
     let heads = u64::from(load.writers) * (load.message_size.as_u64() / load.blocks.mean().max(1) + 1) * 256;
-    let answers = u64::from(load.readers()) * load.read_buffer.as_u64().min(load.bytes.as_u64()) * 2;
+    let answer = load.read_buffer.as_u64().min(load.bytes.as_u64()) * 2;
+    let answers = if load.reads > 0.0 { u64::from(load.readers()) * answer } else { 0 };
     let needed = ledger.saturating_add(heads).saturating_add(answers).saturating_add(128 << 20);
     let Some(free) = memory_available() else { return Ok(()) };
     let (needed, free) = (ByteSize::b(needed), ByteSize::b(free));

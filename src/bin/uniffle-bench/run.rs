@@ -309,7 +309,10 @@ pub(crate) async fn with_cluster(
 
 /// `write`: all rounds.
 pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
-    with_cluster(name, args, async |cluster| {
+    let mut args = args.clone();
+    // No memory is needed for answers.
+    args.load.reads = 0.0;
+    with_cluster(name, &args, async |cluster| {
         for round in 0..args.load.rounds {
             let shuffle = cluster.shuffle(round).await?;
             cluster.write("write", &shuffle).await?;
