@@ -6,7 +6,13 @@
 
 mod support;
 
+#[path = "process/checker.rs"]
+mod checker;
 #[path = "process/lifecycle.rs"]
 mod lifecycle;
+#[path = "process/network.rs"]
+mod network;
+#[path = "process/overload.rs"]
+mod overload;
 #[path = "process/writes.rs"]
 mod writes;

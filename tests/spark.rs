@@ -20,6 +20,8 @@ mod clusters;
 mod hdfs;
 #[path = "spark/one_worker.rs"]
 mod one_worker;
+#[path = "spark/restarts.rs"]
+mod restarts;
 #[path = "spark/tcp.rs"]
 mod tcp;
 
@@ -111,6 +113,52 @@ impl Spark {
         answers
     }
 
+    /// Runs `application` through `workers`, the first of which is the coordinator, and `meanwhile` beside it. All
+    /// results are those of vanilla Spark, and afterwards every worker that lives is clean.
+    fn run_while(
+        &mut self,
+        workers: Vec<Worker>,
+        application: Application<'_>,
+        meanwhile: impl FnOnce(&mut [Worker]),
+    ) -> (Vec<Worker>, Vec<Value>) {
+        let (mut workers, answers) = self.run_unchecked(workers, application, meanwhile);
+        for answer in &answers {
+            let log = || self.log_tail(application.jvm);
+            assert_eq!(answer["ok"], true, "{answer}\n--- end of the JVM's log\n{}", log());
+            let name = answer["scenario"].as_str().expect("every line has it");
+            assert_eq!(answer["digest"], self.vanilla_of(application.jvm, name)["digest"], "{answer}");
+        }
+        for worker in workers.iter_mut().filter(|worker| worker.is_running()) {
+            worker.assert_clean();
+        }
+        (workers, answers)
+    }
+
+    /// The same, whatever the answers are.
+    fn run_unchecked(
+        &mut self,
+        mut workers: Vec<Worker>,
+        application: Application<'_>,
+        meanwhile: impl FnOnce(&mut [Worker]),
+    ) -> (Vec<Worker>, Vec<Value>) {
+        self.run_vanilla(&application);
+        self.warm_up(application.jvm);
+        let Application { jvm, scenarios, words } = application;
+        let quorum = workers[0].quorum();
+        self.begin(jvm, "uniffle", &format!("scenarios={scenarios} quorum={quorum} {words}"));
+        meanwhile(&mut workers);
+        let answers = self.answers(jvm);
+        (workers, answers)
+    }
+
+    fn vanilla_of(&self, jvm: Kind, scenario: &str) -> Value {
+        self.vanilla[&(jvm.spark_version(), scenario.to_owned())].clone()
+    }
+
+    fn log_tail(&self, jvm: Kind) -> String {
+        self.jvms.get(&jvm).map(Jvm::log_tail).unwrap_or_default()
+    }
+
     /// Fills in what vanilla Spark says, where that is not known yet.
     fn run_vanilla(&mut self, application: &Application<'_>) {
         // The flags of a JVM do not change results.
@@ -152,19 +200,29 @@ impl Spark {
         }
     }
 
-    /// Waits for an application that was begun; each of its scenarios was well in itself.
-    fn finish(&mut self, application: &Application<'_>) -> Vec<Value> {
-        let jvm = self.jvms.get_mut(&application.jvm).expect("it was begun");
-        let answers = match jvm.finish() {
+    /// Waits for an application that was begun.
+    fn answers(&mut self, kind: Kind) -> Vec<Value> {
+        let jvm = self.jvms.get_mut(&kind).expect("it was begun");
+        match jvm.finish() {
             Ok(answers) => answers,
             Err(lost) => {
-                self.jvms.remove(&application.jvm);
+                self.jvms.remove(&kind);
                 panic!("{lost}")
             }
-        };
+        }
+    }
+
+    /// Waits for an application that was begun; each of its scenarios was well in itself.
+    fn finish(&mut self, application: &Application<'_>) -> Vec<Value> {
+        let answers = self.answers(application.jvm);
         let bad: Vec<String> =
             answers.iter().filter(|answer| answer["ok"] != true).map(ToString::to_string).collect();
-        assert!(bad.is_empty(), "{}\n--- end of the JVM's log\n{}", bad.join("\n"), jvm.log_tail());
+        assert!(
+            bad.is_empty(),
+            "{}\n--- end of the JVM's log\n{}",
+            bad.join("\n"),
+            self.log_tail(application.jvm)
+        );
         let asked = application.scenarios.split(',').count();
         assert_eq!(answers.len(), asked, "not every scenario of {application:?} was answered");
         answers

@@ -52,6 +52,8 @@ pub enum Fault {
     },
     /// It does not return before [`Faults::release`].
     Hang,
+    /// Whoever waits for it panics.
+    Panic,
 }
 
 /// "Input/output error".
@@ -227,6 +229,7 @@ impl Faults {
                 let waiting = self.hang(work);
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
             }
+            Some(Fault::Panic) => panic_when_polled(),
         }
     }
 
@@ -239,6 +242,11 @@ impl Faults {
         }));
         Box::pin(async move { waiting.await.ok() })
     }
+}
+
+#[expect(clippy::panic, reason = "that is the fault")]
+fn panic_when_polled<T: Send + 'static>() -> BoxFuture<'static, T> {
+    Box::pin(async { panic!("injected by a fault rule") })
 }
 
 fn never_released() -> io::Error {
@@ -360,6 +368,7 @@ impl File for FaultFile {
                     Err(io::Error::from_raw_os_error(errno))
                 })
             }
+            Some(Fault::Panic) => panic_when_polled(),
             Some(Fault::Hang) => {
                 let waiting = self.faults.hang(self.file.write_at(pieces, offset));
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
@@ -373,6 +382,7 @@ impl File for FaultFile {
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready((target, Err(io::Error::from_raw_os_error(errno)))))
             }
+            Some(Fault::Panic) => panic_when_polled(),
             Some(Fault::Hang) => {
                 let waiting = self.faults.hang(self.file.read(target));
                 Box::pin(async move {

@@ -105,11 +105,11 @@ async fn prepare(
     commands: &mut mpsc::Receiver<Command>,
 ) -> Prepared {
     let ready = async {
+        notify::reloading();
         if let Err(error) = successor.check((UPGRADE_FROM, facts.to_text())).await {
             tracing::error!("upgrade refused, going on as before: {error:#}");
             return Prepared::GoOn;
         }
-        notify::reloading();
         tracing::info!("upgrade: the new binary takes the configuration, flushing");
         match worker.prepare_to_hand_over().await {
             Ok(()) => Prepared::HandOver,

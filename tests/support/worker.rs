@@ -244,6 +244,11 @@ impl Worker {
         rustix::process::kill_process(pid, signal).expect("our own child");
     }
 
+    /// Whether the process lives.
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().is_ok_and(|ended| ended.is_none())
+    }
+
     /// Waits for the end of the process.
     pub(crate) fn wait_end(&mut self) -> ExitStatus {
         let what = format!("worker {} ends", self.setup.name);

@@ -1,0 +1,72 @@
+//! A panic in one task: it ends that task, is answered or seen at once, and nothing of it stays.
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_worker::service::WorkerState;
+use uniffle_worker::types::{PartitionId, TaskAttemptId};
+
+use super::rig::Rig;
+use super::world::{assert_same, key};
+
+/// What a client is told at once comes much sooner.
+const SOON: Duration = Duration::from_secs(20);
+
+fn blocks(task: i64) -> Vec<Block> {
+    let generator = BlockGenerator::new(1, IdLayout::SPARK);
+    (0..8).map(|at| generator.block(PartitionId(0), TaskAttemptId(task), at, 10_000)).collect()
+}
+
+#[tokio::test]
+async fn a_panic_while_a_batch_is_written_costs_a_try() {
+    let rig = Rig::start().await;
+    let client = rig.client().await;
+    let key = key("panics", 0);
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let sent = blocks(1);
+    client.push(&key, SendForm::Classic, &[(PartitionId(0), sent.clone())]).await.unwrap();
+    for faults in &rig.faults {
+        faults.add(Rule::once(Operation::Write, Fault::Panic));
+    }
+    rig.flusher.flush_all();
+    rig.flushed().await;
+    let read = client.read_partition(&key, PartitionId(0), &ReadOptions::default()).await.unwrap();
+    assert_eq!(read.from_disk, sent.len(), "the batch was tried again");
+    assert_same(&read.blocks, &sent);
+    assert_eq!(rig.service.status().state(), WorkerState::Active);
+    drop(client);
+    rig.finish().await;
+}
+
+#[tokio::test]
+async fn a_panic_while_a_client_is_served_is_its_alone() {
+    let rig = Rig::start().await;
+    let client = rig.client().await;
+    let key = key("panics", 1);
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let sent = blocks(1);
+    client.push(&key, SendForm::Classic, &[(PartitionId(0), sent.clone())]).await.unwrap();
+    rig.flusher.flush_all();
+    rig.flushed().await;
+    for faults in &rig.faults {
+        faults.add(Rule::always(Operation::Read, Fault::Panic));
+    }
+    let options = ReadOptions::default();
+    let read = timeout(SOON, client.read_partition(&key, PartitionId(0), &options)).await;
+    read.expect("nobody waits for an answer that will not come").unwrap_err();
+    for faults in &rig.faults {
+        faults.clear();
+    }
+    // The same connection, the same partition.
+    let read = client.read_partition(&key, PartitionId(0), &options).await.unwrap();
+    assert_same(&read.blocks, &sent);
+    let more = blocks(2);
+    client.push(&key, SendForm::Classic, &[(PartitionId(0), more)]).await.unwrap();
+    assert_eq!(rig.service.status().state(), WorkerState::Active);
+    drop(client);
+    rig.finish().await;
+}

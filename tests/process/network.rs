@@ -1,0 +1,177 @@
+//! A network that cuts, delays and goes silent between clients and a worker, on both data planes.
+//!
+//! A proxy stands before each door. What was acknowledged is readable afterwards, whatever happened to the connections,
+//! and once the clients are gone nothing of them is left.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rand::{Rng as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{sleep, timeout};
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::client::tcp::TcpClient;
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::types::{PartitionId, TaskAttemptId};
+
+use crate::support::say;
+use crate::support::worker::{Setup, Worker};
+use crate::writes::{client_of, key, local, patient};
+
+const WRITERS: u64 = 8;
+const TASKS: i64 = 25;
+const PATIENCE: Duration = Duration::from_millis(700);
+
+/// What a proxied connection suffers after some bytes in one direction.
+#[derive(Debug, Clone, Copy)]
+enum Trouble {
+    None,
+    /// Both sides see the connection end.
+    Cut(usize),
+    /// Every piece comes late.
+    Delay(Duration),
+    /// Bytes are swallowed, and nobody is told.
+    Silence(usize),
+}
+
+impl Trouble {
+    fn any(random: &mut ChaCha8Rng) -> Self {
+        let after = random.random_range(0..300_000);
+        match random.random_range(0..5) {
+            0 => Self::Cut(after),
+            1 => Self::Silence(after),
+            2 => Self::Delay(Duration::from_millis(random.random_range(1..40))),
+            _ => Self::None,
+        }
+    }
+}
+
+/// Forwards to `port` with troubles; ends when it is aborted.
+async fn proxy(listener: TcpListener, port: u16, seed: u64, troubled: Arc<AtomicU64>) {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut connections = JoinSet::new();
+    while let Ok((near, _)) = listener.accept().await {
+        let Ok(far) = TcpStream::connect(local(port)).await else { continue };
+        let (near_read, near_write) = near.into_split();
+        let (far_read, far_write) = far.into_split();
+        let (up, down) = (Trouble::any(&mut random), Trouble::any(&mut random));
+        troubled
+            .fetch_add(u64::from(!matches!((up, down), (Trouble::None, Trouble::None))), Ordering::Relaxed);
+        connections.spawn(async move {
+            // A cut in one direction ends both.
+            tokio::select! {
+                () = forward(near_read, far_write, up) => {}
+                () = forward(far_read, near_write, down) => {}
+            }
+        });
+    }
+}
+
+async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, trouble: Trouble) {
+    let mut buffer = vec![0; 16 << 10];
+    let mut passed = 0;
+    loop {
+        let Ok(length @ 1..) = from.read(&mut buffer).await else { return };
+        match trouble {
+            Trouble::Cut(after) if passed + length > after => {
+                let rest = after.saturating_sub(passed);
+                let _ = to.write_all(&buffer[..rest]).await;
+                return;
+            }
+            Trouble::Silence(after) if passed > after => {}
+            Trouble::Delay(pause) => {
+                sleep(pause).await;
+                if to.write_all(&buffer[..length]).await.is_err() {
+                    return;
+                }
+            }
+            Trouble::None | Trouble::Cut(_) | Trouble::Silence(_) => {
+                if to.write_all(&buffer[..length]).await.is_err() {
+                    return;
+                }
+            }
+        }
+        passed += length;
+    }
+}
+
+/// One writer: every task is tried on fresh connections until it is acknowledged or given up. What was acknowledged.
+async fn write(ports: (u16, u16), writer: u64) -> Vec<Block> {
+    let mut acknowledged = Vec::new();
+    let generator = BlockGenerator::new(5, IdLayout::SPARK);
+    let tasks = Tasks::new();
+    for task in 0..TASKS {
+        let attempt = TaskAttemptId(i64::try_from(writer).expect("small") * 1000 + task);
+        let blocks: Vec<_> = (0..4).map(|at| generator.block(PartitionId(0), attempt, at, 12_000)).collect();
+        let batch = [(PartitionId(0), blocks.clone())];
+        let send = async {
+            let client = ShuffleClient::connect(local(ports.0)).await.map_err(|error| error.to_string())?;
+            let client = client.with_backoff(patient());
+            if task % 2 == 0 {
+                return client
+                    .push(&key("net", 0), SendForm::Classic, &batch)
+                    .await
+                    .map_err(|e| e.to_string());
+            }
+            let ticket = client.require_buffer(&key("net", 0), &batch).await.map_err(|e| e.to_string())?;
+            let (tcp, driver) = TcpClient::connect(local(ports.1)).await.map_err(|e| e.to_string())?;
+            tasks.spawn("tcp client", driver);
+            tcp.send(&key("net", 0), ticket, &batch).await.map_err(|e| e.to_string())
+        };
+        if let Ok(Ok(())) = timeout(PATIENCE, send).await {
+            acknowledged.extend(blocks);
+        }
+    }
+    acknowledged
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_acknowledged_survives_cuts_delays_and_silence() {
+    let seed: u64 =
+        std::env::var("NETWORK_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random);
+    say(&format!("network: NETWORK_SEED={seed}"));
+    let setup = Setup { name: "network", capacity: "32MiB", disks: 2, ..Setup::default() };
+    let worker = block_in_place(|| Worker::start(&setup));
+    let direct = client_of(&worker).await;
+    direct.register(&key("net", 0), &[(0, 0)]).await.expect("registered");
+    let troubled = Arc::new(AtomicU64::new(0));
+    let mut proxies = JoinSet::new();
+    let mut ports = Vec::new();
+    for (at, port) in
+        [worker.ready().grpc_port, worker.ready().urpc_port.expect("on")].into_iter().enumerate()
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        ports.push(listener.local_addr().expect("bound").port());
+        proxies.spawn(proxy(listener, port, seed ^ at as u64, Arc::clone(&troubled)));
+    }
+    let mut writers = JoinSet::new();
+    for writer in 0..WRITERS {
+        writers.spawn(write((ports[0], ports[1]), writer));
+    }
+    let mut acknowledged = Vec::new();
+    while let Some(blocks) = writers.join_next().await {
+        acknowledged.extend(blocks.expect("a writer"));
+    }
+    let troubled = troubled.load(Ordering::Relaxed);
+    let tasks = acknowledged.len() / 4;
+    say(&format!("network: {tasks} of 200 tasks acknowledged, {troubled} connections in trouble"));
+    assert!(troubled > 10 && tasks > 20, "{tasks} tasks, {troubled} troubles");
+
+    let read = direct.read_partition(&key("net", 0), PartitionId(0), &ReadOptions::default()).await;
+    let read = read.expect("readable").blocks;
+    for block in &acknowledged {
+        assert!(read.get(&block.meta.block_id) == Some(&block.data), "{:?}", block.meta.block_id);
+    }
+    proxies.shutdown().await;
+    direct.unregister_app("net").await.expect("known");
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+    block_in_place(|| worker.stop());
+}

@@ -1,0 +1,212 @@
+//! Jobs over workers that are upgraded, killed, or out of disk while the jobs run.
+//!
+//! The job is `spill`: 440 MB in 32 map tasks and 32 reduce tasks. Where in it a worker is hit is told by the worker's own
+//! counters, which begin anew with each process.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::support::metrics::Metrics;
+use crate::support::spark::Kind;
+use crate::support::worker::{Setup, Worker};
+use crate::support::{say, wait_until};
+use crate::{Application, Spark, spark};
+
+/// The job on a machine that others use as well.
+const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
+/// A worker tells the coordinator of itself as soon as it is ready.
+const JOIN_DEADLINE: Duration = Duration::from_secs(20);
+/// Bytes of the job, less than what is written.
+const JOB_BYTES: f64 = 420e6;
+
+/// Waits until the counter has come to `least`, and says to what.
+fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
+    wait_until(&format!("{counter} reaches {least}"), PROGRESS_DEADLINE, || {
+        let total = Metrics::fetch(worker.ready().http_port)?.expect(counter);
+        if total >= least { Ok(total) } else { Err(format!("{total}")) }
+    })
+}
+
+fn upgrade(worker: &mut Worker) {
+    worker.begin_upgrade();
+    worker.finish_upgrade();
+    say(&format!("upgraded; nobody accepted for {} ms", worker.ready().upgrade_gap_ms.unwrap_or_default()));
+}
+
+/// The same job in both of its stages.
+fn upgraded_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name, capacity: "700M", disks: 2, ..Setup::default() });
+    let application = Application { jvm, scenarios: "spill", words };
+    let (workers, answers) = spark.run_while(vec![worker], application, |workers| {
+        let received = wait_total(&workers[0], "total_received_data", 100e6);
+        assert!(received < JOB_BYTES, "{received}: the map stage is over");
+        upgrade(&mut workers[0]);
+        let read = wait_total(&workers[0], "total_read_data", 40e6);
+        assert!(read < JOB_BYTES, "{read}: the reduce stage is over");
+        upgrade(&mut workers[0]);
+    });
+    assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
+    for worker in workers {
+        worker.assert_no_error_logged();
+        worker.stop();
+    }
+}
+
+#[test]
+fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster() {
+    upgraded_in_both_stages("cluster-grpc", Kind::Main, "master=local-cluster[2,1,1024]");
+}
+
+#[test]
+fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster_over_tcp() {
+    upgraded_in_both_stages(
+        "cluster-tcp",
+        Kind::NoUnsafe,
+        "master=local-cluster[2,1,1024] client=GRPC_NETTY",
+    );
+}
+
+#[test]
+fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master() {
+    upgraded_in_both_stages("local-grpc", Kind::Main, "master=local[2,4]");
+}
+
+#[test]
+fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master_over_tcp() {
+    upgraded_in_both_stages("local-tcp", Kind::NoUnsafe, "master=local[2,4] client=GRPC_NETTY");
+}
+
+/// A file system of its own, unmounted when it is dropped.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    fn mount(at: &Path, size: &str) -> Option<Self> {
+        std::fs::create_dir(at).expect("a mount point");
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"])
+            .arg(at)
+            .stderr(Stdio::null())
+            .status();
+        mounted.is_ok_and(|status| status.success()).then(|| Self(at.to_owned()))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // Lazily: the worker may be about to end.
+        drop(Command::new("umount").arg("-l").arg(&self.0).status());
+    }
+}
+
+#[test]
+fn a_disk_that_gets_full_costs_a_job_nothing() {
+    let Some(mut spark) = spark() else { return };
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let paths = vec![dir.path().join("disk0"), dir.path().join("disk1")];
+    std::fs::create_dir(&paths[1]).expect("a data dir");
+    let small = SmallDisk::mount(&paths[0], "60m");
+    let mut setup = Setup {
+        name: "full-disk",
+        capacity: "104M",
+        disks: 2,
+        // Nothing looks at the level: the disk is really written full.
+        tables: "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99\n",
+        ..Setup::default()
+    };
+    if small.is_none() {
+        say("full disk: nothing can be mounted here, files are limited in size instead");
+        drop(std::fs::create_dir(&paths[0]));
+        let line = "trap '' XFSZ; ulimit -f 100000; exec \"$@\"";
+        setup.wrapper = ["bash", "-c", line, "bash"].map(str::to_owned).to_vec();
+    }
+    let worker = Worker::start_in(&setup, dir, paths);
+    let words = "spark.rss.client.retry.interval.max=500";
+    let (workers, answers) =
+        spark.run_while(vec![worker], Application { words, ..Application::of("spill") }, |_| ());
+    assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
+    let failures = workers[0].log().matches("No space left on device").count()
+        + workers[0].log().matches("File too large").count();
+    assert!(failures > 0, "no write met a full disk");
+    for worker in workers {
+        worker.stop();
+    }
+    drop(small);
+}
+
+fn three_workers(capacity: &'static str) -> Vec<Worker> {
+    let first = Worker::start(&Setup { name: "first", capacity, ..Setup::default() });
+    let quorum = Some(first.quorum());
+    let more = ["second", "third"]
+        .map(|name| Worker::start(&Setup { name, capacity, quorum: quorum.clone(), ..Setup::default() }));
+    wait_until("three workers are nodes", JOIN_DEADLINE, || {
+        let nodes = first.metrics().total("active_server_num");
+        if nodes == Some(3.0) { Ok(()) } else { Err(format!("{nodes:?} nodes")) }
+    });
+    std::iter::once(first).chain(more).collect()
+}
+
+const REPLICAS: &str = "failures=allowed spark.rss.data.replica=2 spark.rss.data.replica.write=2 \
+                        spark.rss.data.replica.read=1 master=local[2,4]";
+
+#[test]
+fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no_result() {
+    let Some(mut spark) = spark() else { return };
+    let application = Application { words: REPLICAS, ..Application::of("spill") };
+    let (workers, _) = spark.run_while(three_workers("700M"), application, |workers| {
+        wait_total(&workers[1], "total_received_data", 60e6);
+        workers[1].kill();
+        workers[1].start_again();
+    });
+    for worker in workers.into_iter().rev() {
+        worker.stop();
+    }
+}
+
+#[test]
+fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
+    let Some(mut spark) = spark() else { return };
+    let application = Application { words: REPLICAS, ..Application::of("spill") };
+    let (workers, _) = spark.run_while(three_workers("700M"), application, |workers| {
+        wait_total(&workers[1], "total_read_data", 10e6);
+        workers[1].kill();
+    });
+    drop(workers);
+}
+
+/// A worker whose memory is lost with all of a finished map stage in it.
+fn lost_between_the_stages(spark: &mut Spark, name: &'static str, words: &str) -> (Worker, Vec<Value>) {
+    let worker = Worker::start(&Setup { name, capacity: "700M", disks: 1, ..Setup::default() });
+    let application = Application { words, ..Application::of("spill") };
+    let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
+        wait_total(&workers[0], "total_read_data", 10e6);
+        workers[0].kill();
+        workers[0].start_again();
+    });
+    (workers.remove(0), answers)
+}
+
+#[test]
+fn what_a_killed_worker_lost_is_computed_again_where_stages_may_be() {
+    let Some(mut spark) = spark() else { return };
+    let words = "failures=allowed master=local[2,4] spark.rss.resubmit.stage=true";
+    let (worker, answers) = lost_between_the_stages(&mut spark, "resubmitted", words);
+    let vanilla = spark.vanilla_of(Kind::Main, "spill");
+    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
+    assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
+    worker.stop();
+}
+
+#[test]
+fn what_a_killed_worker_lost_fails_the_job_with_words_where_stages_may_not() {
+    let Some(mut spark) = spark() else { return };
+    let words = "failures=allowed master=local[2,4]";
+    let (worker, answers) = lost_between_the_stages(&mut spark, "failed", words);
+    assert_eq!(answers[0]["ok"], false, "{answers:?}");
+    let error = answers[0]["error"].as_str().unwrap_or_default();
+    assert!(error.contains("lost"), "{error}");
+    worker.stop();
+}
