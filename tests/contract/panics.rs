@@ -30,7 +30,7 @@ async fn a_panic_while_a_batch_is_written_costs_a_try() {
     let sent = blocks(1);
     client.push(&key, SendForm::Classic, &[(PartitionId(0), sent.clone())]).await.unwrap();
     for faults in &rig.faults {
-        faults.add(Rule::once(Operation::Write, Fault::Panic));
+        faults.add(Rule::once(Operation::Write, Fault::Panic).on(".data"));
     }
     rig.flusher.flush_all();
     rig.flushed().await;
@@ -53,7 +53,7 @@ async fn a_panic_while_a_client_is_served_is_its_alone() {
     rig.flusher.flush_all();
     rig.flushed().await;
     for faults in &rig.faults {
-        faults.add(Rule::always(Operation::Read, Fault::Panic));
+        faults.add(Rule::always(Operation::Read, Fault::Panic).on(".data"));
     }
     let options = ReadOptions::default();
     let read = timeout(SOON, client.read_partition(&key, PartitionId(0), &options)).await;
