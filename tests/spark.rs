@@ -128,8 +128,10 @@ impl Spark {
             let name = answer["scenario"].as_str().expect("every line has it");
             assert_eq!(answer["digest"], self.vanilla_of(application.jvm, name)["digest"], "{answer}");
         }
-        for worker in workers.iter_mut().filter(|worker| worker.is_running()) {
-            worker.assert_clean();
+        for worker in &mut workers {
+            if worker.is_running() {
+                worker.assert_clean();
+            }
         }
         (workers, answers)
     }

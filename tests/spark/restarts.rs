@@ -1,6 +1,6 @@
 //! Jobs over workers that are upgraded, killed, or out of disk while the jobs run.
 //!
-//! The job is `spill`: 440 MB in 32 map tasks and 32 reduce tasks. Where in it a worker is hit is told by the worker's own
+//! The job is `restarts`: 165 MB in 48 map tasks and 24 reduce tasks. Where in it a worker is hit is told by the worker's own
 //! counters, which begin anew with each process.
 
 use std::path::Path;
@@ -19,8 +19,9 @@ use crate::{Application, Spark, spark};
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
 /// A worker tells the coordinator of itself as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
-/// Bytes of the job, less than what is written.
-const JOB_BYTES: f64 = 420e6;
+const JOB: &str = "restarts";
+/// Its bytes, less than what is written.
+const JOB_BYTES: f64 = 155e6;
 
 /// Waits until the counter has come to `least`, and says to what.
 fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
@@ -39,13 +40,13 @@ fn upgrade(worker: &mut Worker) {
 /// The same job in both of its stages.
 fn upgraded_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name, capacity: "700M", disks: 2, ..Setup::default() });
-    let application = Application { jvm, scenarios: "spill", words };
+    let worker = Worker::start(&Setup { name, capacity: "300M", disks: 2, ..Setup::default() });
+    let application = Application { jvm, scenarios: JOB, words };
     let (workers, answers) = spark.run_while(vec![worker], application, |workers| {
-        let received = wait_total(&workers[0], "total_received_data", 100e6);
+        let received = wait_total(&workers[0], "total_received_data", 40e6);
         assert!(received < JOB_BYTES, "{received}: the map stage is over");
         upgrade(&mut workers[0]);
-        let read = wait_total(&workers[0], "total_read_data", 40e6);
+        let read = wait_total(&workers[0], "total_read_data", 15e6);
         assert!(read < JOB_BYTES, "{read}: the reduce stage is over");
         upgrade(&mut workers[0]);
     });
@@ -108,10 +109,10 @@ fn a_disk_that_gets_full_costs_a_job_nothing() {
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let paths = vec![dir.path().join("disk0"), dir.path().join("disk1")];
     std::fs::create_dir(&paths[1]).expect("a data dir");
-    let small = SmallDisk::mount(&paths[0], "60m");
+    let small = SmallDisk::mount(&paths[0], "25m");
     let mut setup = Setup {
         name: "full-disk",
-        capacity: "104M",
+        capacity: "64M",
         disks: 2,
         // Nothing looks at the level: the disk is really written full.
         tables: "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99\n",
@@ -120,13 +121,13 @@ fn a_disk_that_gets_full_costs_a_job_nothing() {
     if small.is_none() {
         say("full disk: nothing can be mounted here, files are limited in size instead");
         drop(std::fs::create_dir(&paths[0]));
-        let line = "trap '' XFSZ; ulimit -f 100000; exec \"$@\"";
+        let line = "trap '' XFSZ; ulimit -f 25000; exec \"$@\"";
         setup.wrapper = ["bash", "-c", line, "bash"].map(str::to_owned).to_vec();
     }
     let worker = Worker::start_in(&setup, dir, paths);
     let words = "spark.rss.client.retry.interval.max=500";
     let (workers, answers) =
-        spark.run_while(vec![worker], Application { words, ..Application::of("spill") }, |_| ());
+        spark.run_while(vec![worker], Application { words, ..Application::of(JOB) }, |_| ());
     assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
     let failures = workers[0].log().matches("No space left on device").count()
         + workers[0].log().matches("File too large").count();
@@ -155,9 +156,9 @@ const REPLICAS: &str = "failures=allowed spark.rss.data.replica=2 spark.rss.data
 #[test]
 fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no_result() {
     let Some(mut spark) = spark() else { return };
-    let application = Application { words: REPLICAS, ..Application::of("spill") };
-    let (workers, _) = spark.run_while(three_workers("700M"), application, |workers| {
-        wait_total(&workers[1], "total_received_data", 60e6);
+    let application = Application { words: REPLICAS, ..Application::of(JOB) };
+    let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
+        wait_total(&workers[1], "total_received_data", 15e6);
         workers[1].kill();
         workers[1].start_again();
     });
@@ -169,9 +170,9 @@ fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no
 #[test]
 fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
     let Some(mut spark) = spark() else { return };
-    let application = Application { words: REPLICAS, ..Application::of("spill") };
-    let (workers, _) = spark.run_while(three_workers("700M"), application, |workers| {
-        wait_total(&workers[1], "total_read_data", 10e6);
+    let application = Application { words: REPLICAS, ..Application::of(JOB) };
+    let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
+        wait_total(&workers[1], "total_read_data", 5e6);
         workers[1].kill();
     });
     drop(workers);
@@ -179,10 +180,10 @@ fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
 
 /// A worker whose memory is lost with all of a finished map stage in it.
 fn lost_between_the_stages(spark: &mut Spark, name: &'static str, words: &str) -> (Worker, Vec<Value>) {
-    let worker = Worker::start(&Setup { name, capacity: "700M", disks: 1, ..Setup::default() });
-    let application = Application { words, ..Application::of("spill") };
+    let worker = Worker::start(&Setup { name, capacity: "300M", disks: 1, ..Setup::default() });
+    let application = Application { words, ..Application::of(JOB) };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
-        wait_total(&workers[0], "total_read_data", 10e6);
+        wait_total(&workers[0], "total_read_data", 5e6);
         workers[0].kill();
         workers[0].start_again();
     });
@@ -194,7 +195,7 @@ fn what_a_killed_worker_lost_is_computed_again_where_stages_may_be() {
     let Some(mut spark) = spark() else { return };
     let words = "failures=allowed master=local[2,4] spark.rss.resubmit.stage=true";
     let (worker, answers) = lost_between_the_stages(&mut spark, "resubmitted", words);
-    let vanilla = spark.vanilla_of(Kind::Main, "spill");
+    let vanilla = spark.vanilla_of(Kind::Main, JOB);
     assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
     worker.stop();

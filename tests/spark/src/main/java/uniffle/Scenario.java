@@ -151,6 +151,16 @@ enum Scenario {
     }
   },
 
+  /** As above with 1,500,000 rows in 48 map tasks, about 165 MB: for workers that are upgraded or killed meanwhile. */
+  RESTARTS(Map.of("spark.sql.adaptive.enabled", "false")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      Digest digest = Digest.of(randomRows(spark, 1_500_000, 48).repartition(24, col("key")));
+      return new Outcome(digest.toString())
+          .check(digest.rows == 1_500_000, digest.rows + " rows instead of 1500000");
+    }
+  },
+
   /** An aggregation that is cached, read from the cache, and read from its shuffle again when the cache is dropped. */
   CACHED_RDD(Map.of()) {
     @Override
