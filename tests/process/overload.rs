@@ -41,7 +41,7 @@ impl Group {
     /// None where this process may not make one.
     fn with_limit(bytes: u64) -> Option<Self> {
         let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-        let found = own.lines().find_map(|line| {
+        own.lines().find_map(|line| {
             let mut parts = line.splitn(3, ':');
             let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
             let (root, version) = match controllers {
@@ -59,8 +59,7 @@ impl Group {
             let group = Self { dir, version };
             std::fs::write(group.dir.join(limit), bytes.to_string()).ok()?;
             Some(group)
-        });
-        found
+        })
     }
 
     fn procs(&self) -> String {
