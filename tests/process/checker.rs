@@ -166,6 +166,8 @@ struct Tally {
     rounds: u32,
     blocks: usize,
     told_lost: usize,
+    /// Gone without a word: only a worker that has no ledger may do that.
+    untold: usize,
     longest: Duration,
 }
 
@@ -188,9 +190,9 @@ async fn every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
         checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random, tally).await;
     }
     for (end, tally) in &tallies {
-        let Tally { rounds, blocks, told_lost, longest } = tally;
+        let Tally { rounds, blocks, told_lost, untold, longest } = tally;
         say(&format!(
-            "checker: {end:?}: {rounds} rounds, {blocks} blocks, {told_lost} told as lost, 0 lost silently, \
+            "checker: {end:?}: {rounds} rounds, {blocks} blocks, {told_lost} in partitions told as lost, {untold} lost silently, \
              back after at most {} ms",
             longest.as_millis()
         ));
@@ -264,7 +266,6 @@ impl Checker {
         for id in self.kept.clone() {
             let lost = self.verify(&client, id, end, tally).await;
             if lost > 0 {
-                tally.told_lost += lost;
                 self.heal(&client, id, random).await;
             }
         }
@@ -289,12 +290,15 @@ impl Checker {
             tally.blocks += expected.len();
             match client.read_partition(&shuffle(id), at, &ReadOptions::default()).await {
                 Ok(read) if end == End::Kill && !self.tells_losses => {
-                    lost += expected.keys().filter(|id| !read.blocks.contains_key(id)).count();
+                    let gone = expected.keys().filter(|id| !read.blocks.contains_key(id)).count();
+                    tally.untold += gone;
+                    lost += gone;
                 }
                 Ok(read) => assert_all(&read.blocks, expected, &what),
                 Err(error) => {
                     let told = error.to_string();
                     assert!(end == End::Kill && told.contains("lost"), "{what}: {told}");
+                    tally.told_lost += expected.len();
                     lost += expected.len();
                 }
             }
