@@ -10,6 +10,7 @@ mod embedded;
 mod hdfs;
 mod keys;
 mod machine;
+mod observe;
 mod print;
 mod reader;
 
@@ -25,6 +26,7 @@ pub use machine::Machine;
 
 use crate::coordinator::embedded::assign::{NodeOrder, PartitionSelection};
 use crate::http::admin::Token;
+use crate::http::push;
 use crate::store::hdfs::RemoteLocation;
 use crate::telemetry::TelemetryConfig;
 
@@ -79,8 +81,13 @@ pub struct Config {
     pub hybrid: HybridStore,
     /// `[runtime_config]`
     pub runtime: Runtime,
-    /// `[log]`; the filter is `RUST_LOG`, else `LOG`, else `info`. Default: stderr, `Daily`, 14 files (1 to 10,000).
+    /// `[log]`; the filter is `RUST_LOG`, else `LOG`, else `info`. Default: stderr, `Daily`, 14 files (1 to
+    /// 10,000), text.
     pub log: TelemetryConfig,
+    /// `[metrics]`, except its port
+    pub metrics: Metrics,
+    /// `[tracing]`
+    pub tracing: Tracing,
     /// `[app_config]`
     pub app: App,
     /// `[grpc]`
@@ -291,6 +298,26 @@ impl UrpcRuntime {
             Self::Shared => "shared",
         }
     }
+}
+
+/// `[metrics]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Metrics {
+    /// A Prometheus pushgateway. Default: none.
+    pub push_gateway_endpoint: Option<push::Endpoint>,
+    /// Time between two pushes. Default: 10 s; 1 s to 1 h.
+    pub push_interval: Duration,
+    /// More labels of what is pushed. Default: none. At most 16.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// `[tracing]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tracing {
+    /// An OTLP collector (gRPC). Default: none, nothing is traced.
+    pub otlp_endpoint: Option<String>,
+    /// Share of the calls without a trace of the client's that get one. Default: 0.01.
+    pub sampling_ratio: f64,
 }
 
 /// `[app_config]`

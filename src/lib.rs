@@ -8,7 +8,7 @@
 //! | flush | [`flush`] | memory → store, at its own pace |
 //! | state | [`app`], [`memory`], [`store`], [`journal`] | siblings that do not know each other |
 //! | bytes | [`io`], [`wire`] | disks and codecs |
-//! | words | [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
+//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
 //!
 //! [`client`] stands beside the layers: the data protocols from the other side, for tests and `uniffle-bench`.
 //! Imports point down this table only; `tests/layers.rs` holds that.
@@ -39,6 +39,8 @@ pub mod store;
 
 pub mod io;
 pub mod wire;
+
+pub mod profile;
 
 pub mod runtime;
 pub mod telemetry;

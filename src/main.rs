@@ -9,15 +9,18 @@
 
 use std::collections::HashMap;
 use std::io::Write as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::profile::heap;
 use uniffle_worker::server::{Command, Ended, Inherited, Successor, Surroundings};
+use uniffle_worker::telemetry::traces;
 use uniffle_worker::{server, telemetry};
 
 #[cfg(feature = "jemalloc")]
@@ -48,6 +51,9 @@ const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_
 
 fn main() -> ExitCode {
     let command_line = CommandLine::parse();
+    if let Err(error) = take_jemalloc_options() {
+        return fail(1, &format!("can not start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
+    }
     let env: HashMap<String, String> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect();
@@ -69,6 +75,21 @@ fn main() -> ExitCode {
     }
 }
 
+/// jemalloc reads its options before `main` from `MALLOC_CONF`. The name that is documented for the first Rust server
+/// and for riffle, whose jemalloc has a prefix, is `_RJEM_MALLOC_CONF`: with that the process replaces itself once.
+fn take_jemalloc_options() -> std::io::Result<()> {
+    let Some(options) = std::env::var_os("_RJEM_MALLOC_CONF") else { return Ok(()) };
+    if !cfg!(feature = "jemalloc") || std::env::var_os("MALLOC_CONF").is_some() {
+        return Ok(());
+    }
+    let mut arguments = std::env::args_os();
+    let mut again = process::Command::new(std::env::current_exe()?);
+    if let Some(name) = arguments.next() {
+        again.arg0(name);
+    }
+    Err(again.args(arguments).env("MALLOC_CONF", options).exec())
+}
+
 /// The configuration is valid; and where a running worker asks, it can follow that one's in place.
 fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
     let problems = env.get(server::UPGRADE_FROM).map(|facts| server::upgrade_problems(config, facts));
@@ -84,6 +105,9 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
 /// executed, as a new worker of this program.
 fn run(config: &Config, mut inherited: Inherited) -> anyhow::Result<()> {
     let telemetry = telemetry::init(&config.log)?;
+    if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
+        heap::activate().context("MALLOC_CONF asks for a heap profile")?;
+    }
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
@@ -96,7 +120,10 @@ fn run(config: &Config, mut inherited: Inherited) -> anyhow::Result<()> {
             .enable_all()
             .build()
             .context("can not start the runtime")?;
+        let collector = config.tracing.otlp_endpoint.as_deref();
+        let traces = collector.map(|endpoint| traces::export(endpoint, runtime.handle())).transpose()?;
         let ended = runtime.block_on(Box::pin(serve(config, surroundings.clone(), inherited)));
+        drop(traces);
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
         let Ended::Upgrade { successor, sockets } = ended? else { return Ok(()) };

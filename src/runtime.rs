@@ -5,6 +5,9 @@
 //! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
 //! go on is spawned with [`Tasks::spawn_again`].
 
+mod metrics;
+mod names;
+
 use std::future::Future;
 use std::io;
 use std::net::TcpStream;
@@ -20,6 +23,10 @@ use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 
+pub use self::metrics::RuntimeMetrics;
+use self::names::Names;
+pub use self::names::RunningTask;
+
 /// Between the panic of a task that must go on and its next begin.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);
 
@@ -29,6 +36,7 @@ pub struct Tasks {
     tracker: TaskTracker,
     close: CancellationToken,
     cancel: CancellationToken,
+    names: Names,
 }
 
 impl Tasks {
@@ -42,7 +50,19 @@ impl Tasks {
     #[must_use]
     pub fn child(&self) -> Self {
         let (close, cancel) = (self.close.child_token(), self.cancel.child_token());
-        Self { tracker: self.tracker.clone(), close, cancel }
+        Self { tracker: self.tracker.clone(), close, cancel, names: self.names.clone() }
+    }
+
+    /// A group to be cancelled and awaited on its own, whose tasks are listed with this one's by [`Tasks::list`].
+    #[must_use]
+    pub fn sibling(&self) -> Self {
+        Self { names: self.names.clone(), ..Self::default() }
+    }
+
+    /// What runs now, in this group, its children, its parents and its siblings.
+    #[must_use]
+    pub fn list(&self) -> Vec<RunningTask> {
+        self.names.list()
     }
 
     /// Spawns `future` on the current runtime. It must end by itself soon after [`Tasks::cancelled`].
@@ -52,7 +72,7 @@ impl Tasks {
         F: Future<Output = ()> + Send + 'static,
     {
         tracing::trace!(task = name, "spawn");
-        drop(tokio::spawn(self.tracker.track_future(future)));
+        drop(tokio::spawn(self.tracker.track_future(self.names.named(name, future))));
     }
 
     /// As [`Tasks::spawn`], on the runtime behind `handle`.
@@ -61,7 +81,7 @@ impl Tasks {
         F: Future<Output = ()> + Send + 'static,
     {
         tracing::trace!(task = name, "spawn");
-        drop(handle.spawn(self.tracker.track_future(future)));
+        drop(handle.spawn(self.tracker.track_future(self.names.named(name, future))));
     }
 
     /// Spawns what `make` makes, and again if it panics: for loops without which the worker is none. The pause keeps a

@@ -21,7 +21,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
-use axum::Router;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
 
@@ -30,12 +29,14 @@ use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::grpc::GrpcServer;
-use crate::http::HttpServer;
 use crate::http::admin::AdminServer;
+use crate::http::push::Pusher;
+use crate::http::{self, HttpServer, Refresh};
 use crate::memory::Memory;
 use crate::metrics;
+use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
-use crate::runtime::{Handover, Tasks};
+use crate::runtime::{Handover, RuntimeMetrics, Tasks};
 use crate::service::{Service, Tiers};
 use crate::tcp::TcpDoor;
 use crate::telemetry::LogFilter;
@@ -74,6 +75,7 @@ pub struct Worker {
     service: Arc<Service>,
     registry: Registry,
     live: Arc<Live>,
+    gauges: Arc<ProcessGauges>,
     doors: Tasks,
     background: Tasks,
     /// The listeners once more, so that they outlive the doors' own for a successor.
@@ -88,6 +90,13 @@ pub struct Worker {
 pub struct Surroundings {
     /// The log filter, if it is this worker's to change.
     pub log: Option<LogFilter>,
+}
+
+/// Metrics of the process that are read when they are asked for.
+#[derive(Debug)]
+struct ProcessGauges {
+    runtime: RuntimeMetrics,
+    allocator: AllocatorMetrics,
 }
 
 impl Worker {
@@ -116,7 +125,12 @@ impl Worker {
             None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
         };
         let registry = metrics::registry()?;
-        let (doors, background) = (Tasks::new(), Tasks::new());
+        let doors = Tasks::new();
+        let background = doors.sibling();
+        let gauges = Arc::new(ProcessGauges {
+            runtime: RuntimeMetrics::new(doors.clone(), &registry)?,
+            allocator: AllocatorMetrics::new(&registry)?,
+        });
         let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
             format!("can not map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
@@ -144,6 +158,7 @@ impl Worker {
             service,
             registry,
             live,
+            gauges,
             doors,
             background,
             held: sockets.duplicate().context("can not duplicate a listener")?,
@@ -192,12 +207,17 @@ impl Worker {
             .with_handover(self.urpc_handover.clone(), sockets.urpc_connections)
             .start();
         }
-        let refresh = self.refresher();
+        let refresh: Refresh = Arc::new(self.refresher());
+        if let Some(push) = parts::push(config) {
+            let instance = server_id(self.ip, &self.addresses);
+            let registry = self.registry.clone();
+            Pusher::start(push, &instance, registry, Arc::clone(&refresh), &self.background)?;
+        }
         HttpServer::start(
             parts::http(config),
             accepting(sockets.http)?,
             self.registry.clone(),
-            Arc::new(refresh),
+            refresh,
             self.readiness(),
             // Not with the other doors: the last flush is to be seen too.
             &self.background,
@@ -205,7 +225,7 @@ impl Worker {
         if let Some(listener) = sockets.admin {
             let listener = accepting(listener)?;
             let hooks = admin::hooks(Arc::clone(&self.service), &self.live);
-            let mounted = Router::new();
+            let mounted = http::debug::admin_routes();
             AdminServer::start(
                 listener,
                 admin::token(config)?,
@@ -263,7 +283,10 @@ impl Worker {
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
         let (service, memory, tiers) =
             (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        let gauges = Arc::clone(&self.gauges);
         move || {
+            gauges.runtime.refresh();
+            gauges.allocator.refresh();
             service.refresh_metrics();
             memory.refresh_metrics();
             let Some(tiers) = &tiers else { return };

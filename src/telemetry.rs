@@ -1,24 +1,29 @@
 //! Logs: where they go, what is filtered, and the panic hook.
 //!
-//! [`init`] is called once per process by `main`; libraries and tests only use the `tracing` macros. Not here: metrics,
-//! except the count of panics, which is the process's like the hook that counts them.
+//! [`init`] is called once per process by `main`; libraries and tests only use the `tracing` macros. What the operator
+//! must be able to look up later has the target [`AUDIT`] and, where logs go to files, a file of its own besides.
+//! Not here: metrics, except the count of panics, which is the process's like the hook that counts them.
 
-use std::backtrace::Backtrace;
+mod audit;
+mod files;
+mod panics;
+pub mod traces;
+
 use std::io::IsTerminal as _;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::PathBuf;
 
 use anyhow::Context as _;
-use parking_lot::{Mutex, RwLock};
-use prometheus::core::{Collector, Desc};
-use prometheus::proto::MetricFamily;
-use prometheus::{IntGauge, Registry};
-use tracing_appender::non_blocking::{NonBlocking, WorkerGuard};
-use tracing_appender::rolling;
+use tracing::Subscriber;
 use tracing_subscriber::filter::ParseError;
-use tracing_subscriber::fmt::writer::BoxMakeWriter;
-use tracing_subscriber::{EnvFilter, reload};
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
+
+use self::files::LogFile;
+pub use audit::AUDIT;
+pub use panics::{panic_count, register_panic_count};
 
 /// When a log file is closed and the next one opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +36,15 @@ pub enum Rotation {
     Never,
 }
 
+/// How a line of the log looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
 /// Where logs go, already validated.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TelemetryConfig {
@@ -38,58 +52,29 @@ pub struct TelemetryConfig {
     pub directory: Option<PathBuf>,
     /// When files are changed.
     pub rotation: Rotation,
-    /// Old files kept.
+    /// Files kept of each kind.
     pub files_max: usize,
+    /// How lines look.
+    pub format: LogFormat,
     /// Text for [`parse_filter`].
     pub filter: String,
 }
 
-/// Keeps the log writer alive; what is still queued is written when this is dropped.
+/// Keeps the log writers alive; what is still queued is written when this is dropped.
 #[derive(Debug)]
-#[must_use = "logs to a file stop when this is dropped"]
+#[must_use = "logs to files stop when this is dropped"]
 pub struct Telemetry {
+    files: Vec<LogFile>,
     filter: LogFilter,
-    file: Option<LogFile>,
-}
-
-/// A log file behind a queue, and how to open it again.
-#[derive(Debug)]
-struct LogFile {
-    config: TelemetryConfig,
-    directory: PathBuf,
-    writer: Arc<RwLock<NonBlocking>>,
-    queue: Mutex<WorkerGuard>,
-}
-
-impl LogFile {
-    fn open(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<Self> {
-        let (writer, queue) = tracing_appender::non_blocking(log_file(config, directory)?);
-        let (config, directory) = (config.clone(), directory.to_owned());
-        Ok(Self { config, directory, writer: Arc::new(RwLock::new(writer)), queue: Mutex::new(queue) })
-    }
-
-    /// Writes what is queued. Only the end of a queue writes all of it, so that another one takes its place.
-    fn flush(&self) {
-        match log_file(&self.config, &self.directory) {
-            Ok(appender) => {
-                let (writer, queue) = tracing_appender::non_blocking(appender);
-                *self.writer.write() = writer;
-                drop(std::mem::replace(&mut *self.queue.lock(), queue));
-            }
-            Err(error) => tracing::warn!("log lines may be lost: {error:#}"),
-        }
-    }
 }
 
 impl Telemetry {
     /// Writes what is queued, before another program takes over the process.
     pub fn flush(&self) {
-        if let Some(file) = &self.file {
-            file.flush();
-        }
+        self.files.iter().for_each(LogFile::flush);
     }
 
-    /// The filter of the installed subscriber.
+    /// The handle by which the filter can be changed.
     #[must_use]
     pub fn filter(&self) -> &LogFilter {
         &self.filter
@@ -97,58 +82,17 @@ impl Telemetry {
 }
 
 /// The process's log filter, which can be replaced while it runs. Clones share it.
-#[derive(Clone)]
-pub struct LogFilter(Arc<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>);
+#[derive(Debug, Clone)]
+pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
 
 impl LogFilter {
-    /// Replaces the filter by `text`, as for [`parse_filter`].
+    /// Filters by `text` from now on.
     ///
     /// # Errors
     /// What is wrong with `text`; the filter stays then.
     pub fn set(&self, text: &str) -> Result<(), String> {
         let filter = parse_filter(text).map_err(|error| error.to_string())?;
-        (self.0)(filter).map_err(|error| error.to_string())
-    }
-}
-
-impl std::fmt::Debug for LogFilter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("LogFilter")
-    }
-}
-
-/// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
-/// behind it can not belong to one of two workers in a process.
-static PANICS: AtomicU64 = AtomicU64::new(0);
-
-/// Panics since the process started, counted once [`init`] was called.
-#[must_use]
-pub fn panic_count() -> u64 {
-    PANICS.load(Ordering::Relaxed)
-}
-
-/// Exports [`panic_count`] as `panic_signal`, the name dashboards of riffle know.
-///
-/// # Errors
-/// When the registry has it already.
-pub fn register_panic_count(registry: &Registry) -> prometheus::Result<()> {
-    let gauge = IntGauge::new("panic_signal", "panics since the process started")?;
-    registry.register(Box::new(PanicCollector { gauge }))
-}
-
-/// Reads the count when metrics are gathered.
-struct PanicCollector {
-    gauge: IntGauge,
-}
-
-impl Collector for PanicCollector {
-    fn desc(&self) -> Vec<&Desc> {
-        self.gauge.desc()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        self.gauge.set(i64::try_from(panic_count()).unwrap_or(i64::MAX));
-        self.gauge.collect()
+        self.0.reload(filter).map_err(|error| error.to_string())
     }
 }
 
@@ -165,57 +109,62 @@ pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
 /// # Errors
 /// When the log directory can not be used, or a subscriber is installed already.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
-    let (writer, colours, file) = match &config.directory {
-        None => (BoxMakeWriter::new(std::io::stderr), std::io::stderr().is_terminal(), None),
-        Some(directory) => {
-            let file = LogFile::open(config, directory)?;
-            let writer = Arc::clone(&file.writer);
-            (BoxMakeWriter::new(move || writer.read().clone()), false, Some(file))
+    let (subscriber, telemetry) = subscriber(config)?;
+    subscriber.try_init().context("logs are set up already")?;
+    panics::install_panic_hook();
+    Ok(telemetry)
+}
+
+/// What [`init`] installs.
+fn subscriber(
+    config: &TelemetryConfig,
+) -> anyhow::Result<(impl Subscriber + Send + Sync + 'static, Telemetry)> {
+    let (filter, handle) = reload::Layer::new(parse_filter(&config.filter)?);
+    let mut files = Vec::new();
+    let mut layers: Vec<Box<dyn Layer<Registry> + Send + Sync>> = Vec::new();
+    match &config.directory {
+        None => {
+            let colours = std::io::stderr().is_terminal();
+            layers.push(lines(config.format, std::io::stderr, colours).with_filter(filter).boxed());
         }
-    };
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(parse_filter(&config.filter)?)
-        .with_writer(writer)
-        .with_ansi(colours)
-        .with_filter_reloading();
-    let handle = builder.reload_handle();
-    builder.try_init().map_err(|error| anyhow::anyhow!("logs are set up already: {error}"))?;
-    install_panic_hook();
-    Ok(Telemetry { filter: LogFilter(Arc::new(move |filter| handle.reload(filter))), file })
+        Some(directory) => {
+            let main = LogFile::open(config, directory, "uniffle-worker")?;
+            let audit = LogFile::open(config, directory, "uniffle-audit")?;
+            layers.push(lines(config.format, main.writer(), false).with_filter(filter).boxed());
+            layers.push(lines(config.format, audit.writer(), false).with_filter(audit::only()).boxed());
+            files.extend([main, audit]);
+        }
+    }
+    #[cfg(feature = "tokio-console")]
+    layers.push(console());
+    Ok((tracing_subscriber::registry().with(layers), Telemetry { files, filter: LogFilter(handle) }))
 }
 
-fn log_file(config: &TelemetryConfig, directory: &Path) -> anyhow::Result<rolling::RollingFileAppender> {
-    let rotation = match config.rotation {
-        Rotation::Daily => rolling::Rotation::DAILY,
-        Rotation::Hourly => rolling::Rotation::HOURLY,
-        Rotation::Never => rolling::Rotation::NEVER,
-    };
-    std::fs::create_dir_all(directory)
-        .with_context(|| format!("can not create the log directory {}", directory.display()))?;
-    rolling::Builder::new()
-        .rotation(rotation)
-        .filename_prefix("uniffle-worker")
-        .filename_suffix("log")
-        .max_log_files(config.files_max)
-        .build(directory)
-        .with_context(|| format!("can not log into {}", directory.display()))
+/// Lines of events into `writer`.
+fn lines<S, W>(format: LogFormat, writer: W, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
+where
+    S: Subscriber + for<'lookup> LookupSpan<'lookup>,
+    W: for<'writer> MakeWriter<'writer> + Send + Sync + 'static,
+{
+    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(colours);
+    match format {
+        LogFormat::Text => layer.boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+    }
 }
 
-/// A panic ends its task, not the process: it is counted and logged with its backtrace, and the worker goes on.
-fn install_panic_hook() {
-    std::panic::set_hook(Box::new(|panic| {
-        PANICS.fetch_add(1, Ordering::Relaxed);
-        let payload = panic.payload_as_str().unwrap_or("(no text)");
-        let location = panic.location().map(ToString::to_string).unwrap_or_default();
-        let thread = std::thread::current();
-        let thread = thread.name().unwrap_or("unnamed");
-        let backtrace = Backtrace::force_capture();
-        tracing::error!(%location, thread, "panic: {payload}\n{backtrace}");
-    }));
+/// tokio-console's server, on the port that the first Rust server documents.
+#[cfg(feature = "tokio-console")]
+fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
+    const PORT: u16 = 21002;
+    let address = (std::net::Ipv4Addr::LOCALHOST, PORT);
+    console_subscriber::ConsoleLayer::builder().server_addr(address).with_default_env().spawn().boxed()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -228,61 +177,84 @@ mod tests {
         }
     }
 
-    #[test]
-    fn panics_are_counted_and_exported() {
-        let registry = Registry::new();
-        register_panic_count(&registry).unwrap();
-        let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
-        let before = exported();
-        install_panic_hook();
-        std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();
-        drop(std::panic::take_hook());
-        assert!(exported() > before); // other tests may panic meanwhile, on purpose
+    fn config(directory: Option<PathBuf>, format: LogFormat) -> TelemetryConfig {
+        TelemetryConfig {
+            directory,
+            rotation: Rotation::Never,
+            files_max: 2,
+            format,
+            filter: "info".to_owned(),
+        }
+    }
+
+    /// The text of the one file in `directory` whose name begins with `name`.
+    fn file(directory: &Path, name: &str) -> String {
+        let files = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+        let wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(name);
+        let files: Vec<_> = files.filter(wanted).collect();
+        assert_eq!(files.len(), 1, "{files:?}");
+        std::fs::read_to_string(&files[0]).unwrap()
     }
 
     #[test]
-    fn log_files_go_into_the_directory_and_are_flushed_by_the_guard() {
+    fn logs_and_audit_go_into_files_of_their_own_and_the_filter_can_be_changed() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("a/b");
-        let config = TelemetryConfig {
-            directory: Some(directory.clone()),
-            rotation: Rotation::Never,
-            files_max: 2,
-            filter: "info".to_owned(),
-        };
-        let file = LogFile::open(&config, &directory).unwrap();
-        let writer = Arc::clone(&file.writer);
-        let filter = parse_filter(&config.filter).unwrap();
-        let subscriber = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(move || writer.read().clone())
-            .with_ansi(false)
-            .finish();
+        let (subscriber, telemetry) = subscriber(&config(Some(directory.clone()), LogFormat::Text)).unwrap();
         tracing::subscriber::with_default(subscriber, || {
-            tracing::info!("found in the file");
-            file.flush();
-            tracing::info!("after a flush");
+            tracing::info!("told");
+            tracing::debug!("not told");
+            telemetry.filter().set("off").unwrap();
+            telemetry.filter().set("x=loud").unwrap_err();
+            tracing::info!("not told either");
+            tracing::info!(target: AUDIT, app = "a", "kept");
+            telemetry.filter().set("debug").unwrap();
+            telemetry.flush();
+            tracing::debug!("told at last");
         });
-        drop(file);
-        let files: Vec<_> =
-            std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()).collect();
-        assert_eq!(files.len(), 1);
-        let text = std::fs::read_to_string(&files[0]).unwrap();
-        assert!(text.contains("found in the file") && text.contains("after a flush"), "{text}");
+        drop(telemetry);
+        let (log, audit) = (file(&directory, "uniffle-worker"), file(&directory, "uniffle-audit"));
+        assert!(log.contains("told") && log.contains("told at last"), "{log}");
+        assert!(!log.contains("not told") && !log.contains("kept"), "{log}");
+        assert!(audit.contains("kept app=\"a\"") && audit.lines().count() == 1, "{audit}");
+    }
+
+    #[test]
+    fn lines_can_be_json() {
+        let root = tempfile::tempdir().unwrap();
+        let (subscriber, telemetry) =
+            subscriber(&config(Some(root.path().to_owned()), LogFormat::Json)).unwrap();
+        tracing::subscriber::with_default(subscriber, || tracing::warn!(bytes = 7, "a \"quoted\" line"));
+        drop(telemetry);
+        let line: serde_json::Value = serde_json::from_str(&file(root.path(), "uniffle-worker")).unwrap();
+        assert_eq!((&line["bytes"], &line["level"]), (&7.into(), &"WARN".into()), "{line}");
+        assert_eq!(line["message"], "a \"quoted\" line");
+    }
+
+    #[test]
+    fn old_files_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        for day in 1..=5 {
+            std::fs::write(root.path().join(format!("uniffle-worker.2020-01-0{day}.log")), "old").unwrap();
+            std::fs::write(root.path().join(format!("uniffle-audit.2020-01-0{day}.log")), "old").unwrap();
+        }
+        let daily = TelemetryConfig {
+            rotation: Rotation::Daily,
+            ..config(Some(root.path().to_owned()), LogFormat::Text)
+        };
+        let (subscriber, telemetry) = subscriber(&daily).unwrap();
+        tracing::subscriber::with_default(subscriber, || tracing::info!("new"));
+        drop(telemetry);
+        let left = std::fs::read_dir(root.path()).unwrap().count();
+        assert!(left <= 2 * daily.files_max, "{left} files are left");
     }
 
     #[test]
     fn a_log_directory_that_can_not_be_made_is_named() {
         let root = tempfile::tempdir().unwrap();
-        let file = root.path().join("file");
-        std::fs::write(&file, "").unwrap();
-        let config = TelemetryConfig {
-            directory: None,
-            rotation: Rotation::Daily,
-            files_max: 2,
-            filter: String::new(),
-        };
-        let error = log_file(&config, &file.join("logs")).unwrap_err();
+        let path = root.path().join("file");
+        std::fs::write(&path, "").unwrap();
+        let error = LogFile::open(&config(None, LogFormat::Text), &path.join("logs"), "x").unwrap_err();
         assert!(format!("{error:#}").contains("file/logs"), "{error:#}");
     }
 }

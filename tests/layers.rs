@@ -19,6 +19,7 @@ const LAYERS: &[&[&str]] = &[
     &["app", "memory", "store", "journal"],
     &["io"],
     &["wire"],
+    &["profile"],
     &["runtime", "telemetry"],
     &["metrics", "proto", "types"],
 ];

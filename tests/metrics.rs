@@ -52,6 +52,7 @@ async fn scrape(worker: &Worker) -> BTreeMap<String, usize> {
 async fn worker(directory: &std::path::Path, top: &str) -> Worker {
     let text = format!(
         "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}\n\
+         [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n\
          [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
         directory.join("data")
     );

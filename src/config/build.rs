@@ -9,13 +9,14 @@ use super::embedded;
 use super::hdfs;
 use super::keys::Sorted;
 use super::machine::Machine;
+use super::observe;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::{
     Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, IoEngine,
     LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
 };
 use crate::http::admin::Token;
-use crate::telemetry::{Rotation, TelemetryConfig, parse_filter};
+use crate::telemetry::{LogFormat, Rotation, TelemetryConfig, parse_filter};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -79,6 +80,8 @@ pub(super) fn build(
         hybrid: hybrid(&mut reader),
         runtime: runtime(&mut reader, machine),
         log: log(&mut reader, env),
+        metrics: observe::metrics(&mut reader),
+        tracing: observe::tracing(&mut reader),
         app: app(&mut reader),
         grpc: grpc(&mut reader),
         http: http(&mut reader),
@@ -294,10 +297,16 @@ fn log(reader: &mut Reader, env: &HashMap<String, String>) -> TelemetryConfig {
         "never" => Ok(Rotation::Never),
         _ => Err("Daily, Hourly or Never".to_owned()),
     };
+    let format = |text: &str| match text.to_ascii_lowercase().as_str() {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err("text or json".to_owned()),
+    };
     TelemetryConfig {
         directory: reader.text("log.path", absolute_path),
         rotation: reader.text("log.rotation", rotation).unwrap_or(Rotation::Daily),
         files_max: reader.count("log.max_files", 14, 1..=10_000),
+        format: reader.text("log.format", format).unwrap_or(LogFormat::Text),
         filter,
     }
 }

@@ -97,12 +97,13 @@ pub(super) const KEYS: &[Key] = &[
     no_effect("runtime_config.http_thread_num"),
     no_effect("runtime_config.default_thread_num"),
     no_effect("runtime_config.dispatch_thread_num"),
-    not_yet("metrics.push_gateway_endpoint"),
-    not_yet("metrics.push_interval_sec"),
-    not_yet("metrics.labels"),
+    key("metrics.push_gateway_endpoint"),
+    key("metrics.push_interval_sec"),
+    key("metrics.labels"),
     key("log.path"),
     key("log.rotation"),
     key("log.max_files"),
+    key("log.format"),
     key("app_config.app_heartbeat_timeout_min"),
     key("app_config.partition_limit_enable"),
     key("app_config.partition_limit_threshold"),
@@ -111,11 +112,8 @@ pub(super) const KEYS: &[Key] = &[
     key("app_config.partition_split_threshold"),
     key("app_config.partition_hard_limit"),
     not_yet("health_service_config.alive_app_number_max_limit"),
-    Key {
-        path: "tracing.otlp_endpoint",
-        aliases: &["tracing.jaeger_reporter_endpoint"],
-        standing: Standing::NotYet,
-    },
+    aliased("tracing.otlp_endpoint", &["tracing.jaeger_reporter_endpoint"]),
+    key("tracing.sampling_ratio"),
     key("grpc.max_message_size"),
     key("grpc.max_connections"),
     key("grpc.max_concurrent_streams"),
@@ -291,8 +289,6 @@ mod tests {
     #[test]
     fn keys_of_parts_to_come_are_not_called_unknown() {
         let text = only_problem("[metrics]\npush_interval_sec = 10");
-        assert!(text.contains("not supported by this build yet"), "{text}");
-        let text = only_problem("[tracing]\njaeger_reporter_endpoint = \"x\"");
         assert!(text.contains("not supported by this build yet"), "{text}");
     }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use toml::{Table, Value};
 
 use super::reader::size_text;
-use super::{Config, embedded, hdfs};
-use crate::telemetry::Rotation;
+use super::{Config, embedded, hdfs, observe};
+use crate::telemetry::{LogFormat, Rotation};
 
 /// Every supported key that has a value; absent optional keys stay absent.
 pub(super) fn to_toml(config: &Config) -> String {
@@ -32,6 +32,8 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "hybrid_store", hybrid(config));
     put(&mut top, "runtime_config", runtime(config));
     put(&mut top, "log", log(config));
+    put(&mut top, "metrics", observe::print_metrics(&config.metrics));
+    put(&mut top, "tracing", observe::print_tracing(&config.tracing));
     put(&mut top, "app_config", app(config));
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
@@ -125,6 +127,11 @@ fn log(config: &Config) -> Table {
     };
     put(&mut table, "rotation", rotation);
     put(&mut table, "max_files", number(config.log.files_max));
+    let format = match config.log.format {
+        LogFormat::Text => "text",
+        LogFormat::Json => "json",
+    };
+    put(&mut table, "format", format);
     table
 }
 

@@ -2,6 +2,8 @@
 
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntGauge, Registry};
 
+use crate::metrics::{SECONDS_BUCKETS, histogram};
+
 #[derive(Debug)]
 pub(super) struct FlushMetrics {
     pub(super) spilled_bytes: IntCounter,
@@ -14,6 +16,10 @@ pub(super) struct FlushMetrics {
     pub(super) hdfs_in_flight: IntGauge,
     pub(super) queued: IntGauge,
     pub(super) extent_bytes: Histogram,
+    /// From the seal to a worker, retries included.
+    pub(super) wait: Histogram,
+    /// From a worker to the store's word that it is readable there.
+    pub(super) duration: Histogram,
 }
 
 impl FlushMetrics {
@@ -57,6 +63,18 @@ impl FlushMetrics {
             hdfs_in_flight,
             queued,
             extent_bytes,
+            wait: histogram(
+                registry,
+                "flush_wait_seconds",
+                "time from a batch's seal to its (or its next) attempt",
+                SECONDS_BUCKETS,
+            )?,
+            duration: histogram(
+                registry,
+                "flush_duration_seconds",
+                "time to write and publish a batch",
+                SECONDS_BUCKETS,
+            )?,
         })
     }
 }

@@ -19,6 +19,7 @@ use std::time::Duration;
 pub use scheduler::Flusher;
 
 use crate::store::{HdfsStore, LocalStore};
+use crate::telemetry::traces::Traces;
 
 /// The tiers below memory; at least one.
 #[derive(Debug, Clone, Default)]
@@ -34,7 +35,6 @@ impl From<Arc<LocalStore>> for Stores {
         Self { local: Some(store), hdfs: None }
     }
 }
-
 /// Pace and bounds of the flusher.
 #[derive(Debug, Clone)]
 pub struct FlushConfig {
@@ -54,4 +54,6 @@ pub struct FlushConfig {
     pub retry_pause_min: Duration,
     /// Longest pause.
     pub retry_pause_max: Duration,
+    /// Which flushes are traced.
+    pub traces: Traces,
 }

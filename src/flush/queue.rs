@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use crate::memory::{Buffer, SealedBatch};
 use crate::store::{RemoteHandle, ShuffleHandle};
@@ -29,6 +30,8 @@ pub(super) struct Batch {
     pub(super) is_cold: bool,
     pub(super) distribution: Distribution,
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
+    /// When it was sealed.
+    pub(super) sealed_at: Instant,
     /// How often it could not be written.
     pub(super) failures: u32,
     /// The tier that failed it last.

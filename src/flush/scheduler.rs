@@ -260,6 +260,7 @@ impl Flusher {
             is_cold,
             distribution,
             parts,
+            sealed_at: Instant::now(),
             failures: 0,
             failed: None,
             in_flight: None,

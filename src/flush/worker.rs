@@ -4,7 +4,11 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use fastrace::Span;
+use fastrace::future::FutureExt as _;
+use fastrace::local::LocalSpan;
 use futures::FutureExt as _;
+use tokio::time::Instant;
 
 use crate::memory::SealedData;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
@@ -28,20 +32,27 @@ impl Flusher {
                 () = &mut stopped => return,
                 batch = queue.pop() => batch,
             };
-            self.flush(batch, tier).await;
+            let span = self.config.traces.begin("flush", None);
+            self.flush(batch, tier).in_span(span).await;
         }
     }
 
     /// Writes one batch; memory is released only after the store has published it.
     async fn flush(self: &Arc<Self>, batch: Batch, tier: Tier) {
         let bytes = batch.bytes();
+        self.metrics.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
+        LocalSpan::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
+        let began = Instant::now();
         let batch = Arc::new(batch);
         // A panic must not take the batch with it: its blocks would stay in memory for ever.
         let written = AssertUnwindSafe(self.write(&batch, tier)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
-            Ok(()) => self.publish(batch, bytes, tier),
+            Ok(()) => {
+                self.metrics.duration.observe(began.elapsed().as_secs_f64());
+                self.publish(batch, bytes, tier);
+            }
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
@@ -54,9 +65,14 @@ impl Flusher {
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
-            tokio::task::spawn_blocking(move || extents_of(&batch)).await
+            let cut = tokio::task::spawn_blocking(move || extents_of(&batch));
+            cut.in_span(Span::enter_with_local_parent("sort and cut")).await
         };
         let extents = extents.map_err(|error| failed(batch, error))?;
+        self.store(batch, tier, extents).in_span(Span::enter_with_local_parent("write and publish")).await
+    }
+
+    async fn store(&self, batch: &Batch, tier: Tier, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
         let Stores { local, hdfs } = &self.stores;
         match (tier, local, hdfs, &batch.handles) {
             (Tier::Local, Some(store), _, Handles { local: Some(handle), .. }) => {

@@ -6,6 +6,8 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 
+use fastrace::Span;
+use fastrace::future::FutureExt as _;
 use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::time::timeout;
@@ -14,13 +16,16 @@ use tonic::body::Body;
 use tonic::service::Routes;
 use tower::ServiceExt;
 
-use super::metrics::GrpcMetrics;
+use super::metrics::{GrpcMetrics, label};
 use super::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
     SEND_SHUFFLE_DATA, ingest, reads, tickets,
 };
 use crate::runtime::Tasks;
 use crate::service::Service;
+
+/// W3C trace context, as gRPC clients with tracing send it.
+const TRACEPARENT: &str = "traceparent";
 
 /// What every connection shares.
 #[derive(Debug)]
@@ -38,6 +43,20 @@ impl Door {
         self: Arc<Self>,
         request: Request<Incoming>,
     ) -> Result<Response<Body>, Infallible> {
+        let span = self.span(&request);
+        self.counted(request).in_span(span).await
+    }
+
+    /// The span of a call. Nothing is looked up when nothing is traced.
+    fn span(&self, request: &Request<Incoming>) -> Span {
+        if self.config.traces.is_off() {
+            return Span::noop();
+        }
+        let parent = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok());
+        self.config.traces.begin(label(request.uri().path()), parent)
+    }
+
+    async fn counted(self: Arc<Self>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
         let _counted = self.metrics.begin(request.uri().path());
         if request.uri().path() == SEND_SHUFFLE_DATA {
             // Has its own deadline, because it goes on reading after it.

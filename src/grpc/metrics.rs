@@ -14,6 +14,11 @@ use tokio::time::Instant;
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
 
+/// `path` as a label of metrics and traces: without end, or what strangers send would be kept.
+pub(super) fn label(path: &str) -> &'static str {
+    METHODS.iter().find(|(known, _)| *known == path).map_or(OTHER, |(known, _)| known)
+}
+
 /// Path and Java's metric stem (ours where Java counts nothing).
 const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServer/registerShuffle", "registered_shuffle"),

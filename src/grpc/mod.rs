@@ -21,6 +21,7 @@ mod windows;
 
 use tokio::time::Duration;
 
+use crate::telemetry::traces::Traces;
 use crate::wire::send_message::Limits;
 
 pub use server::GrpcServer;
@@ -70,6 +71,8 @@ pub struct GrpcConfig {
     pub keep_alive_interval: Duration,
     /// Time for the answer to a keep-alive ping. Default: 20 s.
     pub keep_alive_timeout: Duration,
+    /// Which calls are traced. Default: none.
+    pub traces: Traces,
 }
 
 impl Default for GrpcConfig {
@@ -92,6 +95,7 @@ impl Default for GrpcConfig {
             first_byte_deadline: Duration::from_secs(10),
             keep_alive_interval: Duration::from_secs(60),
             keep_alive_timeout: Duration::from_secs(20),
+            traces: Traces::off(),
         }
     }
 }

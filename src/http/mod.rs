@@ -5,6 +5,8 @@
 //! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
 
 pub mod admin;
+pub mod debug;
+pub mod push;
 mod serve;
 
 use std::sync::Arc;
@@ -71,7 +73,7 @@ impl HttpServer {
             "http_connection_number",
             "connections of the HTTP door that are open",
         )?;
-        let router = router(Hooks { registry, refresh, ready });
+        let router = router(Hooks { registry, refresh, ready }).merge(debug::routes(tasks.clone()));
         tasks.spawn(
             "http accept",
             Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
@@ -89,7 +91,10 @@ const BANNER: &str = concat!(
      \n\
      /metrics              metrics in Prometheus' text format (also /prometheus/metrics)\n\
      /health/live          200 while the process answers\n\
-     /health/ready         200 while the worker takes shuffle data, else 503 and the reason\n"
+     /health/ready         200 while the worker takes shuffle data, else 503 and the reason\n\
+     /debug/pprof/profile  CPU profile, ?seconds=30&frequency=99&format=pprof|svg\n\
+     /debug/pprof/heap     heap profile, ?format=pprof|svg\n\
+     /debug/tasks          where every task waits\n"
 );
 
 /// All paths. Java's server has its Prometheus text below `/prometheus/metrics`, with an optional registry name; this

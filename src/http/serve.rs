@@ -1,18 +1,24 @@
 //! Connections of the HTTP door, bounded in number, time and size.
 //!
 //! A connection carries one request and lives for at most the request timeout, accept to last byte: that bounds slow
-//! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter.
+//! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter. A request that is
+//! asked to take long (a profile) moves its [`Deadline`].
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::Request;
 use axum::{Extension, Router};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
+use parking_lot::Mutex;
 use prometheus::IntGauge;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep_until};
+use tower::ServiceExt as _;
 
 use super::HttpConfig;
 use crate::runtime::Tasks;
@@ -97,13 +103,43 @@ impl Drop for Place {
     }
 }
 
+/// When a connection is cut. Requests find it among their extensions.
+#[derive(Debug, Clone)]
+pub(super) struct Deadline(Arc<Mutex<Instant>>);
+
+impl Deadline {
+    fn after(timeout: Duration) -> Self {
+        Self(Arc::new(Mutex::new(Instant::now() + timeout)))
+    }
+
+    /// Gives the request more time: what it was asked to take.
+    pub(super) fn extend(&self, by: Duration) {
+        *self.0.lock() += by;
+    }
+
+    async fn passed(&self) {
+        loop {
+            let until = *self.0.lock();
+            if Instant::now() >= until {
+                return;
+            }
+            sleep_until(until).await;
+        }
+    }
+}
+
 async fn connection(stream: TcpStream, router: Router, timeout: Duration, tasks: Tasks, _place: Place) {
+    let deadline = Deadline::after(timeout);
+    let service = service_fn(|mut request: Request<Incoming>| {
+        request.extensions_mut().insert(deadline.clone());
+        router.clone().oneshot(request)
+    });
     let served = hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .max_header_size(HEAD_BYTES_MAX)
         .max_headers(HEADERS_MAX)
         .max_buf_size(BUFFER_BYTES_MAX)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(TokioIo::new(stream), service);
     let stopped = async {
         tasks.cancelled().await;
         tokio::time::sleep(STOP_GRACE).await;
@@ -111,11 +147,11 @@ async fn connection(stream: TcpStream, router: Router, timeout: Duration, tasks:
     // Whatever ends first drops the connection; a peer's bad manners are no news.
     tokio::select! {
         biased;
-        result = tokio::time::timeout(timeout, served) => match result {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::debug!(%error, "http connection"),
-            Err(_) => tracing::debug!("http connection timed out"),
+        result = served => match result {
+            Ok(()) => {}
+            Err(error) => tracing::debug!(%error, "http connection"),
         },
+        () = deadline.passed() => tracing::debug!("http connection timed out"),
         () = stopped => {}
     }
 }

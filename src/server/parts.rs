@@ -10,6 +10,7 @@ use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
 use crate::grpc::GrpcConfig;
 use crate::http::HttpConfig;
+use crate::http::push::PushConfig;
 use crate::io::Engine;
 use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
 use crate::proto::ApplicationInfo;
@@ -17,6 +18,7 @@ use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 use crate::store::hdfs::AllowList;
 use crate::store::{HdfsConfig, LocalConfig};
 use crate::tcp::TcpConfig;
+use crate::telemetry::traces::Traces;
 
 pub(super) fn memory(config: &Config) -> MemoryConfig {
     MemoryConfig {
@@ -118,6 +120,7 @@ pub(super) fn flush(config: &Config, disks: usize) -> FlushConfig {
         tick: Duration::from_secs(1),
         retry_pause_min: Duration::from_millis(100),
         retry_pause_max: Duration::from_secs(10),
+        traces: traces(config),
     }
 }
 
@@ -180,6 +183,23 @@ pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
     largest.iter().map(info).collect()
 }
 
+/// Without a collector nobody would take them.
+fn traces(config: &Config) -> Traces {
+    match config.tracing.otlp_endpoint {
+        Some(_) => Traces::sampled(config.tracing.sampling_ratio),
+        None => Traces::off(),
+    }
+}
+
+pub(super) fn push(config: &Config) -> Option<PushConfig> {
+    let metrics = &config.metrics;
+    Some(PushConfig {
+        endpoint: metrics.push_gateway_endpoint.clone()?,
+        interval: metrics.push_interval,
+        labels: metrics.labels.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
+    })
+}
+
 pub(super) fn http(config: &Config) -> HttpConfig {
     HttpConfig { max_connections: config.http.max_connections, request_timeout: config.http.request_timeout }
 }
@@ -198,6 +218,7 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
         window_budget_bytes: grpc.window_total_bytes,
         send_deadline: grpc.request_timeout,
         stream_deadline: grpc.request_timeout * 3,
+        traces: traces(config),
         ..GrpcConfig::default()
     }
 }
@@ -214,6 +235,7 @@ pub(super) fn tcp(config: &Config) -> TcpConfig {
         local_reads_in_flight_max: waiting.max(1),
         own_threads,
         blocking_threads: config.runtime.blocking_threads,
+        traces: traces(config),
         ..TcpConfig::default()
     }
 }

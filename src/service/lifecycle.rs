@@ -13,6 +13,7 @@ use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
 use crate::store::hdfs::{Cause, PreparedStorage, Removal};
 use crate::store::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
+use crate::telemetry::AUDIT;
 use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::{Service, ServiceError, WorkerState};
@@ -25,6 +26,9 @@ const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
 
 /// Keys and values kept of one registration. Spark's `.rss.` settings have a few KiB.
 const PROPERTIES_BYTES_MAX: usize = 64 << 10;
+
+/// Of a user's name; what clients send can be anything.
+const USER_CHARS_LOGGED: usize = 100;
 
 /// `registerShuffle`.
 #[derive(Debug, Clone)]
@@ -60,6 +64,7 @@ impl Service {
         let remote = self.remote_storage(wanted_storage)?;
         let partitions = ranges.count();
         let new_app = self.apps.find(&key.app).is_none();
+        let user: String = request.user.chars().take(USER_CHARS_LOGGED).collect();
         let registration = Registration {
             key: key.clone(),
             ranges,
@@ -85,6 +90,9 @@ impl Service {
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);
+        if new_app {
+            tracing::info!(target: AUDIT, app = %key.app, user, "registered");
+        }
         tracing::debug!(shuffle = %key, partitions, "registered");
         Ok(())
     }
@@ -137,7 +145,7 @@ impl Service {
             }
         });
         self.metrics.unregisters.inc_by(u64::from(removed));
-        tracing::info!(shuffle = %key, "unregistered");
+        tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
         Ok(())
     }
 
@@ -151,7 +159,7 @@ impl Service {
             return Err(ServiceError::NotRegistered);
         }
         self.metrics.unregisters.inc();
-        tracing::info!(app = %id, "unregistered");
+        tracing::info!(target: AUDIT, app = %id, "unregistered");
         Ok(())
     }
 
@@ -162,7 +170,7 @@ impl Service {
             let purge = |keys: Vec<ShuffleKey>| self.purge_app_state(&id, &keys, Cause::Expired);
             if self.apps.remove_app_if_expired(&id, purge) {
                 purged += 1;
-                tracing::info!(app = %id, "no heartbeat within the timeout, purged");
+                tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
             }
         }
         self.metrics.apps_expired.inc_by(purged);
@@ -173,7 +181,7 @@ impl Service {
     pub fn check_decommission(&self) {
         let apps = self.apps.app_count();
         if self.status.observe_apps(apps) {
-            tracing::info!("decommissioned: no application is left");
+            tracing::info!(target: AUDIT, "decommissioned: no application is left");
         } else if self.status.state() == WorkerState::Decommissioning {
             tracing::info!(apps, "decommissioning, applications are left");
         }
@@ -215,7 +223,7 @@ impl Service {
         if !self.status.decommission() {
             return Err(ServiceError::WrongState("an unhealthy server can not be decommissioned"));
         }
-        tracing::info!(apps = self.apps.app_count(), "decommissioning");
+        tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
         Ok(())
     }
 
@@ -225,7 +233,7 @@ impl Service {
     /// None today.
     pub fn cancel_decommission(&self) -> Result<(), ServiceError> {
         self.status.cancel_decommission();
-        tracing::info!("decommissioning cancelled");
+        tracing::info!(target: AUDIT, "decommissioning cancelled");
         Ok(())
     }
 

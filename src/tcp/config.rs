@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::telemetry::traces::Traces;
+
 /// Settings of the TCP door; already validated.
 #[derive(Debug, Clone)]
 pub struct TcpConfig {
@@ -43,6 +45,8 @@ pub struct TcpConfig {
     pub blocking_threads: usize,
     /// What replies that are ready may take to be written once the door closes. Default: 5 s.
     pub shutdown_grace: Duration,
+    /// Which requests are traced. Default: none.
+    pub traces: Traces,
 }
 
 impl Default for TcpConfig {
@@ -64,6 +68,7 @@ impl Default for TcpConfig {
             own_threads: 0,
             blocking_threads: 64,
             shutdown_grace: Duration::from_secs(5),
+            traces: Traces::off(),
         }
     }
 }

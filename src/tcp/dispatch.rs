@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
+use fastrace::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
@@ -79,6 +80,7 @@ pub(super) fn sorted(request_id: i64) -> Reply {
 
 /// The reply to a read of memory.
 pub(super) fn memory(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
+    let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, request_id, message)
         .unwrap_or_else(|refusal| refused(FrameType::Memory, request_id, &refusal))
 }
@@ -115,9 +117,15 @@ impl LocalRead {
     /// Answers, unless the connection ends before.
     pub(super) async fn run(mut self) {
         let cancelled = self.connection.cancelled();
+        let name = if self.kind == FrameType::LocalIndex {
+            "tcp getLocalShuffleIndex"
+        } else {
+            "tcp getLocalShuffleData"
+        };
+        let span = self.shared.config.traces.begin(name, None);
         let (head, body) = tokio::select! {
             biased;
-            answer = self.answer() => match answer {
+            answer = self.answer().in_span(span) => match answer {
                 Ok(reply) => reply,
                 Err(refusal) => refused(self.kind, self.request_id, &refusal),
             },

@@ -220,7 +220,8 @@ impl Frames {
         let FrameHeader { message_bytes, kind, .. } = header;
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
-            return Phase::Send(Ingest::new(Arc::clone(&self.shared.service), message_bytes));
+            let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
+            return Phase::Send(Ingest::new(Arc::clone(&self.shared.service), message_bytes, span));
         }
         let drain =
             |refusal| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), refusal });

@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use fastrace::Span;
+
 use crate::proto::StatusCode;
 use crate::service::{BlockHeader, SendHeader, SendSession, Service, ServiceError};
 use crate::wire::DecodeError;
@@ -39,11 +41,13 @@ pub(super) struct Ingest {
     /// The partition of the next block. The session hears of it with its first block only: empty partitions take eight
     /// bytes of a frame, too little to pay for what the session keeps of each.
     next_partition: Option<i32>,
+    /// Ends with the send.
+    _span: Span,
 }
 
 impl Ingest {
-    pub(super) fn new(service: Arc<Service>, message_bytes: u32) -> Self {
-        Self { service, message_bytes, session: None, next_partition: None }
+    pub(super) fn new(service: Arc<Service>, message_bytes: u32, span: Span) -> Self {
+        Self { service, message_bytes, session: None, next_partition: None, _span: span }
     }
 
     /// Makes the blocks visible.

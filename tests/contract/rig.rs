@@ -178,6 +178,7 @@ fn flush_config() -> FlushConfig {
         tick: Duration::from_secs(1),
         retry_pause_min: Duration::from_millis(20),
         retry_pause_max: Duration::from_millis(100),
+        traces: uniffle_worker::telemetry::traces::Traces::off(),
     }
 }
 

@@ -418,5 +418,6 @@ fn flush_config(setup: &Setup) -> FlushConfig {
         tick: Duration::from_secs(1),
         retry_pause_min: Duration::from_millis(50),
         retry_pause_max: Duration::from_secs(2),
+        traces: uniffle_worker::telemetry::traces::Traces::off(),
     }
 }

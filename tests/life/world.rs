@@ -148,6 +148,7 @@ impl World {
             tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),
             retry_pause_max: Duration::from_secs(2),
+            traces: uniffle_worker::telemetry::traces::Traces::off(),
         };
         let flusher =
             Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry)

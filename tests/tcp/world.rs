@@ -275,6 +275,7 @@ fn flush_config() -> FlushConfig {
         tick: Duration::from_secs(3600),
         retry_pause_min: Duration::from_millis(100),
         retry_pause_max: Duration::from_secs(10),
+        traces: uniffle_worker::telemetry::traces::Traces::off(),
     }
 }
 

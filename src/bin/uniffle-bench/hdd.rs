@@ -160,6 +160,7 @@ impl Bench {
             tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),
             retry_pause_max: Duration::from_secs(1),
+            traces: uniffle_worker::telemetry::traces::Traces::off(),
         };
         let (memory, store) = (self.memory.clone(), self.store.clone());
         Ok(Flusher::start(config, memory, store, tasks.clone(), registry)?)

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 
 use super::{AdminMetrics, Token};
 use crate::http::serve::Peer;
+use crate::telemetry::AUDIT;
 
 /// Largest body of a call: 64 tags of 100 characters are a tenth of it.
 const BODY_BYTES_MAX: usize = 64 << 10;
@@ -98,7 +99,7 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
     let detail = response.extensions().get::<Audited>().map_or("", |audited| audited.0.as_str());
     let status = response.status().as_u16();
     let peer = shown(peer);
-    tracing::info!(target: "audit", action = "admin call", call = %path, %peer, result, status, detail);
+    tracing::info!(target: AUDIT, action = "admin call", call = %path, %peer, result, status, detail);
     response
 }
 
@@ -129,7 +130,7 @@ impl Gate {
         let calls = std::mem::take(&mut denied.unlogged);
         drop(denied);
         let (peer, status) = (shown(peer), status.as_u16());
-        tracing::warn!(target: "audit", action = "admin call", %peer, result = "denied", status, calls);
+        tracing::warn!(target: AUDIT, action = "admin call", %peer, result = "denied", status, calls);
     }
 }
 

@@ -1,0 +1,166 @@
+//! Heap profiles by jemalloc: which call stacks hold the sampled part of what is allocated (one allocation in 512 KiB).
+//!
+//! jemalloc is built with profiling and started with `prof:true,prof_active:false`: nothing is recorded until
+//! [`activate`]. Payload is not in it: blocks live in the memory region, which is no heap.
+
+use super::{Format, ProfileError};
+
+/// Whether stacks are recorded now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Since [`activate`], or since the start by the environment.
+    Active,
+    /// Available, not recording.
+    Inactive,
+}
+
+/// True when jemalloc's options ask for a profile from the start: `prof:true` and nothing about `prof_active`, whose
+/// default in jemalloc is true, but false in this build.
+#[must_use]
+pub fn asked_for(options: &str) -> bool {
+    let is_set = |key: &str, value: &str| {
+        let mut pairs = options.split(',').filter_map(|pair| pair.trim().split_once(':'));
+        pairs.rfind(|(name, _)| *name == key).is_some_and(|(_, found)| value.is_empty() || found == value)
+    };
+    is_set("prof", "true") && !is_set("prof_active", "")
+}
+
+#[cfg(feature = "memory-prof")]
+mod jemalloc {
+    use std::sync::Arc;
+
+    use jemalloc_pprof::{JemallocProfCtl, PROF_CTL};
+    use tokio::sync::{Mutex, OwnedMutexGuard};
+
+    use super::super::in_background;
+    use super::{Format, ProfileError, State};
+
+    fn control() -> Result<&'static Arc<Mutex<JemallocProfCtl>>, ProfileError> {
+        let off = "heap profiling is off in this process: its jemalloc was started with prof:false";
+        PROF_CTL.as_ref().ok_or(ProfileError::Unavailable(off))
+    }
+
+    /// Waits for nobody: a profile is the only thing that takes time here.
+    fn locked() -> Result<OwnedMutexGuard<JemallocProfCtl>, ProfileError> {
+        Arc::clone(control()?).try_lock_owned().map_err(|_| ProfileError::Busy)
+    }
+
+    /// Whether stacks are recorded.
+    ///
+    /// # Errors
+    /// When heap profiling is not available, or a profile is being taken.
+    pub fn state() -> Result<State, ProfileError> {
+        Ok(if locked()?.activated() { State::Active } else { State::Inactive })
+    }
+
+    /// Records from now on; no change when it does already.
+    ///
+    /// # Errors
+    /// As [`state`].
+    pub fn activate() -> Result<(), ProfileError> {
+        let mut control = locked()?;
+        if control.activated() {
+            return Ok(());
+        }
+        control.activate().map_err(|error| ProfileError::Failed(error.to_string()))
+    }
+
+    /// Stops recording and forgets what was recorded; no change when it was off.
+    ///
+    /// # Errors
+    /// As [`state`].
+    pub fn deactivate() -> Result<(), ProfileError> {
+        let mut control = locked()?;
+        if !control.activated() {
+            return Ok(());
+        }
+        control.deactivate().map_err(|error| ProfileError::Failed(error.to_string()))
+    }
+
+    /// What is allocated now, by the stacks that allocated it since the activation.
+    ///
+    /// # Errors
+    /// [`ProfileError::Inactive`] before [`activate`]; [`ProfileError::Busy`] while another profile is being taken.
+    pub async fn profile(format: Format) -> Result<Vec<u8>, ProfileError> {
+        let mut control = locked()?;
+        if !control.activated() {
+            return Err(ProfileError::Inactive);
+        }
+        in_background(move || {
+            let profile = match format {
+                Format::Protobuf => control.dump_pprof(),
+                Format::Svg => control.dump_flamegraph(),
+            };
+            profile.map_err(|error| ProfileError::Failed(format!("{error:#}")))
+        })
+        .await
+    }
+}
+
+#[cfg(feature = "memory-prof")]
+pub use jemalloc::{activate, deactivate, profile, state};
+
+#[cfg(not(feature = "memory-prof"))]
+mod absent {
+    use super::{Format, ProfileError, State};
+
+    const ABSENT: ProfileError =
+        ProfileError::Unavailable("this worker was built without heap profiles (cargo feature memory-prof)");
+
+    /// Never available in this build.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn state() -> Result<State, ProfileError> {
+        Err(ABSENT)
+    }
+
+    /// Never available in this build.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn activate() -> Result<(), ProfileError> {
+        Err(ABSENT)
+    }
+
+    /// Never available in this build.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn deactivate() -> Result<(), ProfileError> {
+        Err(ABSENT)
+    }
+
+    /// Never available in this build.
+    ///
+    /// # Errors
+    /// Always.
+    #[expect(clippy::unused_async, reason = "as the one of the other build")]
+    pub async fn profile(_: Format) -> Result<Vec<u8>, ProfileError> {
+        Err(ABSENT)
+    }
+}
+
+#[cfg(not(feature = "memory-prof"))]
+pub use absent::{activate, deactivate, profile, state};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_plain_wish_for_a_profile_starts_one() {
+        for wish in ["prof:true", "prof:true,prof_prefix:jeprof.out", "dirty_decay_ms:0, prof:true"] {
+            assert!(asked_for(wish), "{wish}");
+        }
+        for other in [
+            "",
+            "prof:false",
+            "prof:true,prof_active:false",
+            "prof:true,prof_active:true",
+            "prof:true,prof:false",
+        ] {
+            assert!(!asked_for(other), "{other}");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Which tasks run: name and age by the runtime's task id, so that a dump of stacks can say whose they are.
+//!
+//! One insertion and one removal in a sharded map per task, about 0.2 µs; a call costs a hundred times that.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use dashmap::DashMap;
+use pin_project_lite::pin_project;
+use tokio::task::{Id, try_id};
+use tokio::time::{Duration, Instant};
+
+/// A task that has been polled and has not ended.
+#[derive(Debug, Clone, Copy)]
+pub struct RunningTask {
+    /// The runtime's id.
+    pub id: Id,
+    /// The name it was spawned with.
+    pub name: &'static str,
+    /// Since its first poll.
+    pub age: Duration,
+}
+
+/// The running tasks of some groups. Clones share them.
+#[derive(Clone, Default)]
+pub(super) struct Names(Arc<DashMap<Id, (&'static str, Instant)>>);
+
+impl fmt::Debug for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Names").field("running", &self.0.len()).finish()
+    }
+}
+
+impl Names {
+    pub(super) fn list(&self) -> Vec<RunningTask> {
+        let task = |entry: dashmap::mapref::multiple::RefMulti<'_, Id, (&'static str, Instant)>| {
+            let (name, since) = *entry.value();
+            RunningTask { id: *entry.key(), name, age: since.elapsed() }
+        };
+        self.0.iter().map(task).collect()
+    }
+
+    /// `future`, listed under `name` from its first poll until it is dropped.
+    pub(super) fn named<F: Future>(&self, name: &'static str, future: F) -> Named<F> {
+        Named { future, name, names: self.clone(), listed: None }
+    }
+}
+
+pin_project! {
+    /// See [`Names::named`].
+    pub(super) struct Named<F> {
+        #[pin]
+        future: F,
+        name: &'static str,
+        names: Names,
+        listed: Option<Listed>,
+    }
+}
+
+impl<F: Future> Future for Named<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        let this = self.project();
+        if this.listed.is_none()
+            && let Some(id) = try_id()
+        {
+            this.names.0.insert(id, (this.name, Instant::now()));
+            *this.listed = Some(Listed { names: this.names.clone(), id });
+        }
+        this.future.poll(context)
+    }
+}
+
+/// An entry, taken out on drop.
+struct Listed {
+    names: Names,
+    id: Id,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.names.0.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Tasks;
+
+    #[tokio::test]
+    async fn tasks_are_listed_while_they_run() {
+        let tasks = Tasks::new();
+        let other = tasks.sibling();
+        tasks.spawn("waits", tasks.cancelled());
+        other.spawn("waits too", other.cancelled());
+        while tasks.list().len() < 2 {
+            tokio::task::yield_now().await;
+        }
+        let mut names: Vec<_> = other.list().iter().map(|task| task.name).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["waits", "waits too"]);
+        tasks.cancel();
+        tasks.drained().await;
+        assert_eq!(other.list().len(), 1, "a sibling is cancelled on its own");
+        other.cancel();
+        other.drained().await;
+        assert!(tasks.list().is_empty());
+    }
+}

@@ -1,0 +1,73 @@
+//! The count of panics, and the hook that counts and logs them.
+
+use std::backtrace::Backtrace;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntGauge, Registry};
+
+/// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
+/// behind it can not belong to one of two workers in a process.
+static PANICS: AtomicU64 = AtomicU64::new(0);
+
+/// Panics since the process started, counted once [`init`] was called.
+#[must_use]
+pub fn panic_count() -> u64 {
+    PANICS.load(Ordering::Relaxed)
+}
+
+/// Exports [`panic_count`] as `panic_signal`, the name dashboards of riffle know.
+///
+/// # Errors
+/// When the registry has it already.
+pub fn register_panic_count(registry: &Registry) -> prometheus::Result<()> {
+    let gauge = IntGauge::new("panic_signal", "panics since the process started")?;
+    registry.register(Box::new(PanicCollector { gauge }))
+}
+
+/// Reads the count when metrics are gathered.
+struct PanicCollector {
+    gauge: IntGauge,
+}
+
+impl Collector for PanicCollector {
+    fn desc(&self) -> Vec<&Desc> {
+        self.gauge.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.gauge.set(i64::try_from(panic_count()).unwrap_or(i64::MAX));
+        self.gauge.collect()
+    }
+}
+
+/// A panic ends its task, not the process: it is counted and logged with its backtrace, and the worker goes on.
+pub(super) fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|panic| {
+        PANICS.fetch_add(1, Ordering::Relaxed);
+        let payload = panic.payload_as_str().unwrap_or("(no text)");
+        let location = panic.location().map(ToString::to_string).unwrap_or_default();
+        let thread = std::thread::current();
+        let thread = thread.name().unwrap_or("unnamed");
+        let backtrace = Backtrace::force_capture();
+        tracing::error!(%location, thread, "panic: {payload}\n{backtrace}");
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panics_are_counted_and_exported() {
+        let registry = Registry::new();
+        register_panic_count(&registry).unwrap();
+        let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
+        let before = exported();
+        install_panic_hook();
+        std::panic::catch_unwind(|| panic!("counted by a test")).unwrap_err();
+        drop(std::panic::take_hook());
+        assert!(exported() > before); // other tests may panic meanwhile, on purpose
+    }
+}
