@@ -60,6 +60,42 @@ async fn sigterm_brings_what_is_in_memory_to_the_disks() {
     block_in_place(|| worker.stop());
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_with_other_ports_and_another_capacity_has_everything_and_a_missing_directory_is_named() {
+    let setup = Setup { name: "changed", capacity: "64M", disks: 2, ..Setup::default() };
+    let mut worker = Worker::start(&setup);
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 20).await;
+    for task in 0..4 {
+        written.task(&client, task, 50_000).await.expect("sent");
+    }
+    let config = worker.config();
+    let ports = worker.ready().clone();
+    let other = config
+        .replace(&format!("grpc_port = {}", ports.grpc_port), "grpc_port = 0")
+        .replace(&format!("urpc_port = {}", ports.urpc_port.expect("on")), "urpc_port = 0")
+        .replace("64M", "32M");
+    block_in_place(|| {
+        worker.terminate();
+        worker.start_again_with(&other);
+    });
+    assert_ne!(worker.ready().grpc_port, ports.grpc_port);
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+
+    let gone = config.replace(&format!(", {:?}", worker.data_paths()[1]), "");
+    block_in_place(|| {
+        worker.terminate();
+        worker.start_again_with(&gone);
+        worker.wait_log("a data directory that was in use is missing");
+    });
+    let client = client_of(&worker).await;
+    let mut more = Written::register(&client, key("more", 0), 5).await;
+    more.task(&client, 0, 1000).await.expect("it serves");
+    more.assert_readable(&client).await;
+    block_in_place(|| worker.stop());
+}
+
 /// Connects again and again until it is dropped; none may be refused.
 struct Knocking {
     stop: Arc<AtomicBool>,
