@@ -15,8 +15,11 @@ use crate::io::Engine;
 use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
+#[cfg(feature = "hdfs")]
+use crate::store::HdfsConfig;
+use crate::store::LocalConfig;
+#[cfg(feature = "hdfs")]
 use crate::store::hdfs::AllowList;
-use crate::store::{HdfsConfig, LocalConfig};
 use crate::tcp::TcpConfig;
 use crate::telemetry::traces::Traces;
 
@@ -85,6 +88,7 @@ pub(super) fn store(config: &Config) -> LocalConfig {
     }
 }
 
+#[cfg(feature = "hdfs")]
 pub(super) fn hdfs(config: &Config, server_id: String) -> HdfsConfig {
     HdfsConfig {
         server_id,
