@@ -11,6 +11,39 @@ use prometheus::{
     IntGaugeVec, Opts, Registry, Result,
 };
 
+/// All values of a registry at one moment, by name.
+#[derive(Debug)]
+pub struct Values(std::collections::HashMap<String, f64>);
+
+impl Values {
+    /// Gathers them; of metrics with labels the sum.
+    #[must_use]
+    pub fn gather(registry: &Registry) -> Self {
+        let of = |metric: &prometheus::proto::Metric| {
+            metric.get_counter().get_value() + metric.get_gauge().get_value()
+        };
+        let families = registry.gather();
+        Self(families.iter().map(|it| (it.name().to_owned(), it.get_metric().iter().map(of).sum())).collect())
+    }
+
+    /// The counter or gauge `name`; 0 when there is none.
+    #[must_use]
+    pub fn value(&self, name: &str) -> f64 {
+        self.0.get(name).copied().unwrap_or(0.0)
+    }
+
+    /// The same as a whole number.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a count; the cast saturates"
+    )]
+    pub fn whole(&self, name: &str) -> u64 {
+        self.value(name) as u64
+    }
+}
+
 fn registered<M: Collector + Clone + 'static>(registry: &Registry, metric: M) -> Result<M> {
     registry.register(Box::new(metric.clone()))?;
     Ok(metric)

@@ -6,6 +6,7 @@
 
 mod admin;
 mod health;
+mod inspect;
 mod notify;
 mod parts;
 mod report;
@@ -30,6 +31,7 @@ use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::grpc::GrpcServer;
 use crate::http::admin::AdminServer;
+use crate::http::api::{self, ApiHooks};
 use crate::http::push::Pusher;
 use crate::http::{self, HttpServer, Refresh};
 use crate::memory::Memory;
@@ -43,6 +45,7 @@ use crate::telemetry::LogFilter;
 
 use self::admin::Live;
 use self::health::Watch;
+use self::inspect::Inspector;
 use self::sockets::{Sockets, accepting};
 
 pub use self::run::{Command, Ended, run};
@@ -76,6 +79,7 @@ pub struct Worker {
     registry: Registry,
     live: Arc<Live>,
     gauges: Arc<ProcessGauges>,
+    started_ms: i64,
     doors: Tasks,
     background: Tasks,
     /// The listeners once more, so that they outlive the doors' own for a successor.
@@ -159,6 +163,7 @@ impl Worker {
             registry,
             live,
             gauges,
+            started_ms: unix_ms(),
             doors,
             background,
             held: sockets.duplicate().context("can not duplicate a listener")?,
@@ -176,6 +181,8 @@ impl Worker {
             (config.memory.ticket_check_interval, parts::app_check_interval(config));
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
+        let service = Arc::clone(&self.service);
+        self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
         let embedded = if config.coordinator_quorum.is_empty() {
             Some(EmbeddedCoordinator::new(parts::embedded(config), &self.registry)?)
         } else {
@@ -219,6 +226,7 @@ impl Worker {
             self.registry.clone(),
             refresh,
             self.readiness(),
+            self.api(config),
             // Not with the other doors: the last flush is to be seen too.
             &self.background,
         )?;
@@ -308,7 +316,22 @@ impl Worker {
         })
     }
 
-    fn report_source(&self) -> ReportSource {
+    /// The paths of the API.
+    fn api(&self, config: &Config) -> Router {
+        let inspector = Inspector {
+            fixed: self.report(),
+            store_type: config.store_type.as_str(),
+            watermarks: (config.hybrid.memory_spill_high_watermark, config.hybrid.memory_spill_low_watermark),
+            service: Arc::clone(&self.service),
+            live: Arc::clone(&self.live),
+            registry: self.registry.clone(),
+        };
+        let inspect = Arc::new(move || inspector.status());
+        api::router(ApiHooks { service: Arc::clone(&self.service), inspect })
+    }
+
+    /// What a report says whatever happens.
+    fn report(&self) -> NodeReport {
         let netty_port = self.addresses.urpc.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
         let mut fixed = NodeReport::new(server_id(self.ip, &self.addresses), self.ip, grpc_port);
@@ -316,12 +339,15 @@ impl Worker {
         fixed.http_port = Some(self.addresses.http.port());
         fixed.version = env!("CARGO_PKG_VERSION").to_owned();
         fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
-        fixed.start_time_ms = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
+        fixed.start_time_ms = self.started_ms;
+        fixed
+    }
+
+    fn report_source(&self) -> ReportSource {
         let (service, memory, tiers) =
             (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
-        report::source(fixed, report::Parts { service, memory, tiers, live: Arc::clone(&self.live) })
+        let live = Arc::clone(&self.live);
+        report::source(self.report(), report::Parts { service, memory, tiers, live })
     }
 
     /// The doors are open: from now on coordinators hear of this worker, and at once of every change of its state.
@@ -343,6 +369,7 @@ impl Worker {
             None => {
                 let heartbeats =
                     heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+                self.live.beating(heartbeats.clone());
                 let tell = move || heartbeats.beat_now();
                 self.background.spawn("state watch", watch.run(tell, stop));
             }
@@ -354,4 +381,9 @@ impl Worker {
 /// By this id coordinators and clients know the worker, and its remote files begin with it.
 fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
     identity::server_id(ip, addresses.grpc.port(), addresses.urpc.map(|address| address.port()))
+}
+
+fn unix_ms() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
 }

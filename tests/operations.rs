@@ -5,5 +5,12 @@
 
 #[path = "operations/admin.rs"]
 mod admin;
+#[path = "operations/api.rs"]
+mod api;
+#[path = "operations/browser.rs"]
+mod browser;
+#[path = "operations/page.rs"]
+mod page;
+mod support;
 #[path = "operations/world.rs"]
 mod world;

@@ -3,11 +3,13 @@
 //! Not here: their bytes (`memory`, `store`). Only [`AppRegistry::register`] creates an app or a shuffle; every other
 //! call finds one or does not (PROTOCOL trap 27: a late heartbeat must not bring a purged app back).
 
+mod account;
 mod block_ids;
 mod quota;
 mod ranges;
 mod registry;
 
+pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use crate::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
 
 use super::AppConfig;
+use super::account::Account;
 use super::block_ids::BlockIds;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
@@ -119,6 +120,8 @@ pub struct App {
     /// Milliseconds since the registry was made.
     last_use_ms: AtomicU64,
     shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
+    account: Account,
+    since: Instant,
 }
 
 impl App {
@@ -126,6 +129,18 @@ impl App {
     #[must_use]
     pub fn id(&self) -> &AppId {
         &self.id
+    }
+
+    /// Where its time and bytes went.
+    #[must_use]
+    pub fn account(&self) -> &Account {
+        &self.account
+    }
+
+    /// Since its first registration.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
     }
 
     /// The user of its latest registration.
@@ -245,6 +260,8 @@ impl AppRegistry {
             // It is visible before it is touched, and must not look expired in between.
             last_use_ms: AtomicU64::new(self.now_ms()),
             shuffles: RwLock::default(),
+            account: Account::default(),
+            since: Instant::now(),
         });
         self.apps.insert(id.clone(), Arc::clone(&app));
         app
@@ -303,6 +320,12 @@ impl AppRegistry {
     #[must_use]
     pub fn expired(&self) -> Vec<AppId> {
         self.apps.iter().filter(|app| self.is_expired(app)).map(|app| app.id.clone()).collect()
+    }
+
+    /// Since the app was last used.
+    #[must_use]
+    pub fn idle(&self, app: &App) -> Duration {
+        Duration::from_millis(self.now_ms().saturating_sub(app.last_use_ms.load(Ordering::Relaxed)))
     }
 
     fn is_expired(&self, app: &App) -> bool {

@@ -32,6 +32,8 @@ pub(super) struct Batch {
     pub(super) parts: Vec<(Arc<Buffer>, Arc<SealedBatch>)>,
     /// When it was sealed.
     pub(super) sealed_at: Instant,
+    /// Since when it waits for a worker.
+    pub(super) queued: Instant,
     /// How often it could not be written.
     pub(super) failures: u32,
     /// The tier that failed it last.

@@ -1,13 +1,14 @@
 //! The scheduler: wakes on pressure or tick, asks the policy, seals victims, queues batches.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use prometheus::Registry;
 use tokio::sync::watch;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 
+use crate::app::{App, AppRegistry};
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::types::{Distribution, ShuffleKey};
@@ -44,6 +45,8 @@ pub struct Flusher {
     wake: tokio::sync::Notify,
     /// True while memory is to be emptied: batches that failed do not wait long for their next try.
     pub(super) hurry: watch::Sender<bool>,
+    /// Whose accounts are told; the service brings them.
+    apps: OnceLock<Arc<AppRegistry>>,
     /// Largest request refused since the scheduler last looked.
     refused_bytes: AtomicU64,
 }
@@ -72,6 +75,7 @@ impl Flusher {
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
             hurry: watch::Sender::new(false),
+            apps: OnceLock::new(),
             refused_bytes: AtomicU64::new(0),
         });
         let scheduler = Arc::clone(&flusher);
@@ -86,6 +90,15 @@ impl Flusher {
             tasks.spawn_again("hdfs flush worker", move || Arc::clone(&worker).work(Tier::Hdfs));
         }
         Ok(flusher)
+    }
+
+    /// From now on the accounts of `apps` tell how long their batches take.
+    pub fn charge_to(&self, apps: Arc<AppRegistry>) {
+        let _ = self.apps.set(apps); // the first one stays
+    }
+
+    pub(super) fn app_of(&self, key: &ShuffleKey) -> Option<Arc<App>> {
+        self.apps.get()?.find(&key.app)
     }
 
     /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
@@ -142,6 +155,24 @@ impl Flusher {
     #[must_use]
     pub fn unfinished(&self) -> usize {
         Arc::strong_count(&self.batch_token) - 1
+    }
+
+    /// Batches that wait for a worker.
+    #[must_use]
+    pub fn queued(&self) -> usize {
+        self.local_queue.len() + self.hdfs_queue.len()
+    }
+
+    /// Payload ever brought to the store.
+    #[must_use]
+    pub fn flushed_bytes(&self) -> u64 {
+        self.metrics.spilled_bytes.get()
+    }
+
+    /// How often a batch could be written to no disk.
+    #[must_use]
+    pub fn failed_writes(&self) -> u64 {
+        self.metrics.failed_writes.get()
     }
 
     /// Puts everything that is in memory in flight (an operator's wish, tests).
@@ -261,6 +292,7 @@ impl Flusher {
             distribution,
             parts,
             sealed_at: Instant::now(),
+            queued: Instant::now(),
             failures: 0,
             failed: None,
             in_flight: None,

@@ -10,6 +10,7 @@ use fastrace::local::LocalSpan;
 use futures::FutureExt as _;
 use tokio::time::Instant;
 
+use crate::app::Stage;
 use crate::memory::SealedData;
 use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 
@@ -43,6 +44,10 @@ impl Flusher {
         self.metrics.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
         LocalSpan::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
         let began = Instant::now();
+        let app = self.app_of(&batch.key);
+        if let Some(app) = &app {
+            app.account().enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
+        }
         let batch = Arc::new(batch);
         // A panic must not take the batch with it: its blocks would stay in memory for ever.
         let written = AssertUnwindSafe(self.write(&batch, tier)).catch_unwind().await;
@@ -51,13 +56,21 @@ impl Flusher {
         match written {
             Ok(()) => {
                 self.metrics.duration.observe(began.elapsed().as_secs_f64());
+                if let Some(app) = app {
+                    app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
+                }
                 self.publish(batch, bytes, tier);
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }
-            Err(error) => self.try_elsewhere(batch, bytes, tier, &error),
+            Err(error) => {
+                self.try_elsewhere(batch, bytes, tier, &error);
+                if let Some(app) = app {
+                    app.account().flush_retries.add(1, bytes);
+                }
+            }
         }
     }
 
@@ -121,6 +134,7 @@ impl Flusher {
             shuffle = %batch.key, bytes, ?tier, failures = batch.failures, %error,
             "a batch was not written, it stays in memory and is tried again"
         );
+        batch.queued = Instant::now() + if first_of_both { Duration::ZERO } else { pause };
         if first_of_both {
             self.enqueue(batch);
             return;

@@ -15,7 +15,7 @@ use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
-use crate::service::{ChunkStream, MemoryReadRequest, Service};
+use crate::service::{ChunkStream, MemoryAnswer, MemoryReadRequest, Service};
 
 /// Payload fields of the three answers.
 const MEMORY_DATA: u32 = 2;
@@ -47,9 +47,9 @@ pub(super) async fn memory<B: RequestBody>(
         task_filter,
     });
     match read {
-        Ok(read) => {
+        Ok(MemoryAnswer { read, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
-            from_memory(head, MEMORY_DATA, read.length, read.data)
+            from_memory(head, MEMORY_DATA, read.length, read.data, answering)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(&error);

@@ -139,12 +139,14 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
     if value == 0 { 0 } else { key_len(tag) + encoded_len_varint(value) }
 }
 
-/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`.
+/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`. `until_sent` is dropped when the last
+/// of them was taken.
 pub(super) fn from_memory(
     head: Head,
     payload_tag: u32,
     payload_bytes: u64,
     pieces: Vec<Bytes>,
+    until_sent: impl Send + 'static,
 ) -> Result<http::Response<Body>, Status> {
     let present: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
     if present != payload_bytes {
@@ -152,7 +154,10 @@ pub(super) fn from_memory(
     }
     let head = head.announce(payload_tag, payload_bytes)?;
     let frames = coalesce(head, pieces).into_iter().map(Frame::data);
-    let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
+    let frames = frames.chain(std::iter::once_with(move || {
+        drop(until_sent);
+        Frame::trailers(ok_trailers())
+    }));
     Ok(respond(Body::new(StreamBody::new(stream::iter(frames.map(Ok::<_, Status>))))))
 }
 
@@ -284,7 +289,7 @@ mod tests {
         let large = pieces[1].as_ptr();
         assert_eq!(coalesce(Bytes::new(), pieces.clone())[1].as_ptr(), large, "large pieces are not copied");
 
-        let (bytes, status, frames) = read(from_memory(head, 2, 14013, pieces).unwrap()).await;
+        let (bytes, status, frames) = read(from_memory(head, 2, 14013, pieces, ()).unwrap()).await;
         assert_eq!((status.as_str(), frames), ("0", 4));
         let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
         assert_eq!(answer.data.len(), 14013);
@@ -305,7 +310,7 @@ mod tests {
     async fn an_empty_memory_answer_says_whether_it_is_the_end() {
         for is_end in [false, true] {
             let head = Head::memory(&[], "", is_end);
-            let (bytes, status, _) = read(from_memory(head, 2, 0, Vec::new()).unwrap()).await;
+            let (bytes, status, _) = read(from_memory(head, 2, 0, Vec::new(), ()).unwrap()).await;
             let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
             assert_eq!(
                 answer,
@@ -317,7 +322,7 @@ mod tests {
 
     #[tokio::test]
     async fn pieces_that_are_not_the_announced_length_are_refused() {
-        assert!(from_memory(Head::local_data("OK"), 1, 4, vec![Bytes::from_static(b"abc")]).is_err());
+        assert!(from_memory(Head::local_data("OK"), 1, 4, vec![Bytes::from_static(b"abc")], ()).is_err());
         assert!(Head::local_data("OK").announce(1, u64::from(u32::MAX)).is_err());
         assert!(Head::local_data("OK").announce(1, u64::MAX).is_err());
     }

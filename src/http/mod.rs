@@ -1,11 +1,13 @@
-//! The HTTP door: metrics, health and a banner. It translates only; what is ready or measured comes in as hooks.
+//! The HTTP door: metrics, health, the status page and its API. It translates only; what is ready or measured comes in as hooks.
 //!
 //! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is
 //! nothing to protect; what does is on a listener of its own, [`admin`].
 //! Gathering metrics is done in place: it takes a fraction of a millisecond and happens a few times a minute.
 
 pub mod admin;
+pub mod api;
 pub mod debug;
+mod page;
 pub mod push;
 mod serve;
 
@@ -55,6 +57,8 @@ pub struct HttpServer;
 impl HttpServer {
     /// Serves on `listener` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
     ///
+    /// `mounted` are paths of other parts, such as [`api::router`]; like all here they must not change anything.
+    ///
     /// Also puts into `registry` what no other part owns: the door's connections and the process's panics.
     ///
     /// # Errors
@@ -65,6 +69,7 @@ impl HttpServer {
         registry: Registry,
         refresh: Refresh,
         ready: Ready,
+        mounted: Router,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         telemetry::register_panic_count(&registry)?;
@@ -73,7 +78,8 @@ impl HttpServer {
             "http_connection_number",
             "connections of the HTTP door that are open",
         )?;
-        let router = router(Hooks { registry, refresh, ready }).merge(debug::routes(tasks.clone()));
+        let router =
+            router(Hooks { registry, refresh, ready }).merge(debug::routes(tasks.clone())).merge(mounted);
         tasks.spawn(
             "http accept",
             Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
@@ -82,32 +88,17 @@ impl HttpServer {
     }
 }
 
-const BANNER: &str = concat!(
-    "uniffle-worker ",
-    env!("CARGO_PKG_VERSION"),
-    " (",
-    env!("WORKER_GIT_COMMIT"),
-    ")\n\
-     \n\
-     /metrics              metrics in Prometheus' text format (also /prometheus/metrics)\n\
-     /health/live          200 while the process answers\n\
-     /health/ready         200 while the worker takes shuffle data, else 503 and the reason\n\
-     /debug/pprof/profile  CPU profile, ?seconds=30&frequency=99&format=pprof|svg\n\
-     /debug/pprof/heap     heap profile, ?format=pprof|svg\n\
-     /debug/tasks          where every task waits\n"
-);
-
 /// All paths. Java's server has its Prometheus text below `/prometheus/metrics`, with an optional registry name; this
 /// worker has one registry, so that every name gives all of it.
 fn router(hooks: Hooks) -> Router {
     Router::new()
-        .route("/", get(|| async { BANNER }))
         .route("/metrics", get(metrics_text))
         .route("/prometheus/metrics", get(metrics_text))
         .route("/prometheus/metrics/{registry}", get(metrics_text))
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
         .with_state(hooks)
+        .merge(page::router())
 }
 
 async fn metrics_text(State(hooks): State<Hooks>) -> Response {

@@ -1,13 +1,14 @@
 //! What the administration changes beside the service: the tags and the log filter; and its token.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::Context as _;
 use parking_lot::RwLock;
 use tokio::sync::Notify;
 
 use crate::config::{self, Config};
+use crate::coordinator::heartbeat::Heartbeats;
 use crate::http::admin::{AdminHooks, Token};
 use crate::service::Service;
 use crate::telemetry::LogFilter;
@@ -22,11 +23,27 @@ pub(super) struct Live {
     /// The coordinators are to hear of a change now.
     changed: Notify,
     log: Option<LogFilter>,
+    heartbeats: OnceLock<Heartbeats>,
 }
 
 impl Live {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
-        Self { tags: RwLock::new(config.tags.clone()), changed: Notify::new(), log }
+        Self {
+            tags: RwLock::new(config.tags.clone()),
+            changed: Notify::new(),
+            log,
+            heartbeats: OnceLock::new(),
+        }
+    }
+
+    /// The heartbeats have begun; called once.
+    pub(super) fn beating(&self, heartbeats: Heartbeats) {
+        let _ = self.heartbeats.set(heartbeats); // the first ones stay
+    }
+
+    /// The heartbeats to a quorum, if there is one.
+    pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
+        self.heartbeats.get()
     }
 
     /// The configured tags as they are now.

@@ -16,7 +16,7 @@ use crate::store::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
 use crate::telemetry::AUDIT;
 use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
-use super::{Service, ServiceError, WorkerState};
+use super::{Presence, Service, ServiceError, WorkerState};
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
@@ -155,7 +155,9 @@ impl Service {
     /// [`ServiceError::NotRegistered`].
     pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
-        if !self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys, Cause::Unregistered)) {
+        let remove =
+            || self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys, Cause::Unregistered));
+        if !self.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
         }
         self.metrics.unregisters.inc();
@@ -168,7 +170,8 @@ impl Service {
         let mut purged = 0;
         for id in self.apps.expired() {
             let purge = |keys: Vec<ShuffleKey>| self.purge_app_state(&id, &keys, Cause::Expired);
-            if self.apps.remove_app_if_expired(&id, purge) {
+            let remove = || self.apps.remove_app_if_expired(&id, purge);
+            if self.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
             }

@@ -4,6 +4,8 @@
 //! two local reads.
 
 mod error;
+mod explain;
+mod history;
 mod lifecycle;
 mod metrics;
 pub mod partition_limit;
@@ -25,16 +27,21 @@ use std::time::Duration;
 use prometheus::Registry;
 
 pub use error::ServiceError;
+pub use explain::{Explanation, Loss, Presence, StageView, TopPartition};
+pub use history::{SAMPLE_INTERVAL, Sample};
 pub use lifecycle::RegisterRequest;
 pub use metrics::ServiceMetrics;
 pub use partition_limit::PartitionLimits;
-pub use read::{ChunkStream, DataAnswer, IndexAnswer, MemoryReadRequest};
+pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
 pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use write::{BlockHeader, SendHeader, SendSession};
+
+use explain::Gone;
+use history::History;
 
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
@@ -90,6 +97,8 @@ pub struct Service {
     status: WorkerStatus,
     tasks: crate::runtime::Tasks,
     metrics: ServiceMetrics,
+    history: History,
+    gone: Gone,
 }
 
 impl Service {
@@ -106,13 +115,38 @@ impl Service {
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         let metrics = ServiceMetrics::new(registry)?;
-        Ok(Arc::new(Self { config, apps, memory, tiers, status: WorkerStatus::default(), tasks, metrics }))
+        if let Some(tiers) = &tiers {
+            tiers.flusher.charge_to(Arc::clone(&apps));
+        }
+        Ok(Arc::new(Self {
+            config,
+            apps,
+            memory,
+            tiers,
+            status: WorkerStatus::default(),
+            tasks,
+            metrics,
+            history: History::default(),
+            gone: Gone::default(),
+        }))
     }
 
     /// State of the worker as a node of the cluster.
     #[must_use]
     pub fn status(&self) -> &WorkerStatus {
         &self.status
+    }
+
+    /// The memory tier.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// The tiers below memory.
+    #[must_use]
+    pub fn tiers(&self) -> Option<&Tiers> {
+        self.tiers.as_ref()
     }
 
     /// The registry of apps.
@@ -128,7 +162,8 @@ impl Service {
     }
 
     /// The local disks, where there are any.
-    fn local(&self) -> Option<&Arc<LocalStore>> {
+    #[must_use]
+    pub fn local(&self) -> Option<&Arc<LocalStore>> {
         self.tiers.as_ref()?.local.as_ref()
     }
 

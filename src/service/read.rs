@@ -5,10 +5,12 @@
 //! keeps the rule (publish, then release); nothing here may cache an answer.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
+use crate::app::{App, Stage};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -37,6 +39,31 @@ pub struct MemoryReadRequest<'a> {
     pub task_filter: Option<&'a [u8]>,
 }
 
+/// Blocks of a partition that are in memory.
+#[derive(Debug)]
+pub struct MemoryAnswer {
+    /// The blocks.
+    pub read: MemoryRead,
+    /// To be kept until the reader has them.
+    pub answering: Answering,
+}
+
+/// An answer under way: until this is dropped the reader's socket is taking it.
+#[derive(Debug)]
+pub struct Answering {
+    app: Arc<App>,
+    began: Instant,
+    bytes: u64,
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.app.account().enter(Stage::Answer, self.bytes, self.began.elapsed());
+        }
+    }
+}
+
 /// Index bytes of a partition.
 #[derive(Debug)]
 pub struct IndexAnswer {
@@ -63,6 +90,11 @@ pub struct ChunkStream {
     first: Option<Bytes>,
     source: Source,
     memory: Arc<Memory>,
+    app: Arc<App>,
+    length: u64,
+    began: Instant,
+    /// Time in which the disk was waited for; the rest is the reader's.
+    on_disk: Duration,
 }
 
 #[derive(Debug)]
@@ -91,7 +123,21 @@ impl ChunkStream {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
-        Ok(self.source.next(self.memory.read_pool()).await?)
+        let began = Instant::now();
+        let chunk = self.source.next(self.memory.read_pool()).await;
+        self.on_disk += began.elapsed();
+        Ok(chunk?)
+    }
+}
+
+impl Drop for ChunkStream {
+    fn drop(&mut self) {
+        if self.length == 0 {
+            return;
+        }
+        let account = self.app.account();
+        account.enter(Stage::DiskRead, self.length, self.on_disk);
+        account.enter(Stage::Answer, self.length, self.began.elapsed().saturating_sub(self.on_disk));
     }
 }
 
@@ -100,8 +146,8 @@ impl Service {
     ///
     /// # Errors
     /// Unknown app, or a filter that is no bitmap. A partition that never got data has no blocks, which is no error.
-    pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryRead, ServiceError> {
-        let key = self.read_key(request.app, request.shuffle)?;
+    pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
+        let (key, app) = self.read_key(request.app, request.shuffle)?;
         let filter = match request.task_filter {
             None | Some([]) => None,
             Some(bytes) => Some(bitmap::decode(bytes).ok_or_else(|| {
@@ -110,14 +156,17 @@ impl Service {
         };
         let partition = PartitionId(request.partition);
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
-            return Ok(MemoryRead { is_end: false, ..MemoryRead::default() });
+            let read = MemoryRead { is_end: false, ..MemoryRead::default() };
+            return Ok(MemoryAnswer { read, answering: Answering { app, began: Instant::now(), bytes: 0 } });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
         let limit = u64::try_from(request.read_buffer_size).unwrap_or(0).min(MEMORY_READ_BYTES_MAX);
         let read = buffer.read(after, limit, filter.as_ref());
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
-        Ok(read)
+        app.account().memory_reads.add(1, read.length);
+        let answering = Answering { app, began: Instant::now(), bytes: read.length };
+        Ok(MemoryAnswer { read, answering })
     }
 
     /// All index records of a partition that are on local disks.
@@ -130,7 +179,7 @@ impl Service {
         shuffle: i32,
         partition: i32,
     ) -> Result<IndexAnswer, ServiceError> {
-        let key = self.read_key(app, shuffle)?;
+        let (key, app) = self.read_key(app, shuffle)?;
         let read = match self.local() {
             Some(store) => store.index(&key, PartitionId(partition)),
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
@@ -138,14 +187,13 @@ impl Service {
         let read = match read {
             // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (PROTOCOL §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
-                let chunks =
-                    ChunkStream { first: None, source: Source::Nothing, memory: Arc::clone(&self.memory) };
+                let chunks = self.stream(Source::Nothing, 0, app);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
             }
             read => read?,
         };
         let (length, data_length) = (read.length, read.data_length);
-        let chunks = self.start(Source::Index(read), length).await?;
+        let chunks = self.start(self.stream(Source::Index(read), length, app)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
@@ -162,7 +210,7 @@ impl Service {
         offset: i64,
         length: i32,
     ) -> Result<DataAnswer, ServiceError> {
-        let key = self.read_key(app, shuffle)?;
+        let (key, app) = self.read_key(app, shuffle)?;
         let invalid =
             |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
@@ -172,27 +220,41 @@ impl Service {
         };
         let read = store.data(&key, PartitionId(partition), offset, length)?;
         let length = u64::from(length);
-        let chunks = self.start(Source::Data(read), length).await?;
+        let chunks = self.start(self.stream(Source::Data(read), length, app)).await?;
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
     }
 
-    fn read_key(&self, app: &str, shuffle: i32) -> Result<ShuffleKey, ServiceError> {
+    fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>), ServiceError> {
         let app = self.touched_app(app)?;
         if shuffle < 0 {
             return Err(invalid_shuffle(shuffle));
         }
-        Ok(ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)))
+        Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app))
+    }
+
+    fn stream(&self, source: Source, length: u64, app: Arc<App>) -> ChunkStream {
+        let memory = Arc::clone(&self.memory);
+        ChunkStream {
+            first: None,
+            source,
+            memory,
+            app,
+            length,
+            began: Instant::now(),
+            on_disk: Duration::ZERO,
+        }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.
-    async fn start(&self, mut source: Source, length: u64) -> Result<ChunkStream, ServiceError> {
+    async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
         let wait = self.config.read_memory_wait;
-        let first = timeout(wait, source.next(self.memory.read_pool())).await.map_err(|_| {
+        let asked = stream.length;
+        stream.first = timeout(wait, stream.next()).await.map_err(|_| {
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-            ServiceError::NoReadMemory { asked: length, waited_ms }
+            ServiceError::NoReadMemory { asked, waited_ms }
         })??;
-        Ok(ChunkStream { first, source, memory: Arc::clone(&self.memory) })
+        Ok(stream)
     }
 }

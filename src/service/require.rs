@@ -3,7 +3,7 @@
 //! The partitions are judged first ([`super::partition_limit`]): the first that may not take more decides for the whole
 //! request and nothing is reserved. Then the ticket. Nothing here waits.
 
-use crate::app::App;
+use crate::app::{App, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
@@ -58,11 +58,13 @@ impl Service {
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
         if let Err(MemoryError::NoCapacity { .. }) = granted {
             self.metrics.count_regular_refusal();
+            app.account().refused(Stage::TicketWait, bytes);
             if let Some(tiers) = &self.tiers {
                 tiers.flusher.refused(bytes);
             }
         }
         let TicketId(ticket) = granted?;
+        app.account().granted(bytes);
         Ok(RequireGrant { ticket, split_partitions })
     }
 
@@ -85,7 +87,10 @@ impl Service {
             match self.config.partition_limits.judge(sizes) {
                 Verdict::Fits => {}
                 Verdict::Split => split.push(*partition),
-                Verdict::Wait => return Err(self.huge_partition_waits(&buffers, *partition, sizes)),
+                Verdict::Wait => {
+                    app.account().refused(Stage::PartitionWait, sizes.asked);
+                    return Err(self.huge_partition_waits(&buffers, *partition, sizes));
+                }
                 Verdict::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
             }
         }

@@ -24,6 +24,10 @@ pub struct AppStatistics {
     pub in_memory_bytes: u64,
     /// Blocks likewise.
     pub in_memory_blocks: u64,
+    /// Payload that its largest partition has received.
+    pub largest_partition_bytes: u64,
+    /// Partitions that have received any.
+    pub partitions_with_data: u64,
     /// Files on local disks.
     pub local_files: u64,
     /// Payload in them that readers can see.
@@ -31,6 +35,16 @@ pub struct AppStatistics {
 }
 
 impl AppStatistics {
+    /// The largest partition by the mean of those with data; 0 without any.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+    pub fn skew(&self) -> f64 {
+        if self.received_bytes == 0 {
+            return 0.0;
+        }
+        self.largest_partition_bytes as f64 * self.partitions_with_data as f64 / self.received_bytes as f64
+    }
+
     /// Mean payload of its blocks in memory; `None` without any.
     #[must_use]
     pub fn average_block_bytes(&self) -> Option<u64> {
@@ -45,7 +59,7 @@ impl Service {
         self.apps.apps().iter().map(|app| self.statistics_of(app)).collect()
     }
 
-    fn statistics_of(&self, app: &crate::app::App) -> AppStatistics {
+    pub(super) fn statistics_of(&self, app: &crate::app::App) -> AppStatistics {
         let mut sum = AppStatistics {
             app: app.id().clone(),
             partitions: 0,
@@ -53,6 +67,8 @@ impl Service {
             received_bytes: 0,
             in_memory_bytes: 0,
             in_memory_blocks: 0,
+            largest_partition_bytes: 0,
+            partitions_with_data: 0,
             local_files: 0,
             local_bytes: 0,
         };
@@ -66,7 +82,10 @@ impl Service {
             }
             let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
             for buffer in buffers.all() {
-                sum.received_bytes += buffer.received_bytes();
+                let received_bytes = buffer.received_bytes();
+                sum.received_bytes += received_bytes;
+                sum.largest_partition_bytes = sum.largest_partition_bytes.max(received_bytes);
+                sum.partitions_with_data += u64::from(received_bytes > 0);
                 sum.in_memory_bytes += buffer.in_memory_bytes();
                 sum.in_memory_blocks += buffer.block_count() as u64;
             }
@@ -112,6 +131,8 @@ mod tests {
             received_bytes,
             in_memory_bytes,
             in_memory_blocks,
+            largest_partition_bytes: received_bytes,
+            partitions_with_data: 1,
             local_files: u64::from(local_bytes > 0),
             local_bytes,
         }

@@ -15,6 +15,19 @@ pub enum WorkerState {
     Decommissioned,
 }
 
+impl WorkerState {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Unhealthy => "unhealthy",
+            Self::Decommissioning => "decommissioning",
+            Self::Decommissioned => "decommissioned",
+        }
+    }
+}
+
 /// What an operator asked for, and what the health checker found; kept apart so that one does not undo the other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Inputs {

@@ -7,7 +7,9 @@
 
 use std::sync::Arc;
 
-use crate::app::{App, ShuffleState};
+use tokio::time::Instant;
+
+use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
 use crate::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
@@ -51,6 +53,9 @@ impl Service {
         let opened = self.open_send(header);
         if opened.is_err() {
             self.metrics.rejected_sends.inc();
+            if let Ok(app) = self.app(header.app) {
+                app.account().sends_failed.add(1, header.message_bytes);
+            }
         }
         opened
     }
@@ -73,6 +78,8 @@ impl Service {
             runs: Vec::new(),
             open: None,
             payload_bytes: 0,
+            stored_bytes: 0,
+            began: Instant::now(),
             committed: false,
         })
     }
@@ -115,6 +122,8 @@ pub struct SendSession {
     funds: Reservation,
     payload_bytes_max: u64,
     payload_bytes: u64,
+    stored_bytes: u64,
+    began: Instant,
     committed: bool,
 }
 
@@ -217,6 +226,7 @@ impl SendSession {
             self.store(run)?;
         }
         self.committed = true;
+        self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
         self.service.apps.touch(&self.app);
         if let Some(tiers) = &self.service.tiers {
             tiers.flusher.check_pressure();
@@ -259,6 +269,10 @@ impl SendSession {
         let metrics = &self.service.metrics;
         metrics.received_bytes.inc_by(stored.bytes);
         metrics.received_blocks.inc_by(stored.blocks as u64);
+        self.stored_bytes += stored.bytes;
+        if stored.duplicate_blocks > 0 {
+            self.app.account().duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
+        }
         let received_bytes = run.buffer.received_bytes();
         if self.service.config.partition_limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
@@ -285,6 +299,7 @@ impl Drop for SendSession {
     fn drop(&mut self) {
         if !self.committed {
             self.service.metrics.rejected_sends.inc();
+            self.app.account().sends_failed.add(1, self.payload_bytes);
         }
     }
 }

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::service::{MemoryReadRequest, ServiceError};
+use crate::service::{MemoryAnswer, MemoryReadRequest, ServiceError};
 use crate::wire::DecodeError;
 use crate::wire::frame::FrameType;
 use crate::wire::reply::{ReplyFields, ReplyPrefix, encode_head};
@@ -89,7 +89,7 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
     let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
-    let read = shared.service.read_memory(MemoryReadRequest {
+    let MemoryAnswer { read, answering } = shared.service.read_memory(MemoryReadRequest {
         app: request.target.app,
         shuffle: request.target.shuffle,
         partition: request.target.partition,
@@ -97,7 +97,7 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
         read_buffer_size: request.read_buffer_size,
         task_filter: request.task_filter,
     })?;
-    success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data), read.length)
+    success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
 }
 
 /// A read of local index or data, a task of its own.

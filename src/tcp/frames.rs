@@ -361,6 +361,6 @@ impl Frames {
         self.phase = Phase::START;
         let request = self.place.take();
         debug_assert!(request.is_some(), "a frame begins with a place");
-        Some(Ticket { request: request?, read: None, turn: None, received, processing })
+        Some(Ticket { request: request?, read: None, turn: None, answering: None, received, processing })
     }
 }

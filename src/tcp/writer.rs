@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::runtime::Tasks;
-use crate::service::ChunkStream;
+use crate::service::{Answering, ChunkStream};
 
 use super::Shared;
 use super::accept::KeptHalf;
@@ -32,8 +32,8 @@ const BATCH_BYTES: usize = 1 << 20;
 pub(super) enum Body {
     /// Nothing.
     Empty,
-    /// Bytes in memory.
-    Pieces(Vec<Bytes>),
+    /// Bytes in memory; the reader has them when the second part is dropped.
+    Pieces(Vec<Bytes>, Answering),
     /// `length` bytes that are read from disk on the way.
     Stream { length: u64, chunks: ChunkStream },
 }
@@ -48,6 +48,8 @@ pub(super) struct Ticket {
     pub(super) read: Option<OwnedSemaphorePermit>,
     /// Of the connection: one of its local reads.
     pub(super) turn: Option<OwnedSemaphorePermit>,
+    /// Of the application: its answer from memory.
+    pub(super) answering: Option<Answering>,
     /// When the request was complete.
     pub(super) received: Instant,
     /// Where the time goes.
@@ -165,17 +167,19 @@ impl Writer {
 
     /// Adds a reply to what is to be written; a stream is handed back, for nothing may come behind it yet.
     fn collect(&mut self, reply: Outgoing, batch: &mut Vec<Ticket>) -> Option<(u64, ChunkStream)> {
-        let Outgoing { head, body, ticket } = reply;
+        let Outgoing { head, body, mut ticket } = reply;
         self.pieces.push_back(head);
-        batch.push(ticket);
-        match body {
+        let stream = match body {
             Body::Empty => None,
-            Body::Pieces(pieces) => {
+            Body::Pieces(pieces, answering) => {
                 self.pieces.extend(pieces.into_iter().filter(|piece| !piece.is_empty()));
+                ticket.answering = Some(answering);
                 None
             }
             Body::Stream { length, chunks } => Some((length, chunks)),
-        }
+        };
+        batch.push(ticket);
+        stream
     }
 
     /// Writes what is collected and `length` bytes of `chunks`; the next chunk is read while one is written.

@@ -81,7 +81,7 @@ impl Reader {
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
         };
-        let answer = world.service.read_memory(request).expect("the app is known");
+        let answer = world.service.read_memory(request).expect("the app is known").read;
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut at = 0;
         for block in &answer.blocks {

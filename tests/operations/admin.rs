@@ -1,9 +1,5 @@
 //! The administration: what each call does, who may call, and what is left of a call in the audit log.
 
-use std::io::Write;
-use std::sync::Arc;
-
-use parking_lot::Mutex;
 use reqwest::{Method, StatusCode};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -14,6 +10,7 @@ use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::types::PartitionId;
 
+use super::support::worker::{Setup, Worker};
 use super::world::{World, eventually};
 
 const TOKEN: &str = "correct-horse-battery-staple";
@@ -28,39 +25,8 @@ const CALLS: &[(&str, &str)] = &[
     ("/admin/log-level", r#"{"filter": "off"}"#),
 ];
 
-/// Log lines of this thread, which is the whole runtime in these tests.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    fn capture() -> (Self, tracing::subscriber::DefaultGuard) {
-        let lines = Self::default();
-        let writer = lines.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        (lines, tracing::subscriber::set_default(subscriber))
-    }
-
-    fn audit(&self) -> Vec<String> {
-        let text = String::from_utf8(self.0.lock().clone()).unwrap();
-        text.lines().filter(|line| line.contains(" audit: ")).map(str::to_owned).collect()
-    }
-}
-
 #[tokio::test]
 async fn a_worker_is_decommissioned_and_put_back() {
-    let (lines, _guard) = Lines::capture();
     let world = World::start().await;
     let state = || world.worker.service().status().state();
     let (status, answer) = world.call("/admin/decommission", "").await;
@@ -73,13 +39,6 @@ async fn a_worker_is_decommissioned_and_put_back() {
     let (status, answer) = world.call("/admin/decommission", "").await;
     assert_eq!(status, StatusCode::CONFLICT);
     assert!(answer["error"].as_str().unwrap().contains("unhealthy"), "{answer}");
-
-    let audit = lines.audit();
-    assert_eq!(audit.len(), 3, "{audit:?}");
-    for part in ["call=/admin/decommission", "peer=127.0.0.1:", "result=\"ok\"", "decommissioning"] {
-        assert!(audit[0].contains(part), "{part} in {}", audit[0]);
-    }
-    assert!(audit[2].contains("result=\"failed\"") && audit[2].contains("unhealthy"), "{}", audit[2]);
     world.finish().await;
 }
 
@@ -153,7 +112,6 @@ async fn the_log_filter_is_replaced_where_it_is_the_workers() {
 
 #[tokio::test]
 async fn without_the_token_nothing_is_told_and_nothing_changes() {
-    let (lines, _guard) = Lines::capture();
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
     let admin = format!("token_file = {:?}", file.path());
@@ -179,9 +137,6 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     assert_eq!(world.worker.service().status().state(), WorkerState::Active);
     assert_eq!((world.worker.apps().app_count(), world.worker.memory().block_count()), (1, before));
     assert_eq!(world.metric("admin_calls_total", "denied"), 35.0);
-    let audit = lines.audit();
-    assert!(!audit.is_empty() && audit.len() < 10, "denied calls are told, but not each: {audit:?}");
-    assert!(audit[0].contains("result=\"denied\"") && !audit[0].contains(&wrong), "{}", audit[0]);
 
     let answer = world.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);
@@ -224,4 +179,37 @@ async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
     assert!(String::from_utf8_lossy(&answer).starts_with("HTTP/1.1 4"), "{answer:?}");
     assert_eq!(world.worker.service().status().state(), WorkerState::Active);
     world.finish().await;
+}
+
+/// In a process of its own, whose log nobody else writes to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_call_is_audited_and_strangers_do_not_fill_the_log() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), TOKEN).unwrap();
+    let tables: &str = format!("[admin]\nport = 0\ntoken_file = {:?}", file.path()).leak();
+    let setup = Setup { name: "audited", tables, capacity: "32M", ..Setup::default() };
+    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let client = reqwest::Client::new();
+    let call = |path: &str, token: &str| {
+        let url = format!("http://127.0.0.1:{}{path}", worker.ready().admin_port.unwrap());
+        client.post(url).bearer_auth(token).send()
+    };
+    let wrong = TOKEN.replace('c', "d");
+    for _ in 0..50 {
+        assert_eq!(call("/admin/flush", &wrong).await.unwrap().status(), StatusCode::UNAUTHORIZED);
+    }
+    assert_eq!(call("/admin/decommission", TOKEN).await.unwrap().status(), StatusCode::OK);
+    assert_eq!(call("/admin/apps/none/purge", TOKEN).await.unwrap().status(), StatusCode::NOT_FOUND);
+    let log = worker.log();
+    assert!(!log.contains(TOKEN) && !log.contains(&wrong), "{log}");
+    let audit: Vec<_> = log.lines().filter(|line| line.contains(" audit: ")).collect();
+    let denied = audit.iter().filter(|line| line.contains("result=\"denied\"")).count();
+    assert!((1..10).contains(&denied), "{denied} lines of 50 denied calls: {audit:?}");
+    let ok = audit.iter().find(|line| line.contains("result=\"ok\"")).unwrap();
+    for part in ["call=/admin/decommission", "peer=127.0.0.1:", "decommissioning"] {
+        assert!(ok.contains(part), "{part} in {ok}");
+    }
+    let failed = audit.iter().find(|line| line.contains("result=\"failed\"")).unwrap();
+    assert!(failed.contains("/admin/apps/none/purge") && failed.contains("no such application"), "{failed}");
+    tokio::task::spawn_blocking(move || worker.stop()).await.unwrap();
 }

@@ -116,6 +116,8 @@ pub(crate) struct Ready {
     pub(crate) grpc_port: u16,
     /// Port of `/metrics` and `/health`.
     pub(crate) http_port: u16,
+    /// Port of the administration, when it is open.
+    pub(crate) admin_port: Option<u16>,
     /// Port of the raw TCP door, when it is open.
     pub(crate) urpc_port: Option<u16>,
     /// The process that wrote it.
@@ -142,8 +144,14 @@ impl Worker {
             .expect("the configuration");
         let child = launch(setup, dir.path());
         // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
-        let nothing =
-            Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id(), upgrade_gap_ms: None };
+        let nothing = Ready {
+            grpc_port: 0,
+            http_port: 0,
+            admin_port: None,
+            urpc_port: None,
+            pid: child.id(),
+            upgrade_gap_ms: None,
+        };
         let mut worker = Self { setup: setup.clone(), child, dir, data_paths, ready: nothing };
         worker.ready = worker.wait_ready();
         worker
@@ -155,8 +163,14 @@ impl Worker {
         std::fs::write(dir.path().join("config.toml"), config_text(setup, &[], None))
             .expect("the configuration");
         let child = launch(setup, dir.path());
-        let ready =
-            Ready { grpc_port: 0, http_port: 0, urpc_port: None, pid: child.id(), upgrade_gap_ms: None };
+        let ready = Ready {
+            grpc_port: 0,
+            http_port: 0,
+            admin_port: None,
+            urpc_port: None,
+            pid: child.id(),
+            upgrade_gap_ms: None,
+        };
         let mut worker = Self { setup: setup.clone(), child, dir, data_paths: Vec::new(), ready };
         let what = format!("worker {} ends or gets ready", setup.name);
         let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {

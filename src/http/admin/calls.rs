@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::AdminHooks;
 use super::guard::{Audited, refusal};
-use crate::service::{ServiceError, WorkerState};
+use crate::service::ServiceError;
 
 /// All calls, without the gate.
 pub(super) fn router(hooks: AdminHooks) -> Router {
@@ -42,16 +42,7 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
 
 fn state_answer(hooks: &AdminHooks) -> Response {
     let apps = hooks.service.apps().app_count();
-    answer(&json!({ "state": state_name(hooks.service.status().state()), "apps": apps }))
-}
-
-pub(super) fn state_name(state: WorkerState) -> &'static str {
-    match state {
-        WorkerState::Active => "active",
-        WorkerState::Unhealthy => "unhealthy",
-        WorkerState::Decommissioning => "decommissioning",
-        WorkerState::Decommissioned => "decommissioned",
-    }
+    answer(&json!({ "state": hooks.service.status().state().as_str(), "apps": apps }))
 }
 
 #[derive(Deserialize)]

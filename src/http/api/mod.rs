@@ -1,0 +1,130 @@
+//! `GET /api/v1/…`: the worker's state as JSON, for the status page and for whoever writes a script at night.
+//!
+//! Read only. The shapes are in [`model`] and documented in the README; the composition root fills [`Status`] when
+//! somebody asks, the service tells of applications. Answers are bounded: lists say how much there is in all.
+
+pub mod model;
+
+use std::sync::Arc;
+
+use axum::extract::{Path, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::service::{SAMPLE_INTERVAL, Service};
+
+pub use model::Status;
+use model::{App, Apps, Gone};
+
+/// Applications listed without a `limit`, and at most.
+const APPS_DEFAULT: usize = 100;
+const APPS_MAX: usize = 1_000;
+
+/// The parts of [`Status`] that have an address of their own.
+const PARTS: &[&str] =
+    &["node", "memory", "tiers", "disks", "flush", "tickets", "coordinators", "connections", "process"];
+
+/// Everything at this moment; called per request.
+pub type Inspect = Arc<dyn Fn() -> Status + Send + Sync>;
+
+/// What the API asks.
+#[derive(Clone)]
+pub struct ApiHooks {
+    /// Tells of applications and of the last minutes.
+    pub service: Arc<Service>,
+    /// Tells of everything else.
+    pub inspect: Inspect,
+}
+
+impl std::fmt::Debug for ApiHooks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ApiHooks")
+    }
+}
+
+/// All paths of the API.
+#[must_use]
+pub fn router(hooks: ApiHooks) -> Router {
+    Router::new()
+        .route("/api/v1", get(index))
+        .route("/api/v1/status", get(status))
+        .route("/api/v1/history", get(history))
+        .route("/api/v1/apps", get(apps))
+        .route("/api/v1/apps/{id}/explain", get(explain))
+        .route("/api/v1/{part}", get(part))
+        .with_state(hooks)
+}
+
+fn fresh(value: &impl Serialize) -> Response {
+    ([(header::CACHE_CONTROL, "no-store")], Json(value)).into_response()
+}
+
+fn missing(what: &str) -> Response {
+    (StatusCode::NOT_FOUND, Json(json!({ "error": what }))).into_response()
+}
+
+async fn index() -> Response {
+    let mut paths: Vec<String> = PARTS.iter().map(|part| format!("/api/v1/{part}")).collect();
+    paths.extend(["status", "history", "apps", "apps/{id}/explain"].map(|path| format!("/api/v1/{path}")));
+    fresh(&json!({ "paths": paths }))
+}
+
+async fn status(State(hooks): State<ApiHooks>) -> Response {
+    fresh(&(hooks.inspect)())
+}
+
+async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
+    if !PARTS.contains(&part.as_str()) {
+        return missing("no such part; /api/v1 lists them");
+    }
+    match serde_json::to_value((hooks.inspect)()) {
+        Ok(status) => fresh(&status[part]),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
+    }
+}
+
+#[derive(Deserialize)]
+struct After {
+    after_ms: Option<u64>,
+}
+
+async fn history(State(hooks): State<ApiHooks>, Query(after): Query<After>) -> Response {
+    let samples = hooks.service.history(after.after_ms.unwrap_or(0));
+    fresh(&json!({ "interval_seconds": SAMPLE_INTERVAL.as_secs_f64(), "samples": samples }))
+}
+
+#[derive(Deserialize)]
+struct Limit {
+    limit: Option<usize>,
+}
+
+async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Response {
+    let service = &hooks.service;
+    let mut apps: Vec<App> = service
+        .app_statistics()
+        .into_iter()
+        .filter_map(|statistics| {
+            let app = service.apps().find(&statistics.app)?;
+            Some(App::new(&app, &statistics, service.apps().idle(&app), service.lost_blocks(&app)))
+        })
+        .collect();
+    let count = apps.len();
+    apps.sort_by(|left, right| {
+        let weight = |app: &App| (app.received_bytes, app.in_memory_bytes);
+        weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
+    });
+    apps.truncate(limit.limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
+    let gone = service.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
+    fresh(&Apps { count, apps, gone })
+}
+
+async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
+    match hooks.service.explain(&app) {
+        Some(explanation) => fresh(&*explanation),
+        None => missing("no such application, neither here nor among the latest that are gone"),
+    }
+}

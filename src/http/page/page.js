@@ -1,0 +1,434 @@
+'use strict';
+// Draws the worker's status from /api/v1. Every text of the worker enters the page as a text node, never as markup.
+(() => {
+const $ = id => document.getElementById(id);
+const SVG = 'http://www.w3.org/2000/svg';
+const WINDOW_MS = 15 * 60 * 1000;
+const WINDOW_MIN_MS = 60 * 1000;
+const POLL_MS = 2000;
+
+// --- words for numbers
+
+function bytes(value) {
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  const digits = unit === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return [value.toFixed(digits), units[unit]];
+}
+const size = value => bytes(value).join(' ');
+const rate = value => size(value) + '/s';
+const count = value => Math.round(value).toLocaleString('en-US');
+function duration(seconds) {
+  if (seconds === 0) return '0';
+  if (seconds < 0.001) return Math.max(1, Math.round(seconds * 1e6)) + ' µs';
+  if (seconds < 1) return (seconds * 1000).toPrecision(3).replace(/\.0+$/, '') + ' ms';
+  if (seconds < 60) return seconds.toFixed(seconds < 10 && seconds % 1 ? 1 : 0) + ' s';
+  if (seconds < 3600) return Math.floor(seconds / 60) + ' min ' + Math.floor(seconds % 60) + ' s';
+  if (seconds < 86400) return Math.floor(seconds / 3600) + ' h ' + Math.floor(seconds % 3600 / 60) + ' min';
+  return Math.floor(seconds / 86400) + ' d ' + Math.floor(seconds % 86400 / 3600) + ' h';
+}
+const percent = value => (100 * value).toFixed(value < 0.1 ? 1 : 0) + ' %';
+const plural = (n, word) => `${count(n)} ${word}${n === 1 ? '' : 's'}`;
+
+// --- elements
+
+function el(name, attributes, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) node.setAttribute(key, value);
+  node.append(...children.filter(child => child !== null && child !== undefined));
+  return node;
+}
+function svg(name, attributes, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+function text(id, value) {
+  const node = $(id);
+  if (node.textContent !== value) node.textContent = value;
+}
+function big(id, value, unit) {
+  $(id).replaceChildren(value, unit ? el('small', {}, unit) : '');
+}
+// The policy of this page takes no style attributes, so widths and colours are set as properties.
+function coloured(node, colour, width) {
+  if (colour) node.style.background = `var(--${colour})`;
+  if (width !== undefined) node.style.width = `${Math.min(100, 100 * width)}%`;
+  return node;
+}
+function bar(parts) {
+  const node = el('div', { class: 'bar' });
+  for (const [share, colour] of parts) node.append(coloured(el('span'), colour, share));
+  return node;
+}
+
+// --- charts
+
+const COLOURS = { received: 'blue', read: 'teal', flushed: 'amber', data: 'blue', flight: 'amber', reserved: 'grey' };
+
+class Chart {
+  constructor(id, series, options) {
+    this.root = $(id);
+    this.legend = $(id + '-legend');
+    this.series = series;
+    this.options = options;
+    this.points = [];
+    this.tip = el('div', { class: 'tip', hidden: '' });
+    this.values = series.map(line => {
+      const value = el('b');
+      this.legend.append(el('li', {}, coloured(el('i'), line.colour), line.name, value));
+      return value;
+    });
+    new ResizeObserver(() => this.draw()).observe(this.root);
+    this.root.addEventListener('pointermove', event => this.hover(event.clientX));
+    this.root.addEventListener('pointerleave', () => { this.at = undefined; this.draw(); });
+  }
+  set(points, top) {
+    this.points = points;
+    this.top = top;
+    const last = points[points.length - 1];
+    this.series.forEach((line, n) => { this.values[n].textContent = last ? this.options.label(last[line.key]) : ''; });
+    this.draw();
+  }
+  hover(x) {
+    const box = this.root.getBoundingClientRect();
+    const time = this.start + (x - box.left - this.left) / (box.width - this.left - 8) * this.span;
+    let best;
+    for (const point of this.points) {
+      if (best === undefined || Math.abs(point.t - time) < Math.abs(best.t - time)) best = point;
+    }
+    this.at = best;
+    this.draw();
+  }
+  draw() {
+    const width = this.root.clientWidth, height = this.root.clientHeight;
+    if (!width) return;
+    const left = this.left = 62, right = 8, top = 8, bottom = 22;
+    const end = this.points.length ? this.points[this.points.length - 1].t : Date.now();
+    const first = this.points.length ? this.points[0].t : end;
+    const span = this.span = Math.min(WINDOW_MS, Math.max(WINDOW_MIN_MS, end - first));
+    const start = this.start = end - span;
+    const shown = this.points.filter(point => point.t >= start);
+    const stacked = this.options.stacked;
+    const total = point => this.series.reduce((sum, line) => sum + point[line.key], 0);
+    const most = shown.reduce((max, point) =>
+      Math.max(max, stacked ? total(point) : Math.max(...this.series.map(line => point[line.key]))), 0);
+    const step = niceStep(Math.max(most, this.top || 0, 1024) / 4);
+    const max = Math.max(step, Math.ceil(Math.max(most, this.top || 0) / step) * step);
+    const x = t => left + (t - start) / span * (width - left - right);
+    const y = v => top + (1 - v / max) * (height - top - bottom);
+    const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': this.options.title });
+    for (let v = 0; v <= max * 1.001; v += step) {
+      root.append(svg('line', { x1: left, x2: width - right, y1: y(v), y2: y(v), class: v === 0 ? 'axis' : 'grid' }));
+      root.append(svg('text', { x: left - 8, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : this.options.label(v)));
+    }
+    for (const part of [1, 2 / 3, 1 / 3, 0]) {
+      const anchor = part === 1 ? 'start' : part === 0 ? 'end' : 'middle';
+      const label = part === 0 ? 'now' : '−' + duration(Math.round(part * span / 1000)).replace(/ 0 s$/, '');
+      root.append(svg('text', { x: x(end - part * span), y: height - 4, 'text-anchor': anchor }, label));
+    }
+    if (shown.length > 1) this.lines(root, shown, x, y, stacked);
+    if (this.options.limit && this.top) {
+      const line = { x1: left, x2: width - right, y1: y(this.top), y2: y(this.top) };
+      root.append(svg('line', { ...line, stroke: 'var(--red)', 'stroke-dasharray': '5 4', 'stroke-opacity': 0.8 }));
+    }
+    this.root.replaceChildren(root, this.tip);
+    this.showTip(root, x, y, width, height - bottom);
+  }
+  lines(root, shown, x, y, stacked) {
+    const below = shown.map(() => 0);
+    for (const line of this.series) {
+      const heights = shown.map((point, n) => point[line.key] + (stacked ? below[n] : 0));
+      const path = heights.map((v, n) => `${n ? 'L' : 'M'}${x(shown[n].t).toFixed(1)} ${y(v).toFixed(1)}`).join('');
+      const colour = `var(--${line.colour})`;
+      const floor = stacked
+        ? shown.map((point, n) => `L${x(point.t).toFixed(1)} ${y(below[n]).toFixed(1)}`).reverse().join('')
+        : `L${x(shown[shown.length - 1].t).toFixed(1)} ${y(0)}L${x(shown[0].t).toFixed(1)} ${y(0)}`;
+      const fill = { fill: colour, 'fill-opacity': stacked ? 0.28 : 0.07, stroke: 'none' };
+      root.append(svg('path', { d: path + floor + 'Z', ...fill }));
+      root.append(svg('path', { d: path, fill: 'none', stroke: colour, 'stroke-width': 1.8, 'stroke-linejoin': 'round', class: 'series' }));
+      if (stacked) heights.forEach((v, n) => { below[n] = v; });
+    }
+  }
+  showTip(root, x, y, width, floor) {
+    this.tip.hidden = !this.at || this.at.t < this.start;
+    if (this.tip.hidden) return;
+    const at = x(this.at.t);
+    root.append(svg('line', { x1: at, x2: at, y1: 4, y2: floor, class: 'cross' }));
+    const time = new Date(this.at.t).toLocaleTimeString();
+    const line = it => el('div', {}, coloured(el('i'), it.colour), it.name, el('b', {}, this.options.label(this.at[it.key])));
+    this.tip.replaceChildren(el('div', {}, time), ...this.series.map(line));
+    const side = at > width / 2;
+    this.tip.style.left = side ? '' : `${at + 10}px`;
+    this.tip.style.right = side ? `${width - at + 10}px` : '';
+  }
+}
+function niceStep(value) {
+  let unit = 1;
+  while (value > 1024) { value /= 1024; unit *= 1024; }
+  return unit * ([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024].find(step => step >= value) || 1024);
+}
+const throughput = new Chart('throughput', [
+  { key: 'received', name: 'received', colour: COLOURS.received },
+  { key: 'read', name: 'read', colour: COLOURS.read },
+  { key: 'flushed', name: 'flushed', colour: COLOURS.flushed },
+], { label: rate, title: 'Bytes per second received, read and flushed' });
+const memoryChart = new Chart('memory', [
+  { key: 'data', name: 'stored', colour: COLOURS.data },
+  { key: 'flight', name: 'being flushed', colour: COLOURS.flight },
+  { key: 'reserved', name: 'reserved', colour: COLOURS.reserved },
+], { label: size, title: 'Memory in use', stacked: true, limit: true });
+
+// --- samples → points
+
+let samples = [];
+function takeSamples(fresh) {
+  samples = samples.concat(fresh);
+  const from = (samples.length ? samples[samples.length - 1].at_ms : 0) - WINDOW_MS - 10000;
+  samples = samples.filter(sample => sample.at_ms >= from);
+}
+function drawCharts(capacity) {
+  const rates = [], fills = [];
+  samples.forEach((sample, n) => {
+    const data = sample.memory_used_bytes - sample.memory_reserved_bytes - sample.memory_in_flight_bytes;
+    fills.push({ t: sample.at_ms, data: Math.max(0, data), flight: sample.memory_in_flight_bytes, reserved: sample.memory_reserved_bytes });
+    const before = samples[n - 1];
+    const seconds = before ? (sample.at_ms - before.at_ms) / 1000 : 0;
+    if (seconds <= 0) return;
+    const per = key => Math.max(0, (sample[key] - before[key]) / seconds);
+    rates.push({ t: sample.at_ms, received: per('received_bytes'), read: per('read_bytes'), flushed: per('flushed_bytes') });
+  });
+  throughput.set(rates, 0);
+  memoryChart.set(fills, capacity);
+  const now = rates[rates.length - 1];
+  if (now) {
+    const [inValue, inUnit] = bytes(now.received), [outValue, outUnit] = bytes(now.read);
+    big('t-in', inValue, inUnit + '/s');
+    big('t-out', outValue, outUnit + '/s');
+  }
+}
+
+// --- the parts of the page
+
+const KINDS = { active: 'good', unhealthy: 'bad', decommissioning: 'warn', decommissioned: 'warn', stopping: 'warn' };
+
+function showNode(status) {
+  const { node, memory, flush, tickets, apps } = status;
+  text('node-id', node.id);
+  const ports = [`gRPC ${node.grpc_port}`, node.tcp_port ? `TCP ${node.tcp_port}` : '', `HTTP ${node.http_port}`];
+  text('node-sub', [node.store_type, ...ports, ...node.tags].filter(Boolean).join(' · '));
+  $('state').dataset.kind = KINDS[node.state] || 'warn';
+  text('state-text', node.state);
+  text('updated', `up ${duration(node.uptime_seconds)}`);
+  text('version', `uniffle-worker ${node.version} (${node.commit})`);
+  document.title = `${node.state === 'active' ? '' : node.state + ' · '}${node.id}`;
+
+  const used = memory.used_bytes / memory.capacity_bytes;
+  big('t-memory', percent(used).replace(' %', ''), '%');
+  const data = memory.used_bytes - memory.reserved_bytes - memory.in_flight_bytes;
+  const parts = [[data, 'blue'], [memory.in_flight_bytes, 'amber'], [memory.reserved_bytes, 'grey']];
+  $('t-memory-bar').replaceChildren(...bar(parts.map(([b, c]) => [Math.max(0, b) / memory.capacity_bytes, c])).children);
+  text('t-memory-sub', `${size(memory.used_bytes)} of ${size(memory.capacity_bytes)}`);
+  text('t-in-sub', `${size(status.totals.received_bytes)} since start`);
+  text('t-out-sub', `${size(status.totals.read_bytes)} since start`);
+  big('t-apps', count(apps.count));
+  text('t-apps-sub', plural(apps.partitions, 'partition') + (apps.huge_partitions ? `, ${apps.huge_partitions} huge` : ''));
+  big('t-flush', count(flush.unfinished_batches), flush.unfinished_batches === 1 ? 'batch' : 'batches');
+  text('t-flush-sub', flush.failed_writes ? `${count(flush.failed_writes)} failed writes` : `${size(flush.in_flight_bytes)} under way`);
+  big('t-tickets', count(tickets.outstanding));
+  const refused = tickets.refused_memory + tickets.refused_partition;
+  text('t-tickets-sub', refused ? `${count(refused)} refused since start` : `${size(tickets.reserved_bytes)} reserved`);
+}
+
+function showAlarms(status) {
+  const alarms = [];
+  const sick = status.disks.filter(disk => disk.condition === 'hung' || disk.condition === 'broken');
+  if (sick.length) alarms.push(`${plural(sick.length, 'disk')} of ${status.disks.length} out of order`);
+  const full = status.disks.filter(disk => disk.condition === 'full');
+  if (status.disks.length && full.length === status.disks.length) alarms.push('all disks are full');
+  const down = status.coordinators.filter(it => it.link === 'down');
+  if (down.length) alarms.push(`${plural(down.length, 'coordinator')} of ${status.coordinators.length} unreachable`);
+  if (status.apps.lost_blocks) alarms.push(`${plural(status.apps.lost_blocks, 'block')} lost`);
+  if (status.process.panics) alarms.push(`${plural(status.process.panics, 'panic')} since the start: see the log`);
+  if (status.node.not_ready) alarms.push(`takes no new shuffles: ${status.node.not_ready}`);
+  $('alarm').hidden = alarms.length === 0;
+  text('alarm', alarms.join(' · '));
+}
+
+const CONDITIONS = { sound: ['good', 'healthy'], full: ['warn', 'full'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
+
+function showDisks(disks) {
+  $('disks-empty').hidden = disks.length > 0;
+  const total = disks.reduce((sum, disk) => sum + disk.used_bytes, 0);
+  text('disks-sub', disks.length ? `${size(total)} of shuffle data on ${plural(disks.length, 'disk')}` : '');
+  $('disks').replaceChildren(...disks.map(disk => {
+    const [kind, word] = CONDITIONS[disk.condition] || ['warn', disk.condition];
+    const others = Math.max(0, disk.total_bytes - disk.free_bytes - disk.used_bytes);
+    const share = value => disk.total_bytes ? value / disk.total_bytes : 0;
+    const failures = disk.failures ? `, ${plural(disk.failures, 'failure')}` : '';
+    return el('article', { class: 'disk' },
+      el('header', {}, el('code', {}, disk.path), el('span', { class: 'pill', 'data-kind': kind }, el('i'), word)),
+      bar([[share(disk.used_bytes), 'blue'], [share(others), 'grey']]),
+      el('p', { class: 'sub' }, `${size(disk.used_bytes)} ours, ${size(disk.free_bytes)} free of ${size(disk.total_bytes)}${failures}`),
+      disk.fault ? el('p', { class: 'bad' }, disk.fault) : null);
+  }));
+}
+
+function cell(label, value, attributes) {
+  return el('td', { 'data-label': label, class: 'n', ...attributes }, value);
+}
+function appCell(app, detail) {
+  const button = el('button', { class: 'link' }, app);
+  button.addEventListener('click', () => { location.hash = '#app/' + encodeURIComponent(app); });
+  return el('td', { class: 'app' }, button, detail ? el('small', {}, detail) : null);
+}
+function showApps(answer) {
+  $('apps').hidden = answer.apps.length === 0;
+  $('apps-empty').hidden = answer.apps.length > 0;
+  text('apps-sub', answer.apps.length < answer.count ? `the ${answer.apps.length} largest of ${answer.count}` : '');
+  const lost = n => cell('Lost', n ? count(n) : '–', n ? { class: 'n bad' } : {});
+  $('apps').tBodies[0].replaceChildren(...answer.apps.map(app => el('tr', {},
+    appCell(app.app, app.user),
+    cell('Age', duration(app.age_seconds), { class: '' }),
+    cell('Received', size(app.received_bytes)),
+    cell('In memory', size(app.in_memory_bytes)),
+    cell('On disk', size(app.local_bytes)),
+    cell('Partitions', count(app.partitions)),
+    cell('Largest', size(app.largest_partition_bytes)),
+    cell('Skew', app.skew ? app.skew.toFixed(1) + ' ×' : '–', app.skew >= 10 ? { class: 'n warn' } : {}),
+    lost(app.lost_blocks))));
+  $('gone').hidden = answer.gone.length === 0;
+  $('gone-apps').tBodies[0].replaceChildren(...answer.gone.map(app => el('tr', {},
+    appCell(app.app, app.user),
+    cell('Left as', app.presence, { class: '' }),
+    cell('Age', duration(app.age_seconds), { class: '' }),
+    cell('Received', size(app.received_bytes)),
+    lost(app.lost_blocks))));
+}
+
+const LINKS = { up: 'green', down: 'red', untried: 'grey', embedded: 'green' };
+
+function showRest(status) {
+  $('coordinators').replaceChildren(...status.coordinators.map(it => {
+    const dot = coloured(el('span', { class: 'dot' }), LINKS[it.link] || 'grey');
+    const detail = it.reason ? `${it.link}: ${it.reason}` : it.link === 'embedded' ? 'embedded in this worker' : it.link;
+    return el('li', {}, dot, el('div', {}, it.address, el('small', { class: 'sub' }, ` ${detail}`)));
+  }));
+  const { connections, process, memory } = status;
+  const facts = [
+    ['gRPC', count(connections.grpc)], ['Raw TCP', count(connections.tcp)], ['HTTP', count(connections.http)],
+    ['Resident memory', size(process.resident_bytes)], ['Threads', count(process.threads)], ['CPU time', duration(process.cpu_seconds)],
+    ['Open files', count(process.open_files)], ['Blocks in memory', count(memory.blocks)],
+    ['Spills at', `${percent(memory.high_watermark)}, to ${percent(memory.low_watermark)}`],
+  ];
+  $('facts').replaceChildren(...facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
+}
+
+// --- one application
+
+const STAGE_WORDS = {
+  ticket_wait: ['Waiting for memory', 'tickets refused until the next grant'],
+  partition_wait: ['Waiting for a huge partition', 'one partition filled its share'],
+  receive: ['Receiving', 'sends, mostly the socket'],
+  flush_queue: ['Waiting for a flush worker', 'sealed batches in the queue'],
+  flush_write: ['Flushing', 'writing and publishing batches'],
+  disk_read: ['Reading disks', 'index and data for readers'],
+  answer: ['Answering', "the readers' sockets take data"],
+};
+function showExplanation(it) {
+  const calm = it.findings.length === 1 && it.findings[0].startsWith('nothing');
+  const longest = Math.max(...it.stages.map(stage => stage.total_seconds), 1e-9);
+  const row = stage => {
+    const [name, what] = STAGE_WORDS[stage.stage] || [stage.stage, ''];
+    return el('tr', {},
+      el('td', {}, name, el('small', {}, what), coloured(el('span', { class: 'share' }), 'blue', stage.total_seconds / longest)),
+      el('td', { class: 'n' }, count(stage.count)), el('td', { class: 'n' }, duration(stage.total_seconds)),
+      el('td', { class: 'n' }, duration(stage.median_seconds)), el('td', { class: 'n' }, duration(stage.p99_seconds)),
+      el('td', { class: 'n' }, duration(stage.longest_seconds)));
+  };
+  const head = names => el('thead', {}, el('tr', {}, ...names.map((name, n) => el('th', n ? { class: 'n' } : {}, name))));
+  const facts = pairs => el('dl', { class: 'facts' }, ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
+  const { bytes: b, retries: r } = it;
+  const parts = [
+    el('ul', { class: 'findings' }, ...it.findings.map(finding => el('li', calm ? { class: 'calm' } : {}, finding))),
+    facts([['State', it.presence], ['Age', duration(it.age_seconds)], ['User', it.user || '–'], ['Received', size(b.received)],
+      ['In memory', size(b.in_memory)], ['Peak in memory', size(b.in_memory_peak)], ['A byte stays in memory', duration(b.mean_seconds_in_memory)],
+      ['On disks', size(b.on_local_disks)], ['Read from memory', size(b.read_from_memory)], ['Read from disks', size(b.read_from_disks)]]),
+    el('h3', {}, 'Time'),
+    el('table', { class: 'stages' }, head(['Stage', 'Times', 'Total', 'Median', '99 %', 'Longest']), el('tbody', {}, ...it.stages.map(row))),
+    el('p', { class: 'sub' }, 'Tasks run side by side, so totals can be longer than the application is old.'),
+    el('h3', {}, 'Retries'),
+    facts([['Tickets granted', count(r.tickets_granted)], ['Refused: memory full', count(r.tickets_refused_memory)],
+      ['Refused: huge partition', count(r.tickets_refused_partition)], ['Sends failed', count(r.sends_failed)],
+      ['Blocks sent twice', `${count(r.duplicate_blocks)} (${size(r.duplicate_bytes)})`], ['Batches retried', count(r.flushes_retried)]]),
+  ];
+  if (it.top_partitions.length) {
+    const most = Math.max(...it.top_partitions.map(partition => partition.received_bytes), 1);
+    parts.push(el('h3', {}, `Largest of ${plural(it.partitions, 'partition')}, skew ${it.skew.toFixed(1)} ×`),
+      el('table', {}, head(['Shuffle / partition', 'Received', 'In memory']), el('tbody', {}, ...it.top_partitions.map(partition => el('tr', {},
+        el('td', {}, `${partition.shuffle} / ${partition.partition}`, coloured(el('span', { class: 'share' }), 'teal', partition.received_bytes / most)),
+        el('td', { class: 'n' }, size(partition.received_bytes)), el('td', { class: 'n' }, size(partition.in_memory_bytes)))))));
+  }
+  if (it.losses.length) {
+    parts.push(el('h3', { class: 'bad' }, 'Lost blocks'),
+      el('table', {}, head(['Shuffle / partition', 'Blocks', 'Disk', 'Reason']), el('tbody', {}, ...it.losses.map(loss => el('tr', {},
+        el('td', {}, `${loss.shuffle} / ${loss.partition}`), el('td', { class: 'n' }, count(loss.blocks)),
+        el('td', {}, loss.disk), el('td', {}, loss.reason))))));
+  }
+  $('explain-body').replaceChildren(...parts);
+}
+
+// --- the loop
+
+async function get(path) {
+  const answer = await fetch('/api/v1/' + path, { cache: 'no-store', signal: AbortSignal.timeout(10000) });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+function wanted() {
+  const match = /^#app\/(.+)$/.exec(location.hash);
+  try { return match && decodeURIComponent(match[1]); } catch { return null; }
+}
+async function explain() {
+  const app = wanted(), dialog = $('explain');
+  if (!app) { if (dialog.open) dialog.close(); return; }
+  text('explain-title', app);
+  try {
+    showExplanation(await get(`apps/${encodeURIComponent(app)}/explain`));
+  } catch {
+    $('explain-body').replaceChildren(el('p', { class: 'empty' }, 'This worker does not know the application (any more).'));
+  }
+  if (!dialog.open && wanted() === app) dialog.showModal();
+}
+let turn = 0;
+async function poll() {
+  try {
+    const last = samples.length ? samples[samples.length - 1].at_ms : 0;
+    const [status, history] = await Promise.all([get('status'), get(`history?after_ms=${last}`)]);
+    takeSamples(history.samples);
+    showNode(status); showAlarms(status); showDisks(status.disks); showRest(status);
+    drawCharts(status.memory.capacity_bytes);
+    if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); if (wanted()) await explain(); }
+    document.querySelector('main').classList.remove('stale');
+  } catch (error) {
+    $('state').dataset.kind = 'bad';
+    text('state-text', 'no answer');
+    $('alarm').hidden = false;
+    text('alarm', `The worker does not answer: ${error.message}`);
+    document.querySelector('main').classList.add('stale');
+  }
+  document.documentElement.dataset.polls = turn;
+}
+async function loop() {
+  if (!document.hidden) await poll();
+  setTimeout(loop, POLL_MS);
+}
+document.addEventListener('visibilitychange', () => { if (!document.hidden) poll(); });
+window.addEventListener('hashchange', explain);
+$('explain').addEventListener('close', () => { if (location.hash) history.replaceState(null, '', location.pathname); });
+$('explain-close').addEventListener('click', () => $('explain').close());
+$('explain').addEventListener('click', event => { if (event.target === $('explain')) $('explain').close(); });
+loop();
+})();

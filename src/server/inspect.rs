@@ -1,0 +1,186 @@
+//! The worker's state as the API tells it: collected from the parts when somebody asks.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use prometheus::Registry;
+
+use crate::coordinator::NodeReport;
+use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
+use crate::http::api::model::{
+    AppTotals, Connections, Coordinator, Disk, Flush, Memory, Node, Process, Status, Tickets, Tier, Totals,
+};
+use crate::io::Media;
+use crate::metrics;
+use crate::service::Service;
+use crate::store::DiskCondition;
+use crate::telemetry::panic_count;
+
+use super::admin::Live;
+use super::health;
+
+/// What does not change while the worker runs, and whom to ask for the rest.
+#[derive(Debug)]
+pub(super) struct Inspector {
+    pub(super) fixed: NodeReport,
+    pub(super) store_type: &'static str,
+    pub(super) watermarks: (f64, f64),
+    pub(super) service: Arc<Service>,
+    pub(super) live: Arc<Live>,
+    pub(super) registry: Registry,
+}
+
+impl Inspector {
+    /// Everything now.
+    pub(super) fn status(&self) -> Status {
+        let service = &self.service;
+        let sample = service.sample();
+        let metrics = metrics::Values::gather(&self.registry);
+        let disks = self.disks();
+        let memory = self.memory();
+        let mut tiers = vec![Tier {
+            tier: "memory",
+            capacity_bytes: memory.capacity_bytes,
+            used_bytes: memory.used_bytes,
+        }];
+        if service.local().is_some() {
+            let sum = |bytes: fn(&Disk) -> u64| disks.iter().map(bytes).sum();
+            let (capacity_bytes, used_bytes) = (sum(|disk| disk.total_bytes), sum(|disk| disk.used_bytes));
+            tiers.push(Tier { tier: "local", capacity_bytes, used_bytes });
+        }
+        Status {
+            node: self.node(),
+            tiers,
+            disks,
+            flush: self.flush(memory.in_flight_bytes),
+            tickets: Tickets {
+                outstanding: service.memory().tickets().count(),
+                reserved_bytes: memory.reserved_bytes,
+                refused_memory: metrics.whole("total_require_buffer_failed_for_regular_partition"),
+                refused_partition: metrics.whole("total_require_buffer_failed_for_huge_partition"),
+            },
+            memory,
+            coordinators: self.coordinators(),
+            connections: Connections {
+                grpc: metrics.whole("grpc_server_connection_number"),
+                tcp: metrics.whole("urpc_connection_number"),
+                http: metrics.whole("http_connection_number"),
+            },
+            apps: self.apps(),
+            totals: Totals {
+                received_bytes: sample.received_bytes,
+                read_bytes: sample.read_bytes,
+                flushed_bytes: sample.flushed_bytes,
+            },
+            process: Process {
+                resident_bytes: metrics.whole("process_resident_memory_bytes"),
+                cpu_seconds: metrics.value("process_cpu_seconds_total"),
+                threads: metrics.whole("process_threads"),
+                open_files: metrics.whole("process_open_fds"),
+                panics: panic_count(),
+            },
+        }
+    }
+
+    fn node(&self) -> Node {
+        let fixed = &self.fixed;
+        let started = Duration::from_millis(u64::try_from(fixed.start_time_ms).unwrap_or(0));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Node {
+            id: fixed.id.clone(),
+            ip: fixed.ip.to_string(),
+            state: self.service.status().state().as_str(),
+            not_ready: health::not_ready(&self.service).map(str::to_owned),
+            tags: self.live.tags(),
+            store_type: self.store_type,
+            grpc_port: fixed.grpc_port,
+            tcp_port: fixed.netty_port,
+            http_port: fixed.http_port.unwrap_or(0),
+            version: env!("CARGO_PKG_VERSION"),
+            commit: env!("WORKER_GIT_COMMIT"),
+            started_ms: fixed.start_time_ms,
+            uptime_seconds: now.saturating_sub(started).as_secs_f64(),
+        }
+    }
+
+    fn memory(&self) -> Memory {
+        let memory = self.service.memory();
+        let (high_watermark, low_watermark) = self.watermarks;
+        Memory {
+            capacity_bytes: memory.capacity_bytes(),
+            used_bytes: memory.used_bytes(),
+            reserved_bytes: memory.pre_allocated_bytes(),
+            in_flight_bytes: memory.in_flight_bytes(),
+            read_buffer_bytes: memory.read_pool().used_bytes(),
+            blocks: memory.block_count(),
+            blocks_max: memory.blocks_max(),
+            high_watermark,
+            low_watermark,
+        }
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        let Some(local) = self.service.local() else { return Vec::new() };
+        let disk = |info: crate::store::DiskInfo| Disk {
+            path: info.path.display().to_string(),
+            mount: info.mount.point.display().to_string(),
+            media: match info.mount.media {
+                Media::Ssd => "ssd",
+                Media::Hdd => "hdd",
+                Media::Unknown => "unknown",
+            },
+            condition: match info.condition {
+                DiskCondition::Sound => "sound",
+                DiskCondition::Full => "full",
+                DiskCondition::Hung => "hung",
+                DiskCondition::Broken => "broken",
+            },
+            fault: info.fault,
+            failures: info.failures,
+            total_bytes: info.total_bytes,
+            free_bytes: info.free_bytes,
+            used_bytes: info.used_bytes,
+            in_flight_bytes: info.in_flight_bytes,
+        };
+        local.disks().into_iter().map(disk).collect()
+    }
+
+    fn flush(&self, in_flight_bytes: u64) -> Flush {
+        let Some(tiers) = self.service.tiers() else { return Flush::default() };
+        Flush {
+            queued_batches: tiers.flusher.queued(),
+            unfinished_batches: tiers.flusher.unfinished(),
+            in_flight_bytes,
+            flushed_bytes: tiers.flusher.flushed_bytes(),
+            failed_writes: tiers.flusher.failed_writes(),
+        }
+    }
+
+    fn coordinators(&self) -> Vec<Coordinator> {
+        let Some(heartbeats) = self.live.heartbeats() else {
+            let address = format!("{}:{}", self.fixed.ip, self.fixed.grpc_port);
+            return vec![Coordinator { address, link: "embedded", reason: None }];
+        };
+        let told = |link: Link| match link {
+            Link::Untried => ("untried", None),
+            Link::Up { .. } => ("up", None),
+            Link::Down { reason } => ("down", Some(reason)),
+        };
+        let coordinator = |(address, link): (&CoordinatorAddress, Link)| {
+            let (link, reason) = told(link);
+            Coordinator { address: address.to_string(), link, reason }
+        };
+        heartbeats.links().map(coordinator).collect()
+    }
+
+    fn apps(&self) -> AppTotals {
+        let apps = self.service.apps().apps();
+        let shuffles = || apps.iter().flat_map(|app| app.shuffles());
+        AppTotals {
+            count: apps.len(),
+            partitions: shuffles().map(|shuffle| shuffle.partition_count()).sum(),
+            huge_partitions: shuffles().map(|shuffle| shuffle.huge_partition_count() as u64).sum(),
+            lost_blocks: apps.iter().map(|app| self.service.lost_blocks(app)).sum(),
+        }
+    }
+}

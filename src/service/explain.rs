@@ -1,0 +1,448 @@
+//! "Why is this job slow?": one application's way through the worker, from its account and its partitions.
+//!
+//! Made when somebody asks, and once when an application goes, so that a job that has just failed can be explained
+//! too: the last [`GONE_MAX`] are kept. Which numbers deserve a sentence is decided by pure functions ([`findings`]).
+
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::app::{App, STAGES, Stage, StageSum};
+use crate::types::AppId;
+
+use super::Service;
+
+/// Explanations kept of applications that are gone; each is at most some KiB.
+const GONE_MAX: usize = 64;
+
+/// Partitions named, the largest first.
+const TOP_PARTITIONS: usize = 10;
+
+/// Losses named.
+const LOSSES_MAX: usize = 100;
+
+/// Why an application is here no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Presence {
+    /// It is here.
+    Known,
+    /// It unregistered, or somebody purged it.
+    Unregistered,
+    /// It was silent for too long.
+    Expired,
+}
+
+/// See the module.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Explanation {
+    /// The application.
+    pub app: String,
+    /// Its user.
+    pub user: String,
+    /// Whether it is here.
+    pub presence: Presence,
+    /// Since its first registration (until it went).
+    pub age_seconds: f64,
+    /// What stands out, in sentences; never empty.
+    pub findings: Vec<String>,
+    /// Where its time went, in the order of a block's way.
+    pub stages: Vec<StageView>,
+    /// Its bytes.
+    pub bytes: Bytes,
+    /// What was done more than once.
+    pub retries: Retries,
+    /// Shuffles registered now.
+    pub shuffles: usize,
+    /// Partitions registered now.
+    pub partitions: u64,
+    /// The largest partition by the mean of those with data.
+    pub skew: f64,
+    /// The largest partitions, by payload received.
+    pub top_partitions: Vec<TopPartition>,
+    /// Blocks that are lost.
+    pub losses: Vec<Loss>,
+}
+
+/// What one stage came to. Times of tasks that ran side by side add up.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StageView {
+    /// Its name.
+    pub stage: &'static str,
+    /// How often.
+    pub count: u64,
+    /// Payload, where it is known.
+    pub bytes: u64,
+    /// All times.
+    pub total_seconds: f64,
+    /// Half were shorter (to a factor of two).
+    pub median_seconds: f64,
+    /// 99 % were shorter (to a factor of two).
+    pub p99_seconds: f64,
+    /// The longest.
+    pub longest_seconds: f64,
+}
+
+/// Payload of an application.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Bytes {
+    /// Ever received, shuffles that are gone included.
+    pub received: u64,
+    /// In memory now.
+    pub in_memory: u64,
+    /// The most that was found in memory.
+    pub in_memory_peak: u64,
+    /// How long a byte stayed in memory on average.
+    pub mean_seconds_in_memory: f64,
+    /// On local disks now.
+    pub on_local_disks: u64,
+    /// Files there.
+    pub local_files: u64,
+    /// Ever read from memory.
+    pub read_from_memory: u64,
+    /// Ever read from disks, indexes included.
+    pub read_from_disks: u64,
+}
+
+/// What was done more than once, or in vain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Retries {
+    /// Tickets granted.
+    pub tickets_granted: u64,
+    /// Tickets refused because the memory was full; clients come back.
+    pub tickets_refused_memory: u64,
+    /// Tickets refused because one partition filled its share.
+    pub tickets_refused_partition: u64,
+    /// Sends that were refused or died.
+    pub sends_failed: u64,
+    /// Blocks that came twice.
+    pub duplicate_blocks: u64,
+    /// Their payload.
+    pub duplicate_bytes: u64,
+    /// Batches that no disk took at the first try.
+    pub flushes_retried: u64,
+}
+
+/// A partition among the largest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct TopPartition {
+    /// Its shuffle.
+    pub shuffle: i32,
+    /// Its id.
+    pub partition: i32,
+    /// Payload received.
+    pub received_bytes: u64,
+    /// Of that, in memory.
+    pub in_memory_bytes: u64,
+}
+
+/// Blocks that this worker had taken and can not give back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Loss {
+    /// Shuffle.
+    pub shuffle: i32,
+    /// Partition.
+    pub partition: i32,
+    /// Blocks.
+    pub blocks: u64,
+    /// Their payload, where it is known.
+    pub bytes: u64,
+    /// Where they were.
+    pub disk: String,
+    /// What happened.
+    pub reason: String,
+    /// When, in Unix milliseconds.
+    pub at_ms: u64,
+}
+
+/// Explanations of applications that are gone.
+#[derive(Debug, Default)]
+pub(super) struct Gone(Mutex<VecDeque<Arc<Explanation>>>);
+
+impl Gone {
+    fn push(&self, explanation: Explanation) {
+        let mut gone = self.0.lock();
+        if gone.len() >= GONE_MAX {
+            gone.pop_front();
+        }
+        gone.push_back(Arc::new(explanation));
+    }
+
+    fn find(&self, app: &str) -> Option<Arc<Explanation>> {
+        self.0.lock().iter().rev().find(|gone| gone.app == app).map(Arc::clone)
+    }
+}
+
+impl Service {
+    /// Where the time and the bytes of `app` went; also of one that is gone, as long as it is among the latest.
+    #[must_use]
+    pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
+        let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        match known {
+            Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
+            None => self.gone.find(app),
+        }
+    }
+
+    /// Applications that are gone, the latest first.
+    #[must_use]
+    pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
+        self.gone.0.lock().iter().rev().map(Arc::clone).collect()
+    }
+
+    /// Calls `remove`; when it has removed the application, what can be said of it is kept.
+    pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
+        let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
+        let removed = remove();
+        if let Some(explanation) = explanation.filter(|_| removed) {
+            self.gone.push(explanation);
+        }
+        removed
+    }
+
+    /// Blocks of `app` that are lost. Nothing is ever known to be lost as yet: a batch that no disk takes stays in
+    /// memory, and disks are not read again after a restart.
+    fn losses_of(&self, _app: &App) -> Vec<Loss> {
+        Vec::new()
+    }
+
+    /// Blocks of `app` that are lost.
+    #[must_use]
+    pub fn lost_blocks(&self, app: &App) -> u64 {
+        self.losses_of(app).iter().map(|loss| loss.blocks).sum()
+    }
+
+    fn explanation(&self, app: &App, presence: Presence) -> Explanation {
+        let account = app.account();
+        let statistics = self.statistics_of(app);
+        let sum = |stage| account.sum(stage);
+        let disk_read = sum(Stage::DiskRead);
+        let received = sum(Stage::Receive).bytes;
+        let mut explanation = Explanation {
+            app: app.id().to_string(),
+            user: app.user(),
+            presence,
+            age_seconds: app.age().as_secs_f64(),
+            findings: Vec::new(),
+            stages: STAGES.iter().map(|stage| view(*stage, sum(*stage))).collect(),
+            bytes: Bytes {
+                received,
+                in_memory: statistics.in_memory_bytes,
+                in_memory_peak: account.memory_peak_bytes().max(statistics.in_memory_bytes),
+                mean_seconds_in_memory: account.mean_time_in_memory(received).as_secs_f64(),
+                on_local_disks: statistics.local_bytes,
+                local_files: statistics.local_files,
+                read_from_memory: account.memory_reads.bytes(),
+                read_from_disks: disk_read.bytes,
+            },
+            retries: Retries {
+                tickets_granted: account.tickets_granted.count(),
+                tickets_refused_memory: sum(Stage::TicketWait).count,
+                tickets_refused_partition: sum(Stage::PartitionWait).count,
+                sends_failed: account.sends_failed.count(),
+                duplicate_blocks: account.duplicates.count(),
+                duplicate_bytes: account.duplicates.bytes(),
+                flushes_retried: account.flush_retries.count(),
+            },
+            shuffles: app.shuffles().len(),
+            partitions: statistics.partitions,
+            skew: statistics.skew(),
+            top_partitions: self.top_partitions(app),
+            losses: self.losses_of(app),
+        };
+        explanation.losses.truncate(LOSSES_MAX);
+        explanation.findings = findings(&explanation);
+        explanation
+    }
+
+    fn top_partitions(&self, app: &App) -> Vec<TopPartition> {
+        let mut top = Vec::new();
+        for shuffle in app.shuffles() {
+            let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
+            top.extend(buffers.all().iter().map(|buffer| TopPartition {
+                shuffle: shuffle.key().shuffle.0,
+                partition: buffer.partition().0,
+                received_bytes: buffer.received_bytes(),
+                in_memory_bytes: buffer.in_memory_bytes(),
+            }));
+            keep_largest(&mut top);
+        }
+        top
+    }
+}
+
+fn keep_largest(top: &mut Vec<TopPartition>) {
+    top.sort_unstable_by_key(|it| (Reverse(it.received_bytes), it.shuffle, it.partition));
+    top.truncate(TOP_PARTITIONS);
+}
+
+fn name(stage: Stage) -> &'static str {
+    match stage {
+        Stage::TicketWait => "ticket_wait",
+        Stage::PartitionWait => "partition_wait",
+        Stage::Receive => "receive",
+        Stage::FlushQueue => "flush_queue",
+        Stage::FlushWrite => "flush_write",
+        Stage::DiskRead => "disk_read",
+        Stage::Answer => "answer",
+    }
+}
+
+fn view(stage: Stage, sum: StageSum) -> StageView {
+    StageView {
+        stage: name(stage),
+        count: sum.count,
+        bytes: sum.bytes,
+        total_seconds: sum.total.as_secs_f64(),
+        median_seconds: sum.median.as_secs_f64(),
+        p99_seconds: sum.p99.as_secs_f64(),
+        longest_seconds: sum.longest.as_secs_f64(),
+    }
+}
+
+/// A wait is worth a sentence from this share of the application's time on.
+const WAIT_SHARE: f64 = 0.05;
+/// ... a batch in the queue, or a disk, from this long on.
+const SLOW_DISK: Duration = Duration::from_secs(1);
+/// ... and the largest partition from this many times the mean on.
+const SKEW: f64 = 10.0;
+
+/// What stands out, the worst first. Pure.
+fn findings(it: &Explanation) -> Vec<String> {
+    let stage = |wanted: Stage| it.stages.iter().find(|stage| stage.stage == name(wanted));
+    let total = |wanted| stage(wanted).map_or(0.0, |stage| stage.total_seconds);
+    let p99 = |wanted| stage(wanted).map_or(0.0, |stage| stage.p99_seconds);
+    let share = |wanted| if it.age_seconds > 0.0 { total(wanted) / it.age_seconds } else { 0.0 };
+    let slow = SLOW_DISK.as_secs_f64();
+    let mut found = Vec::new();
+    if !it.losses.is_empty() {
+        let blocks: u64 = it.losses.iter().map(|loss| loss.blocks).sum();
+        found
+            .push(format!("{blocks} blocks are lost: their readers fail and Spark runs the map tasks again"));
+    }
+    if share(Stage::PartitionWait) >= WAIT_SHARE {
+        let waited = total(Stage::PartitionWait);
+        found.push(format!(
+            "writers waited {waited:.1} s because one partition filled its share of the memory: the data is skewed, or \
+             app_config.partition_limit_memory_backpressure_ratio is too small"
+        ));
+    }
+    if share(Stage::TicketWait) >= WAIT_SHARE {
+        let waited = total(Stage::TicketWait);
+        found.push(format!(
+            "writers waited {waited:.1} s for memory: the disks are slower than the writers, or memory_store.capacity is \
+             too small"
+        ));
+    }
+    if it.retries.flushes_retried > 0 {
+        found.push(format!("{} batches were taken by no disk at first", it.retries.flushes_retried));
+    }
+    if p99(Stage::FlushQueue) >= slow {
+        let p99 = p99(Stage::FlushQueue);
+        found.push(format!("batches wait up to {p99:.1} s for a flush worker: the disks are behind"));
+    }
+    if p99(Stage::DiskRead) >= slow {
+        found.push(format!("reads wait up to {:.1} s for disks", p99(Stage::DiskRead)));
+    }
+    if it.skew >= SKEW {
+        found.push(format!("the largest partition has {:.0} times the mean", it.skew));
+    }
+    if it.retries.sends_failed > 0 {
+        found.push(format!("{} sends were refused or broke off", it.retries.sends_failed));
+    }
+    if found.is_empty() {
+        found.push("nothing stands out on this worker".to_owned());
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn explanation() -> Explanation {
+        Explanation {
+            app: "app".to_owned(),
+            user: "user".to_owned(),
+            presence: Presence::Known,
+            age_seconds: 100.0,
+            findings: Vec::new(),
+            stages: STAGES.iter().map(|stage| view(*stage, StageSum::default())).collect(),
+            bytes: Bytes {
+                received: 0,
+                in_memory: 0,
+                in_memory_peak: 0,
+                mean_seconds_in_memory: 0.0,
+                on_local_disks: 0,
+                local_files: 0,
+                read_from_memory: 0,
+                read_from_disks: 0,
+            },
+            retries: Retries {
+                tickets_granted: 0,
+                tickets_refused_memory: 0,
+                tickets_refused_partition: 0,
+                sends_failed: 0,
+                duplicate_blocks: 0,
+                duplicate_bytes: 0,
+                flushes_retried: 0,
+            },
+            shuffles: 1,
+            partitions: 1,
+            skew: 1.0,
+            top_partitions: Vec::new(),
+            losses: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn an_ordinary_app_has_nothing_to_say() {
+        assert_eq!(findings(&explanation()), ["nothing stands out on this worker"]);
+    }
+
+    #[test]
+    fn what_stands_out_is_said_the_worst_first() {
+        let mut it = explanation();
+        it.stages[0].total_seconds = 5.0;
+        it.stages[3].p99_seconds = 2.0;
+        it.skew = 20.0;
+        let text = findings(&it).join("\n");
+        let memory = text.find("5.0 s for memory").unwrap();
+        let disks = text.find("the disks are behind").unwrap();
+        let skew = text.find("20 times the mean").unwrap();
+        assert!(memory < disks && disks < skew, "{text}");
+        it.losses.push(Loss {
+            shuffle: 1,
+            partition: 2,
+            blocks: 3,
+            bytes: 4,
+            disk: "/d".to_owned(),
+            reason: "gone".to_owned(),
+            at_ms: 5,
+        });
+        assert!(findings(&it)[0].contains("3 blocks are lost"));
+    }
+
+    #[test]
+    fn only_the_largest_partitions_and_the_latest_apps_are_kept() {
+        let sized = |partition: i32| TopPartition {
+            shuffle: 0,
+            partition,
+            received_bytes: u64::from(partition.unsigned_abs() % 50),
+            in_memory_bytes: 0,
+        };
+        let mut top: Vec<_> = (0..100).map(sized).collect();
+        keep_largest(&mut top);
+        assert_eq!((top.len(), top[0].partition, top[1].partition), (TOP_PARTITIONS, 49, 99));
+
+        let gone = Gone::default();
+        for n in 0..100 {
+            gone.push(Explanation { app: format!("app-{n}"), ..explanation() });
+        }
+        assert!(gone.find("app-35").is_none() && gone.find("app-36").is_some());
+    }
+}

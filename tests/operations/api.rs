@@ -1,0 +1,170 @@
+//! `/api/v1` over a worker with data: what it says is what the worker has.
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_worker::proto::RequireBufferRequest;
+use uniffle_worker::types::PartitionId;
+
+use super::world::{World, eventually};
+
+impl World {
+    async fn api(&self, path: &str) -> (StatusCode, Value) {
+        let url = format!("http://{}/api/v1{path}", self.worker.addresses().http);
+        let answer = reqwest::get(url).await.unwrap();
+        let status = answer.status();
+        (status, serde_json::from_str(&answer.text().await.unwrap()).unwrap_or_default())
+    }
+
+    async fn told(&self, path: &str) -> Value {
+        let (status, answer) = self.api(path).await;
+        assert_eq!(status, StatusCode::OK, "{path}: {answer}");
+        answer
+    }
+}
+
+fn stage<'a>(explanation: &'a Value, name: &str) -> &'a Value {
+    explanation["stages"].as_array().unwrap().iter().find(|stage| stage["stage"] == json!(name)).unwrap()
+}
+
+#[tokio::test]
+async fn the_state_of_every_part_is_told() {
+    let world = World::start().await;
+    world.push("app-1", 8).await;
+    let status = world.told("/status").await;
+    let node = &status["node"];
+    assert_eq!((&node["state"], &node["not_ready"]), (&json!("active"), &Value::Null));
+    assert_eq!(node["grpc_port"], json!(world.worker.addresses().grpc.port()));
+    let memory = &status["memory"];
+    assert_eq!(memory["capacity_bytes"], json!(32 << 20));
+    assert_eq!(memory["blocks"], json!(36));
+    assert_eq!(memory["used_bytes"], json!(world.worker.memory().used_bytes()));
+    assert_eq!(status["tiers"].as_array().unwrap().len(), 2);
+    assert_eq!(status["disks"][0]["condition"], json!("sound"));
+    assert!(status["disks"][0]["total_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(status["coordinators"][0]["link"], json!("embedded"));
+    assert!(status["connections"]["grpc"].as_u64().unwrap() >= 1);
+    assert_eq!((&status["apps"]["count"], &status["apps"]["partitions"]), (&json!(1), &json!(8)));
+    assert_eq!(status["totals"]["received_bytes"], json!(360_000));
+    assert!(status["process"]["resident_bytes"].as_u64().unwrap() > 0);
+
+    let index = world.told("").await;
+    for path in index["paths"].as_array().unwrap() {
+        let path = path.as_str().unwrap().trim_start_matches("/api/v1").replace("{id}", "app-1");
+        world.told(&path).await;
+    }
+    assert_eq!(world.told("/memory").await["capacity_bytes"], json!(32 << 20));
+    for (path, expected) in [
+        ("/nonsense", StatusCode::NOT_FOUND),
+        ("/apps/unknown/explain", StatusCode::NOT_FOUND),
+        ("/apps/..%2F..%2Fetc/explain", StatusCode::NOT_FOUND),
+        ("/apps?limit=-1", StatusCode::BAD_REQUEST),
+        ("/history?after_ms=x", StatusCode::BAD_REQUEST),
+    ] {
+        assert_eq!(world.api(path).await.0, expected, "{path}");
+    }
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn applications_are_listed_by_size_and_the_list_is_bounded() {
+    let world = World::start().await;
+    for (app, partitions) in [("small", 1), ("large", 12), ("middle", 4)] {
+        world.push(app, partitions).await;
+    }
+    let answer = world.told("/apps").await;
+    let names: Vec<_> =
+        answer["apps"].as_array().unwrap().iter().map(|app| app["app"].as_str().unwrap()).collect();
+    assert_eq!(names, ["large", "middle", "small"]);
+    let large = &answer["apps"][0];
+    // 1 to 8 blocks in the first partitions, 8 in each of the others; 10,000 bytes each.
+    assert_eq!((&large["partitions"], &large["received_bytes"]), (&json!(12), &json!(680_000)));
+    assert_eq!(large["largest_partition_bytes"], json!(80_000));
+    assert!((large["skew"].as_f64().unwrap() - 80_000.0 / (680_000.0 / 12.0)).abs() < 1e-9, "{large}");
+    assert_eq!(large["lost_blocks"], json!(0));
+    let answer = world.told("/apps?limit=1").await;
+    assert_eq!((answer["apps"].as_array().unwrap().len(), &answer["count"]), (1, &json!(3)));
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn an_app_is_explained_while_it_runs_and_after() {
+    let world = World::start().await;
+    let key = world.push("app-1", 3).await;
+    // More than the worker has: refused as long as the others' tickets hold it.
+    let require = |size| RequireBufferRequest {
+        require_size: size,
+        app_id: "app-1".to_owned(),
+        shuffle_id: 1,
+        partition_ids: vec![0],
+        ..Default::default()
+    };
+    world.client.require_raw(require(24 << 20)).await.unwrap();
+    let refused = world.client.require_raw(require(24 << 20)).await.unwrap();
+    assert_ne!(refused.status, 0, "{refused:?}");
+    let options = ReadOptions::default();
+    world.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
+    world.worker.service().flush_all().unwrap();
+    eventually("all is on disk", || match world.worker.memory().block_count() {
+        0 => Ok(()),
+        blocks => Err(format!("{blocks} blocks in memory")),
+    })
+    .await;
+    world.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
+
+    // An answer is entered when its last byte is gone, which the client need not wait for.
+    let mut told = world.told("/apps/app-1/explain").await;
+    while stage(&told, "answer")["count"].as_u64().unwrap() < 3 {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        told = world.told("/apps/app-1/explain").await;
+    }
+    assert_eq!((&told["presence"], &told["partitions"]), (&json!("known"), &json!(3)));
+    let bytes = &told["bytes"];
+    assert_eq!((&bytes["received"], &bytes["on_local_disks"]), (&json!(60_000), &json!(60_000)));
+    assert_eq!(bytes["read_from_memory"], json!(30_000));
+    assert!(bytes["read_from_disks"].as_u64().unwrap() >= 30_000, "{bytes}");
+    for (name, count, bytes) in
+        [("receive", 1, 60_000), ("flush_write", 1, 60_000), ("ticket_wait", 1, 24 << 20)]
+    {
+        let stage = stage(&told, name);
+        assert_eq!((&stage["count"], &stage["bytes"]), (&json!(count), &json!(bytes)), "{name}: {told}");
+    }
+    for name in ["flush_queue", "disk_read", "answer"] {
+        assert!(stage(&told, name)["count"].as_u64().unwrap() >= 1, "{name}: {told}");
+    }
+    assert_eq!(told["retries"]["tickets_refused_memory"], json!(1));
+    let top = &told["top_partitions"][0];
+    assert_eq!((&top["partition"], &top["received_bytes"]), (&json!(2), &json!(30_000)));
+    assert_eq!(told["losses"], json!([]));
+    assert!(!told["findings"].as_array().unwrap().is_empty());
+
+    world.client.unregister_app("app-1").await.unwrap();
+    let told = world.told("/apps/app-1/explain").await;
+    assert_eq!((&told["presence"], &told["bytes"]["received"]), (&json!("unregistered"), &json!(60_000)));
+    let gone = &world.told("/apps").await["gone"][0];
+    assert_eq!((&gone["app"], &gone["received_bytes"]), (&json!("app-1"), &json!(60_000)));
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn the_last_minutes_are_there_from_the_start() {
+    let world = World::start().await;
+    world.push("app-1", 3).await;
+    let received = |samples: &Value| {
+        let samples = samples["samples"].as_array().unwrap();
+        samples.last().map_or(0, |sample| sample["received_bytes"].as_u64().unwrap())
+    };
+    let mut history = world.told("/history").await;
+    for _ in 0..200 {
+        if received(&history) == 60_000 {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        history = world.told("/history").await;
+    }
+    assert_eq!(received(&history), 60_000, "{history}");
+    let last = history["samples"].as_array().unwrap().last().unwrap()["at_ms"].as_u64().unwrap();
+    let later = world.told(&format!("/history?after_ms={last}")).await;
+    assert!(later["samples"].as_array().unwrap().len() <= 1, "{later}");
+    world.finish().await;
+}
