@@ -144,6 +144,29 @@ impl StoreType {
     }
 }
 
+/// Which data reads have their blocks' checksums compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VerifyReads {
+    /// All.
+    Always,
+    /// One in sixteen.
+    Sampled,
+    /// None.
+    Off,
+}
+
+impl VerifyReads {
+    /// The name used in configurations.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::Sampled => "sampled",
+            Self::Off => "off",
+        }
+    }
+}
+
 /// `host:port` of a coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Endpoint {
@@ -202,6 +225,8 @@ pub struct LocalfileStore {
     pub recovery: bool,
     /// Who reads and writes. Default: blocking calls.
     pub io_engine: IoEngine,
+    /// Which data reads have their blocks' checksums compared. Default: `always`.
+    pub verify_reads: VerifyReads,
     /// Index records kept in memory. Default: 16 MiB; 0 to 16 GiB.
     pub index_cache_bytes: u64,
 }

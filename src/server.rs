@@ -227,6 +227,7 @@ impl Worker {
             refresh,
             self.readiness(),
             self.api(config),
+            self.losses(),
             // Not with the other doors: the last flush is to be seen too.
             &self.background,
         )?;
@@ -328,6 +329,11 @@ impl Worker {
         };
         let inspect = Arc::new(move || inspector.status());
         api::router(ApiHooks { service: Arc::clone(&self.service), inspect })
+    }
+
+    fn losses(&self) -> Arc<dyn Fn() -> serde_json::Value + Send + Sync> {
+        let service = Arc::clone(&self.service);
+        Arc::new(move || serde_json::to_value(service.losses()).unwrap_or_default())
     }
 
     /// What a report says whatever happens.

@@ -112,6 +112,17 @@ impl BlockIds {
         all
     }
 
+    /// Those of `ids` that were reported in `partition`.
+    #[must_use]
+    pub fn among(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
+        self.partitions.get(&partition).map(|set| set.and(ids)).unwrap_or_default()
+    }
+
+    /// All partitions with their ids.
+    pub fn by_partition(&self) -> impl Iterator<Item = (PartitionId, &Treemap)> {
+        self.partitions.iter().map(|(partition, ids)| (*partition, ids))
+    }
+
     /// How many ids are held.
     #[must_use]
     pub fn count(&self) -> u64 {

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -17,6 +17,7 @@ use crate::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
 use super::AppConfig;
 use super::account::Account;
 use super::block_ids::BlockIds;
+use super::losses::Losses;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 
@@ -45,6 +46,7 @@ pub struct ShuffleState {
     key: ShuffleKey,
     ranges: RwLock<PartitionRanges>,
     block_ids: Mutex<BlockIds>,
+    losses: Losses,
     stage_attempt: AtomicI32,
     /// Digest of the registration that was written down last; 0 = none was.
     noted_registration: AtomicU64,
@@ -75,6 +77,12 @@ impl ShuffleState {
     #[must_use]
     pub fn block_ids(&self) -> &Mutex<BlockIds> {
         &self.block_ids
+    }
+
+    /// What of it is lost.
+    #[must_use]
+    pub fn losses(&self) -> &Losses {
+        &self.losses
     }
 
     /// Latest stage attempt that sent data; raises it to `attempt` if that is later.
@@ -116,6 +124,8 @@ pub struct App {
     /// Whether a registration ever carried properties, which clients do since 0.10.
     sends_properties: AtomicBool,
     has_huge_partition: AtomicBool,
+    /// Lowest bits of its block ids that are the task attempt; 0 = not known yet.
+    task_bits: AtomicU32,
     heartbeat_timeout_ms: AtomicU64,
     /// Milliseconds since the registry was made.
     last_use_ms: AtomicU64,
@@ -167,6 +177,20 @@ impl App {
         !self.has_huge_partition.swap(true, Ordering::Relaxed)
     }
 
+    /// Learns its layout of block ids (PROTOCOL §3.1): so many lowest bits are the task attempt.
+    pub fn learn_task_bits(&self, bits: u32) {
+        self.task_bits.store(bits, Ordering::Relaxed);
+    }
+
+    /// The task attempt in a block id; `None` while the layout is not known.
+    #[must_use]
+    pub fn task_of(&self, block_id: u64) -> Option<u64> {
+        match self.task_bits.load(Ordering::Relaxed) {
+            0 => None,
+            bits => Some(block_id & (u64::MAX >> (u64::BITS - bits.min(u64::BITS)))),
+        }
+    }
+
     /// After so long without use it is purged.
     #[must_use]
     pub fn heartbeat_timeout(&self) -> Duration {
@@ -192,6 +216,7 @@ pub struct AppRegistry {
     config: AppConfig,
     apps: DashMap<AppId, Arc<App>>,
     block_ids: Quota,
+    loss_entries: Quota,
     started: Instant,
     /// Held while an app or shuffle is added or removed together with its state elsewhere.
     lifecycle: Mutex<()>,
@@ -202,7 +227,9 @@ impl AppRegistry {
     #[must_use]
     pub fn new(config: AppConfig) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
-        Self { config, apps: DashMap::new(), block_ids, started: Instant::now(), lifecycle: Mutex::new(()) }
+        let loss_entries = Quota::new(config.loss_entries_max);
+        let (apps, started, lifecycle) = (DashMap::new(), Instant::now(), Mutex::new(()));
+        Self { config, apps, block_ids, loss_entries, started, lifecycle }
     }
 
     /// Adds or refreshes an app and its shuffle, then runs `with` before anybody can remove them.
@@ -239,6 +266,7 @@ impl AppRegistry {
                 key,
                 ranges: RwLock::default(),
                 block_ids: Mutex::new(BlockIds::new(&self.block_ids)),
+                losses: Losses::new(&self.loss_entries),
                 stage_attempt: AtomicI32::new(0),
                 noted_registration: AtomicU64::new(0),
                 huge_partitions: Mutex::default(),
@@ -256,6 +284,7 @@ impl AppRegistry {
             properties: RwLock::default(),
             sends_properties: AtomicBool::new(false),
             has_huge_partition: AtomicBool::new(false),
+            task_bits: AtomicU32::new(0),
             heartbeat_timeout_ms: AtomicU64::new(millis(self.config.heartbeat_timeout)),
             // It is visible before it is touched, and must not look expired in between.
             last_use_ms: AtomicU64::new(self.now_ms()),

@@ -13,7 +13,7 @@ use super::observe;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::{
     Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, IoEngine,
-    LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
+    LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime, VerifyReads,
 };
 use crate::http::admin::Token;
 use crate::telemetry::{LogFormat, Rotation, TelemetryConfig, parse_filter};
@@ -221,6 +221,9 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
         direct_io: reader.boolean("localfile_store.direct_io", true),
         recovery: reader.boolean("localfile_store.recovery", true),
         io_engine: reader.text("localfile_store.io_engine", io_engine).unwrap_or(IoEngine::Blocking),
+        verify_reads: reader
+            .text("localfile_store.verify_reads", verify_reads)
+            .unwrap_or(VerifyReads::Always),
         index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }
@@ -266,6 +269,15 @@ fn io_engine(text: &str) -> Result<IoEngine, String> {
         "io_uring" if cfg!(feature = "io-uring") => Ok(IoEngine::Uring),
         "io_uring" => Err("this program was built without the feature io-uring".to_owned()),
         _ => Err("blocking or io_uring is allowed".to_owned()),
+    }
+}
+
+fn verify_reads(text: &str) -> Result<VerifyReads, String> {
+    match text {
+        "always" => Ok(VerifyReads::Always),
+        "sampled" => Ok(VerifyReads::Sampled),
+        "off" => Ok(VerifyReads::Off),
+        _ => Err("always, sampled or off".to_owned()),
     }
 }
 

@@ -14,11 +14,11 @@ mod serve;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Json, Router};
 use prometheus::{Encoder as _, Registry, TEXT_FORMAT, TextEncoder};
 
 use serve::Acceptor;
@@ -42,12 +42,16 @@ pub type Refresh = Arc<dyn Fn() + Send + Sync>;
 /// Whether clients may be sent here; the error is the reason why not.
 pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
+/// Blocks that are lost.
+pub type Losses = Arc<dyn Fn() -> serde_json::Value + Send + Sync>;
+
 /// What the door asks the rest of the worker.
 #[derive(Clone)]
 struct Hooks {
     registry: Registry,
     refresh: Refresh,
     ready: Ready,
+    losses: Losses,
 }
 
 /// The HTTP door.
@@ -70,6 +74,7 @@ impl HttpServer {
         refresh: Refresh,
         ready: Ready,
         mounted: Router,
+        losses: Losses,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         telemetry::register_panic_count(&registry)?;
@@ -78,8 +83,9 @@ impl HttpServer {
             "http_connection_number",
             "connections of the HTTP door that are open",
         )?;
-        let router =
-            router(Hooks { registry, refresh, ready }).merge(debug::routes(tasks.clone())).merge(mounted);
+        let router = router(Hooks { registry, refresh, ready, losses })
+            .merge(debug::routes(tasks.clone()))
+            .merge(mounted);
         tasks.spawn(
             "http accept",
             Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
@@ -95,6 +101,7 @@ fn router(hooks: Hooks) -> Router {
         .route("/metrics", get(metrics_text))
         .route("/prometheus/metrics", get(metrics_text))
         .route("/prometheus/metrics/{registry}", get(metrics_text))
+        .route("/losses", get(losses))
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
         .with_state(hooks)
@@ -111,6 +118,10 @@ async fn metrics_text(State(hooks): State<Hooks>) -> Response {
             (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response()
         }
     }
+}
+
+async fn losses(State(hooks): State<Hooks>) -> Response {
+    Json((hooks.losses)()).into_response()
 }
 
 async fn ready(State(hooks): State<Hooks>) -> Response {

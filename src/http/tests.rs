@@ -31,7 +31,9 @@ async fn door() -> Door {
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
     let refresh = Arc::new(move || gauge.inc());
-    HttpServer::start(CONFIG, listener, registry.clone(), refresh, ready, Router::new(), &tasks).unwrap();
+    let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
+    HttpServer::start(CONFIG, listener, registry.clone(), refresh, ready, Router::new(), losses, &tasks)
+        .unwrap();
     Door { address, tasks, is_ready, registry }
 }
 

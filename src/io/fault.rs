@@ -54,12 +54,19 @@ pub enum Fault {
     Hang,
     /// Whoever waits for it panics.
     Panic,
+    /// The process dies in it: a write stores so many bytes, and no call returns any more. Other operations do nothing.
+    Torn {
+        /// Bytes that are stored.
+        bytes: usize,
+    },
 }
 
 /// "Input/output error".
 pub const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
 /// "No space left on device".
 pub const ENOSPC: i32 = rustix::io::Errno::NOSPC.raw_os_error();
+/// "Read-only file system".
+pub const EROFS: i32 = rustix::io::Errno::ROFS.raw_os_error();
 /// "Too many open files".
 pub const EMFILE: i32 = rustix::io::Errno::MFILE.raw_os_error();
 
@@ -230,6 +237,7 @@ impl Faults {
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
             }
             Some(Fault::Panic) => panic_when_polled(),
+            Some(Fault::Torn { .. }) => Box::pin(std::future::pending()),
         }
     }
 
@@ -373,6 +381,13 @@ impl File for FaultFile {
                 let waiting = self.faults.hang(self.file.write_at(pieces, offset));
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
             }
+            Some(Fault::Torn { bytes }) => {
+                let part = self.file.write_at(cut(pieces, bytes), offset);
+                Box::pin(async move {
+                    part.await?;
+                    std::future::pending().await
+                })
+            }
         }
     }
 
@@ -383,6 +398,7 @@ impl File for FaultFile {
                 Box::pin(std::future::ready((target, Err(io::Error::from_raw_os_error(errno)))))
             }
             Some(Fault::Panic) => panic_when_polled(),
+            Some(Fault::Torn { .. }) => Box::pin(std::future::pending()),
             Some(Fault::Hang) => {
                 let waiting = self.faults.hang(self.file.read(target));
                 Box::pin(async move {

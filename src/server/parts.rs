@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::app::AppConfig;
-use crate::config::{Config, IoEngine, UrpcRuntime};
+use crate::config::{Config, IoEngine, UrpcRuntime, VerifyReads};
 use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
@@ -17,7 +17,7 @@ use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 #[cfg(feature = "hdfs")]
 use crate::store::HdfsConfig;
-use crate::store::LocalConfig;
+use crate::store::{self, LocalConfig};
 #[cfg(feature = "hdfs")]
 use crate::store::hdfs::AllowList;
 use crate::tcp::TcpConfig;
@@ -82,6 +82,11 @@ pub(super) fn store(config: &Config) -> LocalConfig {
         engine: match local.io_engine {
             IoEngine::Blocking => Engine::Blocking,
             IoEngine::Uring => Engine::Uring,
+        },
+        verify_reads: match local.verify_reads {
+            VerifyReads::Always => store::VerifyReads::Always,
+            VerifyReads::Sampled => store::VerifyReads::Sampled,
+            VerifyReads::Off => store::VerifyReads::Off,
         },
         probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()

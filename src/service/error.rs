@@ -89,6 +89,9 @@ pub enum ServiceError {
         /// Whether the client knows the code for it, see [`crate::app::App::is_since_0_10`].
         client_knows_code: bool,
     },
+    /// Blocks that were reported are in no tier any more.
+    #[error("{0}")]
+    Lost(String),
     /// The node's state does not allow it.
     #[error("{0}")]
     WrongState(&'static str),
@@ -150,6 +153,7 @@ impl ServiceError {
             | Self::TooMany(_)
             | Self::Report(_)
             | Self::Store(_)
+            | Self::Lost(_)
             | Self::Unsupported(_) => StatusCode::InternalError,
         }
     }

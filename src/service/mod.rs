@@ -7,6 +7,7 @@ mod error;
 mod explain;
 mod history;
 mod lifecycle;
+mod losses;
 mod metrics;
 pub mod partition_limit;
 mod read;
@@ -30,6 +31,7 @@ pub use error::ServiceError;
 pub use explain::{Explanation, Loss, Presence, StageView, TopPartition};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use lifecycle::RegisterRequest;
+pub use losses::{LossReport, ShuffleLoss};
 pub use metrics::ServiceMetrics;
 pub use partition_limit::PartitionLimits;
 pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
@@ -159,6 +161,7 @@ impl Service {
     pub fn refresh_metrics(&self) {
         self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
+        self.set_loss_gauges();
     }
 
     /// The local disks, where there are any.

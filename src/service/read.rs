@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::{Instant, timeout};
 
-use crate::app::{App, Stage};
+use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -95,6 +95,16 @@ pub struct ChunkStream {
     began: Instant,
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
+    /// Who is told when a disk returned other bytes than were written.
+    witness: Option<Witness>,
+}
+
+/// A data read's place.
+#[derive(Debug)]
+struct Witness {
+    service: Arc<Service>,
+    shuffle: Arc<ShuffleState>,
+    partition: PartitionId,
 }
 
 #[derive(Debug)]
@@ -126,7 +136,17 @@ impl ChunkStream {
         let began = Instant::now();
         let chunk = self.source.next(self.memory.read_pool()).await;
         self.on_disk += began.elapsed();
+        self.tell(&chunk).await;
         Ok(chunk?)
+    }
+
+    /// Enters what a checksum has shown to be gone.
+    async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
+        let gave_up = matches!(&self.source, Source::Data(read) if read.gave_up());
+        if let (Err(error), true, Some(witness)) = (read, gave_up, self.witness.take()) {
+            let Witness { service, shuffle, partition } = witness;
+            service.count_again(&shuffle, partition, &error.to_string()).await;
+        }
     }
 }
 
@@ -145,7 +165,8 @@ impl Service {
     /// Blocks of a partition that are in memory.
     ///
     /// # Errors
-    /// Unknown app, or a filter that is no bitmap. A partition that never got data has no blocks, which is no error.
+    /// Unknown app, a filter that is no bitmap, a block that is wanted and lost. A partition that never got data has
+    /// no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
         let (key, app) = self.read_key(request.app, request.shuffle)?;
         let filter = match request.task_filter {
@@ -155,6 +176,9 @@ impl Service {
             })?),
         };
         let partition = PartitionId(request.partition);
+        if let Some(shuffle) = app.shuffle(key.shuffle) {
+            self.refuse_lost(&app, &shuffle, partition, filter.as_ref())?;
+        }
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
             return Ok(MemoryAnswer { read, answering: Answering { app, began: Instant::now(), bytes: 0 } });
@@ -187,13 +211,13 @@ impl Service {
         let read = match read {
             // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (PROTOCOL §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
-                let chunks = self.stream(Source::Nothing, 0, app);
+                let chunks = self.stream(Source::Nothing, 0, app, None);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
             }
             read => read?,
         };
         let (length, data_length) = (read.length, read.data_length);
-        let chunks = self.start(self.stream(Source::Index(read), length, app)).await?;
+        let chunks = self.start(self.stream(Source::Index(read), length, app, None)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
@@ -201,9 +225,9 @@ impl Service {
     /// Exactly `length` bytes of a partition's data stream from `offset` on.
     ///
     /// # Errors
-    /// Unknown app, a range beyond what is published, a disk that fails, no read memory in time.
+    /// Unknown app, a range beyond what is published or with a hole of which something is missed, a disk that fails, no read memory in time.
     pub async fn read_data(
-        &self,
+        self: &Arc<Self>,
         app: &str,
         shuffle: i32,
         partition: i32,
@@ -218,9 +242,16 @@ impl Service {
         let Some(store) = self.local() else {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
-        let read = store.data(&key, PartitionId(partition), offset, length)?;
+        let partition = PartitionId(partition);
+        let read = store.data(&key, partition, offset, length)?;
+        // Nobody misses what was never reported: zeros stand for it, so that segments around it can be read.
+        let shuffle = app.shuffle(key.shuffle);
+        if let Some(shuffle) = shuffle.as_ref().filter(|_| read.has_hole()) {
+            self.refuse_lost(&app, shuffle, partition, None)?;
+        }
+        let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
         let length = u64::from(length);
-        let chunks = self.start(self.stream(Source::Data(read), length, app)).await?;
+        let chunks = self.start(self.stream(Source::Data(read), length, app, witness)).await?;
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
@@ -234,17 +265,10 @@ impl Service {
         Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app))
     }
 
-    fn stream(&self, source: Source, length: u64, app: Arc<App>) -> ChunkStream {
+    fn stream(&self, source: Source, length: u64, app: Arc<App>, witness: Option<Witness>) -> ChunkStream {
         let memory = Arc::clone(&self.memory);
-        ChunkStream {
-            first: None,
-            source,
-            memory,
-            app,
-            length,
-            began: Instant::now(),
-            on_disk: Duration::ZERO,
-        }
+        let (began, on_disk) = (Instant::now(), Duration::ZERO);
+        ChunkStream { first: None, source, memory, app, length, began, on_disk, witness }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.

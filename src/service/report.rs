@@ -20,6 +20,9 @@ const INLINE_IDS_MAX: u64 = 100_000;
 /// Bits of a block id (PROTOCOL §3.1): they add up to 63.
 const BLOCK_ID_BITS: i32 = 63;
 
+/// Bits of the task attempt when a client does not tell its layout.
+const TASK_BITS_DEFAULT: i32 = 21;
+
 /// `reportShuffleResult`.
 #[derive(Debug, Clone)]
 pub struct ReportRequest<'a> {
@@ -58,6 +61,7 @@ impl Service {
         if !shuffle.block_ids().lock().would_learn(bitmap_count, &request.partitions)? {
             return Ok(());
         }
+        self.judge_report(&app, &shuffle, &request.partitions)?;
         let partitions = match self.local() {
             Some(local) => note_report(local, &key, request).await?,
             None => request.partitions,
@@ -69,7 +73,7 @@ impl Service {
     /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
     ///
     /// # Errors
-    /// Unknown app, or a layout whose widths are not 1..=31 each and 63 together.
+    /// Unknown app, a layout whose widths are not 1..=31 each and 63 together, or reports that may be missing.
     pub async fn results(
         &self,
         app: &str,
@@ -81,9 +85,15 @@ impl Service {
         if let Some(layout) = layout {
             check_layout(layout)?;
         }
+        let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
+        app.learn_task_bits(task_bits.unsigned_abs());
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
             return Ok(bitmap::encode(&Treemap::new()));
         };
+        if let Some(reason) = shuffle.losses().reports_in_doubt() {
+            let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
+            return Err(ServiceError::Lost(text));
+        }
         let partitions: Vec<PartitionId> = partitions.iter().copied().map(PartitionId).collect();
         if shuffle.block_ids().lock().count() <= INLINE_IDS_MAX {
             return Ok(bitmap::encode(&shuffle.block_ids().lock().of(&partitions)));

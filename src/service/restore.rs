@@ -1,6 +1,6 @@
-//! Takes over what the store found at the start: registrations and reports, from their notes.
+//! Takes over what the store found at the start: registrations and reports, from their notes, and so what is lost.
 //!
-//! A shuffle without a registration is nobody's and is removed.
+//! A shuffle without a registration is nobody's and is removed, unless a disk is missing that may have it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use crate::journal::{self, Note};
 use crate::store::{Recovered, RecoveredShuffle, RemoteStorage};
 use crate::types::ShuffleKey;
 
+use super::metrics::clamped;
 use super::{Service, ServiceError};
 
 /// What was taken over.
@@ -31,10 +32,19 @@ impl Service {
     pub fn restore(self: &Arc<Self>, recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
+        self.metrics.recovered_bytes.set(clamped(bytes));
+        self.metrics.recovered_blocks.set(clamped(blocks));
+        self.metrics.recovery_ms.set(i64::try_from(took.as_millis()).unwrap_or(i64::MAX));
         for shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
+            let reason = shuffle.reason.clone();
             match self.restore_shuffle(shuffle) {
                 Ok(true) => restored.shuffles += 1,
+                Ok(false) if !reason.is_empty() => {
+                    tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
+                    restored.unregistered += 1;
+                    self.leave(&key);
+                }
                 Ok(false) => {
                     tracing::info!(shuffle = %key, "was never registered, removed");
                     restored.unregistered += 1;
@@ -62,6 +72,12 @@ impl Service {
             );
         }
         restored
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        if let Some(store) = self.local() {
+            store.leave(key);
+        }
     }
 
     fn discard(self: &Arc<Self>, key: &ShuffleKey) {
@@ -98,6 +114,10 @@ impl Service {
                 tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
             }
         }
+        if shuffle.notes_incomplete {
+            state.losses().doubt_reports(shuffle.reason.clone());
+        }
+        self.find_losses(&state, shuffle.present, (&shuffle.lost, &shuffle.reason));
         Ok(true)
     }
 }

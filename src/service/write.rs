@@ -265,7 +265,15 @@ impl SendSession {
         if run.blocks.is_empty() {
             return Ok(());
         }
+        let cares = self.shuffle.losses().cares();
+        let ids: Vec<u64> = match cares {
+            true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
+            false => Vec::new(),
+        };
         let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
+        if cares {
+            self.service.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+        }
         let metrics = &self.service.metrics;
         metrics.received_bytes.inc_by(stored.bytes);
         metrics.received_blocks.inc_by(stored.blocks as u64);

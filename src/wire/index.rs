@@ -8,6 +8,10 @@ use crate::types::BlockMeta;
 /// Bytes of one record.
 pub const RECORD_BYTES: usize = 40;
 
+/// Block id of a record that stands for bytes of which nothing is known. No client writes such a block: its sequence
+/// number, partition and task would all have their largest value.
+pub const FILLER_BLOCK_ID: i64 = i64::MAX;
+
 /// One block's place in the data stream of its partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IndexRecord {

@@ -4,13 +4,16 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use croaring::Treemap;
 use tempfile::TempDir;
 use uniffle_worker::client::block::{Block, IdLayout};
 use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_worker::client::tcp::TcpClient;
+use uniffle_worker::proto::StatusCode;
 use uniffle_worker::types::{PartitionId, ShuffleKey, TaskAttemptId};
 
 use super::blocks::{batch, blocks};
-use super::world::{Setup, World, assert_same, key};
+use super::world::{Setup, World, assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
@@ -126,4 +129,148 @@ fn without_recovery_a_start_finds_nothing_and_deletes_what_was_there() {
         assert!(world.client.read_index(&key, P).await.is_err());
         world.finish().await;
     });
+}
+
+/// A crash takes what was in memory: `flushed` is on disk, `lost` was in memory and reported, `unreported` was in memory.
+fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf>) {
+    let [flushed, lost, unreported] = parts;
+    process(async {
+        let world = World::with(WITH_TCP).await;
+        world.client.register(key, &[(0, 0)]).await.unwrap();
+        world.push(key, &batch(0, flushed)).await;
+        world.flush().await;
+        for (task, part) in [(1, flushed), (2, lost)] {
+            world.push(key, &batch(0, part)).await;
+            report(&world, key, task, part).await;
+        }
+        world.push(key, &batch(0, unreported)).await;
+        crashed(world)
+    })
+}
+
+const WITH_TCP: Setup<'_> =
+    Setup { capacity: "32MiB", memory: "", local: "", top: "urpc_port = 0", tables: "" };
+
+#[test]
+fn what_was_reported_and_only_in_memory_is_told_lost_on_both_doors_until_it_is_sent_again() {
+    let key = key("app-1", 1);
+    let (flushed, lost, unreported) = (blocks(0, 1, 0..10), blocks(0, 2, 0..5), blocks(0, 3, 0..3));
+    let home = after_a_loss(&key, [&flushed, &lost, &unreported]);
+    process(async {
+        let world = World::on(WITH_TCP, home.0, home.1).await;
+        assert_eq!(reported(&world, &key).await, ids(&[flushed.clone(), lost.clone()].concat()));
+        let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err();
+        assert_eq!(refused.status(), Some(StatusCode::InternalError));
+        let text = refused.to_string();
+        assert!(text.contains("5 blocks of shuffle app-1/1 partition 0 are lost"), "{text}");
+        assert!(text.contains("in memory when the worker ended"), "{text}");
+        let (tcp, driver) = TcpClient::connect(world.worker.addresses().urpc.unwrap()).await.unwrap();
+        let driver = tokio::spawn(driver);
+        let refused = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
+        assert_eq!(refused.status(), Some(StatusCode::InternalError));
+        assert!(refused.to_string().contains("5 blocks of shuffle"), "{refused}");
+        drop(tcp);
+        driver.await.unwrap();
+
+        // A reader that wants other tasks' blocks is not disturbed.
+        let wanted = Treemap::of(&[1]);
+        let answer = world.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
+        assert!(answer.blocks.is_empty());
+        let told = world.worker.service().losses();
+        assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
+        assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
+        // The task whose blocks went with the worker before it could report them runs again.
+        let late = unreported.iter().map(|block| block.meta.block_id).collect();
+        let late = world.client.report(&key, TaskAttemptId(3), &[(P, late)]).await.unwrap_err();
+        assert!(late.to_string().contains("the task must run again"), "{late}");
+
+        world.push(&key, &batch(0, &lost)).await;
+        world.push(&key, &batch(0, &unreported)).await;
+        report(&world, &key, 3, &unreported).await;
+        assert!(world.worker.service().losses().losses.is_empty());
+        world.assert_reads(&key, 0, &[flushed, lost, unreported].concat()).await;
+        assert_eq!((world.metric("total_lost_blocks"), world.metric("total_healed_blocks")), (5.0, 5.0));
+        world.finish().await;
+    });
+}
+
+#[test]
+fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
+    let key = key("app-1", 1);
+    let all = blocks(0, 1, 0..40);
+    let (dir, disks) = process(async {
+        let world = World::start().await;
+        world.client.register(&key, &[(0, 0)]).await.unwrap();
+        for part in all.chunks(4) {
+            world.push(&key, &batch(0, part)).await;
+            world.flush().await;
+        }
+        report(&world, &key, 1, &all).await;
+        crashed(world)
+    });
+    let used: Vec<PathBuf> =
+        disks.iter().filter(|disk| disk.join("apps/app-1/1.1/0.data").exists()).cloned().collect();
+    let gone = used.first().cloned().unwrap_or_else(|| disks[0].clone());
+    let left = disks.iter().filter(|disk| **disk != gone).cloned().collect();
+    process(async {
+        let world = World::on(Setup::default(), dir, left).await;
+        assert_eq!(reported(&world, &key).await, ids(&all), "reports are on two disks");
+        let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
+        assert!(refused.contains(&format!("data directory {} is missing", gone.display())), "{refused}");
+        world.finish().await;
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
+    // Files of a disk that was blamed are removed once a probe has succeeded.
+    let setup = Setup { local: "disk_healthy_check_interval_sec = 1", ..Setup::default() };
+    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (damaged, sound) = (blocks(0, 1, 0..10), blocks(0, 2, 0..10));
+    for (task, part) in [(1, &damaged), (2, &sound)] {
+        world.push(&key, &batch(0, part)).await;
+        world.flush().await;
+        report(&world, &key, task, part).await;
+    }
+    let files = world.disks.iter().flat_map(|disk| data_files(disk));
+    let file = files.into_iter().find(|file| {
+        let bytes = std::fs::read(file).unwrap();
+        bytes.windows(damaged[0].data.len()).any(|window| window == damaged[0].data)
+    });
+    let file = file.unwrap();
+    let mut bytes = std::fs::read(&file).unwrap();
+    let at = bytes.windows(damaged[0].data.len()).position(|window| window == damaged[0].data).unwrap();
+    bytes[at + 7] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+
+    let options = ReadOptions::default();
+    let error = world.client.read_partition(&key, P, &options).await.unwrap_err().to_string();
+    assert!(error.contains(&file.display().to_string()), "{error}");
+    assert_eq!(world.metric("total_read_crc_mismatch"), 1.0);
+    assert_eq!(world.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
+    let told = world.worker.service().losses();
+    assert_eq!((told.losses.len(), told.losses[0].blocks), (1, 10), "{told:?}");
+    assert!(told.losses[0].reason.contains("another checksum"), "{told:?}");
+    let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
+    assert!(refused.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{refused}");
+    // Sent again, it is found, and the damaged copy is not in the way.
+    world.push(&key, &batch(0, &damaged)).await;
+    world.assert_reads(&key, 0, &[damaged.clone(), sound.clone()].concat()).await;
+    world.flush().await;
+    world.assert_reads(&key, 0, &[damaged, sound].concat()).await;
+    assert!(world.worker.service().losses().losses.is_empty());
+    let store = world.worker.tiers().unwrap().local.as_ref().unwrap();
+    eventually("the disk answers again", || match store.available_disks() {
+        2 => Ok(()),
+        sound => Err(format!("{sound} disks are sound")),
+    })
+    .await;
+    world.finish().await;
+}
+
+fn data_files(disk: &std::path::Path) -> Vec<PathBuf> {
+    let directory = disk.join("apps/app-1/1.1");
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.filter(|path| path.extension().is_some_and(|it| it == "data")).collect()
 }

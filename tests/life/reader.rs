@@ -1,10 +1,13 @@
-//! A reducer that follows the Java client step by step: memory until empty, index once, data segments.
+//! A reducer that follows the Java client step by step: memory until empty, index once, data segments. It may outlive
+//! the worker that it began with: its offsets stay promises.
 
 use std::collections::BTreeMap;
 
-use uniffle_worker::service::{ChunkStream, MemoryReadRequest};
+use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
+use uniffle_worker::wire::index::FILLER_BLOCK_ID;
 
-use super::world::{Key, Promised, World};
+use super::promises::{Now, Promised};
+use super::world::{Key, World};
 
 /// Bytes of an index record (PROTOCOL §5.2).
 const RECORD: usize = 40;
@@ -22,21 +25,28 @@ pub(crate) struct Reader {
     key: Key,
     partition: i32,
     epoch: u64,
+    began: Now,
     read_buffer_size: i32,
-    /// Acknowledged before this reader began: must be found.
+    /// What it must find, unless it is told of a loss.
     must: BTreeMap<i64, Vec<u8>>,
     found: BTreeMap<i64, Vec<u8>>,
     phase: Phase,
 }
 
 impl Reader {
-    pub(crate) fn new(key: Key, partition: i32, read_buffer_size: i32, promised: &Promised) -> Self {
+    pub(crate) fn new(
+        key: Key,
+        partition: i32,
+        read_buffer_size: i32,
+        (promised, now): (&Promised, Now),
+    ) -> Self {
         Self {
             key,
             partition,
             epoch: promised.epoch,
+            began: now,
             read_buffer_size,
-            must: promised.acknowledged.get(&partition).cloned().unwrap_or_default(),
+            must: promised.must(partition, now),
             found: BTreeMap::new(),
             phase: Phase::Memory { cursor: -1 },
         }
@@ -46,33 +56,59 @@ impl Reader {
         matches!(self.phase, Phase::Done)
     }
 
-    /// One RPC of the client. A reader whose shuffle was purged gives up.
+    /// One RPC of the client. A reader whose shuffle was purged gives up, as does one that is told of a loss.
     pub(crate) async fn step(&mut self, world: &mut World) {
+        if self.is_done() {
+            return;
+        }
         if world.promised.get(&self.key).is_none_or(|promised| promised.epoch != self.epoch) {
             self.phase = Phase::Done;
             return;
         }
-        match std::mem::replace(&mut self.phase, Phase::Done) {
+        let step = match std::mem::replace(&mut self.phase, Phase::Done) {
             Phase::Memory { cursor } => self.read_memory(world, cursor),
             Phase::Index => self.read_index(world).await,
             Phase::Data { records, next } => self.read_data(world, records, next).await,
-            Phase::Done => {}
-        }
-        if self.is_done() {
-            for (id, data) in &self.must {
-                let found = self.found.get(id);
-                assert!(
-                    found.is_some(),
-                    "block {id} of {:?}/{} was acknowledged and is gone",
-                    self.key,
-                    self.partition
-                );
-                assert_eq!(found, Some(data), "block {id} has other bytes");
-            }
+            Phase::Done => Ok(()),
+        };
+        match step {
+            Err(error) => self.check_refusal(world, &error),
+            // A restart in between takes what was in memory: the client sees that blocks are missing and tries again.
+            Ok(()) if self.is_done() && self.began.life == world.life() => self.check_found(),
+            Ok(()) => {}
         }
     }
 
-    fn read_memory(&mut self, world: &mut World, cursor: i64) {
+    fn check_found(&self) {
+        for (id, data) in &self.must {
+            let found = self.found.get(id);
+            assert!(
+                found.is_some(),
+                "block {id} of {:?}/{} was promised and is gone",
+                self.key,
+                self.partition
+            );
+            assert_eq!(found, Some(data), "block {id} has other bytes");
+        }
+    }
+
+    /// Only a loss may refuse a read, and only one that can be true.
+    fn check_refusal(&self, world: &mut World, error: &ServiceError) {
+        let now = world.now();
+        let promised = &world.promised[&self.key];
+        match error {
+            ServiceError::Lost(text) => {
+                assert!(promised.can_have_lost(self.partition, now), "a loss that can not be: {text}");
+                tracing::info!(target: "life", text, "a read is refused");
+                world.tally.reads_refused += 1;
+            }
+            // Its index is of a time when the missing disk was there.
+            _ if now.disk_is_missing || self.began.disk_is_missing => {}
+            other => panic!("a read failed: {other}"),
+        }
+    }
+
+    fn read_memory(&mut self, world: &mut World, cursor: i64) -> Result<(), ServiceError> {
         let request = MemoryReadRequest {
             app: self.key.0,
             shuffle: self.key.1,
@@ -81,7 +117,7 @@ impl Reader {
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
         };
-        let answer = world.service.read_memory(request).expect("the app is known").read;
+        let answer = world.service().read_memory(request)?.read;
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut at = 0;
         for block in &answer.blocks {
@@ -95,71 +131,81 @@ impl Reader {
             Some(last) => Phase::Memory { cursor: last.block_id.0 },
             None => Phase::Index,
         };
+        Ok(())
     }
 
-    async fn read_index(&mut self, world: &mut World) {
-        let answer = world
-            .service
-            .read_index(self.key.0, self.key.1, self.partition)
-            .await
-            .expect("reads have no faults");
-        let records = collect(answer.chunks, answer.length).await;
+    async fn read_index(&mut self, world: &mut World) -> Result<(), ServiceError> {
+        let answer = world.service().read_index(self.key.0, self.key.1, self.partition).await?;
+        let records = collect(answer.chunks, answer.length).await?;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
+        let now = world.now();
         let promised = world.promised.get_mut(&self.key).expect("checked by step");
         let seen = promised.index_seen.entry(self.partition).or_default();
-        let common = seen.len().min(records.len());
-        assert_eq!(seen[..common], records[..common], "an index that was read has changed");
-        if records.len() > seen.len() {
+        check_promises(seen, &records, now.disk_is_missing);
+        if !now.disk_is_missing {
+            let ids = records.chunks(RECORD).filter(|record| !is_filler(record)).map(id_of);
+            promised.durable.entry(self.partition).or_default().extend(ids);
             seen.clone_from(&records);
         }
         self.phase = Phase::Data { records, next: 0 };
+        Ok(())
     }
 
-    async fn read_data(&mut self, world: &mut World, records: Vec<u8>, next: usize) {
-        let first = next;
-        let mut end = next;
+    async fn read_data(
+        &mut self,
+        world: &mut World,
+        records: Vec<u8>,
+        next: usize,
+    ) -> Result<(), ServiceError> {
+        let mut first = next;
+        while records.chunks(RECORD).nth(first).is_some_and(is_filler) {
+            first += 1;
+        }
+        let mut end = first;
         let mut length = 0;
-        while end < records.len() / RECORD && length < u64::try_from(self.read_buffer_size).unwrap_or(0) {
+        while end < records.len() / RECORD
+            && length < u64::try_from(self.read_buffer_size).unwrap_or(0)
+            && !is_filler(&records[end * RECORD..][..RECORD])
+        {
             length += u64::from(u32_at(&records, end * RECORD + 8));
             end += 1;
         }
         if first == end {
-            return;
+            return Ok(());
         }
         let offset = u64_at(&records, first * RECORD);
-        let answer = world
-            .service
-            .read_data(
-                self.key.0,
-                self.key.1,
-                self.partition,
-                i64::try_from(offset).expect("small"),
-                i32::try_from(length).expect("small"),
-            )
-            .await
-            .expect("a range of a published index can be read");
-        let data = collect(answer.chunks, length).await;
+        let (from, bytes) = (i64::try_from(offset).expect("small"), i32::try_from(length).expect("small"));
+        let service = world.service();
+        let answer = service.read_data(self.key.0, self.key.1, self.partition, from, bytes).await?;
+        let data = collect(answer.chunks, length).await?;
+        let older = self.began.life != world.life();
         for record in first..end {
             let at = usize::try_from(u64_at(&records, record * RECORD) - offset).expect("small");
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
-            assert_eq!(crc, u64::from(crc32fast::hash(bytes)), "crc of a block on disk");
+            let fits = crc == u64::from(crc32fast::hash(bytes));
+            if !fits && world.now().disk_is_missing {
+                return Ok(()); // A hole; the client sees that the checksum does not fit and gives up.
+            }
+            assert!(fits, "crc of a block on disk");
             let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
             self.found.insert(id, bytes.to_vec());
             world.tally.read_from_disk += 1;
+            world.tally.read_across_restarts += u64::from(older);
         }
         self.phase = Phase::Data { records, next: end };
+        Ok(())
     }
 }
 
-async fn collect(mut chunks: ChunkStream, length: u64) -> Vec<u8> {
+async fn collect(mut chunks: ChunkStream, length: u64) -> Result<Vec<u8>, ServiceError> {
     let mut all = Vec::new();
-    while let Some(chunk) = chunks.next().await.expect("reads have no faults") {
+    while let Some(chunk) = chunks.next().await? {
         all.extend_from_slice(&chunk);
     }
     assert_eq!(all.len() as u64, length, "an answer has another length than announced");
-    all
+    Ok(all)
 }
 
 fn check_gapless(records: &[u8], data_length: u64) {
@@ -169,6 +215,29 @@ fn check_gapless(records: &[u8], data_length: u64) {
         end += u64::from(u32_at(record, 8));
     }
     assert_eq!(end, data_length, "index and data length disagree");
+}
+
+/// What an index said once holds for ever: the same block at the same place. Only a missing disk leaves holes, and the
+/// gap behind what may be on it is filled when it comes back.
+fn check_promises(seen: &[u8], records: &[u8], disk_is_missing: bool) {
+    let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
+    for record in records.chunks(RECORD) {
+        now.insert(u64_at(record, 0), record);
+    }
+    for record in seen.chunks(RECORD).filter(|record| !is_filler(record)) {
+        match now.get(&u64_at(record, 0)) {
+            Some(same) if !is_filler(same) => assert_eq!(*same, record, "an index that was read has changed"),
+            _ => assert!(disk_is_missing, "block {} is gone from the index", id_of(record)),
+        }
+    }
+}
+
+fn is_filler(record: &[u8]) -> bool {
+    id_of(record) == FILLER_BLOCK_ID
+}
+
+fn id_of(record: &[u8]) -> i64 {
+    i64::from_be_bytes(record[24..32].try_into().expect("eight bytes"))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {

@@ -1,92 +1,34 @@
-//! One simulated worker, its clients, and what they were promised.
+//! The world around a worker that lives several times: its clients, its disks, and what the clients were promised.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use prometheus::Registry;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, RngCore, SeedableRng};
 
-use uniffle_worker::app::{AppConfig, AppRegistry};
-use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{EIO, ENOSPC, Fault, FaultDisk, Faults, Operation};
+use uniffle_worker::io::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
 use uniffle_worker::io::memory::MemoryDisk;
-use uniffle_worker::memory::{Memory, MemoryConfig};
-use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
-    BlockHeader, RegisterRequest, RequireRequest, SendHeader, SendSession, Service, ServiceConfig,
-    ServiceError, Tiers,
+    BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
+    ServiceError,
 };
-use uniffle_worker::store::{LocalConfig, LocalStore};
-use uniffle_worker::types::Distribution;
+use uniffle_worker::types::{Distribution, PartitionId};
+use uniffle_worker::wire::bitmap;
 
+use super::process::Process;
+use super::promises::{Now, Promised};
 use super::reader::Reader;
+use super::tally::Tally;
 
-const CAPACITY: u64 = 1 << 20;
 const PARTITIONS: i32 = 3;
+const DISKS: usize = 3;
 const APPS: [&str; 2] = ["app-1", "app-10"];
 const SHUFFLES: [i32; 2] = [1, 10];
-
-/// What a history did, so that a model that no longer reaches something is noticed.
-#[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Tally {
-    pub(crate) acknowledged: u64,
-    pub(crate) flushed_bytes: u64,
-    pub(crate) failed_writes: u64,
-    pub(crate) purged_batches: u64,
-    pub(crate) duplicates: u64,
-    pub(crate) refused_tickets: u64,
-    pub(crate) aborted: u64,
-    pub(crate) read_from_memory: u64,
-    pub(crate) read_from_disk: u64,
-}
-
-impl Tally {
-    pub(crate) fn add(&mut self, other: Self) {
-        self.acknowledged += other.acknowledged;
-        self.flushed_bytes += other.flushed_bytes;
-        self.failed_writes += other.failed_writes;
-        self.purged_batches += other.purged_batches;
-        self.duplicates += other.duplicates;
-        self.refused_tickets += other.refused_tickets;
-        self.aborted += other.aborted;
-        self.read_from_memory += other.read_from_memory;
-        self.read_from_disk += other.read_from_disk;
-    }
-
-    /// Names of what never happened.
-    pub(crate) fn never(&self) -> Vec<&'static str> {
-        let figures = [
-            ("acknowledged", self.acknowledged),
-            ("flushed_bytes", self.flushed_bytes),
-            ("failed_writes", self.failed_writes),
-            ("purged_batches", self.purged_batches),
-            ("duplicates", self.duplicates),
-            ("refused_tickets", self.refused_tickets),
-            ("aborted", self.aborted),
-            ("read_from_memory", self.read_from_memory),
-            ("read_from_disk", self.read_from_disk),
-        ];
-        figures.into_iter().filter(|(_, count)| *count == 0).map(|(name, _)| name).collect()
-    }
-}
-
-/// What clients of one registered shuffle were promised.
-#[derive(Debug, Default)]
-pub(crate) struct Promised {
-    /// Acknowledged blocks per partition.
-    pub(crate) acknowledged: HashMap<i32, BTreeMap<i64, Vec<u8>>>,
-    /// The longest index seen per partition.
-    pub(crate) index_seen: HashMap<i32, Vec<u8>>,
-    /// Distinguishes registrations of the same shuffle.
-    pub(crate) epoch: u64,
-    pub(crate) local_order: bool,
-}
+/// Random steps of one history.
+const STEPS: u32 = 60;
 
 pub(crate) type Key = (&'static str, i32);
 
@@ -99,101 +41,205 @@ struct OpenSend {
     next: usize,
 }
 
+/// How a life of the worker ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// In the middle of whatever it does.
+    Crash,
+    /// While a write is on its way to a disk: a part of it gets there.
+    Torn,
+    /// What is in memory is flushed first.
+    Stop,
+}
+
 pub(crate) struct World {
     rng: StdRng,
-    pub(crate) service: Arc<Service>,
-    memory: Arc<Memory>,
-    flusher: Arc<Flusher>,
-    tasks: Tasks,
+    process: Option<Process>,
+    life: u32,
+    steps_left: u32,
     disks: Vec<Arc<MemoryDisk>>,
+    /// Of this life.
     faults: Vec<Faults>,
+    /// Faults of earlier lives.
+    injected: u64,
+    /// A disk that is not there in this life.
+    missing: Option<usize>,
     pub(crate) promised: HashMap<Key, Promised>,
     sends: Vec<OpenSend>,
     readers: Vec<Reader>,
     next_block: i64,
     next_epoch: u64,
-    registry: Registry,
     pub(crate) tally: Tally,
 }
 
 impl World {
-    pub(crate) async fn new(seed: u64) -> Self {
-        let registry = Registry::new();
-        let tasks = Tasks::new();
-        let memory_config = MemoryConfig {
-            capacity_bytes: CAPACITY,
-            read_capacity_bytes: 1 << 20,
-            ticket_timeout: Duration::from_secs(30),
-            tickets_max: 100,
-            blocks_max: 10_000,
-        };
-        let memory = Memory::new(&memory_config, &registry).expect("memory");
-        let disks: Vec<_> = (0..3).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect();
-        let faults: Vec<_> = disks.iter().map(|_| Faults::default()).collect();
-        let faulty: Vec<Arc<dyn Disk>> = disks
-            .iter()
-            .zip(&faults)
-            .map(|(disk, faults)| {
-                Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as _
-            })
-            .collect();
-        let store = LocalStore::open(LocalConfig::default(), faulty, &registry).await.expect("store");
-        tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-        let flush_config = FlushConfig {
-            limits: limits(),
-            workers: 4,
-            hdfs_in_flight_max: 8,
-            cold_bytes: u64::MAX,
-            batch_bytes_max: 128 << 10,
-            tick: Duration::from_secs(1),
-            retry_pause_min: Duration::from_millis(100),
-            retry_pause_max: Duration::from_secs(2),
-            traces: uniffle_worker::telemetry::traces::Traces::off(),
-        };
-        let flusher =
-            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry)
-                .expect("flusher");
-        let service = Service::new(
-            ServiceConfig::default(),
-            Arc::new(AppRegistry::new(AppConfig::default())),
-            Arc::clone(&memory),
-            Some(Tiers { local: Some(store), hdfs: None, flusher: Arc::clone(&flusher) }),
-            tasks.clone(),
-            &registry,
-        )
-        .expect("service");
-        let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(60));
-        tasks.spawn("expiry", expiry);
+    pub(crate) fn new(seed: u64) -> Self {
         Self {
             rng: StdRng::seed_from_u64(seed),
-            service,
-            memory,
-            flusher,
-            tasks,
-            disks,
-            faults,
+            process: None,
+            life: 0,
+            steps_left: STEPS,
+            disks: (0..DISKS).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect(),
+            faults: Vec::new(),
+            injected: 0,
+            missing: None,
             promised: HashMap::new(),
             sends: Vec::new(),
             readers: Vec::new(),
             next_block: 0,
             next_epoch: 0,
-            registry,
             tally: Tally::default(),
         }
     }
 
-    pub(crate) async fn step(&mut self) {
+    fn process(&self) -> &Process {
+        self.process.as_ref().expect("a life begins with a start")
+    }
+
+    pub(crate) fn service(&self) -> Arc<Service> {
+        Arc::clone(&self.process().service)
+    }
+
+    pub(crate) fn life(&self) -> u32 {
+        self.life
+    }
+
+    pub(crate) fn now(&self) -> Now {
+        Now { life: self.life, disk_is_missing: self.missing.is_some() }
+    }
+
+    /// One life, from a start to its end. False when the history is over.
+    pub(crate) async fn live(&mut self) -> bool {
+        let is_last = self.steps_left == 0;
+        self.start(is_last).await;
+        if is_last {
+            self.finish().await;
+            return false;
+        }
+        while self.steps_left > 0 {
+            self.steps_left -= 1;
+            self.step().await;
+            if self.rng.random_bool(0.06) {
+                break;
+            }
+        }
+        self.end().await;
+        true
+    }
+
+    async fn start(&mut self, all_disks: bool) {
+        self.life += 1;
+        self.injected += self.faults.iter().map(Faults::injected).sum::<u64>();
+        self.faults = self.disks.iter().map(|_| Faults::default()).collect();
+        // Two faults at once may take both copies of a note: a disk is missing only where none failed before.
+        let may_miss = !all_disks && self.life > 1 && self.injected == 0;
+        self.missing = (may_miss && self.rng.random_bool(0.3)).then(|| self.rng.random_range(0..DISKS));
+        let there = |(index, _): &(usize, _)| self.missing != Some(*index);
+        let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
+        let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
+        self.process = Some(Process::start(&disks).await);
+        tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
+        self.tally.lives += 1;
+        self.tally.missing_disks += u64::from(self.missing.is_some());
+        self.tally.lost_blocks += self.process().counter("total_lost_blocks");
+        self.forget_strangers();
+        self.heartbeat();
+        self.check_reports().await;
+    }
+
+    /// A shuffle that nobody was promised is known when its removal did not get through before the end, or did not
+    /// reach a disk that was missing. Clients would leave it to expiry; here it ends at once.
+    fn forget_strangers(&mut self) {
+        let service = self.service();
+        for app in service.apps().apps() {
+            for shuffle in app.shuffles() {
+                let id = shuffle.key().shuffle.0;
+                let known = self.promised.keys().any(|key| key.0 == app.id().as_str() && key.1 == id);
+                if !known {
+                    service.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
+                }
+            }
+        }
+    }
+
+    /// Every acknowledged report is known, and nothing that was never reported.
+    async fn check_reports(&mut self) {
+        for (key, promised) in &self.promised {
+            for partition in 0..PARTITIONS {
+                let known = match self.service().results(key.0, key.1, &[partition], None).await {
+                    Ok(known) => bitmap::decode(&known).expect("a bitmap"),
+                    Err(error) => {
+                        assert!(self.missing.is_some(), "results are refused: {error}");
+                        continue;
+                    }
+                };
+                let reported = promised.reported.get(&partition).cloned().unwrap_or_default();
+                let tried = promised.tried.get(&partition).cloned().unwrap_or_default();
+                for id in &reported {
+                    assert!(known.contains(id.unsigned_abs()), "report of {id} of {key:?} is forgotten");
+                }
+                let unknown = known.iter().find(|id| !tried.contains(&id.cast_signed()));
+                assert_eq!(unknown, None, "nobody reported this block of {key:?}");
+            }
+        }
+    }
+
+    async fn end(&mut self) {
+        let end = match self.rng.random_range(0..10) {
+            0..4 => End::Crash,
+            4..7 => End::Torn,
+            _ => End::Stop,
+        };
+        tracing::info!(target: "life", life = self.life, ?end, "ends");
+        match end {
+            End::Crash => {}
+            End::Torn => {
+                for faults in &self.faults {
+                    let bytes = self.rng.random_range(0..3_000);
+                    let after = self.rng.random_range(0..3);
+                    faults.add(Rule::always(Operation::Write, Fault::Torn { bytes }).after(after));
+                }
+                self.process().flusher.flush_all();
+                self.report_some(false).await;
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            End::Stop => {
+                self.faults.iter().for_each(Faults::clear);
+                self.process().flush().await;
+                if self.process().is_flushed() {
+                    self.tally.orderly_stops += 1;
+                    self.promised.values_mut().for_each(|promised| promised.settle(self.life));
+                }
+            }
+        }
+        self.sends.clear();
+        self.add_figures();
+        self.process = None;
+    }
+
+    fn add_figures(&mut self) {
+        let process = self.process.as_ref().expect("a life begins with a start");
+        let tally = &mut self.tally;
+        tally.flushed_bytes += process.counter("memory_spill_total_bytes");
+        tally.failed_writes += process.counter("total_failed_written_event_num");
+        tally.purged_batches += process.counter("total_spill_events_dropped_with_app_not_found");
+        tally.duplicates += process.counter("total_duplicate_blocks");
+        tally.healed_blocks += process.counter("total_healed_blocks");
+    }
+
+    async fn step(&mut self) {
         match self.rng.random_range(0..100) {
             0..6 => self.register().await,
-            6..36 => self.open_send().await,
-            36..50 => self.feed_some().await,
-            50..56 => self.abort_one(),
-            56..62 => self.flusher.flush_all(),
-            62..64 => self.purge_one(),
-            64..68 => self.break_a_disk(),
-            68..72 => self.faults.iter().for_each(Faults::clear),
-            72..80 => self.sleep_a_while().await,
-            80..86 => self.start_reader(),
+            6..32 => self.open_send().await,
+            32..44 => self.feed_some().await,
+            44..49 => self.abort_one(),
+            49..55 => self.process().flusher.flush_all(),
+            55..57 => self.purge_one(),
+            57..61 => self.break_a_disk(),
+            61..65 => self.heal_the_disks().await,
+            65..72 => self.sleep_a_while().await,
+            72..79 => self.report_some(true).await,
+            79..86 => self.start_reader(),
             _ => self.step_readers().await,
         }
         if self.rng.random_bool(0.3) {
@@ -214,7 +260,7 @@ impl World {
 
     fn heartbeat(&self) {
         for app in APPS {
-            let _ = self.service.heartbeat(app);
+            let _ = self.service().heartbeat(app);
         }
     }
 
@@ -233,8 +279,8 @@ impl World {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        if let Err(error) = self.service.register(request).await {
-            assert_eq!(error.status() as i32, 6, "only disks may refuse a registration: {error}");
+        if let Err(error) = self.service().register(request).await {
+            assert!(matches!(error, ServiceError::Store(_)), "only disks may refuse a registration: {error}");
             return;
         }
         self.next_epoch += 1;
@@ -254,7 +300,7 @@ impl World {
             partitions: &partitions,
             partition_sizes: &[],
         };
-        let grant = match self.service.require_buffer(request) {
+        let grant = match self.service().require_buffer(request) {
             Ok(grant) => grant,
             Err(error) => {
                 self.tally.refused_tickets += 1;
@@ -271,7 +317,7 @@ impl World {
             ticket: grant.ticket,
             message_bytes: bytes as u64 + 1_000,
         };
-        let session = self.service.begin_send(header).expect("a fresh ticket of a registered shuffle");
+        let session = self.service().begin_send(header).expect("a fresh ticket of a registered shuffle");
         let epoch = self.promised[&key].epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
         if self.rng.random_bool(0.5) {
@@ -339,8 +385,10 @@ impl World {
             return;
         };
         committed.expect("a send with a ticket into a registered shuffle never fails");
+        let ids: Vec<_> = send.blocks.iter().map(|(partition, id, _)| (*partition, *id)).collect();
+        tracing::info!(target: "life", key = ?send.key, ?ids, "acknowledged");
         for (partition, id, data) in send.blocks {
-            promised.acknowledged.entry(partition).or_default().entry(id).or_insert(data);
+            promised.acknowledge(partition, id, data, self.life);
             self.tally.acknowledged += 1;
         }
     }
@@ -361,11 +409,12 @@ impl World {
 
     fn purge_one(&mut self) {
         let Some(key) = self.known_key() else { return };
+        tracing::info!(target: "life", ?key, "unregistered");
         if self.rng.random_bool(0.5) {
-            self.service.unregister_shuffle(key.0, key.1).expect("the app is known");
+            self.service().unregister_shuffle(key.0, key.1).expect("the app is known");
             self.promised.remove(&key);
         } else {
-            self.service.unregister_app(key.0).expect("the app is known");
+            self.service().unregister_app(key.0).expect("the app is known");
             self.promised.retain(|other, _| other.0 != key.0);
         }
     }
@@ -378,9 +427,70 @@ impl World {
             (Operation::Write, Fault::Errno(ENOSPC)),
             (Operation::Write, Fault::Errno(EIO)),
             (Operation::Write, Fault::Short { bytes: 777, errno: EIO }),
+            (Operation::Write, Fault::Errno(EROFS)),
+            (Operation::Write, Fault::Hang),
             (Operation::OpenWrite, Fault::Errno(EIO)),
+            (Operation::OpenWrite, Fault::Errno(EMFILE)),
+            (Operation::CreateDir, Fault::Errno(ENOSPC)),
         ];
         self.faults[disk].seed(seed, one_in, kinds);
+    }
+
+    async fn heal_the_disks(&mut self) {
+        for faults in &self.faults {
+            faults.clear();
+            faults.release().await;
+        }
+    }
+
+    /// A task reports what of its blocks was acknowledged.
+    async fn report_some(&mut self, wait: bool) {
+        let Some(key) = self.known_key() else { return };
+        let now = self.now();
+        let promised = self.promised.get_mut(&key).expect("a known key");
+        let mut partitions = promised.unreported();
+        for (_, ids) in &mut partitions {
+            ids.retain(|_| self.rng.random_bool(0.7));
+        }
+        partitions.retain(|(_, ids)| !ids.is_empty());
+        if partitions.is_empty() {
+            return;
+        }
+        for (partition, ids) in &partitions {
+            promised.tried.entry(*partition).or_default().extend(ids);
+        }
+        let request = ReportRequest {
+            app: key.0,
+            shuffle: key.1,
+            task_attempt: 7,
+            bitmap_count: 1,
+            partitions: partitions.iter().map(|(id, ids)| (PartitionId(*id), ids.clone())).collect(),
+        };
+        let service = self.service();
+        let reporting = service.report(request);
+        let answer = match wait {
+            true => reporting.await,
+            // The worker will die before this is answered.
+            false => match tokio::time::timeout(Duration::from_millis(5), reporting).await {
+                Ok(answer) => answer,
+                Err(_) => return,
+            },
+        };
+        let promised = self.promised.get_mut(&key).expect("a known key");
+        match answer {
+            Ok(()) => {
+                tracing::info!(target: "life", ?key, ?partitions, "reported");
+                self.tally.reports += 1;
+                for (partition, ids) in partitions {
+                    promised.reported.entry(partition).or_default().extend(ids);
+                }
+            }
+            Err(ServiceError::Lost(text)) => {
+                assert!(promised.can_miss(&partitions, now), "a report is refused without a loss: {text}");
+                self.tally.reports_refused += 1;
+            }
+            Err(error) => assert!(matches!(error, ServiceError::Store(_)), "a report failed: {error}"),
+        }
     }
 
     async fn sleep_a_while(&mut self) {
@@ -392,7 +502,9 @@ impl World {
         let Some(key) = self.known_key() else { return };
         let partition = self.rng.random_range(0..PARTITIONS);
         let read_buffer_size = *[1, 3_000, 100_000].choose(&mut self.rng).expect("not empty");
-        self.readers.push(Reader::new(key, partition, read_buffer_size, &self.promised[&key]));
+        let now = self.now();
+        tracing::info!(target: "life", ?key, partition, "a reader begins");
+        self.readers.push(Reader::new(key, partition, read_buffer_size, (&self.promised[&key], now)));
     }
 
     async fn step_readers(&mut self) {
@@ -408,60 +520,36 @@ impl World {
     }
 
     /// Reads everything that was promised, then unregisters all and checks that nothing is left.
-    pub(crate) async fn finish(mut self) -> Tally {
-        self.sends.clear();
-        self.faults.iter().for_each(Faults::clear);
-        for key in self.promised.keys().copied().collect::<Vec<_>>() {
+    async fn finish(&mut self) {
+        let now = self.now();
+        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
+        keys.sort_unstable();
+        for key in keys {
             for partition in 0..PARTITIONS {
-                let mut reader = Reader::new(key, partition, 10_000, &self.promised[&key]);
+                let mut reader = Reader::new(key, partition, 10_000, (&self.promised[&key], now));
                 while !reader.is_done() {
-                    reader.step(&mut self).await;
+                    reader.step(self).await;
                 }
             }
         }
-        for app in APPS {
-            let _ = self.service.unregister_app(app);
+        let service = self.service();
+        for app in service.apps().apps() {
+            service.unregister_app(app.id().as_str()).expect("the app is known");
         }
+        drop(service);
         self.readers.clear();
         // Tickets that were never redeemed expire; batches under way end; files are deleted.
         tokio::time::sleep(Duration::from_secs(200)).await;
-        assert_eq!(self.flusher.unfinished(), 0, "batches left");
-        assert_eq!(self.memory.budget().used(), 0, "bytes charged");
-        assert_eq!(self.memory.tickets().pre_allocated_bytes(), 0, "bytes reserved");
-        assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
-        assert_eq!(self.memory.block_count(), 0, "blocks counted");
-        let left: Vec<PathBuf> =
-            self.disks.iter().flat_map(|disk| disk.files()).filter(|path| path.starts_with("apps")).collect();
+        self.process().assert_nothing_left();
+        let files = self.disks.iter().flat_map(|disk| disk.files());
+        let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps")).collect();
         assert!(left.is_empty(), "files left: {left:?}");
-        self.tasks.cancel();
-        self.tasks.drained().await;
-        assert_eq!(self.tasks.running(), 0, "tasks left");
-        self.tally.flushed_bytes = self.counter("memory_spill_total_bytes");
-        self.tally.failed_writes = self.counter("total_failed_written_event_num");
-        self.tally.purged_batches = self.counter("total_spill_events_dropped_with_app_not_found");
-        self.tally.duplicates = self.counter("total_duplicate_blocks");
-        self.tally
-    }
-
-    fn counter(&self, name: &str) -> u64 {
-        let families = self.registry.gather();
-        let family = families.iter().find(|family| family.name() == name).expect("a known metric");
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
-        let value = family.get_metric()[0].get_counter().get_value() as u64;
-        value
-    }
-}
-
-fn limits() -> Limits {
-    Limits {
-        high_watermark: 0.6,
-        low_watermark: 0.2,
-        single_buffer_bytes_max: 200 << 10,
-        huge_partition_bytes: 300 << 10,
-        huge_buffer_bytes_max: 60 << 10,
-        in_flight_batches_max: 3,
-        blocks_high: 9_000,
-        blocks_low: 2_000,
+        let process = self.process();
+        process.tasks.cancel();
+        process.tasks.drained().await;
+        assert_eq!(process.tasks.running(), 0, "tasks left");
+        self.add_figures();
+        self.process = None;
     }
 }
 

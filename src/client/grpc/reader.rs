@@ -13,6 +13,7 @@ use crate::client::block::Block;
 use crate::client::read::{self, IndexRecord, Malformed, Segment};
 use crate::proto;
 use crate::types::{BlockId, PartitionId, ShuffleKey};
+use crate::wire::index::FILLER_BLOCK_ID;
 
 /// Memory answers in a row that bring nothing new, after which reading stops. A cursor that was flushed away starts
 /// again from the head, legally and rarely; this many times in a row it is a loop.
@@ -54,7 +55,8 @@ impl PartitionRead {
     /// Takes blocks of one tier; returns how many are new.
     fn take(&mut self, rpc: &'static str, blocks: Vec<Block>) -> Result<usize, ClientError> {
         let before = self.blocks.len();
-        for block in blocks {
+        // Fillers stand for what is lost and nobody expects; a Java client ignores them with all it does not expect.
+        for block in blocks.into_iter().filter(|block| block.meta.block_id.0 != FILLER_BLOCK_ID) {
             if self.blocks.contains_key(&block.meta.block_id) {
                 self.repeats += 1;
                 continue;

@@ -28,6 +28,7 @@ pub(super) struct Metrics {
     pub(super) read_index_bytes: IntCounter,
     pub(super) index_cache_hits: IntCounter,
     pub(super) index_cache_misses: IntCounter,
+    pub(super) read_crc_mismatches: IntCounter,
     pub(super) index_cache_bytes: IntGauge,
     pub(super) files_opened: IntCounter,
     pub(super) open_files: IntGauge,
@@ -128,6 +129,8 @@ impl Metrics {
             read_index_bytes: it.counter("total_read_index_from_localfile", "index bytes read")?,
             index_cache_hits: it
                 .counter("localfile_index_cache_hits", "extents whose index records were in memory")?,
+            read_crc_mismatches: it
+                .counter("total_read_crc_mismatch", "blocks that a disk returned with other bytes")?,
             index_cache_misses: it
                 .counter("localfile_index_cache_misses", "extents whose index records were read from disk")?,
             index_cache_bytes: it.gauge("localfile_index_cache_bytes", "bytes of cached index records")?,

@@ -16,6 +16,7 @@
 //! | `read`, `records` | index and data streams, cached index records |
 //! | `notes`, `journal` | what else must survive a restart: a log of notes on two disks |
 //! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
+//! | `verify` | checksums of blocks while they are read |
 //! | `purge` | removal and maintenance |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. Nothing is synced: a process that dies
@@ -39,6 +40,7 @@ mod records;
 mod recover;
 mod scan;
 mod shuffle;
+mod verify;
 mod write;
 
 #[cfg(test)]
@@ -52,6 +54,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use croaring::Treemap;
 use dashmap::DashMap;
 use futures::future::join_all;
 use parking_lot::Mutex;
@@ -61,8 +64,9 @@ use tokio::sync::watch;
 pub use self::disk::{DiskInfo, MARKER};
 pub use self::health::DiskCondition;
 pub use self::mounts::MountUsage;
-pub use self::read::{DataRead, FILLER_BLOCK_ID, IndexRead};
+pub use self::read::{DataRead, IndexRead};
 pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::verify::VerifyReads;
 
 use self::disk::LocalDisk;
 use self::files::Files;
@@ -116,6 +120,8 @@ pub struct LocalConfig {
     pub index_cache_bytes: u64,
     /// Whether what an earlier process left is taken over; else it is deleted. Default: true.
     pub recovery: bool,
+    /// Which data reads have their blocks' CRC-32 checked. Default: all.
+    pub verify_reads: VerifyReads,
     /// Time for one copy of a note to reach a disk. Default: 10 s.
     pub note_timeout: Duration,
     /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
@@ -143,6 +149,7 @@ impl Default for LocalConfig {
             descriptor_idle_timeout: Duration::from_secs(60),
             index_cache_bytes: 16 << 20,
             recovery: true,
+            verify_reads: VerifyReads::Always,
             note_timeout: Duration::from_secs(10),
             staging_buffers: 0,
         }
@@ -252,6 +259,8 @@ struct Core {
     staging: Arc<AlignedPool>,
     metrics: Metrics,
     condemned: Mutex<Vec<Condemned>>,
+    /// Data reads so far, for sampling.
+    data_reads: AtomicU64,
 }
 
 /// The store.
@@ -311,6 +320,7 @@ impl LocalStore {
             changes,
             metrics,
             condemned: Mutex::default(),
+            data_reads: AtomicU64::new(0),
             config,
         };
         let store = Arc::new(Self {
@@ -328,15 +338,16 @@ impl LocalStore {
 
     async fn take_over(&self) {
         let (disks, deadline) = (&self.core.disks, self.core.config.name_timeout);
-        let mut absent = peers::absent(disks, deadline).await;
-        for peer in &absent {
+        let mut known = peers::recall(disks, deadline).await;
+        for peer in &known.absent {
             tracing::error!(path = %peer.path, id = %peer.uuid, "a data directory that was in use is missing");
         }
-        let recovered = self.recover(&absent).await;
+        let recovered = self.recover(&known).await;
         if recovered.shuffles.is_empty() {
-            absent.clear();
+            known.absent.clear();
         }
-        peers::remember(disks, &absent, deadline).await;
+        known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
+        peers::remember(disks, &known, deadline).await;
         *self.recovered.lock() = recovered;
     }
 
@@ -402,6 +413,21 @@ impl LocalStore {
     pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
         let shuffle = self.find(key)?;
         Ok(IndexRead::new(Arc::clone(&self.core), shuffle, partition))
+    }
+
+    /// Ids of the blocks of a partition that can be read, by their index records. For rare paths: reads all of them.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known; what the disk says.
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
+        let shuffle = self.find(key)?;
+        let extents = shuffle.with_partition(partition, |found| found.map(|it| it.extents.clone()));
+        let mut present = Treemap::new();
+        for extent in extents.unwrap_or_default().iter().filter(|extent| !extent.is_lost()) {
+            let records = self.core.records_of(&shuffle, extent).await?;
+            records.iter().for_each(|record| present.add(record.block_id.unsigned_abs()));
+        }
+        Ok(present)
     }
 
     /// A range of a partition's data stream.

@@ -1,7 +1,8 @@
 //! Which data directories were used together: so that one that is gone is missed at the next start.
 //!
-//! Every directory has the list in a small file beside the marker. It is a help, not a promise: a list that can not be
-//! read or written costs a log line.
+//! Every directory has the list in a small file beside the marker, with the *era*: how many starts before could not see
+//! everything. What such a start numbers must not be numbered so by another that sees other directories. A list that can
+//! not be written costs a log line.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,38 +24,50 @@ pub(super) struct Peer {
     pub(super) path: String,
 }
 
-fn encode(disks: &[Arc<LocalDisk>], absent: &[Peer]) -> String {
+/// What the directories say together.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    /// Directories that were used together with these and are not among them.
+    pub(super) absent: Vec<Peer>,
+    /// Starts that could not see everything.
+    pub(super) era: u32,
+}
+
+fn encode(disks: &[Arc<LocalDisk>], Peers { absent, era }: &Peers) -> String {
     let present = disks.iter().map(|disk| format!("{} {}\n", disk.uuid, disk.label));
     let absent = absent.iter().map(|peer| format!("{} {}\n", peer.uuid, peer.path));
     let mut lines: Vec<String> = present.chain(absent).collect();
     lines.sort();
-    lines.concat()
+    format!("era {era}\n{}", lines.concat())
 }
 
-fn decode(text: &str) -> Vec<Peer> {
+fn decode(text: &str) -> (u32, Vec<Peer>) {
+    let era = text.lines().next().and_then(|line| line.strip_prefix("era ")?.parse().ok());
     let peer = |line: &str| {
         let (uuid, path) = line.split_once(' ')?;
         Some(Peer { uuid: Uuid::parse_str(uuid).ok()?, path: path.to_owned() })
     };
-    text.lines().take(PEERS_MAX).filter_map(peer).collect()
+    (era.unwrap_or(0), text.lines().take(PEERS_MAX).filter_map(peer).collect())
 }
 
-/// Directories that were used together with one of `disks` and are not among them.
-pub(super) async fn absent(disks: &[Arc<LocalDisk>], deadline: std::time::Duration) -> Vec<Peer> {
+/// Reads the lists of `disks`.
+pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: std::time::Duration) -> Peers {
     let lists = disks.iter().map(|disk| async {
         let content = within(deadline, disk.io.read_small(Path::new(PEERS))).await;
         decode(&String::from_utf8_lossy(&content.unwrap_or_default()))
     });
-    let mut absent: Vec<Peer> = join_all(lists.collect::<Vec<_>>()).await.into_iter().flatten().collect();
+    let lists = join_all(lists.collect::<Vec<_>>()).await;
+    let era = lists.iter().map(|(era, _)| *era).max().unwrap_or(0);
+    let mut absent: Vec<Peer> = lists.into_iter().flat_map(|(_, peers)| peers).collect();
     absent.retain(|peer| disks.iter().all(|disk| disk.uuid != peer.uuid));
     absent.sort_by_key(|peer| peer.uuid);
     absent.dedup_by_key(|peer| peer.uuid);
-    absent
+    Peers { absent, era }
 }
 
 /// Writes the list down on every disk. Absent ones stay on it as long as something is left of their time.
-pub(super) async fn remember(disks: &[Arc<LocalDisk>], absent: &[Peer], deadline: std::time::Duration) {
-    let text = encode(disks, absent);
+pub(super) async fn remember(disks: &[Arc<LocalDisk>], peers: &Peers, deadline: std::time::Duration) {
+    let text = encode(disks, peers);
     let writes = disks.iter().map(|disk| async {
         let path = Path::new(PEERS);
         let before = within(deadline, disk.io.read_small(path)).await.unwrap_or_default();

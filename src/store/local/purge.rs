@@ -134,6 +134,13 @@ impl LocalStore {
         }
     }
 
+    /// Forgets a shuffle whose files stay where they are, for a later process.
+    pub fn leave(&self, key: &ShuffleKey) {
+        if let Some((_, shuffle)) = self.shuffles.remove(key) {
+            self.mark_forgotten(&shuffle);
+        }
+    }
+
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
     pub async fn remove_files(&self, app: &AppId) {
         self.core.remove_condemned().await;
@@ -142,6 +149,14 @@ impl LocalStore {
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
     fn condemn(&self, shuffle: Arc<Shuffle>) {
+        self.mark_forgotten(&shuffle);
+        let disks = shuffle.touched_disks().into_iter().map(|index| Arc::clone(&self.core.disks[index]));
+        let condemned = disks.map(|disk| Condemned { shuffle: Arc::clone(&shuffle), disk });
+        self.core.condemned.lock().extend(condemned);
+    }
+
+    /// Nothing of it is readable or writable from now on.
+    fn mark_forgotten(&self, shuffle: &Shuffle) {
         let extents = shuffle.mark_purged();
         let known = extents.iter().filter(|extent| extent.index_log != NO_LOG).count();
         self.core.metrics.extents.sub(i64::try_from(known).unwrap_or(i64::MAX));
@@ -149,9 +164,6 @@ impl LocalStore {
         for log in shuffle.logs() {
             self.core.files.forget(&log);
         }
-        let disks = shuffle.touched_disks().into_iter().map(|index| Arc::clone(&self.core.disks[index]));
-        let condemned = disks.map(|disk| Condemned { shuffle: Arc::clone(&shuffle), disk });
-        self.core.condemned.lock().extend(condemned);
     }
 
     /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait for each other.

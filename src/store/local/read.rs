@@ -14,6 +14,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use smallvec::SmallVec;
@@ -24,11 +25,12 @@ use super::disk::within;
 use super::index::RecordCheck;
 use super::log::Log;
 use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
+use super::verify::{self, Mismatch, Verifier, VerifyReads};
 use crate::io::buffers::READ_CHUNK_BYTES_MAX;
 use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::PartitionId;
-use crate::wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
+use crate::wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, rebase, records};
 
 /// Largest chunk of an index: whole records.
 const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
@@ -49,10 +51,6 @@ pub struct IndexRead {
     /// Filler records given of the next extent, of which nothing is known.
     fillers: u32,
 }
-
-/// Block id of a record that stands for bytes of which nothing is known. No client writes such a block: its sequence
-/// number, partition and task would all have their largest value.
-pub const FILLER_BLOCK_ID: i64 = i64::MAX;
 
 /// Progress inside one extent's records.
 struct ExtentRecords {
@@ -85,6 +83,9 @@ pub struct DataRead {
     stream: Stream,
     pieces: std::vec::IntoIter<Piece>,
     current: Option<Piece>,
+    partition: PartitionId,
+    verifier: Option<Verifier>,
+    gave_up: bool,
 }
 
 /// A part of a data log.
@@ -212,6 +213,34 @@ impl PartsByLog {
 }
 
 impl Core {
+    /// Whether the next data read is checked.
+    fn verifies_next(&self) -> bool {
+        match self.config.verify_reads {
+            VerifyReads::Always => true,
+            VerifyReads::Sampled => {
+                self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(verify::SAMPLE)
+            }
+            VerifyReads::Off => false,
+        }
+    }
+
+    /// A disk returned other bytes than were written: blames it, and makes a hole of the extent, so that its blocks can
+    /// be sent again and found.
+    fn give_up(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> StoreError {
+        self.metrics.read_crc_mismatches.inc();
+        let Some(extent) = shuffle.give_up(partition, base) else {
+            return shuffle.error(StoreErrorKind::Corrupt);
+        };
+        self.metrics.extents.dec();
+        self.records.forget(std::iter::once(shuffle.records_key(&extent)));
+        let log = shuffle.log_at(extent.data_log);
+        let what = "a block has another checksum than when it was written";
+        log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
+        let path = log.full_path();
+        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes = extent.length, what);
+        StoreError::corrupt(path, what)
+    }
+
     /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
     pub(super) async fn records_of(
         &self,
@@ -404,13 +433,21 @@ impl DataRead {
             let partition = found.filter(|partition| end <= partition.bytes)?;
             Some(translate(&partition.extents, offset, end))
         });
-        let pieces = pieces.ok_or_else(|| {
+        let (extents, pieces) = pieces.ok_or_else(|| {
             let purged = shuffle.is_purged();
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
         core.metrics.read_data_file.inc();
+        let verifier = core.verifies_next().then(|| Verifier::new(extents, offset..end));
         let stream = Stream::new(core, shuffle, u64::from(length));
-        Ok(Self { length: u64::from(length), stream, pieces: pieces.into_iter(), current: None })
+        let (length, pieces) = (u64::from(length), pieces.into_iter());
+        Ok(Self { length, stream, pieces, current: None, partition, verifier, gave_up: false })
+    }
+
+    /// Whether an extent was found damaged and is a hole now.
+    #[must_use]
+    pub fn gave_up(&self) -> bool {
+        self.gave_up
     }
 
     /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -423,6 +460,16 @@ impl DataRead {
             return Ok(None);
         }
         self.stream.failed = true; // See IndexRead::next_chunk.
+        let chunk = self.read_chunk(len, buffers).await?;
+        let len = chunk.len();
+        self.stream.failed = false;
+        self.stream.left -= len as u64;
+        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
+        Ok(Some(chunk))
+    }
+
+    /// Reads and checks a chunk of at most `len` bytes.
+    async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let next = self.current.take().or_else(|| self.pieces.next());
         let piece = next.expect("the length is the sum over the pieces");
         let chunk = if self.goes_direct(&piece) {
@@ -430,11 +477,16 @@ impl DataRead {
         } else {
             self.gather(piece, len, buffers).await?
         };
-        let len = chunk.len();
-        self.stream.failed = false;
-        self.stream.left -= len as u64;
-        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
-        Ok(Some(chunk))
+        let Some(verifier) = &mut self.verifier else { return Ok(chunk) };
+        let Stream { core, shuffle, .. } = &self.stream;
+        match verifier.check(core, shuffle, &chunk).await {
+            Ok(()) => Ok(chunk),
+            Err(Mismatch::Records(error)) => Err(error),
+            Err(Mismatch::Block { base }) => {
+                self.gave_up = true;
+                Err(core.give_up(shuffle, self.partition, base))
+            }
+        }
     }
 
     /// Whether a part is read by itself, around the page cache.
@@ -504,14 +556,16 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
     buffer
 }
 
-/// The parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies inside.
-fn translate(extents: &[Extent], offset: u64, end: u64) -> Vec<Piece> {
+/// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
+/// inside. Holes have parts, of no log.
+fn translate(extents: &[Extent], offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
     let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
     let touched = extents[first..].iter().take_while(|extent| extent.base < end);
+    let known = touched.clone().filter(|extent| !extent.is_lost()).copied().collect();
     let pieces = touched.map(|extent| {
         let from = offset.max(extent.base) - extent.base;
         let to = end.min(extent.base + extent.length) - extent.base;
         Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
     });
-    pieces.collect()
+    (known, pieces.collect())
 }

@@ -23,9 +23,9 @@ use uuid::Uuid;
 use super::disk::LocalDisk;
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
-use super::peers::Peer;
+use super::peers::Peers;
 use super::scan::{FoundDirectory, LogReader, scan_disk};
-use super::shuffle::{Extent, NO_LOG, Partition, Restored, Shuffle};
+use super::shuffle::{Extent, Partition, Restored, Shuffle};
 use super::{Core, LocalStore};
 use crate::io::BLOCK_ALIGN;
 use crate::store::StoreError;
@@ -33,8 +33,9 @@ use crate::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Bytes left free at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
-/// Numbers left free where some may be in use on a disk that is not there.
-const NUMBER_GAP: u64 = 1 << 32;
+/// Numbers are counted from a multiple of this on: from the next one where some may be in use on a disk that is not
+/// there, so that a gap in one such era still says that something is missing.
+const ERA: u64 = 1 << 32;
 /// Shuffles rebuilt at a time.
 const REBUILDS: usize = 8;
 /// Reasons kept per shuffle in words; blocks are always counted.
@@ -85,8 +86,9 @@ pub struct Recovered {
 
 impl LocalStore {
     /// Rebuilds the shuffles that are on the disks.
-    pub(super) async fn recover(&self, absent: &[Peer]) -> Recovered {
+    pub(super) async fn recover(&self, known: &Peers) -> Recovered {
         let started = Instant::now();
+        let absent = known.absent.as_slice();
         let core = &self.core;
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let mut by_key: BTreeMap<ShuffleKey, Vec<FoundDirectory>> = BTreeMap::new();
@@ -94,7 +96,8 @@ impl LocalStore {
         let mut incomplete = !absent.is_empty();
         for (disk, scan) in core.disks.iter().zip(join_all(scans).await) {
             incomplete |= scan.unreadable;
-            disk.set_unreadable(scan.unreadable);
+            // While something is missing, what is not known may belong to it.
+            disk.set_unreadable(scan.unreadable || !absent.is_empty());
             for path in scan.empty_apps {
                 // An app that comes back makes its directory again.
                 let _ = disk.io.remove_dir(&path).await;
@@ -104,9 +107,11 @@ impl LocalStore {
                 by_key.entry(directory.key.clone()).or_default().push(directory);
             }
         }
-        let gap = if incomplete { NUMBER_GAP } else { 0 };
-        self.next_incarnation.store(highest_incarnation + 1 + gap, Ordering::Relaxed);
-        let rebuilds = by_key.into_iter().map(|(key, directories)| self.rebuild(key, directories, absent));
+        self.next_incarnation.store(
+            next_number(Some(highest_incarnation), incomplete.then_some(known.era)),
+            Ordering::Relaxed,
+        );
+        let rebuilds = by_key.into_iter().map(|(key, directories)| self.rebuild(key, directories, known));
         let mut recovered = Recovered::default();
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes)) = rebuilds.next().await {
@@ -123,7 +128,7 @@ impl LocalStore {
         &self,
         key: ShuffleKey,
         directories: Vec<FoundDirectory>,
-        absent: &[Peer],
+        known: &Peers,
     ) -> (RecoveredShuffle, u64) {
         let core = &self.core;
         let incarnation = directories.iter().map(|found| found.incarnation).max().unwrap_or(0);
@@ -135,7 +140,7 @@ impl LocalStore {
             }
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len()));
-        let mut rebuild = Rebuild::new(core, &shuffle, &present, absent);
+        let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
         for found in &present {
             shuffle.found_on(&found.disk, found.next_number(), found.bytes());
             rebuild.read_indexes(found).await;
@@ -160,7 +165,7 @@ struct Source {
 struct Rebuild<'a> {
     core: &'a Core,
     shuffle: &'a Arc<Shuffle>,
-    absent: &'a [Peer],
+    known: &'a Peers,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
@@ -177,10 +182,11 @@ impl<'a> Rebuild<'a> {
         core: &'a Core,
         shuffle: &'a Arc<Shuffle>,
         directories: &[FoundDirectory],
-        absent: &'a [Peer],
+        known: &'a Peers,
     ) -> Self {
         let mut sources = HashMap::new();
-        let mut incomplete = absent.first().map(|peer| format!("data directory {} is missing", peer.path));
+        let mut incomplete =
+            known.absent.first().map(|peer| format!("data directory {} is missing", peer.path));
         for found in directories {
             for file in found.files_of(LogKind::Data) {
                 let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
@@ -193,7 +199,7 @@ impl<'a> Rebuild<'a> {
         Self {
             core,
             shuffle,
-            absent,
+            known,
             sources,
             sequences: HashSet::new(),
             extents: HashMap::new(),
@@ -245,27 +251,30 @@ impl<'a> Rebuild<'a> {
             let end = entry.data_offset + entry.length;
             let data_log = self.data_log(source, end)?;
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
-            let blocks = u32::try_from(entry.records.len()).unwrap_or(u32::MAX);
-            let extent = Extent {
-                base: entry.base,
-                length: entry.length,
-                index_offset: offset + entry.place.offset,
-                data_page: page.unwrap_or(0),
-                blocks,
-                records_crc: entry.place.crc,
-                data_log: data_log.filter(|_| page.is_some()).unwrap_or(NO_LOG),
-                index_log,
+            let extent = match data_log.zip(page) {
+                Some((data_log, data_page)) => {
+                    let set = self.present.entry(entry.partition).or_default();
+                    entry.records.iter().for_each(|record| set.add(record.block_id.unsigned_abs()));
+                    Extent {
+                        base: entry.base,
+                        length: entry.length,
+                        index_offset: offset + entry.place.offset,
+                        data_page,
+                        blocks: u32::try_from(entry.records.len()).unwrap_or(u32::MAX),
+                        records_crc: entry.place.crc,
+                        data_log,
+                        index_log,
+                    }
+                }
+                None => {
+                    let records = entry.records.iter();
+                    let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
+                    let reason = self.reason(source);
+                    self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
+                    // Its records must not be told: a reader would take the hole for a block that was sent again.
+                    Extent::gap(entry.base, entry.length)
+                }
             };
-            let ids = entry.records.iter().map(|record| record.block_id);
-            if extent.is_lost() {
-                let blocks = entry.records.iter();
-                let blocks = blocks.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
-                let reason = self.reason(source);
-                self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
-            } else {
-                let set = self.present.entry(entry.partition).or_default();
-                ids.for_each(|id| set.add(id.unsigned_abs()));
-            }
             self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
         }
         Ok(())
@@ -287,7 +296,7 @@ impl<'a> Rebuild<'a> {
     fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
         let place = self.core.disks.iter().find(|it| it.uuid == disk);
         let text = match (place, self.sources.contains_key(&(disk, number))) {
-            (None, _) => match self.absent.iter().find(|peer| peer.uuid == disk) {
+            (None, _) => match self.known.absent.iter().find(|peer| peer.uuid == disk) {
                 Some(peer) => format!("data directory {} is missing", peer.path),
                 None => format!("the data directory with id {disk} is missing"),
             },
@@ -343,12 +352,14 @@ impl<'a> Rebuild<'a> {
 
     async fn finish(mut self) -> (RecoveredShuffle, u64) {
         let highest = self.sequences.iter().max().copied();
-        let missing = highest.is_some_and(|highest| self.sequences.len() as u64 <= highest);
-        if missing {
+        if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
         }
         let gap = self.incomplete.is_some();
-        let first_base = if gap { TAIL_GAP_BYTES } else { 0 };
+        let era = gap.then_some(self.known.era);
+        let next_sequence = next_number(highest, era);
+        // Streams of which nothing is known may have been begun in any era before.
+        let first_base = era.map_or(0, |era| (u64::from(era) + 1).saturating_mul(TAIL_GAP_BYTES));
         let mut partitions = HashMap::new();
         let mut overlapped = Vec::new();
         let mut bytes = 0;
@@ -359,7 +370,7 @@ impl<'a> Rebuild<'a> {
                 overlapped.push(id);
             }
             if gap {
-                partition.extend_to(partition.bytes + TAIL_GAP_BYTES);
+                partition.extend_to((partition.bytes + TAIL_GAP_BYTES).max(first_base));
             }
             partitions.insert(id, partition);
         }
@@ -368,11 +379,10 @@ impl<'a> Rebuild<'a> {
         }
         let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
         self.core.metrics.extents.add(i64::try_from(extents).unwrap_or(i64::MAX));
-        let next_sequence = highest.map_or(0, |highest| highest + 1) + if gap { NUMBER_GAP } else { 0 };
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         let highest_note = self.notes.last_key_value().map(|(number, _)| *number);
-        let next_note = highest_note.map_or(0, |highest| highest + 1) + if gap { NUMBER_GAP } else { 0 };
-        let notes_missing = highest_note.is_some_and(|highest| self.notes.len() as u64 <= highest);
+        let next_note = next_number(highest_note, era);
+        let notes_missing = has_gap(self.notes.keys().copied());
         self.shuffle.restore(Restored { partitions, first_base, next_note });
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
@@ -396,6 +406,23 @@ impl<'a> Rebuild<'a> {
         }
         self.present.insert(id, present);
     }
+}
+
+/// The number after `highest`. When some may be in use elsewhere, the first of the era after `era`: nobody else has it.
+fn next_number(highest: Option<u64>, era: Option<u32>) -> u64 {
+    let next = highest.map_or(0, |highest| highest + 1);
+    era.map_or(next, |era| next.max((u64::from(era) + 1) * ERA))
+}
+
+/// Whether a number is missing in an era.
+fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
+    let mut eras: HashMap<u64, (u64, u64)> = HashMap::new();
+    for number in numbers {
+        let (count, highest) = eras.entry(number / ERA).or_default();
+        *count += 1;
+        *highest = (*highest).max(number % ERA);
+    }
+    eras.values().any(|(count, highest)| *count <= *highest)
 }
 
 fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
@@ -436,4 +463,37 @@ fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
         partition.push(extent);
     }
     (partition, left_out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(base: u64, length: u64) -> Extent {
+        Extent { data_log: 0, index_log: 0, blocks: 1, ..Extent::gap(base, length) }
+    }
+
+    #[test]
+    fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
+        let (partition, left_out) = line_up(vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
+        assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
+        assert_eq!((partition.bytes, left_out), (350, false));
+
+        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (ERA, extent(150, 20))];
+        let (partition, left_out) = line_up(overlapping);
+        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
+        assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
+        assert!(left_out);
+    }
+
+    #[test]
+    fn numbers_go_on_and_gaps_are_noticed() {
+        assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
+        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [ERA, 3 * ERA]);
+        assert_eq!(next_number(Some(3 * ERA + 9), Some(0)), 3 * ERA + 10);
+        assert!(!has_gap([0, 1, 2, ERA, ERA + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, ERA + 1].into_iter()));
+        assert!(!has_gap(std::iter::empty()));
+    }
 }

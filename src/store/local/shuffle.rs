@@ -38,8 +38,8 @@ pub(super) struct Extent {
     pub(super) index_log: u16,
 }
 
-/// Slot of no log. As the data's: the extent is lost, and a hole in the stream. As the records': they are not known
-/// either, and readers are given filler records.
+/// Slot of no log: the extent is lost, a hole in the stream, and readers are given filler records. Not the records of its
+/// blocks, known or not: one of them may have been sent again and stand further on.
 pub(super) const NO_LOG: u16 = u16::MAX;
 
 /// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
@@ -236,6 +236,18 @@ impl Shuffle {
             self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
+    pub(super) fn give_up(&self, partition: PartitionId, base: u64) -> Option<Extent> {
+        let mut partitions = self.partitions.write();
+        let partition = partitions.get_mut(&partition)?;
+        let at = partition.extents.binary_search_by_key(&base, |extent| extent.base).ok()?;
+        let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
+        let given_up = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
+        partition.blocks += u64::from(extent.blocks);
+        partition.blocks -= u64::from(given_up.blocks);
+        Some(given_up)
     }
 
     /// What it has on the disks.

@@ -21,7 +21,7 @@ use crate::io::buffers::{AlignedBuffer, HeapBuffers};
 use crate::io::fault::{FaultDisk, Faults};
 use crate::io::memory::MemoryDisk;
 use crate::types::{AppId, BlockId, ShuffleId, TaskAttemptId};
-use crate::wire::index::{IndexRecord, records};
+use crate::wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
 
 /// A memory disk with faults.
 pub(super) struct TestDisk {

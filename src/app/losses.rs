@@ -1,0 +1,339 @@
+//! What of a shuffle is lost: blocks that a task was told are safe and that are in no tier any more.
+//!
+//! Which blocks an earlier process left readable is known (*present*); a reported block that is not among them is lost.
+//! Ids are kept exactly, so that reads that do not want a lost block are not disturbed and one that is sent again heals.
+//! What is told about them is bounded: beyond the bound entries are only counted.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use croaring::Treemap;
+use parking_lot::Mutex;
+
+use super::quota::{Quota, Share};
+use crate::types::{BlockId, PartitionId};
+
+/// Entries told of one shuffle.
+const ENTRIES_MAX: usize = 256;
+/// Ranges of ids told of one entry.
+const RANGES_MAX: usize = 16;
+
+/// A loss as it is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loss {
+    /// The partition.
+    pub partition: PartitionId,
+    /// Lost blocks.
+    pub blocks: u64,
+    /// Closed ranges of their ids, the first ones.
+    pub ranges: Vec<(BlockId, BlockId)>,
+    /// Their bytes when they were lost, if known.
+    pub bytes: Option<u64>,
+    /// The disk or the event.
+    pub reason: Arc<str>,
+    /// When it was found out.
+    pub at: SystemTime,
+}
+
+#[derive(Debug)]
+struct Entry {
+    partition: PartitionId,
+    ids: Treemap,
+    bytes: Option<u64>,
+    reason: Arc<str>,
+    at: SystemTime,
+}
+
+/// Losses of one shuffle. Without any, asking costs one load.
+#[derive(Debug)]
+pub struct Losses {
+    state: Mutex<State>,
+    /// Lost ids, so that readers need no lock to find none.
+    lost: AtomicU64,
+    watched: AtomicBool,
+    doubt: OnceLock<String>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Every partition is watched: one without an entry has nothing.
+    whole: bool,
+    present: HashMap<PartitionId, Treemap>,
+    /// Commits while a partition is being counted.
+    counting: HashMap<PartitionId, Treemap>,
+    lost: HashMap<PartitionId, Treemap>,
+    entries: Vec<Entry>,
+    /// What the entries take of the bound for all shuffles.
+    share: Share,
+}
+
+impl Losses {
+    pub(super) fn new(entries: &Quota) -> Self {
+        let state = State {
+            whole: false,
+            present: HashMap::new(),
+            counting: HashMap::new(),
+            lost: HashMap::new(),
+            entries: Vec::new(),
+            share: entries.share(),
+        };
+        Self {
+            state: Mutex::new(state),
+            lost: AtomicU64::new(0),
+            watched: AtomicBool::new(false),
+            doubt: OnceLock::new(),
+        }
+    }
+
+    /// The shuffle was taken over from an earlier process with these blocks readable. From now on blocks are counted.
+    pub fn watch(&self, present: HashMap<PartitionId, Treemap>) {
+        let mut state = self.state.lock();
+        (state.whole, state.present) = (true, present);
+        drop(state);
+        self.watched.store(true, Ordering::Release);
+    }
+
+    /// The caller is about to count the blocks of a partition: what is committed meanwhile is added.
+    pub fn begin_count(&self, partition: PartitionId) {
+        self.state.lock().counting.entry(partition).or_default();
+        self.watched.store(true, Ordering::Release);
+    }
+
+    /// The count came to nothing.
+    pub fn abandon_count(&self, partition: PartitionId) {
+        self.state.lock().counting.remove(&partition);
+    }
+
+    /// These blocks of a partition are readable.
+    pub fn end_count(&self, partition: PartitionId, mut found: Treemap) {
+        let mut state = self.state.lock();
+        if let Some(meanwhile) = state.counting.remove(&partition) {
+            found.or_inplace(&meanwhile);
+        }
+        state.present.insert(partition, found);
+    }
+
+    /// Whether blocks of it are counted.
+    #[must_use]
+    pub fn is_watched(&self) -> bool {
+        self.watched.load(Ordering::Acquire)
+    }
+
+    /// Lost blocks now.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// Whether blocks must be told of when they are committed.
+    #[must_use]
+    pub fn cares(&self) -> bool {
+        self.is_watched() || self.count() > 0
+    }
+
+    /// Reports may be missing, for this reason.
+    pub fn doubt_reports(&self, reason: String) {
+        let _ = self.doubt.set(reason);
+    }
+
+    /// Why reports may be missing, if they may.
+    #[must_use]
+    pub fn reports_in_doubt(&self) -> Option<&str> {
+        self.doubt.get().map(String::as_str)
+    }
+
+    /// Those of `ids` that are nowhere. Nothing is missing of a partition that is not watched.
+    #[must_use]
+    pub fn missing(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
+        if !self.is_watched() {
+            return Treemap::new();
+        }
+        let state = self.state.lock();
+        match state.present.get(&partition) {
+            _ if state.counting.contains_key(&partition) => Treemap::new(),
+            Some(present) => ids.andnot(present),
+            None if state.whole => ids.clone(),
+            None => Treemap::new(),
+        }
+    }
+
+    /// Enters `ids` as lost; returns how many are new.
+    pub fn lose(&self, partition: PartitionId, ids: &Treemap, bytes: Option<u64>, reason: &Arc<str>) -> u64 {
+        let mut state = self.state.lock();
+        let State { present, lost, entries, share, .. } = &mut *state;
+        let known = lost.entry(partition).or_default();
+        let new = ids.andnot(known);
+        let count = new.cardinality();
+        if count == 0 {
+            return 0;
+        }
+        known.or_inplace(&new);
+        if let Some(present) = present.get_mut(&partition) {
+            present.andnot_inplace(&new);
+        }
+        self.lost.fetch_add(count, Ordering::Release);
+        if entries.len() < ENTRIES_MAX && share.grow(1).is_ok() {
+            let (reason, at) = (Arc::clone(reason), SystemTime::now());
+            entries.push(Entry { partition, ids: new, bytes, reason, at });
+        }
+        count
+    }
+
+    /// Blocks are in a tier (again); returns how many were lost until now.
+    pub fn committed(&self, partition: PartitionId, ids: &[u64]) -> u64 {
+        let mut state = self.state.lock();
+        let State { whole, present, counting, lost, entries, share } = &mut *state;
+        let there = match whole {
+            true => Some(present.entry(partition).or_default()),
+            false => present.get_mut(&partition),
+        };
+        for set in there.into_iter().chain(counting.get_mut(&partition)) {
+            ids.iter().for_each(|id| set.add(*id));
+        }
+        let Some(known) = lost.get_mut(&partition) else { return 0 };
+        let healed = ids.iter().filter(|id| known.remove_checked(**id)).count() as u64;
+        if healed == 0 {
+            return 0;
+        }
+        if known.is_empty() {
+            lost.remove(&partition);
+        }
+        for entry in entries.iter_mut().filter(|entry| entry.partition == partition) {
+            ids.iter().for_each(|id| entry.ids.remove(*id));
+        }
+        entries.retain(|entry| !entry.ids.is_empty());
+        share.shrink_to(entries.len() as u64);
+        self.lost.fetch_sub(healed, Ordering::Release);
+        healed
+    }
+
+    /// The lost ids of a partition; none costs no lock.
+    #[must_use]
+    pub fn of(&self, partition: PartitionId) -> Option<Treemap> {
+        if self.count() == 0 {
+            return None;
+        }
+        self.state.lock().lost.get(&partition).cloned()
+    }
+
+    /// What is told, and how many lost blocks that leaves out.
+    #[must_use]
+    pub fn list(&self) -> (Vec<Loss>, u64) {
+        let state = self.state.lock();
+        let told: Vec<Loss> = state.entries.iter().map(Entry::tell).collect();
+        let listed: u64 = told.iter().map(|loss| loss.blocks).sum();
+        (told, self.count().saturating_sub(listed))
+    }
+
+    /// Why a block is lost, in words.
+    #[must_use]
+    pub fn reason_of(&self, partition: PartitionId, id: u64) -> Option<Arc<str>> {
+        let state = self.state.lock();
+        let mut entries = state.entries.iter().filter(|entry| entry.partition == partition);
+        entries.find(|entry| entry.ids.contains(id)).map(|entry| Arc::clone(&entry.reason))
+    }
+}
+
+impl Entry {
+    fn tell(&self) -> Loss {
+        let (blocks, reason) = (self.ids.cardinality(), Arc::clone(&self.reason));
+        let (partition, bytes, at) = (self.partition, self.bytes, self.at);
+        Loss { partition, blocks, ranges: ranges(&self.ids), bytes, reason, at }
+    }
+}
+
+/// The first ranges of consecutive ids.
+#[must_use]
+pub fn ranges(ids: &Treemap) -> Vec<(BlockId, BlockId)> {
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for id in ids.iter() {
+        let full = ranges.len() == RANGES_MAX;
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(id) => *last = id,
+            _ if full => break,
+            _ => ranges.push((id, id)),
+        }
+    }
+    let block = |id: u64| BlockId(id.cast_signed());
+    ranges.into_iter().map(|(first, last)| (block(first), block(last))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const P: PartitionId = PartitionId(3);
+
+    fn set(ids: &[u64]) -> Treemap {
+        Treemap::of(ids)
+    }
+
+    #[test]
+    fn a_block_sent_again_heals_its_entry() {
+        let quota = Quota::new(10);
+        let losses = Losses::new(&quota);
+        let reason: Arc<str> = Arc::from("disk /a is missing");
+        assert_eq!(losses.lose(P, &set(&[1, 2, 3, 9]), Some(400), &reason), 4);
+        assert_eq!(losses.lose(P, &set(&[3, 9]), None, &reason), 0, "known already");
+        let (told, more) = losses.list();
+        assert_eq!((told.len(), more, told[0].blocks), (1, 0, 4));
+        assert_eq!(told[0].ranges, [(BlockId(1), BlockId(3)), (BlockId(9), BlockId(9))]);
+        assert_eq!(losses.committed(P, &[2, 5]), 1);
+        assert_eq!(losses.committed(PartitionId(4), &[1]), 0, "another partition's");
+        assert_eq!(losses.of(P), Some(set(&[1, 3, 9])));
+        assert_eq!(losses.committed(P, &[1, 3, 9]), 3);
+        assert_eq!((losses.count(), losses.list(), quota.used()), (0, (Vec::new(), 0), 0));
+    }
+
+    #[test]
+    fn entries_are_bounded_and_ids_are_not_forgotten() {
+        let quota = Quota::new(2);
+        let losses = Losses::new(&quota);
+        let reason: Arc<str> = Arc::from("x");
+        for id in 0..5 {
+            losses.lose(P, &set(&[id]), None, &reason);
+        }
+        let (told, more) = losses.list();
+        assert_eq!((told.len(), more, losses.count()), (2, 3, 5));
+        drop(losses);
+        assert_eq!(quota.used(), 0);
+    }
+
+    proptest! {
+        /// Lost is what was lost and not committed since; missing is what is neither present nor committed.
+        #[test]
+        fn ids_are_a_set(
+            present in prop::collection::btree_set(0u64..30, 0..20),
+            steps in prop::collection::vec((any::<bool>(), prop::collection::btree_set(0u64..30, 0..8)), 0..12),
+        ) {
+            let losses = Losses::new(&Quota::new(1000));
+            losses.watch(HashMap::from([(P, present.iter().copied().collect())]));
+            let (mut there, mut lost) = (present, BTreeSet::new());
+            for (lose, ids) in steps {
+                let list: Vec<u64> = ids.iter().copied().collect();
+                if lose {
+                    let new = losses.lose(P, &set(&list), None, &Arc::from("y"));
+                    prop_assert_eq!(new, ids.difference(&lost).count() as u64);
+                    there.retain(|id| !ids.contains(id) || lost.contains(id));
+                    lost.extend(ids);
+                } else {
+                    let healed = losses.committed(P, &list);
+                    prop_assert_eq!(healed, ids.intersection(&lost).count() as u64);
+                    lost.retain(|id| !ids.contains(id));
+                    there.extend(ids);
+                }
+                prop_assert_eq!(losses.count(), lost.len() as u64);
+                prop_assert_eq!(losses.of(P).unwrap_or_default(), lost.iter().copied().collect::<Treemap>());
+                let all: Treemap = (0..30).collect();
+                let missing: Treemap = (0..30).filter(|id| !there.contains(id)).collect();
+                prop_assert_eq!(losses.missing(P, &all), missing);
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What clients were told, and so what must be true whatever happened since.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// A block that was acknowledged.
+#[derive(Debug, Clone)]
+pub(crate) struct Block {
+    pub(crate) data: Vec<u8>,
+    /// The life of the worker that acknowledged it last.
+    pub(crate) life: u32,
+}
+
+/// What clients of one registered shuffle were promised.
+#[derive(Debug, Default)]
+pub(crate) struct Promised {
+    /// Acknowledged blocks per partition.
+    pub(crate) acknowledged: HashMap<i32, BTreeMap<i64, Block>>,
+    /// Ids of acknowledged reports per partition.
+    pub(crate) reported: HashMap<i32, BTreeSet<i64>>,
+    /// Ids of reports that were tried: a report that failed may have been written down.
+    pub(crate) tried: HashMap<i32, BTreeSet<i64>>,
+    /// Blocks that stood in an index, or were on the disks at an orderly end: they survive everything but disks.
+    pub(crate) durable: HashMap<i32, BTreeSet<i64>>,
+    /// The longest index seen per partition.
+    pub(crate) index_seen: HashMap<i32, Vec<u8>>,
+    /// Distinguishes registrations of the same shuffle.
+    pub(crate) epoch: u64,
+    pub(crate) local_order: bool,
+}
+
+impl Promised {
+    pub(crate) fn acknowledge(&mut self, partition: i32, id: i64, data: Vec<u8>, life: u32) {
+        let block = Block { data, life };
+        self.acknowledged.entry(partition).or_default().insert(id, block);
+    }
+
+    /// Whether a block is certain to be in a tier now.
+    fn is_safe(&self, partition: i32, id: i64, now: Now) -> bool {
+        let acknowledged = self.acknowledged.get(&partition).and_then(|blocks| blocks.get(&id));
+        let fresh = acknowledged.is_some_and(|block| block.life == now.life);
+        fresh || (!now.disk_is_missing && contains(&self.durable, partition, id))
+    }
+
+    /// What a reader that begins now must find, unless it is told of a loss.
+    pub(crate) fn must(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
+        let blocks = self.acknowledged.get(&partition).into_iter().flatten();
+        let wanted = blocks.filter(|(id, _)| {
+            self.is_safe(partition, **id, now) || contains(&self.reported, partition, **id)
+        });
+        wanted.map(|(id, block)| (*id, block.data.clone())).collect()
+    }
+
+    /// Whether a loss in this partition can be true.
+    pub(crate) fn can_have_lost(&self, partition: i32, now: Now) -> bool {
+        let tried = self.tried.get(&partition).into_iter().flatten();
+        tried.into_iter().any(|id| !self.is_safe(partition, *id, now))
+    }
+
+    /// Whether one of `ids` can be gone.
+    pub(crate) fn can_miss(&self, ids: &[(i32, Vec<i64>)], now: Now) -> bool {
+        let mut all = ids.iter().flat_map(|(partition, ids)| ids.iter().map(|id| (*partition, *id)));
+        all.any(|(partition, id)| !self.is_safe(partition, id, now))
+    }
+
+    /// Everything is on the disks.
+    pub(crate) fn settle(&mut self, life: u32) {
+        for (partition, blocks) in &self.acknowledged {
+            let fresh = blocks.iter().filter(|(_, block)| block.life == life).map(|(id, _)| *id);
+            self.durable.entry(*partition).or_default().extend(fresh);
+        }
+    }
+
+    /// Acknowledged blocks that no report named.
+    pub(crate) fn unreported(&self) -> Vec<(i32, Vec<i64>)> {
+        let mut all: Vec<(i32, Vec<i64>)> = Vec::new();
+        for (partition, blocks) in &self.acknowledged {
+            let ids = blocks.keys().copied().filter(|id| !contains(&self.reported, *partition, *id));
+            all.push((*partition, ids.collect()));
+        }
+        all.retain(|(_, ids)| !ids.is_empty());
+        all.sort();
+        all
+    }
+}
+
+fn contains(sets: &HashMap<i32, BTreeSet<i64>>, partition: i32, id: i64) -> bool {
+    sets.get(&partition).is_some_and(|ids| ids.contains(&id))
+}
+
+/// The moment of a question.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Now {
+    pub(crate) life: u32,
+    pub(crate) disk_is_missing: bool,
+}
