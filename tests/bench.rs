@@ -113,6 +113,10 @@ fn every_other_way_to_write_and_read_works() {
     way(&["write", "--duration", "1s", "--rate", "4MB"]);
     let report = way(&["compare", "--b-transport", "contiguous", "--turns", "1"]);
     assert!(report["comparison"].as_array().is_some_and(|lines| lines.len() >= 4), "{report}");
+    let recording =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/replay/spark-3.5.6-client-0.9.2-tcp-local.rec");
+    let recorded = ["read", "--port", &port, "--shape", recording, "--executors", "3", "--bytes", "4MB"];
+    assert!(sum(&figures(&recorded), "written_bytes") >= 4_000_000);
     for preset in ["scale", "terasort", "tpcds-stress"] {
         let report = figures(&[preset, "--port", &port, "--size", "0.004", "--connections", "2"]);
         assert!(sum(&report, "written_bytes") > 0, "{preset}");
@@ -170,6 +174,10 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
 
 #[test]
 fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent() {
+    fails_with(
+        &bench(&["write", "--shape", concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")]),
+        "no recorded session",
+    );
     fails_with(&bench(&["write", "--connections", "90000"]), "descriptors");
     fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");
     fails_with(&bench(&["write", "--readers", "90000", "--bytes", "1PB"]), "memory");

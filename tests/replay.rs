@@ -9,8 +9,6 @@ mod support;
 
 #[path = "replay/call.rs"]
 mod call;
-#[path = "replay/format.rs"]
-mod format;
 #[path = "replay/meaning.rs"]
 mod meaning;
 #[path = "replay/player.rs"]
@@ -27,10 +25,10 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use format::{Plane, Session};
 use player::{Player, Summary};
 use support::say;
 use tokio::time::{Instant, sleep};
+use uniffle_worker::client::recording::{Plane, Session};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 

@@ -6,14 +6,14 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 
 use uniffle_worker::client::block::Block;
 use uniffle_worker::client::read::{self, IndexRecord};
+use uniffle_worker::client::recording::{Exchange, Plane, Sent};
 use uniffle_worker::proto;
-use uniffle_worker::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::wire::frame::{FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_worker::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_worker::wire::reply::{self, Reply};
 use uniffle_worker::wire::request::{LocalDataRequest, ReadRequest};
 
 use super::call::{varint, with_varint};
-use super::format::{Exchange, Plane};
 
 /// One partition of one shuffle.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -84,9 +84,25 @@ fn method(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or_default()
 }
 
-impl Exchange {
+/// What an exchange means.
+pub(crate) trait Meaning {
     /// What it asks for.
-    pub(crate) fn asks(&self) -> Request {
+    fn asks(&self) -> Request;
+    /// What it was told when it was recorded.
+    fn was_told(&self) -> Answer;
+    /// The request with another ticket; it must be a send.
+    fn with_ticket(&self, ticket: u64) -> Bytes;
+    /// The request with another `lastBlockId`; it must be a read of memory.
+    fn with_cursor(&self, cursor: i64) -> Bytes;
+    /// The request for another range; it must be a read of local data.
+    fn with_range(&self, offset: u64, length: u64) -> Bytes;
+}
+
+impl Meaning for Exchange {
+    fn asks(&self) -> Request {
+        if let Some(sent) = self.sent().expect("well-formed") {
+            return send_request(sent);
+        }
         match &self.plane {
             Plane::Grpc { path, .. } => grpc_request(method(path), &self.request),
             Plane::Tcp => {
@@ -96,8 +112,7 @@ impl Exchange {
         }
     }
 
-    /// What it was told when it was recorded.
-    pub(crate) fn was_told(&self) -> Answer {
+    fn was_told(&self) -> Answer {
         match &self.plane {
             Plane::Grpc { path, status } => {
                 Answer::Grpc { path: path.clone(), status: *status, message: self.answer.clone() }
@@ -112,44 +127,41 @@ impl Exchange {
         }
     }
 
-    /// The request with another ticket; it must be a send.
-    pub(crate) fn with_ticket(&self, ticket: u64) -> Bytes {
+    fn with_ticket(&self, ticket: u64) -> Bytes {
         match self.plane {
             Plane::Grpc { .. } => with_varint(&self.request, 3, ticket),
-            Plane::Tcp => self.overwritten(0, &ticket.to_be_bytes()),
+            Plane::Tcp => overwritten(self, 0, &ticket.to_be_bytes()),
         }
     }
 
-    /// The request with another `lastBlockId`; it must be a read of memory.
-    pub(crate) fn with_cursor(&self, cursor: i64) -> Bytes {
+    fn with_cursor(&self, cursor: i64) -> Bytes {
         match self.plane {
             Plane::Grpc { .. } => with_varint(&self.request, 4, cursor.cast_unsigned()),
-            Plane::Tcp => self.overwritten(4, &cursor.to_be_bytes()),
+            Plane::Tcp => overwritten(self, 4, &cursor.to_be_bytes()),
         }
     }
 
-    /// The request for another range; it must be a read of local data.
-    pub(crate) fn with_range(&self, offset: u64, length: u64) -> Bytes {
+    fn with_range(&self, offset: u64, length: u64) -> Bytes {
         match self.plane {
             Plane::Grpc { .. } => with_varint(&with_varint(&self.request, 6, offset), 7, length),
             Plane::Tcp => {
                 let mut range = BytesMut::new();
                 range.put_u64(offset);
                 range.put_u32(u32::try_from(length).expect("a read"));
-                self.overwritten(12, &range)
+                overwritten(self, 12, &range)
             }
         }
     }
+}
 
-    /// A frame with other bytes, `at` bytes behind request id, application and shuffle (PROTOCOL §7.4).
-    fn overwritten(&self, at: usize, bytes: &[u8]) -> Bytes {
-        let app_at = HEADER_BYTES + 8;
-        let app_bytes = self.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
-        let start = app_at + 4 + app_bytes.expect("a request") as usize + 4 + at;
-        let mut frame = BytesMut::from(&self.request[..]);
-        frame[start..start + bytes.len()].copy_from_slice(bytes);
-        frame.freeze()
-    }
+/// A frame with other bytes, `at` bytes behind request id, application and shuffle (PROTOCOL §7.4).
+fn overwritten(exchange: &Exchange, at: usize, bytes: &[u8]) -> Bytes {
+    let app_at = HEADER_BYTES + 8;
+    let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
+    let start = app_at + 4 + app_bytes.expect("a request") as usize + 4 + at;
+    let mut frame = BytesMut::from(&exchange.request[..]);
+    frame[start..start + bytes.len()].copy_from_slice(bytes);
+    frame.freeze()
 }
 
 fn header(frame: &Bytes) -> FrameHeader {
@@ -157,19 +169,18 @@ fn header(frame: &Bytes) -> FrameHeader {
     FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).expect("well-formed")
 }
 
+fn send_request(sent: Sent) -> Request {
+    let mut blocks = Vec::new();
+    for (partition, part) in sent.partitions {
+        let place = place(&sent.app, sent.shuffle, partition);
+        blocks.extend(part.into_iter().map(|block| (place.clone(), block)));
+    }
+    Request::Send { ticket: sent.ticket.cast_unsigned(), blocks }
+}
+
 fn grpc_request(method: &str, message: &Bytes) -> Request {
     match method {
         "requireBuffer" => Request::Ticket,
-        "sendShuffleData" => {
-            let send: proto::SendShuffleDataRequest = grpc(message);
-            assert!(send.contiguous_shuffle_data.is_empty(), "combined sends have not been recorded before");
-            let mut blocks = Vec::new();
-            for part in send.shuffle_data {
-                let place = place(&send.app_id, send.shuffle_id, part.partition_id);
-                blocks.extend(part.block.into_iter().map(|block| (place.clone(), sent_block(block))));
-            }
-            Request::Send { ticket: send.require_buffer_id.cast_unsigned(), blocks }
-        }
         "getMemoryShuffleData" => {
             let read: proto::GetMemoryShuffleDataRequest = grpc(message);
             let place = place(&read.app_id, read.shuffle_id, read.partition_id);
@@ -201,22 +212,7 @@ fn grpc_request(method: &str, message: &Bytes) -> Request {
     }
 }
 
-fn sent_block(block: proto::ShuffleBlock) -> Block {
-    let number = |value: i32| u32::try_from(value).expect("not negative");
-    let meta = BlockMeta {
-        block_id: BlockId(block.block_id),
-        task_attempt_id: TaskAttemptId(block.task_attempt_id),
-        length: number(block.length),
-        uncompressed_length: number(block.uncompress_length),
-        crc: u32::try_from(block.crc).expect("32 bits"),
-    };
-    Block { meta, data: block.data }
-}
-
 fn tcp_request(kind: FrameType, message: &[u8]) -> Request {
-    if kind == FrameType::Send {
-        return tcp_send(message).expect("well-formed");
-    }
     let read = ReadRequest::decode(kind, message).expect("well-formed");
     let target = read.target();
     let place = place(target.app, target.shuffle, target.partition);
@@ -231,35 +227,6 @@ fn tcp_request(kind: FrameType, message: &[u8]) -> Request {
         }
         ReadRequest::Sorted(_) => Request::Other,
     }
-}
-
-/// `SendShuffleDataRequest` (PROTOCOL §7.4).
-fn tcp_send(message: &[u8]) -> Result<Request, uniffle_worker::wire::DecodeError> {
-    let mut fields = Fields::new(message);
-    let _request_id = fields.i64()?;
-    let (app, shuffle) = (fields.string("appId")?, fields.i32()?);
-    let ticket = fields.i64()?.cast_unsigned();
-    let mut blocks = Vec::new();
-    for _ in 0..fields.i32()? {
-        let place = place(app, shuffle, fields.i32()?);
-        for _ in 0..fields.i32()? {
-            let _partition = fields.i32()?;
-            let block_id = fields.i64()?;
-            let (length, _shuffle) = (fields.i32()?, fields.i32()?);
-            let (crc, task_attempt_id) = (fields.i64()?, fields.i64()?);
-            let data = Bytes::copy_from_slice(fields.bytes("data")?.unwrap_or_default());
-            for _ in 0..fields.i32()? {
-                let _server = (fields.string("id")?, fields.string("host")?, fields.i32()?, fields.i32()?);
-            }
-            let (uncompress_length, _free_memory) = (fields.i32()?, fields.i64()?);
-            let block =
-                proto::ShuffleBlock { block_id, length, uncompress_length, crc, data, task_attempt_id };
-            blocks.push((place.clone(), sent_block(block)));
-        }
-    }
-    let _timestamp = fields.i64()?;
-    fields.finish()?;
-    Ok(Request::Send { ticket, blocks })
 }
 
 impl Answer {

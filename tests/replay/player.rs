@@ -21,9 +21,9 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::types::{BlockId, BlockMeta};
 
 use super::call::call;
-use super::format::{Exchange, Plane, Session};
-use super::meaning::{Answer, Place, Request};
+use super::meaning::{Answer, Meaning as _, Place, Request};
 use super::reads::PartitionReads;
+use uniffle_worker::client::recording::{Exchange, Plane, Session};
 
 /// NO_BUFFER is a matter of time too; clients repeat it.
 const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);

@@ -28,7 +28,7 @@ use uniffle_worker::runtime::Tasks;
 use uniffle_worker::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
 
 use super::call::{self, framed, message_of};
-use super::format::{Exchange, Plane, Session};
+use uniffle_worker::client::recording::{Exchange, Plane, Session};
 
 const ASSIGNMENTS: &str = "/rss.common.CoordinatorServer/getShuffleAssignments";
 

@@ -41,6 +41,11 @@ impl Sizes {
         Self { name: format!("fixed:{length}"), lengths: vec![length] }
     }
 
+    /// Each of `lengths`, which are not none, as often as the others.
+    pub(crate) fn sample(name: &str, lengths: Vec<u32>) -> Self {
+        Self { name: name.to_owned(), lengths }
+    }
+
     /// Bytes of a block in the mean.
     pub(crate) fn mean(&self) -> u64 {
         let sum: u64 = self.lengths.iter().map(|&length| u64::from(length)).sum();

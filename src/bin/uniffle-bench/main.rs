@@ -21,6 +21,7 @@ mod report;
 mod run;
 mod seek_disk;
 mod session;
+mod shape;
 mod stats;
 mod tcp_connection;
 mod write;

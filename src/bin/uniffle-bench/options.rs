@@ -101,6 +101,13 @@ pub(crate) enum Tier {
 /// What is written and read.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
+    /// Write as a recorded client did (tests/replay/*.rec): its blocks, messages, partitions, tasks and connections
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["blocks", "message_size", "message_partitions",
+        "partitions", "skew", "writers", "connections", "tasks"])]
+    pub(crate) shape: Option<PathBuf>,
+    /// As many of the recorded client at once
+    #[arg(long, default_value_t = 1, requires = "shape")]
+    pub(crate) executors: u32,
     /// Connections that writers and readers share
     #[arg(long, default_value_t = 4)]
     pub(crate) connections: u32,
@@ -197,6 +204,7 @@ impl LoadArgs {
             ensure!((1..=max).contains(&value), "--{name} is {value}, must be 1 to {max}");
             Ok(())
         };
+        between("executors", self.executors, 10_000)?;
         between("connections", self.connections, 100_000)?;
         between("writers", self.writers, WRITERS_MAX)?;
         between("readers", self.readers(), WRITERS_MAX)?;

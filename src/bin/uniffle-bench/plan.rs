@@ -32,16 +32,22 @@ pub(crate) struct Message {
     pub(crate) blocks: usize,
 }
 
+/// How much goes into one message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MessageShape {
+    /// Payload, at least; the message ends with the block that reaches it.
+    pub(crate) bytes: u64,
+    pub(crate) partitions: u32,
+}
+
 /// The shape of the work.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) pool: Arc<Pool>,
     pub(crate) seed: u64,
     pub(crate) partitions: u32,
-    /// Payload of a message, at least; it ends with the block that reaches it.
-    pub(crate) message_bytes: u64,
-    /// Partitions in one message.
-    pub(crate) spread: u32,
+    /// Each message is one of these.
+    messages: Arc<[MessageShape]>,
     /// Sums of the partitions' weights, empty when all weigh the same.
     skew: Arc<[f64]>,
 }
@@ -49,19 +55,30 @@ pub(crate) struct Plan {
 impl Plan {
     /// A plan whose partition n weighs 1/(n+1)^`skew` (0 = all the same).
     pub(crate) fn new(pool: Arc<Pool>, seed: u64, partitions: u32, skew: f64) -> Self {
-        let mut sum = 0.0;
-        let weights = (0..if skew > 0.0 { partitions } else { 0 }).map(|n| {
-            sum += (f64::from(n) + 1.0).powf(-skew);
-            sum
-        });
-        let skew = weights.collect();
-        Self { pool, seed, partitions, message_bytes: 14 << 20, spread: partitions.min(8), skew }
+        let skewed = if skew > 0.0 { partitions } else { 0 };
+        let skew = sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
+        let message = MessageShape { bytes: 14 << 20, partitions: partitions.min(8) };
+        Self { pool, seed, partitions, messages: [message].into(), skew }
     }
 
-    /// The same with other messages.
-    pub(crate) fn with_messages(self, message_bytes: u64, spread: u32) -> Self {
-        let spread = if spread == 0 { self.partitions } else { spread.min(self.partitions) };
-        Self { message_bytes: message_bytes.max(1), spread, ..self }
+    /// The same with other messages, all alike; 0 partitions are all.
+    pub(crate) fn with_messages(self, bytes: u64, partitions: u32) -> Self {
+        let partitions = if partitions == 0 { self.partitions } else { partitions };
+        self.with_shapes(&[MessageShape { bytes, partitions }])
+    }
+
+    /// The same with messages that are each one of `shapes`, which are not none.
+    pub(crate) fn with_shapes(self, shapes: &[MessageShape]) -> Self {
+        let possible = |shape: &MessageShape| MessageShape {
+            bytes: shape.bytes.max(1),
+            partitions: shape.partitions.clamp(1, self.partitions),
+        };
+        Self { messages: shapes.iter().map(possible).collect(), ..self }
+    }
+
+    /// The same with partitions that weigh so much each.
+    pub(crate) fn with_weights(self, weights: &[u64]) -> Self {
+        Self { skew: sums(weights.iter().map(|&weight| weight as f64)), ..self }
     }
 
     /// The messages of `task`, without an end.
@@ -71,6 +88,16 @@ impl Plan {
         let id = TaskAttemptId(i64::from(task));
         TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
     }
+}
+
+/// Each with all before it.
+fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
+    let mut sum = 0.0;
+    let add = |weight| {
+        sum += weight;
+        sum
+    };
+    weights.map(add).collect()
 }
 
 /// The state of one task on its way through the plan.
@@ -85,8 +112,9 @@ pub(crate) struct TaskPlan {
 impl TaskPlan {
     /// The next message, of at most `limit_bytes` unless its first block is longer.
     pub(crate) fn message(&mut self, limit_bytes: u64) -> Message {
-        let wanted = self.plan.message_bytes.min(limit_bytes);
-        let mut targets: Vec<u32> = (0..self.plan.spread).map(|_| self.partition()).collect();
+        let shape = self.shape();
+        let wanted = shape.bytes.min(limit_bytes);
+        let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.partition()).collect();
         targets.sort_unstable();
         targets.dedup();
         let mut partitions: Vec<(PartitionId, Vec<Planned>)> =
@@ -105,6 +133,16 @@ impl TaskPlan {
         }
         partitions.retain(|(_, planned)| !planned.is_empty());
         Message { task: self.task, partitions, payload_bytes, blocks }
+    }
+
+    fn shape(&mut self) -> MessageShape {
+        match &*self.plan.messages {
+            [only] => *only,
+            shapes => {
+                let index = self.random.below(shapes.len() as u64);
+                shapes[usize::try_from(index).expect("less than their number")]
+            }
+        }
     }
 
     fn block(&mut self, partition: u32) -> Planned {

@@ -21,6 +21,7 @@ fn scaled_bytes(full: ByteSize, size: f64) -> ByteSize {
 
 fn check(args: &PresetArgs) -> anyhow::Result<f64> {
     anyhow::ensure!(args.size > 0.0 && args.size <= 1.0, "--size must be more than 0.0 and at most 1.0");
+    anyhow::ensure!(args.run.load.shape.is_none(), "a preset has a shape of its own: no --shape");
     Ok(args.size)
 }
 

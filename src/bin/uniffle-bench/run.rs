@@ -20,6 +20,7 @@ use crate::progress::Progress;
 use crate::read::{self, ReadPhase};
 use crate::report::{GB, PhaseReport, RunReport, Sample, ServerUse};
 use crate::session::Session;
+use crate::shape::Shape;
 use crate::stats::{Stats, get};
 use crate::write::{self, Ledger, WriteOptions, WritePhase};
 
@@ -51,7 +52,11 @@ pub(crate) struct Cluster {
 impl Cluster {
     /// Starts the server if asked to, and connects.
     async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
-        let load = args.load.clone();
+        let mut load = args.load.clone();
+        let shape = load.shape.as_deref().map(Shape::load).transpose()?;
+        if let Some(shape) = &shape {
+            shape.put_into(&mut load);
+        }
         load.check(args.server.transport)?;
         let target = args.server.target(&load);
         let server = match &args.server.server_cmd {
@@ -67,8 +72,11 @@ impl Cluster {
         for _ in 0..load.connections {
             sessions.push(Arc::new(Session::connect(target, pool.clone(), &mut tasks).await?));
         }
-        let plan = Plan::new(pool, load.seed, load.partitions, load.skew)
-            .with_messages(load.message_size.as_u64(), load.message_partitions);
+        let plan = Plan::new(pool, load.seed, load.partitions, load.skew);
+        let plan = match &shape {
+            Some(shape) => plan.with_shapes(&shape.messages).with_weights(&shape.partition_bytes),
+            None => plan.with_messages(load.message_size.as_u64(), load.message_partitions),
+        };
         let unique = format!("uniffle-bench_{}_{:08x}", std::process::id(), rand::random::<u32>());
         let app = AppId::parse(&unique)?;
         let report = RunReport { name: name.to_owned(), ..RunReport::default() };
