@@ -15,16 +15,16 @@ use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
-use crate::service::{ChunkStream, MemoryAnswer, MemoryReadRequest, Service};
+use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, Service};
 
 /// Payload fields of the three answers.
 const MEMORY_DATA: u32 = 2;
 const INDEX_DATA: u32 = 1;
 const LOCAL_DATA: u32 = 1;
 
-impl Chunks for ChunkStream {
+impl Chunks for ReadAhead {
     async fn next(&mut self) -> Option<Result<Bytes, String>> {
-        ChunkStream::next(self).await.map_err(|error| error.to_string()).transpose()
+        ReadAhead::next(self).await.map_err(|error| error.to_string()).transpose()
     }
 }
 
@@ -66,9 +66,12 @@ pub(super) async fn local_index<B: RequestBody>(
 ) -> Result<http::Response<Body>, Status> {
     let request: GetLocalShuffleIndexRequest = read_message(&mut body, request_bytes_max).await?;
     match service.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
-        Ok(index) => {
-            from_chunks(Head::local_index("OK", index.data_length), INDEX_DATA, index.length, index.chunks)
-        }
+        Ok(index) => from_chunks(
+            Head::local_index("OK", index.data_length),
+            INDEX_DATA,
+            index.length,
+            ReadAhead::of(index.chunks),
+        ),
         Err(error) => {
             let (status, ret_msg) = refusal(&error);
             Ok(respond_message(&GetLocalShuffleIndexResponse { status, ret_msg, ..Default::default() }))
@@ -85,7 +88,7 @@ pub(super) async fn local_data<B: RequestBody>(
     let request: GetLocalShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
     let (offset, length) = (request.offset, request.length);
     match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {
-        Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, data.chunks),
+        Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, ReadAhead::of(data.chunks)),
         Err(error) => {
             let (status, ret_msg) = refusal(&error);
             Ok(respond_message(&GetLocalShuffleDataResponse { status, ret_msg, ..Default::default() }))

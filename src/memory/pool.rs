@@ -65,6 +65,13 @@ impl ReadPool {
         self.allocate(len, bytes, permit)
     }
 
+    /// A buffer of `len` bytes if there is one now, and half of the pool is still free then.
+    #[must_use]
+    pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
+        let used = self.used_bytes() + segment_bytes(len) as u64;
+        if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
+    }
+
     /// Bytes of buffers in use.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {

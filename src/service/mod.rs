@@ -11,6 +11,7 @@ mod losses;
 mod metrics;
 pub mod partition_limit;
 mod read;
+mod read_ahead;
 mod report;
 mod require;
 mod restore;
@@ -35,6 +36,7 @@ pub use losses::{LossReport, ShuffleLoss};
 pub use metrics::ServiceMetrics;
 pub use partition_limit::PartitionLimits;
 pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
+pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
@@ -177,8 +179,11 @@ impl Service {
 
     /// The app of a request; an id that can not exist is unknown like any other.
     fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
-        let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
-        self.apps.find(&id).ok_or(ServiceError::NotRegistered)
+        let found = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        found.ok_or_else(|| {
+            self.metrics.apps_not_found.inc();
+            ServiceError::NotRegistered
+        })
     }
 
     /// As [`Service::app`], and the app counts as used now.

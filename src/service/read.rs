@@ -8,9 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
+use crate::io::{ReadBuffer, ReadBuffers};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -115,7 +119,16 @@ enum Source {
 }
 
 impl Source {
-    async fn next(&mut self, pool: &ReadPool) -> Result<Option<Bytes>, StoreError> {
+    /// Room that the next chunk needs at most, 0 at the end.
+    fn next_room(&self) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Index(read) => read.next_room(),
+            Self::Data(read) => read.next_room(),
+        }
+    }
+
+    async fn next(&mut self, pool: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
         match self {
             Self::Nothing => Ok(None),
             Self::Index(read) => read.next_chunk(pool).await,
@@ -133,8 +146,13 @@ impl ChunkStream {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
+        let memory = Arc::clone(&self.memory);
+        self.read_from(memory.read_pool()).await
+    }
+
+    async fn read_from(&mut self, pool: &dyn ReadBuffers) -> Result<Option<Bytes>, ServiceError> {
         let began = Instant::now();
-        let chunk = self.source.next(self.memory.read_pool()).await;
+        let chunk = self.source.next(pool).await;
         self.on_disk += began.elapsed();
         self.tell(&chunk).await;
         Ok(chunk?)
@@ -148,6 +166,24 @@ impl ChunkStream {
             service.count_again(&shuffle, partition, &error.to_string()).await;
         }
     }
+
+    /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
+    pub(super) fn next_if_spare(
+        mut self,
+    ) -> Result<BoxFuture<'static, (Self, Result<Option<Bytes>, ServiceError>)>, Self> {
+        let room = self.source.next_room();
+        if self.first.is_some() || room == 0 {
+            return Err(self);
+        }
+        let Some(buffer) = self.memory.read_pool().try_acquire_spare(room) else { return Err(self) };
+        let held = Mutex::new(Some(Box::new(buffer) as Box<dyn ReadBuffer>));
+        let buffers = HeldBuffer { held, memory: Arc::clone(&self.memory) };
+        Ok(async move {
+            let result = self.read_from(&buffers).await;
+            (self, result)
+        }
+        .boxed())
+    }
 }
 
 impl Drop for ChunkStream {
@@ -158,6 +194,21 @@ impl Drop for ChunkStream {
         let account = self.app.account();
         account.enter(Stage::DiskRead, self.length, self.on_disk);
         account.enter(Stage::Answer, self.length, self.began.elapsed().saturating_sub(self.on_disk));
+    }
+}
+
+/// A buffer that is there already; whoever needs another (a chunk that is read again) waits for it as usual.
+struct HeldBuffer {
+    held: Mutex<Option<Box<dyn ReadBuffer>>>,
+    memory: Arc<Memory>,
+}
+
+impl ReadBuffers for HeldBuffer {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        match self.held.lock().take() {
+            Some(buffer) => std::future::ready(buffer).boxed(),
+            None => self.memory.read_pool().acquire(len),
+        }
     }
 }
 
@@ -273,9 +324,11 @@ impl Service {
 
     /// Reads the first chunk while an error can still be answered with a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
+        self.metrics.read_memory_asked.inc();
         let wait = self.config.read_memory_wait;
         let asked = stream.length;
         stream.first = timeout(wait, stream.next()).await.map_err(|_| {
+            self.metrics.read_memory_refused.inc();
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             ServiceError::NoReadMemory { asked, waited_ms }
         })??;

@@ -62,7 +62,7 @@ impl World {
         let (registry, tasks, faults) = (Registry::new(), Tasks::new(), Faults::default());
         let memory_config = MemoryConfig {
             capacity_bytes: CAPACITY,
-            read_capacity_bytes: 1 << 20,
+            read_capacity_bytes: 4 << 20,
             ticket_timeout: Duration::from_secs(30),
             tickets_max: 100,
             blocks_max: 10_000,
@@ -391,5 +391,39 @@ async fn statistics_are_sums_over_an_apps_partitions() {
     assert_eq!(world.metric("topN_of_on_localfile_data_size_for_app"), 20_000);
     assert_eq!(world.metric("bottomN_of_in_memory_avg_block_size_for_app"), 10_000);
     world.service.unregister_app("app-10").unwrap();
+    world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spare() {
+    const BYTES: i32 = 3_000_000;
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    world.fill(3, 3_000_000);
+    world.flusher.flush_all();
+    world.settle().await;
+    let pool = world.memory.read_pool().clone();
+
+    let answer = world.service.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    world.faults.add(Rule::always(Operation::Read, Fault::Hang));
+    let mut ahead = ReadAhead::of(answer.chunks);
+    let first = ahead.next().await.unwrap().unwrap();
+    assert_eq!((first.len(), world.faults.hung(), pool.used_bytes()), (1 << 20, 1, 2 << 20));
+    drop((first, ahead));
+    world.faults.clear();
+    world.faults.release().await;
+    within_time("an answer that nobody wants holds nothing", || pool.used_bytes() == 0).await;
+
+    let answer = world.service.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let others = pool.try_acquire(1 << 20).unwrap();
+    world.faults.add(Rule::always(Operation::Read, Fault::Hang));
+    let mut ahead = ReadAhead::of(answer.chunks);
+    let mut read = ahead.next().await.unwrap().unwrap().len();
+    assert_eq!(world.faults.hung(), 0, "more than half of the memory would be in use");
+    world.faults.clear();
+    drop(others);
+    while let Some(chunk) = ahead.next().await.unwrap() {
+        read += chunk.len();
+    }
+    assert_eq!(read, 3_000_000);
     world.stop().await;
 }

@@ -371,6 +371,12 @@ impl IndexRead {
         Some(count * RECORD_BYTES)
     }
 
+    /// Room that the next chunk needs at most, 0 at the end.
+    #[must_use]
+    pub fn next_room(&self) -> usize {
+        usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX)
+    }
+
     /// Copies the next extent's records when they are in memory and have room; returns how many bytes.
     fn copy_cached(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
         let Stream { core, shuffle, .. } = &self.stream;
@@ -493,6 +499,15 @@ impl DataRead {
     fn goes_direct(&self, piece: &Piece) -> bool {
         let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
         piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
+    }
+
+    /// Room that the next chunk needs at most, 0 at the end.
+    #[must_use]
+    pub fn next_room(&self) -> usize {
+        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
+        // A direct read may begin and end with a part of a block.
+        let ends = if left == 0 { 0 } else { 2 * BLOCK_ALIGN };
+        left.saturating_add(ends).min(READ_CHUNK_BYTES_MAX)
     }
 
     /// The first bytes of `piece`, read as the whole blocks in which they lie: straight from the device to the buffer.

@@ -1,0 +1,78 @@
+//! Reads the next chunk of a local answer while the last one is on its way to the client.
+//!
+//! For a door that asks for a chunk only when its transport takes one. At most one chunk ahead, and only with read memory
+//! that nobody else could want: half of the pool stays free, and nothing is waited for.
+//!
+//! # Reference numbers
+//!
+//! 2026-11-21, 2 vCPU of an AMD EPYC, very busy; gRPC, 75 MB per partition from disk in answers of 14 MiB, one reader, 16 pairs
+//! of runs in turns, medians: 0.66 GB/s with it and 0.48 without, an answer's best p50 8.8 against 10.6 ms, CPU 0.38
+//! against 0.40 s/GB. Four readers: 1.01 against 0.94 GB/s. Answers of 7.5 MB: no difference.
+
+use std::fmt;
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{FutureExt as _, poll};
+
+use super::ServiceError;
+use super::read::ChunkStream;
+
+/// See the module.
+pub struct ReadAhead(State);
+
+enum State {
+    Idle(ChunkStream),
+    Reading(BoxFuture<'static, (ChunkStream, Result<Option<Bytes>, ServiceError>)>),
+    Ended,
+}
+
+impl ReadAhead {
+    /// Reads `chunks` ahead.
+    #[must_use]
+    pub fn of(chunks: ChunkStream) -> Self {
+        Self(State::Idle(chunks))
+    }
+
+    /// The next bytes; `None` after the last. The chunk behind them is begun.
+    ///
+    /// # Errors
+    /// See [`ChunkStream::next`]; nothing comes after one.
+    pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
+        let (chunks, result) = match std::mem::replace(&mut self.0, State::Ended) {
+            State::Idle(mut chunks) => {
+                let result = chunks.next().await;
+                (chunks, result)
+            }
+            State::Reading(reading) => reading.await,
+            State::Ended => return Ok(None),
+        };
+        if let Ok(Some(_)) = &result {
+            self.0 = begin(chunks).await;
+        }
+        result
+    }
+}
+
+/// Polled once, so that the disk works while nobody polls.
+async fn begin(chunks: ChunkStream) -> State {
+    let mut reading = match chunks.next_if_spare() {
+        Ok(reading) => reading,
+        Err(chunks) => return State::Idle(chunks),
+    };
+    match poll!(&mut reading) {
+        std::task::Poll::Pending => State::Reading(reading),
+        std::task::Poll::Ready(read) => State::Reading(std::future::ready(read).boxed()),
+    }
+}
+
+impl fmt::Debug for ReadAhead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = match &self.0 {
+            State::Idle(_) => "idle",
+            State::Reading(_) => "reading",
+            State::Ended => "ended",
+        };
+        f.debug_tuple("ReadAhead").field(&state).finish()
+    }
+}
