@@ -107,7 +107,7 @@ impl Flusher {
             self.metrics.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(&sealed);
         }
-        self.metrics.spilled_bytes.inc_by(bytes);
+        self.metrics.count_batch(bytes);
         match tier {
             Tier::Local => self.metrics.spilled_batches.inc(),
             Tier::Hdfs => {

@@ -11,6 +11,8 @@ use prometheus::{
 };
 use tokio::time::Instant;
 
+use crate::metrics;
+
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
 
@@ -41,6 +43,16 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServerInternal/cancelDecommission", "cancel_decommission"),
 ];
 
+/// Stems of the methods whose time Java tells in milliseconds.
+const TIMED: [&str; 6] = [
+    "send_shuffle_data",
+    "get_local_shuffle_data",
+    "get_memory_shuffle_data",
+    "get_sorted_shuffle_data",
+    "get_shuffle_result_for_multi_part",
+    "report_shuffle_result",
+];
+
 /// Counters of one method.
 #[derive(Debug)]
 struct MethodMetrics {
@@ -48,6 +60,8 @@ struct MethodMetrics {
     total: IntCounter,
     requests: IntCounter,
     duration: Histogram,
+    /// Only of those in [`TIMED`].
+    process_latency: Option<Histogram>,
 }
 
 /// Counters of the door.
@@ -66,6 +80,12 @@ pub(super) struct GrpcMetrics {
 fn registered<C: Collector + Clone + 'static>(registry: &Registry, metric: C) -> prometheus::Result<C> {
     registry.register(Box::new(metric.clone()))?;
     Ok(metric)
+}
+
+fn process_latency(registry: &Registry, stem: &str) -> prometheus::Result<Histogram> {
+    let help = format!("milliseconds from a {stem} call's head to its answer's head");
+    let buckets = prometheus::exponential_buckets(0.5, 2.5, 14)?;
+    metrics::histogram(registry, &format!("grpc_{stem}_process_latency"), &help, &buckets)
 }
 
 impl GrpcMetrics {
@@ -87,16 +107,22 @@ impl GrpcMetrics {
                 total: registered(registry, total)?,
                 requests: requests.with_label_values(&[path]),
                 duration: duration.with_label_values(&[path]),
+                process_latency: match TIMED.contains(&stem) {
+                    true => Some(process_latency(registry, stem)?),
+                    false => None,
+                },
             };
             methods.insert(path, method);
         }
         let gauge = |name, help| registered(registry, IntGauge::new(name, help)?);
         let counter = |name, help| registered(registry, IntCounter::new(name, help)?);
+        let open: IntGauge = gauge("grpc_open", "calls in progress")?;
+        metrics::also(registry, &open, "grpc_request_number")?;
         Ok(Self {
             methods,
             other_requests: requests.with_label_values(&[OTHER]),
             other_duration: duration.with_label_values(&[OTHER]),
-            open: gauge("grpc_open", "calls in progress")?,
+            open,
             total: counter("grpc_total", "calls received")?,
             connections: gauge("grpc_server_connection_number", "open connections")?,
             refused_connections: counter("grpc_refused_connection_total", "connections over the limit")?,
@@ -113,8 +139,9 @@ impl GrpcMetrics {
             method.total.inc();
         }
         self.total.inc();
+        let process_latency = method.and_then(|method| method.process_latency.clone());
         let in_progress = [Some(Up::new(&self.open)), method.map(|method| Up::new(&method.in_progress))];
-        CallTimer { _in_progress: in_progress, started: Instant::now(), duration }
+        CallTimer { _in_progress: in_progress, started: Instant::now(), duration, process_latency }
     }
 
     /// Counts a connection until the returned value is dropped.
@@ -156,11 +183,16 @@ pub(super) struct CallTimer {
     _in_progress: [Option<Up>; 2],
     started: Instant,
     duration: Histogram,
+    process_latency: Option<Histogram>,
 }
 
 impl Drop for CallTimer {
     fn drop(&mut self) {
-        self.duration.observe(self.started.elapsed().as_secs_f64());
+        let seconds = self.started.elapsed().as_secs_f64();
+        self.duration.observe(seconds);
+        if let Some(milliseconds) = &self.process_latency {
+            milliseconds.observe(seconds * 1e3);
+        }
     }
 }
 

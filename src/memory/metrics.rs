@@ -6,6 +6,7 @@ use prometheus::core::Collector;
 use prometheus::{IntCounter, IntGauge, Registry};
 
 use super::buffer::Committed;
+use crate::metrics;
 
 #[derive(Debug)]
 pub(super) struct MemoryMetrics {
@@ -21,6 +22,8 @@ pub(super) struct MemoryMetrics {
     pub(super) in_flight_blocks: IntGauge,
     pub(super) read_used_buffer_size: IntGauge,
     pub(super) tickets: IntGauge,
+    pub(super) shuffles: IntGauge,
+    pub(super) buffers: IntGauge,
     /// Bytes of the region that were ever in use: the bound of what it keeps resident. Ours.
     pub(super) region_touched: IntGauge,
     pub(super) evicted_tickets: IntCounter,
@@ -33,7 +36,7 @@ impl MemoryMetrics {
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let gauge = |name: &str, help: &str| register(registry, IntGauge::new(name, help));
         let counter = |name: &str, help: &str| register(registry, IntCounter::new(name, help));
-        Ok(Self {
+        let metrics = Self {
             used_buffer_size: gauge("used_buffer_size", "bytes reserved by tickets or held by blocks")?,
             memory_used: gauge("memory_used", "bytes held by blocks")?,
             allocated_buffer_size: gauge(
@@ -47,6 +50,8 @@ impl MemoryMetrics {
             in_flight_blocks: gauge("total_in_flush_block_count", "blocks of batches being flushed")?,
             read_used_buffer_size: gauge("read_used_buffer_size", "bytes of read buffers in use")?,
             tickets: gauge("memory_allocated_tickets_num", "tickets neither redeemed nor expired")?,
+            shuffles: gauge("shuffle_count_in_buffer_pool", "shuffles registered")?,
+            buffers: gauge("buffer_count_in_buffer_pool", "partitions that were written to")?,
             region_touched: gauge(
                 "memory_region_touched_bytes",
                 "bytes of the region that were ever in use",
@@ -55,7 +60,17 @@ impl MemoryMetrics {
             expired_tickets: counter("total_expired_preAllocated_buffer_num", "tickets that expired")?,
             duplicate_blocks: counter("total_duplicate_blocks", "resent blocks dropped")?,
             duplicate_bytes: counter("total_duplicate_bytes", "bytes of resent blocks dropped")?,
-        })
+        };
+        for (gauge, name) in [
+            (&metrics.block_count, "cached_block_count"),
+            (&metrics.block_count, "block_count_in_buffer_pool"),
+            (&metrics.in_flight_blocks, "in_flush_block_count_in_buffer_pool"),
+            (&metrics.in_flush_buffer_size, "memory_spill_in_flight_bytes"),
+            (&metrics.tickets, "require_buffer_count"),
+        ] {
+            metrics::also(registry, gauge, name)?;
+        }
+        Ok(metrics)
     }
 
     pub(super) fn count_duplicates(&self, done: &Committed) {

@@ -251,6 +251,9 @@ impl Memory {
         metrics.in_flight_blocks.set(signed(self.in_flight_blocks()));
         metrics.read_used_buffer_size.set(signed(self.read_pool.used_bytes()));
         metrics.tickets.set(signed(self.tickets.count() as u64));
+        metrics.shuffles.set(signed(self.shuffles.len() as u64));
+        let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
+        metrics.buffers.set(signed(buffers as u64));
         metrics.region_touched.set(signed(self.shared.region.touched_bytes()));
     }
 }

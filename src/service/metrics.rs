@@ -38,6 +38,9 @@ pub struct ServiceMetrics {
     pub(super) partitions_registered: IntCounter,
     pub(super) unregisters: IntCounter,
     pub(super) apps_expired: IntCounter,
+    pub(super) apps_not_found: IntCounter,
+    pub(super) read_memory_asked: IntCounter,
+    pub(super) read_memory_refused: IntCounter,
     apps: IntGauge,
     partitions: IntGauge,
     block_ids: IntGauge,
@@ -49,10 +52,11 @@ pub struct ServiceMetrics {
 }
 
 impl ServiceMetrics {
+    #[expect(clippy::too_many_lines, reason = "a list of names")]
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let counter = |name: &str, help: &str| metrics::counter(registry, name, help);
         let gauge = |name: &str, help: &str| metrics::gauge(registry, name, help);
-        Ok(Self {
+        let metrics = Self {
             received_bytes: counter("total_received_data", "Payload bytes of blocks that were acknowledged")?,
             received_blocks: counter("total_received_blocks", "Blocks that were acknowledged and stored")?,
             rejected_sends: counter("total_rejected_sends", "Sends refused after their header was read")?,
@@ -117,6 +121,18 @@ impl ServiceMetrics {
                 "Unregister calls of shuffles and applications that were known",
             )?,
             apps_expired: counter("total_expired_app_num", "Applications purged for want of a heartbeat")?,
+            apps_not_found: counter(
+                "total_app_not_found_num",
+                "Requests of applications that are not known",
+            )?,
+            read_memory_asked: counter(
+                "total_require_read_memory_num",
+                "Local reads that asked for read memory",
+            )?,
+            read_memory_refused: counter(
+                "total_require_read_memory_failed_num",
+                "Local reads that got no read memory in time",
+            )?,
             apps: gauge("app_num_with_node", "Applications known now")?,
             partitions: gauge("partition_num_with_node", "Partitions registered now")?,
             block_ids: gauge("reported_block_count", "Reported block ids held")?,
@@ -128,7 +144,33 @@ impl ServiceMetrics {
                 "Applications with a huge partition now",
             )?,
             top: TopApps::new(registry)?,
-        })
+        };
+        metrics.name_as_riffle_does(registry)?;
+        Ok(metrics)
+    }
+
+    fn name_as_riffle_does(&self, registry: &Registry) -> prometheus::Result<()> {
+        let gauges = [
+            (&self.apps, "app_number"),
+            (&self.partitions, "partition_number"),
+            (&self.huge_partitions, "huge_partition_number"),
+            (&self.block_ids, "block_id_number"),
+        ];
+        let counters = [
+            (&self.apps_registered, "total_app_number"),
+            (&self.partitions_registered, "total_partition_number"),
+            (&self.huge_partitions_marked, "total_huge_partition_number"),
+            (&self.require_buffer_refused_huge, "total_huge_partition_require_buffer_failed"),
+            (&self.read_memory_bytes, "total_read_data_from_memory"),
+            (&self.received_bytes, "total_memory_used"),
+        ];
+        for (gauge, name) in gauges {
+            metrics::also(registry, gauge, name)?;
+        }
+        for (counter, name) in counters {
+            metrics::also(registry, counter, name)?;
+        }
+        Ok(())
     }
 
     pub(super) fn count_regular_refusal(&self) {

@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::io::{ReadBuffer, ReadBuffers};
-use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::memory::{Memory, MemoryRead};
 use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 use crate::wire::bitmap;
@@ -207,7 +207,7 @@ impl ReadBuffers for HeldBuffer {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
         match self.held.lock().take() {
             Some(buffer) => std::future::ready(buffer).boxed(),
-            None => self.memory.read_pool().acquire(len),
+            None => ReadBuffers::acquire(self.memory.read_pool(), len),
         }
     }
 }
