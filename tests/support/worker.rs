@@ -331,12 +331,7 @@ impl Worker {
 
     /// The largest resident size that the process ever had, from the kernel.
     pub(crate) fn peak_resident_bytes(&self) -> u64 {
-        let path = format!("/proc/{}/status", self.child.id());
-        let status = std::fs::read_to_string(path).expect("the process lives");
-        let line =
-            status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM is always there");
-        let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of kB");
-        kib << 10
+        peak_resident_bytes(self.child.id())
     }
 
     /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
@@ -440,6 +435,14 @@ impl Drop for Worker {
             );
         }
     }
+}
+
+/// The largest resident size that a process ever had, from the kernel.
+pub(crate) fn peak_resident_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process lives");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM is always there");
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of kB");
+    kib << 10
 }
 
 fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> String {
