@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use uniffle_worker::client::grpc::{ClientError, ShuffleClient};
+use uniffle_worker::client::send::{SendForm, request};
 use uniffle_worker::proto::{
     AppHeartBeatRequest, GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest,
     GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReportShuffleResultRequest, RequireBufferRequest,
@@ -242,6 +243,47 @@ async fn negative_ids_and_sizes_of_reads_do_no_harm() {
         let request = GetMemoryShuffleDataRequest { shuffle_id, ..request.clone() };
         let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::InvalidRequest);
+    }
+    drop(raw);
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clocks_of_clients_may_say_anything() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    world.client.register(&key, &[(0, 9)]).await.unwrap();
+    let mut raw = world.client.raw();
+    for (partition, timestamp) in (0..).zip([i64::MAX, i64::MIN, -1, 1 << 50]) {
+        let all = blocks(partition, 1, 0..3);
+        let ticket = world.ticket(&key, 1 << 20).await;
+        let mut send = request(&key, ticket, SendForm::Classic, &batch(partition, &all));
+        send.timestamp = timestamp;
+        let answer = raw.send_shuffle_data(send).await.unwrap().into_inner();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        let read = GetMemoryShuffleDataRequest {
+            app_id: "app-1".to_owned(),
+            shuffle_id: 1,
+            partition_id: partition,
+            last_block_id: -1,
+            read_buffer_size: 1 << 20,
+            timestamp,
+            ..Default::default()
+        };
+        let answer = raw.get_memory_shuffle_data(read).await.unwrap().into_inner();
+        assert_eq!(answer.shuffle_data_block_segments.len(), 3);
+        world.flush().await;
+        let read = GetLocalShuffleDataRequest {
+            app_id: "app-1".to_owned(),
+            shuffle_id: 1,
+            partition_id: partition,
+            partition_num_per_range: 1,
+            partition_num: 10,
+            length: i32::try_from(payload(&all)).unwrap(),
+            timestamp,
+            ..Default::default()
+        };
+        let answer = raw.get_local_shuffle_data(read).await.unwrap().into_inner();
+        assert_eq!((answer.status(), answer.data.len() as u64), (StatusCode::Success, payload(&all)));
     }
     drop(raw);
     world.finish().await;

@@ -57,6 +57,18 @@ async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_agai
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_panic_somewhere_leaves_the_worker_active() {
+    let (world, key) = (World::start().await, key("app-1", 1));
+    let panicked = std::thread::spawn(|| panic!("a test wants this thread to panic")).join();
+    assert!(panicked.is_err());
+    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    world.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top =

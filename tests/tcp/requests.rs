@@ -204,7 +204,7 @@ async fn connections_over_the_limit_are_closed() {
     let (mut first, mut second) = (world.raw().await, world.raw().await);
     let mut third = world.raw().await;
     third.expect_close().await;
-    assert_eq!(world.metric("urpc_connection_number"), 2.0);
+    world.until("both are counted", |world| world.metric("urpc_connection_number") == 2.0).await;
     drop(first);
     world.until("a place is free", |world| world.metric("netty_active_connection") < 2.0).await;
     first = world.raw().await;

@@ -68,6 +68,7 @@ impl World {
     }
 
     pub(crate) async fn with(config: TcpConfig) -> Self {
+        let config = TcpConfig { own_threads: super::OWN_THREADS, ..config };
         let registry = Registry::new();
         let memory_config = MemoryConfig {
             capacity_bytes: 64 * MIB,
@@ -180,7 +181,8 @@ impl World {
             shuffle: SHUFFLE,
             ticket: ticket.0,
             partitions: vec![(PARTITION.0, blocks.collect())],
-            timestamp_ms: 0,
+            // A client's clock may be anywhere.
+            timestamp_ms: i64::MAX,
         }
     }
 
