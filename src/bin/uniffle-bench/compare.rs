@@ -100,10 +100,10 @@ fn compare_with_floor(a: &[RunReport], floors: &[Vec<FloorLine>]) -> Vec<Compari
             continue;
         };
         let (b, what) = match bare(disk).filter(|_| share > 0.0) {
-            Some(disk_cpu) => (memory + share * disk_cpu, format!(" + {:.0} % {disk}", share * 100.0)),
-            None => (memory, String::new()),
+            Some(disk_cpu) => (memory + share * disk_cpu, format!("floor, {:.0} % by disk", share * 100.0)),
+            None => (memory, socket.to_owned()),
         };
-        let what = format!("{phase}: server CPU-s/GB : {socket}{what}");
+        let what = format!("{phase}: server CPU-s/GB : {what}");
         lines.push(Comparison { what, a, b, ratio: a / b, more_is_better: false });
     }
     lines
