@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use axum::Router;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
 

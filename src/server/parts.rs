@@ -17,9 +17,9 @@ use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 #[cfg(feature = "hdfs")]
 use crate::store::HdfsConfig;
-use crate::store::{self, LocalConfig};
 #[cfg(feature = "hdfs")]
 use crate::store::hdfs::AllowList;
+use crate::store::{self, LocalConfig};
 use crate::tcp::TcpConfig;
 use crate::telemetry::traces::Traces;
 
