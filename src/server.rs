@@ -34,7 +34,7 @@ use crate::grpc::GrpcServer;
 use crate::http::admin::AdminServer;
 use crate::http::api::{self, ApiHooks};
 use crate::http::push::Pusher;
-use crate::http::{self, HttpServer, Refresh};
+use crate::http::{self, HttpServer, Pages, Refresh};
 use crate::memory::Memory;
 use crate::metrics;
 use crate::profile::allocator::AllocatorMetrics;
@@ -221,17 +221,15 @@ impl Worker {
             let registry = self.registry.clone();
             Pusher::start(push, &instance, registry, Arc::clone(&refresh), &self.background)?;
         }
-        HttpServer::start(
-            parts::http(config),
-            accepting(sockets.http)?,
-            self.registry.clone(),
+        let pages = Pages {
+            registry: self.registry.clone(),
             refresh,
-            self.readiness(),
-            self.api(config),
-            self.losses(),
-            // Not with the other doors: the last flush is to be seen too.
-            &self.background,
-        )?;
+            ready: self.readiness(),
+            losses: self.losses(),
+            mounted: self.api(config),
+        };
+        // Not with the other doors: the last flush is to be seen too.
+        HttpServer::start(parts::http(config), accepting(sockets.http)?, pages, &self.background)?;
         if let Some(listener) = sockets.admin {
             let listener = accepting(listener)?;
             let hooks = admin::hooks(Arc::clone(&self.service), &self.live);

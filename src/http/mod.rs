@@ -54,6 +54,26 @@ struct Hooks {
     losses: Losses,
 }
 
+/// What the door shows.
+pub struct Pages {
+    /// Metrics; the door adds its own.
+    pub registry: Registry,
+    /// Brings gauges up to date.
+    pub refresh: Refresh,
+    /// Answers `/health/ready`.
+    pub ready: Ready,
+    /// Answers `/losses`.
+    pub losses: Losses,
+    /// Paths of other parts, such as [`api::router`]; like all here they must not change anything.
+    pub mounted: Router,
+}
+
+impl std::fmt::Debug for Pages {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pages").finish_non_exhaustive()
+    }
+}
+
 /// The HTTP door.
 #[derive(Debug)]
 pub struct HttpServer;
@@ -61,22 +81,17 @@ pub struct HttpServer;
 impl HttpServer {
     /// Serves on `listener` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
     ///
-    /// `mounted` are paths of other parts, such as [`api::router`]; like all here they must not change anything.
-    ///
-    /// Also puts into `registry` what no other part owns: the door's connections and the process's panics.
+    /// Also puts into the registry what no other part owns: the door's connections and the process's panics.
     ///
     /// # Errors
-    /// When `registry` has these metrics already.
+    /// When the registry has these metrics already.
     pub fn start(
         config: HttpConfig,
         listener: TcpListener,
-        registry: Registry,
-        refresh: Refresh,
-        ready: Ready,
-        mounted: Router,
-        losses: Losses,
+        pages: Pages,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
+        let Pages { registry, refresh, ready, losses, mounted } = pages;
         telemetry::register_panic_count(&registry)?;
         let connections = metrics::gauge(
             &registry,

@@ -32,8 +32,8 @@ async fn door() -> Door {
     let tasks = Tasks::new();
     let refresh = Arc::new(move || gauge.inc());
     let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
-    HttpServer::start(CONFIG, listener, registry.clone(), refresh, ready, Router::new(), losses, &tasks)
-        .unwrap();
+    let pages = Pages { registry: registry.clone(), refresh, ready, losses, mounted: Router::new() };
+    HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     Door { address, tasks, is_ready, registry }
 }
 

@@ -103,6 +103,9 @@ pub struct ChunkStream {
     witness: Option<Witness>,
 }
 
+/// A stream's next bytes, and the stream again.
+pub(super) type NextChunk = BoxFuture<'static, (Box<ChunkStream>, Result<Option<Bytes>, ServiceError>)>;
+
 /// A data read's place.
 #[derive(Debug)]
 struct Witness {
@@ -168,9 +171,7 @@ impl ChunkStream {
     }
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
-    pub(super) fn next_if_spare(
-        mut self,
-    ) -> Result<BoxFuture<'static, (Self, Result<Option<Bytes>, ServiceError>)>, Self> {
+    pub(super) fn next_if_spare(mut self: Box<Self>) -> Result<NextChunk, Box<Self>> {
         let room = self.source.next_room();
         if self.first.is_some() || room == 0 {
             return Err(self);

@@ -12,18 +12,17 @@
 use std::fmt;
 
 use bytes::Bytes;
-use futures::future::BoxFuture;
 use futures::{FutureExt as _, poll};
 
 use super::ServiceError;
-use super::read::ChunkStream;
+use super::read::{ChunkStream, NextChunk};
 
 /// See the module.
 pub struct ReadAhead(State);
 
 enum State {
-    Idle(ChunkStream),
-    Reading(BoxFuture<'static, (ChunkStream, Result<Option<Bytes>, ServiceError>)>),
+    Idle(Box<ChunkStream>),
+    Reading(NextChunk),
     Ended,
 }
 
@@ -31,7 +30,7 @@ impl ReadAhead {
     /// Reads `chunks` ahead.
     #[must_use]
     pub fn of(chunks: ChunkStream) -> Self {
-        Self(State::Idle(chunks))
+        Self(State::Idle(Box::new(chunks)))
     }
 
     /// The next bytes; `None` after the last. The chunk behind them is begun.
@@ -55,7 +54,7 @@ impl ReadAhead {
 }
 
 /// Polled once, so that the disk works while nobody polls.
-async fn begin(chunks: ChunkStream) -> State {
+async fn begin(chunks: Box<ChunkStream>) -> State {
     let mut reading = match chunks.next_if_spare() {
         Ok(reading) => reading,
         Err(chunks) => return State::Idle(chunks),

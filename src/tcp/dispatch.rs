@@ -159,7 +159,7 @@ impl LocalRead {
                 return Err(DecodeError::UnknownType(self.kind.id()).into());
             }
         };
-        let body = if length == 0 { Body::Empty } else { Body::Stream { length, chunks } };
+        let body = if length == 0 { Body::Empty } else { Body::Stream { length, chunks: Box::new(chunks) } };
         success(self.request_id, fields, body, length)
     }
 }

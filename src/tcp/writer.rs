@@ -35,7 +35,7 @@ pub(super) enum Body {
     /// Bytes in memory; the reader has them when the second part is dropped.
     Pieces(Vec<Bytes>, Answering),
     /// `length` bytes that are read from disk on the way.
-    Stream { length: u64, chunks: ChunkStream },
+    Stream { length: u64, chunks: Box<ChunkStream> },
 }
 
 /// What a reply gives back when it was written, or given up.
@@ -166,7 +166,7 @@ impl Writer {
     }
 
     /// Adds a reply to what is to be written; a stream is handed back, for nothing may come behind it yet.
-    fn collect(&mut self, reply: Outgoing, batch: &mut Vec<Ticket>) -> Option<(u64, ChunkStream)> {
+    fn collect(&mut self, reply: Outgoing, batch: &mut Vec<Ticket>) -> Option<(u64, Box<ChunkStream>)> {
         let Outgoing { head, body, mut ticket } = reply;
         self.pieces.push_back(head);
         let stream = match body {
@@ -186,7 +186,7 @@ impl Writer {
     async fn stream(
         &mut self,
         length: u64,
-        mut chunks: ChunkStream,
+        mut chunks: Box<ChunkStream>,
         mut ticket: Option<&mut Ticket>,
     ) -> io::Result<()> {
         let shared = Arc::clone(&self.shared);

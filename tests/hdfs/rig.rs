@@ -265,7 +265,7 @@ impl Rig {
                 read_buffer_size: 1 << 20,
                 task_filter: None,
             };
-            let read = self.service.read_memory(request).unwrap();
+            let read = self.service.read_memory(request).unwrap().read;
             let Some(last) = read.blocks.last() else { return found };
             last_block_id = last.block_id.0;
             let mut bytes = Bytes::from(read.data.concat());

@@ -137,7 +137,8 @@ impl Browser {
 impl Drop for Browser {
     fn drop(&mut self) {
         let group = rustix::process::Pid::from_child(&self.driver);
-        drop(rustix::process::kill_process_group(group, rustix::process::Signal::KILL));
+        // It may have ended already.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
         drop(self.driver.wait());
     }
 }

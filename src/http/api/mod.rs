@@ -47,7 +47,6 @@ impl std::fmt::Debug for ApiHooks {
 }
 
 /// All paths of the API.
-#[must_use]
 pub fn router(hooks: ApiHooks) -> Router {
     Router::new()
         .route("/api/v1", get(index))
