@@ -289,7 +289,7 @@ mod tests {
 
     #[test]
     fn keys_of_parts_to_come_are_not_called_unknown() {
-        let text = only_problem("[metrics]\npush_interval_sec = 10");
+        let text = only_problem("[health_service_config]\nalive_app_number_max_limit = 10");
         assert!(text.contains("not supported by this build yet"), "{text}");
     }
 

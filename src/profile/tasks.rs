@@ -20,11 +20,22 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// Tasks whose symbols are resolved. More of them are counted only.
 const RESOLVED_MAX: usize = 500;
 
-/// What a group of tasks that wait at the same place have in common.
-#[derive(Debug, PartialEq, Eq, Hash)]
+/// What tasks that wait at the same place have in common. The awaits of a `select!` come in any order, so that the
+/// lines of the stack are compared without it.
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Place {
     name: &'static str,
-    stack: String,
+    lines: Vec<String>,
+}
+
+impl Place {
+    fn new(name: &'static str, stack: &str) -> Self {
+        let is_drawing = |c: char| !c.is_ascii() || c == ' ';
+        let mut lines: Vec<_> =
+            stack.lines().map(|line| line.trim_start_matches(is_drawing).to_owned()).collect();
+        lines.sort_unstable();
+        Self { name, lines }
+    }
 }
 
 /// Name and stacks of every task of the current runtime, as text. Where the runtime can not dump, the names only.
@@ -118,17 +129,15 @@ fn names(running: &[RunningTask], text: &mut String) {
 fn places(running: &[RunningTask], stacks: Stacks, text: &mut String) {
     let names: HashMap<_, _> = running.iter().map(|task| (task.id, task.name)).collect();
     let (stacks, left_out) = stacks.resolve();
-    let mut places: HashMap<Place, usize> = HashMap::new();
+    let mut places: HashMap<Place, (usize, String)> = HashMap::new();
     for (id, stack) in stacks {
         let name = names.get(&id).copied().unwrap_or("(not ours)");
-        *places.entry(Place { name, stack }).or_default() += 1;
+        places.entry(Place::new(name, &stack)).or_insert((0, stack)).0 += 1;
     }
     let mut places: Vec<_> = places.into_iter().collect();
-    places.sort_unstable_by(|(a, x), (b, y)| {
-        y.cmp(x).then_with(|| (a.name, &a.stack).cmp(&(b.name, &b.stack)))
-    });
-    for (place, count) in places {
-        let _ = writeln!(text, "\n{count} × {}\n{}", place.name, place.stack);
+    places.sort_unstable_by(|(a, (x, _)), (b, (y, _))| y.cmp(x).then_with(|| a.cmp(b)));
+    for (place, (count, stack)) in places {
+        let _ = writeln!(text, "\n{count} × {}\n{stack}", place.name);
     }
     if left_out > 0 {
         let _ = writeln!(text, "\n{left_out} more tasks, not shown");
