@@ -15,6 +15,7 @@ use crate::app::{App, STAGES, Stage, StageSum};
 use crate::types::AppId;
 
 use super::Service;
+use super::losses::{ShuffleLoss, losses_of};
 
 /// Explanations kept of applications that are gone; each is at most some KiB.
 const GONE_MAX: usize = 64;
@@ -65,7 +66,7 @@ pub struct Explanation {
     /// The largest partitions, by payload received.
     pub top_partitions: Vec<TopPartition>,
     /// Blocks that are lost.
-    pub losses: Vec<Loss>,
+    pub losses: Vec<ShuffleLoss>,
 }
 
 /// What one stage came to. Times of tasks that ran side by side add up.
@@ -140,25 +141,6 @@ pub struct TopPartition {
     pub in_memory_bytes: u64,
 }
 
-/// Blocks that this worker had taken and can not give back.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Loss {
-    /// Shuffle.
-    pub shuffle: i32,
-    /// Partition.
-    pub partition: i32,
-    /// Blocks.
-    pub blocks: u64,
-    /// Their payload, where it is known.
-    pub bytes: u64,
-    /// Where they were.
-    pub disk: String,
-    /// What happened.
-    pub reason: String,
-    /// When, in Unix milliseconds.
-    pub at_ms: u64,
-}
-
 /// Explanations of applications that are gone.
 #[derive(Debug, Default)]
 pub(super) struct Gone(Mutex<VecDeque<Arc<Explanation>>>);
@@ -204,16 +186,10 @@ impl Service {
         removed
     }
 
-    /// Blocks of `app` that are lost. Nothing is ever known to be lost as yet: a batch that no disk takes stays in
-    /// memory, and disks are not read again after a restart.
-    fn losses_of(&self, _app: &App) -> Vec<Loss> {
-        Vec::new()
-    }
-
     /// Blocks of `app` that are lost.
     #[must_use]
     pub fn lost_blocks(&self, app: &App) -> u64 {
-        self.losses_of(app).iter().map(|loss| loss.blocks).sum()
+        app.shuffles().iter().map(|shuffle| shuffle.losses().count()).sum()
     }
 
     fn explanation(&self, app: &App, presence: Presence) -> Explanation {
@@ -252,7 +228,7 @@ impl Service {
             partitions: statistics.partitions,
             skew: statistics.skew(),
             top_partitions: self.top_partitions(app),
-            losses: self.losses_of(app),
+            losses: losses_of(app).0,
         };
         explanation.losses.truncate(LOSSES_MAX);
         explanation.findings = findings(&explanation);
@@ -415,12 +391,13 @@ mod tests {
         let disks = text.find("the disks are behind").unwrap();
         let skew = text.find("20 times the mean").unwrap();
         assert!(memory < disks && disks < skew, "{text}");
-        it.losses.push(Loss {
+        it.losses.push(ShuffleLoss {
+            app: "app-1".to_owned(),
             shuffle: 1,
             partition: 2,
             blocks: 3,
-            bytes: 4,
-            disk: "/d".to_owned(),
+            ranges: vec![(1, 3)],
+            bytes: None,
             reason: "gone".to_owned(),
             at_ms: 5,
         });

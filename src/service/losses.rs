@@ -61,17 +61,26 @@ pub struct LossReport {
     pub unlisted_blocks: u64,
 }
 
+/// The ledger of one app, and how many lost blocks found no room in it.
+pub(super) fn losses_of(app: &App) -> (Vec<ShuffleLoss>, u64) {
+    let (mut losses, mut unlisted_blocks) = (Vec::new(), 0);
+    for shuffle in app.shuffles().iter().filter(|shuffle| shuffle.losses().count() > 0) {
+        let (told, unlisted) = shuffle.losses().list();
+        losses.extend(told.into_iter().map(|loss| ShuffleLoss::new(shuffle.key(), loss)));
+        unlisted_blocks += unlisted;
+    }
+    (losses, unlisted_blocks)
+}
+
 impl Service {
     /// The ledger of all apps.
     #[must_use]
     pub fn losses(&self) -> LossReport {
         let mut report = LossReport::default();
         for app in self.apps.apps() {
-            for shuffle in app.shuffles().iter().filter(|shuffle| shuffle.losses().count() > 0) {
-                let (told, unlisted) = shuffle.losses().list();
-                report.losses.extend(told.into_iter().map(|loss| ShuffleLoss::new(shuffle.key(), loss)));
-                report.unlisted_blocks += unlisted;
-            }
+            let (told, unlisted) = losses_of(&app);
+            report.losses.extend(told);
+            report.unlisted_blocks += unlisted;
         }
         report.losses.sort_by_key(|loss| (loss.app.clone(), loss.shuffle, loss.partition, loss.at_ms));
         report

@@ -29,7 +29,7 @@ use std::time::Duration;
 use prometheus::Registry;
 
 pub use error::ServiceError;
-pub use explain::{Explanation, Loss, Presence, StageView, TopPartition};
+pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use lifecycle::RegisterRequest;
 pub use losses::{LossReport, ShuffleLoss};

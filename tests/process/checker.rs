@@ -49,7 +49,16 @@ type Blocks = BTreeMap<i32, BTreeMap<BlockId, Block>>;
 struct History {
     /// Acknowledged and reported, and the report was acknowledged too.
     reported: BTreeMap<i32, Blocks>,
+    /// Those, and what was in reports that no answer came to: the worker may know of them.
+    in_reports: BTreeMap<i32, Blocks>,
     next_task: i64,
+}
+
+impl History {
+    fn forget(&mut self, id: i32) {
+        self.reported.remove(&id);
+        self.in_reports.remove(&id);
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -112,13 +121,9 @@ impl Crew {
         }
         let ids = |blocks: &Vec<Block>| blocks.iter().map(|block| block.meta.block_id).collect();
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, ids(blocks))).collect();
+        remember(&mut self.history.lock().in_reports, id, &batch);
         client.report(&key, task, &ids).await.map_err(said)?;
-        let mut history = self.history.lock();
-        let reported = history.reported.entry(id).or_default();
-        for (at, blocks) in batch {
-            let blocks = blocks.into_iter().map(|block| (block.meta.block_id, block));
-            reported.entry(at.0).or_default().extend(blocks);
-        }
+        remember(&mut self.history.lock().reported, id, &batch);
         Ok(())
     }
 
@@ -147,6 +152,14 @@ impl Crew {
     }
 }
 
+fn remember(shuffles: &mut BTreeMap<i32, Blocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
+    let partitions = shuffles.entry(id).or_default();
+    for (at, blocks) in batch {
+        let blocks = blocks.iter().map(|block| (block.meta.block_id, block.clone()));
+        partitions.entry(at.0).or_default().extend(blocks);
+    }
+}
+
 fn assert_all(read: &BTreeMap<BlockId, bytes::Bytes>, expected: &BTreeMap<BlockId, Block>, what: &str) {
     for (id, block) in expected {
         let found = read.get(id);
@@ -166,8 +179,6 @@ struct Tally {
     rounds: u32,
     blocks: usize,
     told_lost: usize,
-    /// Gone without a word: only a worker that has no ledger may do that.
-    untold: usize,
     longest: Duration,
 }
 
@@ -180,9 +191,7 @@ async fn every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let setup = Setup { name: "checker", capacity: "24MiB", disks: 2, ..Setup::default() };
     let mut worker = block_in_place(|| Worker::start(&setup));
-    // Without a ledger of losses a killed worker can not tell of them.
-    let tells_losses = worker.page("/losses").is_ok();
-    let mut checker = Checker { history: Arc::default(), kept: Vec::new(), tells_losses };
+    let mut checker = Checker { history: Arc::default(), kept: Vec::new() };
     let mut tallies: BTreeMap<End, Tally> = BTreeMap::new();
     for round in 0..rounds {
         let end = [End::Kill, End::Stop, End::Upgrade][random.random_range(0..3)];
@@ -190,9 +199,9 @@ async fn every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
         checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random, tally).await;
     }
     for (end, tally) in &tallies {
-        let Tally { rounds, blocks, told_lost, untold, longest } = tally;
+        let Tally { rounds, blocks, told_lost, longest } = tally;
         say(&format!(
-            "checker: {end:?}: {rounds} rounds, {blocks} blocks, {told_lost} in partitions told as lost, {untold} lost silently, \
+            "checker: {end:?}: {rounds} rounds, {blocks} blocks, {told_lost} in partitions told as lost, none lost silently, \
              back after at most {} ms",
             longest.as_millis()
         ));
@@ -208,7 +217,6 @@ struct Checker {
     history: Arc<Mutex<History>>,
     /// Shuffles of earlier rounds without a loss.
     kept: Vec<i32>,
-    tells_losses: bool,
 }
 
 impl Checker {
@@ -272,7 +280,7 @@ impl Checker {
         if self.kept.len() > SHUFFLES_KEPT {
             let oldest = self.kept.remove(0);
             client.unregister(&shuffle(oldest)).await.expect("known");
-            self.history.lock().reported.remove(&oldest);
+            self.history.lock().forget(oldest);
         }
     }
 
@@ -289,11 +297,6 @@ impl Checker {
             assert!(forgotten.is_none(), "{what}: the report of {forgotten:?} is forgotten");
             tally.blocks += expected.len();
             match client.read_partition(&shuffle(id), at, &ReadOptions::default()).await {
-                Ok(read) if end == End::Kill && !self.tells_losses => {
-                    let gone = expected.keys().filter(|id| !read.blocks.contains_key(id)).count();
-                    tally.untold += gone;
-                    lost += gone;
-                }
                 Ok(read) => assert_all(&read.blocks, expected, &what),
                 Err(error) => {
                     let told = error.to_string();
@@ -310,12 +313,12 @@ impl Checker {
     async fn heal(&mut self, client: &ShuffleClient, id: i32, random: &mut ChaCha8Rng) {
         if random.random_bool(0.3) {
             client.unregister(&shuffle(id)).await.expect("known");
-            self.history.lock().reported.remove(&id);
+            self.history.lock().forget(id);
             self.kept.retain(|kept| *kept != id);
             return;
         }
-        let reported = self.history.lock().reported.get(&id).cloned().unwrap_or_default();
-        for (partition, blocks) in &reported {
+        let in_reports = self.history.lock().in_reports.get(&id).cloned().unwrap_or_default();
+        for (partition, blocks) in &in_reports {
             let blocks: Vec<Block> = blocks.values().cloned().collect();
             for some in blocks.chunks(50) {
                 let batch = [(PartitionId(*partition), some.to_vec())];

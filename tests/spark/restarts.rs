@@ -199,11 +199,6 @@ fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
     drop(workers);
 }
 
-/// Whether the worker tells of losses; without that Spark has nothing to act on.
-fn tells_losses(worker: &Worker) -> bool {
-    worker.page("/losses").is_ok()
-}
-
 /// A worker whose memory is lost with all of a finished map stage in it.
 fn lost_between_the_stages(spark: &mut Spark, name: &'static str, words: &str) -> (Worker, Vec<Value>) {
     let worker = Worker::start(&Setup { name, capacity: "300M", disks: 1, ..Setup::default() });
@@ -221,9 +216,6 @@ fn what_a_killed_worker_lost_is_computed_again_where_stages_may_be() {
     let Some(mut spark) = spark() else { return };
     let words = "failures=allowed master=local[2,4] spark.rss.resubmit.stage=true";
     let (worker, answers) = lost_between_the_stages(&mut spark, "resubmitted", words);
-    if !tells_losses(&worker) {
-        return;
-    }
     let vanilla = spark.vanilla_of(Kind::Main, JOB);
     assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
@@ -235,9 +227,6 @@ fn what_a_killed_worker_lost_fails_the_job_with_words_where_stages_may_not() {
     let Some(mut spark) = spark() else { return };
     let words = "failures=allowed master=local[2,4]";
     let (worker, answers) = lost_between_the_stages(&mut spark, "failed", words);
-    if !tells_losses(&worker) {
-        return;
-    }
     assert_eq!(answers[0]["ok"], false, "{answers:?}");
     let error = answers[0]["error"].as_str().unwrap_or_default();
     assert!(error.contains("lost"), "{error}");

@@ -373,9 +373,9 @@ function showExplanation(it) {
   }
   if (it.losses.length) {
     parts.push(el('h3', { class: 'bad' }, 'Lost blocks'),
-      el('table', {}, head(['Shuffle / partition', 'Blocks', 'Disk', 'Reason']), el('tbody', {}, ...it.losses.map(loss => el('tr', {},
+      el('table', {}, head(['Shuffle / partition', 'Blocks', 'Reason']), el('tbody', {}, ...it.losses.map(loss => el('tr', {},
         el('td', {}, `${loss.shuffle} / ${loss.partition}`), el('td', { class: 'n' }, count(loss.blocks)),
-        el('td', {}, loss.disk), el('td', {}, loss.reason))))));
+        el('td', {}, loss.reason))))));
   }
   $('explain-body').replaceChildren(...parts);
 }
