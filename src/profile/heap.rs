@@ -135,7 +135,6 @@ mod absent {
     ///
     /// # Errors
     /// Always.
-    #[expect(clippy::unused_async, reason = "as the one of the other build")]
     pub async fn profile(_: Format) -> Result<Vec<u8>, ProfileError> {
         Err(ABSENT)
     }
