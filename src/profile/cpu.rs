@@ -26,6 +26,12 @@ pub const FREQUENCY: RangeInclusive<u32> = 1..=1000;
 /// Off the beat of timers that fire a hundred times a second.
 pub const FREQUENCY_DEFAULT: u32 = 99;
 
+/// The picture of a process that took no CPU time while it was sampled.
+const IDLE_SVG: &str = concat!(
+    r#"<?xml version="1.0" standalone="no"?><svg xmlns="http://www.w3.org/2000/svg" width="640" height="60">"#,
+    r#"<text x="16" y="36" font-family="sans-serif">No samples: no thread ran on a CPU meanwhile.</text></svg>"#,
+);
+
 /// Samples for `duration`, then renders. Dropping the future ends the profile.
 ///
 /// # Errors
@@ -71,6 +77,8 @@ fn load_unwind_tables() -> Result<(), ProfileError> {
 fn render(report: &Report, format: Format) -> Result<Vec<u8>, ProfileError> {
     match format {
         Format::Protobuf => Ok(report.pprof().map_err(failed)?.encode_to_vec()),
+        // pprof draws nothing then, which a browser shows as a broken image.
+        Format::Svg if report.data.is_empty() => Ok(IDLE_SVG.into()),
         Format::Svg => {
             let mut svg = Vec::new();
             report.flamegraph(&mut svg).map_err(failed)?;
@@ -81,4 +89,17 @@ fn render(report: &Report, format: Format) -> Result<Vec<u8>, ProfileError> {
 
 fn failed(error: impl std::fmt::Display) -> ProfileError {
     ProfileError::Failed(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flamegraph_of_an_idle_process_is_a_picture_that_says_so() {
+        let nothing = Report { data: HashMap::new(), timing: Default::default() };
+        let svg = render(&nothing, Format::Svg).expect("a picture");
+        let svg = String::from_utf8(svg).expect("text");
+        assert!(svg.starts_with("<?xml") && svg.ends_with("</svg>") && svg.contains("No samples"), "{svg}");
+    }
 }
