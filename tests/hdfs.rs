@@ -15,6 +15,8 @@ mod contract;
 mod faults;
 #[path = "hdfs/kerberos.rs"]
 mod kerberos;
+#[path = "hdfs/losses.rs"]
+mod losses;
 #[path = "hdfs/reader.rs"]
 mod reader;
 #[path = "hdfs/real.rs"]

@@ -1,10 +1,12 @@
 //! What of a shuffle is lost: blocks that a task was told are safe and that are in no tier any more.
 //!
 //! Which blocks an earlier process left readable is known (*present*); a reported block that is not among them is lost.
+//! What it left in remote files is known only when somebody has looked: until then reported blocks that are nowhere else
+//! are *in doubt*, neither there nor lost.
 //! Ids are kept exactly, so that reads that do not want a lost block are not disturbed and one that is sent again heals.
 //! What is told about them is bounded: beyond the bound entries are only counted.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -54,7 +56,11 @@ pub struct Losses {
     /// Lost ids, so that readers need no lock to find none.
     lost: AtomicU64,
     watched: AtomicBool,
+    /// Partitions with blocks in doubt, likewise.
+    in_doubt: AtomicU64,
     doubt: OnceLock<String>,
+    /// Held by whoever counts: two counts at once would not see what is committed during the other.
+    turn: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -64,6 +70,12 @@ struct State {
     present: HashMap<PartitionId, Treemap>,
     /// Commits while a partition is being counted.
     counting: HashMap<PartitionId, Treemap>,
+    /// An earlier process may have left blocks in remote files, which are not in `present` until they are counted.
+    left_remote: bool,
+    /// Partitions that were counted.
+    counted: HashSet<PartitionId>,
+    /// Reported blocks that may be in remote files or nowhere.
+    doubtful: HashMap<PartitionId, Treemap>,
     lost: HashMap<PartitionId, Treemap>,
     entries: Vec<Entry>,
     /// What the entries take of the bound for all shuffles.
@@ -76,6 +88,9 @@ impl Losses {
             whole: false,
             present: HashMap::new(),
             counting: HashMap::new(),
+            left_remote: false,
+            counted: HashSet::new(),
+            doubtful: HashMap::new(),
             lost: HashMap::new(),
             entries: Vec::new(),
             share: entries.share(),
@@ -84,7 +99,9 @@ impl Losses {
             state: Mutex::new(state),
             lost: AtomicU64::new(0),
             watched: AtomicBool::new(false),
+            in_doubt: AtomicU64::new(0),
             doubt: OnceLock::new(),
+            turn: tokio::sync::Mutex::new(()),
         }
     }
 
@@ -96,24 +113,76 @@ impl Losses {
         self.watched.store(true, Ordering::Release);
     }
 
-    /// The caller is about to count the blocks of a partition: what is committed meanwhile is added.
-    pub fn begin_count(&self, partition: PartitionId) {
+    /// There may be more, in remote files, that only a count of each partition finds.
+    pub fn expect_remote(&self) {
+        self.state.lock().left_remote = true;
+    }
+
+    /// Waits until nobody else counts.
+    pub async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.turn.lock().await
+    }
+
+    /// The caller, whose turn it is, is about to count the blocks of a partition: what is committed meanwhile is added.
+    /// A count that is dropped comes to nothing.
+    pub fn begin_count(&self, partition: PartitionId) -> Count<'_> {
         self.state.lock().counting.entry(partition).or_default();
         self.watched.store(true, Ordering::Release);
+        Count { losses: self, partition }
     }
 
-    /// The count came to nothing.
-    pub fn abandon_count(&self, partition: PartitionId) {
-        self.state.lock().counting.remove(&partition);
-    }
-
-    /// These blocks of a partition are readable.
-    pub fn end_count(&self, partition: PartitionId, mut found: Treemap) {
-        let mut state = self.state.lock();
-        if let Some(meanwhile) = state.counting.remove(&partition) {
-            found.or_inplace(&meanwhile);
+    /// Those of `ids` that only remote files can have, and nobody has looked there.
+    #[must_use]
+    pub fn uncounted(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
+        let state = self.state.lock();
+        if !state.left_remote || state.counted.contains(&partition) {
+            return Treemap::new();
         }
-        state.present.insert(partition, found);
+        state.present.get(&partition).map_or_else(|| ids.clone(), |present| ids.andnot(present))
+    }
+
+    /// Whether a count of the partition has come to its end.
+    #[must_use]
+    pub fn is_counted(&self, partition: PartitionId) -> bool {
+        self.state.lock().counted.contains(&partition)
+    }
+
+    /// Puts reported blocks in doubt; true when none of the partition were.
+    pub fn put_in_doubt(&self, partition: PartitionId, ids: &Treemap) -> bool {
+        let mut state = self.state.lock();
+        let is_first = !state.doubtful.contains_key(&partition);
+        state.doubtful.entry(partition).or_default().or_inplace(ids);
+        self.in_doubt.store(state.doubtful.len() as u64, Ordering::Release);
+        is_first
+    }
+
+    /// Blocks of a partition that are in doubt; none costs no lock.
+    #[must_use]
+    pub fn doubtful(&self, partition: PartitionId) -> Option<Treemap> {
+        if self.partitions_in_doubt() == 0 {
+            return None;
+        }
+        self.state.lock().doubtful.get(&partition).cloned()
+    }
+
+    /// These blocks were counted, and the lost ones entered; true when none of the partition is in doubt any more.
+    pub fn end_doubt(&self, partition: PartitionId, ids: &Treemap) -> bool {
+        let mut state = self.state.lock();
+        let left = state.doubtful.get_mut(&partition).is_some_and(|doubtful| {
+            doubtful.andnot_inplace(ids);
+            !doubtful.is_empty()
+        });
+        if !left {
+            state.doubtful.remove(&partition);
+        }
+        self.in_doubt.store(state.doubtful.len() as u64, Ordering::Release);
+        !left
+    }
+
+    /// Partitions with blocks in doubt.
+    #[must_use]
+    pub fn partitions_in_doubt(&self) -> u64 {
+        self.in_doubt.load(Ordering::Acquire)
     }
 
     /// Whether blocks of it are counted.
@@ -185,7 +254,7 @@ impl Losses {
     /// Blocks are in a tier (again); returns how many were lost until now.
     pub fn committed(&self, partition: PartitionId, ids: &[u64]) -> u64 {
         let mut state = self.state.lock();
-        let State { whole, present, counting, lost, entries, share } = &mut *state;
+        let State { whole, present, counting, lost, entries, share, .. } = &mut *state;
         let there = match whole {
             true => Some(present.entry(partition).or_default()),
             false => present.get_mut(&partition),
@@ -234,6 +303,31 @@ impl Losses {
         let state = self.state.lock();
         let mut entries = state.entries.iter().filter(|entry| entry.partition == partition);
         entries.find(|entry| entry.ids.contains(id)).map(|entry| Arc::clone(&entry.reason))
+    }
+}
+
+/// A partition that is being counted.
+#[derive(Debug)]
+pub struct Count<'a> {
+    losses: &'a Losses,
+    partition: PartitionId,
+}
+
+impl Count<'_> {
+    /// These blocks are readable, and those that were committed meanwhile.
+    pub fn end(self, mut found: Treemap) {
+        let mut state = self.losses.state.lock();
+        if let Some(meanwhile) = state.counting.remove(&self.partition) {
+            found.or_inplace(&meanwhile);
+        }
+        state.present.insert(self.partition, found);
+        state.counted.insert(self.partition);
+    }
+}
+
+impl Drop for Count<'_> {
+    fn drop(&mut self) {
+        self.losses.state.lock().counting.remove(&self.partition);
     }
 }
 
@@ -303,6 +397,28 @@ mod tests {
         assert_eq!((told.len(), more, losses.count()), (2, 3, 5));
         drop(losses);
         assert_eq!(quota.used(), 0);
+    }
+
+    #[test]
+    fn what_may_be_in_remote_files_is_in_doubt_until_it_is_counted() {
+        let losses = Losses::new(&Quota::new(10));
+        losses.watch(HashMap::from([(P, set(&[1, 2]))]));
+        assert!(losses.uncounted(P, &set(&[3])).is_empty(), "there are no remote files");
+        losses.expect_remote();
+        losses.committed(P, &[3]);
+        assert_eq!(losses.uncounted(P, &set(&[1, 3, 4, 5])), set(&[4, 5]));
+        assert!(losses.put_in_doubt(P, &set(&[4, 5])) && !losses.put_in_doubt(P, &set(&[6])));
+        drop(losses.begin_count(P));
+        assert_eq!(losses.uncounted(P, &set(&[4])), set(&[4]), "that count came to nothing");
+        let count = losses.begin_count(P);
+        losses.committed(P, &[7]);
+        count.end(set(&[1, 2, 3, 4]));
+        assert!(losses.uncounted(P, &set(&[9])).is_empty());
+        assert_eq!(losses.missing(P, &set(&[4, 5, 6, 7])), set(&[5, 6]));
+        assert_eq!((losses.doubtful(P), losses.partitions_in_doubt()), (Some(set(&[4, 5, 6])), 1));
+        assert!(!losses.end_doubt(P, &set(&[4, 5])), "6 came later");
+        assert!(losses.end_doubt(P, &set(&[6])));
+        assert_eq!((losses.doubtful(P), losses.partitions_in_doubt()), (None, 0));
     }
 
     proptest! {

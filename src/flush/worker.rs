@@ -92,8 +92,15 @@ impl Flusher {
                 store.write_to(handle, extents).await.map(drop)
             }
             (Tier::Hdfs, _, Some(store), Handles { hdfs: Some(handle), .. }) => {
-                for extent in extents {
+                if batch.failures > 0 {
+                    handle.count_retry();
+                }
+                for (extent, (buffer, _)) in extents.into_iter().zip(&batch.parts) {
+                    let bytes = extent.length;
                     store.write_to(handle, extent).await?;
+                    if buffer.received_bytes() > self.config.limits.huge_partition_bytes {
+                        handle.count_huge(bytes);
+                    }
                 }
                 Ok(())
             }

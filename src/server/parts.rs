@@ -174,7 +174,6 @@ pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
 /// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.
 const REPORTED_APPS_MAX: usize = 1_000;
 
-/// The files and bytes of HDFS are 0: there is no such tier.
 pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
     let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
     let mut largest: Vec<&AppStatistics> = apps.iter().collect();
@@ -186,8 +185,9 @@ pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
         memory_size: signed(app.in_memory_bytes),
         local_file_num: signed(app.local_files),
         local_total_size: signed(app.local_bytes),
+        hadoop_file_num: signed(app.remote_files),
+        hadoop_total_size: signed(app.remote_bytes),
         total_size: signed(app.received_bytes),
-        ..Default::default()
     };
     largest.iter().map(info).collect()
 }

@@ -92,6 +92,9 @@ pub enum ServiceError {
     /// Blocks that were reported are in no tier any more.
     #[error("{0}")]
     Lost(String),
+    /// Whether blocks that are wanted are lost is being found out.
+    #[error("{0}")]
+    InDoubt(String),
     /// The node's state does not allow it.
     #[error("{0}")]
     WrongState(&'static str),
@@ -146,7 +149,7 @@ impl ServiceError {
             }
             Self::PartitionTooLarge { client_knows_code: false, .. } => StatusCode::NoRegister,
             Self::Memory(error) => memory_status(error),
-            Self::NoReadMemory { .. } | Self::Stopping => StatusCode::NoBuffer,
+            Self::NoReadMemory { .. } | Self::Stopping | Self::InDoubt(_) => StatusCode::NoBuffer,
             Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
             Self::Malformed(_)
             | Self::BlockCrc { .. }

@@ -3,8 +3,7 @@
 //! A read is refused when a lost block was reported in its partition and passes its task filter; the text says what is
 //! lost and why. Tickets and sends are never refused for a loss: a block that is sent again heals.
 //!
-//! Where remote files are a tier nothing is entered: what lies there is not counted yet, and a loss that is none would fail
-//! jobs. Clients still notice that blocks are missing.
+//! What an earlier process left in remote files has to be looked up there first (`doubt`).
 //!
 //! A report of blocks that an earlier process took with it is refused, so that only its task runs again: at that time
 //! nobody was promised anything. An app that recomputes stages (`spark.rss.resubmit.stage`) has it taken, and the loss
@@ -13,15 +12,17 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 use croaring::Treemap;
 use serde::Serialize;
+use tokio::time::{Instant, timeout_at};
 
 use crate::app::{App, Loss, ShuffleState, ranges};
 use crate::store::LostExtent;
 use crate::types::{BlockId, PartitionId, ShuffleKey};
 
+use super::doubt::Suspect;
 use super::metrics::clamped;
 use super::{Service, ServiceError};
 
@@ -29,7 +30,10 @@ use super::{Service, ServiceError};
 const RESUBMIT_PROPERTY: &str = "spark.rss.resubmit.stage";
 
 /// What happened to blocks that were in memory only.
-const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
+pub(super) const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
+
+/// How long a report waits for the remote store to say what is there: clients give a call a minute.
+const REPORT_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A loss with its place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -87,14 +91,17 @@ impl Service {
     }
 
     pub(super) fn set_loss_gauges(&self) {
-        let (mut blocks, mut apps) = (0, 0);
+        let (mut blocks, mut apps, mut in_doubt) = (0, 0, 0);
         for app in self.apps.apps() {
-            let lost: u64 = app.shuffles().iter().map(|shuffle| shuffle.losses().count()).sum();
+            let shuffles = app.shuffles();
+            let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
+            in_doubt += shuffles.iter().map(|shuffle| shuffle.losses().partitions_in_doubt()).sum::<u64>();
             blocks += lost;
             apps += u64::from(lost > 0);
         }
         self.metrics.lost_blocks_now.set(clamped(blocks));
         self.metrics.apps_with_loss.set(clamped(apps));
+        self.metrics.partitions_in_doubt.set(clamped(in_doubt));
     }
 
     /// Enters blocks as lost, and tells it.
@@ -115,7 +122,7 @@ impl Service {
         tracing::error!(target: "audit", shuffle = %shuffle.key(), %partition, blocks = new, ?bytes, ?ranges, %reason, "blocks are lost");
     }
 
-    /// Refuses a read of a partition that wants a lost block.
+    /// Refuses a read of a partition that wants a lost block, or one of which it is not known yet.
     pub(super) fn refuse_lost(
         &self,
         app: &App,
@@ -123,24 +130,35 @@ impl Service {
         partition: PartitionId,
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
-        let Some(lost) = shuffle.losses().of(partition) else { return Ok(()) };
-        let mut wanted = shuffle.block_ids().lock().among(partition, &lost);
-        if let Some(filter) = filter {
+        let wanted = |ids: &Treemap| {
+            let reported = shuffle.block_ids().lock().among(partition, ids);
+            let Some(filter) = filter else { return reported };
             let passes = |id: &u64| app.task_of(*id).is_none_or(|task| filter.contains(task));
-            wanted = wanted.iter().filter(passes).collect();
+            reported.iter().filter(passes).collect()
+        };
+        if let Some(lost) =
+            shuffle.losses().of(partition).map(|ids| wanted(&ids)).filter(|ids| !ids.is_empty())
+        {
+            self.metrics.reads_refused_for_loss.inc();
+            return Err(lost_error(shuffle, partition, &lost));
         }
-        if wanted.is_empty() {
-            return Ok(());
+        let doubtful = shuffle.losses().doubtful(partition).map(|ids| wanted(&ids));
+        match doubtful.filter(|ids| !ids.is_empty()) {
+            Some(ids) => Err(ServiceError::InDoubt(format!(
+                "{} blocks of shuffle {} partition {partition} are sought in the remote store, where an earlier process \
+                 may have left them",
+                ids.cardinality(),
+                shuffle.key()
+            ))),
+            None => Ok(()),
         }
-        self.metrics.reads_refused_for_loss.inc();
-        Err(lost_error(shuffle, partition, &wanted))
     }
 
     /// Whether a report may be taken although some of its blocks are gone; enters them if so.
-    pub(super) fn judge_report(
-        &self,
+    pub(super) async fn judge_report(
+        self: &Arc<Self>,
         app: &App,
-        shuffle: &ShuffleState,
+        shuffle: &Arc<ShuffleState>,
         partitions: &[(PartitionId, Vec<i64>)],
     ) -> Result<(), ServiceError> {
         if !shuffle.losses().is_watched() {
@@ -148,8 +166,17 @@ impl Service {
         }
         let resubmits = app.property(RESUBMIT_PROPERTY).is_some_and(|value| value.trim() == "true");
         let reason: Arc<str> = Arc::from(IN_MEMORY);
+        let give_up = Instant::now() + REPORT_PATIENCE;
         for (partition, ids) in partitions {
             let ids: Treemap = ids.iter().map(|id| id.unsigned_abs()).collect();
+            let uncounted = shuffle.losses().uncounted(*partition, &ids);
+            if !uncounted.is_empty() {
+                let counted = timeout_at(give_up, self.count_once(shuffle, *partition)).await;
+                if !matches!(counted, Ok(Ok(()))) {
+                    self.doubt(shuffle, *partition, &uncounted);
+                    continue;
+                }
+            }
             let missing = shuffle.losses().missing(*partition, &ids);
             if missing.is_empty() {
                 continue;
@@ -164,82 +191,56 @@ impl Service {
         Ok(())
     }
 
-    /// After a restart: what was reported and is not there.
+    /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be looked up.
     pub(super) fn find_losses(
         &self,
-        shuffle: &ShuffleState,
+        shuffle: &Arc<ShuffleState>,
         present: HashMap<PartitionId, Treemap>,
-        (lost, reason): (&[LostExtent], &str),
-    ) {
-        if self.hdfs().is_some() {
-            return;
-        }
+        (lost, reason): (Vec<LostExtent>, &str),
+        has_remote: bool,
+    ) -> Vec<Suspect> {
         shuffle.losses().watch(present);
-        let mut missing: HashMap<PartitionId, Treemap> = HashMap::new();
+        let mut missing: Vec<(PartitionId, Treemap)> = Vec::new();
         for (partition, ids) in shuffle.block_ids().lock().by_partition() {
             let gone = shuffle.losses().missing(partition, ids);
             if !gone.is_empty() {
-                missing.insert(partition, gone);
+                missing.push((partition, gone));
             }
         }
+        let mut extents: HashMap<PartitionId, Vec<LostExtent>> = HashMap::new();
         for extent in lost {
-            let Some(gone) = missing.get_mut(&extent.partition) else { continue };
-            let here = extent.blocks.iter().filter(|(id, _)| gone.contains(id.0.unsigned_abs()));
-            let bytes = here.clone().map(|(_, length)| u64::from(*length)).sum();
-            let ids: Treemap = here.map(|(id, _)| id.0.unsigned_abs()).collect();
-            gone.andnot_inplace(&ids);
-            self.enter_loss(shuffle, extent.partition, &ids, (Some(bytes), &extent.reason));
+            extents.entry(extent.partition).or_default().push(extent);
         }
         let reason: Arc<str> = Arc::from(if reason.is_empty() { IN_MEMORY } else { reason });
-        for (partition, gone) in missing {
-            self.enter_loss(shuffle, partition, &gone, (None, &reason));
+        if has_remote {
+            shuffle.losses().expect_remote();
         }
+        let mut suspects = Vec::new();
+        for (partition, gone) in missing {
+            let (extents, reason) = (extents.remove(&partition).unwrap_or_default(), Arc::clone(&reason));
+            let suspect = Suspect { shuffle: Arc::clone(shuffle), partition, extents, reason };
+            if has_remote {
+                shuffle.losses().put_in_doubt(partition, &gone);
+                suspects.push(suspect);
+            } else {
+                self.enter_missing(&suspect, gone);
+            }
+        }
+        suspects
     }
 
     /// An extent of a partition can not be read any more: counts the blocks that can, and enters those reported that can
-    /// not. Memory is looked at before the disks, as blocks only move downwards.
+    /// not.
     pub(super) async fn count_again(&self, shuffle: &ShuffleState, partition: PartitionId, reason: &str) {
-        if self.hdfs().is_some() {
+        let _turn = shuffle.losses().turn().await;
+        // What is there is not known, so nothing of it can be called lost; reads say what the disk says.
+        if let Err(error) = self.count(shuffle, partition).await {
+            tracing::error!(shuffle = %shuffle.key(), %partition, %error, "what is left can not be counted");
             return;
         }
-        shuffle.losses().begin_count(partition);
-        let mut present = self.ids_in_memory(shuffle.key(), partition);
-        let on_disk = match self.local() {
-            Some(store) => store.present(shuffle.key(), partition).await,
-            None => Ok(Treemap::new()),
-        };
-        match on_disk {
-            Ok(on_disk) => present.or_inplace(&on_disk),
-            // What is there is not known, so nothing of it can be called lost; reads say what the disk says.
-            Err(error) => {
-                tracing::error!(shuffle = %shuffle.key(), %partition, %error, "what is left can not be counted");
-                shuffle.losses().abandon_count(partition);
-                return;
-            }
-        }
-        shuffle.losses().end_count(partition, present);
         let reported = shuffle.block_ids().lock().of(&[partition]);
         let missing = shuffle.losses().missing(partition, &reported);
         self.enter_loss(shuffle, partition, &missing, (None, &Arc::from(reason)));
-    }
-
-    fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> Treemap {
-        let mut ids = Treemap::new();
-        let Some(buffer) = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition)) else {
-            return ids;
-        };
-        let mut after = None;
-        loop {
-            let blocks = buffer.read(after, u64::MAX, None).blocks;
-            let Some(last) = blocks.last() else { return ids };
-            after = Some(last.block_id);
-            let before = ids.cardinality();
-            blocks.iter().for_each(|block| ids.add(block.block_id.0.unsigned_abs()));
-            // A cursor that was flushed away starts again at the head.
-            if ids.cardinality() == before {
-                return ids;
-            }
-        }
     }
 
     /// Tells the ledger of blocks that have become visible.

@@ -21,6 +21,7 @@ pub struct ServiceMetrics {
     pub(super) reports_refused_for_loss: IntCounter,
     pub(super) lost_blocks_now: IntGauge,
     pub(super) apps_with_loss: IntGauge,
+    pub(super) partitions_in_doubt: IntGauge,
     pub(super) recovered_blocks: IntGauge,
     pub(super) recovered_bytes: IntGauge,
     pub(super) recovery_ms: IntGauge,
@@ -77,6 +78,10 @@ impl ServiceMetrics {
             )?,
             lost_blocks_now: gauge("lost_blocks", "Lost blocks now")?,
             apps_with_loss: gauge("app_with_lost_blocks_num", "Applications with lost blocks now")?,
+            partitions_in_doubt: gauge(
+                "partitions_in_doubt",
+                "Partitions with reported blocks that are sought in remote stores now",
+            )?,
             recovered_blocks: gauge("recovered_blocks", "Blocks taken over from an earlier process")?,
             recovered_bytes: gauge("recovered_bytes", "Payload bytes taken over from an earlier process")?,
             recovery_ms: gauge("recovery_duration_ms", "Milliseconds that taking over took")?,

@@ -3,6 +3,7 @@
 //! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
 //! two local reads.
 
+mod doubt;
 mod error;
 mod explain;
 mod history;

@@ -3,6 +3,8 @@
 //! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with the
 //! process, or its results would be short without anybody noticing.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use croaring::Treemap;
 
@@ -44,7 +46,7 @@ impl Service {
     /// # Errors
     /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, no disk that takes the note;
     /// nothing was taken then.
-    pub async fn report(&self, request: ReportRequest<'_>) -> Result<(), ServiceError> {
+    pub async fn report(self: &Arc<Self>, request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
@@ -61,7 +63,7 @@ impl Service {
         if !shuffle.block_ids().lock().would_learn(bitmap_count, &request.partitions)? {
             return Ok(());
         }
-        self.judge_report(&app, &shuffle, &request.partitions)?;
+        self.judge_report(&app, &shuffle, &request.partitions).await?;
         let partitions = match self.local() {
             Some(local) => note_report(local, &key, request).await?,
             None => request.partitions,

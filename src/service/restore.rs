@@ -11,6 +11,7 @@ use crate::journal::{self, Note};
 use crate::store::{Recovered, RecoveredShuffle, RemoteStorage};
 use crate::types::ShuffleKey;
 
+use super::doubt::Suspect;
 use super::metrics::clamped;
 use super::{Service, ServiceError};
 
@@ -35,17 +36,21 @@ impl Service {
         self.metrics.recovered_bytes.set(clamped(bytes));
         self.metrics.recovered_blocks.set(clamped(blocks));
         self.metrics.recovery_ms.set(i64::try_from(took.as_millis()).unwrap_or(i64::MAX));
+        let mut suspects = Vec::new();
         for shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
             match self.restore_shuffle(shuffle) {
-                Ok(true) => restored.shuffles += 1,
-                Ok(false) if !reason.is_empty() => {
+                Ok(Some(in_doubt)) => {
+                    restored.shuffles += 1;
+                    suspects.extend(in_doubt);
+                }
+                Ok(None) if !reason.is_empty() => {
                     tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
                     restored.unregistered += 1;
                     self.leave(&key);
                 }
-                Ok(false) => {
+                Ok(None) => {
                     tracing::info!(shuffle = %key, "was never registered, removed");
                     restored.unregistered += 1;
                     self.discard(&key);
@@ -58,6 +63,7 @@ impl Service {
             }
         }
         self.apps.touch_all();
+        self.look_up(suspects);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
         if restored.shuffles + restored.unregistered > 0 {
@@ -84,8 +90,8 @@ impl Service {
         self.purge_state(&key.app, std::slice::from_ref(key));
     }
 
-    /// False when it was never registered.
-    fn restore_shuffle(&self, shuffle: RecoveredShuffle) -> Result<bool, ServiceError> {
+    /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
+    fn restore_shuffle(&self, shuffle: RecoveredShuffle) -> Result<Option<Vec<Suspect>>, ServiceError> {
         let key = shuffle.key;
         let mut registrations = Vec::new();
         let mut reports = Vec::new();
@@ -97,17 +103,18 @@ impl Service {
             }
         }
         if registrations.is_empty() {
-            return Ok(false);
+            return Ok(None);
         }
+        let mut remote = Remote::None;
         for registration in registrations {
             let distribution = registration.distribution;
             let remote_note = registration.remote_storage.clone();
             let registration = registration_of(&key, registration)?;
             self.apps.register(registration, || self.memory.register(&key, distribution))?;
-            self.restore_remote(&key, &remote_note);
+            remote = remote.max(self.restore_remote(&key, &remote_note));
         }
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
-        let Some(state) = state else { return Ok(false) };
+        let Some(state) = state else { return Ok(None) };
         for report in reports {
             let taken = state.block_ids().lock().report(report.bitmap_count, &report.partitions);
             if let Err(error) = taken {
@@ -117,16 +124,30 @@ impl Service {
         if shuffle.notes_incomplete {
             state.losses().doubt_reports(shuffle.reason.clone());
         }
-        self.find_losses(&state, shuffle.present, (&shuffle.lost, &shuffle.reason));
-        Ok(true)
+        if remote == Remote::Unusable {
+            return Ok(Some(Vec::new()));
+        }
+        let lost = (shuffle.lost, shuffle.reason.as_str());
+        Ok(Some(self.find_losses(&state, shuffle.present, lost, remote == Remote::Known)))
     }
+}
+
+/// What a shuffle has of a remote store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Remote {
+    /// No path.
+    None,
+    /// A path that can be used.
+    Known,
+    /// A path that can not be used as this worker is configured now: what lies there can not be looked up.
+    Unusable,
 }
 
 impl Service {
     /// Registers a shuffle's remote storage again. Without it its cold data goes to local disks.
-    fn restore_remote(&self, key: &ShuffleKey, note: &[u8]) {
+    fn restore_remote(&self, key: &ShuffleKey, note: &[u8]) -> Remote {
         if note.is_empty() {
-            return;
+            return Remote::None;
         }
         let noted = serde_json::from_slice::<(Option<RemoteStorage>, Vec<(i32, i32)>)>(note);
         let prepared = match &noted {
@@ -134,10 +155,17 @@ impl Service {
             Err(error) => Err(error.to_string()),
         };
         match (prepared, noted) {
-            (Ok(Some((hdfs, storage))), Ok((_, ranges))) => hdfs.register(key, &storage, &ranges),
-            (Ok(_), _) => {}
-            (Err(error), _) => {
-                tracing::warn!(shuffle = %key, error, "its remote storage is not taken over");
+            (Ok(Some((hdfs, storage))), Ok((_, ranges))) => {
+                hdfs.register(key, &storage, &ranges);
+                Remote::Known
+            }
+            (prepared, _) => {
+                let error = prepared.err().unwrap_or_else(|| "this worker has no HDFS now".to_owned());
+                tracing::error!(
+                    shuffle = %key, error,
+                    "its remote storage is not taken over, and of its blocks none is called lost"
+                );
+                Remote::Unusable
             }
         }
     }

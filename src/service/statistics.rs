@@ -32,6 +32,10 @@ pub struct AppStatistics {
     pub local_files: u64,
     /// Payload in them that readers can see.
     pub local_bytes: u64,
+    /// Files in remote stores that this process has made.
+    pub remote_files: u64,
+    /// Payload in them.
+    pub remote_bytes: u64,
 }
 
 impl AppStatistics {
@@ -71,6 +75,8 @@ impl Service {
             partitions_with_data: 0,
             local_files: 0,
             local_bytes: 0,
+            remote_files: 0,
+            remote_bytes: 0,
         };
         for shuffle in app.shuffles() {
             sum.partitions += shuffle.partition_count();
@@ -79,6 +85,11 @@ impl Service {
                 let usage = local.usage(shuffle.key());
                 sum.local_files += usage.files as u64;
                 sum.local_bytes += usage.bytes;
+            }
+            if let Some(hdfs) = self.hdfs() {
+                let usage = hdfs.usage(shuffle.key());
+                sum.remote_files += usage.files;
+                sum.remote_bytes += usage.bytes;
             }
             let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
             for buffer in buffers.all() {
@@ -135,6 +146,8 @@ mod tests {
             partitions_with_data: 1,
             local_files: u64::from(local_bytes > 0),
             local_bytes,
+            remote_files: 0,
+            remote_bytes: 0,
         }
     }
 

@@ -21,6 +21,7 @@ pub(super) struct TopApps {
     in_memory_blocks: RankedGauge,
     small_blocks: RankedGauge,
     flushed: RankedGauge,
+    on_remote: RankedGauge,
 }
 
 impl TopApps {
@@ -47,6 +48,10 @@ impl TopApps {
                 "topN_of_on_localfile_data_size_for_app",
                 "Payload bytes brought to local disks, of the ten largest applications",
             )?,
+            on_remote: ranked(
+                "topN_of_on_hadoop_data_size_for_app",
+                "Payload bytes brought to remote stores, of the ten largest applications",
+            )?,
         })
     }
 
@@ -56,6 +61,7 @@ impl TopApps {
         self.in_memory_blocks.set(&largest(apps, TOP_APPS, |app| app.in_memory_blocks));
         self.small_blocks.set(&smallest_blocks(apps, TOP_APPS));
         self.flushed.set(&largest(apps, TOP_APPS, |app| app.local_bytes));
+        self.on_remote.set(&largest(apps, TOP_APPS, |app| app.remote_bytes));
     }
 }
 

@@ -1,10 +1,14 @@
 //! The real HDFS that the tests of this binary take turns with, and whole workers over it.
 
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use tokio::sync::{Mutex, MutexGuard};
 
 use crate::support::hdfs::{self, MiniHdfs};
+
+/// What waits for a NameNode that has just come back.
+pub(crate) const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Started by whoever needs it first. Some tests stop its servers, so one test has it at a time.
 static HDFS: LazyLock<Mutex<MiniHdfs>> = LazyLock::new(|| Mutex::new(MiniHdfs::start(&[])));

@@ -1,4 +1,4 @@
-//! A real HDFS behind the seven calls, by `hdfs-native`: no JVM, no libhdfs.
+//! A real HDFS behind the eight calls, by `hdfs-native`: no JVM, no libhdfs.
 //!
 //! Making a client may ask GSSAPI and resolvers, which block: it is made at the first call, on a blocking thread. A
 //! [`Connector`] overlays the worker's own Hadoop settings with those of the client's, as the Java server does.
@@ -173,6 +173,16 @@ impl RemoteFs for HdfsFs {
         call!(self, path, |client| {
             let reader = client.read(&path).await?;
             reader.read_range(0, reader.file_length()).await
+        })
+    }
+
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
+        call!(self, path, |client| {
+            let reader = client.read(&path).await?;
+            // Beyond the end the reader panics.
+            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(reader.file_length());
+            let length = length.min(reader.file_length() - start);
+            reader.read_range(start, length).await
         })
     }
 }

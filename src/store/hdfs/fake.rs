@@ -42,7 +42,7 @@ pub enum RemoteCall {
     List,
     /// [`RemoteFs::delete`]
     Delete,
-    /// [`RemoteFs::read`]
+    /// [`RemoteFs::read`] and [`RemoteFs::read_range`]
     Read,
 }
 
@@ -88,6 +88,13 @@ impl FakeFs {
         state.rules.clear();
         state.released = true;
         self.wake.notify_waiters();
+    }
+
+    /// Leaves a file as a writer that died does: not closed.
+    pub fn leave_open(&self, path: &str) {
+        if let Some(Node::File { open, .. }) = self.state.lock().nodes.get_mut(path) {
+            *open = true;
+        }
     }
 
     /// Every call so far.
@@ -282,6 +289,19 @@ impl RemoteFs for FakeFs {
     fn read(&self, path: &str) -> Call<Bytes> {
         self.call(RemoteCall::Read, path, |state, path| match state.nodes.get(path) {
             Some(Node::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),
+            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+        })
+    }
+
+    /// A file that nobody closed has nothing to read, as little as one whose last block is not complete.
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
+        self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
+            Some(Node::File { open: true, .. }) => Ok(Bytes::new()),
+            Some(Node::File { bytes, open: false }) => {
+                let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+                let end = start.saturating_add(length).min(bytes.len());
+                Ok(Bytes::copy_from_slice(&bytes[start..end]))
+            }
             Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
         })
     }

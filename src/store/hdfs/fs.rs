@@ -1,4 +1,4 @@
-//! What the tier needs of a remote file system: seven calls.
+//! What the tier needs of a remote file system: eight calls.
 //!
 //! Paths are absolute and belong to one file system, without scheme and host. Buffers are owned by the call. A call
 //! has no deadline of its own beyond what the implementation has; who calls gives up waiting by dropping the future,
@@ -43,4 +43,6 @@ pub trait RemoteFs: fmt::Debug + Send + Sync {
     fn delete(&self, path: &str, recursive: bool) -> Call<bool>;
     /// A whole file.
     fn read(&self, path: &str) -> Call<Bytes>;
+    /// At most `length` bytes of a file from `offset` on; fewer when it ends before.
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes>;
 }

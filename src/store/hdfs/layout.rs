@@ -85,6 +85,18 @@ pub fn is_own(name: &str, server_id: &str) -> bool {
     name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))
 }
 
+/// Whether a file has index records.
+#[must_use]
+pub fn is_index(name: &str) -> bool {
+    name.ends_with(INDEX)
+}
+
+/// The data file of an index file.
+#[must_use]
+pub fn data_of(index_name: &str) -> String {
+    format!("{}{DATA}", index_name.trim_end_matches(INDEX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,6 +130,8 @@ mod tests {
         for other in ["10.0.0.1-1999_11_2.index", "10.0.0.1-1999_1_2.tmp", "10.0.0.1-1999_1_x.data", ""] {
             assert_eq!(writer.failures_of(other), None, "{other}");
         }
+        assert!(is_index("a_0.index") && !is_index("a_0.data"));
+        assert_eq!(data_of("a_0_1.index"), "a_0_1.data");
         let alone = WriterName { server_id: short, index: None };
         assert_eq!(alone.failures_of("10.0.0.1-1999_1_2.index"), None);
     }

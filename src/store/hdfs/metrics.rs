@@ -8,6 +8,8 @@ const LABEL: &str = "storage_host";
 #[derive(Debug)]
 pub(super) struct Metrics {
     written_bytes: IntCounterVec,
+    huge_bytes: IntCounterVec,
+    retries: IntCounterVec,
     writes: IntCounterVec,
     failures: IntCounterVec,
     successes: IntCounterVec,
@@ -22,6 +24,8 @@ pub(super) struct Metrics {
 #[derive(Debug, Clone)]
 pub(super) struct RemoteMetrics {
     pub(super) written_bytes: IntCounter,
+    pub(super) huge_bytes: IntCounter,
+    pub(super) retries: IntCounter,
     pub(super) writes: IntCounter,
     pub(super) failures: IntCounter,
     pub(super) successes: IntCounter,
@@ -54,6 +58,14 @@ impl Metrics {
         registry.register(Box::new(used_bytes.clone()))?;
         Ok(Self {
             written_bytes: counters("total_hadoop_write_data", "Payload bytes written to a remote store")?,
+            huge_bytes: counters(
+                "total_hadoop_write_data_for_huge_partition",
+                "Payload bytes of huge partitions written to a remote store",
+            )?,
+            retries: counters(
+                "storage_retry_write_remote",
+                "Batches that were to be written to a remote store and had failed before, there or elsewhere",
+            )?,
             writes: counters(
                 "storage_total_write_remote",
                 "Batches that were to be written to a remote store",
@@ -78,6 +90,8 @@ impl Metrics {
         let label = [authority];
         RemoteMetrics {
             written_bytes: self.written_bytes.with_label_values(&label),
+            huge_bytes: self.huge_bytes.with_label_values(&label),
+            retries: self.retries.with_label_values(&label),
             writes: self.writes.with_label_values(&label),
             failures: self.failures.with_label_values(&label),
             successes: self.successes.with_label_values(&label),

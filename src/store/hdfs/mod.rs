@@ -2,16 +2,18 @@
 //!
 //! Names, formats and the order in which things become visible are the protocol's; here is only how they come about. A
 //! shuffle is registered with the remote path that its client named; a batch is one partition's blocks, written by a
-//! free [`writer`] of its directory. Nothing is ever read back, and no file is touched again after a failed call.
+//! free [`writer`] of its directory. No file is written to again after a failed call. Data is never read back; index files
+//! are, when it has to be known which blocks are there.
 //!
 //! | file | does |
 //! | --- | --- |
 //! | `location` | remote paths and the list of those allowed (pure) |
 //! | `layout` | names of directories and files (pure) |
-//! | `fs` | the seven calls; [`fake`] answers them in memory, `client` out of a real HDFS |
+//! | `fs` | the eight calls; [`fake`] answers them in memory, `client` out of a real HDFS |
 //! | `hadoop`, `kerberos` | Hadoop's settings; what a login needs |
 //! | `remote` | one file system as one user, and whether it works |
 //! | `writer` | data, then index, each batch |
+//! | `present` | which blocks are there, for the ledger of losses |
 //! | `ground`, `purge` | deletion, kept apart from writes |
 //!
 //! A write runs in a task of its own: who waits for it may give up (a hung NameNode), but the write goes on with its
@@ -30,6 +32,7 @@ pub mod layout;
 pub mod location;
 mod metrics;
 mod precheck;
+mod present;
 mod purge;
 mod remote;
 mod writer;
@@ -37,7 +40,7 @@ mod writer;
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -61,7 +64,7 @@ use self::remote::Remote;
 use self::writer::Writers;
 use crate::runtime::Tasks;
 use crate::store::{ExtentWrite, StoreError, StoreErrorKind};
-use crate::types::{AppId, ShuffleKey};
+use crate::types::{AppId, PartitionId, ShuffleKey};
 
 /// Remote file systems (by settings and user) in use at once: clients name them.
 const REMOTES_MAX: usize = 1024;
@@ -160,6 +163,25 @@ impl RemoteHandle {
     pub fn is_available(&self) -> bool {
         self.shuffle.remote.is_available()
     }
+
+    /// What was written is of a huge partition.
+    pub fn count_huge(&self, bytes: u64) {
+        self.shuffle.remote.metrics.huge_bytes.inc_by(bytes);
+    }
+
+    /// What is to be written has failed before.
+    pub fn count_retry(&self) {
+        self.shuffle.remote.metrics.retries.inc();
+    }
+}
+
+/// What a shuffle has in remote files, of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RemoteUsage {
+    /// Files.
+    pub files: u64,
+    /// Payload bytes.
+    pub bytes: u64,
 }
 
 #[derive(Debug)]
@@ -169,6 +191,7 @@ struct Shuffle {
     root: Arc<str>,
     writers_max: usize,
     purged: AtomicBool,
+    written_bytes: AtomicU64,
     ground: Arc<Ground>,
     ranges: RwLock<WideRanges>,
     writers: Mutex<HashMap<(i32, i32), Arc<Writers>>>,
@@ -272,6 +295,7 @@ impl HdfsStore {
                 root: Arc::clone(&storage.root),
                 writers_max: storage.writers,
                 purged: AtomicBool::new(false),
+                written_bytes: AtomicU64::new(0),
                 ground: Arc::clone(&app.ground),
                 ranges: RwLock::default(),
                 writers: Mutex::default(),
@@ -302,12 +326,21 @@ impl HdfsStore {
             Ok(()) => {
                 metrics.successes.inc();
                 metrics.written_bytes.inc_by(bytes);
+                shuffle.written_bytes.fetch_add(bytes, Ordering::Relaxed);
                 self.core.metrics.used_bytes.inc_by(bytes);
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {}
             Err(_) => metrics.failures.inc(),
         }
         result
+    }
+
+    /// What a shuffle has; nothing when it is not known.
+    #[must_use]
+    pub fn usage(&self, key: &ShuffleKey) -> RemoteUsage {
+        let Some(handle) = self.handle(key) else { return RemoteUsage::default() };
+        let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
+        RemoteUsage { files, bytes: handle.shuffle.written_bytes.load(Ordering::Relaxed) }
     }
 
     /// Known shuffles.
@@ -367,7 +400,7 @@ impl Core {
     async fn write(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
         let place = place(&shuffle.remote).await?;
         let bytes = extent.length;
-        let writers = self.writers(shuffle, &extent);
+        let writers = self.writers(shuffle, extent.partition);
         let writing = GaugeShare::new(&self.metrics.writing_bytes, bytes);
         let (told, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
@@ -398,8 +431,8 @@ impl Core {
         }
     }
 
-    fn writers(&self, shuffle: &Shuffle, extent: &ExtentWrite) -> Arc<Writers> {
-        let (start, end) = shuffle.ranges.read().of(extent.partition);
+    fn writers(&self, shuffle: &Shuffle, partition: PartitionId) -> Arc<Writers> {
+        let (start, end) = shuffle.ranges.read().of(partition);
         let mut writers = shuffle.writers.lock();
         let create = || {
             let directory = layout::shuffle_directory(&shuffle.root, &shuffle.key);

@@ -213,7 +213,7 @@ impl Core {
     }
 
     /// A directory that is not there has nothing in it.
-    async fn list(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<RemoteEntry>, StoreError> {
+    pub(super) async fn list(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<RemoteEntry>, StoreError> {
         match self.timed(path, fs.list(path)).await {
             Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Vec::new()),
             result => result,

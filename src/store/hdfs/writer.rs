@@ -9,7 +9,9 @@
 //! DataNodes, and a spill touches thousands of partitions. `hsync` would save two calls of the NameNode per file and
 //! batch, and cost a disk's sync.
 
+use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -32,6 +34,7 @@ pub(super) struct Writers {
     max: usize,
     slots: Mutex<Vec<Slot>>,
     free: Arc<Semaphore>,
+    files: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -47,7 +50,7 @@ impl Writers {
     pub(super) fn new(directory: String, server_id: Arc<str>, max: usize) -> Arc<Self> {
         let max = max.clamp(1, Semaphore::MAX_PERMITS);
         let free = Arc::new(Semaphore::new(max));
-        Arc::new(Self { directory, server_id, max, slots: Mutex::default(), free })
+        Arc::new(Self { directory, server_id, max, slots: Mutex::default(), free, files: AtomicU64::new(0) })
     }
 
     /// A writer that nobody else has; waits for one. The lowest number that is free, so that few files are made.
@@ -63,6 +66,45 @@ impl Writers {
         let Slot { failures, data_bytes, .. } = slots[index];
         drop(slots);
         Writer { writers: Arc::clone(self), index, failures, data_bytes, torn: Vec::new(), _permit: permit }
+    }
+
+    /// Waits for the writers at work, and holds back those to come.
+    pub(super) async fn hold(&self) -> Held {
+        let all = u32::try_from(self.max).unwrap_or(u32::MAX);
+        let permits = Arc::clone(&self.free).acquire_many_owned(all).await.ok();
+        let slots = self.slots.lock();
+        let pairs = slots.iter().enumerate().filter(|(_, slot)| slot.data_bytes.is_some());
+        let in_use = pairs.map(|(index, slot)| self.name(index).files(slot.failures).1).collect();
+        Held { in_use, _permits: permits }
+    }
+
+    /// Files made so far.
+    pub(super) fn files(&self) -> u64 {
+        self.files.load(Ordering::Relaxed)
+    }
+
+    /// The directory.
+    pub(super) fn directory(&self) -> &str {
+        &self.directory
+    }
+
+    fn name(&self, index: usize) -> WriterName<'_> {
+        WriterName { server_id: &self.server_id, index: (self.max > 1).then_some(index) }
+    }
+}
+
+/// No writer is at work in the directory, and none begins.
+#[derive(Debug)]
+pub(super) struct Held {
+    /// Index files that are to be appended to, all of them closed now.
+    in_use: HashSet<String>,
+    _permits: Option<OwnedSemaphorePermit>,
+}
+
+impl Held {
+    /// Whether a writer goes on with this index file; all others of ours are given up.
+    pub(super) fn uses(&self, index_name: &str) -> bool {
+        self.in_use.contains(index_name)
     }
 }
 
@@ -138,6 +180,7 @@ impl Writer {
         };
         let (records, data_bytes) = records_of(blocks, 0);
         fs.create(&index_path, vec![records]).await?;
+        self.writers.files.fetch_add(2, Ordering::Relaxed);
         Ok(data_bytes)
     }
 
@@ -156,8 +199,7 @@ impl Writer {
     }
 
     fn name(&self) -> WriterName<'_> {
-        let index = (self.writers.max > 1).then_some(self.index);
-        WriterName { server_id: &self.writers.server_id, index }
+        self.writers.name(self.index)
     }
 
     fn paths(&self) -> (String, String) {

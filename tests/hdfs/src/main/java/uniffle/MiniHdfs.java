@@ -6,7 +6,10 @@ import java.io.IOException;
 import java.io.InputStreamReader;
 import java.net.URI;
 import java.nio.charset.StandardCharsets;
+import java.util.ArrayList;
+import java.util.List;
 import org.apache.hadoop.conf.Configuration;
+import org.apache.hadoop.fs.FSDataOutputStream;
 import org.apache.hadoop.fs.FileSystem;
 import org.apache.hadoop.fs.LocatedFileStatus;
 import org.apache.hadoop.fs.Path;
@@ -25,6 +28,7 @@ import org.apache.hadoop.security.UserGroupInformation;
 public final class MiniHdfs {
   private final MiniDFSCluster cluster;
   private final Configuration conf;
+  private final List<FSDataOutputStream> abandoned = new ArrayList<>();
   private MiniDFSCluster.DataNodeProperties stopped;
 
   private MiniHdfs(MiniDFSCluster cluster, Configuration conf) {
@@ -107,6 +111,13 @@ public final class MiniHdfs {
       case "quota":
         // Bytes, -1 = none.
         cluster.getFileSystem().setQuota(new Path(words[1]), Long.MAX_VALUE - 1, bytes(words[2]));
+        return "";
+      case "leave-open":
+        // As a writer does that dies amid an append: half a record, and a lease that nobody gives back.
+        FSDataOutputStream torn = cluster.getFileSystem().append(new Path(words[1]));
+        torn.write(new byte[20]);
+        torn.hflush();
+        abandoned.add(torn);
         return "";
       case "list":
         return list(cluster.getFileSystem(), new Path(words[1]));

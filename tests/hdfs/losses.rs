@@ -1,0 +1,223 @@
+//! What a worker over disks and HDFS says after `kill -9`: blocks in memory are named lost, those in HDFS are not.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::{Backoff, ClientError, ReadOptions, ShuffleClient, register_request};
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::proto::{RemoteStorage, StatusCode};
+use uniffle_worker::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+use crate::reader::read_directory;
+use crate::real::{SETTLE_DEADLINE, real};
+use crate::rig::{open, plain_connector};
+use crate::support::hdfs::MiniHdfs;
+use crate::support::wait_until;
+use crate::support::worker::{Setup, Worker};
+
+/// Its partition is cold when it is flushed, so it goes to HDFS.
+const COLD: i32 = 0;
+/// Flushed, and not cold: on a local disk.
+const WARM: i32 = 1;
+/// Too small to be flushed at all.
+const IN_MEMORY: i32 = 2;
+
+/// One shuffle of a worker, with everything that was sent to it.
+struct World {
+    worker: Worker,
+    key: ShuffleKey,
+    url: String,
+    sent: BTreeMap<i32, Vec<Block>>,
+    tasks: i64,
+}
+
+impl World {
+    async fn start(hdfs: &MiniHdfs, path: &'static str) -> Self {
+        let worker = Worker::start(&Setup {
+            name: path,
+            capacity: "64MiB",
+            disks: 2,
+            store_type: "MEMORY_LOCALFILE_HDFS",
+            made_tables: "[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\"\n\
+                          memory_spill_to_cold_threshold_size = \"2MiB\""
+                .to_owned(),
+            ..Setup::default()
+        });
+        let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
+        let url = hdfs.url(&format!("/{path}"));
+        let world = Self { worker, key, url, sent: BTreeMap::new(), tasks: 0 };
+        let mut request = register_request(&world.key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
+        request.remote_storage = Some(RemoteStorage { path: world.url.clone(), ..RemoteStorage::default() });
+        world.client().await.register_with(request).await.unwrap();
+        world
+    }
+
+    async fn client(&self) -> ShuffleClient {
+        ShuffleClient::connect(([127, 0, 0, 1], self.worker.ready().grpc_port).into()).await.unwrap()
+    }
+
+    /// A task's blocks, sent at once and acknowledged.
+    async fn send(&mut self, partition: i32, count: u32, bytes: u32) -> (TaskAttemptId, Vec<Block>) {
+        self.tasks += 1;
+        let (at, task) = (PartitionId(partition), TaskAttemptId(self.tasks));
+        let generator = BlockGenerator::new(9, IdLayout::SPARK);
+        let blocks: Vec<_> = (0..count).map(|n| generator.block(at, task, n, bytes)).collect();
+        self.client().await.push(&self.key, SendForm::Classic, &[(at, blocks.clone())]).await.unwrap();
+        self.sent.entry(partition).or_default().extend(blocks.clone());
+        (task, blocks)
+    }
+
+    async fn report(
+        &self,
+        partition: i32,
+        (task, blocks): &(TaskAttemptId, Vec<Block>),
+    ) -> Result<(), ClientError> {
+        let ids = blocks.iter().map(|block| block.meta.block_id).collect();
+        self.client().await.report(&self.key, *task, &[(PartitionId(partition), ids)]).await
+    }
+
+    /// Sends a batch for each place and waits until it is there.
+    async fn fill(&mut self) -> [(TaskAttemptId, Vec<Block>); 3] {
+        let cold = self.send(COLD, 6, 600_000).await;
+        let warm = self.send(WARM, 2, 600_000).await;
+        let in_memory = self.send(IN_MEMORY, 3, 1000).await;
+        wait_until("what is large is flushed", SETTLE_DEADLINE, || {
+            let metrics = self.worker.metrics();
+            let flushed = (
+                metrics.expect("total_memory_spill_to_hdfs"),
+                metrics.expect("local_file_event_flush_num"),
+                metrics.expect("memory_spill_total_bytes"),
+            );
+            if flushed == (3_600_000.0, 1.0, 4_800_000.0) { Ok(()) } else { Err(format!("{flushed:?}")) }
+        });
+        [cold, warm, in_memory]
+    }
+
+    /// What a client is given by the worker itself.
+    async fn near(&self, partition: i32) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
+        let client = self.client().await.with_backoff(Backoff { attempts: 1, ..Backoff::default() });
+        let read = client.read_partition(&self.key, PartitionId(partition), &ReadOptions::default()).await?;
+        Ok(read.blocks)
+    }
+
+    /// The same, and what it then finds in HDFS: everything that was sent.
+    async fn read(&self, partition: i32) -> Result<(), ClientError> {
+        let mut found = self.near(partition).await?;
+        let fs = open(&*plain_connector(), &self.url);
+        let root = &self.url[self.url.rfind('/').unwrap()..];
+        let directory = format!("{root}/{}/{partition}-{partition}", self.key);
+        let remote = read_directory(&*fs, &directory, "127.0.0.1-").await;
+        found.extend(remote.into_iter().map(|(id, data)| (BlockId(id), data)));
+        self.assert_all(partition, &found);
+        Ok(())
+    }
+
+    fn assert_all(&self, partition: i32, found: &BTreeMap<BlockId, Bytes>) {
+        for block in &self.sent[&partition] {
+            let data = found.get(&block.meta.block_id);
+            assert!(data == Some(&block.data), "block {} of partition {partition}", block.meta.block_id);
+        }
+    }
+
+    fn in_doubt(&self) -> f64 {
+        self.worker.metrics().expect("partitions_in_doubt")
+    }
+
+    fn nothing_is_in_doubt_soon(&self) {
+        wait_until("nothing is in doubt", SETTLE_DEADLINE, || match self.in_doubt() {
+            0.0 => Ok(()),
+            left => Err(format!("{left} partitions")),
+        });
+    }
+
+    fn kill_and_start(&mut self) {
+        self.worker.kill();
+        self.worker.start_again();
+    }
+
+    async fn end(self) {
+        self.client().await.unregister_app("app-1").await.unwrap();
+        self.worker.assert_clean();
+        self.worker.stop();
+    }
+}
+
+fn refusal(result: Result<(), ClientError>) -> (StatusCode, String) {
+    match result {
+        Err(ClientError::Refused { status, text, .. }) => (status, text),
+        other => panic!("it is not refused: {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_there() {
+    let Some(hdfs) = real().await else { return };
+    let mut world = World::start(&hdfs, "losses").await;
+    let [cold, warm, in_memory] = world.fill().await;
+    // One task has not reported in each place when the process dies.
+    world.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
+    world.report(WARM, &warm).await.unwrap();
+    world.report(IN_MEMORY, &in_memory).await.unwrap();
+    let unreported = world.send(3, 2, 1000).await;
+    let files = hdfs.list("/losses");
+    assert_eq!(files.len(), 2, "{files:?}");
+    world.worker.kill();
+    // As a process leaves them that is killed amid an append.
+    for file in &files {
+        hdfs.run(&format!("leave-open {}", file.path));
+    }
+    world.worker.start_again();
+    world.nothing_is_in_doubt_soon();
+    for partition in [COLD, WARM] {
+        world.read(partition).await.unwrap();
+    }
+    let (status, text) = refusal(world.read(IN_MEMORY).await);
+    assert_eq!(status, StatusCode::InternalError, "{text}");
+    for part in ["3 blocks", "app-1/1 partition 2", "in memory when the worker ended"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert_eq!(world.worker.metrics().expect("lost_blocks"), 3.0, "{:?}", world.worker.page("/losses"));
+    // Reports that come after the fact.
+    world.report(COLD, &(cold.0, cold.1[3..].to_vec())).await.unwrap();
+    let (_, text) = refusal(world.report(3, &unreported).await);
+    assert!(text.contains("the task must run again"), "{text}");
+    // What is sent again heals.
+    let lost = world.sent[&IN_MEMORY].clone();
+    let batch = [(PartitionId(IN_MEMORY), lost)];
+    world.client().await.push(&world.key, SendForm::Classic, &batch).await.unwrap();
+    world.read(IN_MEMORY).await.unwrap();
+    assert_eq!(world.worker.metrics().expect("lost_blocks"), 0.0);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answered_short() {
+    let Some(hdfs) = real().await else { return };
+    let mut world = World::start(&hdfs, "doubt").await;
+    let [cold, warm, in_memory] = world.fill().await;
+    world.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
+    world.report(WARM, &warm).await.unwrap();
+    world.report(IN_MEMORY, &in_memory).await.unwrap();
+    let unreported = world.send(3, 2, 1000).await;
+    hdfs.run("stop-namenode");
+    world.kill_and_start();
+    assert_eq!(world.in_doubt(), 2.0);
+    for partition in [COLD, IN_MEMORY] {
+        let (status, text) = refusal(world.read(partition).await);
+        assert_eq!(status, StatusCode::NoBuffer, "{text}");
+        assert!(text.contains("sought in the remote store"), "{text}");
+    }
+    world.assert_all(WARM, &world.near(WARM).await.unwrap());
+    // It can not be said that these are lost.
+    world.report(3, &unreported).await.unwrap();
+    assert_eq!((world.in_doubt(), world.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
+    hdfs.run("start-namenode");
+    world.nothing_is_in_doubt_soon();
+    world.read(COLD).await.unwrap();
+    for (partition, blocks) in [(IN_MEMORY, "3 blocks"), (3, "2 blocks")] {
+        let (status, text) = refusal(world.read(partition).await);
+        assert!(status == StatusCode::InternalError && text.contains(blocks), "{text}");
+    }
+    world.end().await;
+}
