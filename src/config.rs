@@ -13,6 +13,7 @@ mod machine;
 mod observe;
 mod print;
 mod reader;
+mod tls;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -23,6 +24,7 @@ use std::time::Duration;
 pub use banner::startup_banner;
 pub use build::check_tags;
 pub use machine::Machine;
+pub use tls::{Tls, TlsDoor};
 
 use crate::coordinator::embedded::assign::{NodeOrder, PartitionSelection};
 use crate::http::admin::Token;
@@ -96,6 +98,8 @@ pub struct Config {
     pub http: Http,
     /// `[admin]`
     pub admin: Admin,
+    /// `[tls]`
+    pub tls: Tls,
     /// `[embedded_coordinator]`
     pub embedded_coordinator: EmbeddedCoordinator,
 }
@@ -580,6 +584,12 @@ impl Config {
     #[must_use]
     pub fn allowed_remote_paths(&self) -> Vec<RemoteLocation> {
         hdfs::allowed(self)
+    }
+
+    /// Every entry by its dotted key.
+    #[must_use]
+    pub fn entries(&self) -> BTreeMap<String, String> {
+        print::entries(self)
     }
 
     /// The effective configuration as TOML with every supported key; parses back to an equal one.

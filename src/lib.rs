@@ -8,7 +8,7 @@
 //! | flush | [`flush`] | memory → store, at its own pace |
 //! | state | [`app`], [`memory`], [`store`], [`journal`] | siblings that do not know each other |
 //! | bytes | [`io`], [`wire`] | disks and codecs |
-//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`types`] | used everywhere |
+//! | words | [`profile`], [`runtime`], [`telemetry`], [`tls`], [`metrics`], [`proto`], [`types`] | used everywhere |
 //!
 //! [`client`] stands beside the layers: the data protocols from the other side, for tests and `uniffle-bench`.
 //! Imports point down this table only; `tests/layers.rs` holds that.
@@ -44,6 +44,7 @@ pub mod profile;
 
 pub mod runtime;
 pub mod telemetry;
+pub mod tls;
 
 pub mod metrics;
 pub mod proto;

@@ -2,7 +2,7 @@
 //!
 //! Exit codes: 0 after an ordered stop, 1 when the worker could not start or run, 2 when the command line or the
 //! configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
-//! worker, SIGUSR2 upgrades it in place (`server::run`).
+//! worker, SIGUSR2 upgrades it in place (`server::run`), SIGHUP reads the configuration again.
 //!
 //! jemalloc is tuned at its build by `JEMALLOC_SYS_WITH_MALLOC_CONF` in `.cargo/config.toml`, because exporting
 //! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
@@ -19,7 +19,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::profile::heap;
-use uniffle_worker::server::{Command, Ended, Inherited, Successor, Surroundings};
+use uniffle_worker::server::{Command, Ended, Inherited, Origin, Successor, Surroundings};
 use uniffle_worker::telemetry::traces;
 use uniffle_worker::{server, telemetry};
 
@@ -57,7 +57,8 @@ fn main() -> ExitCode {
     let env: HashMap<String, String> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect();
-    let config = match Config::load(command_line.config.as_deref(), &env, &Machine::detect(&env)) {
+    let machine = Machine::detect(&env);
+    let config = match Config::load(command_line.config.as_deref(), &env, &machine) {
         Ok(config) => config,
         Err(error) => return fail(2, &error.to_string()),
     };
@@ -69,7 +70,7 @@ fn main() -> ExitCode {
     }
     // While this is the only thread: it takes variables out of the environment.
     let inherited = Inherited::from_env(&env);
-    match run(&config, inherited) {
+    match run(&config, Origin { env, machine }, inherited) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(1, &format!("{error:#}")),
     }
@@ -97,13 +98,16 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
     if !problems.is_empty() {
         return fail(2, &format!("no upgrade in place:\n  {}", problems.join("\n  ")));
     }
+    if let Err(error) = server::check_files(config) {
+        return fail(2, &format!("{error:#}"));
+    }
     let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
     print(&format!("the configuration{source} is valid\n{}", notes(config)))
 }
 
 /// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that can not be
 /// executed, as a new worker of this program.
-fn run(config: &Config, mut inherited: Inherited) -> anyhow::Result<()> {
+fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<()> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
         heap::activate().context("MALLOC_CONF asks for a heap profile")?;
@@ -111,7 +115,7 @@ fn run(config: &Config, mut inherited: Inherited) -> anyhow::Result<()> {
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
-    let surroundings = Surroundings { log: Some(telemetry.filter().clone()) };
+    let surroundings = Surroundings { log: Some(telemetry.filter().clone()), origin: Some(origin) };
     loop {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(config.runtime.worker_threads)
@@ -152,7 +156,8 @@ async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited
         };
         // Fails if the server has ended, which the next turn shows, or if it has been told a few things already.
         let _ = match signal {
-            "SIGUSR2" if stopping => continue,
+            "SIGUSR2" | "SIGHUP" if stopping => continue,
+            "SIGHUP" => commands.try_send(Command::Reload),
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
             name if stopping => anyhow::bail!("{name} while stopping: not waiting any longer"),
             name => {
@@ -169,6 +174,7 @@ struct Signals {
     terminate: Signal,
     interrupt: Signal,
     upgrade: Signal,
+    reload: Signal,
 }
 
 impl Signals {
@@ -177,6 +183,7 @@ impl Signals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             upgrade: signal(SignalKind::user_defined2())?,
+            reload: signal(SignalKind::hangup())?,
         })
     }
 
@@ -185,6 +192,7 @@ impl Signals {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
             _ = self.upgrade.recv() => "SIGUSR2",
+            _ = self.reload.recv() => "SIGHUP",
         }
     }
 }

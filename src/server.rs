@@ -9,12 +9,14 @@ mod health;
 mod inspect;
 mod notify;
 mod parts;
+mod reload;
 mod report;
 mod run;
 mod sockets;
 mod stop;
 mod successor;
 mod tiers;
+mod tls;
 mod upgrade;
 
 use std::net::{IpAddr, SocketAddr};
@@ -31,7 +33,7 @@ use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::grpc::GrpcServer;
-use crate::http::admin::AdminServer;
+use crate::http::admin::{Access, AdminServer};
 use crate::http::api::{self, ApiHooks};
 use crate::http::push::Pusher;
 use crate::http::{self, HttpServer, Pages, Refresh};
@@ -44,11 +46,14 @@ use crate::service::{Service, Tiers};
 use crate::tcp::TcpDoor;
 use crate::telemetry::LogFilter;
 
-use self::admin::Live;
+use self::admin::{Live, Pace};
 use self::health::Watch;
 use self::inspect::Inspector;
+use self::reload::Reloader;
 use self::sockets::{Sockets, accepting};
+use self::tls::Tls;
 
+pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
 pub use self::sockets::Inherited;
 pub use self::stop::Stopped;
@@ -80,6 +85,7 @@ pub struct Worker {
     registry: Registry,
     live: Arc<Live>,
     gauges: Arc<ProcessGauges>,
+    reloader: Arc<Reloader>,
     started_ms: i64,
     doors: Tasks,
     background: Tasks,
@@ -95,6 +101,8 @@ pub struct Worker {
 pub struct Surroundings {
     /// The log filter, if it is this worker's to change.
     pub log: Option<LogFilter>,
+    /// What the configuration came from, if it is to be read again.
+    pub origin: Option<Origin>,
 }
 
 /// Metrics of the process that are read when they are asked for.
@@ -123,6 +131,7 @@ impl Worker {
         config: &Config,
     ) -> anyhow::Result<Self> {
         // Before anything else, so that a port in use is the first thing to be told.
+        let tls = Tls::load(config)?;
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = match config.advertised_ip {
@@ -154,6 +163,9 @@ impl Worker {
             service.restore(local.take_recovered());
         }
         let live = Arc::new(Live::new(config, surroundings.log));
+        let (origin, tls_files) = (surroundings.origin, tls.clone());
+        let reloader =
+            Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
         let worker = Self {
             addresses,
             ip,
@@ -164,6 +176,7 @@ impl Worker {
             registry,
             live,
             gauges,
+            reloader: Arc::new(reloader),
             started_ms: unix_ms(),
             doors,
             background,
@@ -172,16 +185,19 @@ impl Worker {
             urpc_handover: Handover::default(),
             flush_timeout: config.shutdown_flush_timeout,
         };
-        worker.open_doors(config, sockets)?;
+        worker.open_doors(config, sockets, tls)?;
         Ok(worker)
     }
 
-    fn open_doors(&self, config: &Config, sockets: Sockets) -> anyhow::Result<()> {
+    fn open_doors(&self, config: &Config, sockets: Sockets, tls: Tls) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
         let (tickets_every, apps_every) =
             (config.memory.ticket_check_interval, parts::app_check_interval(config));
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
+        let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
+        let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
+        self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
         self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
         let embedded = if config.coordinator_quorum.is_empty() {
@@ -203,6 +219,7 @@ impl Worker {
             &self.registry,
         )?
         .with_handover(self.grpc_handover.clone(), sockets.grpc_connections)
+        .with_tls(tls.grpc)
         .start();
         if let Some(listener) = sockets.urpc {
             TcpDoor::new(
@@ -229,14 +246,14 @@ impl Worker {
             mounted: self.api(config),
         };
         // Not with the other doors: the last flush is to be seen too.
-        HttpServer::start(parts::http(config), accepting(sockets.http)?, pages, &self.background)?;
+        HttpServer::start(parts::http(config), accepting(sockets.http)?, tls.http, pages, &self.background)?;
         if let Some(listener) = sockets.admin {
             let listener = accepting(listener)?;
-            let hooks = admin::hooks(Arc::clone(&self.service), &self.live);
+            let hooks = admin::hooks(Arc::clone(&self.service), &self.live, Arc::clone(&self.reloader));
             let mounted = http::debug::admin_routes();
             AdminServer::start(
                 listener,
-                admin::token(config)?,
+                Access { tls: tls.admin, token: admin::token(config)? },
                 hooks,
                 mounted,
                 &self.registry,
@@ -244,6 +261,14 @@ impl Worker {
             )?;
         }
         self.announce(config, embedded)
+    }
+
+    /// Reads the configuration again, whole or not at all; the outcome is in the log.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub async fn reload(&self, trigger: &'static str) -> Result<Reloaded, String> {
+        self.reloader.reload_aside(trigger).await
     }
 
     /// Where the doors are.
@@ -321,7 +346,6 @@ impl Worker {
         let inspector = Inspector {
             fixed: self.report(),
             store_type: config.store_type.as_str(),
-            watermarks: (config.hybrid.memory_spill_high_watermark, config.hybrid.memory_spill_low_watermark),
             service: Arc::clone(&self.service),
             live: Arc::clone(&self.live),
             registry: self.registry.clone(),
@@ -361,26 +385,37 @@ impl Worker {
         let watch = Watch {
             service: Arc::clone(&self.service),
             tiers: self.tiers.clone(),
-            min_disks: config.localfile.healthy_check_min_disks,
             live: Arc::clone(&self.live),
         };
         let stop = self.background.cancelled();
         match embedded {
             Some(embedded) => {
-                embedded.keep_reporting(source.clone(), config.heartbeat_interval, &self.background);
+                let pace =
+                    embedded.keep_reporting(source.clone(), config.heartbeat_interval, &self.background);
+                self.live.beating(Pace::Embedded(pace));
                 let tell = move || embedded.report_now(&source);
                 self.background.spawn("state watch", watch.run(tell, stop));
             }
             None => {
                 let heartbeats =
                     heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
-                self.live.beating(heartbeats.clone());
+                self.live.beating(Pace::Quorum(heartbeats.clone()));
                 let tell = move || heartbeats.beat_now();
                 self.background.spawn("state watch", watch.run(tell, stop));
             }
         }
         Ok(())
     }
+}
+
+/// Reads the files that `config` names beside itself, as a start will.
+///
+/// # Errors
+/// A certificate, key or token that can not be used, with its key of the configuration.
+pub fn check_files(config: &Config) -> anyhow::Result<()> {
+    Tls::load(config)?;
+    admin::token(config)?;
+    Ok(())
 }
 
 /// By this id coordinators and clients know the worker, and its remote files begin with it.

@@ -20,7 +20,7 @@ const LAYERS: &[&[&str]] = &[
     &["io"],
     &["wire"],
     &["profile"],
-    &["runtime", "telemetry"],
+    &["runtime", "telemetry", "tls"],
     &["metrics", "proto", "types"],
 ];
 

@@ -11,6 +11,10 @@ mod api;
 mod browser;
 #[path = "operations/page.rs"]
 mod page;
+#[path = "operations/reload.rs"]
+mod reload;
 mod support;
+#[path = "operations/tls.rs"]
+mod tls;
 #[path = "operations/world.rs"]
 mod world;

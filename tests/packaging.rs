@@ -57,7 +57,7 @@ fn yamllint_takes_the_manifests() {
 #[test]
 fn the_unit_reloads_restarts_and_stops_in_order() {
     for line in [
-        "ExecReload=/bin/kill -USR2 $MAINPID",
+        "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=on-failure",
         "RestartPreventExitStatus=2",
         "TimeoutStopSec=360",

@@ -214,6 +214,8 @@ impl App {
 #[derive(Debug)]
 pub struct AppRegistry {
     config: AppConfig,
+    /// For apps that register from now on and do not choose another.
+    heartbeat_timeout_ms: AtomicU64,
     apps: DashMap<AppId, Arc<App>>,
     block_ids: Quota,
     loss_entries: Quota,
@@ -228,8 +230,16 @@ impl AppRegistry {
     pub fn new(config: AppConfig) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
         let loss_entries = Quota::new(config.loss_entries_max);
-        let (apps, started, lifecycle) = (DashMap::new(), Instant::now(), Mutex::new(()));
-        Self { config, apps, block_ids, loss_entries, started, lifecycle }
+        let heartbeat_timeout_ms = AtomicU64::new(millis(config.heartbeat_timeout));
+        Self {
+            config,
+            heartbeat_timeout_ms,
+            apps: DashMap::new(),
+            block_ids,
+            loss_entries,
+            started: Instant::now(),
+            lifecycle: Mutex::new(()),
+        }
     }
 
     /// Adds or refreshes an app and its shuffle, then runs `with` before anybody can remove them.
@@ -255,8 +265,8 @@ impl AppRegistry {
         *app.user.write() = user;
         *app.properties.write() = properties;
         app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
-        let timeout = heartbeat_timeout.unwrap_or(self.config.heartbeat_timeout);
-        app.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
+        let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
+        app.heartbeat_timeout_ms.store(heartbeat_timeout.map_or(usual_ms, millis), Ordering::Relaxed);
         let mut shuffles = app.shuffles.write();
         if !shuffles.contains_key(&key.shuffle) && shuffles.len() >= self.config.shuffles_per_app_max {
             return Err(QuotaExceeded { max: self.config.shuffles_per_app_max as u64 });
@@ -277,6 +287,11 @@ impl AppRegistry {
         Ok(with())
     }
 
+    /// Replaces the timeout of apps that register from now on.
+    pub fn set_heartbeat_timeout(&self, timeout: Duration) {
+        self.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
+    }
+
     fn insert(&self, id: &AppId) -> Arc<App> {
         let app = Arc::new(App {
             id: id.clone(),
@@ -285,7 +300,7 @@ impl AppRegistry {
             sends_properties: AtomicBool::new(false),
             has_huge_partition: AtomicBool::new(false),
             task_bits: AtomicU32::new(0),
-            heartbeat_timeout_ms: AtomicU64::new(millis(self.config.heartbeat_timeout)),
+            heartbeat_timeout_ms: AtomicU64::new(self.heartbeat_timeout_ms.load(Ordering::Relaxed)),
             // It is visible before it is touched, and must not look expired in between.
             last_use_ms: AtomicU64::new(self.now_ms()),
             shuffles: RwLock::default(),

@@ -11,6 +11,7 @@ use super::keys::Sorted;
 use super::machine::Machine;
 use super::observe;
 use super::reader::{Reader, Unit, absolute_path, size_text};
+use super::tls;
 use super::{
     Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, IoEngine,
     LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime, VerifyReads,
@@ -86,6 +87,7 @@ pub(super) fn build(
         grpc: grpc(&mut reader),
         http: http(&mut reader),
         admin: admin(&mut reader, env),
+        tls: tls::read(&mut reader),
         embedded_coordinator: embedded::read(&mut reader),
     };
     if config.urpc_port.is_none() && config.is_embedded() {
@@ -294,8 +296,11 @@ fn log(reader: &mut Reader, env: &HashMap<String, String>) -> TelemetryConfig {
     let (name, filter) = match (set("RUST_LOG"), set("LOG")) {
         (Some(filter), _) => ("RUST_LOG", filter),
         (None, Some(filter)) => ("LOG", filter),
-        (None, None) => ("RUST_LOG", "info".to_owned()),
+        (None, None) => {
+            ("log.filter", reader.text("log.filter", |text| Ok(text.to_owned())).unwrap_or("info".to_owned()))
+        }
     };
+    reader.values.remove("log.filter"); // the environment's takes its place
     if let Err(error) = parse_filter(&filter) {
         reader.refuse(
             name,

@@ -1,15 +1,20 @@
 //! A configuration back to TOML, for `--print-config`. Invariant (tested): it parses back to an equal one.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use toml::{Table, Value};
 
 use super::reader::size_text;
-use super::{Config, embedded, hdfs, observe};
+use super::{Config, embedded, hdfs, observe, tls};
 use crate::telemetry::{LogFormat, Rotation};
 
 /// Every supported key that has a value; absent optional keys stay absent.
 pub(super) fn to_toml(config: &Config) -> String {
+    table(config).to_string()
+}
+
+fn table(config: &Config) -> Table {
     let mut top = Table::new();
     put(&mut top, "store_type", config.store_type.as_str());
     put(&mut top, "bind_address", config.bind_address.to_string());
@@ -38,11 +43,12 @@ pub(super) fn to_toml(config: &Config) -> String {
     put(&mut top, "grpc", grpc(config));
     put(&mut top, "http", http(config));
     put(&mut top, "admin", admin(config));
+    put(&mut top, "tls", tls::print(&config.tls));
     let mut shutdown = Table::new();
     put(&mut shutdown, "flush_timeout_sec", duration(config.shutdown_flush_timeout, 1));
     put(&mut top, "shutdown", shutdown);
     put(&mut top, "embedded_coordinator", embedded::print(&config.embedded_coordinator));
-    top.to_string()
+    top
 }
 
 pub(super) fn put(table: &mut Table, key: &str, value: impl Into<Value>) {
@@ -118,6 +124,7 @@ fn runtime(config: &Config) -> Table {
 
 fn log(config: &Config) -> Table {
     let mut table = Table::new();
+    put(&mut table, "filter", config.log.filter.clone());
     if let Some(path) = &config.log.directory {
         put(&mut table, "path", path.display().to_string());
     }
@@ -184,4 +191,20 @@ fn admin(config: &Config) -> Table {
         put(&mut table, "token_file", file.display().to_string());
     }
     table
+}
+
+/// Every entry by its dotted key, as text: what is compared when a file is read again.
+pub(super) fn entries(config: &Config) -> BTreeMap<String, String> {
+    fn walk(prefix: &str, table: &Table, entries: &mut BTreeMap<String, String>) {
+        for (name, value) in table {
+            let key = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+            match value {
+                Value::Table(inner) => walk(&key, inner, entries),
+                value => drop(entries.insert(key, value.to_string())),
+            }
+        }
+    }
+    let mut entries = BTreeMap::new();
+    walk("", &table(config), &mut entries);
+    entries
 }

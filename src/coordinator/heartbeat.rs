@@ -80,6 +80,7 @@ pub enum Link {
 pub struct Heartbeats {
     links: Vec<(CoordinatorAddress, watch::Receiver<Link>)>,
     nudge: Arc<watch::Sender<()>>,
+    pace: Arc<watch::Sender<Duration>>,
 }
 
 /// Counters of this module.
@@ -113,12 +114,14 @@ pub fn start(
     let metrics = Metrics::new(registry)?;
     let (nudge, _) = watch::channel(());
     let nudge = Arc::new(nudge);
+    let pace = Arc::new(watch::Sender::new(config.interval));
     let mut links = Vec::with_capacity(config.coordinators.len());
     for address in config.coordinators {
         let (state, link) = watch::channel(Link::Untried);
         let beater = Beater {
             address: address.clone(),
             interval: config.interval,
+            pace: pace.subscribe(),
             source: source.clone(),
             metrics: metrics.clone(),
             state,
@@ -128,13 +131,18 @@ pub fn start(
         tasks.spawn("heartbeat", beater.run(nudged, cancelled));
         links.push((address, link));
     }
-    Ok(Heartbeats { links, nudge })
+    Ok(Heartbeats { links, nudge, pace })
 }
 
 impl Heartbeats {
     /// Sends a heartbeat now, besides the regular ones: the state of the worker has changed.
     pub fn beat_now(&self) {
         self.nudge.send_replace(());
+    }
+
+    /// From now on heartbeats are so far apart.
+    pub fn set_interval(&self, interval: Duration) {
+        self.pace.send_replace(interval);
     }
 
     /// The coordinators and their links, in the order of the configuration.
@@ -153,6 +161,7 @@ impl Heartbeats {
 struct Beater {
     address: CoordinatorAddress,
     interval: Duration,
+    pace: watch::Receiver<Duration>,
     source: ReportSource,
     metrics: Metrics,
     state: watch::Sender<Link>,
@@ -171,6 +180,12 @@ impl Beater {
                 () = &mut cancelled => return,
                 _ = ticks.tick() => {}
                 Ok(()) = nudged.changed() => {}
+                Ok(()) = self.pace.changed() => {
+                    self.interval = *self.pace.borrow_and_update();
+                    ticks = interval(self.interval);
+                    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                    continue;
+                }
             }
             let outcome = tokio::select! {
                 biased;

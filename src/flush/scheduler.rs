@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use parking_lot::RwLock;
 use prometheus::Registry;
 use tokio::sync::watch;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
@@ -32,6 +33,7 @@ const EMPTYING_LOOK: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub struct Flusher {
     pub(super) config: FlushConfig,
+    limits: RwLock<policy::Limits>,
     pub(super) memory: Arc<Memory>,
     pub(super) stores: Stores,
     pub(super) local_queue: Queue,
@@ -65,6 +67,7 @@ impl Flusher {
     ) -> prometheus::Result<Arc<Self>> {
         let flusher = Arc::new(Self {
             metrics: FlushMetrics::new(registry)?,
+            limits: RwLock::new(config.limits),
             config,
             memory,
             stores: stores.into(),
@@ -92,6 +95,18 @@ impl Flusher {
         Ok(flusher)
     }
 
+    /// Watermarks and bounds as they are now.
+    #[must_use]
+    pub fn limits(&self) -> policy::Limits {
+        *self.limits.read()
+    }
+
+    /// Replaces them and looks at once.
+    pub fn set_limits(&self, limits: policy::Limits) {
+        *self.limits.write() = limits;
+        self.wake.notify_one();
+    }
+
     /// From now on the accounts of `apps` tell how long their batches take.
     pub fn charge_to(&self, apps: Arc<AppRegistry>) {
         let _ = self.apps.set(apps); // the first one stays
@@ -104,7 +119,7 @@ impl Flusher {
     /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
     pub fn offer(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         let candidate = policy_candidate(buffer);
-        if policy::is_oversized(candidate, &self.config.limits) {
+        if policy::is_oversized(candidate, &self.limits()) {
             self.flush_one(shuffle, buffer);
         }
     }
@@ -140,7 +155,7 @@ impl Flusher {
 
     /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
     pub fn check_pressure(&self) {
-        if !policy::flush_goal(self.usage(0), &self.config.limits).is_nothing() {
+        if !policy::flush_goal(self.usage(0), &self.limits()).is_nothing() {
             self.wake.notify_one();
         }
     }
@@ -226,10 +241,8 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks),
             }
-            let goal = policy::flush_goal(
-                self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)),
-                &self.config.limits,
-            );
+            let goal =
+                policy::flush_goal(self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)), &self.limits());
             if !goal.is_nothing() {
                 self.flush_some(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
@@ -264,7 +277,7 @@ impl Flusher {
         let sizes: Vec<policy::Candidate> =
             candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
         let mut groups: HashMap<ShuffleKey, Group> = HashMap::new();
-        for index in policy::victims(&sizes, goal, &self.config.limits) {
+        for index in policy::victims(&sizes, goal, &self.limits()) {
             let Candidate { key, distribution, buffer, .. } = &candidates[index];
             if !groups.contains_key(key) {
                 let Some(handles) = self.handles(key) else { continue };
@@ -298,7 +311,7 @@ impl Flusher {
             in_flight: None,
             _token: Arc::clone(&self.batch_token),
         };
-        let limits = &self.config.limits;
+        let limits = self.limits();
         let goes_alone = |(buffer, sealed): &(Arc<Buffer>, Arc<SealedBatch>)| {
             let received = buffer.received_bytes();
             let cold =

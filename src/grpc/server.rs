@@ -16,6 +16,7 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::Registry;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{Duration, Instant, sleep, timeout};
@@ -32,6 +33,7 @@ use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::{Handover, Tasks};
 use crate::service::Service;
+use crate::tls::TlsAcceptor;
 
 /// Pause after a failed accept (EMFILE and the like), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -46,6 +48,7 @@ const SEND_BUFFER_BYTES: usize = 1 << 20;
 #[derive(Debug)]
 pub struct GrpcServer {
     listener: TcpListener,
+    tls: Option<TlsAcceptor>,
     door: Arc<Door>,
     windows: WindowBudget,
     connections: Arc<Semaphore>,
@@ -81,7 +84,7 @@ impl GrpcServer {
         let metrics = GrpcMetrics::new(registry)?;
         let door = Arc::new(Door { config, service, routes, metrics, tasks: tasks.clone() });
         let (handover, kept) = (Handover::default(), Vec::new());
-        Ok(Self { listener, door, windows, connections, tasks, handover, kept })
+        Ok(Self { listener, tls: None, door, windows, connections, tasks, handover, kept })
     }
 
     /// Serves the connections `kept` by a predecessor, and leaves those of its own that have said nothing yet to
@@ -89,6 +92,12 @@ impl GrpcServer {
     #[must_use]
     pub fn with_handover(self, handover: Handover, kept: Vec<std::net::TcpStream>) -> Self {
         Self { handover, kept, ..self }
+    }
+
+    /// Speaks TLS, and nothing else.
+    #[must_use]
+    pub fn with_tls(self, tls: Option<TlsAcceptor>) -> Self {
+        Self { tls, ..self }
     }
 
     /// Starts accepting; returns at once. Ends with the task group.
@@ -138,11 +147,12 @@ impl GrpcServer {
         let door = Arc::clone(&self.door);
         let windows = self.windows.clone();
         let handover = self.handover.clone();
+        let tls = self.tls.clone();
         self.tasks.spawn("grpc connection", async move {
             let grant = windows.grant();
             let counted = door.metrics.connection();
             door.metrics.set_window_bytes(windows.granted_bytes());
-            if let Err(error) = serve(&door, socket, grant.bytes(), &handover).await {
+            if let Err(error) = serve(&door, tls, socket, grant.bytes(), &handover).await {
                 debug!(%error, "grpc connection ended");
             }
             drop(grant);
@@ -155,19 +165,18 @@ impl GrpcServer {
 /// Serves one connection until it ends, or until the drain deadline after the door was told to close.
 async fn serve(
     door: &Arc<Door>,
+    tls: Option<TlsAcceptor>,
     socket: TcpStream,
     window_bytes: u32,
     handover: &Handover,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let tasks = &door.tasks;
     socket.set_nodelay(true)?;
-    let mut closing = pin!(tasks.closing());
     // hyper waits for a preface without limit; a peer that never says anything is not worth a slot.
     let mut first_byte = [0];
     let spoken = timeout(door.config.first_byte_deadline, socket.peek(&mut first_byte));
     tokio::select! {
         biased;
-        () = closing.as_mut() => {
+        () = door.tasks.closing() => {
             handover.keep(socket);
             return Ok(());
         }
@@ -175,14 +184,27 @@ async fn serve(
             return Ok(());
         },
     }
+    match tls {
+        None => drive(door, socket, window_bytes).await,
+        Some(tls) => drive(door, tls.accept(socket).await?, window_bytes).await,
+    }
+}
+
+/// HTTP/2 on a stream whose peer has begun to speak.
+async fn drive(
+    door: &Arc<Door>,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    window_bytes: u32,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut closing = pin!(door.tasks.closing());
     let service = service_fn(|request| Arc::clone(door).call(request));
     let connection =
-        builder(&door.config, window_bytes, tasks).serve_connection(TokioIo::new(socket), service);
+        builder(&door.config, window_bytes, &door.tasks).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
     tokio::select! {
         biased;
         ended = connection.as_mut() => return Ok(ended?),
-        () = closing => {}
+        () = closing.as_mut() => {}
     }
     connection.as_mut().graceful_shutdown();
     match timeout(door.config.drain_deadline, connection).await {

@@ -25,6 +25,7 @@ use serve::Acceptor;
 use tokio::net::TcpListener;
 
 use crate::runtime::Tasks;
+use crate::tls::TlsAcceptor;
 use crate::{metrics, telemetry};
 
 /// Bounds of the door.
@@ -88,6 +89,7 @@ impl HttpServer {
     pub fn start(
         config: HttpConfig,
         listener: TcpListener,
+        tls: Option<TlsAcceptor>,
         pages: Pages,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
@@ -103,7 +105,7 @@ impl HttpServer {
             .merge(mounted);
         tasks.spawn(
             "http accept",
-            Acceptor { listener, config, router, connections, tasks: tasks.clone() }.run(),
+            Acceptor { listener, tls, config, router, connections, tasks: tasks.clone() }.run(),
         );
         Ok(())
     }

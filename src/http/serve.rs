@@ -15,6 +15,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
@@ -22,6 +23,7 @@ use tower::ServiceExt as _;
 
 use super::HttpConfig;
 use crate::runtime::Tasks;
+use crate::tls::TlsAcceptor;
 
 /// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
 const HEAD_BYTES_MAX: usize = 8 << 10;
@@ -45,6 +47,7 @@ pub(super) struct Peer(pub(super) SocketAddr);
 /// The task that accepts connections and starts one task for each.
 pub(super) struct Acceptor {
     pub(super) listener: TcpListener,
+    pub(super) tls: Option<TlsAcceptor>,
     pub(super) config: HttpConfig,
     pub(super) router: Router,
     pub(super) connections: IntGauge,
@@ -72,7 +75,9 @@ impl Acceptor {
                     let place = Place::take(&self.connections, permit);
                     let timeout = self.config.request_timeout;
                     let router = self.router.clone().layer(Extension(Peer(peer)));
-                    let served = connection(stream, router, timeout, self.tasks.clone(), place);
+                    let exchange =
+                        Exchange { stream, tls: self.tls.clone(), router, tasks: self.tasks.clone() };
+                    let served = exchange.run(timeout, place);
                     self.tasks.spawn("http connection", served);
                 }
                 Err(error) => {
@@ -128,30 +133,56 @@ impl Deadline {
     }
 }
 
-async fn connection(stream: TcpStream, router: Router, timeout: Duration, tasks: Tasks, _place: Place) {
-    let deadline = Deadline::after(timeout);
+/// One connection: a handshake if there is TLS, a request, an answer.
+struct Exchange {
+    stream: TcpStream,
+    tls: Option<TlsAcceptor>,
+    router: Router,
+    tasks: Tasks,
+}
+
+impl Exchange {
+    async fn run(self, timeout: Duration, _place: Place) {
+        let Self { stream, tls, router, tasks } = self;
+        let deadline = Deadline::after(timeout);
+        let served = async {
+            match tls {
+                None => answer(stream, router, &deadline).await,
+                Some(tls) => answer(tls.accept(stream).await?, router, &deadline).await,
+            }
+        };
+        let stopped = async {
+            tasks.cancelled().await;
+            tokio::time::sleep(STOP_GRACE).await;
+        };
+        // Whatever ends first drops the connection; a peer's bad manners are no news.
+        tokio::select! {
+            biased;
+            result = served => match result {
+                Ok(()) => {}
+                Err(error) => tracing::debug!(%error, "http connection"),
+            },
+            () = deadline.passed() => tracing::debug!("http connection timed out"),
+            () = stopped => {}
+        }
+    }
+}
+
+async fn answer(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+    deadline: &Deadline,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(deadline.clone());
         router.clone().oneshot(request)
     });
-    let served = hyper::server::conn::http1::Builder::new()
+    hyper::server::conn::http1::Builder::new()
         .keep_alive(false)
         .max_header_size(HEAD_BYTES_MAX)
         .max_headers(HEADERS_MAX)
         .max_buf_size(BUFFER_BYTES_MAX)
-        .serve_connection(TokioIo::new(stream), service);
-    let stopped = async {
-        tasks.cancelled().await;
-        tokio::time::sleep(STOP_GRACE).await;
-    };
-    // Whatever ends first drops the connection; a peer's bad manners are no news.
-    tokio::select! {
-        biased;
-        result = served => match result {
-            Ok(()) => {}
-            Err(error) => tracing::debug!(%error, "http connection"),
-        },
-        () = deadline.passed() => tracing::debug!("http connection timed out"),
-        () = stopped => {}
-    }
+        .serve_connection(TokioIo::new(stream), service)
+        .await?;
+    Ok(())
 }

@@ -33,7 +33,7 @@ async fn door() -> Door {
     let refresh = Arc::new(move || gauge.inc());
     let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
     let pages = Pages { registry: registry.clone(), refresh, ready, losses, mounted: Router::new() };
-    HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
+    HttpServer::start(CONFIG, listener, None, pages, &tasks).unwrap();
     Door { address, tasks, is_ready, registry }
 }
 

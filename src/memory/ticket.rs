@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -28,7 +29,7 @@ pub struct Tickets {
     /// Mirror of what tickets and reservations hold: a budget without a limit, for its `used()` only.
     pre_allocated: Budget,
     timeout: Duration,
-    tickets_max: usize,
+    tickets_max: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -51,7 +52,13 @@ impl Tickets {
         // A random start, so that a ticket of a process before this one is unknown here rather than someone's.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
         let state = State { live: HashMap::new(), queue: VecDeque::new(), next };
-        Self { budget, pre_allocated: Budget::new(u64::MAX), timeout, tickets_max, state: Mutex::new(state) }
+        Self {
+            budget,
+            pre_allocated: Budget::new(u64::MAX),
+            timeout,
+            tickets_max: AtomicUsize::new(tickets_max),
+            state: Mutex::new(state),
+        }
     }
 
     /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 = not named).
@@ -73,7 +80,7 @@ impl Tickets {
         let ticket = Ticket { app: app.clone(), reservation };
         let expires = Instant::now() + self.timeout;
         let mut state = self.state.lock();
-        if state.live.len() >= self.tickets_max {
+        if state.live.len() >= self.tickets_max.load(Ordering::Relaxed) {
             drop(state);
             return Err(MemoryError::NoCapacity { asked: bytes, free: self.budget.free() });
         }
@@ -83,6 +90,11 @@ impl Tickets {
         state.queue.push_back((expires, id));
         state.sweep();
         Ok(id)
+    }
+
+    /// Replaces the number of tickets that may be outstanding; those there are stay.
+    pub fn set_max_count(&self, max: usize) {
+        self.tickets_max.store(max, Ordering::Relaxed);
     }
 
     /// Takes the ticket out. A ticket of another application stays where it is.

@@ -1,17 +1,21 @@
 //! What the administration changes beside the service: the tags and the log filter; and its token.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use parking_lot::RwLock;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::config::{self, Config};
 use crate::coordinator::heartbeat::Heartbeats;
 use crate::http::admin::{AdminHooks, Token};
 use crate::service::Service;
 use crate::telemetry::LogFilter;
+
+use super::reload::{Reloaded, Reloader};
 
 /// Largest token file read.
 const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
@@ -23,7 +27,17 @@ pub(super) struct Live {
     /// The coordinators are to hear of a change now.
     changed: Notify,
     log: Option<LogFilter>,
-    heartbeats: OnceLock<Heartbeats>,
+    pace: OnceLock<Pace>,
+    min_disks: AtomicUsize,
+}
+
+/// Who sends heartbeats.
+#[derive(Debug)]
+pub(super) enum Pace {
+    /// To the own coordinator.
+    Embedded(watch::Sender<Duration>),
+    /// To a quorum.
+    Quorum(Heartbeats),
 }
 
 impl Live {
@@ -32,18 +46,43 @@ impl Live {
             tags: RwLock::new(config.tags.clone()),
             changed: Notify::new(),
             log,
-            heartbeats: OnceLock::new(),
+            pace: OnceLock::new(),
+            min_disks: AtomicUsize::new(config.localfile.healthy_check_min_disks),
         }
     }
 
     /// The heartbeats have begun; called once.
-    pub(super) fn beating(&self, heartbeats: Heartbeats) {
-        let _ = self.heartbeats.set(heartbeats); // the first ones stay
+    pub(super) fn beating(&self, pace: Pace) {
+        let _ = self.pace.set(pace); // the first ones stay
     }
 
     /// The heartbeats to a quorum, if there is one.
     pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
-        self.heartbeats.get()
+        match self.pace.get()? {
+            Pace::Embedded(_) => None,
+            Pace::Quorum(heartbeats) => Some(heartbeats),
+        }
+    }
+
+    /// Heartbeats are so far apart from now on.
+    pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
+        match self.pace.get() {
+            Some(Pace::Embedded(pace)) => drop(pace.send_replace(interval)),
+            Some(Pace::Quorum(heartbeats)) => heartbeats.set_interval(interval),
+            None => {}
+        }
+    }
+
+    /// Disks that must take batches; 0 = the disks make no difference.
+    pub(super) fn min_disks(&self) -> usize {
+        self.min_disks.load(Ordering::Relaxed)
+    }
+
+    /// Replaces that; the disks are looked at again now.
+    pub(super) fn set_min_disks(&self, disks: usize) {
+        if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
+            self.changed.notify_one();
+        }
     }
 
     /// The configured tags as they are now.
@@ -62,7 +101,8 @@ impl Live {
         self.changed.notified().await;
     }
 
-    fn set_log_filter(&self, filter: &str) -> Result<(), String> {
+    /// Replaces the log filter.
+    pub(super) fn set_log_filter(&self, filter: &str) -> Result<(), String> {
         match &self.log {
             Some(log) => log.set(filter),
             None => Err("the logs of this process are not the worker's".to_owned()),
@@ -71,7 +111,7 @@ impl Live {
 }
 
 /// The calls that need more than the service.
-pub(super) fn hooks(service: Arc<Service>, live: &Arc<Live>) -> AdminHooks {
+pub(super) fn hooks(service: Arc<Service>, live: &Arc<Live>, reloader: Arc<Reloader>) -> AdminHooks {
     let (tags, log) = (Arc::clone(live), Arc::clone(live));
     let set_tags = move |wanted: Vec<String>| {
         config::check_tags(&wanted)?;
@@ -79,7 +119,16 @@ pub(super) fn hooks(service: Arc<Service>, live: &Arc<Live>) -> AdminHooks {
         Ok(())
     };
     let set_log_filter = move |filter: &str| log.set_log_filter(filter);
-    AdminHooks { service, set_tags: Arc::new(set_tags), set_log_filter: Arc::new(set_log_filter) }
+    let reload = move || {
+        let Reloaded { changed, waiting } = reloader.reload("call")?;
+        Ok((changed, waiting))
+    };
+    AdminHooks {
+        service,
+        set_tags: Arc::new(set_tags),
+        set_log_filter: Arc::new(set_log_filter),
+        reload: Arc::new(reload),
+    }
 }
 
 /// The token that callers must show, if there is one.

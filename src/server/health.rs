@@ -22,8 +22,6 @@ use super::admin::Live;
 pub(super) struct Watch {
     pub(super) service: Arc<Service>,
     pub(super) tiers: Option<Tiers>,
-    /// Disks that must take batches; 0 = the disks make no difference.
-    pub(super) min_disks: usize,
     pub(super) live: Arc<Live>,
 }
 
@@ -70,8 +68,8 @@ impl Watch {
     }
 
     fn look_at_stores(&self, known: &mut Option<&'static str>) {
-        let too_few_disks =
-            self.min_disks > 0 && self.local().is_some_and(|store| store.available_disks() < self.min_disks);
+        let min_disks = self.live.min_disks();
+        let too_few_disks = self.local().is_some_and(|store| store.available_disks() < min_disks);
         let complaint = if too_few_disks {
             Some("fewer disks take data than localfile_store.healthy_check_min_disks")
         } else if self.only_hdfs().is_some_and(HdfsStore::all_failing) {

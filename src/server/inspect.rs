@@ -24,7 +24,6 @@ use super::health;
 pub(super) struct Inspector {
     pub(super) fixed: NodeReport,
     pub(super) store_type: &'static str,
-    pub(super) watermarks: (f64, f64),
     pub(super) service: Arc<Service>,
     pub(super) live: Arc<Live>,
     pub(super) registry: Registry,
@@ -105,7 +104,10 @@ impl Inspector {
 
     fn memory(&self) -> Memory {
         let memory = self.service.memory();
-        let (high_watermark, low_watermark) = self.watermarks;
+        // Without a tier below nothing is ever spilled.
+        let limits = self.service.tiers().map(|tiers| tiers.flusher.limits());
+        let (high_watermark, low_watermark) =
+            limits.map_or((1.0, 1.0), |limits| (limits.high_watermark, limits.low_watermark));
         Memory {
             capacity_bytes: memory.capacity_bytes(),
             used_bytes: memory.used_bytes(),

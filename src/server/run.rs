@@ -21,6 +21,8 @@ pub enum Command {
     Stop,
     /// The same, and leave the sockets to a successor, unless that can not work: then nothing happens.
     Upgrade(Successor),
+    /// Read the configuration again.
+    Reload,
 }
 
 /// How a worker ended.
@@ -56,7 +58,15 @@ pub async fn run(
             true => told_or_retired(&worker, &mut commands).await,
             false => commands.recv().await,
         };
-        let Some(Command::Upgrade(successor)) = told else { break };
+        let successor = match told {
+            Some(Command::Upgrade(successor)) => successor,
+            Some(Command::Reload) => {
+                // What is wrong has been logged.
+                let _ = worker.reload("signal").await;
+                continue;
+            }
+            Some(Command::Stop) | None => break,
+        };
         let facts = Facts::of(config, worker.addresses());
         match prepare(&worker, &successor, &facts, &mut commands).await {
             Prepared::HandOver => {
@@ -135,6 +145,7 @@ async fn prepare(
             prepared = &mut ready => return prepared,
             told = commands.recv() => match told {
                 Some(Command::Upgrade(_)) => tracing::info!("an upgrade is under way already"),
+                Some(Command::Reload) => tracing::info!("an upgrade is under way, it reads the configuration"),
                 Some(Command::Stop) | None => return Prepared::Stop,
             }
         }

@@ -27,6 +27,7 @@ mod tests;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::RwLock;
 use prometheus::Registry;
 
 pub use error::ServiceError;
@@ -96,6 +97,7 @@ pub struct Tiers {
 #[derive(Debug)]
 pub struct Service {
     config: ServiceConfig,
+    partition_limits: RwLock<PartitionLimits>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     tiers: Option<Tiers>,
@@ -124,6 +126,7 @@ impl Service {
             tiers.flusher.charge_to(Arc::clone(&apps));
         }
         Ok(Arc::new(Self {
+            partition_limits: RwLock::new(config.partition_limits),
             config,
             apps,
             memory,
@@ -152,6 +155,17 @@ impl Service {
     #[must_use]
     pub fn tiers(&self) -> Option<&Tiers> {
         self.tiers.as_ref()
+    }
+
+    /// Bounds of one partition, as they are now.
+    #[must_use]
+    pub fn partition_limits(&self) -> PartitionLimits {
+        *self.partition_limits.read()
+    }
+
+    /// Replaces them.
+    pub fn set_partition_limits(&self, limits: PartitionLimits) {
+        *self.partition_limits.write() = limits;
     }
 
     /// The registry of apps.

@@ -71,7 +71,8 @@ impl Service {
     /// The partitions to be split, if all of them may take what is asked for.
     fn judge_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
         let mut split = Vec::new();
-        if !self.config.partition_limits.decide_anything() {
+        let limits = self.partition_limits();
+        if !limits.decide_anything() {
             return Ok(split);
         }
         // A shuffle that is not registered is found out by its send, as in the Java server.
@@ -84,7 +85,7 @@ impl Service {
                 false => 0,
             };
             let sizes = partition_sizes(&buffers, *partition, asked);
-            match self.config.partition_limits.judge(sizes) {
+            match limits.judge(sizes) {
                 Verdict::Fits => {}
                 Verdict::Split => split.push(*partition),
                 Verdict::Wait => {
@@ -112,7 +113,7 @@ impl Service {
             partition,
             received: sizes.received,
             in_memory: sizes.in_memory,
-            max: self.config.partition_limits.huge_in_memory_bytes_max.unwrap_or(u64::MAX),
+            max: self.partition_limits().huge_in_memory_bytes_max.unwrap_or(u64::MAX),
         }
     }
 
@@ -129,7 +130,7 @@ impl Service {
         ServiceError::PartitionTooLarge {
             partition,
             coming: sizes.received.saturating_add(sizes.asked),
-            max: self.config.partition_limits.bytes_max.unwrap_or(u64::MAX),
+            max: self.partition_limits().bytes_max.unwrap_or(u64::MAX),
             client_knows_code: app.is_since_0_10(),
         }
     }

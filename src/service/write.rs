@@ -13,7 +13,7 @@ use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
 use crate::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
-use super::partition_limit::PartitionSizes;
+use super::partition_limit::{PartitionLimits, PartitionSizes};
 use super::{Service, ServiceError, shuffle_of};
 
 /// What stands before the data of a send.
@@ -75,6 +75,7 @@ impl Service {
             shuffle,
             buffers,
             funds,
+            limits: self.partition_limits(),
             runs: Vec::new(),
             open: None,
             payload_bytes: 0,
@@ -116,6 +117,8 @@ pub struct SendSession {
     app: Arc<App>,
     shuffle: Arc<ShuffleState>,
     buffers: Arc<ShuffleBuffers>,
+    /// As they were at the beginning.
+    limits: PartitionLimits,
     // Fills are dropped before the reservation, so that aborted memory is back when the reservation returns.
     open: Option<OpenBlock>,
     runs: Vec<Run>,
@@ -238,8 +241,7 @@ impl SendSession {
 impl SendSession {
     /// Runs are looked at one by one: a client sends one per partition.
     fn check_hard_limit(&self) -> Result<(), ServiceError> {
-        let limits = &self.service.config.partition_limits;
-        if limits.bytes_max.is_none() {
+        if self.limits.bytes_max.is_none() {
             return Ok(());
         }
         for run in &self.runs {
@@ -248,7 +250,7 @@ impl SendSession {
                 in_memory: run.buffer.in_memory_bytes(),
                 asked: run.blocks.iter().map(|(meta, _)| u64::from(meta.length)).sum(),
             };
-            if limits.is_too_large(sizes.received + sizes.asked) {
+            if self.limits.is_too_large(sizes.received + sizes.asked) {
                 let partition = run.buffer.partition().0;
                 return Err(self.service.partition_too_large(
                     &self.app,
@@ -282,7 +284,7 @@ impl SendSession {
             self.app.account().duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
         }
         let received_bytes = run.buffer.received_bytes();
-        if self.service.config.partition_limits.is_huge(received_bytes) {
+        if self.limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
         }
         if let Some(tiers) = &self.service.tiers {

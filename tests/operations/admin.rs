@@ -23,6 +23,7 @@ const CALLS: &[(&str, &str)] = &[
     ("/admin/flush", ""),
     ("/admin/apps/app-1/purge", ""),
     ("/admin/log-level", r#"{"filter": "off"}"#),
+    ("/admin/reload", ""),
 ];
 
 #[tokio::test]
@@ -137,7 +138,7 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     }
     assert_eq!(world.worker.service().status().state(), WorkerState::Active);
     assert_eq!((world.worker.apps().app_count(), world.worker.memory().block_count()), (1, before));
-    assert_eq!(world.metric("admin_calls_total", "denied"), 35.0);
+    assert_eq!(world.metric("admin_calls_total", "denied"), 40.0);
 
     let answer = world.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);

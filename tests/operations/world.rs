@@ -12,7 +12,7 @@ use uniffle_worker::client::block::{BlockGenerator, IdLayout};
 use uniffle_worker::client::grpc::ShuffleClient;
 use uniffle_worker::client::send::SendForm;
 use uniffle_worker::config::{Config, Machine};
-use uniffle_worker::server::{Inherited, Surroundings, Worker};
+use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
 use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -29,13 +29,43 @@ impl World {
         Self::with("", Surroundings::default()).await
     }
 
-    /// `admin` are further lines of `[admin]`.
-    pub(crate) async fn with(admin: &str, surroundings: Surroundings) -> Self {
+    /// `tables` are whole tables, or lines of `[admin]` before the first of them.
+    pub(crate) async fn with(tables: &str, surroundings: Surroundings) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let text = config_text(dir.path(), admin);
-        let worker = Worker::start_in(surroundings, Inherited::default(), &parse(&text)).await.unwrap();
+        let text = config_text(dir.path(), "", tables);
+        Self::of(&parse(&text), surroundings, dir).await
+    }
+
+    /// A worker that reads `config.toml` in its directory again when it is told to.
+    pub(crate) async fn with_file(top: &str, tables: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.toml"), config_text(dir.path(), top, tables)).unwrap();
+        let origin = Origin { env: env(), machine: machine() };
+        let config =
+            Config::load(Some(&dir.path().join("config.toml")), &origin.env, &origin.machine).unwrap();
+        Self::of(&config, Surroundings { origin: Some(origin), log: None }, dir).await
+    }
+
+    async fn of(config: &Config, surroundings: Surroundings, dir: TempDir) -> Self {
+        let worker = Worker::start_in(surroundings, Inherited::default(), config).await.unwrap();
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
         Self { worker, client, http: reqwest::Client::new(), dir }
+    }
+
+    /// Replaces the file of [`World::with_file`], in one step as editors do it.
+    pub(crate) fn rewrite(&self, top: &str, tables: &str) {
+        self.write(&config_text(self.dir.path(), top, tables));
+    }
+
+    /// The same with any text.
+    pub(crate) fn write(&self, text: &str) {
+        std::fs::write(self.dir.path().join("new"), text).unwrap();
+        std::fs::rename(self.dir.path().join("new"), self.dir.path().join("config.toml")).unwrap();
+    }
+
+    /// What is in the file.
+    pub(crate) fn written(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("config.toml")).unwrap()
     }
 
     /// A request to the administration, as yet without a token.
@@ -94,18 +124,21 @@ impl World {
     }
 }
 
-fn config_text(dir: &std::path::Path, admin: &str) -> String {
+fn config_text(dir: &std::path::Path, top: &str, tables: &str) -> String {
     format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = 1\n\
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = 1\n{top}\n\
          [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n\
-         [admin]\nport = 0\n{admin}\n",
+         [admin]\nport = 0\n{tables}\n",
         dir.join("data")
     )
 }
 
+pub(crate) fn env() -> HashMap<String, String> {
+    HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())])
+}
+
 pub(crate) fn parse(text: &str) -> Config {
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    Config::parse(text, &env, &machine()).unwrap()
+    Config::parse(text, &env(), &machine()).unwrap()
 }
 
 pub(crate) fn machine() -> Machine {

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus::Registry;
+use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use self::apps::AppTable;
@@ -216,22 +217,36 @@ impl EmbeddedCoordinator {
 
     /// Reports `source` at once and then every `interval` (to be shorter than the node timeout), and sweeps both
     /// tables as often. Call it when the listeners are bound; ends when `tasks` are cancelled.
-    pub fn keep_reporting(&self, source: ReportSource, interval: Duration, tasks: &Tasks) {
+    ///
+    /// Returns what changes the interval.
+    pub fn keep_reporting(
+        &self,
+        source: ReportSource,
+        interval: Duration,
+        tasks: &Tasks,
+    ) -> watch::Sender<Duration> {
         let coordinator = self.clone();
         let cancelled = tasks.cancelled();
+        let (pace, mut changes) = watch::channel(interval);
         coordinator.report_and_sweep(&source);
         tasks.spawn("embedded coordinator", async move {
             let mut ticks = tokio::time::interval(interval);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             tokio::pin!(cancelled);
             loop {
+                // The sender may be gone, then `changed` fails for ever: the tick alone goes on.
                 tokio::select! {
                     biased;
                     () = &mut cancelled => return,
                     _ = ticks.tick() => coordinator.report_and_sweep(&source),
+                    Ok(()) = changes.changed() => {
+                        ticks = tokio::time::interval(*changes.borrow_and_update());
+                        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                    }
                 }
             }
         });
+        pace
     }
 
     /// Takes the own worker's state now, besides the regular reports: it has changed.

@@ -23,6 +23,7 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
         .route("/admin/flush", post(flush))
         .route("/admin/apps/{id}/purge", post(purge))
         .route("/admin/log-level", post(log_level))
+        .route("/admin/reload", post(reload))
         .with_state(hooks)
 }
 
@@ -92,6 +93,15 @@ async fn log_level(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
     match (hooks.set_log_filter)(&filter) {
         Ok(()) => answer(&json!({ "filter": filter })),
         Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
+    }
+}
+
+async fn reload(State(hooks): State<AdminHooks>) -> Response {
+    let reload = hooks.reload;
+    let outcome = tokio::task::spawn_blocking(move || reload()).await;
+    match outcome.unwrap_or_else(|error| Err(error.to_string())) {
+        Ok((changed, waiting)) => answer(&json!({ "changed": changed, "waiting_for_restart": waiting })),
+        Err(reasons) => refusal(StatusCode::BAD_REQUEST, &reasons),
     }
 }
 

@@ -24,6 +24,7 @@ use super::serve::Acceptor;
 use crate::metrics;
 use crate::runtime::Tasks;
 use crate::service::Service;
+use crate::tls::TlsAcceptor;
 
 /// Connections at once: people and their scripts.
 const CONNECTIONS_MAX: usize = 16;
@@ -37,6 +38,10 @@ pub type TextCall = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 /// Replaces the tags; the error names the one that is none.
 pub type SetTags = Arc<dyn Fn(Vec<String>) -> Result<(), String> + Send + Sync>;
 
+/// Reads the configuration again: keys that are in effect now, and keys that wait for a start. The error is everything
+/// that is wrong with it.
+pub type Reload = Arc<dyn Fn() -> Result<(Vec<String>, Vec<String>), String> + Send + Sync>;
+
 /// What the calls ask of the rest of the worker.
 #[derive(Clone)]
 pub struct AdminHooks {
@@ -46,12 +51,23 @@ pub struct AdminHooks {
     pub set_tags: SetTags,
     /// Replaces the log filter.
     pub set_log_filter: TextCall,
+    /// Reads the configuration again.
+    pub reload: Reload,
 }
 
 impl fmt::Debug for AdminHooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("AdminHooks")
     }
+}
+
+/// How callers reach it.
+#[derive(Debug)]
+pub struct Access {
+    /// Encrypts the connections.
+    pub tls: Option<TlsAcceptor>,
+    /// What callers must show; without one only those on this machine are heard.
+    pub token: Option<Token>,
 }
 
 /// The administration's listener.
@@ -65,20 +81,20 @@ struct AdminMetrics {
 }
 
 impl AdminServer {
-    /// Serves on `listener` in tasks of `tasks` until they are cancelled. Without a `token` only callers on this
-    /// machine are heard. `mounted` are the routes of other parts: they are guarded as the own ones, so they need be
+    /// Serves on `listener` in tasks of `tasks` until they are cancelled. `mounted` are the routes of other parts: they are guarded as the own ones, so they need be
     /// nothing but handlers of POST below `/admin/`.
     ///
     /// # Errors
     /// When `registry` has its metrics already.
     pub fn start(
         listener: TcpListener,
-        token: Option<Token>,
+        access: Access,
         hooks: AdminHooks,
         mounted: Router,
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
+        let Access { tls, token } = access;
         let connections = metrics::gauge(
             registry,
             "admin_connection_number",
@@ -96,7 +112,7 @@ impl AdminServer {
         let router = calls::router(hooks).merge(mounted);
         let router = guard::protect(router, token, AdminMetrics { calls });
         let config = HttpConfig { max_connections: CONNECTIONS_MAX, request_timeout: REQUEST_TIMEOUT };
-        let acceptor = Acceptor { listener, config, router, connections, tasks: tasks.clone() };
+        let acceptor = Acceptor { listener, tls, config, router, connections, tasks: tasks.clone() };
         tasks.spawn("admin accept", acceptor.run());
         Ok(())
     }

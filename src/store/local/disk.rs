@@ -55,8 +55,8 @@ pub(super) struct LocalDisk {
     unreadable: AtomicBool,
     mount: Mount,
     changes: Arc<watch::Sender<()>>,
-    high_watermark: f64,
-    low_watermark: f64,
+    /// High and low.
+    watermarks: Mutex<(f64, f64)>,
     deadline: Duration,
     _lock: Box<dyn DiskLock>,
 }
@@ -150,8 +150,7 @@ impl LocalDisk {
             unreadable: AtomicBool::new(false),
             mount,
             changes,
-            high_watermark: config.high_watermark,
-            low_watermark: config.low_watermark,
+            watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
             deadline,
             _lock: lock,
         };
@@ -201,9 +200,16 @@ impl LocalDisk {
         Ok(())
     }
 
+    /// Replaces the watermarks; the space is looked at with them at once.
+    pub(super) fn set_watermarks(&self, high: f64, low: f64) {
+        *self.watermarks.lock() = (high, low);
+        self.update(|state| self.apply_watermarks(state));
+    }
+
     fn apply_watermarks(&self, state: &mut State) {
         let ratio = used_ratio(state.space);
-        if state.health.measured(ratio, self.high_watermark, self.low_watermark) {
+        let (high, low) = *self.watermarks.lock();
+        if state.health.measured(ratio, high, low) {
             let full = state.health.is_full();
             tracing::info!(disk = %self.label, full, used_ratio = ratio, "disk crossed a watermark");
         }

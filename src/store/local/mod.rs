@@ -463,6 +463,11 @@ impl LocalStore {
         self.core.disks.iter().map(|disk| disk.info()).collect()
     }
 
+    /// Replaces the watermarks of all disks.
+    pub fn set_watermarks(&self, high: f64, low: f64) {
+        self.core.disks.iter().for_each(|disk| disk.set_watermarks(high, low));
+    }
+
     /// Disks that take batches now: neither sick nor full.
     #[must_use]
     pub fn available_disks(&self) -> usize {

@@ -1,0 +1,356 @@
+//! A configuration that is read again while the worker runs.
+//!
+//! The file is taken whole or not at all: what is wrong with it is logged with all reasons, and everything stays as it
+//! is. Keys that can change are brought into the running configuration ([`with_changeable`]), which must be a valid one
+//! with the keys that can not, and handed to the parts; the others are named, they wait for the next start.
+//! Certificates are read again each time. What an operator has changed by a call stays until the file's own value of it
+//! changes.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use prometheus::{IntCounterVec, Registry};
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::config::{self, Config, HybridStore, LocalfileStore, Machine, MemoryStore};
+use crate::metrics;
+use crate::service::Service;
+use crate::telemetry::{AUDIT, TelemetryConfig};
+
+use super::admin::Live;
+use super::parts;
+use super::tls::Tls;
+
+/// How often the file is looked at.
+const WATCH_INTERVAL: Duration = Duration::from_secs(2);
+
+/// What a configuration depends on beside its file.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// The environment of the process.
+    pub env: HashMap<String, String>,
+    /// The machine.
+    pub machine: Machine,
+}
+
+/// Which keys a reload has found different.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Reloaded {
+    /// In effect now.
+    pub changed: Vec<String>,
+    /// In effect after the next start.
+    pub waiting: Vec<String>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Reloader {
+    origin: Option<Origin>,
+    running: Mutex<Config>,
+    service: Arc<Service>,
+    live: Arc<Live>,
+    tls: Tls,
+    reloads: IntCounterVec,
+}
+
+/// A configuration that is about to run.
+struct Next {
+    config: Config,
+    tls: Tls,
+    changed: Vec<String>,
+    waiting: Vec<String>,
+    warnings: Vec<String>,
+}
+
+impl Reloader {
+    pub(super) fn new(
+        config: &Config,
+        origin: Option<Origin>,
+        service: Arc<Service>,
+        live: Arc<Live>,
+        tls: Tls,
+        registry: &Registry,
+    ) -> prometheus::Result<Self> {
+        let reloads = metrics::counter_vec(
+            registry,
+            "config_reloads_total",
+            "times that the configuration was read again, by result",
+            &["result"],
+        )?;
+        for result in ["ok", "refused"] {
+            reloads.with_label_values(&[result]);
+        }
+        Ok(Self { origin, running: Mutex::new(config.clone()), service, live, tls, reloads })
+    }
+
+    /// Reads the file again. `trigger` is for the log. Blocks on files.
+    ///
+    /// # Errors
+    /// Everything that is wrong with the file, or that there is none; nothing has changed then.
+    pub(super) fn reload(&self, trigger: &str) -> Result<Reloaded, String> {
+        let mut running = self.running.lock();
+        let outcome = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
+        let outcome = outcome.map(|next| {
+            let Next { config, tls, mut changed, waiting, warnings } = next;
+            for warning in warnings {
+                tracing::warn!("configuration: {warning}");
+            }
+            self.apply(&config, &changed);
+            let has_other_certificates = !self.tls.is_like(&tls);
+            self.tls.renew(&tls);
+            if has_other_certificates && !changed.iter().any(|key| key.starts_with("tls.")) {
+                changed.push("tls.cert_file".to_owned());
+            }
+            *running = config;
+            Reloaded { changed, waiting }
+        });
+        drop(running);
+        match &outcome {
+            Ok(Reloaded { changed, waiting }) => {
+                self.reloads.with_label_values(&["ok"]).inc();
+                tracing::info!(target: AUDIT, action = "reload", trigger, result = "ok", ?changed);
+                if !waiting.is_empty() {
+                    tracing::warn!(keys = ?waiting, "changed in the file, needs a restart");
+                }
+            }
+            Err(reasons) => {
+                self.reloads.with_label_values(&["refused"]).inc();
+                let reasons = reasons.replace(":\n  ", ": ").replace("\n  ", "; ");
+                tracing::error!(target: AUDIT, action = "reload", trigger, result = "refused", "the old configuration stays: {reasons}");
+            }
+        }
+        outcome
+    }
+
+    /// As [`Reloader::reload`], on a thread that may block.
+    pub(super) async fn reload_aside(self: &Arc<Self>, trigger: &'static str) -> Result<Reloaded, String> {
+        let reloader = Arc::clone(self);
+        let outcome = tokio::task::spawn_blocking(move || reloader.reload(trigger)).await;
+        outcome.unwrap_or_else(|error| Err(error.to_string()))
+    }
+
+    fn origin(&self) -> Result<&Origin, String> {
+        self.origin.as_ref().ok_or_else(|| "this worker does not read files".to_owned())
+    }
+
+    fn read(&self, path: Option<&Path>) -> Result<Config, String> {
+        let path = path.ok_or("the worker was started without a configuration file")?;
+        let Origin { env, machine } = self.origin()?;
+        Config::load(Some(path), env, machine).map_err(|error| error.to_string())
+    }
+
+    /// Everything that can fail.
+    fn prepare(&self, running: &Config, new: &Config) -> Result<Next, String> {
+        let config = with_changeable(running, new);
+        let Origin { env, machine } = self.origin()?;
+        if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
+            return Err(format!("with the keys that can not change while the worker runs, {error}"));
+        }
+        let tls = Tls::load(&config).map_err(|error| error.to_string())?;
+        let (changed, waiting) = (different(running, &config), different(&config, new));
+        let is_new = |warning: &&String| !running.warnings.contains(warning);
+        let warnings = new.warnings.iter().filter(is_new).cloned().collect();
+        Ok(Next { config, tls, changed, waiting, warnings })
+    }
+
+    /// Whether the files are other than what runs, or wrong. They may have changed between the start and the first look,
+    /// or the worker has begun again after an upgrade that failed.
+    fn is_behind(&self) -> bool {
+        let running = self.running.lock();
+        let next = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
+        next.map_or(true, |next| {
+            !(next.changed.is_empty() && next.waiting.is_empty() && self.tls.is_like(&next.tls))
+        })
+    }
+
+    /// Hands what has changed to the parts. The tags and the log filter only when the file's own have: an operator may
+    /// have set others meanwhile.
+    fn apply(&self, config: &Config, changed: &[String]) {
+        let has_changed = |prefix: &str| changed.iter().any(|key| key.starts_with(prefix));
+        if has_changed("tags") {
+            self.live.set_tags(config.tags.clone());
+        }
+        if has_changed("log.filter")
+            && let Err(error) = self.live.set_log_filter(&config.log.filter)
+        {
+            tracing::warn!(%error, "log.filter");
+        }
+        if has_changed("heartbeat_interval_seconds") {
+            self.live.set_heartbeat_interval(config.heartbeat_interval);
+        }
+        self.live.set_min_disks(config.localfile.healthy_check_min_disks);
+        let service = &self.service;
+        service.memory().tickets().set_max_count(config.memory.ticket_max_count);
+        service.apps().set_heartbeat_timeout(config.app.heartbeat_timeout);
+        service.set_partition_limits(parts::service(config).partition_limits);
+        if let Some(tiers) = service.tiers() {
+            tiers.flusher.set_limits(parts::flush(config, config.localfile.data_paths.len()).limits);
+        }
+        if let Some(store) = service.local() {
+            let local = &config.localfile;
+            store.set_watermarks(local.disk_high_watermark, local.disk_low_watermark);
+        }
+    }
+
+    /// Reads the file again whenever it or a file of `[tls]` has changed, until `stop`.
+    pub(super) async fn watch(self: Arc<Self>, stop: impl Future<Output = ()>) {
+        if self.watched().is_empty() || self.origin.is_none() {
+            return;
+        }
+        let mut ticks = interval(WATCH_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        tokio::pin!(stop);
+        let mut taken = None;
+        let mut seen = Vec::new();
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stop => return,
+                _ = ticks.tick() => {}
+            }
+            let mut now = Vec::new();
+            for path in self.watched() {
+                now.push(Mark::of(&path).await);
+            }
+            // A file that is being written is left alone until it has rested for one look. One that is away for a
+            // moment, as some editors do it, is no change.
+            let has_rested = now == seen && now.first().is_some_and(Option::is_some);
+            seen.clone_from(&now);
+            if !has_rested || taken.as_ref() == Some(&now) {
+                continue;
+            }
+            let is_first_look = taken.replace(now).is_none();
+            let reloader = Arc::clone(&self);
+            let _ = tokio::task::spawn_blocking(move || {
+                if !is_first_look || reloader.is_behind() {
+                    let _ = reloader.reload("file"); // what is wrong has been logged
+                }
+            })
+            .await;
+        }
+    }
+
+    /// The configuration first; nothing without one.
+    fn watched(&self) -> Vec<PathBuf> {
+        let running = self.running.lock();
+        let Some(source) = &running.source else { return Vec::new() };
+        let tls = running.tls.files.iter();
+        let tls = tls.flat_map(|files| [Some(&files.cert), Some(&files.key), files.client_ca.as_ref()]);
+        std::iter::once(source).chain(tls.flatten()).cloned().collect()
+    }
+}
+
+/// By what a file is recognised as the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Mark {
+    modified: Option<SystemTime>,
+    bytes: u64,
+    inode: u64,
+}
+
+impl Mark {
+    async fn of(path: &Path) -> Option<Self> {
+        use std::os::unix::fs::MetadataExt as _;
+        let metadata = tokio::fs::metadata(path).await.ok()?;
+        Some(Self { modified: metadata.modified().ok(), bytes: metadata.len(), inode: metadata.ino() })
+    }
+}
+
+/// `running` with what can change taken from `new`.
+fn with_changeable(running: &Config, new: &Config) -> Config {
+    let paths = running.localfile.data_paths.len();
+    Config {
+        tags: new.tags.clone(),
+        heartbeat_interval: new.heartbeat_interval,
+        memory: MemoryStore { ticket_max_count: new.memory.ticket_max_count, ..running.memory.clone() },
+        localfile: LocalfileStore {
+            healthy_check_min_disks: new.localfile.healthy_check_min_disks.min(paths),
+            disk_high_watermark: new.localfile.disk_high_watermark,
+            disk_low_watermark: new.localfile.disk_low_watermark,
+            ..running.localfile.clone()
+        },
+        hybrid: HybridStore {
+            memory_spill_high_watermark: new.hybrid.memory_spill_high_watermark,
+            memory_spill_low_watermark: new.hybrid.memory_spill_low_watermark,
+            memory_single_buffer_max_spill_size_bytes: new.hybrid.memory_single_buffer_max_spill_size_bytes,
+            huge_partition_memory_single_buffer_max_spill_size_bytes: new
+                .hybrid
+                .huge_partition_memory_single_buffer_max_spill_size_bytes,
+            ..running.hybrid.clone()
+        },
+        log: TelemetryConfig { filter: new.log.filter.clone(), ..running.log.clone() },
+        app: new.app.clone(),
+        // Whether a door is encrypted is decided when it opens.
+        tls: config::Tls {
+            files: running.tls.files.as_ref().and(new.tls.files.clone()).or(running.tls.files.clone()),
+            ..running.tls.clone()
+        },
+        warnings: new.warnings.clone(),
+        ..running.clone()
+    }
+}
+
+/// Keys whose values differ.
+fn different(left: &Config, right: &Config) -> Vec<String> {
+    let (left, right): (BTreeMap<_, _>, BTreeMap<_, _>) = (left.entries(), right.entries());
+    let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
+    keys.into_iter().filter(|key| left.get(*key) != right.get(*key)).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Config {
+        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/state") };
+        Config::parse(text, &HashMap::new(), &machine).unwrap()
+    }
+
+    #[test]
+    fn certificates_change_and_encryption_does_not() {
+        let files = |name: &str| format!("[tls]\ncert_file = \"/{name}\"\nkey_file = \"/key\"\n");
+        let next = |running: &str, new: &str| {
+            let (running, new) = (parse(running), parse(new));
+            let next = with_changeable(&running, &new);
+            (different(&running, &next), different(&next, &new))
+        };
+        let keys = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert_eq!(next(&files("a"), &files("b")), (keys(&["tls.cert_file"]), keys(&[])));
+        let both = keys(&["tls.cert_file", "tls.key_file"]);
+        assert_eq!(next(&files("a"), ""), (keys(&[]), both.clone()));
+        assert_eq!(next("", &files("a")), (keys(&[]), both));
+        let fewer = files("a") + "doors = [\"http\"]";
+        assert_eq!(next(&files("a"), &fewer), (keys(&[]), keys(&["tls.doors"])));
+    }
+
+    #[test]
+    fn what_can_change_is_told_from_what_can_not() {
+        let running = parse("tags = [\"a\"]\ngrpc_port = 1");
+        let new = parse(
+            "tags = [\"b\"]\ngrpc_port = 2\nheartbeat_interval_seconds = 5\n[memory_store]\ncapacity = \"64MiB\"\n\
+             [hybrid_store]\nmemory_spill_high_watermark = 0.5\n[app_config]\npartition_hard_limit = \"1TB\"\n\
+             [log]\nfilter = \"debug\"\nmax_files = 3",
+        );
+        let next = with_changeable(&running, &new);
+        let changed = different(&running, &next);
+        assert_eq!(
+            changed,
+            [
+                "app_config.partition_hard_limit",
+                "heartbeat_interval_seconds",
+                "hybrid_store.memory_spill_high_watermark",
+                "log.filter",
+                "tags"
+            ]
+        );
+        let waiting = different(&next, &new);
+        assert_eq!(
+            waiting,
+            ["grpc_port", "log.max_files", "memory_store.block_max_count", "memory_store.capacity"]
+        );
+        assert!(different(&new, &new.clone()).is_empty());
+    }
+}

@@ -1,0 +1,139 @@
+//! TLS for doors: files → an acceptor, and a stream that is encrypted or not.
+//!
+//! Certificates and keys are PEM files that the composition root names; what is wrong with one is said with its key of
+//! the configuration and its path. Versions and ciphers are rustls' defaults (1.2 and 1.3, *ring*). New files can take
+//! the place of the old ones for connects from then on. Not here: who may do what; a client certificate opens the door
+//! and no more.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::RwLock;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{RootCertStore, ServerConfig};
+use tokio_rustls::server::TlsStream;
+
+/// A peer that has not finished its handshake by then is none.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Where certificate and keys are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// `tls.cert_file`: the certificate, then its chain.
+    pub cert: PathBuf,
+    /// `tls.key_file`
+    pub key: PathBuf,
+    /// `tls.client_ca_file`: who must have signed a client's certificate; none = clients need none.
+    pub client_ca: Option<PathBuf>,
+}
+
+/// Why there is no TLS.
+#[derive(Debug, thiserror::Error)]
+#[error("{key} = {path}: {reason}")]
+pub struct TlsError {
+    key: &'static str,
+    path: String,
+    reason: String,
+}
+
+impl TlsError {
+    fn new(key: &'static str, path: &Path, reason: impl ToString) -> Self {
+        Self { key, path: path.display().to_string(), reason: reason.to_string() }
+    }
+}
+
+/// Makes encrypted streams of accepted ones. Clones share what they are made with.
+#[derive(Clone)]
+pub struct TlsAcceptor(Arc<RwLock<Arc<Loaded>>>);
+
+/// What was in the files.
+struct Loaded {
+    config: Arc<ServerConfig>,
+    /// The chain and the authorities of clients, to tell one state of the files from another.
+    certificates: Vec<CertificateDer<'static>>,
+}
+
+impl std::fmt::Debug for TlsAcceptor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TlsAcceptor")
+    }
+}
+
+impl TlsAcceptor {
+    /// Reads the files. `protocol` is what is spoken inside, by its ALPN name.
+    ///
+    /// # Errors
+    /// [`TlsError`]: a file that can not be read, holds nothing of its kind, or does not belong to the others.
+    pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
+        let provider = Arc::new(ring::default_provider());
+        let chain = certificates("tls.cert_file", &files.cert)?;
+        let mut all = chain.clone();
+        let key = PrivateKeyDer::from_pem_file(&files.key)
+            .map_err(|error| TlsError::new("tls.key_file", &files.key, format!("no private key: {error}")))?;
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| TlsError::new("tls.cert_file", &files.cert, error))?;
+        let builder = match &files.client_ca {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let wrong =
+                    |error: &dyn ToString| TlsError::new("tls.client_ca_file", path, error.to_string());
+                let mut roots = RootCertStore::empty();
+                for authority in certificates("tls.client_ca_file", path)? {
+                    all.push(authority.clone());
+                    roots.add(authority).map_err(|error| wrong(&error))?;
+                }
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+                builder.with_client_cert_verifier(verifier.map_err(|error| wrong(&error))?)
+            }
+        };
+        let mut config = builder.with_single_cert(chain, key).map_err(|error| {
+            let reason = format!("does not go together with tls.cert_file: {error}");
+            TlsError::new("tls.key_file", &files.key, reason)
+        })?;
+        config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        let loaded = Loaded { config: Arc::new(config), certificates: all };
+        Ok(Self(Arc::new(RwLock::new(Arc::new(loaded)))))
+    }
+
+    /// From now on new connections are made with what `other` was loaded from.
+    pub fn renew(&self, other: &Self) {
+        let new = Arc::clone(&other.0.read());
+        *self.0.write() = new;
+    }
+
+    /// Whether `other` was loaded from the same certificates.
+    #[must_use]
+    pub fn is_like(&self, other: &Self) -> bool {
+        let (mine, new) = (Arc::clone(&self.0.read()), Arc::clone(&other.0.read()));
+        mine.certificates == new.certificates
+    }
+
+    /// The handshake with a client, within a deadline.
+    ///
+    /// # Errors
+    /// What the client did wrong, or that it was too slow.
+    pub async fn accept(&self, socket: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+        let config = Arc::clone(&self.0.read().config);
+        let acceptor = tokio_rustls::TlsAcceptor::from(config);
+        let accepted = timeout(HANDSHAKE_DEADLINE, acceptor.accept(socket)).await;
+        accepted.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let wrong = |reason: &dyn ToString| TlsError::new(key, path, reason.to_string());
+    let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))?;
+    let certificates: Vec<_> = found.collect::<Result<_, _>>().map_err(|error| wrong(&error))?;
+    if certificates.is_empty() {
+        return Err(wrong(&"no certificate in it"));
+    }
+    Ok(certificates)
+}
