@@ -184,9 +184,10 @@ impl Account {
         let _ = waiting.since_us.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// A ticket was granted: waits that were going on are over.
-    pub fn granted(&self, bytes: u64) {
+    /// A ticket was granted: waits that were going on are over. How long a wait for memory was, if there was one.
+    pub fn granted(&self, bytes: u64) -> Option<Duration> {
         self.tickets_granted.add(1, bytes);
+        let mut waited = None;
         for (waiting, stage) in self.waiting.iter().zip([Stage::TicketWait, Stage::PartitionWait]) {
             if waiting.since_us.load(Ordering::Relaxed) == 0 {
                 continue;
@@ -194,8 +195,12 @@ impl Account {
             let lasted = waiting.lasted(micros(self.opened.elapsed()));
             if waiting.since_us.swap(0, Ordering::Relaxed) > 0 {
                 self.waited(stage, lasted);
+                if stage == Stage::TicketWait {
+                    waited = Some(Duration::from_micros(lasted));
+                }
             }
         }
+        waited
     }
 
     fn waited(&self, stage: Stage, us: u64) {
@@ -296,8 +301,8 @@ mod tests {
         account.refused(Stage::TicketWait, 10);
         assert_eq!(account.sum(Stage::TicketWait).total, Duration::from_secs(2), "it still goes on");
         tokio::time::advance(Duration::from_secs(1)).await;
-        account.granted(10);
-        account.granted(10);
+        assert_eq!(account.granted(10), Some(Duration::from_secs(3)));
+        assert_eq!(account.granted(10), None);
         let sum = account.sum(Stage::TicketWait);
         assert_eq!((sum.count, sum.total, sum.longest), (2, Duration::from_secs(3), Duration::from_secs(3)));
         assert_eq!(account.sum(Stage::PartitionWait), StageSum::default());

@@ -76,9 +76,11 @@ impl Tickets {
         }
         let charge = self.budget.try_charge(bytes + allowance).inspect_err(|_| self.budget.wake())?;
         let held = Held { mirror: self.pre_allocated.overdraw(charge.bytes()), charge };
-        let reservation = Reservation { requested: bytes, spent: 0, budget: self.budget.clone(), held };
+        let granted = Instant::now();
+        let budget = self.budget.clone();
+        let reservation = Reservation { requested: bytes, spent: 0, granted, budget, held };
         let ticket = Ticket { app: app.clone(), reservation };
-        let expires = Instant::now() + self.timeout;
+        let expires = granted + self.timeout;
         let mut state = self.state.lock();
         if state.live.len() >= self.tickets_max.load(Ordering::Relaxed) {
             drop(state);
@@ -187,6 +189,7 @@ impl Held {
 pub struct Reservation {
     requested: u64,
     spent: u64,
+    granted: Instant,
     budget: Budget,
     held: Held,
 }
@@ -196,6 +199,12 @@ impl Reservation {
     #[must_use]
     pub fn requested_bytes(&self) -> u64 {
         self.requested
+    }
+
+    /// Time since the ticket was granted.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        self.granted.elapsed()
     }
 
     /// Payload bytes not spent yet.

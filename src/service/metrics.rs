@@ -1,6 +1,6 @@
 //! Counters and gauges of the service; names as the Java server's and riffle's (PROTOCOL §10.2, §10.6).
 
-use prometheus::{IntCounter, IntGauge, Registry};
+use prometheus::{Histogram, IntCounter, IntGauge, Registry};
 
 use super::statistics::AppStatistics;
 use super::status::WorkerState;
@@ -32,6 +32,9 @@ pub struct ServiceMetrics {
     require_buffer_refused: IntCounter,
     require_buffer_refused_regular: IntCounter,
     require_buffer_refused_huge: IntCounter,
+    pub(super) ticket_bytes: Histogram,
+    pub(super) ticket_wait: Histogram,
+    pub(super) ticket_lifetime: Histogram,
     pub(super) hard_limit_exceeded: IntCounter,
     pub(super) huge_partitions_marked: IntCounter,
     pub(super) apps_with_huge_partition_marked: IntCounter,
@@ -106,6 +109,24 @@ impl ServiceMetrics {
             require_buffer_refused_huge: counter(
                 "total_require_buffer_failed_for_huge_partition",
                 "Tickets refused because a huge partition fills its share of the memory",
+            )?,
+            ticket_bytes: metrics::histogram(
+                registry,
+                "ticket_bytes",
+                "Bytes of granted tickets",
+                metrics::BYTES_BUCKETS,
+            )?,
+            ticket_wait: metrics::histogram(
+                registry,
+                "ticket_wait_seconds",
+                "Time from an application's first refusal for lack of memory to its next ticket",
+                metrics::SECONDS_BUCKETS,
+            )?,
+            ticket_lifetime: metrics::histogram(
+                registry,
+                "ticket_lifetime_seconds",
+                "Time from a ticket's grant to its send",
+                metrics::SECONDS_BUCKETS,
             )?,
             hard_limit_exceeded: counter(
                 "total_huge_partition_exceed_hard_limit_num",

@@ -64,7 +64,10 @@ impl Service {
             }
         }
         let TicketId(ticket) = granted?;
-        app.account().granted(bytes);
+        if let Some(waited) = app.account().granted(bytes) {
+            self.metrics.ticket_wait.observe(waited.as_secs_f64());
+        }
+        self.metrics.ticket_bytes.observe(f64::from(request.bytes));
         Ok(RequireGrant { ticket, split_partitions })
     }
 

@@ -64,6 +64,7 @@ impl Service {
         let app = self.touched_app(header.app)?;
         // The ticket first: whatever is wrong with the rest, its memory must come back now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
+        self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;

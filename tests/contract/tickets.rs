@@ -113,6 +113,12 @@ async fn no_buffer_under_pressure_and_then_success() {
     futures::future::join_all((0..8).map(writer)).await;
     let refusals = world.metric("total_require_buffer_failed");
     assert!(refusals > 0.0, "nobody had to wait");
+    let (tickets, bytes) = world.histogram("ticket_bytes");
+    assert!(tickets == 64 && bytes >= f64::from(64 << 20), "{tickets} tickets of {bytes} bytes");
+    let (sends, seconds) = world.histogram("ticket_lifetime_seconds");
+    assert!(sends == 64 && seconds > 0.0, "{sends} sends, {seconds} s after their tickets");
+    let (waits, seconds) = world.histogram("ticket_wait_seconds");
+    assert!((1..=64).contains(&waits) && seconds > 0.0, "{waits} waits of {seconds} s");
     for partition in 0..8 {
         let all: Vec<_> =
             (0..8).flat_map(|task| (0..8).map(move |n| block(partition, task, n, 128 << 10))).collect();

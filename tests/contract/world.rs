@@ -122,6 +122,14 @@ impl World {
         family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
     }
 
+    /// Observations and their sum.
+    pub(crate) fn histogram(&self, name: &str) -> (u64, f64) {
+        let families = self.worker.registry().gather();
+        let found = families.iter().find(|family| family.name() == name);
+        let histogram = found.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0].get_histogram();
+        (histogram.get_sample_count(), histogram.get_sample_sum())
+    }
+
     /// What of this worker is not as it was when it had no application.
     pub(crate) fn leftovers(&self) -> Vec<String> {
         let memory = self.memory();
