@@ -409,6 +409,37 @@ pub struct Admin {
     pub token_file: Option<PathBuf>,
     /// `WORKER_ADMIN_TOKEN`: the bearer token itself. Default: none.
     pub token: Option<Token>,
+    /// Who may decommission the worker over gRPC, where there is no token. Default: coordinators.
+    pub grpc_decommission: GrpcDecommission,
+}
+
+/// `admin.grpc_decommission`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GrpcDecommission {
+    /// Nobody.
+    Off,
+    /// Programs on this machine.
+    Loopback,
+    /// The machines of `coordinator_quorum`.
+    Coordinators,
+    /// Everybody who reaches the port, as with the Java server.
+    Open,
+}
+
+impl GrpcDecommission {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Off, Self::Loopback, Self::Coordinators, Self::Open];
+
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Loopback => "loopback",
+            Self::Coordinators => "coordinators",
+            Self::Open => "open",
+        }
+    }
 }
 
 /// `[embedded_coordinator]`, used when there is no `coordinator_quorum`.

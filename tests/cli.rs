@@ -111,7 +111,8 @@ fn the_version_names_the_commit() {
 #[test]
 fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
     let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
-    let worker = Worker::start(&Setup { name: "retiring", top, ..Setup::default() });
+    let made_tables = "[admin]\ngrpc_decommission = \"loopback\"".to_owned();
+    let worker = Worker::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let port = worker.ready().grpc_port;
     let client = runtime.block_on(async {

@@ -13,8 +13,9 @@ use super::observe;
 use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::tls;
 use super::{
-    Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, Http, HybridStore, IoEngine,
-    LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime, VerifyReads,
+    Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, GrpcDecommission, Http,
+    HybridStore, IoEngine, LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
+    VerifyReads,
 };
 use crate::http::admin::Token;
 use crate::telemetry::{LogFormat, Rotation, TelemetryConfig, parse_filter};
@@ -399,7 +400,15 @@ fn admin(reader: &mut Reader, env: &HashMap<String, String>) -> Admin {
             .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         token_file: reader.text("admin.token_file", absolute_path),
         token,
+        grpc_decommission: reader
+            .text("admin.grpc_decommission", grpc_decommission)
+            .unwrap_or(GrpcDecommission::Coordinators),
     }
+}
+
+fn grpc_decommission(text: &str) -> Result<GrpcDecommission, String> {
+    let found = GrpcDecommission::ALL.into_iter().find(|who| who.as_str() == text);
+    found.ok_or_else(|| "coordinators, loopback, open or off".to_owned())
 }
 
 /// Whoever reaches the administration can stop the node's work, so that more than this machine needs a token.

@@ -129,6 +129,7 @@ pub(super) const KEYS: &[Key] = &[
     key("admin.port"),
     key("admin.bind_address"),
     key("admin.token_file"),
+    key("admin.grpc_decommission"),
     key("shutdown.flush_timeout_sec"),
     key("tls.cert_file"),
     key("tls.key_file"),

@@ -190,6 +190,7 @@ fn admin(config: &Config) -> Table {
     if let Some(file) = &config.admin.token_file {
         put(&mut table, "token_file", file.display().to_string());
     }
+    put(&mut table, "grpc_decommission", config.admin.grpc_decommission.as_str());
     table
 }
 

@@ -16,6 +16,7 @@ use tonic::body::Body;
 use tonic::service::Routes;
 use tower::ServiceExt;
 
+use super::internal::Peer;
 use super::metrics::{GrpcMetrics, label};
 use super::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
@@ -23,6 +24,9 @@ use super::{
 };
 use crate::runtime::Tasks;
 use crate::service::Service;
+
+/// Calls that want to know who asks.
+const INTERNAL: &str = "/rss.common.ShuffleServerInternal/";
 
 /// W3C trace context, as gRPC clients with tracing send it.
 const TRACEPARENT: &str = "traceparent";
@@ -41,9 +45,13 @@ impl Door {
     /// Serves one call.
     pub(super) async fn call(
         self: Arc<Self>,
-        request: Request<Incoming>,
+        mut request: Request<Incoming>,
+        peer: Peer,
     ) -> Result<Response<Body>, Infallible> {
         let span = self.span(&request);
+        if request.uri().path().starts_with(INTERNAL) {
+            request.extensions_mut().insert(peer);
+        }
         self.counted(request).in_span(span).await
     }
 

@@ -24,6 +24,7 @@ use tokio::time::Duration;
 use crate::telemetry::traces::Traces;
 use crate::wire::send_message::Limits;
 
+pub use internal::DecommissionBy;
 pub use server::GrpcServer;
 
 const REQUIRE_BUFFER: &str = "/rss.common.ShuffleServer/requireBuffer";
@@ -73,6 +74,8 @@ pub struct GrpcConfig {
     pub keep_alive_timeout: Duration,
     /// Which calls are traced. Default: none.
     pub traces: Traces,
+    /// Who may call `decommission` and `cancelDecommission`. Default: nobody.
+    pub decommission_by: DecommissionBy,
 }
 
 impl Default for GrpcConfig {
@@ -96,6 +99,7 @@ impl Default for GrpcConfig {
             keep_alive_interval: Duration::from_secs(60),
             keep_alive_timeout: Duration::from_secs(20),
             traces: Traces::off(),
+            decommission_by: DecommissionBy::Nobody,
         }
     }
 }

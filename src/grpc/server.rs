@@ -25,7 +25,7 @@ use tracing::{debug, info, warn};
 
 use super::GrpcConfig;
 use super::door::Door;
-use super::internal::InternalCalls;
+use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
 use super::shuffle::ShuffleCalls;
 use super::windows::{WINDOW_BYTES_MIN, WindowBudget};
@@ -73,7 +73,8 @@ impl GrpcServer {
     ) -> prometheus::Result<Self> {
         let small = config.small_message_bytes_max;
         let shuffle = ShuffleServerServer::new(ShuffleCalls::new(Arc::clone(&service)));
-        let internal = ShuffleServerInternalServer::new(InternalCalls::new(Arc::clone(&service)));
+        let internal = InternalCalls::new(Arc::clone(&service), config.decommission_by.clone());
+        let internal = ShuffleServerInternalServer::new(internal);
         // Answers are not limited here: a bitmap of a large shuffle may be larger than any request.
         routes.add_service(shuffle.max_decoding_message_size(small).max_encoding_message_size(usize::MAX));
         routes.add_service(internal);
@@ -171,6 +172,7 @@ async fn serve(
     handover: &Handover,
 ) -> Result<(), Box<dyn std::error::Error>> {
     socket.set_nodelay(true)?;
+    let peer = Peer(socket.peer_addr()?);
     // hyper waits for a preface without limit; a peer that never says anything is not worth a slot.
     let mut first_byte = [0];
     let spoken = timeout(door.config.first_byte_deadline, socket.peek(&mut first_byte));
@@ -185,8 +187,8 @@ async fn serve(
         },
     }
     match tls {
-        None => drive(door, socket, window_bytes).await,
-        Some(tls) => drive(door, tls.accept(socket).await?, window_bytes).await,
+        None => drive(door, socket, peer, window_bytes).await,
+        Some(tls) => drive(door, tls.accept(socket).await?, peer, window_bytes).await,
     }
 }
 
@@ -194,10 +196,11 @@ async fn serve(
 async fn drive(
     door: &Arc<Door>,
     stream: impl AsyncRead + AsyncWrite + Unpin,
+    peer: Peer,
     window_bytes: u32,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let mut closing = pin!(door.tasks.closing());
-    let service = service_fn(|request| Arc::clone(door).call(request));
+    let service = service_fn(|request| Arc::clone(door).call(request, peer));
     let connection =
         builder(&door.config, window_bytes, &door.tasks).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
@@ -261,14 +264,14 @@ where
 
 /// Counts events and says when the next line may be logged.
 #[derive(Debug, Default)]
-struct Warnings {
+pub(super) struct Warnings {
     count: u64,
     last: Option<Instant>,
 }
 
 impl Warnings {
     /// One more event; `Some(events since the last line)` when a line is due.
-    fn take(&mut self) -> Option<u64> {
+    pub(super) fn take(&mut self) -> Option<u64> {
         self.count += 1;
         if self.last.is_some_and(|last| last.elapsed() < WARN_INTERVAL) {
             return None;

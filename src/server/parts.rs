@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use crate::app::AppConfig;
-use crate::config::{Config, IoEngine, UrpcRuntime, VerifyReads};
+use crate::config::{Config, Endpoint, GrpcDecommission, IoEngine, UrpcRuntime, VerifyReads};
 use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
-use crate::grpc::GrpcConfig;
+use crate::grpc::{DecommissionBy, GrpcConfig};
 use crate::http::HttpConfig;
 use crate::http::push::PushConfig;
 use crate::io::Engine;
@@ -228,6 +228,15 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
         send_deadline: grpc.request_timeout,
         stream_deadline: grpc.request_timeout * 3,
         traces: traces(config),
+        decommission_by: match config.admin.grpc_decommission {
+            GrpcDecommission::Off => DecommissionBy::Nobody,
+            GrpcDecommission::Loopback => DecommissionBy::ThisMachine,
+            GrpcDecommission::Coordinators => {
+                let host = |endpoint: &Endpoint| endpoint.host.clone();
+                DecommissionBy::Machines(config.coordinator_quorum.iter().map(host).collect())
+            }
+            GrpcDecommission::Open => DecommissionBy::Everybody,
+        },
         ..GrpcConfig::default()
     }
 }

@@ -40,7 +40,8 @@ async fn until_assigned(channel: &Channel, wanted: bool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
-    let setup = Setup { top: "heartbeat_interval_seconds = 1", ..Setup::default() };
+    let tables = "[admin]\ngrpc_decommission = \"loopback\"";
+    let setup = Setup { top: "heartbeat_interval_seconds = 1", tables, ..Setup::default() };
     let (world, key) = (World::with(setup).await, key("app-1", 1));
     let channel = raw::connect(world.worker.addresses().grpc).await;
     until_assigned(&channel, true).await;

@@ -4,8 +4,11 @@ use reqwest::{Method, StatusCode};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use uniffle_worker::proto::GetShuffleServerRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{
+    CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,
+};
 use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::types::PartitionId;
@@ -163,6 +166,48 @@ async fn the_open_door_changes_nothing() {
     assert_eq!(world.worker.service().status().state(), WorkerState::Active);
     assert_eq!(world.worker.apps().app_count(), 1);
     world.finish().await;
+}
+
+/// Uniffle's own call has no token: who is heard is a matter of the address, and by default of being a coordinator's.
+#[tokio::test]
+async fn grpc_decommissions_for_those_who_are_named_only() {
+    let cases = [
+        ("", "", false),
+        ("", "grpc_decommission = \"off\"", false),
+        ("", "grpc_decommission = \"loopback\"", true),
+        ("", "grpc_decommission = \"open\"", true),
+        // Nobody listens there: what counts is the address that a call comes from.
+        ("coordinator_quorum = [\"localhost:1\"]", "", true),
+        ("coordinator_quorum = [\"127.0.0.2:1\", \"no-such-host.invalid:1\"]", "", false),
+        ("coordinator_quorum = [\"127.0.0.1:1\"]", "grpc_decommission = \"off\"", false),
+    ];
+    for (top, admin, is_heard) in cases {
+        let world = World::with_file(top, admin).await;
+        let channel = format!("http://{}", world.worker.addresses().grpc);
+        let mut internal = ShuffleServerInternalClient::connect(channel).await.unwrap();
+        let state = || world.worker.service().status().state();
+        let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
+        let cancelled =
+            internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
+        if is_heard {
+            assert_eq!(answer.status(), Code::Success, "{top} {admin}: {}", answer.ret_msg);
+            assert_eq!(cancelled.status(), Code::Success, "{}", cancelled.ret_msg);
+        } else {
+            for (status, text) in
+                [(answer.status(), answer.ret_msg.clone()), (cancelled.status(), cancelled.ret_msg.clone())]
+            {
+                assert_eq!(status, Code::AccessDenied, "{top} {admin}: {text}");
+                assert!(text.contains("admin.grpc_decommission"), "{text}");
+            }
+            world.call("/admin/decommission", "").await;
+            internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap();
+            assert_ne!(state(), WorkerState::Active, "{top} {admin}");
+        }
+        world.call("/admin/cancel-decommission", "").await;
+        assert_eq!(state(), WorkerState::Active);
+        drop(internal);
+        world.finish().await;
+    }
 }
 
 #[tokio::test]
