@@ -100,10 +100,11 @@ async fn an_app_is_explained_while_it_runs_and_after() {
         ..Default::default()
     };
     world.client.require_raw(require(24 << 20)).await.unwrap();
-    let refused = world.client.require_raw(require(24 << 20)).await.unwrap();
-    assert_ne!(refused.status, 0, "{refused:?}");
+    // Before the refusal, which begins a flush.
     let options = ReadOptions::default();
     world.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
+    let refused = world.client.require_raw(require(24 << 20)).await.unwrap();
+    assert_ne!(refused.status, 0, "{refused:?}");
     world.worker.service().flush_all().unwrap();
     eventually("all is on disk", || match world.worker.memory().block_count() {
         0 => Ok(()),
