@@ -87,6 +87,47 @@ fn heap_profiles_are_off_by_default_and_say_so() {
     worker.stop();
 }
 
+/// At run time, by the administration and nobody else. The sampling is finer than by default, so that a small load shows.
+#[test]
+fn heap_profiles_are_switched_on_and_off_by_a_call() {
+    let setup = Setup {
+        env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())],
+        made_tables: "[admin]\nport = 0".to_owned(),
+        ..Setup::default()
+    };
+    let worker = Worker::start(&setup);
+    let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
+    let profile = || ask(http, "GET", "/debug/pprof/heap");
+    let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
+    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open door");
+    assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
+    assert_eq!(profile().0, 409);
+    for _ in 0..2 {
+        assert_eq!(switch("activate"), (200, "{\"heap_profiling\":\"active\"}".to_owned()));
+    }
+    let load = Load::start(&worker, "100MB", 1);
+    let held = wait_until("allocations of ours are in the profile", Duration::from_secs(60), || {
+        let (status, profile) = profile();
+        assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
+        if is_there("go", "version") && !functions(&profile).contains("uniffle_worker::") {
+            return Err("none yet".to_owned());
+        }
+        Ok(profile)
+    });
+    assert!(!held.is_empty());
+    load.finish();
+    for _ in 0..2 {
+        assert_eq!(switch("deactivate"), (200, "{\"heap_profiling\":\"inactive\"}".to_owned()));
+    }
+    let (status, text) = ask_text(http, "GET", "/debug/pprof/heap");
+    assert!(status == 409 && text.starts_with("heap profiling is not active"), "{status} {text}");
+    let calls = worker.log().matches("call=/admin/heap-profile/").count();
+    assert_eq!(calls, 4, "{}", worker.log());
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
 #[test]
 fn the_task_dump_says_where_each_task_waits() {
     let worker = Worker::start(&Setup::default());
