@@ -4,13 +4,18 @@
 //! so that two workers can live in one process. A failure (bad or duplicate name) is a mistake in the program and ends
 //! the start-up. Names follow PROTOCOL §10 where a counterpart exists.
 
-use prometheus::core::{Collector, Desc};
+mod renamed;
+mod transit;
+
+use prometheus::core::Collector;
 use prometheus::process_collector::ProcessCollector;
-use prometheus::proto::MetricFamily;
 use prometheus::{
     Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, Result,
 };
+
+pub use renamed::{also, also_alone, also_in_ms, also_in_seconds};
+pub use transit::TransitTimes;
 
 /// All values of a registry at one moment, by name.
 #[derive(Debug)]
@@ -48,39 +53,6 @@ impl Values {
 fn registered<M: Collector + Clone + 'static>(registry: &Registry, metric: M) -> Result<M> {
     registry.register(Box::new(metric.clone()))?;
     Ok(metric)
-}
-
-/// The values of `metric` under another server's name as well.
-///
-/// # Errors
-/// See [`counter`].
-pub fn also<M: Collector + Clone + 'static>(registry: &Registry, metric: &M, name: &str) -> Result<()> {
-    let desc = metric
-        .desc()
-        .first()
-        .map_or((String::new(), Vec::new()), |desc| (desc.help.clone(), desc.variable_labels.clone()));
-    let desc = Desc::new(name.to_owned(), desc.0, desc.1, std::collections::HashMap::new())?;
-    registry.register(Box::new(Renamed { metric: metric.clone(), desc }))
-}
-
-/// A metric that is exported under another name.
-struct Renamed<M> {
-    metric: M,
-    desc: Desc,
-}
-
-impl<M: Collector> Collector for Renamed<M> {
-    fn desc(&self) -> Vec<&Desc> {
-        vec![&self.desc]
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        let mut families = self.metric.collect();
-        for family in &mut families {
-            family.set_name(self.desc.fq_name.clone());
-        }
-        families
-    }
 }
 
 /// A counter.
@@ -129,6 +101,25 @@ pub fn ratio_gauge(registry: &Registry, name: &str, help: &str) -> Result<Gauge>
 /// See [`counter`].
 pub fn ratio_gauge_vec(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
     registered(registry, GaugeVec::new(Opts::new(name, help), labels)?)
+}
+
+/// One up on a gauge, taken back when dropped.
+#[derive(Debug)]
+pub struct Up(IntGauge);
+
+impl Up {
+    /// Counts on `gauge` from now on.
+    #[must_use]
+    pub fn new(gauge: &IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
 }
 
 /// A histogram with upper bounds `buckets`, ascending.
@@ -196,21 +187,6 @@ mod tests {
         let families = registry.gather();
         assert_eq!(families.len(), 1);
         assert!((families[0].get_metric()[0].get_counter().get_value() - 3.0).abs() < f64::EPSILON);
-    }
-
-    #[test]
-    fn one_metric_may_have_two_names() {
-        let registry = Registry::new();
-        let metric = counter_vec(&registry, "ours", "help", &["path"]).unwrap();
-        also(&registry, &metric, "theirs").unwrap();
-        assert!(also(&registry, &metric, "ours").is_err());
-        metric.with_label_values(&["/a"]).inc();
-        let families = registry.gather();
-        let told: Vec<_> = families
-            .iter()
-            .map(|family| (family.name(), family.get_metric()[0].get_counter().get_value()))
-            .collect();
-        assert_eq!(told, [("ours", 1.0), ("theirs", 1.0)]);
     }
 
     #[test]

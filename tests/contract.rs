@@ -18,6 +18,7 @@ mod contract {
     pub(crate) mod health;
     pub(crate) mod hostile_frames;
     pub(crate) mod lifecycle;
+    pub(crate) mod metrics;
     pub(crate) mod panics;
     pub(crate) mod races;
     pub(crate) mod raw;

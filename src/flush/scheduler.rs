@@ -217,10 +217,7 @@ impl Flusher {
 
     /// Brings gauges of live values up to date.
     pub fn refresh_metrics(&self) {
-        let queued = self.local_queue.len() + self.hdfs_queue.len();
-        self.metrics.queued.set(i64::try_from(queued).unwrap_or(i64::MAX));
-        let in_flight = i64::try_from(self.hdfs_in_flight()).unwrap_or(i64::MAX);
-        self.metrics.hdfs_in_flight.set(in_flight);
+        self.metrics.refresh(self.local_queue.len(), self.hdfs_queue.len(), self.hdfs_in_flight());
     }
 
     async fn schedule(self: Arc<Self>) {

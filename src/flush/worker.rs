@@ -49,13 +49,15 @@ impl Flusher {
             app.account().enter(Stage::FlushQueue, bytes, began.duration_since(batch.queued));
         }
         let batch = Arc::new(batch);
+        let writing = self.metrics.writing(tier, bytes);
         // A panic must not take the batch with it: its blocks would stay in memory for ever.
         let written = AssertUnwindSafe(self.write(&batch, tier)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
+        drop(writing);
         let Some(batch) = Arc::into_inner(batch) else { return };
         match written {
             Ok(()) => {
-                self.metrics.duration.observe(began.elapsed().as_secs_f64());
+                self.metrics.count_time(began.elapsed());
                 if let Some(app) = app {
                     app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
                 }
@@ -114,23 +116,13 @@ impl Flusher {
             self.metrics.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(&sealed);
         }
-        self.metrics.count_batch(bytes);
-        match tier {
-            Tier::Local => self.metrics.spilled_batches.inc(),
-            Tier::Hdfs => {
-                self.metrics.hdfs_batches.inc();
-                self.metrics.hdfs_bytes.inc_by(bytes);
-            }
-        }
+        self.metrics.count_batch(tier, bytes);
         tracing::debug!(shuffle = %batch.key, bytes, ?tier, "flushed");
     }
 
     /// A batch that a tier did not take goes to the other at once, or waits for a new attempt.
     fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: Tier, error: &StoreError) {
-        self.metrics.failed_writes.inc();
-        if tier == Tier::Hdfs {
-            self.metrics.hdfs_failures.inc();
-        }
+        self.metrics.count_failure(tier);
         let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
         let first_of_both =
             batch.failures == 0 && batch.handles.local.is_some() && batch.handles.hdfs.is_some();

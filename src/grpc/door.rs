@@ -17,7 +17,7 @@ use tonic::service::Routes;
 use tower::ServiceExt;
 
 use super::internal::Peer;
-use super::metrics::{GrpcMetrics, label};
+use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
     SEND_SHUFFLE_DATA, ingest, reads, tickets,
@@ -72,6 +72,7 @@ impl Door {
                 &self.service,
                 &self.config,
                 &self.tasks,
+                &self.metrics.transit.send,
                 request.into_body(),
             )
             .await);
@@ -85,11 +86,14 @@ impl Door {
     /// A call whose request is small.
     async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
         let max = self.config.read_request_bytes_max;
+        let TransitMetrics { memory, local_data, .. } = &self.metrics.transit;
         match request.uri().path() {
             REQUIRE_BUFFER => tickets::require_buffer(&self.service, max, request.into_body()).await,
-            GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, max, request.into_body()).await,
+            GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, memory, max, request.into_body()).await,
             GET_LOCAL_SHUFFLE_INDEX => reads::local_index(&self.service, max, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_DATA => reads::local_data(&self.service, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_DATA => {
+                reads::local_data(&self.service, local_data, max, request.into_body()).await
+            }
             _ => match self.routes.clone().oneshot(request).await {
                 Ok(response) => Ok(response),
                 Err(never) => match never {},

@@ -15,6 +15,7 @@ use tonic::body::Body;
 
 use super::GrpcConfig;
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
+use crate::metrics::TransitTimes;
 use crate::proto::{SendShuffleDataResponse, StatusCode};
 use crate::runtime::Tasks;
 use crate::service::{self, SendSession, Service, ServiceError};
@@ -109,10 +110,11 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,
     tasks: &Tasks,
+    transit: &TransitTimes,
     mut body: B,
 ) -> http::Response<Body> {
     let deadline = Instant::now() + config.send_deadline;
-    let refusal = match timeout_at(deadline, receive(service, config, &mut body)).await {
+    let refusal = match timeout_at(deadline, receive(service, config, transit, &mut body)).await {
         Ok(Ok(())) => return answer(StatusCode::Success, "OK"),
         Ok(Err(refusal)) => refusal,
         Err(_elapsed) => Refusal::Call(Status::deadline_exceeded(format!(
@@ -134,11 +136,13 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
 async fn receive<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,
+    transit: &TransitTimes,
     body: &mut B,
 ) -> Result<(), Refusal> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut intake = Intake { service, message_bytes: u64::from(message_bytes), session: None };
     let summary = fill(body, message_bytes, first, config.send_limits, &mut intake).await?;
+    transit.arrived(summary.timestamp_ms);
     match intake.session {
         Some(session) if summary.blocks > 0 => Ok(session.commit(summary.stage_attempt)?),
         // The session is dropped, so that the ticket returns its bytes.

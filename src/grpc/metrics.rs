@@ -1,6 +1,8 @@
 //! What the gRPC door counts: the names of the Java server (PROTOCOL §10.3) and of riffle (§10.6) side by side, so
 //! that dashboards of either work.
 //!
+//! What goes by several names or units is measured once (`grpc_duration_seconds`, the times on the way).
+//!
 //! Invariant: labels are the paths of known methods only; a stranger's path counts under `other`.
 
 use std::collections::HashMap;
@@ -11,7 +13,7 @@ use prometheus::{
 };
 use tokio::time::Instant;
 
-use crate::metrics;
+use crate::metrics::{self, TransitTimes, Up};
 
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
@@ -53,6 +55,16 @@ const TIMED: [&str; 6] = [
     "report_shuffle_result",
 ];
 
+/// Paths and riffle's names for their durations.
+const RIFFLE_DURATIONS: [(&str, &str); 6] = [
+    (super::SEND_SHUFFLE_DATA, "grpc_send_data_process_time"),
+    (super::REQUIRE_BUFFER, "grpc_buffer_require_process_time"),
+    (super::GET_MEMORY_SHUFFLE_DATA, "grpc_get_memory_data_process_time"),
+    (super::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_process_time"),
+    (super::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_latency"),
+    (super::GET_LOCAL_SHUFFLE_INDEX, "grpc_get_localfile_index_latency"),
+];
+
 /// Counters of one method.
 #[derive(Debug)]
 struct MethodMetrics {
@@ -60,8 +72,15 @@ struct MethodMetrics {
     total: IntCounter,
     requests: IntCounter,
     duration: Histogram,
-    /// Only of those in [`TIMED`].
-    process_latency: Option<Histogram>,
+}
+
+/// How long calls were on their way; only these requests say when they were sent.
+#[derive(Debug)]
+pub(super) struct TransitMetrics {
+    pub(super) send: TransitTimes,
+    pub(super) local_data: TransitTimes,
+    pub(super) memory: TransitTimes,
+    pub(super) sorted: TransitTimes,
 }
 
 /// Counters of the door.
@@ -70,6 +89,7 @@ pub(super) struct GrpcMetrics {
     methods: HashMap<&'static str, MethodMetrics>,
     other_requests: IntCounter,
     other_duration: Histogram,
+    pub(super) transit: TransitMetrics,
     open: IntGauge,
     total: IntCounter,
     connections: IntGauge,
@@ -82,10 +102,42 @@ fn registered<C: Collector + Clone + 'static>(registry: &Registry, metric: C) ->
     Ok(metric)
 }
 
-fn process_latency(registry: &Registry, stem: &str) -> prometheus::Result<Histogram> {
-    let help = format!("milliseconds from a {stem} call's head to its answer's head");
-    let buckets = prometheus::exponential_buckets(0.5, 2.5, 14)?;
-    metrics::histogram(registry, &format!("grpc_{stem}_process_latency"), &help, &buckets)
+impl TransitMetrics {
+    fn new(registry: &Registry) -> prometheus::Result<Self> {
+        let times = |stem: &str| {
+            let help = format!("milliseconds from a {stem} call's timestamp until it is here");
+            TransitTimes::new(registry, &format!("grpc_{stem}_transport_latency"), &help)
+        };
+        let metrics = Self {
+            send: times("send_shuffle_data")?,
+            local_data: times("get_local_shuffle_data")?,
+            memory: times("get_memory_shuffle_data")?,
+            sorted: times("get_sorted_shuffle_data")?,
+        };
+        for (times, riffle) in [
+            (&metrics.send, "grpc_send_data_transport_time"),
+            (&metrics.local_data, "grpc_get_localfile_data_transport_time"),
+            (&metrics.memory, "grpc_get_memory_data_transport_time"),
+        ] {
+            let help = "seconds from a call's timestamp until it is here";
+            metrics::also_in_seconds(registry, times.histogram(), riffle, help)?;
+        }
+        Ok(metrics)
+    }
+}
+
+/// The durations of calls by the names of Java and of riffle.
+fn name_durations(registry: &Registry, durations: &HistogramVec) -> prometheus::Result<()> {
+    for (path, stem) in METHODS.iter().filter(|(_, stem)| TIMED.contains(stem)) {
+        let help = format!("milliseconds from a {stem} call's head to its answer's head");
+        let duration = durations.with_label_values(&[path]);
+        metrics::also_in_ms(registry, &duration, &format!("grpc_{stem}_process_latency"), &help)?;
+    }
+    for (path, name) in RIFFLE_DURATIONS {
+        let help = "seconds from a call's head to its answer's head";
+        metrics::also_alone(registry, &durations.with_label_values(&[path]), name, help)?;
+    }
+    Ok(())
 }
 
 impl GrpcMetrics {
@@ -107,13 +159,10 @@ impl GrpcMetrics {
                 total: registered(registry, total)?,
                 requests: requests.with_label_values(&[path]),
                 duration: duration.with_label_values(&[path]),
-                process_latency: match TIMED.contains(&stem) {
-                    true => Some(process_latency(registry, stem)?),
-                    false => None,
-                },
             };
             methods.insert(path, method);
         }
+        name_durations(registry, &duration)?;
         let gauge = |name, help| registered(registry, IntGauge::new(name, help)?);
         let counter = |name, help| registered(registry, IntCounter::new(name, help)?);
         let open: IntGauge = gauge("grpc_open", "calls in progress")?;
@@ -122,6 +171,7 @@ impl GrpcMetrics {
             methods,
             other_requests: requests.with_label_values(&[OTHER]),
             other_duration: duration.with_label_values(&[OTHER]),
+            transit: TransitMetrics::new(registry)?,
             open,
             total: counter("grpc_total", "calls received")?,
             connections: gauge("grpc_server_connection_number", "open connections")?,
@@ -139,9 +189,8 @@ impl GrpcMetrics {
             method.total.inc();
         }
         self.total.inc();
-        let process_latency = method.and_then(|method| method.process_latency.clone());
         let in_progress = [Some(Up::new(&self.open)), method.map(|method| Up::new(&method.in_progress))];
-        CallTimer { _in_progress: in_progress, started: Instant::now(), duration, process_latency }
+        CallTimer { _in_progress: in_progress, started: Instant::now(), duration }
     }
 
     /// Counts a connection until the returned value is dropped.
@@ -160,39 +209,17 @@ impl GrpcMetrics {
     }
 }
 
-/// One up on a gauge, taken back when dropped.
-#[derive(Debug)]
-pub(super) struct Up(IntGauge);
-
-impl Up {
-    fn new(gauge: &IntGauge) -> Self {
-        gauge.inc();
-        Self(gauge.clone())
-    }
-}
-
-impl Drop for Up {
-    fn drop(&mut self) {
-        self.0.dec();
-    }
-}
-
 /// A call in progress.
 #[derive(Debug)]
 pub(super) struct CallTimer {
     _in_progress: [Option<Up>; 2],
     started: Instant,
     duration: Histogram,
-    process_latency: Option<Histogram>,
 }
 
 impl Drop for CallTimer {
     fn drop(&mut self) {
-        let seconds = self.started.elapsed().as_secs_f64();
-        self.duration.observe(seconds);
-        if let Some(milliseconds) = &self.process_latency {
-            milliseconds.observe(seconds * 1e3);
-        }
+        self.duration.observe(self.started.elapsed().as_secs_f64());
     }
 }
 

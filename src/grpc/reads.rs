@@ -11,6 +11,7 @@ use tonic::body::Body;
 use super::convert::refusal;
 use super::message::{RequestBody, read_message, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
+use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
@@ -31,10 +32,12 @@ impl Chunks for ReadAhead {
 /// `getMemoryShuffleData`
 pub(super) async fn memory<B: RequestBody>(
     service: &Arc<Service>,
+    transit: &TransitTimes,
     request_bytes_max: u32,
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let request: GetMemoryShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    transit.arrived(request.timestamp);
     // An empty filter is no filter (PROTOCOL §3.4).
     let task_filter =
         request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
@@ -82,10 +85,12 @@ pub(super) async fn local_index<B: RequestBody>(
 /// `getLocalShuffleData`
 pub(super) async fn local_data<B: RequestBody>(
     service: &Arc<Service>,
+    transit: &TransitTimes,
     request_bytes_max: u32,
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let request: GetLocalShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
     match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {
         Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, ReadAhead::of(data.chunks)),

@@ -72,7 +72,9 @@ impl GrpcServer {
         registry: &Registry,
     ) -> prometheus::Result<Self> {
         let small = config.small_message_bytes_max;
-        let shuffle = ShuffleServerServer::new(ShuffleCalls::new(Arc::clone(&service)));
+        let metrics = GrpcMetrics::new(registry)?;
+        let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit.sorted.clone());
+        let shuffle = ShuffleServerServer::new(calls);
         let internal = InternalCalls::new(Arc::clone(&service), config.decommission_by.clone());
         let internal = ShuffleServerInternalServer::new(internal);
         // Answers are not limited here: a bitmap of a large shuffle may be larger than any request.
@@ -82,7 +84,6 @@ impl GrpcServer {
 
         let windows = WindowBudget::new(config.window_budget_bytes, config.connection_window_bytes);
         let connections = Arc::new(Semaphore::new(config.connections_max.min(Semaphore::MAX_PERMITS)));
-        let metrics = GrpcMetrics::new(registry)?;
         let door = Arc::new(Door { config, service, routes, metrics, tasks: tasks.clone() });
         let (handover, kept) = (Handover::default(), Vec::new());
         Ok(Self { listener, tls: None, door, windows, connections, tasks, handover, kept })

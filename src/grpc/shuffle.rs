@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status};
 
 use super::convert::{layout, not_offered, refusal, register_request, success, verdict};
+use crate::metrics::TransitTimes;
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
 use crate::service::{ReportRequest, Service};
 use crate::types::PartitionId;
@@ -15,11 +16,12 @@ type Answer<T> = Result<Response<T>, Status>;
 #[derive(Debug)]
 pub(super) struct ShuffleCalls {
     service: Arc<Service>,
+    sorted_transit: TransitTimes,
 }
 
 impl ShuffleCalls {
-    pub(super) fn new(service: Arc<Service>) -> Self {
-        Self { service }
+    pub(super) fn new(service: Arc<Service>, sorted_transit: TransitTimes) -> Self {
+        Self { service, sorted_transit }
     }
 }
 
@@ -150,8 +152,9 @@ impl ShuffleServer for ShuffleCalls {
 
     async fn get_sorted_shuffle_data(
         &self,
-        _: Request<proto::GetSortedShuffleDataRequest>,
+        request: Request<proto::GetSortedShuffleDataRequest>,
     ) -> Answer<proto::GetSortedShuffleDataResponse> {
+        self.sorted_transit.arrived(request.get_ref().timestamp);
         let (status, ret_msg) = not_offered("Remote merge is disabled");
         answer(proto::GetSortedShuffleDataResponse { status, ret_msg, ..Default::default() })
     }

@@ -28,6 +28,7 @@ pub(super) struct MemoryMetrics {
     pub(super) region_touched: IntGauge,
     pub(super) evicted_tickets: IntCounter,
     pub(super) expired_tickets: IntCounter,
+    pub(super) read_waits: IntCounter,
     duplicate_blocks: IntCounter,
     duplicate_bytes: IntCounter,
 }
@@ -58,6 +59,10 @@ impl MemoryMetrics {
             )?,
             evicted_tickets: counter("total_evict_timeout_tickets_num", "tickets that expired")?,
             expired_tickets: counter("total_expired_preAllocated_buffer_num", "tickets that expired")?,
+            read_waits: counter(
+                "total_require_read_memory_retry_num",
+                "times that a local read had to wait for read memory",
+            )?,
             duplicate_blocks: counter("total_duplicate_blocks", "resent blocks dropped")?,
             duplicate_bytes: counter("total_duplicate_bytes", "bytes of resent blocks dropped")?,
         };

@@ -250,6 +250,7 @@ impl Memory {
         metrics.block_count.set(signed(self.block_count()));
         metrics.in_flight_blocks.set(signed(self.in_flight_blocks()));
         metrics.read_used_buffer_size.set(signed(self.read_pool.used_bytes()));
+        metrics.read_waits.inc_by(self.read_pool.waits().saturating_sub(metrics.read_waits.get()));
         metrics.tickets.set(signed(self.tickets.count() as u64));
         metrics.shuffles.set(signed(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();

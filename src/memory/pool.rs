@@ -6,6 +6,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::io::BoxFuture;
 use crate::io::buffers::{ReadBuffer, ReadBuffers};
@@ -26,6 +27,7 @@ pub struct ReadPool {
     /// Units of the smallest segment: who holds permits may allocate as much, unless the free memory is in pieces.
     permits: Arc<Semaphore>,
     freed: Arc<Notify>,
+    waits: Arc<AtomicU64>,
 }
 
 impl ReadPool {
@@ -38,12 +40,15 @@ impl ReadPool {
         let budget = Budget::new(region.capacity_bytes());
         let units = usize::try_from(region.capacity_bytes()).unwrap_or(usize::MAX) / SEGMENT_BYTES_MIN;
         let permits = Arc::new(Semaphore::new(units.min(Semaphore::MAX_PERMITS)));
-        Ok(Self { region, budget, permits, freed: Arc::new(Notify::new()) })
+        Ok(Self { region, budget, permits, freed: Arc::new(Notify::new()), waits: Arc::default() })
     }
 
     /// A buffer of `len` bytes (1 MiB at most, a larger one would be a bug), as soon as there is one.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
         let bytes = segment_bytes(len);
+        if self.permits.available_permits() < units(bytes) as usize {
+            self.waits.fetch_add(1, Ordering::Relaxed);
+        }
         loop {
             // Before the attempt, so that a buffer freed in between is not missed.
             let freed = self.freed.notified();
@@ -70,6 +75,12 @@ impl ReadPool {
     pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
         let used = self.used_bytes() + segment_bytes(len) as u64;
         if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
+    }
+
+    /// How often there were fewer bytes free than a buffer needs, so that somebody waited.
+    #[must_use]
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
     }
 
     /// Bytes of buffers in use.
@@ -198,6 +209,7 @@ mod tests {
         assert!(pool.try_acquire(1).is_none(), "the pool is bounded");
         let waiting = tokio::time::timeout(std::time::Duration::ZERO, pool.acquire(1 << 20));
         assert!(waiting.await.is_err());
+        assert_eq!(pool.waits(), 1);
         let part = bytes.slice(1..2);
         drop(bytes);
         assert_eq!((&part[..], pool.used_bytes()), (&b"b"[..], 2 << 20));

@@ -24,13 +24,15 @@ mod jemalloc {
         /// A name that is taken in `registry`.
         pub fn new(registry: &Registry) -> prometheus::Result<Self> {
             let gauge = |name: &str, help: &str| metrics::gauge(registry, name, help);
-            Ok(Self {
+            let metrics = Self {
                 allocated: gauge("allocator_allocated_bytes", "bytes that the program asked for")?,
                 active: gauge("allocator_active_bytes", "bytes of pages with such bytes")?,
                 metadata: gauge("allocator_metadata_bytes", "bytes of the allocator's own")?,
                 resident: gauge("allocator_resident_bytes", "bytes of the heap that are in memory")?,
                 retained: gauge("allocator_retained_bytes", "bytes of address space kept for later")?,
-            })
+            };
+            metrics::also(registry, &metrics.allocated, "allocator_allocated_size")?;
+            Ok(metrics)
         }
 
         /// Brings them up to date.

@@ -42,12 +42,14 @@ impl RuntimeMetrics {
             registry.register(Box::new(counter.clone()))?;
             Ok(counter)
         };
+        let queued = metrics::gauge(registry, "runtime_queue_depth", "tasks that wait for any thread")?;
+        metrics::also(registry, &queued, "grpc_server_executor_blocking_queue_size")?;
         Ok(Self {
             handle: Handle::current(),
             tasks,
             running: metrics::gauge_vec(registry, "tasks_running", "tasks that have not ended", &["name"])?,
             workers: metrics::gauge(registry, "runtime_workers", "threads that run tasks")?,
-            queued: metrics::gauge(registry, "runtime_queue_depth", "tasks that wait for any thread")?,
+            queued,
             busy: counter("runtime_busy_seconds_total", "time that threads spent in tasks, summed")?,
             parked: counter("runtime_park_total", "times that a thread had nothing to do")?,
             #[cfg(tokio_unstable)]

@@ -9,6 +9,9 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use prometheus::Histogram;
+use tokio::time::Instant;
+
 use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
 use crate::store::hdfs::{Cause, PreparedStorage, Removal};
@@ -139,7 +142,7 @@ impl Service {
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
         let removed = self.apps.remove_shuffle(&key, || {
-            self.purge_state(&key.app, keys);
+            self.purge_state(&key.app, keys, &self.metrics.shuffle_removal);
             if let Some(hdfs) = self.hdfs() {
                 self.remove_remote(hdfs.forget_shuffles(&key.app, keys));
             }
@@ -254,23 +257,31 @@ impl Service {
 
     fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey], cause: Cause) {
         self.memory.tickets().forget_app(app);
-        self.purge_state(app, keys);
+        self.purge_state(app, keys, &self.metrics.app_removal);
         if let Some(hdfs) = self.hdfs() {
             self.remove_remote(hdfs.forget_app(app, keys, cause));
         }
     }
 
-    /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task.
-    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey]) {
+    /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task. `removal`
+    /// is told how long all of it took, remote files apart.
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], removal: &Histogram) {
+        let began = Instant::now();
         for key in keys {
             self.memory.purge(key);
         }
-        let Some(local) = self.local() else { return };
+        let Some(local) = self.local() else {
+            removal.observe(began.elapsed().as_secs_f64());
+            return;
+        };
         for key in keys {
             local.forget(key);
         }
-        let (store, app) = (Arc::clone(local), app.clone());
-        self.tasks.spawn("delete shuffle files", async move { store.remove_files(&app).await });
+        let (store, app, removal) = (Arc::clone(local), app.clone(), removal.clone());
+        self.tasks.spawn("delete shuffle files", async move {
+            store.remove_files(&app).await;
+            removal.observe(began.elapsed().as_secs_f64());
+        });
     }
 
     fn remove_remote(&self, removal: Option<Removal>) {

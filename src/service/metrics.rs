@@ -2,6 +2,7 @@
 
 use prometheus::{Histogram, IntCounter, IntGauge, Registry};
 
+use super::read_metrics::ReadMetrics;
 use super::statistics::AppStatistics;
 use super::status::WorkerState;
 use super::top_apps::TopApps;
@@ -25,6 +26,7 @@ pub struct ServiceMetrics {
     pub(super) recovered_blocks: IntGauge,
     pub(super) recovered_bytes: IntGauge,
     pub(super) recovery_ms: IntGauge,
+    pub(super) reads: ReadMetrics,
     pub(super) read_bytes: IntCounter,
     pub(super) read_memory_bytes: IntCounter,
     pub(super) read_local_data_bytes: IntCounter,
@@ -36,6 +38,9 @@ pub struct ServiceMetrics {
     pub(super) ticket_wait: Histogram,
     pub(super) ticket_lifetime: Histogram,
     pub(super) hard_limit_exceeded: IntCounter,
+    pub(super) splits_asked: IntCounter,
+    pub(super) app_removal: Histogram,
+    pub(super) shuffle_removal: Histogram,
     pub(super) huge_partitions_marked: IntCounter,
     pub(super) apps_with_huge_partition_marked: IntCounter,
     pub(super) apps_registered: IntCounter,
@@ -60,6 +65,10 @@ impl ServiceMetrics {
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
         let counter = |name: &str, help: &str| metrics::counter(registry, name, help);
         let gauge = |name: &str, help: &str| metrics::gauge(registry, name, help);
+        let removal = |name: &str, what: &str| {
+            let help = format!("Seconds that it took to forget {what}");
+            metrics::histogram(registry, name, &help, metrics::SECONDS_BUCKETS)
+        };
         let metrics = Self {
             received_bytes: counter("total_received_data", "Payload bytes of blocks that were acknowledged")?,
             received_blocks: counter("total_received_blocks", "Blocks that were acknowledged and stored")?,
@@ -88,6 +97,7 @@ impl ServiceMetrics {
             recovered_blocks: gauge("recovered_blocks", "Blocks taken over from an earlier process")?,
             recovered_bytes: gauge("recovered_bytes", "Payload bytes taken over from an earlier process")?,
             recovery_ms: gauge("recovery_duration_ms", "Milliseconds that taking over took")?,
+            reads: ReadMetrics::new(registry)?,
             read_bytes: counter("total_read_data", "Payload bytes read, all tiers")?,
             read_memory_bytes: counter("total_read_memory_data", "Payload bytes read from memory")?,
             read_local_data_bytes: counter(
@@ -131,6 +141,15 @@ impl ServiceMetrics {
             hard_limit_exceeded: counter(
                 "total_huge_partition_exceed_hard_limit_num",
                 "Requests refused for good because a partition is too large",
+            )?,
+            splits_asked: counter(
+                "hard_split_count",
+                "Partitions that a client was told to write elsewhere, in answers to requireBuffer",
+            )?,
+            app_removal: removal("total_remove_resource_time", "an application, files included")?,
+            shuffle_removal: removal(
+                "total_remove_resource_by_shuffle_ids_time",
+                "a shuffle, files included",
             )?,
             huge_partitions_marked: counter(
                 "total_huge_partition_num",

@@ -13,6 +13,7 @@ mod metrics;
 pub mod partition_limit;
 mod read;
 mod read_ahead;
+mod read_metrics;
 mod report;
 mod require;
 mod restore;

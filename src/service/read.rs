@@ -21,6 +21,7 @@ use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 use crate::wire::bitmap;
 
 use super::lifecycle::invalid_shuffle;
+use super::read_metrics::Reading;
 use super::{Service, ServiceError};
 
 /// Largest answer of a memory read that a client may ask for; a block that is larger still goes out whole.
@@ -58,6 +59,7 @@ pub struct Answering {
     app: Arc<App>,
     began: Instant,
     bytes: u64,
+    _reading: Reading,
 }
 
 impl Drop for Answering {
@@ -99,6 +101,7 @@ pub struct ChunkStream {
     began: Instant,
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
+    reading: Reading,
     /// Who is told when a disk returned other bytes than were written.
     witness: Option<Witness>,
 }
@@ -177,6 +180,7 @@ impl ChunkStream {
             return Err(self);
         }
         let Some(buffer) = self.memory.read_pool().try_acquire_spare(room) else { return Err(self) };
+        self.reading.reads.ahead.inc();
         let held = Mutex::new(Some(Box::new(buffer) as Box<dyn ReadBuffer>));
         let buffers = HeldBuffer { held, memory: Arc::clone(&self.memory) };
         Ok(async move {
@@ -192,6 +196,7 @@ impl Drop for ChunkStream {
         if self.length == 0 {
             return;
         }
+        self.reading.waited_for_disk(self.on_disk);
         let account = self.app.account();
         account.enter(Stage::DiskRead, self.length, self.on_disk);
         account.enter(Stage::Answer, self.length, self.began.elapsed().saturating_sub(self.on_disk));
@@ -233,7 +238,8 @@ impl Service {
         }
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
-            return Ok(MemoryAnswer { read, answering: Answering { app, began: Instant::now(), bytes: 0 } });
+            let answering = self.answering(app, 0);
+            return Ok(MemoryAnswer { read, answering });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
         let limit = u64::try_from(request.read_buffer_size).unwrap_or(0).min(MEMORY_READ_BYTES_MAX);
@@ -241,8 +247,12 @@ impl Service {
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
-        let answering = Answering { app, began: Instant::now(), bytes: read.length };
+        let answering = self.answering(app, read.length);
         Ok(MemoryAnswer { read, answering })
+    }
+
+    fn answering(&self, app: Arc<App>, bytes: u64) -> Answering {
+        Answering { app, began: Instant::now(), bytes, _reading: self.metrics.reads.memory.begin(bytes) }
     }
 
     /// All index records of a partition that are on local disks.
@@ -320,7 +330,12 @@ impl Service {
     fn stream(&self, source: Source, length: u64, app: Arc<App>, witness: Option<Witness>) -> ChunkStream {
         let memory = Arc::clone(&self.memory);
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
-        ChunkStream { first: None, source, memory, app, length, began, on_disk, witness }
+        let reads = match source {
+            Source::Data(_) => &self.metrics.reads.local_data,
+            Source::Index(_) | Source::Nothing => &self.metrics.reads.local_index,
+        };
+        let reading = reads.begin(length);
+        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, witness }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.

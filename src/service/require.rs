@@ -90,7 +90,10 @@ impl Service {
             let sizes = partition_sizes(&buffers, *partition, asked);
             match limits.judge(sizes) {
                 Verdict::Fits => {}
-                Verdict::Split => split.push(*partition),
+                Verdict::Split => {
+                    self.metrics.splits_asked.inc();
+                    split.push(*partition);
+                }
                 Verdict::Wait => {
                     app.account().refused(Stage::PartitionWait, sizes.asked);
                     return Err(self.huge_partition_waits(&buffers, *partition, sizes));

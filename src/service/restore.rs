@@ -87,7 +87,7 @@ impl Service {
     }
 
     fn discard(self: &Arc<Self>, key: &ShuffleKey) {
-        self.purge_state(&key.app, std::slice::from_ref(key));
+        self.purge_state(&key.app, std::slice::from_ref(key), &self.metrics.shuffle_removal);
     }
 
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.

@@ -20,6 +20,7 @@ use crate::wire::send_frame::SendWalker;
 use super::Shared;
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
 use super::ingest::{Ingest, Refusal};
+use super::metrics::InProgress;
 use super::writer::{Outbox, Outgoing, Ticket};
 
 /// Incomplete read requests up to this size are bounded by the number of connections, larger ones by their sum.
@@ -91,6 +92,8 @@ pub(super) struct Frames {
     memory_read: Option<(i64, Vec<u8>)>,
     /// When the current frame's first byte came.
     began: Option<Instant>,
+    /// Counts the current frame's request, from its header on.
+    counted: Option<InProgress>,
     /// The door closes: nothing behind the current frame is taken from the socket.
     aligned: bool,
 }
@@ -109,6 +112,7 @@ impl Frames {
             place: None,
             memory_read: None,
             began: None,
+            counted: None,
             aligned: false,
         }
     }
@@ -210,7 +214,7 @@ impl Frames {
         *have += taken;
         if *have == HEADER_BYTES {
             let header = FrameHeader::decode_request(bytes, self.shared.config.frame_bytes_max)?;
-            self.shared.metrics.of(header.kind).count();
+            self.counted = Some(self.shared.metrics.of(header.kind).begin());
             self.phase = self.begin(header);
         }
         Ok(taken)
@@ -248,13 +252,16 @@ impl Frames {
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
         let outcome = match self.walker.feed(&chunk[..taken], ingest) {
             Ok(false) => return Ok(taken),
-            Ok(true) => ingest.commit(),
+            Ok(true) => {
+                self.shared.metrics.of(FrameType::Send).transit.arrived(self.walker.timestamp_ms());
+                ingest.commit()
+            }
             Err(refusal) => Err(refusal),
         };
         // A request that ends before its id has come can not be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match outcome {
-            Ok(()) => self.reply(FrameType::Send, dispatch::sent(id)),
+            Ok(()) => self.reply(dispatch::sent(id)),
             Err(refusal) => {
                 let left = left - taken as u64;
                 self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), refusal });
@@ -270,7 +277,7 @@ impl Frames {
         if drain.left > 0 {
             self.phase = Phase::Drain(drain);
         } else if let Some(id) = request_id(&drain.id) {
-            self.reply(drain.kind, dispatch::refused(drain.kind, id, refusal));
+            self.reply(dispatch::refused(drain.kind, id, refusal));
         }
     }
 
@@ -283,8 +290,7 @@ impl Frames {
         if drain.left == 0 {
             let id = request_id(&drain.id).ok_or(DecodeError::Incomplete)?;
             let reply = dispatch::refused(drain.kind, id, &drain.refusal);
-            let kind = drain.kind;
-            self.reply(kind, reply);
+            self.reply(reply);
         }
         Ok(taken)
     }
@@ -309,7 +315,7 @@ impl Frames {
     fn complete(&mut self, kind: FrameType, message: &[u8]) -> Result<(), DecodeError> {
         let id = request_id(message).ok_or(DecodeError::Incomplete)?;
         if kind == FrameType::Sorted {
-            self.reply(kind, dispatch::sorted(id));
+            self.reply(dispatch::sorted(&self.shared, id, message));
         } else if kind == FrameType::Memory {
             match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
                 Ok(permit) => self.answer_memory(id, message, permit),
@@ -323,14 +329,14 @@ impl Frames {
 
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
         let (head, body) = dispatch::memory(&self.shared, id, message);
-        if let Some(mut ticket) = self.finish(FrameType::Memory) {
+        if let Some(mut ticket) = self.finish() {
             ticket.read = Some(permit);
             self.outbox.post(Outgoing { head, body, ticket });
         }
     }
 
     fn read_local(&mut self, kind: FrameType, request_id: i64, message: Vec<u8>) {
-        let Some(ticket) = self.finish(kind) else { return };
+        let Some(ticket) = self.finish() else { return };
         let read = LocalRead {
             shared: Arc::clone(&self.shared),
             outbox: self.outbox.clone(),
@@ -344,23 +350,23 @@ impl Frames {
         self.connection.spawn_linked("tcp local read", read.run());
     }
 
-    fn reply(&mut self, kind: FrameType, (head, body): Reply) {
-        if let Some(ticket) = self.finish(kind) {
+    fn reply(&mut self, (head, body): Reply) {
+        if let Some(ticket) = self.finish() {
             self.outbox.post(Outgoing { head, body, ticket });
         }
     }
 
     /// Ends the current frame; what its reply has to give back.
-    fn finish(&mut self, kind: FrameType) -> Option<Ticket> {
-        let metrics = self.shared.metrics.of(kind);
+    fn finish(&mut self) -> Option<Ticket> {
         let received = Instant::now();
-        if let Some(began) = self.began.take() {
-            metrics.parsing.observe(received.duration_since(began).as_secs_f64());
+        let counted = self.counted.take();
+        if let (Some(began), Some(counted)) = (self.began.take(), &counted) {
+            counted.metrics().parsing.observe(received.duration_since(began).as_secs_f64());
         }
-        let processing = metrics.processing.clone();
         self.phase = Phase::START;
         let request = self.place.take();
-        debug_assert!(request.is_some(), "a frame begins with a place");
-        Some(Ticket { request: request?, read: None, turn: None, answering: None, received, processing })
+        debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
+        let (request, counted) = (request?, counted?);
+        Some(Ticket { request, read: None, turn: None, answering: None, received, counted })
     }
 }

@@ -10,7 +10,6 @@ use std::io::{self, IoSlice};
 use std::sync::Arc;
 
 use bytes::{Buf, Bytes};
-use prometheus::Histogram;
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -21,6 +20,7 @@ use crate::service::{Answering, ChunkStream};
 
 use super::Shared;
 use super::accept::KeptHalf;
+use super::metrics::InProgress;
 
 /// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
 const PIECES_PER_WRITE: usize = 128;
@@ -52,8 +52,8 @@ pub(super) struct Ticket {
     pub(super) answering: Option<Answering>,
     /// When the request was complete.
     pub(super) received: Instant,
-    /// Where the time goes.
-    pub(super) processing: Histogram,
+    /// Counts the request, and the time.
+    pub(super) counted: InProgress,
 }
 
 /// A reply that is ready.
@@ -156,7 +156,7 @@ impl Writer {
                 Some((length, chunks)) => self.stream(length, chunks, batch.last_mut()).await?,
             }
             for ticket in batch.drain(..) {
-                ticket.processing.observe(ticket.received.elapsed().as_secs_f64());
+                ticket.counted.answered(ticket.received.elapsed().as_secs_f64());
             }
         }
         if self.kept.lock().is_some() {

@@ -32,6 +32,11 @@ async fn cold_and_huge_partitions_go_to_hdfs_and_the_rest_to_disks() {
     assert_eq!((cold[1].len(), cold[2].len()), (0, 11));
     let huge = rig.visible(1, 2).await;
     assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
+    assert_eq!(rig.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
+    assert_eq!(rig.metric("total_hadoop_write_data"), 200_000.0);
+    rig.service.refresh_metrics();
+    assert_eq!(rig.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
+    assert_eq!(rig.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
     rig.assert_nothing_missing().await;
     rig.finish().await;
 }
@@ -72,6 +77,9 @@ async fn a_tier_that_fails_is_left_for_the_other() {
     rig.push(1, 1, 5, 1000);
     rig.flush().await;
     assert_eq!(rig.visible(1, 1).await[2].len(), 5, "small, and yet in HDFS");
+    let failed = ["total_memory_to_hdfs_spill_failed", "total_memory_to_localfile_spill_failed"];
+    assert_eq!(failed.map(|name| rig.metric(name)), [1.0; 2]);
+    assert_eq!(rig.metric("storage_retry_write_remote"), 1.0, "what the disks did not take");
     rig.disk_faults.clear();
     rig.assert_nothing_missing().await;
     rig.finish().await;

@@ -71,6 +71,12 @@ async fn a_hung_disk_holds_up_neither_memory_reads_nor_sends_behind_it() {
     let mut hung = Box::pin(client.read_data(&key, PARTITION, 0, 100));
     assert!(futures::poll!(&mut hung).is_pending());
     world.until("the disk hangs", |world| world.faults.hung() > 0).await;
+    let in_progress = |world: &World| {
+        ["netty_get_local_shuffle_data_request", "urpc_request_number", "read_local_data_file_thread_num"]
+            .map(|name| world.metric(name))
+    };
+    assert_eq!(in_progress(&world), [1.0; 3]);
+    assert_eq!(world.metric("read_local_data_file_buffer_size"), 100.0);
     for i in 1..20 {
         world.send(&client, &[(PARTITION, vec![block(i, 1000)])]).await;
         client.read_memory(&key, PARTITION, -1, 1 << 20, None).await.unwrap();
@@ -80,6 +86,7 @@ async fn a_hung_disk_holds_up_neither_memory_reads_nor_sends_behind_it() {
     world.faults.release().await;
     assert_eq!((&mut hung).await.unwrap().body.len(), 100);
     drop(hung);
+    world.until("it is answered", |world| in_progress(world) == [0.0; 3]).await;
     drop(client);
     world.finish().await;
 }

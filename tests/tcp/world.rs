@@ -250,6 +250,7 @@ impl World {
         self.door.cancel();
         self.door.drained().await;
         assert_eq!(self.metric("netty_active_connection"), 0.0);
+        assert_eq!(self.metric("urpc_request_number"), 0.0);
         self.background.cancel();
         self.background.drained().await;
         self.memory.expire_tickets(tokio::time::Instant::now() + Duration::from_secs(100_000));

@@ -6,6 +6,8 @@ use prometheus::{
     IntGaugeVec, Opts, Registry,
 };
 
+use crate::metrics::also;
+
 /// Label value under which Java counts all disks together.
 pub(super) const ALL_DISKS: &str = "ALL";
 
@@ -33,6 +35,7 @@ pub(super) struct Metrics {
     pub(super) files_opened: IntCounter,
     pub(super) open_files: IntGauge,
     pub(super) deleted_shuffle_directories: IntCounter,
+    pub(super) deleted_bytes: IntCounter,
     pub(super) deletion_failed: IntCounter,
     pub(super) dirs_total: IntGauge,
     pub(super) dirs_corrupted: IntGauge,
@@ -111,7 +114,7 @@ impl Metrics {
         let extent_bytes = HistogramOpts::new("local_extent_bytes", "bytes of published extents")
             .buckets(prometheus::exponential_buckets(4096.0, 4.0, 10)?);
         let disk = "local_disk_path";
-        Ok(Self {
+        let metrics = Self {
             write_data: it.counter("total_write_data", "bytes written to local disks")?,
             write_blocks: it.counter("total_write_block", "blocks written to local disks")?,
             writes: it.counter("total_write_num", "batches written to local disks")?,
@@ -138,6 +141,7 @@ impl Metrics {
             open_files: it.gauge("flush_file_num", "cached descriptors")?,
             deleted_shuffle_directories: it
                 .counter("total_delete_file_num", "shuffle directories removed")?,
+            deleted_bytes: it.counter("total_delete_data", "payload bytes removed from local disks")?,
             deletion_failed: it.counter("total_local_rename_and_deletion_failed", "removals that failed")?,
             dirs_total: it.gauge("local_storage_total_dirs_num", "data directories")?,
             dirs_corrupted: it.gauge("local_storage_corrupted_dirs_num", "unhealthy data directories")?,
@@ -179,6 +183,9 @@ impl Metrics {
             read_duration: it.durations("localfile_disk_read_operation_duration", "seconds of read calls")?,
             delete_duration: it
                 .durations("localfile_disk_delete_operation_duration", "seconds of removals")?,
-        })
+        };
+        also(registry, &metrics.deletion_failed, "purge_failed_count")?;
+        also(registry, &metrics.read_crc_mismatches, "total_localfile_detected_in_consistency")?;
+        Ok(metrics)
     }
 }

@@ -25,6 +25,8 @@ use crate::types::{AppId, ShuffleKey};
 pub(super) struct Condemned {
     shuffle: Arc<Shuffle>,
     disk: Arc<LocalDisk>,
+    /// Payload that goes with it.
+    bytes: u64,
 }
 
 impl Core {
@@ -35,20 +37,22 @@ impl Core {
         // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
         let removals = self.disks.iter().map(|disk| {
             let here = work.left.iter().filter(|it| Arc::ptr_eq(&it.disk, disk));
-            self.remove_all(disk, here.map(|it| Arc::clone(&it.shuffle)).collect())
+            self.remove_all(disk, here.map(|it| (Arc::clone(&it.shuffle), it.bytes)).collect())
         });
         let failed = join_all(removals.collect::<Vec<_>>()).await;
         work.left = failed.into_iter().flatten().collect();
     }
 
     /// Removes shuffles from one disk; returns those that are still there.
-    async fn remove_all(&self, disk: &Arc<LocalDisk>, shuffles: Vec<Arc<Shuffle>>) -> Vec<Condemned> {
+    async fn remove_all(&self, disk: &Arc<LocalDisk>, shuffles: Vec<(Arc<Shuffle>, u64)>) -> Vec<Condemned> {
         let mut left = Vec::new();
-        for shuffle in shuffles {
+        for (shuffle, bytes) in shuffles {
             // Removals on a bad disk hang: they wait for a probe that succeeds.
             let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
-            if !removed {
-                left.push(Condemned { shuffle, disk: Arc::clone(disk) });
+            if removed {
+                self.metrics.deleted_bytes.inc_by(bytes);
+            } else {
+                left.push(Condemned { shuffle, disk: Arc::clone(disk), bytes });
             }
         }
         left
@@ -149,21 +153,31 @@ impl LocalStore {
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
     fn condemn(&self, shuffle: Arc<Shuffle>) {
-        self.mark_forgotten(&shuffle);
-        let disks = shuffle.touched_disks().into_iter().map(|index| Arc::clone(&self.core.disks[index]));
-        let condemned = disks.map(|disk| Condemned { shuffle: Arc::clone(&shuffle), disk });
+        let bytes = self.mark_forgotten(&shuffle);
+        let condemned = shuffle.touched_disks().into_iter().map(|index| {
+            let disk = Arc::clone(&self.core.disks[index]);
+            Condemned { shuffle: Arc::clone(&shuffle), disk, bytes: bytes[index] }
+        });
         self.core.condemned.lock().extend(condemned);
     }
 
-    /// Nothing of it is readable or writable from now on.
-    fn mark_forgotten(&self, shuffle: &Shuffle) {
+    /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
+    fn mark_forgotten(&self, shuffle: &Shuffle) -> Vec<u64> {
         let extents = shuffle.mark_purged();
         let known = extents.iter().filter(|extent| extent.index_log != NO_LOG).count();
         self.core.metrics.extents.sub(i64::try_from(known).unwrap_or(i64::MAX));
         self.core.records.forget(extents.iter().map(|extent| shuffle.records_key(extent)));
-        for log in shuffle.logs() {
+        let logs = shuffle.logs();
+        let mut bytes = vec![0; self.core.disks.len()];
+        for extent in extents.iter().filter(|extent| extent.index_log != NO_LOG) {
+            if let Some(log) = logs.get(usize::from(extent.data_log)) {
+                bytes[log.disk.index] += extent.length;
+            }
+        }
+        for log in logs {
             self.core.files.forget(&log);
         }
+        bytes
     }
 
     /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait for each other.
