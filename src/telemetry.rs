@@ -7,6 +7,7 @@
 mod audit;
 mod files;
 mod panics;
+mod refusals;
 pub mod traces;
 
 use std::io::IsTerminal as _;
@@ -24,6 +25,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use self::files::LogFile;
 pub use audit::AUDIT;
 pub use panics::{panic_count, register_panic_count};
+pub use refusals::Refusals;
 
 /// When a log file is closed and the next one opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,14 @@
 //! Between protobuf messages and the service's words. Nothing here decides.
 
+use tonic::{Code, Status};
+
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
-use crate::service::{self, ServiceError};
+use crate::service::{self, Service, ServiceError};
 use crate::store::RemoteStorage;
 use crate::types::Distribution;
+
+/// This door in the log.
+pub(super) const DOOR: &str = "grpc";
 
 /// Status and text of an answer, as the protocol carries them.
 pub(super) type Verdict = (i32, String);
@@ -14,15 +19,26 @@ pub(super) fn success(text: &str) -> Verdict {
 }
 
 /// A refusal of the service.
-pub(super) fn refusal(error: &ServiceError) -> Verdict {
+pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
+    service.note_refusal(DOOR, error);
     (error.status().into(), error.to_string())
 }
 
+/// A call that ends with an error of gRPC's own; the log hears of it unless clients just went away or were slow.
+pub(super) fn note_broken_call(service: &Service, status: &Status) {
+    match status.code() {
+        Code::Internal | Code::ResourceExhausted | Code::Unimplemented => {
+            service.note_malformed(DOOR, &status.message());
+        }
+        _ => {}
+    }
+}
+
 /// An answer without a value.
-pub(super) fn verdict(result: Result<(), ServiceError>, text: &str) -> Verdict {
+pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text: &str) -> Verdict {
     match result {
         Ok(()) => success(text),
-        Err(error) => refusal(&error),
+        Err(error) => refusal(service, &error),
     }
 }
 

@@ -16,6 +16,7 @@ use tonic::body::Body;
 use tonic::service::Routes;
 use tower::ServiceExt;
 
+use super::convert::note_broken_call;
 use super::internal::Peer;
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::{
@@ -80,7 +81,10 @@ impl Door {
         let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request))).await;
         let answer =
             answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
-        Ok(answer.unwrap_or_else(|status| status.into_http()))
+        Ok(answer.unwrap_or_else(|status| {
+            note_broken_call(&self.service, &status);
+            status.into_http()
+        }))
     }
 
     /// A call whose request is small.

@@ -14,6 +14,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::GrpcConfig;
+use super::convert::{DOOR, note_broken_call};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
 use crate::metrics::TransitTimes;
 use crate::proto::{SendShuffleDataResponse, StatusCode};
@@ -126,10 +127,19 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
         discard_rest(body, config.discard_bytes_max, deadline, tasks);
     }
     match refusal {
-        Refusal::Call(status) => status.into_http(),
-        Refusal::Decode(error) => answer(StatusCode::InternalError, &error.to_string()),
+        Refusal::Call(status) => {
+            note_broken_call(service, &status);
+            status.into_http()
+        }
+        Refusal::Decode(error) => {
+            service.note_malformed(DOOR, &error);
+            answer(StatusCode::InternalError, &error.to_string())
+        }
         Refusal::NoData => answer(StatusCode::InternalError, "No data in request"),
-        Refusal::Service(error) => answer(error.status(), &error.to_string()),
+        Refusal::Service(error) => {
+            service.note_refusal(DOOR, &error);
+            answer(error.status(), &error.to_string())
+        }
     }
 }
 

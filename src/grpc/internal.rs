@@ -78,7 +78,7 @@ impl InternalCalls {
         let outcome = change(&self.service);
         let result = if outcome.is_ok() { "ok" } else { "failed" };
         tracing::info!(target: AUDIT, action, peer = shown, result, "grpc call");
-        verdict(outcome, "")
+        verdict(&self.service, outcome, "")
     }
 
     async fn hears(&self, peer: IpAddr) -> bool {

@@ -55,7 +55,7 @@ pub(super) async fn memory<B: RequestBody>(
             from_memory(head, MEMORY_DATA, read.length, read.data, answering)
         }
         Err(error) => {
-            let (status, ret_msg) = refusal(&error);
+            let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetMemoryShuffleDataResponse { status, ret_msg, ..Default::default() }))
         }
     }
@@ -76,7 +76,7 @@ pub(super) async fn local_index<B: RequestBody>(
             ReadAhead::of(index.chunks),
         ),
         Err(error) => {
-            let (status, ret_msg) = refusal(&error);
+            let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleIndexResponse { status, ret_msg, ..Default::default() }))
         }
     }
@@ -95,7 +95,7 @@ pub(super) async fn local_data<B: RequestBody>(
     match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {
         Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, ReadAhead::of(data.chunks)),
         Err(error) => {
-            let (status, ret_msg) = refusal(&error);
+            let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleDataResponse { status, ret_msg, ..Default::default() }))
         }
     }

@@ -40,7 +40,8 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::ShuffleRegisterRequest>,
     ) -> Answer<proto::ShuffleRegisterResponse> {
         let mut request = request.into_inner();
-        let (status, ret_msg) = verdict(self.service.register(register_request(&mut request)).await, "");
+        let (status, ret_msg) =
+            verdict(&self.service, self.service.register(register_request(&mut request)).await, "");
         answer(proto::ShuffleRegisterResponse { status, ret_msg })
     }
 
@@ -49,8 +50,11 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::ShuffleUnregisterRequest>,
     ) -> Answer<proto::ShuffleUnregisterResponse> {
         let request = request.into_inner();
-        let (status, ret_msg) =
-            verdict(self.service.unregister_shuffle(&request.app_id, request.shuffle_id), "OK");
+        let (status, ret_msg) = verdict(
+            &self.service,
+            self.service.unregister_shuffle(&request.app_id, request.shuffle_id),
+            "OK",
+        );
         answer(proto::ShuffleUnregisterResponse { status, ret_msg })
     }
 
@@ -58,7 +62,8 @@ impl ShuffleServer for ShuffleCalls {
         &self,
         request: Request<proto::ShuffleUnregisterByAppIdRequest>,
     ) -> Answer<proto::ShuffleUnregisterByAppIdResponse> {
-        let (status, ret_msg) = verdict(self.service.unregister_app(&request.into_inner().app_id), "OK");
+        let (status, ret_msg) =
+            verdict(&self.service, self.service.unregister_app(&request.into_inner().app_id), "OK");
         answer(proto::ShuffleUnregisterByAppIdResponse { status, ret_msg })
     }
 
@@ -66,7 +71,8 @@ impl ShuffleServer for ShuffleCalls {
         &self,
         request: Request<proto::AppHeartBeatRequest>,
     ) -> Answer<proto::AppHeartBeatResponse> {
-        let (status, ret_msg) = verdict(self.service.heartbeat(&request.into_inner().app_id), "");
+        let (status, ret_msg) =
+            verdict(&self.service, self.service.heartbeat(&request.into_inner().app_id), "");
         answer(proto::AppHeartBeatResponse { status, ret_msg })
     }
 
@@ -85,7 +91,7 @@ impl ShuffleServer for ShuffleCalls {
                 .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
                 .collect(),
         });
-        let (status, ret_msg) = verdict(report.await, "OK");
+        let (status, ret_msg) = verdict(&self.service, report.await, "OK");
         answer(proto::ReportShuffleResultResponse { status, ret_msg })
     }
 
@@ -99,7 +105,7 @@ impl ShuffleServer for ShuffleCalls {
         let result = self.service.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
         let ((status, ret_msg), serialized_bitmap) = match result {
             Ok(bitmap) => (success("OK"), bitmap),
-            Err(error) => (refusal(&error), bytes::Bytes::new()),
+            Err(error) => (refusal(&self.service, &error), bytes::Bytes::new()),
         };
         answer(proto::GetShuffleResultResponse { status, ret_msg, serialized_bitmap })
     }
@@ -114,7 +120,7 @@ impl ShuffleServer for ShuffleCalls {
             self.service.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
         let ((status, ret_msg), serialized_bitmap) = match result {
             Ok(bitmap) => (success("OK"), bitmap),
-            Err(error) => (refusal(&error), bytes::Bytes::new()),
+            Err(error) => (refusal(&self.service, &error), bytes::Bytes::new()),
         };
         let partition_stats = Vec::new();
         answer(proto::GetShuffleResultForMultiPartResponse {

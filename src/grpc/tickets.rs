@@ -32,7 +32,7 @@ pub(super) async fn require_buffer<B: RequestBody>(
     });
     let (require_buffer_id, (status, ret_msg), need_split_partition_ids) = match grant {
         Ok(grant) => (grant.ticket, success(""), grant.split_partitions),
-        Err(error) => (NO_TICKET, refusal(&error), Vec::new()),
+        Err(error) => (NO_TICKET, refusal(service, &error), Vec::new()),
     };
     Ok(respond_message(&RequireBufferResponse {
         require_buffer_id,

@@ -131,7 +131,40 @@ pub enum ServiceError {
     Unsupported(&'static str),
 }
 
+/// The kind of fault of what breaks the format.
+pub(super) const MALFORMED: &str = "malformed request";
+
 impl ServiceError {
+    /// What the client did wrong, if it did: an operator should hear of it. Not what is everyday: short memory, late
+    /// calls of applications that are gone, older attempts, calls that this server does not offer.
+    #[must_use]
+    pub fn client_fault(&self) -> Option<&'static str> {
+        match self {
+            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => Some("invalid value"),
+            Self::Malformed(_) | Self::Report(_) => Some(MALFORMED),
+            Self::BlockCrc { .. } => Some("checksum"),
+            Self::TooMany(_) => Some("too many applications or shuffles"),
+            Self::PartitionTooLarge { .. } => Some("partition beyond the hard limit"),
+            Self::RemoteStorage(_) | Self::NoRemoteStorage => Some("remote storage"),
+            Self::Memory(MemoryError::UnknownTicket | MemoryError::TicketOverspent { .. }) => Some("ticket"),
+            Self::Memory(MemoryError::TooLarge { .. }) => Some("invalid value"),
+            Self::Memory(
+                MemoryError::NoCapacity { .. } | MemoryError::Evicted | MemoryError::TooManyBlocks { .. },
+            )
+            | Self::NotRegistered
+            | Self::NotRegisteredPart(_)
+            | Self::HugePartitionWaits { .. }
+            | Self::Store(_)
+            | Self::Lost(_)
+            | Self::InDoubt(_)
+            | Self::WrongState(_)
+            | Self::NoReadMemory { .. }
+            | Self::Stopping
+            | Self::StaleStageAttempt { .. }
+            | Self::Unsupported(_) => None,
+        }
+    }
+
     /// The code that goes to the client.
     #[must_use]
     pub fn status(&self) -> StatusCode {

@@ -54,6 +54,7 @@ use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::store::{HdfsStore, LocalStore};
+use crate::telemetry::Refusals;
 use crate::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Limits of the service.
@@ -107,6 +108,7 @@ pub struct Service {
     metrics: ServiceMetrics,
     history: History,
     gone: Gone,
+    refusals: Refusals,
 }
 
 impl Service {
@@ -137,7 +139,20 @@ impl Service {
             metrics,
             history: History::default(),
             gone: Gone::default(),
+            refusals: Refusals::default(),
         }))
+    }
+
+    /// A request that came through `door` was refused; the log hears of it if the client is at fault.
+    pub fn note_refusal(&self, door: &'static str, error: &ServiceError) {
+        if let Some(kind) = error.client_fault() {
+            self.refusals.note(door, kind, error);
+        }
+    }
+
+    /// What came through `door` breaks its format.
+    pub fn note_malformed(&self, door: &'static str, error: &dyn std::fmt::Display) {
+        self.refusals.note(door, error::MALFORMED, error);
     }
 
     /// State of the worker as a node of the cluster.

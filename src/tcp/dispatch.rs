@@ -19,9 +19,11 @@ use crate::wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use crate::wire::request::ReadRequest;
 
 use super::Shared;
-use super::ingest::Refusal;
+use super::ingest::{Blame, Refusal};
 use super::writer::{Body, Outbox, Outgoing, Ticket};
 
+/// This door in the log.
+pub(super) const DOOR: &str = "tcp";
 /// Java's word for success, in every reply.
 const OK: &str = "OK";
 /// Java's words for a read of the server-side merge, which this worker does not do.
@@ -37,13 +39,18 @@ pub(super) const LOCAL_TURNS: usize = 2;
 pub(super) type Reply = (Bytes, Body);
 
 /// The reply to a send that was committed.
-pub(super) fn sent(request_id: i64) -> Reply {
+pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
     success(request_id, ReplyFields::Rpc, Body::Empty, 0)
-        .unwrap_or_else(|refusal| refused(FrameType::Send, request_id, &refusal))
+        .unwrap_or_else(|refusal| refused(shared, FrameType::Send, request_id, &refusal))
 }
 
 /// The reply to a request of type `kind` that was refused.
-pub(super) fn refused(kind: FrameType, request_id: i64, refusal: &Refusal) -> Reply {
+pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal: &Refusal) -> Reply {
+    match &refusal.blame {
+        Blame::Nobody => {}
+        Blame::Format => shared.service.note_malformed(DOOR, &refusal.text),
+        Blame::Service(error) => shared.service.note_refusal(DOOR, error),
+    }
     let fields = match kind {
         FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {
             ReplyFields::LocalIndex { data_length: 0 }
@@ -77,15 +84,16 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
         shared.metrics.of(FrameType::Sorted).transit.arrived(request.timestamp_ms);
     }
-    let refusal = Refusal { status: StatusCode::InternalError, text: MERGE_DISABLED.to_owned() };
-    refused(FrameType::Sorted, request_id, &refusal)
+    let refusal =
+        Refusal { status: StatusCode::InternalError, text: MERGE_DISABLED.to_owned(), blame: Blame::Nobody };
+    refused(shared, FrameType::Sorted, request_id, &refusal)
 }
 
 /// The reply to a read of memory.
 pub(super) fn memory(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, request_id, message)
-        .unwrap_or_else(|refusal| refused(FrameType::Memory, request_id, &refusal))
+        .unwrap_or_else(|refusal| refused(shared, FrameType::Memory, request_id, &refusal))
 }
 
 fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply, Refusal> {
@@ -131,7 +139,7 @@ impl LocalRead {
             biased;
             answer = self.answer().in_span(span) => match answer {
                 Ok(reply) => reply,
-                Err(refusal) => refused(self.kind, self.request_id, &refusal),
+                Err(refusal) => refused(&self.shared, self.kind, self.request_id, &refusal),
             },
             () = cancelled => return,
         };

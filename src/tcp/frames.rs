@@ -19,7 +19,7 @@ use crate::wire::send_frame::SendWalker;
 
 use super::Shared;
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
-use super::ingest::{Ingest, Refusal};
+use super::ingest::{Blame, Ingest, Refusal};
 use super::metrics::InProgress;
 use super::writer::{Outbox, Outgoing, Ticket};
 
@@ -239,7 +239,7 @@ impl Frames {
             large = Arc::clone(&self.shared.large_requests).try_acquire_many_owned(message_bytes).ok();
             if large.is_none() {
                 let text = "no memory for a request of this size, try again".to_owned();
-                return drain(Refusal { status: StatusCode::NoBuffer, text });
+                return drain(Refusal { status: StatusCode::NoBuffer, text, blame: Blame::Nobody });
             }
         }
         let message_bytes = message_bytes as usize;
@@ -261,7 +261,7 @@ impl Frames {
         // A request that ends before its id has come can not be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match outcome {
-            Ok(()) => self.reply(dispatch::sent(id)),
+            Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
             Err(refusal) => {
                 let left = left - taken as u64;
                 self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), refusal });
@@ -277,7 +277,7 @@ impl Frames {
         if drain.left > 0 {
             self.phase = Phase::Drain(drain);
         } else if let Some(id) = request_id(&drain.id) {
-            self.reply(dispatch::refused(drain.kind, id, refusal));
+            self.reply(dispatch::refused(&self.shared, drain.kind, id, refusal));
         }
     }
 
@@ -289,7 +289,7 @@ impl Frames {
         drain.left -= taken as u64;
         if drain.left == 0 {
             let id = request_id(&drain.id).ok_or(DecodeError::Incomplete)?;
-            let reply = dispatch::refused(drain.kind, id, &drain.refusal);
+            let reply = dispatch::refused(&self.shared, drain.kind, id, &drain.refusal);
             self.reply(reply);
         }
         Ok(taken)

@@ -17,18 +17,31 @@ use crate::wire::send_frame::{FrameBlock, SendFrameHeader, SendFrameSink};
 pub(super) struct Refusal {
     pub(super) status: StatusCode,
     pub(super) text: String,
+    /// Who is told.
+    pub(super) blame: Blame,
+}
+
+/// Whose fault a refusal is.
+#[derive(Debug)]
+pub(super) enum Blame {
+    /// Nobody's, or it is everyday: only the client is told.
+    Nobody,
+    /// What came breaks the format.
+    Format,
+    /// Perhaps the client's.
+    Service(ServiceError),
 }
 
 impl From<ServiceError> for Refusal {
     fn from(error: ServiceError) -> Self {
-        Self { status: error.status(), text: error.to_string() }
+        Self { status: error.status(), text: error.to_string(), blame: Blame::Service(error) }
     }
 }
 
 impl From<DecodeError> for Refusal {
     /// The frame's length was sound, so the connection goes on (PROTOCOL §7.7).
     fn from(error: DecodeError) -> Self {
-        Self { status: StatusCode::InternalError, text: error.to_string() }
+        Self { status: StatusCode::InternalError, text: error.to_string(), blame: Blame::Format }
     }
 }
 

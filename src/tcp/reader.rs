@@ -20,6 +20,7 @@ use crate::wire::DecodeError;
 
 use super::Shared;
 use super::accept::KeptHalf;
+use super::dispatch::DOOR;
 use super::frames::{Frames, Wanted};
 use super::writer::Outbox;
 
@@ -104,7 +105,7 @@ impl Reader {
                 }
             }
         };
-        match end {
+        match &end {
             End::DoorCloses => {
                 if shared.handover.has_begun() {
                     *self.kept.lock() = Some(self.socket);
@@ -116,7 +117,11 @@ impl Reader {
                 connection.cancel();
                 shared.metrics.exceptions.inc();
             }
-            End::Cut | End::Broken(_) | End::Io(_) => shared.metrics.exceptions.inc(),
+            End::Cut | End::Io(_) => shared.metrics.exceptions.inc(),
+            End::Broken(error) => {
+                shared.metrics.exceptions.inc();
+                shared.service.note_malformed(DOOR, error);
+            }
         }
         tracing::debug!(%end, "tcp connection ended");
     }

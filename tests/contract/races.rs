@@ -223,6 +223,39 @@ async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
     world.finish().await;
 }
 
+/// A client of which each connection may have two calls at once waits with the third until one of them has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
+    let setup = Setup { tables: "[grpc]\nmax_concurrent_streams = 2", ..Setup::default() };
+    let world = World::with(setup).await;
+    let address = world.worker.addresses().grpc;
+    let channel = raw::connect(address).await;
+    let path = "/rss.common.ShuffleServer/appHeartbeat";
+    let heartbeat = || vec![raw::prefixed(&[])];
+    // The first call lets the client learn of the limit.
+    assert_eq!(raw::call(&channel, path, heartbeat(), raw::End::Closed).await.grpc_status, Some(0));
+    let stalled = || Box::pin(raw::call(&channel, raw::SEND, heartbeat(), raw::End::Stalled));
+    let mut stalled = [stalled(), stalled()];
+    for call in &mut stalled {
+        assert!(futures::poll!(call.as_mut()).is_pending());
+    }
+    eventually("two calls are open", || match world.metric("grpc_open") {
+        2.0 => Ok(()),
+        open => Err(format!("{open} calls")),
+    })
+    .await;
+    let mut third = Box::pin(raw::call(&channel, path, heartbeat(), raw::End::Closed));
+    assert!(futures::poll!(third.as_mut()).is_pending());
+    let other = raw::connect(address).await;
+    assert_eq!(raw::call(&other, path, heartbeat(), raw::End::Closed).await.grpc_status, Some(0));
+    assert!(futures::poll!(third.as_mut()).is_pending(), "both places are taken");
+    assert_eq!(world.metric("grpc_app_heartbeat_total"), 2.0, "the third has not come");
+    drop(stalled);
+    assert_eq!(third.await.grpc_status, Some(0));
+    drop((channel, other));
+    world.finish().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
     let setup = Setup { tables: "[grpc]\nmax_message_size = \"1MiB\"", ..Setup::default() };

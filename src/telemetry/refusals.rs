@@ -1,0 +1,104 @@
+//! What clients do wrong, in the log: a few lines of each kind a minute, however often it happens.
+//!
+//! Not here: what counts as the client's fault, and metrics. Nothing is formatted for a line that is held back.
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// Lines of one kind in an interval.
+const LINES_MAX: u32 = 3;
+const INTERVAL: Duration = Duration::from_secs(60);
+/// Of an error's text, which may hold what the client sent.
+const TEXT_CHARS_MAX: usize = 300;
+
+/// Says which lines are due, by kind.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    kinds: Mutex<BTreeMap<&'static str, Window>>,
+}
+
+/// One kind's current interval.
+#[derive(Debug)]
+struct Window {
+    began: Instant,
+    lines: u32,
+    held_back: u64,
+}
+
+impl Refusals {
+    /// A request that came through `door` was refused for a `kind` of fault.
+    pub fn note(&self, door: &'static str, kind: &'static str, error: &dyn Display) {
+        if let Some(held_back) = self.due(kind) {
+            let error: String =
+                error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect();
+            tracing::warn!(door, kind, %error, held_back, "a client's request was refused");
+        }
+    }
+
+    /// How many lines were held back since the last one; `None` if this one is, too.
+    fn due(&self, kind: &'static str) -> Option<u64> {
+        let now = Instant::now();
+        let mut kinds = self.kinds.lock();
+        let window = kinds.entry(kind).or_insert(Window { began: now, lines: 0, held_back: 0 });
+        if now.duration_since(window.began) >= INTERVAL {
+            *window = Window { began: now, lines: 0, held_back: window.held_back };
+        }
+        if window.lines == LINES_MAX {
+            window.held_back += 1;
+            return None;
+        }
+        window.lines += 1;
+        Some(std::mem::take(&mut window.held_back))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_few_lines_of_each_kind_pass_and_the_rest_are_counted() {
+        let refusals = Refusals::default();
+        for _ in 0..LINES_MAX {
+            assert_eq!(refusals.due("a"), Some(0));
+        }
+        for _ in 0..1000 {
+            assert_eq!(refusals.due("a"), None);
+        }
+        assert_eq!(refusals.due("b"), Some(0), "kinds do not hold each other back");
+        tokio::time::advance(INTERVAL - Duration::from_millis(1)).await;
+        assert_eq!(refusals.due("a"), None);
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert_eq!(refusals.due("a"), Some(1001));
+        assert_eq!(refusals.due("a"), Some(0));
+    }
+
+    #[test]
+    fn a_line_stays_a_line() {
+        struct Seen(std::sync::Arc<Mutex<Vec<u8>>>);
+        impl std::io::Write for Seen {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                self.0.lock().extend_from_slice(bytes);
+                Ok(bytes.len())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let seen = std::sync::Arc::default();
+        let writer = std::sync::Arc::clone(&seen);
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || Seen(std::sync::Arc::clone(&writer)))
+            .finish();
+        let text = format!("bad\nWARN everything burns {}", "x".repeat(10_000));
+        tracing::subscriber::with_default(subscriber, || Refusals::default().note("grpc", "a", &text));
+        let lines = String::from_utf8(seen.lock().clone()).unwrap();
+        assert_eq!(lines.lines().count(), 1, "{lines}");
+        assert!(lines.contains("WARN") && lines.contains("door=\"grpc\"") && lines.len() < 600, "{lines}");
+    }
+}
