@@ -7,7 +7,8 @@ use bytes::BytesMut;
 use uniffle_worker::client::send::{self, SendForm};
 use uniffle_worker::client::tcp::{TcpClient, TcpClientError};
 use uniffle_worker::proto::{
-    GetLocalShuffleDataRequest, GetMemoryShuffleDataRequest, GetSortedShuffleDataRequest, StatusCode,
+    GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest, GetMemoryShuffleDataRequest,
+    GetSortedShuffleDataRequest, StatusCode,
 };
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::types::{PartitionId, ShuffleKey};
@@ -235,6 +236,11 @@ async fn the_grpc_door_tells_how_long_requests_were_on_their_way() {
     let (world, key) = (World::start().await, key(APP, 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     Grpc(&world, key).run(&world).await;
+    let index = GetLocalShuffleIndexRequest { app_id: APP.into(), shuffle_id: 1, ..Default::default() };
+    let index = world.client.raw().get_local_shuffle_index(index).await.unwrap().into_inner();
+    let (records, sent) = (index.index_data.len() / 40, timestamps().len());
+    assert_eq!((index.status(), records), (StatusCode::Success, sent));
+    assert!(index.storage_ids.is_empty(), "a partition on several disks is one stream to clients");
     let requests = timestamps().len() as u64;
     for (stem, riffle) in [
         ("send_shuffle_data", Some("grpc_send_data")),
