@@ -7,12 +7,18 @@
 #![allow(clippy::panic, reason = "to panic is how a test fails")]
 #![allow(clippy::unwrap_used, reason = "the same")]
 
+#[path = "support/coordinator.rs"]
+mod coordinator;
 mod support;
 
+#[path = "hdfs/checker.rs"]
+mod checker;
 #[path = "hdfs/contract.rs"]
 mod contract;
 #[path = "hdfs/faults.rs"]
 mod faults;
+#[path = "hdfs/ha.rs"]
+mod ha;
 #[path = "hdfs/kerberos.rs"]
 mod kerberos;
 #[path = "hdfs/losses.rs"]
@@ -27,3 +33,5 @@ mod rig;
 mod speed;
 #[path = "hdfs/tiers.rs"]
 mod tiers;
+#[path = "hdfs/worker.rs"]
+mod worker;

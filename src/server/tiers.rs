@@ -70,12 +70,12 @@ async fn start_hdfs(
     }
     let connector = Arc::new(HdfsConnector { conf, login });
     let store = HdfsStore::new(parts::hdfs(config, server_id), connector, tasks.clone(), registry)?;
+    tasks.spawn("remote probe", Arc::clone(&store).keep_probing());
     if section.precheck_enable {
         for location in config.allowed_remote_paths() {
-            store
-                .precheck(&location)
-                .await
-                .with_context(|| format!("hdfs_store.precheck_enable: {location} can not be used"))?;
+            store.precheck(&location).await.map_err(|error| {
+                anyhow::anyhow!("hdfs_store.precheck_enable: {location} can not be used: {error}")
+            })?;
         }
     }
     Ok(store)

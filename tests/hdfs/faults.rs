@@ -55,6 +55,7 @@ async fn after_any_failure_of_a_write_a_new_pair_of_files_is_begun() {
         let files = names(fs.files().into_keys());
         assert!(files.contains(&"_0_1.index".to_owned()), "{call:?} {ending} {fault:?}: {files:?}");
         assert!(rig.metric("total_memory_to_hdfs_spill_failed") >= 1.0);
+        assert!(rig.metric("storage_retry_write_remote") >= 1.0);
         rig.finish().await;
     }
 }
@@ -110,6 +111,38 @@ async fn a_remote_that_fails_is_told_and_tried_again() {
     assert_eq!(rig.in_hdfs(1, 4).await.len(), 3);
     rig.assert_nothing_missing().await;
     rig.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
+    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    rig.register(1).await;
+    rig.register(2).await;
+    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
+    for partition in 0..5 {
+        rig.push(1, partition, 1, 1000);
+    }
+    rig.begin_flush();
+    rig.eventually("it fails", || if rig.hdfs.all_failing() { Ok(()) } else { Err(String::new()) }).await;
+    // What could not be written is not wanted any more, and shuffle 2 writes nothing.
+    rig.service.unregister_shuffle(crate::rig::APP, 1).unwrap();
+    rig.all.clear();
+    rig.settled().await;
+    fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
+    let probing = tokio::spawn(Arc::clone(&rig.hdfs).keep_probing());
+    let times =
+        |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
+    rig.eventually("it was asked in vain", || match times(RemoteCall::Delete) {
+        3 => Ok(()),
+        asked => Err(format!("{asked} times")),
+    })
+    .await;
+    assert!(rig.hdfs.all_failing());
+    rig.eventually("it answers", || if rig.hdfs.all_failing() { Err(String::new()) } else { Ok(()) }).await;
+    sleep(Duration::from_secs(600)).await;
+    assert_eq!(times(RemoteCall::Delete), 4, "one that works is not asked");
+    rig.finish().await;
+    probing.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

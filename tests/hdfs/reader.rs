@@ -3,15 +3,24 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_worker::store::StoreErrorKind;
 use uniffle_worker::store::hdfs::fs::RemoteFs;
+use uniffle_worker::store::{StoreError, StoreErrorKind};
 use uniffle_worker::wire::index::{RECORD_BYTES, records};
 
 /// Blocks by id. An index that names bytes that are not there is a short read for the client, so it is a failure here.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
+    try_read_directory(fs, path, server_id).await.expect("a directory")
+}
+
+/// The same; an error when the directory can not be listed.
+pub(crate) async fn try_read_directory(
+    fs: &dyn RemoteFs,
+    path: &str,
+    server_id: &str,
+) -> Result<BTreeMap<i64, Bytes>, StoreError> {
     let entries = match fs.list(path).await {
-        Err(error) if error.kind == StoreErrorKind::NotFound => return BTreeMap::new(),
-        entries => entries.expect("a directory"),
+        Err(error) if error.kind == StoreErrorKind::NotFound => return Ok(BTreeMap::new()),
+        entries => entries?,
     };
     let mut blocks = BTreeMap::new();
     let indexes = entries.iter().filter(|e| e.name.starts_with(server_id) && e.name.ends_with(".index"));
@@ -41,5 +50,5 @@ pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &st
             blocks.insert(record.block_id, bytes);
         }
     }
-    blocks
+    Ok(blocks)
 }

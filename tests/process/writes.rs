@@ -1,34 +1,14 @@
 //! Blocks that a test has written, and reading them back.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::time::Duration;
 
 use bytes::Bytes;
 use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{Backoff, ClientError, ReadOptions, ShuffleClient};
+use uniffle_worker::client::grpc::{ClientError, ReadOptions, ShuffleClient};
 use uniffle_worker::client::send::SendForm;
-use uniffle_worker::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
-use crate::support::worker::Worker;
-
-/// Patience in milliseconds instead of Java's seconds, for about a minute.
-pub(crate) fn patient() -> Backoff {
-    Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
-}
-
-pub(crate) fn local(port: u16) -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], port))
-}
-
-pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
-    ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
-}
-
-pub(crate) async fn client_of(worker: &Worker) -> ShuffleClient {
-    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the door is open");
-    client.with_backoff(patient())
-}
+pub(crate) use crate::support::clients::{client_of, key, local, patient};
 
 /// One shuffle with `partitions` partitions, of which a test writes blocks.
 #[derive(Debug)]

@@ -23,7 +23,7 @@ pub(crate) struct MiniHdfs {
     child: Child,
     pipes: Mutex<Pipes>,
     dir: tempfile::TempDir,
-    port: u16,
+    ports: Vec<u16>,
 }
 
 #[derive(Debug)]
@@ -85,24 +85,35 @@ impl MiniHdfs {
             stdout.lines().map_while(Result::ok).try_for_each(|line| send.send(line)).ok();
         });
         let commands = child.stdin.take().expect("piped above");
-        let mut hdfs = Self { child, pipes: Mutex::new(Pipes { commands, answers }), dir, port: 0 };
+        let mut hdfs = Self { child, pipes: Mutex::new(Pipes { commands, answers }), dir, ports: Vec::new() };
         let ready = hdfs.pipes.lock().answers.recv_timeout(COMMAND_DEADLINE);
         let ready = ready.unwrap_or_else(|error| panic!("HDFS does not start: {error}\n{}", hdfs.log_tail()));
-        hdfs.port = ready
-            .strip_prefix("ready ")
-            .and_then(|port| port.parse().ok())
-            .unwrap_or_else(|| panic!("{ready}\n{}", hdfs.log_tail()));
+        let ports = ready.strip_prefix("ready ").into_iter().flat_map(|ports| ports.split(' '));
+        hdfs.ports = ports.filter_map(|port| port.parse().ok()).collect();
+        assert!(!hdfs.ports.is_empty(), "{ready}\n{}", hdfs.log_tail());
         hdfs
     }
 
     /// `hdfs://127.0.0.1:<port><path>`
     pub(crate) fn url(&self, path: &str) -> String {
-        format!("hdfs://127.0.0.1:{}{path}", self.port)
+        format!("hdfs://127.0.0.1:{}{path}", self.port())
     }
 
     /// The NameNode's port.
     pub(crate) fn port(&self) -> u16 {
-        self.port
+        self.ports[0]
+    }
+
+    /// The settings by which a client finds both NameNodes as the nameservice `name`; it was started with `ha`.
+    pub(crate) fn nameservice(&self, name: &str) -> Vec<(String, String)> {
+        let mut settings = vec![
+            ("dfs.nameservices".to_owned(), name.to_owned()),
+            (format!("dfs.ha.namenodes.{name}"), "nn1,nn2".to_owned()),
+        ];
+        for (node, port) in ["nn1", "nn2"].iter().zip(&self.ports) {
+            settings.push((format!("dfs.namenode.rpc-address.{name}.{node}"), format!("127.0.0.1:{port}")));
+        }
+        settings
     }
 
     /// Runs a command of `uniffle.MiniHdfs`; it must succeed.

@@ -8,6 +8,8 @@
 #![allow(clippy::panic, reason = "to panic is how a test fails")]
 #![allow(clippy::print_stderr, reason = "what a failed test has to show")]
 
+pub(crate) mod checker;
+pub(crate) mod clients;
 pub(crate) mod hdfs;
 pub(crate) mod maven;
 pub(crate) mod metrics;

@@ -202,7 +202,9 @@ fn write_and_close(mut writer: FileWriter, data: Vec<Bytes>) -> BoxFuture<'stati
 }
 
 fn failed(path: &str, error: HdfsError) -> StoreError {
-    StoreError::remote(kind_of(&error), path, error.to_string())
+    // A NameNode's exception comes with its stack.
+    let text = error.to_string();
+    StoreError::remote(kind_of(&error), path, text.lines().next().unwrap_or_default().trim_end())
 }
 
 /// By what the caller does about it.

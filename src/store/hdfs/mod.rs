@@ -71,6 +71,9 @@ const REMOTES_MAX: usize = 1024;
 /// How often whoever waits for a place to write looks whether waiting makes sense.
 const PLACE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Between two looks for remote stores that nobody tries.
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Between two attempts to close a torn file; doubles up to the second, and ends with the third.
 const RECOVERY_PAUSE: Duration = Duration::from_millis(500);
 const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
@@ -356,6 +359,23 @@ impl HdfsStore {
         !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
     }
 
+    /// Asks remote stores that fail and that nobody tries, until the worker stops. Deleting what is not there needs an
+    /// active NameNode that takes changes.
+    pub async fn keep_probing(self: Arc<Self>) {
+        let tasks = self.core.tasks.clone();
+        loop {
+            tokio::select! {
+                biased;
+                () = tasks.cancelled() => return,
+                () = sleep(PROBE_INTERVAL) => {}
+            }
+            for remote in self.core.remotes().iter().filter(|remote| remote.is_forgotten()) {
+                let answer = remote.fs.delete(&remote.probe_path, false);
+                remote.note(&self.core.timed(&remote.probe_path, answer).await);
+            }
+        }
+    }
+
     /// Brings gauges of live values up to date.
     pub fn refresh_metrics(&self) {
         let remotes = self.core.remotes();
@@ -392,7 +412,9 @@ impl Core {
             Arc::new(Semaphore::new(self.config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS)))
         }));
         let metrics = self.metrics.of(&authority);
-        let remote = Arc::new(Remote::new(authority, fs, permits, metrics));
+        let root = target.location.path().trim_end_matches('/');
+        let probe_path = format!("{root}/.probe-{}", self.server_id);
+        let remote = Arc::new(Remote::new((authority, probe_path), fs, permits, metrics));
         remotes.insert(target, Arc::downgrade(&remote));
         Ok(remote)
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use croaring::Treemap;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::fs::{RemoteEntry, RemoteFs};
 use super::writer::Writers;
@@ -59,7 +59,8 @@ impl Core {
         let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
         let mut present = Treemap::new();
         let given_up = {
-            let held = writers.hold().await;
+            let held = timeout(self.config.write_timeout, writers.hold()).await;
+            let held = held.map_err(|late| StoreError::io(directory, late.into()))?;
             let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
             let (in_use, given_up) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
             for name in in_use {

@@ -2,7 +2,8 @@
 //!
 //! Failures in a row that are its own fault (it does not answer, its DataNodes fail) suspend it for a moment that grows:
 //! batches then go elsewhere or wait, instead of each finding out for itself. A quota or a permission is the fault of one
-//! path and suspends nothing.
+//! path and suspends nothing. One that fails and that nobody has tried for a while is asked whether it answers, so that
+//! the worker is not unhealthy for ever because nothing is sent to it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +24,9 @@ const SUSPENSION_MIN: Duration = Duration::from_secs(1);
 /// Longest suspension.
 const SUSPENSION_MAX: Duration = Duration::from_secs(30);
 
+/// For so long after a suspension others may try; then it is asked on purpose.
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+
 /// What tells remotes apart: two clients of one file system with different settings must not get each other's.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteTarget {
@@ -38,6 +42,8 @@ pub struct RemoteTarget {
 #[derive(Debug)]
 pub(super) struct Remote {
     pub(super) authority: String,
+    /// Nobody's file, by which it is asked whether it answers.
+    pub(super) probe_path: String,
     pub(super) fs: Arc<dyn RemoteFs>,
     /// Writes to the file system at a time, all users together.
     pub(super) permits: Arc<Semaphore>,
@@ -54,12 +60,18 @@ struct Condition {
 
 impl Remote {
     pub(super) fn new(
-        authority: String,
+        (authority, probe_path): (String, String),
         fs: Arc<dyn RemoteFs>,
         permits: Arc<Semaphore>,
         metrics: RemoteMetrics,
     ) -> Self {
-        Self { authority, fs, permits, metrics, condition: Mutex::default() }
+        Self { authority, probe_path, fs, permits, metrics, condition: Mutex::default() }
+    }
+
+    /// Whether it fails and nobody has found out for a while whether it still does.
+    pub(super) fn is_forgotten(&self) -> bool {
+        let suspended_until = self.condition.lock().suspended_until;
+        self.is_failing() && suspended_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
     }
 
     /// Whether to try now.

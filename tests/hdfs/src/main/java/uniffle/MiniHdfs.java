@@ -17,12 +17,14 @@ import org.apache.hadoop.fs.RemoteIterator;
 import org.apache.hadoop.fs.permission.FsPermission;
 import org.apache.hadoop.hdfs.DistributedFileSystem;
 import org.apache.hadoop.hdfs.MiniDFSCluster;
+import org.apache.hadoop.hdfs.MiniDFSNNTopology;
 import org.apache.hadoop.hdfs.protocol.HdfsConstants.SafeModeAction;
 import org.apache.hadoop.security.UserGroupInformation;
 
 /**
- * A NameNode and DataNodes in one JVM. The first argument is the directory for their files, the others are settings
- * {@code key=value}. Prints {@code ready <port>} once they serve; then every line of standard input is a command, and
+ * NameNode and DataNodes in one JVM. The first argument is the directory for their files, the others are settings
+ * {@code key=value}. With {@code ha} among them there are two NameNodes of one nameservice, the first one active. Prints
+ * {@code ready <port>…}, a port for each NameNode, once they serve; then every line of standard input is a command, and
  * every answer is a line {@code ok …} or {@code failed …}. Ends when standard input does.
  */
 public final class MiniHdfs {
@@ -30,6 +32,8 @@ public final class MiniHdfs {
   private final Configuration conf;
   private final List<FSDataOutputStream> abandoned = new ArrayList<>();
   private MiniDFSCluster.DataNodeProperties stopped;
+  /** Index of the NameNode that commands are for. */
+  private int active;
 
   private MiniHdfs(MiniDFSCluster cluster, Configuration conf) {
     this.cluster = cluster;
@@ -45,10 +49,14 @@ public final class MiniHdfs {
     conf.setInt("dfs.heartbeat.interval", 1);
     conf.setInt("dfs.namenode.fs-limits.min-block-size", 4096);
     int dataNodes = 1;
+    boolean ha = false;
     for (int i = 1; i < args.length; i++) {
       String[] pair = args[i].split("=", 2);
       if (pair[0].equals("datanodes")) {
         dataNodes = Integer.parseInt(pair[1]);
+      } else if (pair[0].equals("ha")) {
+        ha = true;
+        conf.setBoolean("dfs.ha.standby.checkpoints", false);
       } else {
         conf.set(pair[0], pair[1]);
       }
@@ -63,9 +71,16 @@ public final class MiniHdfs {
     if (conf.get("hadoop.security.authentication", "simple").equals("kerberos")) {
       builder = builder.checkDataNodeAddrConfig(true);
     }
+    if (ha) {
+      builder = builder.nnTopology(MiniDFSNNTopology.simpleHATopology());
+    }
     MiniDFSCluster cluster = builder.build();
-    cluster.waitActive();
-    System.out.println("ready " + cluster.getNameNodePort());
+    if (ha) {
+      cluster.transitionToActive(0);
+    }
+    cluster.waitActive(0);
+    System.out.println(
+        "ready " + cluster.getNameNodePort(0) + (ha ? " " + cluster.getNameNodePort(1) : ""));
     MiniHdfs hdfs = new MiniHdfs(cluster, conf);
     BufferedReader input = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
     for (String line = input.readLine(); line != null; line = input.readLine()) {
@@ -97,30 +112,36 @@ public final class MiniHdfs {
       case "start-namenode":
         cluster.restartNameNode(0, true);
         return "";
+      case "fail-over":
+        // The active one dies, and the other takes over what it knows from the shared edits.
+        cluster.shutdownNameNode(0);
+        cluster.transitionToActive(1);
+        active = 1;
+        return "";
       case "safe-mode":
-        cluster.getFileSystem().setSafeMode(words[1].equals("on") ? SafeModeAction.SAFEMODE_ENTER : SafeModeAction.SAFEMODE_LEAVE);
+        cluster.getFileSystem(active).setSafeMode(words[1].equals("on") ? SafeModeAction.SAFEMODE_ENTER : SafeModeAction.SAFEMODE_LEAVE);
         return "";
       case "mkdirs":
-        return String.valueOf(cluster.getFileSystem().mkdirs(new Path(words[1])));
+        return String.valueOf(cluster.getFileSystem(active).mkdirs(new Path(words[1])));
       case "chmod":
-        cluster.getFileSystem().setPermission(new Path(words[2]), new FsPermission(words[1]));
+        cluster.getFileSystem(active).setPermission(new Path(words[2]), new FsPermission(words[1]));
         return "";
       case "chown":
-        cluster.getFileSystem().setOwner(new Path(words[2]), words[1], null);
+        cluster.getFileSystem(active).setOwner(new Path(words[2]), words[1], null);
         return "";
       case "quota":
         // Bytes, -1 = none.
-        cluster.getFileSystem().setQuota(new Path(words[1]), Long.MAX_VALUE - 1, bytes(words[2]));
+        cluster.getFileSystem(active).setQuota(new Path(words[1]), Long.MAX_VALUE - 1, bytes(words[2]));
         return "";
       case "leave-open":
         // As a writer does that dies amid an append: half a record, and a lease that nobody gives back.
-        FSDataOutputStream torn = cluster.getFileSystem().append(new Path(words[1]));
+        FSDataOutputStream torn = cluster.getFileSystem(active).append(new Path(words[1]));
         torn.write(new byte[20]);
         torn.hflush();
         abandoned.add(torn);
         return "";
       case "list":
-        return list(cluster.getFileSystem(), new Path(words[1]));
+        return list(cluster.getFileSystem(active), new Path(words[1]));
       case "put":
         return put(new File(words[1]), new Path(words[2]), Integer.parseInt(words[3]));
       default:

@@ -1,0 +1,131 @@
+//! The checker of killed and stopped workers, over disks and a real HDFS: its DataNode is killed, its NameNode restarted or
+//! put into safe mode while writers write, and the worker with it.
+//!
+//! `PROCESS_ROUNDS` sets the rounds, `PROCESS_SEED` repeats a run.
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use parking_lot::Mutex;
+use rand::seq::SliceRandom as _;
+use tokio::sync::MutexGuard;
+use tokio::task::block_in_place;
+use uniffle_worker::proto::RemoteStorage;
+use uniffle_worker::store::hdfs::fs::RemoteFs;
+use uniffle_worker::types::{BlockId, ShuffleKey};
+
+use crate::reader::try_read_directory;
+use crate::real::real;
+use crate::rig::{open, plain_connector};
+use crate::support::checker::{Checker, End, Remote, RemoteRead, run_of};
+use crate::support::clients::client_of;
+use crate::support::hdfs::MiniHdfs;
+use crate::support::worker::{Setup, Worker};
+
+const ROUNDS: u64 = PLAN.len() as u64;
+
+/// Every fault with a process that is killed meanwhile and with one that goes on; in any order.
+const PLAN: [(Fault, End); 9] = [
+    (Fault::DataNode, End::Kill),
+    (Fault::DataNode, End::Nothing),
+    (Fault::NameNode, End::Kill),
+    (Fault::NameNode, End::Nothing),
+    (Fault::SafeMode, End::Kill),
+    (Fault::SafeMode, End::Nothing),
+    (Fault::None, End::Kill),
+    (Fault::None, End::Stop),
+    (Fault::None, End::Upgrade),
+];
+
+/// What happens to HDFS in a round.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    None,
+    DataNode,
+    NameNode,
+    SafeMode,
+}
+
+#[derive(Debug)]
+struct Hdfs {
+    servers: MutexGuard<'static, MiniHdfs>,
+    fs: Arc<dyn RemoteFs>,
+    fault: Mutex<Fault>,
+}
+
+impl Hdfs {
+    fn run(&self, command: &str) {
+        drop(self.servers.run(command));
+    }
+}
+
+impl Remote for Hdfs {
+    fn storage(&self) -> RemoteStorage {
+        RemoteStorage { path: self.servers.url("/checker"), ..RemoteStorage::default() }
+    }
+
+    fn read<'a>(&'a self, key: &'a ShuffleKey, partition: i32) -> RemoteRead<'a> {
+        async move {
+            let directory = format!("/checker/{key}/{partition}-{partition}");
+            let read = try_read_directory(&*self.fs, &directory, "127.0.0.1-").await;
+            let blocks = read.map_err(|error| error.to_string())?;
+            Ok(blocks.into_iter().map(|(id, data)| (BlockId(id), data)).collect())
+        }
+        .boxed()
+    }
+
+    fn disturb(&self) {
+        match *self.fault.lock() {
+            Fault::None => {}
+            Fault::DataNode => self.run("stop-datanode"),
+            Fault::NameNode => self.run("stop-namenode"),
+            Fault::SafeMode => self.run("safe-mode on"),
+        }
+    }
+
+    fn heal(&self) {
+        match *self.fault.lock() {
+            Fault::None => {}
+            Fault::DataNode => self.run("start-datanode"),
+            Fault::NameNode => self.run("start-namenode"),
+            Fault::SafeMode => self.run("safe-mode off"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn over_hdfs_every_acknowledged_and_reported_block_is_readable_or_told_as_lost() {
+    let Some(servers) = real().await else { return };
+    let (rounds, mut random) = run_of(ROUNDS);
+    let fs = open(&*plain_connector(), &servers.url("/checker"));
+    let hdfs = Arc::new(Hdfs { servers, fs, fault: Mutex::new(Fault::None) });
+    // Some chains are cold when they are flushed and some are not.
+    let setup = Setup {
+        name: "checker",
+        capacity: "24MiB",
+        disks: 2,
+        store_type: "MEMORY_LOCALFILE_HDFS",
+        made_tables: "[hdfs_store]\nwrite_timeout_sec = 20\n[hybrid_store]\n\
+                      memory_single_buffer_max_spill_size = \"1MiB\"\n\
+                      memory_spill_to_cold_threshold_size = \"1100KiB\""
+            .to_owned(),
+        ..Setup::default()
+    };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut checker = Checker::with_remote(Arc::clone(&hdfs) as Arc<dyn Remote>);
+    let mut plan = PLAN.to_vec();
+    for round in 0..rounds {
+        let place = usize::try_from(round).unwrap() % plan.len();
+        if place == 0 {
+            plan.shuffle(&mut random);
+        }
+        let (fault, end) = plan[place];
+        *hdfs.fault.lock() = fault;
+        checker.round(i32::try_from(round).unwrap(), end, &mut worker, &mut random).await;
+    }
+    assert!(!hdfs.servers.list("/checker").is_empty(), "nothing ever came to HDFS");
+    let client = client_of(&worker).await;
+    client.unregister_app("checker").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}

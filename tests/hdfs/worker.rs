@@ -1,0 +1,135 @@
+//! Whole workers over HDFS: what coordinators and whoever starts them are told when it can not be used.
+
+use std::path::Path;
+
+use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient, register_request};
+use uniffle_worker::client::send::SendForm;
+use uniffle_worker::proto::{RemoteStorage, ServerStatus};
+use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+use crate::coordinator::{CoordinatorDouble, Manner};
+use crate::real::{SETTLE_DEADLINE, real};
+use crate::support::wait_until;
+use crate::support::worker::{Setup, Worker};
+
+/// A worker with nothing but HDFS below memory, and `more` in its section.
+fn only_hdfs(name: &'static str, more: &str) -> Setup {
+    Setup {
+        name,
+        capacity: "64MiB",
+        disks: 0,
+        store_type: "MEMORY_HDFS",
+        made_tables: format!(
+            "[hdfs_store]\n{more}\n[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\""
+        ),
+        ..Setup::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_no_remote_store_works_the_worker_is_unhealthy_and_keeps_everything() {
+    let Some(hdfs) = real().await else { return };
+    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let quorum = Some(coordinator.address.to_string());
+    let worker = Worker::start(&Setup { quorum, ..only_hdfs("unhealthy", "") });
+    let client = ShuffleClient::connect(([127, 0, 0, 1], worker.ready().grpc_port).into()).await.unwrap();
+    let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
+    let mut request = register_request(&key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
+    request.remote_storage = Some(RemoteStorage { path: hdfs.url("/unhealthy"), ..RemoteStorage::default() });
+    client.register_with(request).await.unwrap();
+    coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
+
+    hdfs.run("stop-namenode");
+    let generator = BlockGenerator::new(5, IdLayout::SPARK);
+    let mut sent: Vec<(PartitionId, Vec<Block>)> = Vec::new();
+    for partition in (0..4).map(PartitionId) {
+        let blocks = (0..2).map(|n| generator.block(partition, TaskAttemptId(1), n, 600_000)).collect();
+        sent.push((partition, blocks));
+    }
+    client.push(&key, SendForm::Classic, &sent).await.unwrap();
+    wait_until("it is not ready", SETTLE_DEADLINE, || match worker.page("/health/ready") {
+        Err(answer) if answer.contains("503") && answer.contains("unhealthy") => Ok(()),
+        other => Err(format!("{other:?}")),
+    });
+    coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
+    let metrics = worker.metrics();
+    assert_eq!(
+        (metrics.expect("service_is_healthy"), metrics.expect("remote_storage_is_failing")),
+        (1.0, 1.0)
+    );
+    assert!(worker.log().contains("no remote store works"), "{}", worker.log());
+    for (partition, blocks) in &sent {
+        let read = client.read_partition(&key, *partition, &ReadOptions::default()).await.unwrap().blocks;
+        assert!(blocks.iter().all(|block| read.get(&block.meta.block_id) == Some(&block.data)));
+    }
+
+    hdfs.run("start-namenode");
+    wait_until("it is ready", SETTLE_DEADLINE, || worker.page("/health/ready").map(drop));
+    coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
+    wait_until("everything is in HDFS", SETTLE_DEADLINE, || {
+        match worker.metrics().expect("total_memory_spill_to_hdfs") {
+            4_800_000.0 => Ok(()),
+            bytes => Err(format!("{bytes} bytes")),
+        }
+    });
+    assert_eq!(worker.metrics().expect("service_is_healthy"), 0.0);
+    client.unregister_app("app-1").await.unwrap();
+    worker.assert_clean();
+    worker.stop();
+    coordinator.stop().await;
+}
+
+/// The line that says why a worker does not start; it ended with exit code 1.
+fn refusal(setup: &Setup) -> String {
+    let log = Worker::refused(setup).unwrap();
+    assert!(!log.contains("panicked"), "{log}");
+    let line = log.lines().find(|line| line.starts_with("uniffle-worker: "));
+    line.unwrap_or_else(|| panic!("no error: {log}")).to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_remote_path_that_fails_the_check_at_the_start_is_named_with_the_key() {
+    // Nobody is there.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let absent = format!("hdfs://127.0.0.1:{port}/uniffle");
+    let setup = only_hdfs("no-namenode", &format!("precheck_enable = true\nallowed_paths = [\"{absent}\"]"));
+    let line = refusal(&setup);
+    assert!(line.contains("hdfs_store.precheck_enable") && line.contains(&absent), "{line}");
+
+    // Everybody else may go there.
+    let Some(hdfs) = real().await else { return };
+    hdfs.run("mkdirs /private");
+    hdfs.run("chmod 700 /private");
+    let (good, private) = (hdfs.url("/checked"), hdfs.url("/private"));
+    hdfs.run("mkdirs /checked");
+    hdfs.run("chmod 777 /checked");
+    let more = format!("precheck_enable = true\nallowed_paths = [\"{good}\", \"{private}\"]");
+    let env = vec![("HADOOP_USER_NAME", "nobody".to_owned())];
+    let setup = Setup { env: env.clone(), ..only_hdfs("denied", &more) };
+    let line = refusal(&setup);
+    for part in ["hdfs_store.precheck_enable", private.as_str(), "permission", "user=nobody"] {
+        assert!(line.contains(part), "{part} in {line}");
+    }
+    assert!(!line.contains(&good), "{line}");
+    hdfs.run("chmod 777 /private");
+    Worker::start(&Setup { env, ..only_hdfs("allowed", &more) }).stop();
+    let left: Vec<_> = ["/checked", "/private"].iter().flat_map(|path| hdfs.list(path)).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn without_the_kerberos_library_the_worker_does_not_start_and_names_it() {
+    // The loader takes the first file of that name, and this one is no library.
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("libgssapi_krb5.so.2"), "no library").unwrap();
+    let keytab = Path::new("/nonexistent/uniffle.keytab");
+    let kerberos = format!(
+        "[hdfs_store.kerberos_security_config]\nkeytab_path = {keytab:?}\nprincipal = \"uniffle/host@REALM\""
+    );
+    let env = vec![("LD_LIBRARY_PATH", dir.path().display().to_string())];
+    let line = refusal(&Setup { env, ..only_hdfs("no-library", &kerberos) });
+    for part in ["Hadoop's security is on", "libgssapi_krb5.so.2", "libgssapi-krb5-2", "krb5-libs"] {
+        assert!(line.contains(part), "{part} in {line}");
+    }
+}
