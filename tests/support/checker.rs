@@ -170,8 +170,9 @@ impl Crew {
                 let expected =
                     self.history.lock().reported.get(&id).and_then(|all| all.get(&partition)).cloned();
                 let expected = expected.unwrap_or_default();
-                match read_all(&client, self.remote.as_deref(), id, partition).await {
-                    Ok(read) if self.disturbed.load(Ordering::SeqCst) => drop(read),
+                let wanted = (partition, &expected);
+                match read_patiently(&client, self.remote.as_deref(), id, wanted, &self.disturbed).await {
+                    Ok(_) if self.disturbed.load(Ordering::SeqCst) => {}
                     Ok(read) => assert_all(&read, &expected, &format!("{id}/{partition} while written")),
                     Err(_) if self.killed.load(Ordering::SeqCst) => return,
                     Err(ClientError::Refused { text, status, .. }) => panic!("{status:?}: {text}"),
@@ -198,6 +199,27 @@ async fn read_all(
         found.extend(remote.read(&key, partition).await.unwrap_or_default());
     }
     Ok(found)
+}
+
+/// The same until all that is expected is there or time is up: a remote file that is being appended to shows its last
+/// HDFS block to Java's client and not to this one, and a file that was left open to neither before it is closed. What is
+/// lost does not come back.
+async fn read_patiently(
+    client: &ShuffleClient,
+    remote: Option<&dyn Remote>,
+    id: i32,
+    (partition, expected): (i32, &BTreeMap<BlockId, Block>),
+    disturbed: &AtomicBool,
+) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
+    let give_up = Instant::now() + REMOTE_PATIENCE;
+    loop {
+        let read = read_all(client, remote, id, partition).await?;
+        let may_come = remote.is_some() && !disturbed.load(Ordering::SeqCst) && Instant::now() < give_up;
+        if is_complete(&read, expected) || !may_come {
+            return Ok(read);
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
 }
 
 fn remember(shuffles: &mut BTreeMap<i32, Blocks>, id: i32, batch: &[(PartitionId, Vec<Block>)]) {
@@ -347,12 +369,13 @@ impl Checker {
         for (partition, expected) in &reported {
             let what = format!("shuffle {id} partition {partition} after {end:?}");
             let at = PartitionId(*partition);
+            let (remote, nothing) = (self.remote.as_deref(), AtomicBool::new(false));
             let results = client.results(&shuffle(id), &[at], None).await;
             let results = results.unwrap_or_else(|error| panic!("{what}: {error}"));
             let forgotten = expected.keys().find(|id| !results.contains(id.0.cast_unsigned()));
             assert!(forgotten.is_none(), "{what}: the report of {forgotten:?} is forgotten");
             tally.blocks += expected.len();
-            match self.read_patiently(client, id, (*partition, expected)).await {
+            match read_patiently(client, remote, id, (*partition, expected), &nothing).await {
                 Ok(read) => assert_all(&read, expected, &what),
                 Err(error) => {
                     let told = error.to_string();
@@ -363,23 +386,6 @@ impl Checker {
             }
         }
         lost
-    }
-
-    /// Files that somebody left open are readable when they have been closed.
-    async fn read_patiently(
-        &self,
-        client: &ShuffleClient,
-        id: i32,
-        (partition, expected): (i32, &BTreeMap<BlockId, Block>),
-    ) -> Result<BTreeMap<BlockId, Bytes>, ClientError> {
-        let give_up = Instant::now() + REMOTE_PATIENCE;
-        loop {
-            let read = read_all(client, self.remote.as_deref(), id, partition).await?;
-            if self.remote.is_none() || is_complete(&read, expected) || Instant::now() > give_up {
-                return Ok(read);
-            }
-            sleep(Duration::from_millis(200)).await;
-        }
     }
 
     /// Sends everything of a shuffle again, as recomputed tasks do; then nothing is lost any more. Or forgets it.
