@@ -171,6 +171,26 @@ impl VerifyReads {
     }
 }
 
+/// `localfile_store.sync`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SyncWrites {
+    /// Nothing is synced.
+    Off,
+    /// Everything that counts, writers together.
+    Group,
+}
+
+impl SyncWrites {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Group => "group",
+        }
+    }
+}
+
 /// `host:port` of a coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Endpoint {
@@ -231,6 +251,8 @@ pub struct LocalfileStore {
     pub io_engine: IoEngine,
     /// Which data reads have their blocks' checksums compared. Default: `always`.
     pub verify_reads: VerifyReads,
+    /// What is synced before it counts. Default: `off`, nothing.
+    pub sync: SyncWrites,
     /// Index records kept in memory. Default: 16 MiB; 0 to 16 GiB.
     pub index_cache_bytes: u64,
 }

@@ -14,7 +14,7 @@ use super::reader::{Reader, Unit, absolute_path, size_text};
 use super::tls;
 use super::{
     Admin, App, CAPACITY_BYTES_MIN, Config, EmbeddedCoordinator, Endpoint, Grpc, GrpcDecommission, Http,
-    HybridStore, IoEngine, LocalfileStore, MemoryStore, Problem, Runtime, StoreType, UrpcRuntime,
+    HybridStore, IoEngine, LocalfileStore, MemoryStore, Problem, Runtime, StoreType, SyncWrites, UrpcRuntime,
     VerifyReads,
 };
 use crate::http::admin::Token;
@@ -227,6 +227,7 @@ fn localfile(reader: &mut Reader, machine: &Machine) -> LocalfileStore {
         verify_reads: reader
             .text("localfile_store.verify_reads", verify_reads)
             .unwrap_or(VerifyReads::Always),
+        sync: reader.text("localfile_store.sync", sync_writes).unwrap_or(SyncWrites::Off),
         index_cache_bytes: reader.size("localfile_store.index_cache_size", 16 * MIB, 0..=16 * GIB),
     }
 }
@@ -281,6 +282,14 @@ fn verify_reads(text: &str) -> Result<VerifyReads, String> {
         "sampled" => Ok(VerifyReads::Sampled),
         "off" => Ok(VerifyReads::Off),
         _ => Err("always, sampled or off".to_owned()),
+    }
+}
+
+fn sync_writes(text: &str) -> Result<SyncWrites, String> {
+    match text {
+        "off" => Ok(SyncWrites::Off),
+        "group" => Ok(SyncWrites::Group),
+        _ => Err("off or group".to_owned()),
     }
 }
 

@@ -74,6 +74,7 @@ pub(super) const KEYS: &[Key] = &[
     key("localfile_store.recovery"),
     key("localfile_store.io_engine"),
     key("localfile_store.verify_reads"),
+    key("localfile_store.sync"),
     key("localfile_store.index_cache_size"),
     key("hdfs_store.max_concurrency"),
     key("hdfs_store.partition_write_max_concurrency"),

@@ -95,6 +95,7 @@ fn localfile(config: &Config) -> Table {
     put(&mut table, "recovery", local.recovery);
     put(&mut table, "io_engine", local.io_engine.as_str());
     put(&mut table, "verify_reads", local.verify_reads.as_str());
+    put(&mut table, "sync", local.sync.as_str());
     put(&mut table, "index_cache_size", size_text(local.index_cache_bytes));
     table
 }

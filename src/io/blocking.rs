@@ -217,6 +217,14 @@ impl Disk for BlockingDisk {
         })
     }
 
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.on_path(&self.names, path, |path| open_to_sync(&path)?.sync_all())
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.on_path(&self.names, Path::new(""), |root| Ok(rustix::fs::syncfs(open_to_sync(&root)?)?))
+    }
+
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
         self.on_path(&self.names, path, move |path| {
             let mut file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
@@ -282,6 +290,11 @@ impl OpenFile {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || Ok(file.metadata()?.len())))
     }
+}
+
+/// Opens a directory.
+fn open_to_sync(path: &Path) -> io::Result<std::fs::File> {
+    OpenOptions::new().read(true).open(path)
 }
 
 /// Opens for writing; falls back to the page cache where the file system refuses `O_DIRECT` (EINVAL).

@@ -64,6 +64,11 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
         read_in_parts(file, &bytes).await;
     }
 
+    for directory in ["", "a", "a/b"] {
+        disk.sync_dir(Path::new(directory)).await.unwrap();
+    }
+    assert_eq!(disk.sync_dir(Path::new("b")).await.unwrap_err().kind(), io::ErrorKind::NotFound);
+    disk.sync_all().await.unwrap();
     let busy = disk.remove_dir(Path::new("a/b")).await.unwrap_err();
     assert_eq!(busy.kind(), io::ErrorKind::DirectoryNotEmpty);
     disk.create_dir_all(Path::new("trash")).await.unwrap();
@@ -191,4 +196,48 @@ async fn seeded_faults_repeat() {
     }
     assert_eq!(runs[0], runs[1]);
     assert!(runs[0].contains(&true) && runs[0].contains(&false));
+}
+
+#[tokio::test]
+async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
+    let path = Path::new("a/f");
+    let (mut shorter, mut zeroed, mut whole, mut nameless) = (0, 0, 0, 0);
+    for seed in 0..200 {
+        let disk = MemoryDisk::new("/memory", None);
+        disk.create_dir_all(Path::new("a")).await.unwrap();
+        let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+        file.write_at(vec![Bytes::from(vec![1; 700])], 0).await.unwrap();
+        file.sync().await.unwrap();
+        if seed % 2 == 0 {
+            disk.sync_dir(Path::new("a")).await.unwrap();
+            disk.sync_dir(Path::new("")).await.unwrap();
+        }
+        file.write_at(vec![Bytes::from(vec![2; 1300])], 700).await.unwrap();
+        disk.lose_power(seed);
+        let Some(content) = disk.content(path) else {
+            assert!(seed % 2 == 1, "its name was synced");
+            nameless += 1;
+            continue;
+        };
+        assert_eq!(content[..700], [1; 700], "synced");
+        assert!(content[700..].iter().all(|byte| [0, 2].contains(byte)));
+        shorter += u32::from(content.len() < 2000);
+        zeroed += u32::from(content[700..].contains(&0));
+        whole += u32::from(content.len() == 2000 && !content[700..].contains(&0));
+    }
+    assert!([shorter, zeroed, whole, nameless].iter().all(|count| *count > 0));
+}
+
+#[tokio::test]
+async fn a_sync_that_failed_is_not_made_good_by_the_next() {
+    let path = Path::new("f");
+    let disk = MemoryDisk::new("/memory", None);
+    let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+    disk.sync_dir(Path::new("")).await.unwrap();
+    file.write_at(vec![Bytes::from(vec![1; 5000])], 0).await.unwrap();
+    disk.fail_syncs(1);
+    assert!(file.sync().await.is_err());
+    file.sync().await.unwrap();
+    disk.lose_power(1);
+    assert_ne!(disk.content(path).unwrap(), vec![1; 5000]);
 }

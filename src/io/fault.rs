@@ -6,6 +6,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -26,6 +27,8 @@ pub enum Operation {
     Read,
     /// [`File::sync`].
     Sync,
+    /// [`Disk::sync_dir`] and [`Disk::sync_all`].
+    SyncDir,
     /// [`Disk::create_dir_all`].
     CreateDir,
     /// [`Disk::rename`].
@@ -52,6 +55,8 @@ pub enum Fault {
     },
     /// It does not return before [`Faults::release`].
     Hang,
+    /// It takes so much longer.
+    Slow(Duration),
     /// Whoever waits for it panics.
     Panic,
     /// The process dies in it: a write stores so many bytes, and no call returns any more. Other operations do nothing.
@@ -232,6 +237,7 @@ impl Faults {
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready(Err(io::Error::from_raw_os_error(errno))))
             }
+            Some(Fault::Slow(time)) => Box::pin(slowly(time, work)),
             Some(Fault::Hang) => {
                 let waiting = self.hang(work);
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
@@ -255,6 +261,11 @@ impl Faults {
 #[expect(clippy::panic, reason = "that is the fault")]
 fn panic_when_polled<T: Send + 'static>() -> BoxFuture<'static, T> {
     Box::pin(async { panic!("injected by a fault rule") })
+}
+
+async fn slowly<T>(time: Duration, work: BoxFuture<'static, T>) -> T {
+    tokio::time::sleep(time).await;
+    work.await
 }
 
 fn never_released() -> io::Error {
@@ -327,6 +338,14 @@ impl Disk for FaultDisk {
         self.faults.apply(Operation::Other, path, self.disk.read_small(path))
     }
 
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.faults.apply(Operation::SyncDir, path, self.disk.sync_dir(path))
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.faults.apply(Operation::SyncDir, Path::new(""), self.disk.sync_all())
+    }
+
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
         self.faults.apply(Operation::Other, path, self.disk.write_small(path, content))
     }
@@ -377,6 +396,7 @@ impl File for FaultFile {
                 })
             }
             Some(Fault::Panic) => panic_when_polled(),
+            Some(Fault::Slow(time)) => Box::pin(slowly(time, self.file.write_at(pieces, offset))),
             Some(Fault::Hang) => {
                 let waiting = self.faults.hang(self.file.write_at(pieces, offset));
                 Box::pin(async move { waiting.await.unwrap_or_else(|| Err(never_released())) })
@@ -399,6 +419,7 @@ impl File for FaultFile {
             }
             Some(Fault::Panic) => panic_when_polled(),
             Some(Fault::Torn { .. }) => Box::pin(std::future::pending()),
+            Some(Fault::Slow(time)) => Box::pin(slowly(time, self.file.read(target))),
             Some(Fault::Hang) => {
                 let waiting = self.faults.hang(self.file.read(target));
                 Box::pin(async move {

@@ -2,6 +2,9 @@
 //!
 //! Clones share the tree, so that a test can "restart" on the same disk. A write beyond the capacity lands partly and
 //! fails with `StorageFull`, as the real thing does. Files that were removed stay readable through open handles.
+//!
+//! It knows what was synced: [`MemoryDisk::lose_power`] takes what was not, bytes and names. Removals and renames last
+//! at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -10,6 +13,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use super::{
     BoxFuture, Disk, DiskLock, File, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
@@ -19,7 +24,48 @@ use super::{
 /// Size that a disk without a capacity claims.
 const UNLIMITED_BYTES: u64 = 1 << 40;
 
-type Content = Arc<Mutex<Vec<u8>>>;
+/// Bytes that a device writes wholly or not at all.
+const SECTOR_BYTES: usize = 512;
+
+type Content = Arc<Mutex<Stored>>;
+
+/// A file's bytes.
+#[derive(Debug, Default)]
+struct Stored {
+    bytes: Vec<u8>,
+    /// What of them the device has.
+    durable: Vec<u8>,
+    /// A sync has failed: nothing more gets to the device, whatever later ones say.
+    doomed: bool,
+}
+
+impl Stored {
+    fn sync(&mut self) {
+        if !self.doomed {
+            self.durable.clone_from(&self.bytes);
+        }
+    }
+
+    /// Of what was not synced every sector is there, or as it was before, or zeros; the end is anywhere behind the old.
+    fn lose_power(&mut self, random: &mut StdRng) {
+        let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
+        let length = match random.random_range(0..3) {
+            0 => old.len().min(new.len()),
+            1 => new.len(),
+            _ => random.random_range(old.len().min(new.len())..=new.len()),
+        };
+        self.bytes = old;
+        self.bytes.resize(length, 0);
+        for (sector, new) in self.bytes.chunks_mut(SECTOR_BYTES).zip(new.chunks(SECTOR_BYTES)) {
+            if random.random_bool(0.5) {
+                let length = sector.len();
+                sector.copy_from_slice(&new[..length]);
+            }
+        }
+        self.doomed = false;
+        self.sync();
+    }
+}
 
 /// A tree of directories and files in memory.
 #[derive(Debug, Clone)]
@@ -33,6 +79,10 @@ struct Tree {
     capacity_bytes: Option<u64>,
     directories: BTreeSet<PathBuf>,
     files: BTreeMap<PathBuf, Content>,
+    /// Files and directories whose name the device may not have.
+    unsynced: BTreeSet<PathBuf>,
+    /// Syncs of files that are to fail.
+    failing_syncs: u32,
     locked: BTreeSet<PathBuf>,
 }
 
@@ -66,15 +116,33 @@ impl MemoryDisk {
     #[must_use]
     pub fn content(&self, path: &Path) -> Option<Vec<u8>> {
         let content = self.tree.lock().files.get(path).cloned()?;
-        let bytes = content.lock().clone();
+        let bytes = content.lock().bytes.clone();
         Some(bytes)
+    }
+
+    /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that nobody uses any more.
+    pub fn lose_power(&self, seed: u64) {
+        let mut random = StdRng::seed_from_u64(seed);
+        let mut tree = self.tree.lock();
+        for path in std::mem::take(&mut tree.unsynced) {
+            if random.random_bool(0.5) {
+                tree.remove_below(&path);
+            }
+        }
+        tree.files.values().for_each(|content| content.lock().lose_power(&mut random));
+    }
+
+    /// The next `count` syncs of files fail, and what they were to sync never gets to the device: Linux calls pages
+    /// clean that it could not write.
+    pub fn fail_syncs(&self, count: u32) {
+        self.tree.lock().failing_syncs = count;
     }
 
     /// Flips bits of one byte of a file, as a bad disk would.
     pub fn corrupt(&self, path: &Path, at: usize, mask: u8) {
         let content = self.tree.lock().files.get(path).cloned();
         if let Some(content) = content
-            && let Some(byte) = content.lock().get_mut(at)
+            && let Some(byte) = content.lock().bytes.get_mut(at)
         {
             *byte ^= mask;
         }
@@ -99,7 +167,7 @@ impl MemoryDisk {
 
 impl Tree {
     fn used_bytes(&self) -> u64 {
-        self.files.values().map(|content| content.lock().len() as u64).sum()
+        self.files.values().map(|content| content.lock().bytes.len() as u64).sum()
     }
 
     fn find(&self, path: &Path) -> io::Result<Content> {
@@ -111,7 +179,16 @@ impl Tree {
         if !self.directories.contains(parent) {
             return Err(not_found());
         }
+        if !self.files.contains_key(&path) {
+            self.unsynced.insert(path.clone());
+        }
         Ok(Arc::clone(self.files.entry(path).or_default()))
+    }
+
+    fn remove_below(&mut self, path: &Path) {
+        self.directories.retain(|directory| !directory.starts_with(path));
+        self.files.retain(|file, _| !file.starts_with(path));
+        self.unsynced.retain(|entry| !entry.starts_with(path));
     }
 
     fn is_empty(&self, directory: &Path) -> bool {
@@ -126,6 +203,7 @@ impl Tree {
             Err(_) => path.clone(),
         };
         self.directories = self.directories.iter().map(moved).collect();
+        self.unsynced = self.unsynced.iter().map(moved).collect();
         self.files =
             std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
     }
@@ -160,7 +238,11 @@ impl Disk for MemoryDisk {
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
-            tree.directories.extend(path.ancestors().map(Path::to_path_buf));
+            for directory in path.ancestors().map(Path::to_path_buf) {
+                if tree.directories.insert(directory.clone()) {
+                    tree.unsynced.insert(directory);
+                }
+            }
             Ok(())
         })
     }
@@ -170,6 +252,7 @@ impl Disk for MemoryDisk {
             if !tree.is_empty(&path) {
                 return Err(io::ErrorKind::DirectoryNotEmpty.into());
             }
+            tree.unsynced.remove(&path);
             if tree.directories.remove(&path) { Ok(()) } else { Err(not_found()) }
         })
     }
@@ -179,8 +262,7 @@ impl Disk for MemoryDisk {
             if !tree.directories.contains(&path) {
                 return Err(not_found());
             }
-            tree.directories.retain(|directory| !directory.starts_with(&path));
-            tree.files.retain(|file, _| !file.starts_with(&path));
+            tree.remove_below(&path);
             Ok(())
         })
     }
@@ -215,7 +297,7 @@ impl Disk for MemoryDisk {
 
     fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
         self.run(path, |tree, path| {
-            let content = tree.find(&path)?.lock().clone();
+            let content = tree.find(&path)?.lock().bytes.clone();
             if content.len() as u64 > SMALL_FILE_BYTES_MAX {
                 return Err(io::ErrorKind::FileTooLarge.into());
             }
@@ -223,9 +305,28 @@ impl Disk for MemoryDisk {
         })
     }
 
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            tree.unsynced.retain(|entry| entry.parent() != Some(&path));
+            Ok(())
+        })
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.run(Path::new(""), |tree, _| {
+            tree.unsynced.clear();
+            tree.files.values().for_each(|content| content.lock().sync());
+            Ok(())
+        })
+    }
+
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
-            *tree.create(path)?.lock() = content;
+            let durable = content.clone();
+            *tree.create(path)?.lock() = Stored { bytes: content, durable, doomed: false };
             Ok(())
         })
     }
@@ -282,6 +383,7 @@ fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::R
     let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
     let mut room = capacity.saturating_sub(tree.used_bytes());
     let mut content = content.lock();
+    let content = &mut content.bytes;
     let mut at = usize::try_from(offset).map_err(io::Error::other)?;
     for piece in pieces {
         let size = content.len();
@@ -324,17 +426,27 @@ impl File for MemoryFile {
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         let content = Arc::clone(&self.content);
         Box::pin(async move {
-            let result = read(&content.lock(), &mut target);
+            let result = read(&content.lock().bytes, &mut target);
             (target, result)
         })
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
+        let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
+        Box::pin(async move {
+            let mut tree = tree.lock();
+            if tree.failing_syncs > 0 {
+                tree.failing_syncs -= 1;
+                content.lock().doomed = true;
+                return Err(io::Error::from_raw_os_error(super::fault::EIO));
+            }
+            content.lock().sync();
+            Ok(())
+        })
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
-        let size = self.content.lock().len() as u64;
+        let size = self.content.lock().bytes.len() as u64;
         Box::pin(std::future::ready(Ok(size)))
     }
 }

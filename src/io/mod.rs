@@ -107,6 +107,10 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>>;
     /// A whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes.
     fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>>;
+    /// Waits until the names in a directory are on the device.
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Waits until everything that anybody wrote to the root's file system is on the device.
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
     /// Replaces a small file's content in place (the same inode: a lock on it stays), synced.
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
     /// Locks a file, which is created when absent; `WouldBlock` when somebody else holds it.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::app::AppConfig;
-use crate::config::{Config, Endpoint, GrpcDecommission, IoEngine, UrpcRuntime, VerifyReads};
+use crate::config::{Config, Endpoint, GrpcDecommission, IoEngine, SyncWrites, UrpcRuntime, VerifyReads};
 use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
@@ -87,6 +87,10 @@ pub(super) fn store(config: &Config) -> LocalConfig {
             VerifyReads::Always => store::VerifyReads::Always,
             VerifyReads::Sampled => store::VerifyReads::Sampled,
             VerifyReads::Off => store::VerifyReads::Off,
+        },
+        sync: match local.sync {
+            SyncWrites::Off => store::SyncWrites::Off,
+            SyncWrites::Group => store::SyncWrites::Group,
         },
         probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()

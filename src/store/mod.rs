@@ -10,5 +10,6 @@ pub use self::error::{StoreError, StoreErrorKind};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle, RemoteStorage};
 pub use self::local::{
     DataRead, DiskCondition, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore,
-    LostExtent, MountUsage, Published, Recovered, RecoveredShuffle, ShuffleHandle, ShuffleUsage, VerifyReads,
+    LostExtent, MountUsage, Published, Recovered, RecoveredShuffle, ShuffleHandle, ShuffleUsage, SyncWrites,
+    VerifyReads,
 };

@@ -151,6 +151,14 @@ impl Disk for SeekDisk {
         self.disk.read_small(path)
     }
 
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.sync_dir(path)
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.sync_all()
+    }
+
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
         self.disk.write_small(path, content)
     }

@@ -19,6 +19,7 @@ use uuid::Uuid;
 use super::LocalConfig;
 use super::health::{DiskCondition, Health, Verdict, judge};
 use super::placement::Candidate;
+use super::sync::SyncWrites;
 use crate::io::buffers::AlignedBuffer;
 use crate::io::{BLOCK_ALIGN, Disk, DiskLock, Media, Mount, ReadTarget, Space, WriteOpen};
 use crate::store::{StoreError, StoreErrorKind};
@@ -159,6 +160,10 @@ impl LocalDisk {
         {
             disk.discard(Path::new(APPS)).await.map_err(failed)?;
             within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
+        }
+        if config.sync == SyncWrites::Group {
+            // What an earlier process wrote is only in the page cache yet, and it is to be believed.
+            within(config.write_timeout, disk.io.sync_all()).await.map_err(failed)?;
         }
         disk.measure().await.map_err(failed)?;
         Ok(disk)

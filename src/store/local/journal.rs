@@ -17,7 +17,8 @@ use crate::store::{StoreError, StoreErrorKind};
 const COPIES: usize = 2;
 
 impl LocalStore {
-    /// Writes a note of a shuffle: when this returns `Ok` it survives the process.
+    /// Writes a note of a shuffle: when this returns `Ok` it survives the process, and the end of power where writes are
+    /// synced.
     ///
     /// # Errors
     /// `Purged`; `InvalidBatch` when it is too long; otherwise the last disk's error: no disk took it.
@@ -77,7 +78,7 @@ impl Core {
         let (log, offset) = shuffle.reserve(self, disk, LogKind::Journal, bytes).await?;
         let file = self.writer(&log).await?;
         match within(self.config.note_timeout, file.write_at(vec![note], offset)).await {
-            Ok(()) => Ok(()),
+            Ok(()) => self.make_durable(&log, &file, self.config.note_timeout).await,
             Err(error) => {
                 log.close();
                 Err(self.failed(disk, log.full_path(), error))

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::disk::LocalDisk;
+use super::sync::Syncs;
 use crate::io::BLOCK_ALIGN;
 
 /// Longest log: extents keep their offset as a 32-bit number of blocks. A longer one is continued in a new file.
@@ -54,6 +55,7 @@ pub(super) struct Log {
     pub(super) number: u32,
     next: AtomicU64,
     closed: AtomicBool,
+    pub(super) syncs: Syncs,
     /// Its descriptors may not be cached any more; guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
 }
@@ -67,7 +69,8 @@ impl Log {
         (path, number): (PathBuf, u32),
     ) -> Self {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        Self { id, slot, kind, disk, path, number, next, closed, forgotten }
+        let syncs = Syncs::default();
+        Self { id, slot, kind, disk, path, number, next, closed, syncs, forgotten }
     }
 
     /// A range of `bytes` that is the caller's alone; `None` when the log is closed or would grow too long.

@@ -58,6 +58,7 @@ pub(super) struct Metrics {
     pub(super) append_operations: IntCounterVec,
     pub(super) append_bytes: IntCounterVec,
     pub(super) append_duration: HistogramVec,
+    pub(super) sync_duration: HistogramVec,
     pub(super) read_operations: IntCounterVec,
     pub(super) read_bytes: IntCounterVec,
     pub(super) read_duration: HistogramVec,
@@ -178,6 +179,10 @@ impl Metrics {
             )?,
             append_duration: it
                 .durations("localfile_disk_append_operation_duration", "seconds of write calls")?,
+            sync_duration: it.durations(
+                "localfile_disk_sync_operation_duration",
+                "seconds of syncs, each for all who wait",
+            )?,
             read_operations: it.counters("localfile_disk_read_operation_counter", "read calls", "root")?,
             read_bytes: it.counters("localfile_disk_read_operation_bytes_counter", "bytes read", "root")?,
             read_duration: it.durations("localfile_disk_read_operation_duration", "seconds of read calls")?,

@@ -16,11 +16,14 @@
 //! | `read`, `records` | index and data streams, cached index records |
 //! | `notes`, `journal` | what else must survive a restart: a log of notes on two disks |
 //! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
+//! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
 //! | `purge` | removal and maintenance |
 //!
-//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. Nothing is synced: a process that dies
-//! leaves its writes to the page cache, and a machine that dies takes the job's other half with it.
+//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
+//! that dies leaves its writes to the page cache. With [`SyncWrites::Group`] data is on the device before its index group
+//! is written, the group before its extents are visible, a note before it is acknowledged, and what an earlier process
+//! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
 mod disk;
 mod files;
@@ -40,6 +43,7 @@ mod records;
 mod recover;
 mod scan;
 mod shuffle;
+mod sync;
 mod verify;
 mod write;
 
@@ -66,6 +70,7 @@ pub use self::health::DiskCondition;
 pub use self::mounts::MountUsage;
 pub use self::read::{DataRead, IndexRead};
 pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::sync::SyncWrites;
 pub use self::verify::VerifyReads;
 
 use self::disk::LocalDisk;
@@ -122,6 +127,8 @@ pub struct LocalConfig {
     pub recovery: bool,
     /// Which data reads have their blocks' CRC-32 checked. Default: all.
     pub verify_reads: VerifyReads,
+    /// When what is written counts as written. Default: when the operating system has it.
+    pub sync: SyncWrites,
     /// Time for one copy of a note to reach a disk. Default: 10 s.
     pub note_timeout: Duration,
     /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
@@ -150,6 +157,7 @@ impl Default for LocalConfig {
             index_cache_bytes: 16 << 20,
             recovery: true,
             verify_reads: VerifyReads::Always,
+            sync: SyncWrites::Off,
             note_timeout: Duration::from_secs(10),
             staging_buffers: 0,
         }
@@ -347,7 +355,7 @@ impl LocalStore {
             known.absent.clear();
         }
         known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
-        peers::remember(disks, &known, deadline).await;
+        peers::remember(disks, &known, deadline, self.core.config.sync).await;
         *self.recovered.lock() = recovered;
     }
 

@@ -6,11 +6,13 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::future::join_all;
 use uuid::Uuid;
 
 use super::disk::{LocalDisk, within};
+use super::sync::SyncWrites;
 
 /// The file's name.
 pub(super) const PEERS: &str = "uniffle-worker.peers";
@@ -51,7 +53,7 @@ fn decode(text: &str) -> (u32, Vec<Peer>) {
 }
 
 /// Reads the lists of `disks`.
-pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: std::time::Duration) -> Peers {
+pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: Duration) -> Peers {
     let lists = disks.iter().map(|disk| async {
         let content = within(deadline, disk.io.read_small(Path::new(PEERS))).await;
         decode(&String::from_utf8_lossy(&content.unwrap_or_default()))
@@ -66,7 +68,7 @@ pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: std::time::Durati
 }
 
 /// Writes the list down on every disk. Absent ones stay on it as long as something is left of their time.
-pub(super) async fn remember(disks: &[Arc<LocalDisk>], peers: &Peers, deadline: std::time::Duration) {
+pub(super) async fn remember(disks: &[Arc<LocalDisk>], peers: &Peers, deadline: Duration, sync: SyncWrites) {
     let text = encode(disks, peers);
     let writes = disks.iter().map(|disk| async {
         let path = Path::new(PEERS);
@@ -74,7 +76,10 @@ pub(super) async fn remember(disks: &[Arc<LocalDisk>], peers: &Peers, deadline: 
         if before == text.as_bytes() {
             return;
         }
-        let written = within(deadline, disk.io.write_small(path, text.clone().into_bytes())).await;
+        let mut written = within(deadline, disk.io.write_small(path, text.clone().into_bytes())).await;
+        if sync == SyncWrites::Group && written.is_ok() {
+            written = within(deadline, disk.io.sync_dir(Path::new(""))).await;
+        }
         if let Err(error) = written {
             tracing::warn!(disk = %disk.label, %error, "the list of data directories can not be written");
         }

@@ -193,6 +193,7 @@ impl Core {
         let (log, offset) = shuffle.reserve(self, disk, LogKind::Index, bytes.len() as u64).await?;
         let file = self.writer(&log).await?;
         self.write_call(&log, &file, vec![bytes], offset).await?;
+        self.make_durable(&log, &file, self.config.write_timeout).await?;
         Ok((log, offset))
     }
 }

@@ -371,6 +371,8 @@ impl Shuffle {
         };
         let created = core.files.create(&log).await;
         created.map_err(|error| core.failed(disk, log.full_path(), error))?;
+        let named = core.make_names_durable(disk, &self.directory).await;
+        named.map_err(|error| core.failed(disk, &directory, error))?;
         core.metrics.files_opened.inc();
         Ok(log)
     }

@@ -93,6 +93,7 @@ impl Core {
         call.push_staging(staging.take()).await?;
         call.send().await?;
         assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
+        self.make_durable(&log, &call.file, self.config.write_timeout).await?;
         Ok(WrittenBatch { log, offset })
     }
 
