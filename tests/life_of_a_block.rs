@@ -1,7 +1,8 @@
 //! The life of a block as an executable model: seeded random interleavings of sends, aborts, flushes, reports, faults,
 //! purges, time-outs, reads, crashes and restarts run against the real service, memory, flusher and store over in-memory
 //! disks, under paused time. Every life of the worker has a runtime of its own: when it is dropped, so is everything that
-//! had not reached a disk.
+//! had not reached a disk. In half of the histories writes are synced (`localfile_store.sync = "group"`): there the machine
+//! may go down as well, and takes from the disks what was not synced.
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is

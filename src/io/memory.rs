@@ -161,7 +161,7 @@ impl MemoryDisk {
     }
 
     fn file(&self, content: Content) -> Arc<dyn File> {
-        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content })
+        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false })
     }
 }
 
@@ -234,6 +234,15 @@ impl Disk for MemoryDisk {
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let disk = self.clone();
         self.run(path, move |tree, path| Ok(disk.file(tree.find(&path)?)))
+    }
+
+    fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let shared = Arc::clone(&self.tree);
+        self.run(path, move |tree, path| {
+            let content = tree.find(&path)?;
+            let file: Arc<dyn File> = Arc::new(MemoryFile { tree: shared, content, direct: true });
+            Ok(file)
+        })
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -376,6 +385,8 @@ impl Drop for MemoryLock {
 struct MemoryFile {
     tree: Arc<Mutex<Tree>>,
     content: Content,
+    /// Reads what the device has, which is what was written unless a sync failed.
+    direct: bool,
 }
 
 /// Writes as much as the capacity allows.
@@ -424,9 +435,17 @@ impl File for MemoryFile {
     }
 
     fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let content = Arc::clone(&self.content);
+        let (content, direct) = (Arc::clone(&self.content), self.direct);
         Box::pin(async move {
-            let result = read(&content.lock().bytes, &mut target);
+            let stored = content.lock();
+            let result = if direct && stored.doomed {
+                let mut device = stored.durable.clone();
+                device.resize(stored.bytes.len(), 0);
+                read(&device, &mut target)
+            } else {
+                read(&stored.bytes, &mut target)
+            };
+            drop(stored);
             (target, result)
         })
     }

@@ -14,7 +14,7 @@ use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig, Tiers};
-use uniffle_worker::store::{LocalConfig, LocalStore};
+use uniffle_worker::store::{LocalConfig, LocalStore, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -28,7 +28,7 @@ pub(crate) struct Process {
 
 impl Process {
     /// Starts on `disks`, with faults that begin with the first operation.
-    pub(crate) async fn start(disks: &[(Arc<MemoryDisk>, Faults)]) -> Self {
+    pub(crate) async fn start(disks: &[(Arc<MemoryDisk>, Faults)], sync: SyncWrites) -> Self {
         let registry = Registry::new();
         let tasks = Tasks::new();
         let memory_config = MemoryConfig {
@@ -42,7 +42,8 @@ impl Process {
         let faulty = disks.iter().map(|(disk, faults)| {
             Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
         });
-        let store = LocalStore::open(LocalConfig::default(), faulty.collect(), &registry).await;
+        let config = LocalConfig { sync, ..LocalConfig::default() };
+        let store = LocalStore::open(config, faulty.collect(), &registry).await;
         let store = store.expect("no fault is there before the store is open");
         tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
         let flush_config = FlushConfig {

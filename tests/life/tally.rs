@@ -25,6 +25,7 @@ macro_rules! tally {
 tally!(
     lives,
     orderly_stops,
+    power_losses,
     missing_disks,
     acknowledged,
     reports,

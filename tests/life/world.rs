@@ -15,6 +15,7 @@ use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
     ServiceError,
 };
+use uniffle_worker::store::SyncWrites;
 use uniffle_worker::types::{Distribution, PartitionId};
 use uniffle_worker::wire::bitmap;
 
@@ -64,6 +65,8 @@ pub(crate) struct World {
     injected: u64,
     /// A disk that is not there in this life.
     missing: Option<usize>,
+    /// With syncing the machine may go down too.
+    sync: SyncWrites,
     pub(crate) promised: HashMap<Key, Promised>,
     sends: Vec<OpenSend>,
     readers: Vec<Reader>,
@@ -74,8 +77,11 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         Self {
-            rng: StdRng::seed_from_u64(seed),
+            rng,
+            sync,
             process: None,
             life: 0,
             steps_left: STEPS,
@@ -137,7 +143,7 @@ impl World {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(Process::start(&disks).await);
+        self.process = Some(Process::start(&disks, self.sync).await);
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
@@ -205,6 +211,7 @@ impl World {
             }
             End::Stop => {
                 self.faults.iter().for_each(Faults::clear);
+                self.disks.iter().for_each(|disk| disk.fail_syncs(0));
                 self.process().flush().await;
                 if self.process().is_flushed() {
                     self.tally.orderly_stops += 1;
@@ -215,6 +222,14 @@ impl World {
         self.sends.clear();
         self.add_figures();
         self.process = None;
+        self.disks.iter().for_each(|disk| disk.fail_syncs(0));
+        if self.sync == SyncWrites::Group && self.rng.random_bool(0.5) {
+            tracing::info!(target: "life", "the machine goes down");
+            self.tally.power_losses += 1;
+            for disk in &self.disks {
+                disk.lose_power(self.rng.random());
+            }
+        }
     }
 
     fn add_figures(&mut self) {
@@ -432,11 +447,19 @@ impl World {
             (Operation::OpenWrite, Fault::Errno(EIO)),
             (Operation::OpenWrite, Fault::Errno(EMFILE)),
             (Operation::CreateDir, Fault::Errno(ENOSPC)),
+            (Operation::Sync, Fault::Errno(EIO)),
+            (Operation::Sync, Fault::Hang),
+            (Operation::SyncDir, Fault::Errno(EIO)),
         ];
         self.faults[disk].seed(seed, one_in, kinds);
+        if self.rng.random_bool(0.3) {
+            self.disks[disk].fail_syncs(self.rng.random_range(1..4));
+            self.injected += 1;
+        }
     }
 
     async fn heal_the_disks(&mut self) {
+        self.disks.iter().for_each(|disk| disk.fail_syncs(0));
         for faults in &self.faults {
             faults.clear();
             faults.release().await;

@@ -394,6 +394,8 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
         let uuid = Uuid::new_v4();
         let text = format!("{MARKER_HEAD}\n{uuid}\n");
         within(deadline, io.write_small(marker, text.into_bytes())).await.map_err(failed)?;
+        // Without its marker a directory with data in it is nobody's.
+        within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
         return Ok(uuid);
     }
     let text = String::from_utf8_lossy(&content);

@@ -15,6 +15,7 @@ use super::disk::{APPS, LocalDisk, within};
 use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
 use super::notes::{self, Note};
+use super::sync::SyncWrites;
 use crate::io::{File, ReadTarget};
 use crate::types::{AppId, ShuffleId, ShuffleKey};
 
@@ -189,7 +190,12 @@ pub(super) struct LogReader<'a> {
 
 impl<'a> LogReader<'a> {
     pub(super) async fn open(core: &Core, disk: &'a LocalDisk, path: &Path, size: u64) -> io::Result<Self> {
-        let file = ask(disk, core.config.name_timeout, disk.io.open_read(path)).await?;
+        let opening = match core.config.sync {
+            SyncWrites::Off => disk.io.open_read(path),
+            // What the device has: after a failed sync the page cache may have more, which the end of power takes.
+            SyncWrites::Group => disk.io.open_read_direct(path),
+        };
+        let file = ask(disk, core.config.name_timeout, opening).await?;
         let deadline = core.config.read_timeout;
         let (window, damage) = (Bytes::new(), Damage::default());
         Ok(Self { disk, deadline, file, size, start: 0, window, at: 0, damage })

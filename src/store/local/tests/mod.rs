@@ -6,6 +6,7 @@ mod faults;
 mod hangs;
 mod lifecycle;
 mod model;
+mod power;
 mod reads;
 mod restarts;
 mod suite;
