@@ -140,7 +140,8 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
     let store = open_with(disks, sync).await;
     let key = key("app", 1);
     let handle = store.register(&key);
-    let mut next = told.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
+    let mut next =
+        told.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
     for _ in 0..random.random_range(1..12) {
         match random.random_range(0..8) {
             0 => disks[random.random_range(0..disks.len())].memory.fail_syncs(1),
@@ -244,7 +245,13 @@ fn what_was_not_synced_is_missed_and_never_served_wrong() {
                     gone.set(gone.get() + 1);
                     continue;
                 }
-                match range_of(&store, &key, 1, (record.offset as u64, record.length as u32)).await {
+                let place = (record.offset as u64, record.length as u32);
+                // Its neighbour was found damaged before: from then on the extent is a hole, which is refused or zeros.
+                if store.data(&key, PartitionId(1), place.0, place.1).is_ok_and(|read| read.has_hole()) {
+                    damaged.set(damaged.get() + 1);
+                    continue;
+                }
+                match range_of(&store, &key, 1, place).await {
                     Ok(read) => assert!(read == payload(*id, read.len()), "seed {seed}: block {id}"),
                     Err(error) => {
                         assert!(
