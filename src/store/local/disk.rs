@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use super::LocalConfig;
 use super::health::{DiskCondition, Health, Verdict, judge};
+use super::pace::Paces;
 use super::placement::Candidate;
 use super::sync::SyncWrites;
 use crate::io::buffers::AlignedBuffer;
@@ -67,6 +68,7 @@ struct State {
     health: Health,
     /// As last measured, minus what we have written since.
     space: Space,
+    paces: Paces,
 }
 
 /// What a disk tells about itself.
@@ -270,9 +272,13 @@ impl LocalDisk {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A batch was written: "no space" is no longer its habit.
-    pub(super) fn wrote(&self) {
-        self.state.lock().health.wrote();
+    /// A batch was written since `began`, when with it `in_flight_bytes` were to be: "no space" is no longer its habit,
+    /// and it is known how fast it is.
+    pub(super) fn wrote(&self, in_flight_bytes: u64, began: Instant) {
+        let now = Instant::now();
+        let mut state = self.state.lock();
+        state.health.wrote();
+        state.paces.record(in_flight_bytes, now.duration_since(began), now);
     }
 
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
@@ -330,6 +336,7 @@ impl LocalDisk {
             full: state.health.is_full(),
             free_bytes: state.space.free_bytes,
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
+            pace: state.paces.at(Instant::now()),
         }
     }
 
@@ -446,12 +453,14 @@ impl Drop for Occupied {
 pub(super) struct InFlight {
     disk: Arc<LocalDisk>,
     bytes: u64,
+    /// All that was to be written when this began.
+    pub(super) with_others: u64,
 }
 
 impl InFlight {
     pub(super) fn begin(disk: &Arc<LocalDisk>, bytes: u64) -> Self {
-        disk.in_flight_bytes.fetch_add(bytes, Ordering::Relaxed);
-        Self { disk: Arc::clone(disk), bytes }
+        let others = disk.in_flight_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Self { disk: Arc::clone(disk), bytes, with_others: others.saturating_add(bytes) }
     }
 }
 

@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | `disk`, `health` | claim, space, health of one directory |
 //! | `mounts` | disks by mount point (pure) |
-//! | `placement` | which disk takes a batch (pure) |
+//! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
 //! | `write`, `publish`, `index` | data, then index group, then visibility |
@@ -34,6 +34,7 @@ mod log;
 mod metrics;
 pub mod mounts;
 pub mod notes;
+pub mod pace;
 mod peers;
 pub mod placement;
 mod publish;
@@ -530,10 +531,7 @@ impl Core {
                 self.metrics.write_local_retries.inc();
             }
             match self.write_batch(shuffle, &self.disks[index], extents, bytes).await {
-                Ok(batch) => {
-                    self.disks[index].wrote();
-                    break batch;
-                }
+                Ok(batch) => break batch,
                 Err(error) => {
                     shuffle.require_present()?;
                     tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");

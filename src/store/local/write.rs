@@ -72,9 +72,10 @@ impl Core {
         extents: &[ExtentWrite],
         bytes: u64,
     ) -> Result<WrittenBatch, StoreError> {
-        let _load = InFlight::begin(disk, bytes);
+        let load = InFlight::begin(disk, bytes);
         let (log, offset) = shuffle.reserve(self, disk, LogKind::Data, bytes).await?;
         let file = self.writer(&log).await?;
+        let began = Instant::now();
         let mut call =
             Call { core: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
@@ -94,6 +95,7 @@ impl Core {
         call.send().await?;
         assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
         self.make_durable(&log, &call.file, self.config.write_timeout).await?;
+        disk.wrote(load.with_others, began);
         Ok(WrittenBatch { log, offset })
     }
 

@@ -43,7 +43,7 @@ async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
     assert_nothing_left(&store, &disks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_failed_data_write_goes_to_another_disk() {
     let fault = |fault| Rule::once(Operation::Write, fault).on(".data");
     survives(fault(Fault::Errno(EIO)), false, false).await;
@@ -53,14 +53,14 @@ async fn a_failed_data_write_goes_to_another_disk() {
     survives(fault(Fault::Errno(EMFILE)), true, false).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_failed_index_append_goes_to_another_disk() {
     let fault = |fault| Rule::once(Operation::Write, fault).on(".index");
     survives(fault(Fault::Errno(EIO)), false, false).await;
     survives(fault(Fault::Short { bytes: 70, errno: ENOSPC }), true, true).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_failed_open_or_mkdir_goes_to_another_disk() {
     for operation in [Operation::OpenWrite, Operation::CreateDir] {
         for (errno, healthy, full) in [(EIO, false, false), (ENOSPC, true, true), (EMFILE, true, false)] {
@@ -76,7 +76,7 @@ async fn a_failed_open_or_mkdir_goes_to_another_disk() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn when_every_disk_fails_the_caller_keeps_its_memory_and_may_retry() {
     let (disks, store, key) = two_disks().await;
     for disk in &disks {
@@ -95,7 +95,7 @@ async fn when_every_disk_fails_the_caller_keeps_its_memory_and_may_retry() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_group_that_no_index_log_took_is_published_before_anything_later() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
@@ -113,7 +113,7 @@ async fn a_group_that_no_index_log_took_is_published_before_anything_later() {
     assert_eq!(bases, [(0, 0), (1, 100), (2, 150)]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
     let disk = TestDisk::new("/small");
     disk.memory.set_capacity(Some(1 << 20));
@@ -133,7 +133,7 @@ async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 3]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn read_errors_are_errors_and_never_short_answers() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 5000), (2, 5000)], false)]).await.unwrap();
@@ -154,7 +154,7 @@ async fn read_errors_are_errors_and_never_short_answers() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 50), (2, 60)], false)]).await.unwrap();
@@ -168,7 +168,7 @@ async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_file_that_is_too_short_is_corrupt() {
     let (disks, store, key) = two_disks().await;
     store.write(&key, vec![extent(1, &[(1, 9000)], false)]).await.unwrap();
@@ -178,7 +178,7 @@ async fn a_file_that_is_too_short_is_corrupt() {
     assert_eq!(error.kind, StoreErrorKind::Corrupt);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_removal_that_fails_is_tried_again() {
     for operation in [Operation::Rename, Operation::Remove] {
         let (disks, store, key) = two_disks().await;
@@ -199,7 +199,7 @@ async fn a_removal_that_fails_is_tried_again() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_probe_that_fails_says_what_is_wrong() {
     let (disks, store, _) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
@@ -216,4 +216,38 @@ async fn a_probe_that_fails_says_what_is_wrong() {
     disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
     store.probe().await;
     assert!(store.disks()[1].is_healthy(), "one EMFILE says nothing about the disk");
+}
+
+/// Eight writers at a time.
+async fn write_many(store: &LocalStore, key: &ShuffleKey, ids: std::ops::Range<i64>) -> [u32; 2] {
+    use futures::StreamExt;
+    let writes = ids.map(|id| store.write(key, vec![extent(1, &[(id, 9000)], true)]));
+    let mut taken = [0; 2];
+    let mut writes = std::pin::pin!(futures::stream::iter(writes).buffer_unordered(8));
+    while let Some(published) = writes.next().await {
+        taken[published.unwrap().disk] += 1;
+    }
+    taken
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_disk_gets_less_and_comes_back_when_it_is_fast_again() {
+    let (disks, store, key) = two_disks().await;
+    let slow = |disk: &TestDisk, millis| {
+        let fault = Fault::Slow(std::time::Duration::from_millis(millis));
+        disk.faults.add(Rule::always(Operation::Write, fault).on(".data"));
+    };
+    slow(&disks[0], 500);
+    slow(&disks[1], 50);
+    let began = tokio::time::Instant::now();
+    let taken = write_many(&store, &key, 0..2000).await;
+    // By work in flight alone the slow one would hold half of the writers: 180 batches, 22 s.
+    assert!((1..=100).contains(&taken[0]), "{taken:?}");
+    assert!(began.elapsed() < std::time::Duration::from_secs(18), "{:?}", began.elapsed());
+    disks[0].faults.clear();
+    slow(&disks[0], 50);
+    write_many(&store, &key, 2000..4000).await;
+    let taken = write_many(&store, &key, 4000..5000).await;
+    assert!(taken[0] > 350 && taken[1] > 350, "{taken:?}");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap().len(), 5000);
 }

@@ -20,7 +20,7 @@ fn ids(records: &[IndexRecord]) -> Vec<i64> {
     known.map(|record| record.block_id).collect()
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_later_process_serves_the_same_streams_and_goes_on() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
     let keys = [key("app-1", 1), key("app-1", 10), key("app-10", 1)];
@@ -73,7 +73,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     assert_nothing_left(&store, &disks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
     let disks = [TestDisk::new("/a")];
     let key = key("app", 1);
@@ -130,7 +130,7 @@ async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<
     (disks, on_second, stream)
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
@@ -173,7 +173,7 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     assert_eq!(records[..12], before.1);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_data_file_that_is_gone_or_too_short_is_lost_and_named() {
     for gone in [true, false] {
         let disk = TestDisk::new("/a");
@@ -203,7 +203,7 @@ async fn a_data_file_that_is_gone_or_too_short_is_lost_and_named() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn the_latest_incarnation_wins_and_numbers_go_on() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let key = key("app", 1);
@@ -228,7 +228,7 @@ async fn the_latest_incarnation_wins_and_numbers_go_on() {
     assert_nothing_left(&store, &disks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
@@ -247,7 +247,7 @@ async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
     assert_eq!(records[..12], before.1);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_note_that_reaches_no_disk_is_an_error_and_one_disk_is_enough() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
     let key = key("app", 1);

@@ -1,0 +1,74 @@
+//! How fast a disk has written lately: an average over batches that forgets. Pure: the clock is passed in.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Weight of the latest batch.
+const LATEST: f64 = 0.25;
+/// What a batch costs besides its bytes, so that small batches do not look slow.
+const BATCH_BYTES: u64 = 1 << 20;
+/// In this time half of what is known is forgotten: a slow disk that gets no batches is tried again after a while.
+const HALF_LIFE: Duration = Duration::from_secs(10);
+
+/// Seconds that a MiB took, and how much of that is still believed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Pace {
+    /// Seconds per MiB, on average.
+    pub seconds_per_mib: f64,
+    /// 1 = just measured, half of it after [`HALF_LIFE`].
+    pub belief: f64,
+}
+
+/// The average of one disk.
+#[derive(Debug, Default)]
+pub(super) struct Paces {
+    latest: Option<(f64, Instant)>,
+}
+
+impl Paces {
+    /// A batch took `elapsed` while, with it, `in_flight_bytes` were to be written: they share the disk.
+    #[expect(clippy::cast_precision_loss, reason = "an average")]
+    pub(super) fn record(&mut self, in_flight_bytes: u64, elapsed: Duration, now: Instant) {
+        let mib = in_flight_bytes.saturating_add(BATCH_BYTES) as f64 / f64::from(1 << 20);
+        let sample = elapsed.as_secs_f64() / mib;
+        let average = match self.at(now) {
+            None => sample,
+            Some(before) => {
+                let kept = (1.0 - LATEST) * before.belief;
+                kept * before.seconds_per_mib + (1.0 - kept) * sample
+            }
+        };
+        self.latest = Some((average, now));
+    }
+
+    /// What is known at `now`; `None` before the first batch.
+    pub(super) fn at(&self, now: Instant) -> Option<Pace> {
+        let (seconds_per_mib, measured) = self.latest?;
+        let half_lives = now.duration_since(measured).as_secs_f64() / HALF_LIFE.as_secs_f64();
+        Some(Pace { seconds_per_mib, belief: 0.5f64.powf(half_lives) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_count_most_and_what_is_old_is_forgotten() {
+        let mut paces = Paces::default();
+        let mut now = Instant::now();
+        assert_eq!(paces.at(now), None);
+        paces.record(15 << 20, Duration::from_millis(160), now);
+        assert_eq!(paces.at(now), Some(Pace { seconds_per_mib: 0.01, belief: 1.0 }));
+        paces.record(15 << 20, Duration::from_millis(1600), now);
+        let slower = paces.at(now).unwrap().seconds_per_mib;
+        assert!((0.0324..0.0326).contains(&slower), "{slower}");
+        now += HALF_LIFE;
+        assert!((0.499..0.501).contains(&paces.at(now).unwrap().belief));
+        now += 10 * HALF_LIFE;
+        paces.record(0, Duration::from_millis(10), now);
+        let fresh = paces.at(now).unwrap().seconds_per_mib;
+        assert!((0.0099..0.0101).contains(&fresh), "what was long ago hardly counts: {fresh}");
+    }
+}
