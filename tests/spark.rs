@@ -18,6 +18,8 @@ mod support;
 mod clusters;
 #[path = "spark/hdfs.rs"]
 mod hdfs;
+#[path = "spark/losses.rs"]
+mod losses;
 #[path = "spark/one_worker.rs"]
 mod one_worker;
 #[path = "spark/restarts.rs"]

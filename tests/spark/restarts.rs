@@ -8,13 +8,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use serde_json::Value;
-
 use crate::support::metrics::Metrics;
 use crate::support::spark::Kind;
 use crate::support::worker::{Setup, Worker};
 use crate::support::{say, wait_until};
-use crate::{Application, Spark, spark};
+use crate::{Application, spark};
 
 /// The job on a machine that others use as well.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
@@ -197,40 +195,4 @@ fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
         workers[1].kill();
     });
     drop(workers);
-}
-
-/// A worker whose memory is lost with all of a finished map stage in it.
-fn lost_between_the_stages(spark: &mut Spark, name: &'static str, words: &str) -> (Worker, Vec<Value>) {
-    let worker = Worker::start(&Setup { name, capacity: "300M", disks: 1, ..Setup::default() });
-    let application = Application { words, ..Application::of(JOB) };
-    let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
-        wait_total(&workers[0], "total_read_data", 5e6);
-        workers[0].kill();
-        workers[0].start_again();
-    });
-    (workers.remove(0), answers)
-}
-
-#[test]
-#[ignore = "refused connections while the killed worker starts burn the client's attempts: needs a job that pauses between its stages"]
-fn what_a_killed_worker_lost_is_computed_again_where_stages_may_be() {
-    let Some(mut spark) = spark() else { return };
-    let words = "failures=allowed master=local[2,4] spark.rss.resubmit.stage=true";
-    let (worker, answers) = lost_between_the_stages(&mut spark, "resubmitted", words);
-    let vanilla = spark.vanilla_of(Kind::Main, JOB);
-    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(Kind::Main));
-    assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
-    worker.stop();
-}
-
-#[test]
-#[ignore = "refused connections while the killed worker starts burn the client's attempts: needs a job that pauses between its stages"]
-fn what_a_killed_worker_lost_fails_the_job_with_words_where_stages_may_not() {
-    let Some(mut spark) = spark() else { return };
-    let words = "failures=allowed master=local[2,4]";
-    let (worker, answers) = lost_between_the_stages(&mut spark, "failed", words);
-    assert_eq!(answers[0]["ok"], false, "{answers:?}");
-    let error = answers[0]["error"].as_str().unwrap_or_default();
-    assert!(error.contains("lost"), "{error}");
-    worker.stop();
 }

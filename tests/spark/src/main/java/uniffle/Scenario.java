@@ -3,6 +3,10 @@ package uniffle;
 import static org.apache.spark.sql.functions.col;
 import static org.apache.spark.sql.functions.expr;
 
+import java.io.IOException;
+import java.io.Serializable;
+import java.nio.file.Files;
+import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.Map;
@@ -13,6 +17,7 @@ import org.apache.spark.HashPartitioner;
 import org.apache.spark.api.java.JavaPairRDD;
 import org.apache.spark.api.java.JavaRDD;
 import org.apache.spark.api.java.JavaSparkContext;
+import org.apache.spark.rdd.RDD;
 import org.apache.spark.sql.Column;
 import org.apache.spark.sql.Dataset;
 import org.apache.spark.sql.Row;
@@ -23,8 +28,12 @@ import org.apache.spark.sql.execution.adaptive.AQEShuffleReadExec;
 import org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec;
 import org.apache.spark.sql.execution.adaptive.QueryStageExec;
 import org.apache.spark.storage.StorageLevel;
+import scala.Function1;
 import scala.Tuple2;
+import scala.collection.Iterator;
 import scala.collection.JavaConverters;
+import scala.reflect.ClassTag;
+import scala.reflect.ClassTag$;
 
 /**
  * The jobs themselves. Each makes its rows from row numbers and hashes of them, so that they are the same in every
@@ -158,6 +167,29 @@ enum Scenario {
       Digest digest = Digest.of(randomRows(spark, 1_500_000, 48).repartition(24, col("key")));
       return new Outcome(digest.toString())
           .check(digest.rows == 1_500_000, digest.rows + " rows instead of 1500000");
+    }
+  },
+
+  /**
+   * 200,000 pairs from 4 map tasks, of which one partition is read; then, where the application was told so, a pause
+   * between the stages ({@link #pause}), and then all is read. Few enough bytes to stay in a worker's memory.
+   */
+  PAUSED(Map.of()) {
+    @Override
+    Outcome run(SparkSession spark) {
+      return paused(spark, ids(spark, 200_000, 4));
+    }
+  },
+
+  /** The same from a barrier stage of 2 tasks: such a map stage is computed again when this client fails to fetch. */
+  PAUSED_BARRIER(Map.of()) {
+    @Override
+    Outcome run(SparkSession spark) {
+      Function1<Iterator<Long>, Iterator<Long>> same =
+          (Function1<Iterator<Long>, Iterator<Long>> & Serializable) rows -> rows;
+      ClassTag<Long> tag = ClassTag$.MODULE$.apply(Long.class);
+      RDD<Long> together = ids(spark, 200_000, 2).rdd().barrier().mapPartitions(same, false, tag);
+      return paused(spark, together.toJavaRDD());
     }
   },
 
@@ -311,6 +343,43 @@ enum Scenario {
     return new JavaSparkContext(spark.sparkContext())
         .parallelize(LongStream.range(0, tasks).boxed().collect(Collectors.toList()), (int) tasks)
         .flatMap(part -> LongStream.range(part * rows / tasks, (part + 1) * rows / tasks).iterator());
+  }
+
+  private static Outcome paused(SparkSession spark, JavaRDD<Long> ids) {
+    JavaRDD<String> texts = ids
+        .mapToPair(id -> new Tuple2<>(mix(id), "value " + id))
+        .partitionBy(new HashPartitioner(8))
+        .map(pair -> pair._1 + "=" + pair._2);
+    // Computes the map stage, which the jobs after it skip.
+    int first = texts.take(1).size();
+    pause(spark);
+    Digest digest = Digest.of(texts, new Texts());
+    return new Outcome(digest.toString())
+        .check(first == 1, "the first partition is empty")
+        .check(digest.rows == 200_000, digest.rows + " rows instead of 200000");
+  }
+
+  /**
+   * Where {@code spark.uniffle.pause} names a directory: makes {@code reached} in it and waits for {@code go}. The
+   * directory of a test that has failed is gone.
+   */
+  private static void pause(SparkSession spark) {
+    String name = spark.sparkContext().getConf().get("spark.uniffle.pause", "");
+    if (name.isEmpty()) {
+      return;
+    }
+    Path directory = Path.of(name);
+    try {
+      Files.createFile(directory.resolve("reached"));
+      while (!Files.exists(directory.resolve("go"))) {
+        if (!Files.exists(directory)) {
+          throw new IllegalStateException("nobody waits any more for what this job does");
+        }
+        Thread.sleep(20);
+      }
+    } catch (IOException | InterruptedException e) {
+      throw new IllegalStateException(e);
+    }
   }
 
   private static Outcome query(SparkSession spark) {
