@@ -15,6 +15,7 @@ use std::process::{self, ExitCode};
 
 use anyhow::Context as _;
 use clap::Parser;
+use nix::sys::signal::SigSet;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
@@ -50,6 +51,7 @@ struct CommandLine {
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
 
 fn main() -> ExitCode {
+    hold_upgrade_signal();
     let command_line = CommandLine::parse();
     if let Err(error) = take_jemalloc_options() {
         return fail(1, &format!("can not start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
@@ -74,6 +76,22 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(1, &format!("{error:#}")),
     }
+}
+
+/// SIGUSR2 ends a process that does not listen to it, as one does not that has just begun. So it waits until somebody
+/// listens; `exec` keeps both what is held and what waits, so that not even a signal between two programs ends them.
+fn hold_upgrade_signal() {
+    // Fails for a set that is none only.
+    let _ = upgrade_signal().thread_block();
+}
+
+/// The opposite; this thread is the one that takes it, as those of the runtime inherit that it is held.
+fn take_upgrade_signal() {
+    let _ = upgrade_signal().thread_unblock();
+}
+
+fn upgrade_signal() -> SigSet {
+    SigSet::from_iter([nix::sys::signal::Signal::SIGUSR2])
 }
 
 /// jemalloc reads its options before `main` from `MALLOC_CONF`. The name that is documented for the first Rust server
@@ -132,6 +150,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         runtime.shutdown_background();
         let Ended::Upgrade { successor, sockets } = ended? else { return Ok(()) };
         telemetry.flush();
+        hold_upgrade_signal();
         let (error, sockets) = successor.exec(sockets);
         tracing::error!(%error, "the successor can not be executed, going on with this program");
         inherited = sockets;
@@ -142,6 +161,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited) -> anyhow::Result<Ended> {
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("can not listen for signals")?;
+    take_upgrade_signal();
     let successor = Successor::of_this_process().context("can not find out what this program is")?;
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, surroundings, inherited, received));

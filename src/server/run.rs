@@ -116,6 +116,13 @@ async fn prepare(
 ) -> Prepared {
     let ready = async {
         notify::reloading();
+        if !facts.has_journal() {
+            tracing::error!(
+                "upgrade refused, going on as before: without local disks no registration and no report outlives the \
+                 process; decommission the worker, stop it and start it"
+            );
+            return Prepared::GoOn;
+        }
         if let Err(error) = successor.check((UPGRADE_FROM, facts.to_text())).await {
             tracing::error!("upgrade refused, going on as before: {error:#}");
             return Prepared::GoOn;

@@ -42,6 +42,11 @@ impl Facts {
         }
     }
 
+    /// Whether what it is told outlives it.
+    pub(super) fn has_journal(&self) -> bool {
+        !self.data_paths.is_empty()
+    }
+
     /// For [`problems`] of another process.
     pub(super) fn to_text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()

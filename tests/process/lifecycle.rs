@@ -185,24 +185,78 @@ async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
+    // Files get no longer than 100 KiB, and every block is: notes can be written, data can not.
+    let line = "trap '' XFSZ; ulimit -f 100; exec \"$@\"";
     let mut worker = Worker::start(&Setup {
-        name: "memory-only",
+        name: "unflushable",
         capacity: "64M",
-        store_type: "MEMORY",
+        wrapper: ["bash", "-c", line, "bash"].map(str::to_owned).to_vec(),
         tables: "[shutdown]\nflush_timeout_sec = \"300ms\"",
         ..Setup::default()
     });
     let client = client_of(&worker).await;
-    let mut written = Written::register(&client, key("app", 3), 5).await;
-    written.task(&client, 0, 1000).await.expect("sent");
+    let mut written = Written::register(&client, key("app", 3), 2).await;
+    written.task(&client, 0, 200_000).await.expect("sent");
     worker.begin_upgrade();
     block_in_place(|| worker.wait_log("not everything in memory could be brought to a disk"));
-    written.task(&client, 1, 1000).await.expect("it goes on");
+    // It goes on.
+    client.heartbeat("app").await.expect("known");
     written.assert_readable(&client).await;
     // Told to stop it stops, and says what goes with it.
     block_in_place(|| worker.terminate());
     let log = worker.log();
     assert!(log.contains("not flushed, lost with this process") && log.contains("app/3"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_of_a_worker_without_a_journal_is_refused() {
+    for store_type in ["MEMORY", "MEMORY_HDFS"] {
+        let worker = Worker::start(&Setup {
+            name: "no-journal",
+            capacity: "64M",
+            store_type,
+            disks: 0,
+            ..Setup::default()
+        });
+        worker.begin_upgrade();
+        block_in_place(|| worker.wait_log("upgrade refused, going on as before: without local disks"));
+        client_of(&worker).await;
+        block_in_place(|| worker.stop());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
+    let mut worker = Worker::start(&Setup { name: "signals", capacity: "64M", ..Setup::default() });
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 1000).await.expect("sent");
+    block_in_place(|| {
+        worker.begin_upgrade();
+        // Without a pause, so that some come between two programs.
+        while worker.log().matches("upgraded: connects had to wait").count() < 3 {
+            for _ in 0..1000 {
+                worker.signal(rustix::process::Signal::USR2);
+            }
+            let pid = worker.pid();
+            assert!(worker.is_running(), "process {pid} has ended:\n{}", worker.log());
+        }
+    });
+    let upgrades = || {
+        let log = worker.log();
+        let begun = log.matches("upgrade: the new binary takes the configuration").count();
+        (begun, log.matches("upgraded: connects had to wait").count())
+    };
+    // A signal may be left that nobody has seen yet.
+    loop {
+        let before = upgrades();
+        written.assert_readable(&client_of(&worker).await).await;
+        if before.0 == before.1 && upgrades() == before {
+            break;
+        }
+    }
+    worker.assert_no_error_logged();
+    block_in_place(|| worker.stop());
 }
 
 fn script(path: &Path, text: &str) {
