@@ -19,6 +19,7 @@ mod contract {
     pub(crate) mod hostile_frames;
     pub(crate) mod lifecycle;
     pub(crate) mod metrics;
+    pub(crate) mod outages;
     pub(crate) mod panics;
     pub(crate) mod races;
     pub(crate) mod raw;

@@ -25,6 +25,9 @@ use uniffle_worker::store::{LocalConfig, LocalStore};
 
 use super::world::{OWN_FILES, eventually, quickly};
 
+/// Without a heartbeat for so long an application is expired.
+pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
+
 pub(crate) struct Rig {
     pub(crate) service: Arc<Service>,
     pub(crate) memory: Arc<Memory>,
@@ -38,22 +41,26 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) async fn start() -> Self {
+        Self::on(memory_disks(), local_config()).await
+    }
+
+    /// On disks that another rig may have had, of which it takes over what is there.
+    pub(crate) async fn on(disks: Vec<Arc<MemoryDisk>>, local: LocalConfig) -> Self {
         let registry = Registry::new();
         let tasks = Tasks::new();
         let memory = Memory::new(&memory_config(), &registry).unwrap();
-        let disks: Vec<_> = (0..2).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect();
         let faults: Vec<_> = disks.iter().map(|_| Faults::default()).collect();
         let faulty = |(disk, faults): (&Arc<MemoryDisk>, &Faults)| {
             Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
         };
         let faulty: Vec<_> = disks.iter().zip(&faults).map(faulty).collect();
-        let store = LocalStore::open(local_config(), faulty, &registry).await.unwrap();
+        let store = LocalStore::open(local, faulty, &registry).await.unwrap();
         let (m, s) = (Arc::clone(&memory), Arc::clone(&store));
         let flusher = Flusher::start(flush_config(), m, s, tasks.clone(), &registry).unwrap();
         let service = Service::new(
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig {
-                heartbeat_timeout: Duration::from_secs(60),
+                heartbeat_timeout: HEARTBEAT_TIMEOUT,
                 ..AppConfig::default()
             })),
             Arc::clone(&memory),
@@ -62,6 +69,7 @@ impl Rig {
             &registry,
         )
         .unwrap();
+        service.restore(store.take_recovered());
         let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
         tasks.spawn("expiry", expiry);
         tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
@@ -182,8 +190,13 @@ fn flush_config() -> FlushConfig {
     }
 }
 
+/// Two that are empty.
+pub(crate) fn memory_disks() -> Vec<Arc<MemoryDisk>> {
+    (0..2).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect()
+}
+
 /// A disk that failed is looked at again soon.
-fn local_config() -> LocalConfig {
+pub(crate) fn local_config() -> LocalConfig {
     let soon = Duration::from_millis(50);
     LocalConfig { space_interval: soon, probe_interval: soon, ..LocalConfig::default() }
 }
