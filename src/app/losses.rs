@@ -9,7 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 use croaring::Treemap;
@@ -58,6 +58,8 @@ pub struct Losses {
     watched: AtomicBool,
     /// Partitions with blocks in doubt, likewise.
     in_doubt: AtomicU64,
+    /// Partitions with a hole that is not counted, likewise.
+    holed: AtomicUsize,
     doubt: OnceLock<String>,
     /// Held by whoever counts: two counts at once would not see what is committed during the other.
     turn: tokio::sync::Mutex<()>,
@@ -76,6 +78,8 @@ struct State {
     counted: HashSet<PartitionId>,
     /// Reported blocks that may be in remote files or nowhere.
     doubtful: HashMap<PartitionId, Treemap>,
+    /// Partitions of which something has become unreadable, and it is not known yet which blocks.
+    holed: HashSet<PartitionId>,
     lost: HashMap<PartitionId, Treemap>,
     entries: Vec<Entry>,
     /// What the entries take of the bound for all shuffles.
@@ -91,6 +95,7 @@ impl Losses {
             left_remote: false,
             counted: HashSet::new(),
             doubtful: HashMap::new(),
+            holed: HashSet::new(),
             lost: HashMap::new(),
             entries: Vec::new(),
             share: entries.share(),
@@ -100,6 +105,7 @@ impl Losses {
             lost: AtomicU64::new(0),
             watched: AtomicBool::new(false),
             in_doubt: AtomicU64::new(0),
+            holed: AtomicUsize::new(0),
             doubt: OnceLock::new(),
             turn: tokio::sync::Mutex::new(()),
         }
@@ -183,6 +189,26 @@ impl Losses {
     #[must_use]
     pub fn partitions_in_doubt(&self) -> u64 {
         self.in_doubt.load(Ordering::Acquire)
+    }
+
+    /// Something of a partition becomes unreadable.
+    pub fn put_hole(&self, partition: PartitionId) {
+        let mut state = self.state.lock();
+        state.holed.insert(partition);
+        self.holed.store(state.holed.len(), Ordering::Release);
+    }
+
+    /// What is gone of a partition is entered.
+    pub fn end_hole(&self, partition: PartitionId) {
+        let mut state = self.state.lock();
+        state.holed.remove(&partition);
+        self.holed.store(state.holed.len(), Ordering::Release);
+    }
+
+    /// Whether it is not known which blocks of a partition can not be read any more; none such costs no lock.
+    #[must_use]
+    pub fn has_hole(&self, partition: PartitionId) -> bool {
+        self.holed.load(Ordering::Acquire) > 0 && self.state.lock().holed.contains(&partition)
     }
 
     /// Whether blocks of it are counted.
@@ -419,6 +445,17 @@ mod tests {
         assert!(!losses.end_doubt(P, &set(&[4, 5])), "6 came later");
         assert!(losses.end_doubt(P, &set(&[6])));
         assert_eq!((losses.doubtful(P), losses.partitions_in_doubt()), (None, 0));
+    }
+
+    #[test]
+    fn a_hole_is_known_until_what_is_gone_is_entered() {
+        let losses = Losses::new(&Quota::new(10));
+        assert!(!losses.has_hole(P));
+        losses.put_hole(P);
+        losses.put_hole(P);
+        assert!(losses.has_hole(P) && !losses.has_hole(PartitionId(4)));
+        losses.end_hole(P);
+        assert!(!losses.has_hole(P));
     }
 
     proptest! {

@@ -6,8 +6,8 @@
 //! What an earlier process left in remote files has to be looked up there first (`doubt`).
 //!
 //! A report of blocks that an earlier process took with it is refused, so that only its task runs again: at that time
-//! nobody was promised anything. An app that recomputes stages (`spark.rss.resubmit.stage`) has it taken, and the loss
-//! entered, because with one attempt per task a refused report would end its job.
+//! nobody was promised anything. An app that says in its registration that it recomputes stages has it taken, and the
+//! loss entered, because with one attempt per task a refused report would end its job.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -23,11 +23,14 @@ use crate::store::LostExtent;
 use crate::types::{BlockId, PartitionId, ShuffleKey};
 
 use super::doubt::Suspect;
+use super::examine::refuse_uncounted;
 use super::metrics::clamped;
 use super::{Service, ServiceError};
 
-/// By this property Spark computes a stage again whose shuffle data can not be fetched.
-const RESUBMIT_PROPERTY: &str = "spark.rss.resubmit.stage";
+/// By these properties Spark computes a stage again whose shuffle data can not be fetched; the first that is set counts.
+/// They arrive with registrations of clients since 0.10, to which the last is an old name.
+const RESUBMIT_PROPERTIES: [&str; 3] =
+    ["spark.rss.stageRetry.fetchFailureEnabled", "spark.rss.stageRetry.enabled", "spark.rss.resubmit.stage"];
 
 /// What happened to blocks that were in memory only.
 pub(super) const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
@@ -130,6 +133,7 @@ impl Service {
         partition: PartitionId,
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
+        refuse_uncounted(shuffle, partition)?;
         let wanted = |ids: &Treemap| {
             let reported = shuffle.block_ids().lock().among(partition, ids);
             let Some(filter) = filter else { return reported };
@@ -164,7 +168,8 @@ impl Service {
         if !shuffle.losses().is_watched() {
             return Ok(());
         }
-        let resubmits = app.property(RESUBMIT_PROPERTY).is_some_and(|value| value.trim() == "true");
+        let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
+        let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
         let reason: Arc<str> = Arc::from(IN_MEMORY);
         let give_up = Instant::now() + REPORT_PATIENCE;
         for (partition, ids) in partitions {
@@ -227,20 +232,6 @@ impl Service {
             }
         }
         suspects
-    }
-
-    /// An extent of a partition can not be read any more: counts the blocks that can, and enters those reported that can
-    /// not.
-    pub(super) async fn count_again(&self, shuffle: &ShuffleState, partition: PartitionId, reason: &str) {
-        let _turn = shuffle.losses().turn().await;
-        // What is there is not known, so nothing of it can be called lost; reads say what the disk says.
-        if let Err(error) = self.count(shuffle, partition).await {
-            tracing::error!(shuffle = %shuffle.key(), %partition, %error, "what is left can not be counted");
-            return;
-        }
-        let reported = shuffle.block_ids().lock().of(&[partition]);
-        let missing = shuffle.losses().missing(partition, &reported);
-        self.enter_loss(shuffle, partition, &missing, (None, &Arc::from(reason)));
     }
 
     /// Tells the ledger of blocks that have become visible.

@@ -5,6 +5,7 @@
 
 mod doubt;
 mod error;
+mod examine;
 mod explain;
 mod history;
 mod lifecycle;

@@ -20,6 +20,7 @@ use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
 use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 use crate::wire::bitmap;
 
+use super::examine::refuse_uncounted;
 use super::lifecycle::invalid_shuffle;
 use super::read_metrics::Reading;
 use super::{Service, ServiceError};
@@ -102,14 +103,14 @@ pub struct ChunkStream {
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
     reading: Reading,
-    /// Who is told when a disk returned other bytes than were written.
+    /// Who is told when a disk returned other bytes than were written, or goes on failing.
     witness: Option<Witness>,
 }
 
 /// A stream's next bytes, and the stream again.
 pub(super) type NextChunk = BoxFuture<'static, (Box<ChunkStream>, Result<Option<Bytes>, ServiceError>)>;
 
-/// A data read's place.
+/// A disk read's place.
 #[derive(Debug)]
 struct Witness {
     service: Arc<Service>,
@@ -131,6 +132,15 @@ impl Source {
             Self::Nothing => 0,
             Self::Index(read) => read.next_room(),
             Self::Data(read) => read.next_room(),
+        }
+    }
+
+    /// The disk of which too many reads have failed.
+    fn to_try_out(&self) -> Option<usize> {
+        match self {
+            Self::Nothing => None,
+            Self::Index(read) => read.to_try_out(),
+            Self::Data(read) => read.to_try_out(),
         }
     }
 
@@ -164,13 +174,17 @@ impl ChunkStream {
         Ok(chunk?)
     }
 
-    /// Enters what a checksum has shown to be gone.
+    /// Enters what a checksum has shown to be gone, or a disk that goes on failing.
     async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
+        let Err(error) = read else { return };
         let gave_up = matches!(&self.source, Source::Data(read) if read.gave_up());
-        if let (Err(error), true, Some(witness)) = (read, gave_up, self.witness.take()) {
-            let Witness { service, shuffle, partition } = witness;
-            service.count_again(&shuffle, partition, &error.to_string()).await;
+        let to_try_out = self.source.to_try_out();
+        if !gave_up && to_try_out.is_none() {
+            return;
         }
+        let Some(Witness { service, shuffle, partition }) = self.witness.take() else { return };
+        let reason = gave_up.then(|| error.to_string());
+        service.examine(shuffle, partition, (reason, to_try_out)).await;
     }
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
@@ -260,14 +274,15 @@ impl Service {
     /// # Errors
     /// Unknown app, a disk that fails, no read memory in time.
     pub async fn read_index(
-        &self,
+        self: &Arc<Self>,
         app: &str,
         shuffle: i32,
         partition: i32,
     ) -> Result<IndexAnswer, ServiceError> {
         let (key, app) = self.read_key(app, shuffle)?;
+        let partition = PartitionId(partition);
         let read = match self.local() {
-            Some(store) => store.index(&key, PartitionId(partition)),
+            Some(store) => store.index(&key, partition),
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
         };
         let read = match read {
@@ -279,7 +294,12 @@ impl Service {
             read => read?,
         };
         let (length, data_length) = (read.length, read.data_length);
-        let chunks = self.start(self.stream(Source::Index(read), length, app, None)).await?;
+        let shuffle = app.shuffle(key.shuffle);
+        if let Some(shuffle) = &shuffle {
+            refuse_uncounted(shuffle, partition)?;
+        }
+        let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
+        let chunks = self.start(self.stream(Source::Index(read), length, app, witness)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }

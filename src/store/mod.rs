@@ -11,5 +11,5 @@ pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle, RemoteStorage};
 pub use self::local::{
     DataRead, DiskCondition, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore,
     LostExtent, MountUsage, Published, Recovered, RecoveredShuffle, ShuffleHandle, ShuffleUsage, SyncWrites,
-    VerifyReads,
+    Unreadable, VerifyReads,
 };

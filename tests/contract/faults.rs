@@ -1,14 +1,15 @@
 //! Disks that fail while shuffles run, seen by clients: GOALS §3 items 4 and 7.
 
 use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_worker::client::send::SendForm;
 use uniffle_worker::io::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::PartitionId;
+use uniffle_worker::store::LocalConfig;
+use uniffle_worker::types::{PartitionId, ShuffleKey, TaskAttemptId};
 
 use super::blocks::{batch, blocks};
-use super::rig::Rig;
+use super::rig::{Rig, local_config, memory_disks};
 use super::world::{assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
@@ -69,6 +70,73 @@ async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     assert_eq!(read.from_memory, 0);
+    drop(client);
+    rig.finish().await;
+}
+
+/// A rig with a partition that is on the disks and reported.
+async fn flushed_and_reported() -> (Rig, ShuffleClient, ShuffleKey, Vec<Block>) {
+    // Every read asks the disk.
+    let local = LocalConfig { index_cache_bytes: 0, ..local_config() };
+    let (rig, key) = (Rig::on(memory_disks(), local).await, key("app-1", 1));
+    let client = rig.client().await;
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let all = blocks(0, 1, 0..10);
+    client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
+    rig.flusher.flush_all();
+    rig.flushed().await;
+    let ids = all.iter().map(|block| block.meta.block_id).collect();
+    client.report(&key, TaskAttemptId(1), &[(P, ids)]).await.unwrap();
+    (rig, client, key, all)
+}
+
+/// What Spark's fourth attempt of a task is told, after three that failed.
+async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'static str) {
+    let (rig, client, key, all) = flushed_and_reported().await;
+    for faults in &rig.faults {
+        faults.add(Rule::always(operation, Fault::Errno(EIO)).on(suffix));
+    }
+    let options = ReadOptions::default();
+    let read = || client.read_partition(&key, P, &options);
+    for attempt in 1..4 {
+        let error = read().await.unwrap_err().to_string();
+        assert!(error.contains("Input/output error"), "attempt {attempt}: {error}");
+        assert_eq!(rig.service.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
+    }
+    let error = read().await.unwrap_err().to_string();
+    assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
+    assert!(error.contains("/disk") && error.contains(suffix), "it says where: {error}");
+    // Sent again, it is found, and what can not be read is not in the way.
+    client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
+    let healed = read().await.unwrap();
+    assert_same(&healed.blocks, &all);
+    rig.heal().await;
+    drop(client);
+    rig.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_disk_never_gives_back_is_told_lost_without_a_restart() {
+    the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".data").await;
+    the_fourth_attempt_is_told_of_the_loss(Operation::Read, ".index").await;
+    the_fourth_attempt_is_told_of_the_loss(Operation::OpenRead, ".data").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_disk_gives_back_after_a_while_is_not_given_up() {
+    let (rig, client, key, all) = flushed_and_reported().await;
+    // Three reads fail, and then the first two tries of what is there.
+    for faults in &rig.faults {
+        faults.add(Rule { times: 5, ..Rule::once(Operation::Read, Fault::Errno(EIO)).on(".data") });
+    }
+    for _ in 0..3 {
+        client.read_data(&key, P, 0, 1000).await.unwrap_err();
+    }
+    let injected: u64 = rig.faults.iter().map(uniffle_worker::io::fault::Faults::injected).sum();
+    assert_eq!(injected, 5);
+    assert!(rig.service.losses().losses.is_empty());
+    let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
+    assert_same(&read.blocks, &all);
     drop(client);
     rig.finish().await;
 }

@@ -36,6 +36,9 @@ impl Promised {
 
     /// Whether a block is certain to be in a tier now.
     fn is_safe(&self, partition: i32, id: i64, now: Now) -> bool {
+        if now.reads_fail {
+            return false;
+        }
         let acknowledged = self.acknowledged.get(&partition).and_then(|blocks| blocks.get(&id));
         let fresh = acknowledged.is_some_and(|block| block.life == now.life);
         fresh || (!now.disk_is_missing && contains(&self.durable, partition, id))
@@ -92,4 +95,13 @@ fn contains(sets: &HashMap<i32, BTreeSet<i64>>, partition: i32, id: i64) -> bool
 pub(crate) struct Now {
     pub(crate) life: u32,
     pub(crate) disk_is_missing: bool,
+    /// In this life disks fail to give back what they have, and some of it is given up.
+    pub(crate) reads_fail: bool,
+}
+
+impl Now {
+    /// Whether what is on the disks may be out of reach.
+    pub(crate) fn has_holes(self) -> bool {
+        self.disk_is_missing || self.reads_fail
+    }
 }

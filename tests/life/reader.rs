@@ -74,14 +74,18 @@ impl Reader {
         match step {
             Err(error) => self.check_refusal(world, &error),
             // A restart in between takes what was in memory: the client sees that blocks are missing and tries again.
-            Ok(()) if self.is_done() && self.began.life == world.life() => self.check_found(),
+            Ok(()) if self.is_done() && self.began.life == world.life() => self.check_found(world),
             Ok(()) => {}
         }
     }
 
-    fn check_found(&self) {
+    fn check_found(&self, world: &World) {
         for (id, data) in &self.must {
             let found = self.found.get(id);
+            // What was given up after the reader had looked into memory is told to the next one.
+            if found.is_none() && self.began.reads_fail && world.is_told_lost(self.key, self.partition, *id) {
+                continue;
+            }
             assert!(
                 found.is_some(),
                 "block {id} of {:?}/{} was promised and is gone",
@@ -102,8 +106,8 @@ impl Reader {
                 tracing::info!(target: "life", text, "a read is refused");
                 world.tally.reads_refused += 1;
             }
-            // Its index is of a time when the missing disk was there.
-            _ if now.disk_is_missing || self.began.disk_is_missing => {}
+            // A disk that fails, or an index of a time when the missing disk was there.
+            _ if now.has_holes() || self.began.has_holes() => {}
             other => panic!("a read failed: {other}"),
         }
     }
@@ -142,7 +146,7 @@ impl Reader {
         let now = world.now();
         let promised = world.promised.get_mut(&self.key).expect("checked by step");
         let seen = promised.index_seen.entry(self.partition).or_default();
-        check_promises(seen, &records, now.disk_is_missing);
+        check_promises(seen, &records, now.has_holes());
         if !now.disk_is_missing {
             let ids = records.chunks(RECORD).filter(|record| !is_filler(record)).map(id_of);
             promised.durable.entry(self.partition).or_default().extend(ids);
@@ -185,8 +189,10 @@ impl Reader {
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
-            if !fits && world.now().disk_is_missing {
-                return Ok(()); // A hole; the client sees that the checksum does not fit and gives up.
+            if !fits && world.now().has_holes() {
+                // A hole; the client sees that the checksum does not fit and gives up.
+                self.must.clear();
+                return Ok(());
             }
             assert!(fits, "crc of a block on disk");
             let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
@@ -217,9 +223,9 @@ fn check_gapless(records: &[u8], data_length: u64) {
     assert_eq!(end, data_length, "index and data length disagree");
 }
 
-/// What an index said once holds for ever: the same block at the same place. Only a missing disk leaves holes, and the
-/// gap behind what may be on it is filled when it comes back.
-fn check_promises(seen: &[u8], records: &[u8], disk_is_missing: bool) {
+/// What an index said once holds for ever: the same block at the same place. Only a missing disk and one that fails leave
+/// holes, and the gap behind what may be on it is filled when it comes back.
+fn check_promises(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {
         now.insert(u64_at(record, 0), record);
@@ -227,7 +233,7 @@ fn check_promises(seen: &[u8], records: &[u8], disk_is_missing: bool) {
     for record in seen.chunks(RECORD).filter(|record| !is_filler(record)) {
         match now.get(&u64_at(record, 0)) {
             Some(same) if !is_filler(same) => assert_eq!(*same, record, "an index that was read has changed"),
-            _ => assert!(disk_is_missing, "block {} is gone from the index", id_of(record)),
+            _ => assert!(may_have_holes, "block {} is gone from the index", id_of(record)),
         }
     }
 }

@@ -33,6 +33,7 @@ tally!(
     reads_refused,
     lost_blocks,
     healed_blocks,
+    extents_given_up,
     flushed_bytes,
     failed_writes,
     purged_batches,

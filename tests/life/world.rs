@@ -67,6 +67,8 @@ pub(crate) struct World {
     missing: Option<usize>,
     /// With syncing the machine may go down too.
     sync: SyncWrites,
+    /// In this life.
+    reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
     sends: Vec<OpenSend>,
     readers: Vec<Reader>,
@@ -89,6 +91,7 @@ impl World {
             faults: Vec::new(),
             injected: 0,
             missing: None,
+            reads_fail: false,
             promised: HashMap::new(),
             sends: Vec::new(),
             readers: Vec::new(),
@@ -111,7 +114,17 @@ impl World {
     }
 
     pub(crate) fn now(&self) -> Now {
-        Now { life: self.life, disk_is_missing: self.missing.is_some() }
+        let (life, reads_fail) = (self.life, self.reads_fail);
+        Now { life, disk_is_missing: self.missing.is_some(), reads_fail }
+    }
+
+    /// Whether readers are told that a block is lost.
+    pub(crate) fn is_told_lost(&self, key: Key, partition: i32, id: i64) -> bool {
+        let told = self.service().losses().losses;
+        let mut here = told
+            .iter()
+            .filter(|loss| (loss.app.as_str(), loss.shuffle) == key && loss.partition == partition);
+        here.any(|loss| loss.ranges.iter().any(|(first, last)| (*first..=*last).contains(&id)))
     }
 
     /// One life, from a start to its end. False when the history is over.
@@ -140,6 +153,7 @@ impl World {
         // Two faults at once may take both copies of a note: a disk is missing only where none failed before.
         let may_miss = !all_disks && self.life > 1 && self.injected == 0;
         self.missing = (may_miss && self.rng.random_bool(0.3)).then(|| self.rng.random_range(0..DISKS));
+        self.reads_fail = !all_disks && self.rng.random_bool(0.2);
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
@@ -240,6 +254,7 @@ impl World {
         tally.purged_batches += process.counter("total_spill_events_dropped_with_app_not_found");
         tally.duplicates += process.counter("total_duplicate_blocks");
         tally.healed_blocks += process.counter("total_healed_blocks");
+        tally.extents_given_up += process.counter("total_local_extents_given_up");
     }
 
     async fn step(&mut self) {
@@ -250,7 +265,7 @@ impl World {
             44..49 => self.abort_one(),
             49..55 => self.process().flusher.flush_all(),
             55..57 => self.purge_one(),
-            57..61 => self.break_a_disk(),
+            57..61 => self.break_a_disk().await,
             61..65 => self.heal_the_disks().await,
             65..72 => self.sleep_a_while().await,
             72..79 => self.report_some(true).await,
@@ -434,11 +449,11 @@ impl World {
         }
     }
 
-    fn break_a_disk(&mut self) {
+    async fn break_a_disk(&mut self) {
         let disk = self.rng.random_range(0..self.faults.len());
         let seed = self.rng.random();
         let one_in = self.rng.random_range(1..4);
-        let kinds = vec![
+        let mut kinds = vec![
             (Operation::Write, Fault::Errno(ENOSPC)),
             (Operation::Write, Fault::Errno(EIO)),
             (Operation::Write, Fault::Short { bytes: 777, errno: EIO }),
@@ -451,10 +466,28 @@ impl World {
             (Operation::Sync, Fault::Hang),
             (Operation::SyncDir, Fault::Errno(EIO)),
         ];
+        if self.reads_fail {
+            kinds.extend([(Operation::Read, Fault::Errno(EIO)), (Operation::OpenRead, Fault::Errno(EIO))]);
+        }
         self.faults[disk].seed(seed, one_in, kinds);
         if self.rng.random_bool(0.3) {
             self.disks[disk].fail_syncs(self.rng.random_range(1..4));
             self.injected += 1;
+        }
+        if self.reads_fail {
+            self.read_as_a_task_does().await;
+        }
+    }
+
+    /// Four attempts, one after the other.
+    async fn read_as_a_task_does(&mut self) {
+        let Some(key) = self.known_key() else { return };
+        let partition = self.rng.random_range(0..PARTITIONS);
+        for _ in 0..4 {
+            let mut reader = Reader::new(key, partition, 10_000, (&self.promised[&key], self.now()));
+            while !reader.is_done() {
+                reader.step(self).await;
+            }
         }
     }
 

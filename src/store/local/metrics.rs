@@ -31,6 +31,7 @@ pub(super) struct Metrics {
     pub(super) index_cache_hits: IntCounter,
     pub(super) index_cache_misses: IntCounter,
     pub(super) read_crc_mismatches: IntCounter,
+    pub(super) extents_given_up: IntCounter,
     pub(super) index_cache_bytes: IntGauge,
     pub(super) files_opened: IntCounter,
     pub(super) open_files: IntGauge,
@@ -135,6 +136,10 @@ impl Metrics {
                 .counter("localfile_index_cache_hits", "extents whose index records were in memory")?,
             read_crc_mismatches: it
                 .counter("total_read_crc_mismatch", "blocks that a disk returned with other bytes")?,
+            extents_given_up: it.counter(
+                "total_local_extents_given_up",
+                "extents that could not be read again and again, and are holes now",
+            )?,
             index_cache_misses: it
                 .counter("localfile_index_cache_misses", "extents whose index records were read from disk")?,
             index_cache_bytes: it.gauge("localfile_index_cache_bytes", "bytes of cached index records")?,

@@ -18,6 +18,7 @@
 //! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
 //! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
+//! | `unreadable` | what a disk does not give back any more becomes a hole |
 //! | `purge` | removal and maintenance |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
@@ -45,6 +46,7 @@ mod recover;
 mod scan;
 mod shuffle;
 mod sync;
+mod unreadable;
 mod verify;
 mod write;
 
@@ -64,7 +66,7 @@ use dashmap::DashMap;
 use futures::future::join_all;
 use parking_lot::Mutex;
 use prometheus::Registry;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 pub use self::disk::{DiskInfo, MARKER};
 pub use self::health::DiskCondition;
@@ -72,6 +74,7 @@ pub use self::mounts::MountUsage;
 pub use self::read::{DataRead, IndexRead};
 pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::sync::SyncWrites;
+pub use self::unreadable::Unreadable;
 pub use self::verify::VerifyReads;
 
 use self::disk::LocalDisk;
@@ -268,6 +271,8 @@ struct Core {
     staging: Arc<AlignedPool>,
     metrics: Metrics,
     condemned: Mutex<Vec<Condemned>>,
+    /// See `unreadable`.
+    try_outs: Semaphore,
     /// Data reads so far, for sampling.
     data_reads: AtomicU64,
 }
@@ -329,6 +334,7 @@ impl LocalStore {
             changes,
             metrics,
             condemned: Mutex::default(),
+            try_outs: Semaphore::new(unreadable::TRIED_AT_ONCE),
             data_reads: AtomicU64::new(0),
             config,
         };

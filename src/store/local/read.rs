@@ -13,8 +13,8 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use smallvec::SmallVec;
@@ -36,7 +36,7 @@ use crate::wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, rebase, rec
 const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
 
 /// Shorter parts are gathered, several into one buffer.
-const DIRECT_BYTES_MIN: u64 = 64 << 10;
+pub(super) const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// The index of a partition: the records of all its extents, with offsets into its data stream.
 pub struct IndexRead {
@@ -83,7 +83,6 @@ pub struct DataRead {
     stream: Stream,
     pieces: std::vec::IntoIter<Piece>,
     current: Option<Piece>,
-    partition: PartitionId,
     verifier: Option<Verifier>,
     gave_up: bool,
 }
@@ -109,8 +108,13 @@ enum How {
 struct Stream {
     core: Arc<Core>,
     shuffle: Arc<Shuffle>,
+    partition: PartitionId,
     left: u64,
     failed: bool,
+    /// Index of the disk whose bytes could not be had, or were others.
+    culprit: OnceLock<usize>,
+    /// See [`DataRead::to_try_out`].
+    to_try_out: Option<usize>,
 }
 
 impl fmt::Debug for IndexRead {
@@ -128,8 +132,19 @@ impl fmt::Debug for DataRead {
 }
 
 impl Stream {
-    fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, left: u64) -> Self {
-        Self { core, shuffle, left, failed: false }
+    fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId), left: u64) -> Self {
+        let (culprit, to_try_out) = (OnceLock::new(), None);
+        Self { core, shuffle, partition, left, failed: false, culprit, to_try_out }
+    }
+
+    fn blame(&self, log: &Log) {
+        let _ = self.culprit.set(log.disk.index);
+    }
+
+    /// Counts a chunk that could not be read.
+    fn count_failure(&mut self, error: &StoreError) {
+        let culprit = self.culprit.get().copied();
+        self.to_try_out = culprit.filter(|disk| self.shuffle.count_failed_read(self.partition, *disk, error));
     }
 
     /// The log in which a piece lies; none of a hole.
@@ -167,6 +182,7 @@ impl Stream {
             }
             Err(error) => {
                 self.shuffle.require_present()?;
+                self.blame(log);
                 Err(self.core.failed(&log.disk, log.full_path(), error))
             }
         }
@@ -224,23 +240,6 @@ impl Core {
         }
     }
 
-    /// A disk returned other bytes than were written: blames it, and makes a hole of the extent, so that its blocks can
-    /// be sent again and found.
-    fn give_up(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> StoreError {
-        self.metrics.read_crc_mismatches.inc();
-        let Some(extent) = shuffle.give_up(partition, base) else {
-            return shuffle.error(StoreErrorKind::Corrupt);
-        };
-        self.metrics.extents.dec();
-        self.records.forget(std::iter::once(shuffle.records_key(&extent)));
-        let log = shuffle.log_at(extent.data_log);
-        let what = "a block has another checksum than when it was written";
-        log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
-        let path = log.full_path();
-        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes = extent.length, what);
-        StoreError::corrupt(path, what)
-    }
-
     /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
     pub(super) async fn records_of(
         &self,
@@ -272,7 +271,7 @@ impl IndexRead {
         });
         let length = blocks * RECORD_BYTES as u64;
         core.metrics.read_index_file.inc();
-        let stream = Stream::new(core, shuffle, length);
+        let stream = Stream::new(core, (shuffle, partition), length);
         Self { length, data_length, stream, extents: extents.into_iter(), current: None, fillers: 0 }
     }
 
@@ -286,6 +285,15 @@ impl IndexRead {
             return Ok(None);
         }
         self.stream.failed = true; // Until this chunk is whole: also when the caller gives up in between.
+        let chunk = self.read_chunk(len, buffers).await;
+        let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
+        self.stream.failed = false;
+        self.stream.left -= len as u64;
+        self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
+        Ok(Some(chunk))
+    }
+
+    async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let mut buffer = buffers.acquire(len).await;
         let (steps, parts) = self.plan(&mut *buffer, len);
         buffer = self.stream.read_all(buffer, parts).await?;
@@ -293,10 +301,13 @@ impl IndexRead {
             let bytes = (*buffer).as_mut().get_mut(step.range).unwrap_or_default();
             self.check(step.records, bytes)?;
         }
-        self.stream.failed = false;
-        self.stream.left -= len as u64;
-        self.stream.core.metrics.read_index_bytes.inc_by(len as u64);
-        Ok(Some(buffer.freeze(len)))
+        Ok(buffer.freeze(len))
+    }
+
+    /// As [`DataRead::to_try_out`].
+    #[must_use]
+    pub fn to_try_out(&self) -> Option<usize> {
+        self.stream.to_try_out
     }
 
     /// Fills `len` bytes of the buffer with what is in memory; the rest is what must be read.
@@ -341,8 +352,9 @@ impl IndexRead {
             sound &= current.check.length == current.extent.length;
         }
         if !sound {
-            let path = self.stream.shuffle.log_at(current.extent.index_log).full_path();
-            return Err(StoreError::corrupt(path, "index records fail their check"));
+            let log = self.stream.shuffle.log_at(current.extent.index_log);
+            self.stream.blame(&log);
+            return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
         }
         if !complete {
             self.current = Some(current);
@@ -445,15 +457,22 @@ impl DataRead {
         })?;
         core.metrics.read_data_file.inc();
         let verifier = core.verifies_next().then(|| Verifier::new(extents, offset..end));
-        let stream = Stream::new(core, shuffle, u64::from(length));
+        let stream = Stream::new(core, (shuffle, partition), u64::from(length));
         let (length, pieces) = (u64::from(length), pieces.into_iter());
-        Ok(Self { length, stream, pieces, current: None, partition, verifier, gave_up: false })
+        Ok(Self { length, stream, pieces, current: None, verifier, gave_up: false })
     }
 
     /// Whether an extent was found damaged and is a hole now.
     #[must_use]
     pub fn gave_up(&self) -> bool {
         self.gave_up
+    }
+
+    /// The disk that has failed too often to give this partition's bytes: see [`LocalStore::try_out`](super::LocalStore::try_out).
+    /// Known after an error, and of one read only.
+    #[must_use]
+    pub fn to_try_out(&self) -> Option<usize> {
+        self.stream.to_try_out
     }
 
     /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -466,7 +485,8 @@ impl DataRead {
             return Ok(None);
         }
         self.stream.failed = true; // See IndexRead::next_chunk.
-        let chunk = self.read_chunk(len, buffers).await?;
+        let chunk = self.read_chunk(len, buffers).await;
+        let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
         let len = chunk.len();
         self.stream.failed = false;
         self.stream.left -= len as u64;
@@ -487,10 +507,13 @@ impl DataRead {
         let Stream { core, shuffle, .. } = &self.stream;
         match verifier.check(core, shuffle, &chunk).await {
             Ok(()) => Ok(chunk),
-            Err(Mismatch::Records(error)) => Err(error),
+            Err(Mismatch::Records { error, log }) => {
+                self.stream.blame(&log);
+                Err(error)
+            }
             Err(Mismatch::Block { base }) => {
                 self.gave_up = true;
-                Err(core.give_up(shuffle, self.partition, base))
+                Err(core.give_up_damaged(shuffle, self.stream.partition, base))
             }
         }
     }

@@ -15,6 +15,7 @@ use super::disk::{APPS, LocalDisk, Occupied, within};
 use super::log::{Log, LogKind};
 use super::publish::Lane;
 use super::records::RecordsKey;
+use super::unreadable::FailedReads;
 use super::{Core, ShuffleUsage};
 use crate::io::BLOCK_ALIGN;
 use crate::store::{StoreError, StoreErrorKind};
@@ -127,6 +128,7 @@ pub(super) struct Shuffle {
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
     next_note: AtomicU64,
+    pub(super) failed_reads: FailedReads,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
@@ -169,6 +171,7 @@ impl Shuffle {
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
             next_note: AtomicU64::new(0),
+            failed_reads: FailedReads::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }

@@ -5,8 +5,10 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Core;
+use super::log::Log;
 use super::shuffle::{Extent, Shuffle};
 use crate::store::StoreError;
 use crate::wire::index::{IndexRecord, records};
@@ -57,7 +59,12 @@ pub(super) enum Mismatch {
         base: u64,
     },
     /// The records of an extent can not be read.
-    Records(StoreError),
+    Records {
+        /// Why.
+        error: StoreError,
+        /// Where they stand.
+        log: Arc<Log>,
+    },
 }
 
 impl Verifier {
@@ -108,7 +115,8 @@ impl Verifier {
             Some(cached) => (records(&cached).collect(), 0),
             None => {
                 let found = core.records_of(shuffle, extent).await;
-                (found.map_err(Mismatch::Records)?, extent.base)
+                let log = || shuffle.log_at(extent.index_log);
+                (found.map_err(|error| Mismatch::Records { error, log: log() })?, extent.base)
             }
         };
         let check = |record: &IndexRecord| {
