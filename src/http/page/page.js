@@ -20,7 +20,7 @@ const size = value => bytes(value).join(' ');
 const rate = value => size(value) + '/s';
 const count = value => Math.round(value).toLocaleString('en-US');
 function duration(seconds) {
-  if (seconds === 0) return '0';
+  if (seconds === 0) return '0 s';
   if (seconds < 0.001) return Math.max(1, Math.round(seconds * 1e6)) + ' µs';
   if (seconds < 1) return (seconds * 1000).toPrecision(3).replace(/\.0+$/, '') + ' ms';
   if (seconds < 60) return seconds.toFixed(seconds < 10 && seconds % 1 ? 1 : 0) + ' s';
@@ -139,6 +139,7 @@ class Chart {
   }
   lines(root, shown, x, y, stacked) {
     const below = shown.map(() => 0);
+    const strokes = [];
     for (const line of this.series) {
       const heights = shown.map((point, n) => point[line.key] + (stacked ? below[n] : 0));
       const path = heights.map((v, n) => `${n ? 'L' : 'M'}${x(shown[n].t).toFixed(1)} ${y(v).toFixed(1)}`).join('');
@@ -148,9 +149,11 @@ class Chart {
         : `L${x(shown[shown.length - 1].t).toFixed(1)} ${y(0)}L${x(shown[0].t).toFixed(1)} ${y(0)}`;
       const fill = { fill: colour, 'fill-opacity': stacked ? 0.28 : 0.07, stroke: 'none' };
       root.append(svg('path', { d: path + floor + 'Z', ...fill }));
-      root.append(svg('path', { d: path, fill: 'none', stroke: colour, 'stroke-width': 1.8, 'stroke-linejoin': 'round', class: 'series' }));
+      strokes.unshift(svg('path', { d: path, fill: 'none', stroke: colour, 'stroke-width': 1.8, 'stroke-linejoin': 'round', class: 'series' }));
       if (stacked) heights.forEach((v, n) => { below[n] = v; });
     }
+    // The first series comes last, on top: where others are zero their lines would hide it.
+    root.append(...strokes);
   }
   showTip(root, x, y, width, floor) {
     this.tip.hidden = !this.at || this.at.t < this.start;
@@ -340,13 +343,14 @@ const STAGE_WORDS = {
 function showExplanation(it) {
   const calm = it.findings.length === 1 && it.findings[0].startsWith('nothing');
   const longest = Math.max(...it.stages.map(stage => stage.total_seconds), 1e-9);
+  const share = (colour, part) => part > 0 ? coloured(el('span', { class: 'share' }), colour, part) : null;
+  const time = (stage, seconds) => el('td', { class: 'n' }, stage.count || seconds ? duration(seconds) : '–');
   const row = stage => {
     const [name, what] = STAGE_WORDS[stage.stage] || [stage.stage, ''];
     return el('tr', {},
-      el('td', {}, name, el('small', {}, what), coloured(el('span', { class: 'share' }), 'blue', stage.total_seconds / longest)),
-      el('td', { class: 'n' }, count(stage.count)), el('td', { class: 'n' }, duration(stage.total_seconds)),
-      el('td', { class: 'n' }, duration(stage.median_seconds)), el('td', { class: 'n' }, duration(stage.p99_seconds)),
-      el('td', { class: 'n' }, duration(stage.longest_seconds)));
+      el('td', {}, name, el('small', {}, what), share('blue', stage.total_seconds / longest)),
+      el('td', { class: 'n' }, count(stage.count)), time(stage, stage.total_seconds), time(stage, stage.median_seconds),
+      time(stage, stage.p99_seconds), time(stage, stage.longest_seconds));
   };
   const head = names => el('thead', {}, el('tr', {}, ...names.map((name, n) => el('th', n ? { class: 'n' } : {}, name))));
   const facts = pairs => el('dl', { class: 'facts' }, ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
@@ -368,7 +372,7 @@ function showExplanation(it) {
     const most = Math.max(...it.top_partitions.map(partition => partition.received_bytes), 1);
     parts.push(el('h3', {}, `Largest of ${plural(it.partitions, 'partition')}, skew ${it.skew.toFixed(1)} ×`),
       el('table', {}, head(['Shuffle / partition', 'Received', 'In memory']), el('tbody', {}, ...it.top_partitions.map(partition => el('tr', {},
-        el('td', {}, `${partition.shuffle} / ${partition.partition}`, coloured(el('span', { class: 'share' }), 'teal', partition.received_bytes / most)),
+        el('td', {}, `${partition.shuffle} / ${partition.partition}`, share('teal', partition.received_bytes / most)),
         el('td', { class: 'n' }, size(partition.received_bytes)), el('td', { class: 'n' }, size(partition.in_memory_bytes)))))));
   }
   if (it.losses.length) {
