@@ -26,6 +26,8 @@ mod one_worker;
 mod restarts;
 #[path = "spark/tcp.rs"]
 mod tcp;
+#[path = "spark/traces.rs"]
+mod traces;
 
 use std::collections::HashMap;
 use std::sync::LazyLock;

@@ -1,68 +1,19 @@
 //! An OTLP receiver gets the spans of a real run: calls over both doors, flushes, and a client's own trace.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
-    TraceService, TraceServiceServer,
-};
-use opentelemetry_proto::tonic::collector::trace::v1::{
-    ExportTraceServiceRequest, ExportTraceServiceResponse,
-};
 use opentelemetry_proto::tonic::trace::v1::Span;
-use parking_lot::Mutex;
-use tokio_stream::wrappers::TcpListenerStream;
-use tonic::{Request, Response, Status};
+use tonic::Request;
 use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
 
 use super::tools::Load;
+use crate::support::otlp::{Receiver, hex};
 use crate::support::wait_until;
 use crate::support::worker::{Setup, Worker};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-
-/// Keeps what it gets.
-#[derive(Debug, Clone, Default)]
-struct Receiver {
-    spans: Arc<Mutex<Vec<Span>>>,
-    services: Arc<Mutex<Vec<String>>>,
-}
-
-#[tonic::async_trait]
-impl TraceService for Receiver {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for resource in request.into_inner().resource_spans {
-            self.services.lock().push(format!("{:?}", resource.resource));
-            for scope in resource.scope_spans {
-                self.spans.lock().extend(scope.spans);
-            }
-        }
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-impl Receiver {
-    /// Serves on a port of its own until the runtime ends.
-    async fn start() -> (Self, u16) {
-        let receiver = Self::default();
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let server =
-            tonic::transport::Server::builder().add_service(TraceServiceServer::new(receiver.clone()));
-        #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
-        tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
-        (receiver, port)
-    }
-
-    fn named(&self, name: &str) -> Vec<Span> {
-        self.spans.lock().iter().filter(|span| span.name == name).cloned().collect()
-    }
-}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_otlp_receiver_gets_the_spans_of_a_run() {
@@ -98,9 +49,9 @@ async fn an_otlp_receiver_gets_the_spans_of_a_run() {
     assert!(!flushes.is_empty() && !write.is_empty());
     assert!(flushes.iter().any(|flush| flush.span_id == write[0].parent_span_id));
     // A span per call and flush, not per block: 100 MB are 7,000 blocks.
-    let spans = receiver.spans.lock().len();
+    let spans = receiver.count();
     assert!(spans < 3000, "{spans} spans");
-    assert!(receiver.services.lock().iter().all(|resource| resource.contains("uniffle-worker")));
+    assert!(receiver.services().iter().all(|resource| resource.contains("uniffle-worker")));
     tokio::task::block_in_place(|| {
         worker.assert_clean();
         worker.assert_no_error_logged();
@@ -120,8 +71,4 @@ fn a_collector_that_is_away_is_told_once_and_does_no_harm() {
     worker.assert_clean();
     worker.assert_no_error_logged();
     worker.stop();
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

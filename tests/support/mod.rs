@@ -13,6 +13,7 @@ pub(crate) mod clients;
 pub(crate) mod hdfs;
 pub(crate) mod maven;
 pub(crate) mod metrics;
+pub(crate) mod otlp;
 pub(crate) mod spark;
 pub(crate) mod worker;
 
