@@ -399,6 +399,9 @@ pub struct Grpc {
     pub max_connections: usize,
     /// Streams at once per connection. Default: 256; 1 to 65,535.
     pub max_concurrent_streams: usize,
+    /// Sum of the calls that all connections may have in progress; each gets fewer the more there are, but at least
+    /// four. Default: 8192; 256 to 10,000,000.
+    pub max_streams_total: usize,
     /// HTTP/2 window of a stream. Default: 1 MiB; 64 KiB to 64 MiB.
     pub stream_window_bytes: u64,
     /// HTTP/2 window of a connection. Default: 4 MiB; the stream's window to 512 MiB.

@@ -369,6 +369,7 @@ fn grpc(reader: &mut Reader) -> Grpc {
         max_message_bytes: reader.size("grpc.max_message_size", GIB, MIB..=2 * GIB - 1),
         max_connections: reader.count("grpc.max_connections", 4096, 1..=100_000),
         max_concurrent_streams: reader.count("grpc.max_concurrent_streams", 256, 1..=65_535),
+        max_streams_total: reader.count("grpc.max_streams_total", 8192, 256..=10_000_000),
         stream_window_bytes: reader.size("grpc.stream_window", MIB, 64 * KIB..=64 * MIB),
         connection_window_bytes: reader.size("grpc.connection_window", 4 * MIB, 64 * KIB..=512 * MIB),
         window_total_bytes: reader.size("grpc.window_total", 128 * MIB, 64 * KIB..=64 * GIB),

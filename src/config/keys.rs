@@ -120,6 +120,7 @@ pub(super) const KEYS: &[Key] = &[
     key("grpc.max_message_size"),
     key("grpc.max_connections"),
     key("grpc.max_concurrent_streams"),
+    key("grpc.max_streams_total"),
     key("grpc.stream_window"),
     key("grpc.connection_window"),
     key("grpc.window_total"),

@@ -166,6 +166,7 @@ fn grpc(config: &Config) -> Table {
     put(&mut table, "max_message_size", size_text(grpc.max_message_bytes));
     put(&mut table, "max_connections", number(grpc.max_connections));
     put(&mut table, "max_concurrent_streams", number(grpc.max_concurrent_streams));
+    put(&mut table, "max_streams_total", number(grpc.max_streams_total));
     put(&mut table, "stream_window", size_text(grpc.stream_window_bytes));
     put(&mut table, "connection_window", size_text(grpc.connection_window_bytes));
     put(&mut table, "window_total", size_text(grpc.window_total_bytes));

@@ -15,9 +15,9 @@ mod metrics;
 mod reads;
 mod replies;
 mod server;
+mod shares;
 mod shuffle;
 mod tickets;
-mod windows;
 
 use tokio::time::Duration;
 
@@ -46,8 +46,10 @@ pub struct GrpcConfig {
     pub send_limits: Limits,
     /// Open connections; more are closed at once. Default: 16,384.
     pub connections_max: usize,
-    /// Calls in progress on one connection. Default: 1,024.
+    /// Calls in progress on one connection while there are few. Default: 256.
     pub concurrent_streams_max: u32,
+    /// Sum of these over all connections, as long as each may have more than four. Default: 8,192.
+    pub stream_budget: u64,
     /// Receive window of a stream. Covers 1 GB/s at 1 ms. Default: 1 MiB.
     pub stream_window_bytes: u32,
     /// Receive window of a connection while there are few. Default: 4 MiB.
@@ -86,7 +88,8 @@ impl Default for GrpcConfig {
             read_request_bytes_max: 4 << 20,
             send_limits: Limits::default(),
             connections_max: 16_384,
-            concurrent_streams_max: 1024,
+            concurrent_streams_max: 256,
+            stream_budget: 8192,
             stream_window_bytes: 1 << 20,
             connection_window_bytes: 4 << 20,
             frame_bytes_max: 1 << 20,

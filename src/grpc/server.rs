@@ -4,7 +4,7 @@
 //! each connection its own windows; tonic's own server offers neither. An HTTP/2 receiver of our own was judged by
 //! measurement and not built: it would win 6 to 10 % end to end (README, "What was tried and dropped").
 //!
-//! Invariant: connections, streams per connection and receive windows are bounded; every task belongs to the group
+//! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
 //! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline.
 
 use std::future::Future;
@@ -27,8 +27,9 @@ use super::GrpcConfig;
 use super::door::Door;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
+use super::shares::{STREAMS_MIN, Share, ShareBudget, ShareLimits, WINDOW_BYTES_MIN};
 use super::shuffle::ShuffleCalls;
-use super::windows::{WINDOW_BYTES_MIN, WindowBudget};
+
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::{Handover, Tasks};
@@ -50,7 +51,8 @@ pub struct GrpcServer {
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
     door: Arc<Door>,
-    windows: WindowBudget,
+    windows: ShareBudget,
+    streams: ShareBudget,
     connections: Arc<Semaphore>,
     tasks: Tasks,
     handover: Handover,
@@ -82,11 +84,14 @@ impl GrpcServer {
         routes.add_service(internal);
         let routes: Routes = routes.routes().prepare();
 
-        let windows = WindowBudget::new(config.window_budget_bytes, config.connection_window_bytes);
+        let windows = ShareLimits { least: WINDOW_BYTES_MIN, most: config.connection_window_bytes };
+        let windows = ShareBudget::new(config.window_budget_bytes, windows);
+        let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
+        let streams = ShareBudget::new(config.stream_budget, streams);
         let connections = Arc::new(Semaphore::new(config.connections_max.min(Semaphore::MAX_PERMITS)));
         let door = Arc::new(Door { config, service, routes, metrics, tasks: tasks.clone() });
         let (handover, kept) = (Handover::default(), Vec::new());
-        Ok(Self { listener, tls: None, door, windows, connections, tasks, handover, kept })
+        Ok(Self { listener, tls: None, door, windows, streams, connections, tasks, handover, kept })
     }
 
     /// Serves the connections `kept` by a predecessor, and leaves those of its own that have said nothing yet to
@@ -147,21 +152,27 @@ impl GrpcServer {
             return;
         };
         let door = Arc::clone(&self.door);
-        let windows = self.windows.clone();
+        let (windows, streams) = (self.windows.clone(), self.streams.clone());
         let handover = self.handover.clone();
         let tls = self.tls.clone();
         self.tasks.spawn("grpc connection", async move {
-            let grant = windows.grant();
+            let shares = Shares { window: windows.take(), streams: streams.take() };
             let counted = door.metrics.connection();
-            door.metrics.set_window_bytes(windows.granted_bytes());
-            if let Err(error) = serve(&door, tls, socket, grant.bytes(), &handover).await {
+            door.metrics.set_window_bytes(windows.given());
+            if let Err(error) = serve(&door, tls, socket, &shares, &handover).await {
                 debug!(%error, "grpc connection ended");
             }
-            drop(grant);
-            door.metrics.set_window_bytes(windows.granted_bytes());
+            drop(shares);
+            door.metrics.set_window_bytes(windows.given());
             drop((counted, permit));
         });
     }
+}
+
+/// What a connection has of the budgets of all.
+struct Shares {
+    window: Share,
+    streams: Share,
 }
 
 /// Serves one connection until it ends, or until the drain deadline after the door was told to close.
@@ -169,7 +180,7 @@ async fn serve(
     door: &Arc<Door>,
     tls: Option<TlsAcceptor>,
     socket: TcpStream,
-    window_bytes: u32,
+    shares: &Shares,
     handover: &Handover,
 ) -> Result<(), Box<dyn std::error::Error>> {
     socket.set_nodelay(true)?;
@@ -188,8 +199,8 @@ async fn serve(
         },
     }
     match tls {
-        None => drive(door, socket, peer, window_bytes).await,
-        Some(tls) => drive(door, tls.accept(socket).await?, peer, window_bytes).await,
+        None => drive(door, socket, peer, shares).await,
+        Some(tls) => drive(door, tls.accept(socket).await?, peer, shares).await,
     }
 }
 
@@ -198,12 +209,12 @@ async fn drive(
     door: &Arc<Door>,
     stream: impl AsyncRead + AsyncWrite + Unpin,
     peer: Peer,
-    window_bytes: u32,
+    shares: &Shares,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let mut closing = pin!(door.tasks.closing());
     let service = service_fn(|request| Arc::clone(door).call(request, peer));
     let connection =
-        builder(&door.config, window_bytes, &door.tasks).serve_connection(TokioIo::new(stream), service);
+        builder(&door.config, shares, &door.tasks).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
     tokio::select! {
         biased;
@@ -224,7 +235,8 @@ fn silent(_: tokio::time::error::Elapsed) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer said nothing")
 }
 
-fn builder(config: &GrpcConfig, window_bytes: u32, tasks: &Tasks) -> http2::Builder<TaskExecutor> {
+fn builder(config: &GrpcConfig, shares: &Shares, tasks: &Tasks) -> http2::Builder<TaskExecutor> {
+    let window_bytes = shares.window.amount();
     let stream_bytes = config.stream_window_bytes.min(window_bytes);
     let executor = TaskExecutor { tasks: tasks.clone(), stream_deadline: config.stream_deadline };
     let mut builder = http2::Builder::new(executor);
@@ -234,7 +246,7 @@ fn builder(config: &GrpcConfig, window_bytes: u32, tasks: &Tasks) -> http2::Buil
         .initial_connection_window_size(window_bytes.max(WINDOW_BYTES_MIN))
         // A frame can not be larger than its stream's window.
         .max_frame_size(config.frame_bytes_max.min(stream_bytes).clamp(FRAME_BYTES_MIN, (1 << 24) - 1))
-        .max_concurrent_streams(config.concurrent_streams_max)
+        .max_concurrent_streams(shares.streams.amount())
         .max_send_buf_size(SEND_BUFFER_BYTES)
         .keep_alive_interval(config.keep_alive_interval)
         .keep_alive_timeout(config.keep_alive_timeout);

@@ -225,6 +225,7 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
         max_message_bytes: narrowed(grpc.max_message_bytes),
         connections_max: grpc.max_connections,
         concurrent_streams_max: u32::try_from(grpc.max_concurrent_streams).unwrap_or(u32::MAX),
+        stream_budget: grpc.max_streams_total as u64,
         stream_window_bytes: narrowed(grpc.stream_window_bytes),
         connection_window_bytes: narrowed(grpc.connection_window_bytes),
         frame_bytes_max: narrowed(grpc.max_frame_bytes),
