@@ -56,7 +56,7 @@ async fn worker(directory: &std::path::Path, top: &str) -> Worker {
     let text = format!(
         "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}\n\
          [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\nsync = \"group\"\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
         directory.join("data")
     );
     let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
