@@ -30,8 +30,9 @@ pub(super) struct Condemned {
 }
 
 impl Core {
-    /// Removes what was condemned before the call; failures stay on the list.
-    async fn remove_condemned(&self) {
+    /// Removes what was condemned before the call; failures stay on the list. Returns the apps of which something is
+    /// gone, by disk.
+    async fn remove_condemned(&self) -> HashSet<(usize, AppId)> {
         let batch = std::mem::take(&mut *self.condemned.lock());
         let mut work = Retry { core: self, left: batch };
         // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
@@ -39,8 +40,13 @@ impl Core {
             let here = work.left.iter().filter(|it| Arc::ptr_eq(&it.disk, disk));
             self.remove_all(disk, here.map(|it| (Arc::clone(&it.shuffle), it.bytes)).collect())
         });
-        let failed = join_all(removals.collect::<Vec<_>>()).await;
-        work.left = failed.into_iter().flatten().collect();
+        let failed: Vec<_> = join_all(removals.collect::<Vec<_>>()).await.into_iter().flatten().collect();
+        let at = |it: &Condemned| (it.disk.index, it.shuffle.key.clone());
+        let still_there: HashSet<_> = failed.iter().map(at).collect();
+        let gone = work.left.iter().map(at).filter(|it| !still_there.contains(it));
+        let apps = gone.map(|(disk, key)| (disk, key.app)).collect();
+        work.left = failed;
+        apps
     }
 
     /// Removes shuffles from one disk; returns those that are still there.
@@ -103,7 +109,7 @@ impl LocalStore {
     pub async fn purge(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
             self.condemn(shuffle);
-            self.core.remove_condemned().await;
+            self.remove_condemned().await;
         }
     }
 
@@ -116,18 +122,23 @@ impl LocalStore {
                 self.condemn(shuffle);
             }
         }
-        self.core.remove_condemned().await;
-        self.remove_app_directory(app).await;
+        self.remove_files(app).await;
     }
 
-    async fn remove_app_directory(&self, app: &AppId) {
-        let directory = Path::new(APPS).join(app.as_str());
-        let removals = self.core.disks.iter().map(|disk| {
-            let removal = disk.io.remove_dir(&directory);
-            // Absent, or not empty because the app registered again: both are fine.
-            async { within(self.core.config.name_timeout, removal).await.ok() }
-        });
+    /// Removes what was condemned before the call, and the directories of apps that have no shuffle any more. Whoever
+    /// removes the last shuffle's files does it, which may be another app's purge that found them on the list.
+    async fn remove_condemned(&self) {
+        let mut emptied = self.core.remove_condemned().await;
+        emptied.retain(|(_, app)| !self.shuffles.iter().any(|it| it.key().app == *app));
+        let removals = emptied.iter().map(|(disk, app)| self.remove_app_directory(*disk, app));
         join_all(removals.collect::<Vec<_>>()).await;
+    }
+
+    async fn remove_app_directory(&self, disk: usize, app: &AppId) {
+        let directory = Path::new(APPS).join(app.as_str());
+        let removal = self.core.disks[disk].io.remove_dir(&directory);
+        // Absent, or not empty because the app registered again: both are fine.
+        within(self.core.config.name_timeout, removal).await.ok();
     }
 
     /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`].
@@ -147,8 +158,9 @@ impl LocalStore {
 
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
     pub async fn remove_files(&self, app: &AppId) {
-        self.core.remove_condemned().await;
-        self.remove_app_directory(app).await;
+        self.remove_condemned().await;
+        let removals = (0..self.core.disks.len()).map(|disk| self.remove_app_directory(disk, app));
+        join_all(removals.collect::<Vec<_>>()).await;
     }
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
@@ -197,7 +209,7 @@ impl LocalStore {
             }
         });
         join_all(disks.collect::<Vec<_>>()).await;
-        self.core.remove_condemned().await;
+        self.remove_condemned().await;
         self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
         self.core.set_gauges();
     }
@@ -233,7 +245,8 @@ impl LocalStore {
     async fn sweep_disk(&self, disk: &LocalDisk) -> io::Result<()> {
         let deadline = self.core.config.name_timeout;
         let mut found = Vec::new();
-        for app in within(deadline, disk.io.list(Path::new(APPS))).await? {
+        let apps = within(deadline, disk.io.list(Path::new(APPS))).await?;
+        for app in &apps {
             let app = Path::new(APPS).join(app);
             for name in within(deadline, disk.io.list(&app)).await.unwrap_or_default() {
                 let incarnation = name.rsplit_once('.').and_then(|(_, text)| text.parse::<u64>().ok());
@@ -245,6 +258,11 @@ impl LocalStore {
         let alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
             disk.discard(path).await?;
+        }
+        let idle = |app: &&String| !self.shuffles.iter().any(|it| it.key().app.as_str() == app.as_str());
+        for app in apps.iter().filter(idle) {
+            // One that is not empty stays.
+            within(deadline, disk.io.remove_dir(&Path::new(APPS).join(app))).await.ok();
         }
         Ok(())
     }

@@ -131,6 +131,23 @@ async fn a_purge_that_is_dropped_is_finished_later() {
     assert_nothing_left(&store, &disks).await;
 }
 
+/// Two apps that go at the same time: the files of both are removed by whoever comes first, and it takes long.
+#[tokio::test(start_paused = true)]
+async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
+    let (disks, store, first) = two_disks().await;
+    let second = super::key("second", 1);
+    store.register(&second);
+    for key in [&first, &second] {
+        for id in 0..4 {
+            store.write(key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+        }
+        store.forget(key);
+    }
+    disks[1].faults.add(Rule::once(Operation::Rename, Fault::Slow(Duration::from_secs(1))));
+    tokio::join!(store.remove_files(&first.app), store.remove_files(&second.app));
+    assert_nothing_left(&store, &disks).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn maintenance_runs_until_it_is_told_to_stop() {
     let (disks, store, key) = two_disks().await;
@@ -156,7 +173,7 @@ async fn a_directory_made_by_a_call_that_hung_through_a_purge_is_swept() {
     assert_eq!(disks[0].app_directories().len(), 2, "the late call made the app's and the shuffle's");
     store.write(&kept, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
     store.sweep().await;
-    store.purge_app(&key.app).await;
+    assert_eq!(disks[0].app_directories().len(), 2, "those of the other app");
     assert_eq!(read_all(&store, &kept, 1).await.unwrap(), [2]);
     store.purge_app(&kept.app).await;
     assert_nothing_left(&store, &disks).await;

@@ -53,7 +53,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
     assert_eq!(store.write(&key, batch).await.unwrap_err().kind, StoreErrorKind::Purged);
     assert_eq!(store.used_bytes(), 0);
     for disk in &store.core.disks {
-        assert_eq!(disk.io.list(Path::new("apps/app")).await.unwrap(), Vec::<String>::new());
+        assert_eq!(disk.io.list(Path::new("apps")).await.unwrap(), Vec::<String>::new());
         assert_eq!(disk.io.list(Path::new("trash")).await.unwrap(), Vec::<String>::new());
     }
     store.probe().await;
