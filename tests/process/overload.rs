@@ -102,6 +102,8 @@ async fn an_adversary_does_not_get_the_process_killed_and_leaves_nothing() {
     let setup = Setup {
         name: "overload",
         capacity: "64MiB",
+        // What the adversary reserved and never sends is back before the honest application loses patience.
+        memory: "buffer_ticket_timeout_sec = 10\nbuffer_ticket_check_interval_sec = 1",
         disks: 2,
         wrapper: wrapper.unwrap_or_default(),
         ..Setup::default()

@@ -67,6 +67,8 @@ pub(crate) struct Setup {
     pub(crate) quorum: Option<String>,
     /// Lines before the first table.
     pub(crate) top: &'static str,
+    /// More lines of `[memory_store]`.
+    pub(crate) memory: &'static str,
     /// More lines of `[localfile_store]`, then whole tables.
     pub(crate) tables: &'static str,
     /// More whole tables, made by the test.
@@ -89,6 +91,7 @@ impl Default for Setup {
             disks: 1,
             quorum: None,
             top: "",
+            memory: "",
             tables: "",
             made_tables: String::new(),
             wrapper: Vec::new(),
@@ -462,11 +465,12 @@ fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> 
          {}\n\
          [memory_store]\n\
          capacity = \"{}\"\n\
+         {}\n\
          [localfile_store]\n\
          data_paths = {data_paths:?}\n\
          {}\n\
          {}\n",
-        setup.store_type, setup.top, setup.capacity, setup.tables, setup.made_tables
+        setup.store_type, setup.top, setup.capacity, setup.memory, setup.tables, setup.made_tables
     )
 }
 
