@@ -249,7 +249,7 @@ pub struct LocalfileStore {
     pub recovery: bool,
     /// Who reads and writes. Default: blocking calls.
     pub io_engine: IoEngine,
-    /// Which data reads have their blocks' checksums compared. Default: `always`, which costs about 4 % of a read's CPU time.
+    /// Which data reads have their blocks' checksums compared. Default: `always`, which costs 8 % of a read's CPU time.
     pub verify_reads: VerifyReads,
     /// What is synced before it counts. Default: `off`, nothing.
     pub sync: SyncWrites,
@@ -307,7 +307,7 @@ pub struct Runtime {
     pub worker_threads: usize,
     /// Most threads for blocking work (disks). Default: 256; 4 to 4096.
     pub blocking_threads: usize,
-    /// Where connections of the raw TCP door run. Default: shared, which measured better on two cores.
+    /// Where connections of the raw TCP door run. Default: per core.
     pub urpc: UrpcRuntime,
 }
 
@@ -406,7 +406,7 @@ pub struct Grpc {
     pub stream_window_bytes: u64,
     /// HTTP/2 window of a connection. Default: 4 MiB; the stream's window to 512 MiB.
     pub connection_window_bytes: u64,
-    /// Sum of the windows of all connections, which shrink to keep it. Default: 128 MiB; the connection's window to 64 GiB.
+    /// Sum of the windows of all connections, which shrink to keep it. Default: 64 MiB; the connection's window to 64 GiB.
     pub window_total_bytes: u64,
     /// Largest HTTP/2 frame accepted. Default: 1 MiB; 16 KiB to 8 MiB.
     pub max_frame_bytes: u64,

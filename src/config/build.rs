@@ -263,7 +263,7 @@ fn runtime(reader: &mut Reader, machine: &Machine) -> Runtime {
     Runtime {
         worker_threads: reader.count("runtime_config.worker_threads", machine.cores.clamp(1, 1024), 1..=1024),
         blocking_threads: reader.count("runtime_config.blocking_threads", 256, 4..=4096),
-        urpc: reader.text("runtime_config.urpc_runtime", urpc_runtime).unwrap_or(UrpcRuntime::Shared),
+        urpc: reader.text("runtime_config.urpc_runtime", urpc_runtime).unwrap_or(UrpcRuntime::PerCore),
     }
 }
 
@@ -372,7 +372,7 @@ fn grpc(reader: &mut Reader) -> Grpc {
         max_streams_total: reader.count("grpc.max_streams_total", 8192, 256..=10_000_000),
         stream_window_bytes: reader.size("grpc.stream_window", MIB, 64 * KIB..=64 * MIB),
         connection_window_bytes: reader.size("grpc.connection_window", 4 * MIB, 64 * KIB..=512 * MIB),
-        window_total_bytes: reader.size("grpc.window_total", 128 * MIB, 64 * KIB..=64 * GIB),
+        window_total_bytes: reader.size("grpc.window_total", 64 * MIB, 64 * KIB..=64 * GIB),
         max_frame_bytes: reader.size("grpc.max_frame_size", MIB, 16 * KIB..=8 * MIB),
         request_timeout: reader.duration(
             "grpc.request_timeout_sec",

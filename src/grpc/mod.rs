@@ -56,7 +56,7 @@ pub struct GrpcConfig {
     pub connection_window_bytes: u32,
     /// Largest HTTP/2 frame announced; Java sends 64 KiB + 1 then. Default: 1 MiB.
     pub frame_bytes_max: u32,
-    /// Sum of the windows of all connections, as long as each has more than 64 KiB. Default: 128 MiB.
+    /// Sum of the windows of all connections, as long as each has more than 64 KiB. Default: 64 MiB.
     pub window_budget_bytes: u64,
     /// Time for a request to be complete, and for a small call to be answered. Default: 120 s.
     pub send_deadline: Duration,
@@ -93,7 +93,7 @@ impl Default for GrpcConfig {
             stream_window_bytes: 1 << 20,
             connection_window_bytes: 4 << 20,
             frame_bytes_max: 1 << 20,
-            window_budget_bytes: 128 << 20,
+            window_budget_bytes: 64 << 20,
             send_deadline: Duration::from_secs(120),
             stream_deadline: Duration::from_secs(300),
             discard_bytes_max: 64 << 20,
