@@ -43,8 +43,8 @@ const MEMORY: &str = "";
 const SPILLING: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.000001\nmemory_spill_low_watermark = 0.0\n";
 
-/// The TCP door on threads of its own.
-const PER_CORE: &str = "[runtime_config]\nurpc_runtime = \"per_core\"\n";
+/// The TCP door on the threads of everything else.
+const SHARED: &str = "[runtime_config]\nurpc_runtime = \"shared\"\n";
 
 /// A worker in this process, with its data in a directory that goes with it.
 struct Server {
@@ -143,13 +143,13 @@ async fn recorded_sessions_replay_with_everything_spilled() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recorded_tcp_sessions_replay_on_a_runtime_per_core() {
+async fn recorded_tcp_sessions_replay_on_the_shared_runtime() {
     let mut blocks = 0;
     for (path, session) in recordings() {
         if !session.exchanges.iter().any(|exchange| exchange.plane == Plane::Tcp) {
             continue;
         }
-        let summary = replay(&session, &format!("{SPILLING}{PER_CORE}")).await;
+        let summary = replay(&session, &format!("{SPILLING}{SHARED}")).await;
         let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         show(&path, &session, &summary);
         blocks += summary.blocks_sent;

@@ -5,7 +5,7 @@
 #![allow(clippy::panic, clippy::unwrap_used, clippy::expect_used, reason = "to panic is how a test fails")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the door")]
 
-/// Connections are tasks of the shared runtime, as by default.
+/// Connections are tasks of the shared runtime: `urpc_runtime = "shared"`.
 mod tcp {
     /// Runtimes of the door's own.
     pub(crate) const OWN_THREADS: usize = 0;
@@ -17,7 +17,7 @@ mod tcp {
     pub(crate) mod world;
 }
 
-/// Connections live on threads with a runtime each: `urpc_runtime = "per_core"`. Not the deadlines, which need the
+/// Connections live on threads with a runtime each, as by default. Not the deadlines, which need the
 /// test's own paused clock.
 #[allow(dead_code, reason = "some of the world is for the deadlines")]
 #[path = "tcp"]
