@@ -1,0 +1,29 @@
+//! What asking for a span costs a call that has none, which is every call of a worker without a collector.
+//!
+//! `cargo bench --bench traces`
+
+#![allow(missing_docs, reason = "a benchmark")]
+
+use std::hint::black_box;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use uniffle_worker::telemetry::traces::Traces;
+
+/// As a client would send it, not sampled.
+const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00";
+
+fn begin(c: &mut Criterion) {
+    let mut group = c.benchmark_group("begin");
+    for (name, traces, parent) in [
+        ("off", Traces::off(), None),
+        ("off, with a parent", Traces::off(), Some(PARENT)),
+        ("of one in a million", Traces::sampled(1e-6), None),
+        ("of one in a million, with a parent", Traces::sampled(1e-6), Some(PARENT)),
+    ] {
+        group.bench_function(name, |b| b.iter(|| black_box(traces).begin("bench", black_box(parent))));
+    }
+    group.finish();
+}
+
+criterion_group!(benches, begin);
+criterion_main!(benches);
