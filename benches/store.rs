@@ -68,6 +68,7 @@ fn placement(c: &mut Criterion) {
         full: n == 5,
         free_bytes: 1u64 << (30 + n % 4),
         in_flight_bytes: n << 20,
+        pace: None,
     };
     let disks: Vec<_> = (0..12).map(disk).collect();
     c.bench_function("placement_12_disks", |b| b.iter(|| choose(black_box(&disks), 1 << 20, &[])));
