@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 use uniffle_worker::store::hdfs::fake::{RemoteCall, RemoteFault};
 use uniffle_worker::store::hdfs::fs::RemoteFs;
@@ -129,7 +130,8 @@ async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
     rig.all.clear();
     rig.settled().await;
     fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
-    let probing = tokio::spawn(Arc::clone(&rig.hdfs).keep_probing());
+    let mut probing = JoinSet::new();
+    probing.spawn(Arc::clone(&rig.hdfs).keep_probing());
     let times =
         |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
     rig.eventually("it was asked in vain", || match times(RemoteCall::Delete) {
@@ -142,7 +144,7 @@ async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
     sleep(Duration::from_secs(600)).await;
     assert_eq!(times(RemoteCall::Delete), 4, "one that works is not asked");
     rig.finish().await;
-    probing.await.unwrap();
+    probing.join_next().await.unwrap().unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
 use uniffle_worker::client::grpc::{ShuffleClient, register_request};
 use uniffle_worker::client::send::SendForm;
-use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem};
+use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
+use uniffle_worker::store::hdfs::fs::RemoteFs;
 use uniffle_worker::store::hdfs::{RemoteLocation, RemoteTarget};
 use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
@@ -36,13 +38,7 @@ async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
     });
     let client = ShuffleClient::connect(([127, 0, 0, 1], worker.ready().grpc_port).into()).await.unwrap();
     let key = ShuffleKey::new(AppId::parse("app-ha").unwrap(), ShuffleId(1));
-    let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
-    let mut request = register_request(&key, &ranges);
-    let item =
-        |(key, value): &(String, String)| RemoteStorageConfItem { key: key.clone(), value: value.clone() };
-    let remote_storage_conf = settings.iter().map(item).collect();
-    request.remote_storage = Some(RemoteStorage { path: PATH.to_owned(), remote_storage_conf });
-    client.register_with(request).await.unwrap();
+    client.register_with(registration(&key, &settings)).await.unwrap();
 
     let generator = BlockGenerator::new(5, IdLayout::SPARK);
     let mut sent: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
@@ -84,17 +80,8 @@ async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
     let target = RemoteTarget { location, conf: settings, user: None };
     let fs = plain_connector().connect(&target).unwrap();
     wait_until("every block is readable", SETTLE_DEADLINE, || {
-        let found = tokio::task::block_in_place(|| {
-            let reading = async {
-                let mut found = BTreeMap::new();
-                for at in 0..PARTITIONS {
-                    let directory = format!("/uniffle/app-ha/1/{at}-{at}");
-                    found.extend(read_directory(&*fs, &directory, "127.0.0.1-").await);
-                }
-                found
-            };
-            tokio::runtime::Handle::current().block_on(reading)
-        });
+        let reading = || tokio::runtime::Handle::current().block_on(everything(&*fs));
+        let found = tokio::task::block_in_place(reading);
         let blocks = sent.values().flatten();
         let missing = blocks.filter(|block| found.get(&block.meta.block_id.0) != Some(&block.data)).count();
         if missing == 0 { Ok(()) } else { Err(format!("{missing} blocks are missing")) }
@@ -106,4 +93,24 @@ async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
     });
     worker.assert_clean();
     worker.stop();
+}
+
+/// A registration that names the nameservice and how to find it.
+fn registration(key: &ShuffleKey, settings: &[(String, String)]) -> ShuffleRegisterRequest {
+    let ranges: Vec<_> = (0..PARTITIONS).map(|partition| (partition, partition)).collect();
+    let mut request = register_request(key, &ranges);
+    let item =
+        |(key, value): &(String, String)| RemoteStorageConfItem { key: key.clone(), value: value.clone() };
+    let remote_storage_conf = settings.iter().map(item).collect();
+    request.remote_storage = Some(RemoteStorage { path: PATH.to_owned(), remote_storage_conf });
+    request
+}
+
+/// What is in the files of all partitions, by block id.
+async fn everything(fs: &dyn RemoteFs) -> BTreeMap<i64, Bytes> {
+    let mut found = BTreeMap::new();
+    for at in 0..PARTITIONS {
+        found.extend(read_directory(fs, &format!("/uniffle/app-ha/1/{at}-{at}"), "127.0.0.1-").await);
+    }
+    found
 }

@@ -32,7 +32,9 @@ pub(crate) fn is_there(tool: &str, argument: &str) -> bool {
 pub(crate) fn ask(port: u16, method: &str, path: &str) -> (u16, Vec<u8>) {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(ANSWER_DEADLINE)).unwrap();
-    write!(stream, "{method} {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n").unwrap();
+    let request = format!("{method} {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n");
+    // A head that is too long is refused, and the connection closed, before all of it was sent.
+    let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     // A refusal may reset the connection behind the answer while request bytes are still unread.
     let _ = stream.read_to_end(&mut answer);

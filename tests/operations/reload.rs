@@ -133,8 +133,8 @@ async fn a_signal_and_a_changed_file_do_the_same() {
         let said = |what: &str, parts: &[&str]| {
             wait_until(what, Duration::from_secs(20), || {
                 let log = worker.log();
-                let is_there = log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
-                if is_there { Ok(()) } else { Err(format!("{parts:?} is not in {log}")) }
+                let there = log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
+                there.then_some(()).ok_or_else(|| format!("{parts:?} is not in {log}"))
             });
         };
         // By the file alone: first half of it, which must not be taken, then all.

@@ -58,6 +58,28 @@ pub(crate) enum End {
     Nothing,
 }
 
+impl End {
+    /// Ends the process, `killed` being set before, and begins the next.
+    fn bring_to(self, worker: &mut Worker, killed: &AtomicBool) {
+        match self {
+            Self::Nothing => {}
+            Self::Kill => {
+                killed.store(true, Ordering::SeqCst);
+                worker.kill();
+                worker.start_again();
+            }
+            Self::Stop => {
+                worker.terminate();
+                worker.start_again();
+            }
+            Self::Upgrade => {
+                worker.begin_upgrade();
+                worker.finish_upgrade();
+            }
+        }
+    }
+}
+
 /// Where a worker's cold data is, as its clients see it.
 pub(crate) trait Remote: Debug + Send + Sync {
     /// What they register with.
@@ -318,22 +340,7 @@ impl Checker {
             sleep(Duration::from_millis(random.random_range(0..500))).await;
         }
         let began = Instant::now();
-        block_in_place(|| match end {
-            End::Nothing => {}
-            End::Kill => {
-                crew.killed.store(true, Ordering::SeqCst);
-                worker.kill();
-                worker.start_again();
-            }
-            End::Stop => {
-                worker.terminate();
-                worker.start_again();
-            }
-            End::Upgrade => {
-                worker.begin_upgrade();
-                worker.finish_upgrade();
-            }
-        });
+        block_in_place(|| end.bring_to(worker, &crew.killed));
         let took = began.elapsed();
         if let Some(remote) = &self.remote {
             block_in_place(|| remote.heal());

@@ -2,6 +2,7 @@ package uniffle;
 
 import java.io.BufferedReader;
 import java.io.File;
+import java.io.FileNotFoundException;
 import java.io.IOException;
 import java.io.InputStreamReader;
 import java.net.URI;
@@ -157,13 +158,15 @@ public final class MiniHdfs {
   /** Every file below a directory, as {@code path|length|owner}, separated by blanks. */
   private static String list(DistributedFileSystem fs, Path directory) throws IOException {
     StringBuilder text = new StringBuilder();
-    if (fs.exists(directory)) {
+    try {
       RemoteIterator<LocatedFileStatus> files = fs.listFiles(directory, true);
       while (files.hasNext()) {
         LocatedFileStatus file = files.next();
         text.append(file.getPath().toUri().getPath()).append('|').append(file.getLen()).append('|')
             .append(file.getOwner()).append(' ');
       }
+    } catch (FileNotFoundException gone) {
+      // It is not there, or it or a directory in it was removed just now: what was seen before that.
     }
     return text.toString().trim();
   }
