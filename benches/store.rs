@@ -1,7 +1,15 @@
 //! What a flush costs besides the copy: encoding index records and groups, checking them again, choosing a disk.
 //!
 //! # Reference numbers
-//! None taken yet: they belong here once the machine is quiet.
+//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
+//!
+//! | what | time |
+//! | --- | --- |
+//! | 1,000 index records: encode, rebase | 0.95 µs, 0.25 µs |
+//! | index group of 16,384 records in 1 partition: encode, decode | 33 µs, 36 µs |
+//! | in 256 partitions | 40 µs, 54 µs |
+//! | in 16,384 partitions | 365 µs, 397 µs |
+//! | placement among 12 disks | 96 ns |
 
 #![allow(missing_docs, reason = "a benchmark")]
 

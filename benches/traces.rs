@@ -1,6 +1,14 @@
 //! What asking for a span costs a call that has none, which is every call of a worker without a collector.
 //!
 //! `cargo bench --bench traces`
+//!
+//! # Reference numbers
+//! 2026-11-21, 2 vCPUs (AMD EPYC, AVX-512), nothing else running, rustc 1.95; medians.
+//!
+//! | a call | time |
+//! | --- | --- |
+//! | off, without and with a parent | 8.5 ns, 8.6 ns |
+//! | of one in a million | 13 ns, 67 ns |
 
 #![allow(missing_docs, reason = "a benchmark")]
 
