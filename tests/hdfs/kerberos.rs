@@ -15,6 +15,7 @@ use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegiste
 use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::support::hdfs::{self, Listed, MiniHdfs};
+use crate::support::ports::free_port;
 use crate::support::worker::{Setup, Worker};
 use crate::support::{in_ci, say, wait_until};
 
@@ -65,8 +66,7 @@ fn is_available() -> bool {
 impl Kdc {
     fn start() -> Self {
         let dir = tempfile::Builder::new().prefix("uniffle-kdc-").tempdir().unwrap();
-        // TCP and UDP ports are different things; whoever takes this one meanwhile makes the test fail, not pass.
-        let port = std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let home = dir.path().display();
         std::fs::write(
             dir.path().join("krb5.conf"),

@@ -10,6 +10,7 @@ use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttem
 
 use crate::coordinator::{CoordinatorDouble, Manner};
 use crate::real::{SETTLE_DEADLINE, real};
+use crate::support::ports::free_port;
 use crate::support::wait_until;
 use crate::support::worker::{Setup, Worker};
 
@@ -91,7 +92,7 @@ fn refusal(setup: &Setup) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_remote_path_that_fails_the_check_at_the_start_is_named_with_the_key() {
     // Nobody is there.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let absent = format!("hdfs://127.0.0.1:{port}/uniffle");
     let setup = only_hdfs("no-namenode", &format!("precheck_enable = true\nallowed_paths = [\"{absent}\"]"));
     let line = refusal(&setup);

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::tools::{Load, Running, ask_text, free_port, is_there, run};
+use super::tools::{Load, Running, ask_text, is_there, run};
 use crate::support::metrics::Metrics;
+use crate::support::ports::free_port;
 use crate::support::wait_until;
 use crate::support::worker::{Setup, Worker};
 

@@ -14,6 +14,7 @@ pub(crate) mod hdfs;
 pub(crate) mod maven;
 pub(crate) mod metrics;
 pub(crate) mod otlp;
+pub(crate) mod ports;
 pub(crate) mod spark;
 pub(crate) mod worker;
 
