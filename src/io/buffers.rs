@@ -14,7 +14,14 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::{BLOCK_ALIGN, BoxFuture};
 
 /// Largest read buffer anybody asks for: reads are streamed in chunks of at most this.
-pub const READ_CHUNK_BYTES_MAX: usize = 1 << 20;
+///
+/// A chunk costs a way to a disk's thread and back, 60 to 90 µs of CPU. 2026-11-21, 2 vCPU of an AMD EPYC, 3.14 GB by way of
+/// 512 MB over TCP, server CPU-s/GB of reading (medians of 9): chunks of 256 KiB 0.411, 512 KiB 0.338, 1 MiB 0.280,
+/// 2 MiB 0.236.
+pub const READ_CHUNK_BYTES_MAX: usize = 2 << 20;
+
+/// What read memory must be counted in: chunks are not larger when it is short.
+pub const READ_CHUNK_BYTES_SHORT: usize = 1 << 20;
 
 /// Bytes of one staging buffer: one gathered write call.
 pub const STAGING_BYTES: usize = 1 << 20;
@@ -23,6 +30,11 @@ pub const STAGING_BYTES: usize = 1 << 20;
 pub trait ReadBuffers: Send + Sync {
     /// Waits for a buffer of at least `len` bytes (`len` ≤ [`READ_CHUNK_BYTES_MAX`]).
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>>;
+
+    /// What to ask for at most, as long as nothing changes: whole disk blocks.
+    fn chunk_bytes(&self) -> usize {
+        READ_CHUNK_BYTES_MAX
+    }
 }
 
 /// A buffer that a read fills and that becomes [`Bytes`].

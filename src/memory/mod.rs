@@ -42,7 +42,7 @@ pub use budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Buffer, Committed};
 pub use chain::BlockFill;
 pub use error::MemoryError;
-pub use pool::{READ_BUFFER_BYTES_MAX, ReadBuf, ReadPool};
+pub use pool::{ReadBuf, ReadPool};
 pub use read::MemoryRead;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::{Reservation, Tickets};

@@ -9,15 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::io::BoxFuture;
-use crate::io::buffers::{ReadBuffer, ReadBuffers};
+use crate::io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 use bytes::Bytes;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::budget::Budget;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
-
-/// Largest read buffer; reads are streamed in chunks of at most this.
-pub const READ_BUFFER_BYTES_MAX: usize = 1 << 20;
 
 /// Read buffers of a bounded total.
 #[derive(Clone)]
@@ -43,7 +40,7 @@ impl ReadPool {
         Ok(Self { region, budget, permits, freed: Arc::new(Notify::new()), waits: Arc::default() })
     }
 
-    /// A buffer of `len` bytes (1 MiB at most, a larger one would be a bug), as soon as there is one.
+    /// A buffer of `len` bytes ([`READ_CHUNK_BYTES_MAX`] at most, a larger one would be a bug), as soon as there is one.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
         let bytes = segment_bytes(len);
         if self.permits.available_permits() < units(bytes) as usize {
@@ -75,6 +72,14 @@ impl ReadPool {
     pub fn try_acquire_spare(&self, len: usize) -> Option<ReadBuf> {
         let used = self.used_bytes() + segment_bytes(len) as u64;
         if used > self.capacity_bytes() / 2 { None } else { self.try_acquire(len) }
+    }
+
+    /// How much a read may ask for: less when this and the one ahead of it would use half of the pool, so that many
+    /// readers get on at once.
+    #[must_use]
+    pub fn chunk_bytes(&self) -> usize {
+        let is_spare = self.used_bytes() + 2 * READ_CHUNK_BYTES_MAX as u64 <= self.capacity_bytes() / 2;
+        if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
     /// How often there were fewer bytes free than a buffer needs, so that somebody waited.
@@ -112,8 +117,8 @@ impl fmt::Debug for ReadPool {
 }
 
 fn segment_bytes(len: usize) -> usize {
-    assert!(len <= READ_BUFFER_BYTES_MAX, "read buffer of {len} bytes");
-    const { assert!(READ_BUFFER_BYTES_MAX <= SEGMENT_BYTES_MAX) };
+    assert!(len <= READ_CHUNK_BYTES_MAX, "read buffer of {len} bytes");
+    const { assert!(READ_CHUNK_BYTES_MAX <= SEGMENT_BYTES_MAX) };
     len.next_power_of_two().max(SEGMENT_BYTES_MIN)
 }
 
@@ -183,6 +188,10 @@ impl ReadBuffers for ReadPool {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
         Box::pin(async move { Box::new(Self::acquire(self, len).await) as Box<dyn ReadBuffer> })
     }
+
+    fn chunk_bytes(&self) -> usize {
+        Self::chunk_bytes(self)
+    }
 }
 
 impl ReadBuffer for ReadBuf {
@@ -216,6 +225,18 @@ mod tests {
         drop((part, second));
         assert_eq!(pool.used_bytes(), 0);
         assert_eq!(pool.region.largest_free(), SEGMENT_BYTES_MAX);
+    }
+
+    #[test]
+    fn chunks_are_small_when_memory_is_short() {
+        let pool = ReadPool::new(8 << 20).unwrap();
+        let mut held = Vec::new();
+        let mut sizes = Vec::new();
+        for _ in 0..6 {
+            sizes.push(pool.chunk_bytes() >> 20);
+            held.extend(pool.try_acquire(pool.chunk_bytes()));
+        }
+        assert_eq!((sizes, held.len()), (vec![2, 1, 1, 1, 1, 1], 6));
     }
 
     #[tokio::test]

@@ -12,7 +12,8 @@ use crate::grpc::{DecommissionBy, GrpcConfig};
 use crate::http::HttpConfig;
 use crate::http::push::PushConfig;
 use crate::io::Engine;
-use crate::memory::{MemoryConfig, READ_BUFFER_BYTES_MAX};
+use crate::io::buffers::READ_CHUNK_BYTES_SHORT;
+use crate::memory::MemoryConfig;
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 #[cfg(feature = "hdfs")]
@@ -246,9 +247,10 @@ pub(super) fn grpc(config: &Config) -> GrpcConfig {
     }
 }
 
-/// Local answers that wait may hold a quarter of the read memory's chunks; the rest is for those being written.
+/// Local answers that wait may hold a quarter of the read memory's chunks, half when these are large; the rest is for
+/// those being written.
 pub(super) fn tcp(config: &Config) -> TcpConfig {
-    let chunks = config.memory.read_capacity_bytes / READ_BUFFER_BYTES_MAX as u64;
+    let chunks = config.memory.read_capacity_bytes / READ_CHUNK_BYTES_SHORT as u64;
     let waiting = usize::try_from(chunks / 4).unwrap_or(usize::MAX);
     let own_threads = match config.runtime.urpc {
         UrpcRuntime::PerCore => config.runtime.worker_threads,

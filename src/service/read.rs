@@ -189,7 +189,7 @@ impl ChunkStream {
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
     pub(super) fn next_if_spare(mut self: Box<Self>) -> Result<NextChunk, Box<Self>> {
-        let room = self.source.next_room();
+        let room = self.source.next_room().min(self.memory.read_pool().chunk_bytes());
         if self.first.is_some() || room == 0 {
             return Err(self);
         }
@@ -229,6 +229,11 @@ impl ReadBuffers for HeldBuffer {
             Some(buffer) => std::future::ready(buffer).boxed(),
             None => ReadBuffers::acquire(self.memory.read_pool(), len),
         }
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        let held = self.held.lock().as_mut().map(|buffer| buffer.as_mut().as_mut().len());
+        held.unwrap_or_else(|| self.memory.read_pool().chunk_bytes())
     }
 }
 

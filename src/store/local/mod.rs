@@ -111,7 +111,7 @@ pub struct LocalConfig {
     pub engine: Engine,
     /// Time for one write call of at most 16 MiB, queueing included. Default: 60 s.
     pub write_timeout: Duration,
-    /// Time for one read call of at most 1 MiB, queueing included. Default: 60 s.
+    /// Time for one read call of at most 2 MiB, queueing included. Default: 60 s.
     pub read_timeout: Duration,
     /// Time to open, create or rename something. Default: 30 s.
     pub name_timeout: Duration,

@@ -11,9 +11,10 @@
 //! on blocking threads instead (it may wait for the disk), tried and dropped: read once 0.54, eight times 0.39; after
 //! buffered writes, eight times, 0.34 against 0.27 for read and write. Writing buffered cost 0.5 to 0.7 against 0.3.
 
+mod data;
+
 use std::fmt;
 use std::io;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -25,17 +26,22 @@ use super::disk::within;
 use super::index::RecordCheck;
 use super::log::Log;
 use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
-use super::verify::{self, Mismatch, Verifier, VerifyReads};
 use crate::io::buffers::READ_CHUNK_BYTES_MAX;
-use crate::io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
+use crate::io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::types::PartitionId;
 use crate::wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, rebase, records};
 
-/// Largest chunk of an index: whole records.
-const INDEX_CHUNK_BYTES_MAX: usize = READ_CHUNK_BYTES_MAX / RECORD_BYTES * RECORD_BYTES;
+pub use data::DataRead;
 
-/// Shorter parts are gathered, several into one buffer.
+/// Largest chunk of an index: whole records.
+const INDEX_CHUNK_BYTES_MAX: usize = whole_records(READ_CHUNK_BYTES_MAX);
+
+const fn whole_records(bytes: usize) -> usize {
+    bytes / RECORD_BYTES * RECORD_BYTES
+}
+
+/// Shorter parts are read by way of the page cache.
 pub(super) const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// The index of a partition: the records of all its extents, with offsets into its data stream.
@@ -76,17 +82,6 @@ struct Step {
     range: std::ops::Range<usize>,
 }
 
-/// A range of a partition's data.
-pub struct DataRead {
-    /// Bytes of the range.
-    pub length: u64,
-    stream: Stream,
-    pieces: std::vec::IntoIter<Piece>,
-    current: Option<Piece>,
-    verifier: Option<Verifier>,
-    gave_up: bool,
-}
-
 /// A part of a data log.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
@@ -121,13 +116,6 @@ impl fmt::Debug for IndexRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lengths = (self.length, self.data_length, self.stream.left);
         f.debug_tuple("IndexRead").field(&self.stream.shuffle.key).field(&lengths).finish()
-    }
-}
-
-impl fmt::Debug for DataRead {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lengths = (self.length, self.stream.left);
-        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&lengths).finish()
     }
 }
 
@@ -202,14 +190,15 @@ impl Stream {
         .await
     }
 
-    /// Fills all parts by way of the page cache, in one call per log.
+    /// Fills all parts, in one call per log.
     async fn read_all(
         &self,
+        how: How,
         mut buffer: Box<dyn ReadBuffer>,
         parts: PartsByLog,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         for (slot, parts) in parts.0 {
-            buffer = self.read((&*self.shuffle.log_at(slot), How::Cached), buffer, parts).await?;
+            buffer = self.read((&*self.shuffle.log_at(slot), how), buffer, parts).await?;
         }
         Ok(buffer)
     }
@@ -229,17 +218,6 @@ impl PartsByLog {
 }
 
 impl Core {
-    /// Whether the next data read is checked.
-    fn verifies_next(&self) -> bool {
-        match self.config.verify_reads {
-            VerifyReads::Always => true,
-            VerifyReads::Sampled => {
-                self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(verify::SAMPLE)
-            }
-            VerifyReads::Off => false,
-        }
-    }
-
     /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
     pub(super) async fn records_of(
         &self,
@@ -275,12 +253,12 @@ impl IndexRead {
         Self { length, data_length, stream, extents: extents.into_iter(), current: None, fillers: 0 }
     }
 
-    /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
     ///
     /// # Errors
     /// What the disk says, or `Corrupt` when the records are not what was written.
     pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        let len = self.stream.next_len(INDEX_CHUNK_BYTES_MAX)?;
+        let len = self.stream.next_len(whole_records(buffers.chunk_bytes()))?;
         if len == 0 {
             return Ok(None);
         }
@@ -296,7 +274,7 @@ impl IndexRead {
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
         let mut buffer = buffers.acquire(len).await;
         let (steps, parts) = self.plan(&mut *buffer, len);
-        buffer = self.stream.read_all(buffer, parts).await?;
+        buffer = self.stream.read_all(How::Cached, buffer, parts).await?;
         for step in steps {
             let bytes = (*buffer).as_mut().get_mut(step.range).unwrap_or_default();
             self.check(step.records, bytes)?;
@@ -429,181 +407,4 @@ fn filler(gap: &Extent, number: u32) -> IndexRecord {
         block_id: FILLER_BLOCK_ID,
         task_attempt_id: -1,
     }
-}
-
-impl DataRead {
-    /// Whether part of the range is lost: zeros stand for it.
-    #[must_use]
-    pub fn has_hole(&self) -> bool {
-        self.pieces.as_slice().iter().any(|piece| piece.log == NO_LOG)
-    }
-
-    pub(super) fn new(
-        core: Arc<Core>,
-        shuffle: Arc<Shuffle>,
-        partition: PartitionId,
-        offset: u64,
-        length: u32,
-    ) -> Result<Self, StoreError> {
-        let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
-        let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
-        let pieces = shuffle.with_partition(partition, |found| {
-            let partition = found.filter(|partition| end <= partition.bytes)?;
-            Some(translate(&partition.extents, offset, end))
-        });
-        let (extents, pieces) = pieces.ok_or_else(|| {
-            let purged = shuffle.is_purged();
-            shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
-        })?;
-        core.metrics.read_data_file.inc();
-        let verifier = core.verifies_next().then(|| Verifier::new(extents, offset..end));
-        let stream = Stream::new(core, (shuffle, partition), u64::from(length));
-        let (length, pieces) = (u64::from(length), pieces.into_iter());
-        Ok(Self { length, stream, pieces, current: None, verifier, gave_up: false })
-    }
-
-    /// Whether an extent was found damaged and is a hole now.
-    #[must_use]
-    pub fn gave_up(&self) -> bool {
-        self.gave_up
-    }
-
-    /// The disk that has failed too often to give this partition's bytes: see [`LocalStore::try_out`](super::LocalStore::try_out).
-    /// Known after an error, and of one read only.
-    #[must_use]
-    pub fn to_try_out(&self) -> Option<usize> {
-        self.stream.to_try_out
-    }
-
-    /// The next chunk of at most 1 MiB, `None` at the end. Waits for a buffer of `buffers`.
-    ///
-    /// # Errors
-    /// What the disk says; a file that ends too early is `Corrupt`.
-    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        let len = self.stream.next_len(READ_CHUNK_BYTES_MAX)?;
-        if len == 0 {
-            return Ok(None);
-        }
-        self.stream.failed = true; // See IndexRead::next_chunk.
-        let chunk = self.read_chunk(len, buffers).await;
-        let chunk = chunk.inspect_err(|error| self.stream.count_failure(error))?;
-        let len = chunk.len();
-        self.stream.failed = false;
-        self.stream.left -= len as u64;
-        self.stream.core.metrics.read_data_bytes.inc_by(len as u64);
-        Ok(Some(chunk))
-    }
-
-    /// Reads and checks a chunk of at most `len` bytes.
-    async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let next = self.current.take().or_else(|| self.pieces.next());
-        let piece = next.expect("the length is the sum over the pieces");
-        let chunk = if self.goes_direct(&piece) {
-            self.read_aligned(piece, buffers).await?
-        } else {
-            self.gather(piece, len, buffers).await?
-        };
-        let Some(verifier) = &mut self.verifier else { return Ok(chunk) };
-        let Stream { core, shuffle, .. } = &self.stream;
-        match verifier.check(core, shuffle, &chunk).await {
-            Ok(()) => Ok(chunk),
-            Err(Mismatch::Records { error, log }) => {
-                self.stream.blame(&log);
-                Err(error)
-            }
-            Err(Mismatch::Block { base }) => {
-                self.gave_up = true;
-                Err(core.give_up_damaged(shuffle, self.stream.partition, base))
-            }
-        }
-    }
-
-    /// Whether a part is read by itself, around the page cache.
-    fn goes_direct(&self, piece: &Piece) -> bool {
-        let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
-        piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
-    }
-
-    /// Room that the next chunk needs at most, 0 at the end.
-    #[must_use]
-    pub fn next_room(&self) -> usize {
-        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
-        // A direct read may begin and end with a part of a block.
-        let ends = if left == 0 { 0 } else { 2 * BLOCK_ALIGN };
-        left.saturating_add(ends).min(READ_CHUNK_BYTES_MAX)
-    }
-
-    /// The first bytes of `piece`, read as the whole blocks in which they lie: straight from the device to the buffer.
-    async fn read_aligned(&mut self, piece: Piece, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
-        let skip = usize::try_from(piece.offset - start).unwrap_or(0);
-        let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
-        let part = left.min(READ_CHUNK_BYTES_MAX - skip);
-        // An extent fills its last block, so what is read beyond `part` is there.
-        let blocks = (skip + part).next_multiple_of(BLOCK_ALIGN);
-        let buffer = buffers.acquire(blocks).await;
-        let log = self.stream.shuffle.log_at(piece.log);
-        let parts = vec![ReadPart { range: 0..blocks, offset: start }];
-        let buffer = self.stream.read((&*log, How::Direct), buffer, parts).await?;
-        self.keep_rest(piece, part);
-        Ok(buffer.freeze(blocks).slice(skip..skip + part))
-    }
-
-    /// At most `len` bytes from `piece` on, of as many pieces as it takes; ends before one that goes direct.
-    async fn gather(
-        &mut self,
-        piece: Piece,
-        len: usize,
-        buffers: &dyn ReadBuffers,
-    ) -> Result<Bytes, StoreError> {
-        let (mut parts, mut holes) = (PartsByLog::default(), Vec::new());
-        let mut filled = 0;
-        let mut next = Some(piece);
-        while let Some(piece) = next {
-            let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
-            let range = filled..filled + part;
-            match piece.log {
-                NO_LOG => holes.push(range),
-                log => parts.push(log, ReadPart { range, offset: piece.offset }),
-            }
-            filled += part;
-            self.keep_rest(piece, part);
-            if filled == len {
-                break;
-            }
-            next = self.pieces.next();
-            if next.is_some_and(|piece| self.goes_direct(&piece)) {
-                self.current = next.take();
-            }
-        }
-        let buffer = self.stream.read_all(buffers.acquire(filled).await, parts).await?;
-        let buffer = holes.into_iter().fold(buffer, zeroed);
-        Ok(buffer.freeze(filled))
-    }
-
-    fn keep_rest(&mut self, piece: Piece, read: usize) {
-        let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
-        self.current = (length > 0).then_some(Piece { offset, length, ..piece });
-    }
-}
-
-fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box<dyn ReadBuffer> {
-    if let Some(bytes) = (*buffer).as_mut().get_mut(range) {
-        bytes.fill(0);
-    }
-    buffer
-}
-
-/// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
-/// inside. Holes have parts, of no log.
-fn translate(extents: &[Extent], offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
-    let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
-    let touched = extents[first..].iter().take_while(|extent| extent.base < end);
-    let known = touched.clone().filter(|extent| !extent.is_lost()).copied().collect();
-    let pieces = touched.map(|extent| {
-        let from = offset.max(extent.base) - extent.base;
-        let to = end.min(extent.base + extent.length) - extent.base;
-        Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
-    });
-    (known, pieces.collect())
 }

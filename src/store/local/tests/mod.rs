@@ -18,7 +18,7 @@ use bytes::Bytes;
 use prometheus::Registry;
 
 use super::*;
-use crate::io::buffers::{AlignedBuffer, HeapBuffers};
+use crate::io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
 use crate::io::fault::{FaultDisk, Faults};
 use crate::io::memory::MemoryDisk;
 use crate::types::{AppId, BlockId, ShuffleId, TaskAttemptId};
@@ -118,7 +118,7 @@ pub(super) async fn range_of(
     let mut read = store.data(key, PartitionId(partition), offset, length)?;
     let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
-        assert!(chunk.len() <= 1 << 20);
+        assert!(!chunk.is_empty() && chunk.len() <= READ_CHUNK_BYTES_MAX);
         bytes.extend_from_slice(&chunk);
     }
     assert_eq!(bytes.len(), length as usize, "never short");

@@ -5,6 +5,8 @@ use std::time::Duration;
 use tokio::time::advance;
 
 use super::*;
+use crate::io::BoxFuture;
+use crate::io::buffers::{ReadBuffer, ReadBuffers};
 use crate::io::fault::{EIO, Fault, Operation, Rule};
 
 async fn cached(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
@@ -122,4 +124,58 @@ async fn writing_across_the_high_watermark_makes_a_disk_full_at_once() {
     store.maintain_once().await;
     assert!(changes.has_changed().unwrap());
     assert_eq!((store.available_disks(), store.usage(&key)), (2, ShuffleUsage::default()));
+}
+
+/// Heap buffers, at most so large.
+struct SmallBuffers(usize);
+
+impl ReadBuffers for SmallBuffers {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        assert!(len <= self.0, "{len} bytes of {}", self.0);
+        HeapBuffers.acquire(len)
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        self.0
+    }
+}
+
+#[tokio::test]
+async fn several_large_extents_are_read_in_one_call() {
+    let disks = [TestDisk::new("/a")];
+    let config = LocalConfig { direct_io: true, ..LocalConfig::default() };
+    let store = LocalStore::open(config, vec![disks[0].disk()], &Registry::new()).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    // Three large ones, a small one, and one that is larger than any buffer.
+    let sizes = [(1, 100_000), (2, 70_001), (3, 300_000), (4, 5000), (5, 3_000_001), (6, 66_000)];
+    for (id, size) in sizes {
+        store.write(&key, vec![extent(1, &[(id, size)], id % 2 == 0)]).await.unwrap();
+    }
+    let whole: Vec<u8> = sizes.iter().flat_map(|(id, size)| payload(*id, *size)).collect();
+    let calls = || store.core.metrics.read_operations.with_label_values(&["/a"]).get();
+    for (buffer_bytes, expected) in [(READ_CHUNK_BYTES_MAX, 4), (1 << 20, 5), (512 << 10, 8), (64 << 10, 57)]
+    {
+        let before = calls();
+        let length = whole.len();
+        let mut read = store.data(&key, PartitionId(1), 0, length as u32).unwrap();
+        let mut bytes = Vec::new();
+        while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
+            bytes.extend_from_slice(&chunk);
+        }
+        assert!(bytes == whole, "buffers of {buffer_bytes}");
+        assert_eq!(calls() - before, expected, "buffers of {buffer_bytes}");
+        for (from, to) in [(1, length - 1), (99_999, 100_001), (4097, 480_000), (170_000, length)] {
+            let mut read = store.data(&key, PartitionId(1), from as u64, (to - from) as u32).unwrap();
+            let mut at = from;
+            while let Some(chunk) = read.next_chunk(&SmallBuffers(buffer_bytes)).await.unwrap() {
+                assert!(
+                    chunk == whole[at..at + chunk.len()],
+                    "{from}..{to} at {at}, buffers of {buffer_bytes}"
+                );
+                at += chunk.len();
+            }
+            assert_eq!((at, read.next_room()), (to, 0));
+        }
+    }
 }
