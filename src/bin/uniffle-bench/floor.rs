@@ -19,6 +19,10 @@ use crate::report::{FloorLine, GB};
 
 /// Bytes of one call.
 const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes that stay in a core's cache.
+const HOT_BYTES: usize = 256 << 10;
+/// A block as Spark sends it.
+const BLOCK_BYTES: usize = 14 << 10;
 /// Memory of one connection.
 const RING_BYTES: usize = 128 << 20;
 /// The file for `sendfile`.
@@ -56,13 +60,19 @@ pub(crate) fn network(bytes: usize, connections: usize) -> anyhow::Result<Vec<Fl
         receive(&mut stream, &mut hot, share)?;
         Ok(thread_cpu_seconds() - cpu)
     })?;
+    let checked = pairs("socket, checked, to warm memory", bytes, connections, |mut stream, share| {
+        let mut ring = warm(RING_BYTES);
+        let cpu = thread_cpu_seconds();
+        check_and_place(&mut stream, &mut ring, share)?;
+        Ok(thread_cpu_seconds() - cpu)
+    })?;
     let from_memory = reversed("memory to socket", bytes, connections, |stream, share| {
         let ring = warm(RING_BYTES);
         let cpu = thread_cpu_seconds();
         send(stream, &ring, share)?;
         Ok(thread_cpu_seconds() - cpu)
     })?;
-    Ok(vec![into_memory, discarded, from_memory])
+    Ok(vec![into_memory, discarded, checked, from_memory])
 }
 
 fn warm(bytes: usize) -> Vec<u8> {
@@ -78,6 +88,28 @@ fn receive(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Res
         anyhow::ensure!(count > 0, "the floor's own connection broke");
         left -= count;
         at = if at + count >= ring.len() { 0 } else { at + count };
+    }
+    Ok(())
+}
+
+/// What a server can not do without that checks each block and puts it into its partition's memory: small reads, a
+/// checksum of each block and a copy.
+fn check_and_place(stream: &mut TcpStream, ring: &mut [u8], bytes: usize) -> anyhow::Result<()> {
+    let mut hot = warm(HOT_BYTES);
+    let (mut left, mut at) = (bytes, 0);
+    while left > 0 {
+        let room = left.min(HOT_BYTES);
+        let count = stream.read(&mut hot[..room])?;
+        anyhow::ensure!(count > 0, "the floor's own connection broke");
+        left -= count;
+        for block in hot[..count].chunks(BLOCK_BYTES) {
+            std::hint::black_box(crc32fast::hash(block));
+            if ring.len() - at < block.len() {
+                at = 0;
+            }
+            ring[at..at + block.len()].copy_from_slice(block);
+            at += block.len();
+        }
     }
     Ok(())
 }
