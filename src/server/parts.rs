@@ -69,6 +69,12 @@ pub(super) fn app_check_interval(config: &Config) -> Duration {
     (config.app.heartbeat_timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(30))
 }
 
+/// The id that Linux gives to each start of its own; empty where there is none.
+fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.split_whitespace().collect()
+}
+
 pub(super) fn store(config: &Config) -> LocalConfig {
     let local = &config.localfile;
     LocalConfig {
@@ -80,6 +86,7 @@ pub(super) fn store(config: &Config) -> LocalConfig {
         low_watermark: local.disk_low_watermark,
         direct_io: local.direct_io,
         recovery: local.recovery,
+        boot: boot_id(),
         engine: match local.io_engine {
             IoEngine::Blocking => Engine::Blocking,
             IoEngine::Uring => Engine::Uring,

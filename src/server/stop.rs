@@ -47,7 +47,12 @@ impl Worker {
         self.flush_until(deadline).await;
         // Connects are refused from here on: nobody will ever accept them.
         self.held = Inherited::default();
-        self.end(deadline).await.tasks_left
+        let local = self.tiers.as_ref().and_then(|tiers| tiers.local.clone());
+        let tasks_left = self.end(deadline).await.tasks_left;
+        if let Some(local) = local.filter(|_| tasks_left == 0) {
+            local.end().await;
+        }
+        tasks_left
     }
 
     /// Refuses tickets and flushes, for an upgrade. If memory is not empty in time the worker goes on as before.

@@ -121,8 +121,8 @@ impl Service {
                 tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
             }
         }
-        if shuffle.notes_incomplete {
-            state.losses().doubt_reports(shuffle.reason.clone());
+        if !shuffle.notes_missing.is_empty() {
+            state.losses().doubt_reports(shuffle.notes_missing);
         }
         if remote == Remote::Unusable {
             return Ok(Some(Vec::new()));

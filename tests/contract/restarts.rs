@@ -83,6 +83,50 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
     });
 }
 
+/// As if the machine had been started again: another kernel's id stands in the lists of data directories.
+fn reset_machine(disks: &[PathBuf]) {
+    for path in disks {
+        let list = path.join("uniffle-worker.peers");
+        let text = std::fs::read_to_string(&list).unwrap();
+        let line = text.lines().find(|line| line.starts_with("boot ")).unwrap();
+        let (state, id) = line.rsplit_once(' ').unwrap();
+        assert!(!id.is_empty(), "{text}");
+        std::fs::write(&list, text.replace(line, &format!("{state} another"))).unwrap();
+    }
+}
+
+#[test]
+fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
+    let (doubtful, fresh) = (key("app-1", 1), key("app-2", 1));
+    let all = blocks(0, 1, 0..40);
+    let (dir, disks) = process(async {
+        let world = World::start().await;
+        world.client.register(&doubtful, &[(0, 3)]).await.unwrap();
+        world.push(&doubtful, &batch(0, &all)).await;
+        world.flush().await;
+        report(&world, &doubtful, 1, &all).await;
+        crashed(world)
+    });
+    reset_machine(&disks);
+    process(async {
+        let world = World::on(Setup::default(), dir, disks).await;
+        world.client.register(&fresh, &[(0, 3)]).await.unwrap();
+        world.push(&fresh, &batch(0, &all)).await;
+        world.flush().await;
+        report(&world, &fresh, 1, &all).await;
+        assert_eq!(reported(&world, &fresh).await, ids(&all));
+        let refused =
+            world.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
+        assert!(refused.contains("may be missing") && refused.contains("localfile_store.sync"), "{refused}");
+        world.client.unregister_app("app-1").await.unwrap();
+        world.client.register(&doubtful, &[(0, 3)]).await.unwrap();
+        world.push(&doubtful, &batch(0, &all)).await;
+        report(&world, &doubtful, 1, &all).await;
+        assert_eq!(reported(&world, &doubtful).await, ids(&all));
+        world.finish().await;
+    });
+}
+
 #[test]
 fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() {
     let (kept, gone) = (key("app-1", 1), key("app-1", 2));
@@ -101,6 +145,8 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
         assert_eq!(worker.stop().await, 0);
         (dir, disks)
     });
+    // Nor does the machine's end matter any more.
+    reset_machine(&disks);
     process(async {
         let world = World::on(Setup::default(), dir, disks).await;
         let options = ReadOptions::default();

@@ -63,7 +63,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use croaring::Treemap;
 use dashmap::DashMap;
-use futures::future::join_all;
+use futures::future::{join_all, try_join_all};
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::{Semaphore, watch};
@@ -77,9 +77,10 @@ pub use self::sync::SyncWrites;
 pub use self::unreadable::Unreadable;
 pub use self::verify::VerifyReads;
 
-use self::disk::LocalDisk;
+use self::disk::{LocalDisk, within};
 use self::files::Files;
 use self::metrics::{ALL_DISKS, Metrics};
+use self::peers::{AtReset, Peers};
 use self::placement::Candidate;
 use self::purge::Condemned;
 use self::records::RecordCache;
@@ -129,6 +130,11 @@ pub struct LocalConfig {
     pub index_cache_bytes: u64,
     /// Whether what an earlier process left is taken over; else it is deleted. Default: true.
     pub recovery: bool,
+    /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
+    /// missed. Default: empty.
+    pub boot: String,
+    /// Time to sync everything at an orderly end. Default: 10 s.
+    pub end_sync_timeout: Duration,
     /// Which data reads have their blocks' CRC-32 checked. Default: all.
     pub verify_reads: VerifyReads,
     /// When what is written counts as written. Default: when the operating system has it.
@@ -160,6 +166,8 @@ impl Default for LocalConfig {
             descriptor_idle_timeout: Duration::from_secs(60),
             index_cache_bytes: 16 << 20,
             recovery: true,
+            boot: String::new(),
+            end_sync_timeout: Duration::from_secs(10),
             verify_reads: VerifyReads::Always,
             sync: SyncWrites::Off,
             note_timeout: Duration::from_secs(10),
@@ -284,6 +292,8 @@ pub struct LocalStore {
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     next_incarnation: AtomicU64,
     recovered: Mutex<Recovered>,
+    /// What the lists of data directories say; none when nothing was taken over, or at the end.
+    peers: Mutex<Option<Peers>>,
 }
 
 impl LocalStore {
@@ -343,6 +353,7 @@ impl LocalStore {
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
             recovered: Mutex::default(),
+            peers: Mutex::default(),
         });
         if store.core.config.recovery {
             store.take_over().await;
@@ -353,7 +364,12 @@ impl LocalStore {
 
     async fn take_over(&self) {
         let (disks, deadline) = (&self.core.disks, self.core.config.name_timeout);
-        let mut known = peers::recall(disks, deadline).await;
+        let mut known = peers::recall(disks, deadline, &self.core.config.boot).await;
+        if known.was_reset {
+            tracing::error!(
+                "the machine was reset while not everything was synced: the last reports may be missing"
+            );
+        }
         for peer in &known.absent {
             tracing::error!(path = %peer.path, id = %peer.uuid, "a data directory that was in use is missing");
         }
@@ -362,8 +378,35 @@ impl LocalStore {
             known.absent.clear();
         }
         known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
-        peers::remember(disks, &known, deadline, self.core.config.sync).await;
+        if known.was_reset {
+            known.doubted_below = self.next_incarnation.load(Ordering::Relaxed);
+        }
+        let at_reset = match self.core.config.sync {
+            SyncWrites::Off => AtReset::Unsynced,
+            SyncWrites::Group => AtReset::Nothing,
+        };
+        peers::remember(disks, &known, &self.core.config, at_reset).await;
+        *self.peers.lock() = Some(known);
         *self.recovered.lock() = recovered;
+    }
+
+    /// Nothing will be written any more: brings what is written to the device, so that a reset of the machine takes nothing
+    /// of it along, and writes that down. When it takes too long the next start only takes the worst for granted.
+    pub async fn end(&self) {
+        let Core { disks, config, .. } = &*self.core;
+        let known = self.peers.lock().take();
+        let Some(known) = known.filter(|_| config.sync == SyncWrites::Off && !config.boot.is_empty()) else {
+            return;
+        };
+        // Without a shuffle there is nothing to lose.
+        let to_sync = disks.iter().filter(|_| !self.shuffles.is_empty());
+        let synced = to_sync.map(|disk| within(config.end_sync_timeout, disk.io.sync_all()));
+        match try_join_all(synced.collect::<Vec<_>>()).await {
+            Ok(_) => peers::remember(disks, &known, config, AtReset::Nothing).await,
+            Err(error) => {
+                tracing::warn!(%error, "not all is synced at the end: a reset of the machine puts reports in doubt");
+            }
+        }
     }
 
     /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be

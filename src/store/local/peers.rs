@@ -1,8 +1,14 @@
-//! Which data directories were used together: so that one that is gone is missed at the next start.
+//! Which data directories were used together, and until when: so that one that is gone is missed at the next start, and
+//! so is what a reset of the machine took along.
 //!
 //! Every directory has the list in a small file beside the marker, with the *era*: how many starts before could not see
 //! everything. What such a start numbers must not be numbered so by another that sees other directories. A list that can
 //! not be written costs a log line.
+//!
+//! What is not synced outlives the process but not the machine's kernel, so the list says under which kernel's id it was
+//! written, and whether it matters (*unsynced*). When the next start finds another id, the last reports may be missing of
+//! every shuffle there was, and always will be: their incarnations are *doubted*. A store that ends in order syncs what
+//! there is and says so.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,11 +17,14 @@ use std::time::Duration;
 use futures::future::join_all;
 use uuid::Uuid;
 
+use super::LocalConfig;
 use super::disk::{LocalDisk, within};
 use super::sync::SyncWrites;
 
 /// The file's name.
 pub(super) const PEERS: &str = "uniffle-worker.peers";
+/// How a list says that a reset of the machine takes something along.
+const UNSYNCED: &str = "unsynced";
 /// More lines are not believed.
 const PEERS_MAX: usize = 1024;
 
@@ -26,50 +35,98 @@ pub(super) struct Peer {
     pub(super) path: String,
 }
 
+/// What a reset of the machine would take along.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum AtReset {
+    /// Nothing: all is synced, or it is not known.
+    #[default]
+    Nothing,
+    /// What was written last.
+    Unsynced,
+}
+
 /// What the directories say together.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Peers {
     /// Directories that were used together with these and are not among them.
     pub(super) absent: Vec<Peer>,
     /// Starts that could not see everything.
     pub(super) era: u32,
+    /// The machine was reset while something was not synced.
+    pub(super) was_reset: bool,
+    /// Of shuffles of smaller incarnations reports may be missing.
+    pub(super) doubted_below: u64,
 }
 
-fn encode(disks: &[Arc<LocalDisk>], Peers { absent, era }: &Peers) -> String {
+/// One directory's file.
+#[derive(Debug, Default)]
+struct List {
+    era: u32,
+    boot: String,
+    at_reset: AtReset,
+    doubted_below: u64,
+    peers: Vec<Peer>,
+}
+
+fn encode(disks: &[Arc<LocalDisk>], known: &Peers, boot: &str, at_reset: AtReset) -> String {
+    let Peers { absent, era, doubted_below, .. } = known;
     let present = disks.iter().map(|disk| format!("{} {}\n", disk.uuid, disk.label));
     let absent = absent.iter().map(|peer| format!("{} {}\n", peer.uuid, peer.path));
     let mut lines: Vec<String> = present.chain(absent).collect();
     lines.sort();
-    format!("era {era}\n{}", lines.concat())
+    let state = match at_reset {
+        AtReset::Unsynced => UNSYNCED,
+        AtReset::Nothing => "synced",
+    };
+    format!("era {era}\nboot {state} {boot}\ndoubted {doubted_below}\n{}", lines.concat())
 }
 
-fn decode(text: &str) -> (u32, Vec<Peer>) {
-    let era = text.lines().next().and_then(|line| line.strip_prefix("era ")?.parse().ok());
+fn decode(text: &str) -> List {
+    let word = |name: &str| text.lines().take(PEERS_MAX).find_map(|line| line.strip_prefix(name));
+    let (state, boot) = word("boot ").and_then(|rest| rest.split_once(' ')).unwrap_or_default();
     let peer = |line: &str| {
         let (uuid, path) = line.split_once(' ')?;
         Some(Peer { uuid: Uuid::parse_str(uuid).ok()?, path: path.to_owned() })
     };
-    (era.unwrap_or(0), text.lines().take(PEERS_MAX).filter_map(peer).collect())
+    List {
+        era: word("era ").and_then(|era| era.parse().ok()).unwrap_or(0),
+        boot: boot.to_owned(),
+        at_reset: if state == UNSYNCED { AtReset::Unsynced } else { AtReset::Nothing },
+        doubted_below: word("doubted ").and_then(|number| number.parse().ok()).unwrap_or(0),
+        peers: text.lines().take(PEERS_MAX).filter_map(peer).collect(),
+    }
 }
 
-/// Reads the lists of `disks`.
-pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: Duration) -> Peers {
+/// Reads the lists of `disks`, under the kernel `boot`; empty when that is not known.
+pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: Duration, boot: &str) -> Peers {
     let lists = disks.iter().map(|disk| async {
         let content = within(deadline, disk.io.read_small(Path::new(PEERS))).await;
         decode(&String::from_utf8_lossy(&content.unwrap_or_default()))
     });
     let lists = join_all(lists.collect::<Vec<_>>()).await;
-    let era = lists.iter().map(|(era, _)| *era).max().unwrap_or(0);
-    let mut absent: Vec<Peer> = lists.into_iter().flat_map(|(_, peers)| peers).collect();
+    let era = lists.iter().map(|list| list.era).max().unwrap_or(0);
+    let doubted_below = lists.iter().map(|list| list.doubted_below).max().unwrap_or(0);
+    let lost_some = |list: &List| {
+        let is_other = !boot.is_empty() && !list.boot.is_empty() && list.boot != boot;
+        is_other && list.at_reset == AtReset::Unsynced
+    };
+    let was_reset = lists.iter().any(lost_some);
+    let mut absent: Vec<Peer> = lists.into_iter().flat_map(|list| list.peers).collect();
     absent.retain(|peer| disks.iter().all(|disk| disk.uuid != peer.uuid));
     absent.sort_by_key(|peer| peer.uuid);
     absent.dedup_by_key(|peer| peer.uuid);
-    Peers { absent, era }
+    Peers { absent, era, was_reset, doubted_below }
 }
 
 /// Writes the list down on every disk. Absent ones stay on it as long as something is left of their time.
-pub(super) async fn remember(disks: &[Arc<LocalDisk>], peers: &Peers, deadline: Duration, sync: SyncWrites) {
-    let text = encode(disks, peers);
+pub(super) async fn remember(
+    disks: &[Arc<LocalDisk>],
+    peers: &Peers,
+    config: &LocalConfig,
+    at_reset: AtReset,
+) {
+    let (deadline, sync) = (config.name_timeout, config.sync);
+    let text = encode(disks, peers, &config.boot, at_reset);
     let writes = disks.iter().map(|disk| async {
         let path = Path::new(PEERS);
         let before = within(deadline, disk.io.read_small(path)).await.unwrap_or_default();

@@ -41,6 +41,10 @@ const REBUILDS: usize = 8;
 /// Reasons kept per shuffle in words; blocks are always counted.
 const REASONS_MAX: usize = 64;
 
+/// What a reset of the machine does to what is not synced.
+const RESET: &str =
+    "the machine was reset while what was written last was not synced (localfile_store.sync = \"off\")";
+
 /// What was found of one shuffle.
 #[derive(Debug)]
 pub struct RecoveredShuffle {
@@ -48,8 +52,8 @@ pub struct RecoveredShuffle {
     pub key: ShuffleKey,
     /// Contents of its notes, in their order.
     pub notes: Vec<Bytes>,
-    /// Notes may be missing.
-    pub notes_incomplete: bool,
+    /// Why notes may be missing; empty when none are.
+    pub notes_missing: String,
     /// Blocks that can be read.
     pub present: HashMap<PartitionId, Treemap>,
     /// Extents that are known and can not be read.
@@ -93,7 +97,7 @@ impl LocalStore {
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let mut by_key: BTreeMap<ShuffleKey, Vec<FoundDirectory>> = BTreeMap::new();
         let mut highest_incarnation = 0;
-        let mut incomplete = !absent.is_empty();
+        let mut incomplete = !absent.is_empty() || known.was_reset;
         for (disk, scan) in core.disks.iter().zip(join_all(scans).await) {
             incomplete |= scan.unreadable;
             // While something is missing, what is not known may belong to it.
@@ -192,6 +196,9 @@ impl<'a> Rebuild<'a> {
                 let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
                 sources.insert((found.disk.uuid, file.number), source);
             }
+        }
+        if known.was_reset {
+            incomplete.get_or_insert_with(|| RESET.to_owned());
         }
         for disk in core.disks.iter().filter(|disk| disk.is_unreadable()) {
             incomplete.get_or_insert_with(|| format!("{} could not be read back", disk.label));
@@ -382,12 +389,17 @@ impl<'a> Rebuild<'a> {
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         let highest_note = self.notes.last_key_value().map(|(number, _)| *number);
         let next_note = next_number(highest_note, era);
-        let notes_missing = has_gap(self.notes.keys().copied());
+        let is_doubted = self.known.was_reset || self.shuffle.incarnation < self.known.doubted_below;
+        let notes_missing = match &self.incomplete {
+            _ if is_doubted => RESET.to_owned(),
+            Some(reason) if has_gap(self.notes.keys().copied()) => reason.clone(),
+            _ => String::new(),
+        };
         self.shuffle.restore(Restored { partitions, first_base, next_note });
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
             notes: self.notes.into_values().collect(),
-            notes_incomplete: notes_missing && gap,
+            notes_missing,
             present: self.present,
             lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),

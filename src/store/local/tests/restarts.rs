@@ -46,7 +46,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     assert_eq!(recovered.shuffles.iter().map(|it| it.key.clone()).collect::<Vec<_>>(), keys);
     for shuffle in &recovered.shuffles {
         assert_eq!(shuffle.notes, [&b"first"[..], b"second"]);
-        assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && !shuffle.notes_incomplete);
+        assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.notes_missing.is_empty());
         assert_eq!(shuffle.present[&P1].to_vec(), (0..20).collect::<Vec<_>>());
     }
     assert_eq!((recovered.blocks, recovered.missing_disks.len()), (120, 0));
@@ -315,4 +315,79 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
     let recovered = open(vec![disk()]).await.unwrap().take_recovered();
     assert_eq!(recovered.blocks, id.cast_unsigned());
     println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
+}
+
+/// A store under the kernel `boot`.
+async fn booted(disks: &[TestDisk], boot: &str, sync: SyncWrites) -> Arc<LocalStore> {
+    let config = LocalConfig { boot: boot.to_owned(), sync, ..LocalConfig::default() };
+    let disks = disks.iter().map(TestDisk::disk).collect();
+    LocalStore::open(config, disks, &Registry::new()).await.unwrap()
+}
+
+/// A shuffle with a note and a block.
+async fn live(store: &LocalStore, key: &ShuffleKey) {
+    let handle = store.register(key);
+    store.note(&handle, b"first").await.unwrap();
+    store.write(key, vec![extent(1, &[(1, 3000)], true)]).await.unwrap();
+}
+
+/// Of which shuffles notes may be missing; all blocks are there.
+fn doubted(store: &LocalStore) -> Vec<bool> {
+    let recovered = store.take_recovered().shuffles;
+    assert!(recovered.iter().all(|shuffle| shuffle.present[&P1].to_vec() == [1] && shuffle.notes.len() == 1));
+    recovered.iter().map(|shuffle| !shuffle.notes_missing.is_empty()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_reset_of_the_machine_reports_of_what_there_was_are_in_doubt_for_ever() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    live(&*booted(&disks, "one", SyncWrites::Off).await, &key("app-1", 1)).await;
+    // The process ended, the kernel did not.
+    assert_eq!(doubted(&*booted(&disks, "one", SyncWrites::Off).await), [false]);
+
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [true]);
+    live(&store, &key("app-2", 1)).await;
+    // What readers were told of a stream's end may be gone: nothing new stands there.
+    store.write(&key("app-2", 1), vec![extent(2, &[(2, 100)], false)]).await.unwrap();
+    store.write(&key("app-1", 1), vec![extent(2, &[(2, 100)], false)]).await.unwrap();
+    assert_eq!(store.partition_bytes(&key("app-2", 1), PartitionId(2)), 100);
+    assert!(store.partition_bytes(&key("app-1", 1), PartitionId(2)) > 200 << 20);
+    drop(store);
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [true, false], "only what there was before");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_synced_or_ended_in_order_outlives_a_reset_of_the_machine() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    live(&*booted(&disks, "one", SyncWrites::Group).await, &key("app-1", 1)).await;
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [false], "synced");
+    store.end().await;
+    drop(store);
+    let store = booted(&disks, "three", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [false], "ended in order");
+    disks[1].faults.add(Rule::always(Operation::SyncDir, Fault::Errno(EIO)));
+    store.end().await;
+    drop(store);
+    disks[1].faults.clear();
+    assert_eq!(doubted(&*booted(&disks, "four", SyncWrites::Off).await), [true], "it could not be synced");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_the_kernels_id_and_from_earlier_versions_nothing_is_in_doubt() {
+    let disks = [TestDisk::new("/a")];
+    live(&*booted(&disks, "", SyncWrites::Off).await, &key("app-1", 1)).await;
+    assert_eq!(doubted(&*booted(&disks, "one", SyncWrites::Off).await), [false]);
+    assert_eq!(doubted(&*booted(&disks, "", SyncWrites::Off).await), [false]);
+    assert_eq!(doubted(&*booted(&disks, "two", SyncWrites::Off).await), [false]);
+    let disk = disks[0].disk();
+    let text = String::from_utf8(disk.read_small(Path::new(peers::PEERS)).await.unwrap()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[..3], ["era 0", "boot unsynced two", "doubted 0"]);
+    // What versions before this wrote.
+    let early = [&lines[..1], &lines[3..]].concat().join("\n");
+    disk.write_small(Path::new(peers::PEERS), early.into_bytes()).await.unwrap();
+    assert_eq!(doubted(&*booted(&disks, "three", SyncWrites::Off).await), [false]);
 }
