@@ -83,7 +83,7 @@ pub async fn run(
             Prepared::Stop => break,
         }
     }
-    notify::stopping(config.shutdown_flush_timeout + std::time::Duration::from_secs(45));
+    notify::stopping(config.shutdown_flush_timeout + std::time::Duration::from_secs(55));
     let tasks_left = worker.stop().await;
     tracing::info!(tasks_left, "stopped");
     Ok(Ended::Stopped)
