@@ -94,17 +94,20 @@ impl Service {
     }
 
     pub(super) fn set_loss_gauges(&self) {
-        let (mut blocks, mut apps, mut in_doubt) = (0, 0, 0);
+        let (mut blocks, mut apps, mut in_doubt, mut unreported) = (0, 0, 0, 0);
         for app in self.apps.apps() {
             let shuffles = app.shuffles();
             let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
             in_doubt += shuffles.iter().map(|shuffle| shuffle.losses().partitions_in_doubt()).sum::<u64>();
+            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().reports_in_doubt().is_some();
+            unreported += shuffles.iter().filter(may_miss).count() as u64;
             blocks += lost;
             apps += u64::from(lost > 0);
         }
         self.metrics.lost_blocks_now.set(clamped(blocks));
         self.metrics.apps_with_loss.set(clamped(apps));
         self.metrics.partitions_in_doubt.set(clamped(in_doubt));
+        self.metrics.reports_in_doubt.set(clamped(unreported));
     }
 
     /// Enters blocks as lost, and tells it.

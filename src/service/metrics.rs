@@ -23,6 +23,7 @@ pub struct ServiceMetrics {
     pub(super) lost_blocks_now: IntGauge,
     pub(super) apps_with_loss: IntGauge,
     pub(super) partitions_in_doubt: IntGauge,
+    pub(super) reports_in_doubt: IntGauge,
     pub(super) recovered_blocks: IntGauge,
     pub(super) recovered_bytes: IntGauge,
     pub(super) recovery_ms: IntGauge,
@@ -90,6 +91,10 @@ impl ServiceMetrics {
             )?,
             lost_blocks_now: gauge("lost_blocks", "Lost blocks now")?,
             apps_with_loss: gauge("app_with_lost_blocks_num", "Applications with lost blocks now")?,
+            reports_in_doubt: gauge(
+                "shuffles_with_reports_in_doubt",
+                "Shuffles whose results are refused, as reports of them may be missing",
+            )?,
             partitions_in_doubt: gauge(
                 "partitions_in_doubt",
                 "Partitions with reported blocks that are sought in remote stores now",

@@ -118,6 +118,8 @@ fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
         let refused =
             world.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(refused.contains("may be missing") && refused.contains("localfile_store.sync"), "{refused}");
+        world.worker.service().refresh_metrics();
+        assert!((world.metric("shuffles_with_reports_in_doubt") - 1.0).abs() < f64::EPSILON);
         world.client.unregister_app("app-1").await.unwrap();
         world.client.register(&doubtful, &[(0, 3)]).await.unwrap();
         world.push(&doubtful, &batch(0, &all)).await;
