@@ -51,11 +51,15 @@ impl Written {
 
     /// A reader of every partition finds the ids reported, and each block byte for byte.
     pub(crate) async fn assert_readable(&self, client: &ShuffleClient) {
+        self.readable(client).await.unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// As [`Written::assert_readable`], but calls may fail.
+    pub(crate) async fn readable(&self, client: &ShuffleClient) -> Result<(), ClientError> {
         for (partition, blocks) in &self.blocks {
             let partition = PartitionId(*partition);
-            let reported = client.results(&self.key, &[partition], None).await.expect("reports");
-            let read = client.read_partition(&self.key, partition, &ReadOptions::default()).await;
-            let read = read.unwrap_or_else(|error| panic!("{partition:?}: {error}"));
+            let reported = client.results(&self.key, &[partition], None).await?;
+            let read = client.read_partition(&self.key, partition, &ReadOptions::default()).await?;
             assert_eq!(reported.cardinality(), blocks.len() as u64, "{partition:?}");
             for block in blocks {
                 let id = block.meta.block_id;
@@ -63,6 +67,7 @@ impl Written {
                 assert!(has(&read.blocks, id, &block.data), "{id:?} of {partition:?}");
             }
         }
+        Ok(())
     }
 }
 
