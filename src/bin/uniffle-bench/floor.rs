@@ -46,26 +46,22 @@ pub(crate) fn measure(args: &FloorArgs) -> anyhow::Result<Vec<FloorLine>> {
     Ok(lines)
 }
 
+/// Takes so many bytes from a socket to memory.
+type Take = fn(&mut TcpStream, &mut [u8], usize) -> anyhow::Result<()>;
+
 /// The floors that need no disk.
 pub(crate) fn network(bytes: usize, connections: usize) -> anyhow::Result<Vec<FloorLine>> {
-    let into_memory = pairs("socket to warm memory", bytes, connections, |mut stream, share| {
-        let mut ring = warm(RING_BYTES);
-        let cpu = thread_cpu_seconds();
-        receive(&mut stream, &mut ring, share)?;
-        Ok(thread_cpu_seconds() - cpu)
-    })?;
-    let discarded = pairs("socket, discarded", bytes, connections, |mut stream, share| {
-        let mut hot = warm(CHUNK_BYTES);
-        let cpu = thread_cpu_seconds();
-        receive(&mut stream, &mut hot, share)?;
-        Ok(thread_cpu_seconds() - cpu)
-    })?;
-    let checked = pairs("socket, checked, to warm memory", bytes, connections, |mut stream, share| {
-        let mut ring = warm(RING_BYTES);
-        let cpu = thread_cpu_seconds();
-        check_and_place(&mut stream, &mut ring, share)?;
-        Ok(thread_cpu_seconds() - cpu)
-    })?;
+    let into = |name: &str, memory_bytes: usize, take: Take| {
+        pairs(name, bytes, connections, |mut stream, share| {
+            let mut memory = warm(memory_bytes);
+            let cpu = thread_cpu_seconds();
+            take(&mut stream, &mut memory, share)?;
+            Ok(thread_cpu_seconds() - cpu)
+        })
+    };
+    let into_memory = into("socket to warm memory", RING_BYTES, receive)?;
+    let discarded = into("socket, discarded", CHUNK_BYTES, receive)?;
+    let checked = into("socket, checked, to warm memory", RING_BYTES, check_and_place)?;
     let from_memory = reversed("memory to socket", bytes, connections, |stream, share| {
         let ring = warm(RING_BYTES);
         let cpu = thread_cpu_seconds();

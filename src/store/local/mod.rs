@@ -63,7 +63,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use croaring::Treemap;
 use dashmap::DashMap;
-use futures::future::{join_all, try_join_all};
+use futures::future::join_all;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::{Semaphore, watch};
@@ -77,10 +77,10 @@ pub use self::sync::SyncWrites;
 pub use self::unreadable::Unreadable;
 pub use self::verify::VerifyReads;
 
-use self::disk::{LocalDisk, within};
+use self::disk::LocalDisk;
 use self::files::Files;
 use self::metrics::{ALL_DISKS, Metrics};
-use self::peers::{AtReset, Peers};
+use self::peers::Peers;
 use self::placement::Candidate;
 use self::purge::Condemned;
 use self::records::RecordCache;
@@ -133,7 +133,7 @@ pub struct LocalConfig {
     /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
     /// missed. Default: empty.
     pub boot: String,
-    /// Time to sync everything at an orderly end. Default: 10 s.
+    /// Time to sync everything at an orderly end, and to write that down. Default: 10 s.
     pub end_sync_timeout: Duration,
     /// Which data reads have their blocks' CRC-32 checked. Default: all.
     pub verify_reads: VerifyReads,
@@ -360,53 +360,6 @@ impl LocalStore {
         }
         store.core.set_gauges();
         Ok(store)
-    }
-
-    async fn take_over(&self) {
-        let (disks, deadline) = (&self.core.disks, self.core.config.name_timeout);
-        let mut known = peers::recall(disks, deadline, &self.core.config.boot).await;
-        if known.was_reset {
-            tracing::error!(
-                "the machine was reset while not everything was synced: the last reports may be missing"
-            );
-        }
-        for peer in &known.absent {
-            tracing::error!(path = %peer.path, id = %peer.uuid, "a data directory that was in use is missing");
-        }
-        let recovered = self.recover(&known).await;
-        if recovered.shuffles.is_empty() {
-            known.absent.clear();
-        }
-        known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
-        if known.was_reset {
-            known.doubted_below = self.next_incarnation.load(Ordering::Relaxed);
-        }
-        let at_reset = match self.core.config.sync {
-            SyncWrites::Off => AtReset::Unsynced,
-            SyncWrites::Group => AtReset::Nothing,
-        };
-        peers::remember(disks, &known, &self.core.config, at_reset).await;
-        *self.peers.lock() = Some(known);
-        *self.recovered.lock() = recovered;
-    }
-
-    /// Nothing will be written any more: brings what is written to the device, so that a reset of the machine takes nothing
-    /// of it along, and writes that down. When it takes too long the next start only takes the worst for granted.
-    pub async fn end(&self) {
-        let Core { disks, config, .. } = &*self.core;
-        let known = self.peers.lock().take();
-        let Some(known) = known.filter(|_| config.sync == SyncWrites::Off && !config.boot.is_empty()) else {
-            return;
-        };
-        // Without a shuffle there is nothing to lose.
-        let to_sync = disks.iter().filter(|_| !self.shuffles.is_empty());
-        let synced = to_sync.map(|disk| within(config.end_sync_timeout, disk.io.sync_all()));
-        match try_join_all(synced.collect::<Vec<_>>()).await {
-            Ok(_) => peers::remember(disks, &known, config, AtReset::Nothing).await,
-            Err(error) => {
-                tracing::warn!(%error, "not all is synced at the end: a reset of the machine puts reports in doubt");
-            }
-        }
     }
 
     /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be

@@ -10,16 +10,18 @@
 //! every shuffle there was, and always will be: their incarnations are *doubted*. A store that ends in order syncs what
 //! there is and says so.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use futures::future::join_all;
+use futures::future::{join_all, try_join_all};
 use uuid::Uuid;
 
-use super::LocalConfig;
 use super::disk::{LocalDisk, within};
 use super::sync::SyncWrites;
+use super::{Core, LocalConfig, LocalStore};
 
 /// The file's name.
 pub(super) const PEERS: &str = "uniffle-worker.peers";
@@ -142,4 +144,57 @@ pub(super) async fn remember(
         }
     });
     join_all(writes.collect::<Vec<_>>()).await;
+}
+
+impl LocalStore {
+    /// Takes over what an earlier process left, and writes down who is here now.
+    pub(super) async fn take_over(&self) {
+        let (disks, deadline) = (&self.core.disks, self.core.config.name_timeout);
+        let mut known = recall(disks, deadline, &self.core.config.boot).await;
+        if known.was_reset {
+            tracing::error!(
+                "the machine was reset while not everything was synced: the last reports may be missing"
+            );
+        }
+        for peer in &known.absent {
+            tracing::error!(path = %peer.path, id = %peer.uuid, "a data directory that was in use is missing");
+        }
+        let recovered = self.recover(&known).await;
+        if recovered.shuffles.is_empty() {
+            known.absent.clear();
+        }
+        known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
+        if known.was_reset {
+            known.doubted_below = self.next_incarnation.load(Ordering::Relaxed);
+        }
+        let at_reset = match self.core.config.sync {
+            SyncWrites::Off => AtReset::Unsynced,
+            SyncWrites::Group => AtReset::Nothing,
+        };
+        remember(disks, &known, &self.core.config, at_reset).await;
+        *self.peers.lock() = Some(known);
+        *self.recovered.lock() = recovered;
+    }
+
+    /// Nothing will be written any more: brings what is written to the device, so that a reset of the machine takes nothing
+    /// of it along, and writes that down. When it takes too long the next start only takes the worst for granted.
+    pub async fn end(&self) {
+        let config = &self.core.config;
+        let known = self.peers.lock().take();
+        let Some(known) = known.filter(|_| config.sync == SyncWrites::Off && !config.boot.is_empty()) else {
+            return;
+        };
+        if let Err(error) = within(config.end_sync_timeout, self.sync_and_say_so(&known)).await {
+            tracing::warn!(%error, "not all is synced at the end: a reset of the machine puts reports in doubt");
+        }
+    }
+
+    async fn sync_and_say_so(&self, known: &Peers) -> io::Result<()> {
+        let Core { disks, config, .. } = &*self.core;
+        // Without a shuffle there is nothing to lose.
+        let to_sync = disks.iter().filter(|_| !self.shuffles.is_empty());
+        try_join_all(to_sync.map(|disk| disk.io.sync_all()).collect::<Vec<_>>()).await?;
+        remember(disks, known, config, AtReset::Nothing).await;
+        Ok(())
+    }
 }

@@ -376,6 +376,23 @@ async fn what_was_synced_or_ended_in_order_outlives_a_reset_of_the_machine() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_end_waits_for_a_hung_disk_no_longer_than_it_may_whatever_hangs() {
+    for hung in [Operation::SyncDir, Operation::Other] {
+        let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+        let store = booted(&disks, "one", SyncWrites::Off).await;
+        live(&store, &key("app-1", 1)).await;
+        disks[1].faults.add(Rule::always(hung, Fault::Hang));
+        let began = tokio::time::Instant::now();
+        store.end().await;
+        assert_eq!(began.elapsed().as_secs(), LocalConfig::default().end_sync_timeout.as_secs(), "{hung:?}");
+        drop(store);
+        disks[1].faults.clear();
+        disks[1].faults.release().await;
+        assert_eq!(doubted(&*booted(&disks, "two", SyncWrites::Off).await), [true], "{hung:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn without_the_kernels_id_and_from_earlier_versions_nothing_is_in_doubt() {
     let disks = [TestDisk::new("/a")];
     live(&*booted(&disks, "", SyncWrites::Off).await, &key("app-1", 1)).await;
