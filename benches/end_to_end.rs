@@ -25,12 +25,12 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use tokio::runtime::Runtime;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{Backoff, ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const ROUND_BYTES: u32 = 8 << 20;
 const PARTITIONS: i32 = 8;

@@ -21,11 +21,11 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use prometheus::Registry;
-use uniffle_worker::memory::region::Region;
-use uniffle_worker::memory::{Budget, Buffer, Memory, MemoryConfig};
-use uniffle_worker::types::{
+use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
+use uniffle_worker::memory::region::Region;
+use uniffle_worker::memory::{Budget, Buffer, Memory, MemoryConfig};
 
 const ROUND_BYTES: usize = 8 << 20;
 const REQUEST_BLOCKS: usize = 64;

@@ -16,10 +16,10 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use uniffle_worker::store::local::index::{GroupExtent, GroupHeader, decode, encode};
-use uniffle_worker::store::local::placement::{Candidate, choose};
-use uniffle_worker::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
-use uniffle_worker::wire::index::{IndexRecord, rebase};
+use uniffle_wire::index::{IndexRecord, rebase};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, TaskAttemptId};
+use uniffle_worker::tiers::local::index::{GroupExtent, GroupHeader, decode, encode};
+use uniffle_worker::tiers::local::placement::{Candidate, choose};
 use uuid::Uuid;
 
 fn blocks(count: i64) -> Vec<BlockMeta> {

@@ -21,9 +21,9 @@ use std::hint::black_box;
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prost::Message;
+use uniffle_wire::DecodeError;
+use uniffle_wire::send_message::{BlockHeader, Decoder, Header, Limits, SendSink};
 use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleBlock, ShuffleData};
-use uniffle_worker::wire::DecodeError;
-use uniffle_worker::wire::send_message::{BlockHeader, Decoder, Header, Limits, SendSink};
 
 const MESSAGE_BYTES: usize = 14 << 20;
 const PIECE_BYTES: usize = (64 << 10) + 1;

@@ -1,4 +1,4 @@
-//! Compiles `uniffle.proto` with protox, so that no `protoc` is needed on the machine.
+//! Compiles the services of `uniffle.proto`; their messages are those of `uniffle-wire`.
 //! Also records the git commit for `--version` (best effort: a tarball has none).
 
 use std::path::Path;
@@ -15,7 +15,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rustc-env=WORKER_GIT_COMMIT={commit}");
 
     let descriptors = protox::compile(["proto/uniffle.proto"], ["proto"])?;
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .extern_path(".rss.common", "::uniffle_wire::proto")
+        .compile_fds(descriptors)?;
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 //! | layer | modules | does |
 //! | --- | --- | --- |
 //! | composition | [`server`], [`config`] | builds every part from the configuration, ordered shutdown |
-//! | doors | [`grpc`], [`tcp`], [`http`], [`coordinator`] | translate, never decide |
+//! | listeners | [`grpc`], [`tcp`], [`http`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → store, at its own pace |
 //! | state | [`app`], [`memory`], [`store`], [`journal`] | siblings that do not know each other |
@@ -13,7 +13,7 @@
 //! [`client`] stands beside the layers: the data protocols from the other side, for tests and `uniffle-bench`.
 //! Imports point down this table only; `tests/layers.rs` holds that.
 //!
-//! *One send*: the door reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the door asks
+//! *One send*: the listener reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the listener asks
 //! for room in the partition's chain and puts the bytes there → commit publishes the blocks' metadata → reply.
 //!
 //! *One read*: memory (in-flight batches in order, then the active chain) → local index → local data. A block is
@@ -24,9 +24,7 @@ pub mod server;
 pub mod config;
 
 pub mod coordinator;
-pub mod grpc;
-pub mod http;
-pub mod tcp;
+pub mod listeners;
 
 pub mod service;
 
@@ -35,10 +33,7 @@ pub mod flush;
 pub mod app;
 pub mod journal;
 pub mod memory;
-pub mod store;
-
-pub mod io;
-pub mod wire;
+pub mod tiers;
 
 pub mod profile;
 
@@ -48,6 +43,3 @@ pub mod tls;
 
 pub mod metrics;
 pub mod proto;
-pub mod types;
-
-pub mod client;

@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     hold_upgrade_signal();
     let command_line = CommandLine::parse();
     if let Err(error) = take_jemalloc_options() {
-        return fail(1, &format!("can not start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
+        return fail(1, &format!("cannot start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
     }
     let env: HashMap<String, String> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
@@ -123,7 +123,7 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
     print(&format!("the configuration{source} is valid\n{}", notes(config)))
 }
 
-/// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that can not be
+/// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that cannot be
 /// executed, as a new worker of this program.
 fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<()> {
     let telemetry = telemetry::init(&config.log)?;
@@ -141,7 +141,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
             .thread_name("uniffle")
             .enable_all()
             .build()
-            .context("can not start the runtime")?;
+            .context("cannot start the runtime")?;
         let collector = config.tracing.otlp_endpoint.as_deref();
         let traces = collector.map(|endpoint| traces::export(endpoint, runtime.handle())).transpose()?;
         let ended = runtime.block_on(Box::pin(serve(config, surroundings.clone(), inherited)));
@@ -152,7 +152,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         telemetry.flush();
         hold_upgrade_signal();
         let (error, sockets) = successor.exec(sockets);
-        tracing::error!(%error, "the successor can not be executed, going on with this program");
+        tracing::error!(%error, "the successor cannot be executed, going on with this program");
         inherited = sockets;
     }
 }
@@ -160,9 +160,9 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 /// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
 async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited) -> anyhow::Result<Ended> {
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
-    let mut signals = Signals::listen().context("can not listen for signals")?;
+    let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
-    let successor = Successor::of_this_process().context("can not find out what this program is")?;
+    let successor = Successor::of_this_process().context("cannot find out what this program is")?;
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, surroundings, inherited, received));
     let mut stopping = false;

@@ -1,7 +1,4 @@
-//! Messages and services of `rss.common`, generated from `proto/uniffle.proto`.
-//!
-//! All `bytes` fields are [`bytes::Bytes`]. The hot messages (`sendShuffleData`, the three data reads) are not
-//! encoded or decoded through these types by the worker; they serve the client, the tests and the small calls.
+//! Services of `rss.common`, generated from `proto/uniffle.proto`, with the messages of [`uniffle_wire::proto`].
 
 #[allow(
     unreachable_pub,
@@ -15,3 +12,4 @@ mod generated {
     tonic::include_proto!("rss.common");
 }
 pub use generated::*;
+pub use uniffle_wire::proto::*;

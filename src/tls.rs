@@ -1,8 +1,8 @@
-//! TLS for doors: files → an acceptor, and a stream that is encrypted or not.
+//! TLS for listeners: files → an acceptor, and a stream that is encrypted or not.
 //!
 //! Certificates and keys are PEM files that the composition root names; what is wrong with one is said with its key of
 //! the configuration and its path. Versions and ciphers are rustls' defaults (1.2 and 1.3, *ring*). New files can take
-//! the place of the old ones for connects from then on. Not here: who may do what; a client certificate opens the door
+//! the place of the old ones for connects from then on. Not here: who may do what; a client certificate opens the listener
 //! and no more.
 
 use std::io;
@@ -70,7 +70,7 @@ impl TlsAcceptor {
     /// Reads the files. `protocol` is what is spoken inside, by its ALPN name.
     ///
     /// # Errors
-    /// [`TlsError`]: a file that can not be read, holds nothing of its kind, or does not belong to the others.
+    /// [`TlsError`]: a file that cannot be read, holds nothing of its kind, or does not belong to the others.
     pub fn load(files: &TlsFiles, protocol: &str) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let chain = certificates("tls.cert_file", &files.cert)?;

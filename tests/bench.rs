@@ -24,7 +24,7 @@ fn worker(name: &'static str) -> Worker {
 }
 
 fn command(line: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-bench"));
+    let mut command = Command::new(support::bench_binary());
     command.args(line).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -105,7 +105,7 @@ fn every_other_way_to_write_and_read_works() {
     let report = way(&["read", "--transport", "contiguous", "--blocks", "tiny", "--tier", "memory"]);
     assert_eq!(sum(&report, "blocks_from_memory"), sum(&report, "blocks_written"));
     way(&["read", "--replicas", "2", "--local-order", "--reads", "1.5"]);
-    let raw = worker.ready().urpc_port.expect("the door is open").to_string();
+    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
     let report = way(&["read", "--transport", "tcp", "--tcp-port", &raw]);
     assert!(sum(&report, "read_bytes") >= 8_000_000);
     let report = way(&["mixed", "--rounds", "2"]);
@@ -138,7 +138,7 @@ fn the_page_and_the_floors_are_made() {
     let report = figures(&["hdd", "--bytes", "8MiB", "--partitions", "20,200"]);
     assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 4));
     fails_with(&bench(&["floor", "--dir", &path("missing")]), "is no directory");
-    fails_with(&bench(&["write", "--html", "/nowhere/page.html"]), "can not write");
+    fails_with(&bench(&["write", "--html", "/nowhere/page.html"]), "cannot write");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
     fails_with(&bench(&tcp), "--tcp-port");
     let wrong = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &http, "--bytes", "1MB"];
     fails_with(&bench(&wrong), "does not speak this protocol");
-    let raw = worker.ready().urpc_port.expect("the door is open").to_string();
+    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
     fails_with(&bench(&["write", "--port", &raw]), "does not speak gRPC on this port");
     let swapped = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &grpc, "--bytes", "1MB"];
     fails_with(&bench(&swapped), "does not speak this protocol");
@@ -182,7 +182,7 @@ fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent()
     fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");
     fails_with(&bench(&["write", "--readers", "90000", "--bytes", "1PB"]), "memory");
     // The presets check what they really ask for: `scale` opens 112 connections.
-    let few = format!("ulimit -n 128 && exec {} scale", env!("CARGO_BIN_EXE_uniffle-bench"));
+    let few = format!("ulimit -n 128 && exec {} scale", support::bench_binary().display());
     fails_with(&Command::new("/bin/sh").args(["-c", &few]).output().expect("sh runs"), "descriptors");
     fails_with(&bench(&["scale", "--size", "2"]), "--size");
 }
@@ -216,7 +216,7 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
 #[test]
 fn a_single_wrong_byte_is_found() {
     let worker = worker("bench-corrupt");
-    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the door is open"));
+    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the listener is open"));
     let line =
         ["read", "--bytes", "4MB", "--message-size", "1MiB", "--partitions", "4", "--connections", "1"];
     let one = ["--readers", "1"];

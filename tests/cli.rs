@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use support::wait_until;
 use support::worker::{Setup, Worker};
-use uniffle_worker::client::grpc::ShuffleClient;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{DecommissionRequest, StatusCode};
-use uniffle_worker::types::{AppId, ShuffleId, ShuffleKey};
 
 fn worker(arguments: &[&str], config: &str) -> Output {
     let dir = tempfile::tempdir().expect("a temporary directory");

@@ -153,7 +153,7 @@ async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
     // It serves although no coordinator ever answered.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
         .expect("an address");
-    channel.connect().await.expect("the door is open");
+    channel.connect().await.expect("the listener is open");
     drop(reserved);
     let a = late_worker(dir_a.path(), late.port()).await;
     let mut coordinator = coordinator_of(&a).await;

@@ -112,7 +112,7 @@ fn floor(worker: &Worker, size: &Size) {
     if !size.floor {
         return;
     }
-    let output = Command::new(env!("CARGO_BIN_EXE_uniffle-bench"))
+    let output = Command::new(support::bench_binary())
         .args(["floor", "--bytes", "2GB", "--dir"])
         .arg(worker.data_paths()[0].parent().expect("it is below a temp dir"))
         .output()

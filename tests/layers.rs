@@ -13,20 +13,14 @@ use std::path::{Path, PathBuf};
 const LAYERS: &[&[&str]] = &[
     &["server"],
     &["config"],
-    &["grpc", "tcp", "http", "coordinator"],
+    &["listeners", "coordinator"],
     &["service"],
     &["flush"],
-    &["app", "memory", "store", "journal"],
-    &["io"],
-    &["wire"],
+    &["app", "memory", "tiers", "journal"],
     &["profile"],
     &["runtime", "telemetry", "tls"],
-    &["metrics", "proto", "types"],
+    &["metrics", "proto"],
 ];
-
-/// The Rust client stands beside the layers: tests and the load generator use it, no layer does.
-const CLIENT: &str = "client";
-const CLIENT_MAY_IMPORT: &[&str] = &["wire", "proto", "types"];
 
 #[test]
 fn imports_point_down_only() {
@@ -52,7 +46,7 @@ fn every_module_has_a_layer() {
         .windows(2)
         .filter(|pair| pair[0].text == "mod")
         .map(|pair| pair[1].text.as_str())
-        .filter(|name| layer(name).is_none() && *name != CLIENT)
+        .filter(|name| layer(name).is_none())
         .collect();
     assert!(modules.is_empty(), "modules that LAYERS of tests/layers.rs does not know: {modules:?}");
 }
@@ -85,20 +79,6 @@ fn may_import(from: &str, import: &Import) -> Result<(), String> {
     let to = import.target.as_str();
     if from == to {
         return Ok(());
-    }
-    if to == CLIENT {
-        return if import.in_test {
-            Ok(())
-        } else {
-            Err(format!("`{from}` imports `client`, which is for tests and the load generator"))
-        };
-    }
-    if from == CLIENT {
-        return if CLIENT_MAY_IMPORT.contains(&to) {
-            Ok(())
-        } else {
-            Err(format!("`client` imports `{to}`, but may import only {}", CLIENT_MAY_IMPORT.join(", ")))
-        };
     }
     let from_layer = layer(from).ok_or_else(|| format!("`{from}` is not in LAYERS of tests/layers.rs"))?;
     let to_layer = layer(to)
@@ -407,7 +387,7 @@ mod rules {
 
     #[test]
     fn imports_downwards_and_within_are_fine() {
-        broken("src/server.rs", "use crate::{config, grpc::Door, types::{AppId, X as Y}};", &[]);
+        broken("src/server.rs", "use crate::{config, grpc::Router, types::{AppId, X as Y}};", &[]);
         broken(
             "src/flush/worker.rs",
             "use crate::{memory::M, store::S, flush::policy, io, runtime::Tasks};",

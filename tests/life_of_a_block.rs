@@ -6,9 +6,9 @@
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is
-//!   reported that can not be one;
+//!   reported that cannot be one;
 //! - what was acknowledged in this life, or stood in an index once, is readable, byte for byte;
-//! - a partition's data stream is gapless, and what an index said once holds for ever, for readers of an earlier life too;
+//! - a partition's data stream is gapless, and what an index said once holds forever, for readers of an earlier life too;
 //! - reports that were acknowledged are known, and none that was never made;
 //! - nothing that was not acknowledged is ever visible, except blocks of a send that failed after some partitions;
 //! - when everything is unregistered, every counter is zero and no file is left.

@@ -9,15 +9,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{Instant, sleep};
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::server::Worker;
-use uniffle_worker::store::RemoteStorage;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::tiers::RemoteStorage;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

@@ -28,7 +28,7 @@ use std::time::Duration;
 use player::{Player, Summary};
 use support::say;
 use tokio::time::{Instant, sleep};
-use uniffle_worker::client::recording::{Plane, Session};
+use uniffle_client::recording::{Plane, Session};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 
@@ -43,7 +43,7 @@ const MEMORY: &str = "";
 const SPILLING: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.000001\nmemory_spill_low_watermark = 0.0\n";
 
-/// The TCP door on the threads of everything else.
+/// The TCP listener on the threads of everything else.
 const SHARED: &str = "[runtime_config]\nurpc_runtime = \"shared\"\n";
 
 /// A worker in this process, with its data in a directory that goes with it.

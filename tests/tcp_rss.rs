@@ -25,14 +25,14 @@ use support::worker::{Setup, Worker};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::Barrier;
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::ShuffleClient;
-use uniffle_worker::client::tcp::read_reply;
-use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::tcp::read_reply;
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_wire::request::{SendBlock, SendRequest};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RequireBufferRequest, StatusCode};
 use uniffle_worker::service::RequireRequest;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::wire::request::{SendBlock, SendRequest};
 
 const CONNECTIONS: usize = 1000;
 const BLOCK_BYTES: u32 = 4 << 20;
@@ -64,7 +64,7 @@ async fn a_thousand_frames_at_once_and_a_stalled_disk_stay_within_the_bound() {
 
     let frame = frame(APP, 0);
     let halfway = Arc::new(Barrier::new(CONNECTIONS));
-    let tcp = address(worker.ready().urpc_port.expect("embedded mode opens the TCP door"));
+    let tcp = address(worker.ready().urpc_port.expect("embedded mode opens the TCP listener"));
     let mut sends = tokio::task::JoinSet::new();
     // A block that is in a partition already would be dropped as a repeat: hence as many partitions.
     for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {

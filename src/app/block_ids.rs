@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use croaring::Treemap;
 
-use crate::types::PartitionId;
+use uniffle_wire::types::PartitionId;
 
 use super::quota::{Quota, QuotaExceeded, Share};
 

@@ -16,7 +16,7 @@ use croaring::Treemap;
 use parking_lot::Mutex;
 
 use super::quota::{Quota, Share};
-use crate::types::{BlockId, PartitionId};
+use uniffle_wire::types::{BlockId, PartitionId};
 
 /// Entries told of one shuffle.
 const ENTRIES_MAX: usize = 256;
@@ -205,7 +205,7 @@ impl Losses {
         self.holed.store(state.holed.len(), Ordering::Release);
     }
 
-    /// Whether it is not known which blocks of a partition can not be read any more; none such costs no lock.
+    /// Whether it is not known which blocks of a partition cannot be read any more; none such costs no lock.
     #[must_use]
     pub fn has_hole(&self, partition: PartitionId) -> bool {
         self.holed.load(Ordering::Acquire) > 0 && self.state.lock().holed.contains(&partition)

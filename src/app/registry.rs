@@ -12,7 +12,7 @@ use dashmap::DashMap;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
-use crate::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_wire::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
 
 use super::AppConfig;
 use super::account::Account;

@@ -7,7 +7,7 @@ use super::StoreType;
 /// The published client the lines name; what works with it stands in the README.
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
-/// What the raw TCP transport needs besides (its client can not read from memory on JDK 9+ without the flag).
+/// What the raw TCP transport needs besides (its client cannot read from memory on JDK 9+ without the flag).
 const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.type=GRPC_NETTY, and on Java 9 and later add\n  \
        --conf spark.driver.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true \\\n  \
        --conf spark.executor.extraJavaOptions=-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true\n\n";

@@ -17,7 +17,7 @@ use super::{
     HybridStore, IoEngine, LocalfileStore, MemoryStore, Problem, Runtime, StoreType, SyncWrites, UrpcRuntime,
     VerifyReads,
 };
-use crate::http::admin::Token;
+use crate::listeners::http::admin::Token;
 use crate::telemetry::{LogFormat, Rotation, TelemetryConfig, parse_filter};
 
 const KIB: u64 = 1 << 10;
@@ -33,7 +33,7 @@ const COORDINATORS_MAX: usize = 16;
 const TAGS_MAX: usize = 64;
 const TAG_CHARS_MAX: usize = 100;
 const DATA_PATHS_MAX: usize = 64;
-/// Port of the raw TCP door in embedded mode.
+/// Port of the raw TCP listener in embedded mode.
 const URPC_PORT: u16 = 21200;
 
 /// Builds a configuration, or says everything that is wrong.

@@ -9,7 +9,7 @@ use toml::Table;
 use super::print::{duration, number, put};
 use super::reader::{Reader, Unit, absolute_path};
 use super::{Config, HdfsSection};
-use crate::store::hdfs::RemoteLocation;
+use crate::tiers::hdfs::RemoteLocation;
 
 const ALLOWED_PATHS_MAX: usize = 256;
 const PRINCIPAL_BYTES_MAX: usize = 1024;

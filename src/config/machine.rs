@@ -20,7 +20,7 @@ pub struct Machine {
 const MEMORY_BYTES_FALLBACK: u64 = 1 << 30;
 
 impl Machine {
-    /// Looks at the running system. Never fails: what can not be read is assumed small.
+    /// Looks at the running system. Never fails: what cannot be read is assumed small.
     #[must_use]
     pub fn detect(env: &HashMap<String, String>) -> Self {
         let physical =

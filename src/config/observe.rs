@@ -7,7 +7,7 @@ use toml::{Table, Value};
 use super::print::{duration, put};
 use super::reader::{Reader, Unit};
 use super::{Metrics, Tracing};
-use crate::http::push::Endpoint;
+use crate::listeners::http::push::Endpoint;
 
 const LABELS_MAX: usize = 16;
 const LABEL_CHARS_MAX: usize = 128;

@@ -30,7 +30,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Takes `key` and converts it; `convert` says what is allowed when it can not.
+    /// Takes `key` and converts it; `convert` says what is allowed when it cannot.
     fn take<T>(&mut self, key: &str, convert: impl FnOnce(&Value) -> Result<T, String>) -> Option<T> {
         let value = self.values.remove(key)?;
         match convert(&value) {

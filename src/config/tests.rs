@@ -46,7 +46,7 @@ fn defaults_are_an_embedded_worker_with_one_disk() {
 }
 
 #[test]
-fn the_tcp_door_is_open_by_default_in_embedded_mode_only() {
+fn the_tcp_listener_is_open_by_default_in_embedded_mode_only() {
     assert_eq!(parse("grpc_port = 0").unwrap().urpc_port, Some(0));
     let quorum = "coordinator_quorum = [\"c:1\"]\n[localfile_store]\ndata_paths = [\"/d\"]";
     assert_eq!(parse(quorum).unwrap().urpc_port, None);

@@ -13,13 +13,13 @@ use crate::tls::TlsFiles;
 pub struct Tls {
     /// Certificate, key, and the authority of clients. Default: none, no TLS.
     pub files: Option<TlsFiles>,
-    /// Doors that speak it. Default: all that can.
-    pub doors: Vec<TlsDoor>,
+    /// Listeners that speak it. Default: all that can.
+    pub listeners: Vec<TlsListener>,
 }
 
 /// `tls.doors`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TlsDoor {
+pub enum TlsListener {
     /// gRPC, with the embedded coordinator.
     Grpc,
     /// Metrics, health, status.
@@ -28,7 +28,7 @@ pub enum TlsDoor {
     Admin,
 }
 
-impl TlsDoor {
+impl TlsListener {
     const ALL: [Self; 3] = [Self::Grpc, Self::Http, Self::Admin];
 
     /// The word for it.
@@ -42,16 +42,16 @@ impl TlsDoor {
     }
 
     fn parse(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|door| door.as_str() == text);
+        let found = Self::ALL.into_iter().find(|listener| listener.as_str() == text);
         found.ok_or_else(|| "a list of \"grpc\", \"http\" and \"admin\"".to_owned())
     }
 }
 
 impl Tls {
-    /// The files of `door`, if it is to be encrypted.
+    /// The files of `listener`, if it is to be encrypted.
     #[must_use]
-    pub fn of(&self, door: TlsDoor) -> Option<&TlsFiles> {
-        self.files.as_ref().filter(|_| self.doors.contains(&door))
+    pub fn of(&self, listener: TlsListener) -> Option<&TlsFiles> {
+        self.files.as_ref().filter(|_| self.listeners.contains(&listener))
     }
 }
 
@@ -63,7 +63,7 @@ pub(super) fn read(reader: &mut Reader) -> Tls {
     let (has_cert, cert) = path("tls.cert_file");
     let (has_key, key) = path("tls.key_file");
     let (has_client_ca, client_ca) = path("tls.client_ca_file");
-    let doors = reader.texts("tls.doors", TlsDoor::ALL.len(), TlsDoor::parse);
+    let listeners = reader.texts("tls.doors", TlsListener::ALL.len(), TlsListener::parse);
     if !has_cert && (has_key || has_client_ca) {
         reader.refuse("tls.cert_file", "(absent)", "needed with the other files of [tls]");
     }
@@ -71,7 +71,7 @@ pub(super) fn read(reader: &mut Reader) -> Tls {
         reader.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
     }
     let files = cert.zip(key).map(|(cert, key)| TlsFiles { cert, key, client_ca });
-    Tls { files, doors: doors.unwrap_or_else(|| TlsDoor::ALL.to_vec()) }
+    Tls { files, listeners: listeners.unwrap_or_else(|| TlsListener::ALL.to_vec()) }
 }
 
 pub(super) fn print(tls: &Tls) -> Table {
@@ -86,7 +86,7 @@ pub(super) fn print(tls: &Tls) -> Table {
             put(&mut table, key, file.display().to_string());
         }
     }
-    let doors: Vec<Value> = tls.doors.iter().map(|door| Value::from(door.as_str())).collect();
-    put(&mut table, "doors", doors);
+    let listeners: Vec<Value> = tls.listeners.iter().map(|listener| Value::from(listener.as_str())).collect();
+    put(&mut table, "doors", listeners);
     table
 }

@@ -86,7 +86,7 @@ pub fn server_id(ip: IpAddr, grpc_port: u16, netty_port: Option<u16>) -> String 
     }
 }
 
-/// Both protocol versions, both doors (the second if it is open), then the user's tags; each once.
+/// Both protocol versions, both listeners (the second if it is open), then the user's tags; each once.
 #[must_use]
 pub fn tags(netty: bool, user_tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = vec!["ss_v4".into(), "ss_v5".into(), "GRPC".into()];
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_name_both_versions_and_only_open_doors() {
+    fn tags_name_both_versions_and_only_open_listeners() {
         let user = ["ssd".to_owned(), "GRPC".to_owned()];
         assert_eq!(tags(false, &user), ["ss_v4", "ss_v5", "GRPC", "ssd"]);
         assert_eq!(tags(true, &[]), ["ss_v4", "ss_v5", "GRPC", "GRPC_NETTY"]);

@@ -1,7 +1,7 @@
 //! What a worker says of itself, and its translation into a heartbeat message.
 //!
 //! Invariant: `isHealthy` is never set (PROTOCOL §8.2: it would override `status`, which is always set), and
-//! `netty_port` is 0 when the TCP door is off (riffle's coordinator refuses −1; the Java one takes both).
+//! `netty_port` is 0 when the TCP listener is off (riffle's coordinator refuses −1; the Java one takes both).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,11 +17,11 @@ pub struct NodeReport {
     pub id: String,
     /// Address that clients connect to.
     pub ip: IpAddr,
-    /// Port of the gRPC door, as bound.
+    /// Port of the gRPC listener, as bound.
     pub grpc_port: u16,
-    /// Port of the TCP door, as bound; `None` = off.
+    /// Port of the TCP listener, as bound; `None` = off.
     pub netty_port: Option<u16>,
-    /// Port of the HTTP door, as bound; `None` = off.
+    /// Port of the HTTP listener, as bound; `None` = off.
     pub http_port: Option<u16>,
     /// See [`super::identity::tags`].
     pub tags: Vec<String>,

@@ -4,7 +4,7 @@
 //! them and queues batches of one shuffle each, for the tier that [`tier`] chooses; a fixed number of workers per tier
 //! writes them, so that a slow tier holds nothing up but its own batches. A batch leaves memory only after its bytes and
 //! then its index records are readable in the store (PROTOCOL §4.5). A batch that could not be written anywhere stays in
-//! memory, readable, and is tried again for ever with a growing pause: nothing is dropped because a counter ran out.
+//! memory, readable, and is tried again forever with a growing pause: nothing is dropped because a counter ran out.
 
 mod metrics;
 pub mod policy;
@@ -18,8 +18,8 @@ use std::time::Duration;
 
 pub use scheduler::Flusher;
 
-use crate::store::{HdfsStore, LocalStore};
 use crate::telemetry::traces::Traces;
+use crate::tiers::{HdfsStore, LocalStore};
 
 /// The tiers below memory; at least one.
 #[derive(Debug, Clone, Default)]

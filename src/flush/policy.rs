@@ -151,7 +151,7 @@ pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
 }
 
 /// Whether a buffer that fills its partition's share of the memory is to be flushed below its threshold: if nothing of
-/// it is on its way, its writers would wait for ever.
+/// it is on its way, its writers would wait forever.
 #[must_use]
 pub fn is_stuck(candidate: Candidate) -> bool {
     candidate.payload_bytes > 0 && candidate.in_flight_batches == 0

@@ -10,12 +10,12 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::memory::{Buffer, SealedBatch};
-use crate::store::{RemoteHandle, ShuffleHandle};
-use crate::types::{Distribution, ShuffleKey};
+use crate::tiers::{RemoteHandle, ShuffleHandle};
+use uniffle_wire::types::{Distribution, ShuffleKey};
 
 use super::tier::Tier;
 
-/// The incarnations that chains were sealed from: they can not end up in a later shuffle of the same name.
+/// The incarnations that chains were sealed from: they cannot end up in a later shuffle of the same name.
 #[derive(Debug, Clone)]
 pub(super) struct Handles {
     pub(super) local: Option<ShuffleHandle>,

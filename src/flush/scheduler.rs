@@ -12,7 +12,7 @@ use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 use crate::app::{App, AppRegistry};
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
-use crate::types::{Distribution, ShuffleKey};
+use uniffle_wire::types::{Distribution, ShuffleKey};
 
 use super::metrics::FlushMetrics;
 use super::policy::{self, Goal, Usage};

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use crate::app::Stage;
 use crate::memory::SealedData;
-use crate::store::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 
 use super::Stores;
 use super::queue::{Batch, Handles};
@@ -50,7 +50,7 @@ impl Flusher {
         }
         let batch = Arc::new(batch);
         let writing = self.metrics.writing(tier, bytes);
-        // A panic must not take the batch with it: its blocks would stay in memory for ever.
+        // A panic must not take the batch with it: its blocks would stay in memory forever.
         let written = AssertUnwindSafe(self.write(&batch, tier)).catch_unwind().await;
         let written = written.unwrap_or_else(|_| Err(failed(&batch, "the write panicked")));
         drop(writing);

@@ -7,7 +7,7 @@
 
 mod codec;
 
-use crate::types::{Distribution, PartitionId};
+use uniffle_wire::types::{Distribution, PartitionId};
 
 use self::codec::{Reader, Writer};
 
@@ -67,7 +67,7 @@ pub enum NoteError {
         /// Second byte.
         version: u8,
     },
-    /// It ends too early, or a field can not be what it is.
+    /// It ends too early, or a field cannot be what it is.
     #[error("note is malformed")]
     Malformed,
 }

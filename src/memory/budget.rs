@@ -132,7 +132,7 @@ impl Charge {
 
     /// Adds `other` to this charge.
     pub fn merge(&mut self, mut other: Charge) {
-        assert!(Arc::ptr_eq(&self.budget.0, &other.budget.0), "charges of two budgets can not be merged");
+        assert!(Arc::ptr_eq(&self.budget.0, &other.budget.0), "charges of two budgets cannot be merged");
         self.bytes += std::mem::take(&mut other.bytes);
     }
 }

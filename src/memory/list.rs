@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::budget::{Budget, Charge};
 use super::chain::{BlockFill, Chain};
 use super::region::Slice;
-use crate::types::{BlockId, BlockMeta, TaskAttemptId};
+use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 /// Charged per block beside its bytes.
 pub(super) const METADATA_BYTES: u64 = 64;

@@ -1,6 +1,6 @@
 //! Shuffle data in memory: one bounded region, tickets that promise parts of it, and a buffer per partition.
 //!
-//! Not here: when to flush ([`crate::flush`]), where to ([`crate::store`]), who may send ([`crate::service`]).
+//! Not here: when to flush ([`crate::flush`]), where to ([`crate::tiers`]), who may send ([`crate::service`]).
 //!
 //! | file | holds |
 //! | --- | --- |
@@ -51,7 +51,7 @@ use buffer::Shared;
 use metrics::MemoryMetrics;
 use region::Region;
 
-use crate::types::{Distribution, PartitionId, ShuffleKey};
+use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
 /// Part of the capacity that the region has on top of it: room for what a valid ticket may need beyond its bytes
 /// when seals cut off tails amid its send. At most [`SLACK_BYTES_MAX`], and resident only if ever used.
@@ -103,7 +103,7 @@ impl Memory {
     /// Maps the memory. Pages that are never used cost nothing.
     ///
     /// # Errors
-    /// When memory can not be mapped or a metric's name is taken.
+    /// When memory cannot be mapped or a metric's name is taken.
     pub fn new(config: &MemoryConfig, registry: &Registry) -> io::Result<Arc<Self>> {
         let capacity = config.capacity_bytes;
         let slack = (capacity / SLACK_DIVISOR).min(SLACK_BYTES_MAX);
@@ -278,7 +278,7 @@ pub struct ShuffleBuffers {
     key: ShuffleKey,
     distribution: Distribution,
     shared: Arc<Shared>,
-    /// `None` once purged, so that a send that raced with the purge can not bring a buffer back.
+    /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
     buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
 }
 

@@ -1,4 +1,4 @@
-//! Buffers for reads from disk: a small region of its own, so that readers can not run past a bound either.
+//! Buffers for reads from disk: a small region of its own, so that readers cannot run past a bound either.
 //!
 //! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Waiting is
 //! first come, first served; the caller bounds it in time.
@@ -8,10 +8,10 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::io::BoxFuture;
-use crate::io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 use bytes::Bytes;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use uniffle_io::BoxFuture;
+use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 
 use super::budget::Budget;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
@@ -31,7 +31,7 @@ impl ReadPool {
     /// A pool of `capacity_bytes`, at least 2 MiB.
     ///
     /// # Errors
-    /// When the memory can not be mapped.
+    /// When the memory cannot be mapped.
     pub fn new(capacity_bytes: u64) -> io::Result<Self> {
         let region = Region::new(capacity_bytes)?;
         let budget = Budget::new(region.capacity_bytes());

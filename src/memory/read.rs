@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::list::{BlockList, Gather};
 use super::region::Slice;
-use crate::types::{BlockId, BlockMeta, TaskAttemptId};
+use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 /// Most blocks of one answer. Clients ask by bytes; of tiny blocks an answer would be mostly head, which is heap that no
 /// budget knows (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use super::budget::Charge;
 use super::list::{BlockList, Gather};
 use super::region::Slice;
-use crate::types::{BlockMeta, Distribution, PartitionId};
+use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 
 /// Blocks of one partition on their way to the next tier.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::budget::{Budget, Charge};
 use super::error::MemoryError;
 use super::region::SEGMENT_BYTES_MIN;
-use crate::types::{AppId, TicketId};
+use uniffle_wire::types::{AppId, TicketId};
 
 /// Rounding allowance of a request that names no partition (clients before 0.9 may not): sixteen partitions' worth.
 const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
@@ -219,7 +219,7 @@ impl Reservation {
         self.held.charge.bytes()
     }
 
-    /// Gives back what a message of `message_bytes` can not need; clients may ask for twice their data.
+    /// Gives back what a message of `message_bytes` cannot need; clients may ask for twice their data.
     pub fn cut_to(&mut self, message_bytes: u64) {
         let surplus = self.requested.saturating_sub(message_bytes);
         drop(self.held.take_up_to(surplus));
@@ -247,7 +247,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// A charge that can not be refused, for what is bounded elsewhere: block metadata, and payload within the
+    /// A charge that cannot be refused, for what is bounded elsewhere: block metadata, and payload within the
     /// ticket. The latter can run short only because other senders filled room that this one had paid for (their
     /// tickets then hold as much too much until they end) or because a seal cut off the tail of a segment; the
     /// region's slack covers that.

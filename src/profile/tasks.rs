@@ -38,10 +38,10 @@ impl Place {
     }
 }
 
-/// Name and stacks of every task of the current runtime, as text. Where the runtime can not dump, the names only.
+/// Name and stacks of every task of the current runtime, as text. Where the runtime cannot dump, the names only.
 ///
 /// # Errors
-/// [`ProfileError::Failed`] when symbols can not be resolved.
+/// [`ProfileError::Failed`] when symbols cannot be resolved.
 pub async fn dump(tasks: &Tasks) -> Result<String, ProfileError> {
     let started = Instant::now();
     let stacks = stacks::take().await;

@@ -8,7 +8,7 @@ use tokio::runtime::Handle;
 use super::Tasks;
 use crate::metrics;
 
-/// Gauges of the runtime that the worker was started in. Threads that belong to the TCP door are not in them.
+/// Gauges of the runtime that the worker was started in. Threads that belong to the TCP listener are not in them.
 #[derive(Debug)]
 pub struct RuntimeMetrics {
     handle: Handle,

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::config::{self, Config};
 use crate::coordinator::heartbeat::Heartbeats;
-use crate::http::admin::{AdminHooks, Token};
+use crate::listeners::http::admin::{AdminHooks, Token};
 use crate::service::Service;
 use crate::telemetry::LogFilter;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use crate::service::{Service, Tiers, WorkerState};
-use crate::store::{HdfsStore, LocalStore};
+use crate::tiers::{HdfsStore, LocalStore};
 
 /// Between two looks at remote stores: they tell nobody of their condition.
 const REMOTE_LOOK_INTERVAL: Duration = Duration::from_secs(1);

@@ -7,14 +7,14 @@ use prometheus::Registry;
 
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
-use crate::http::api::model::{
+use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, Disk, Flush, Memory, Node, Process, Status, Tickets, Tier, Totals,
 };
-use crate::io::Media;
 use crate::metrics;
 use crate::service::Service;
-use crate::store::DiskCondition;
 use crate::telemetry::panic_count;
+use crate::tiers::DiskCondition;
+use uniffle_io::Media;
 
 use super::admin::Live;
 use super::health;
@@ -123,7 +123,7 @@ impl Inspector {
 
     fn disks(&self) -> Vec<Disk> {
         let Some(local) = self.service.local() else { return Vec::new() };
-        let disk = |info: crate::store::DiskInfo| Disk {
+        let disk = |info: crate::tiers::DiskInfo| Disk {
             path: info.path.display().to_string(),
             mount: info.mount.point.display().to_string(),
             media: match info.mount.media {

@@ -10,7 +10,7 @@ use sd_notify::{NotifyState, notify, notify_with_fds};
 
 use super::sockets::{self, Inherited};
 
-/// All doors accept. Also leaves the listeners in the manager's store.
+/// All listeners accept. Also leaves the listeners in the manager's store.
 pub(super) fn ready(held: &Inherited) {
     for (name, listener) in sockets::listeners(held) {
         let stored = notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &[listener.as_fd()]);
@@ -34,6 +34,6 @@ pub(super) fn stopping(time: Duration) {
 
 fn said(result: std::io::Result<()>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "the service manager can not be told");
+        tracing::warn!(%error, "the service manager cannot be told");
     }
 }

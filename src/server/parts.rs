@@ -8,21 +8,21 @@ use crate::coordinator::embedded::{AccessRules, EmbeddedConfig, RemoteStorage};
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
 use crate::flush::policy::Limits;
-use crate::grpc::{DecommissionBy, GrpcConfig};
-use crate::http::HttpConfig;
-use crate::http::push::PushConfig;
-use crate::io::Engine;
-use crate::io::buffers::READ_CHUNK_BYTES_SHORT;
+use crate::listeners::grpc::{DecommissionBy, GrpcConfig};
+use crate::listeners::http::HttpConfig;
+use crate::listeners::http::push::PushConfig;
+use crate::listeners::tcp::TcpConfig;
 use crate::memory::MemoryConfig;
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
-#[cfg(feature = "hdfs")]
-use crate::store::HdfsConfig;
-#[cfg(feature = "hdfs")]
-use crate::store::hdfs::AllowList;
-use crate::store::{self, LocalConfig};
-use crate::tcp::TcpConfig;
 use crate::telemetry::traces::Traces;
+#[cfg(feature = "hdfs")]
+use crate::tiers::HdfsConfig;
+#[cfg(feature = "hdfs")]
+use crate::tiers::hdfs::AllowList;
+use crate::tiers::{self, LocalConfig};
+use uniffle_io::Engine;
+use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
 
 pub(super) fn memory(config: &Config) -> MemoryConfig {
     MemoryConfig {
@@ -92,13 +92,13 @@ pub(super) fn store(config: &Config) -> LocalConfig {
             IoEngine::Uring => Engine::Uring,
         },
         verify_reads: match local.verify_reads {
-            VerifyReads::Always => store::VerifyReads::Always,
-            VerifyReads::Sampled => store::VerifyReads::Sampled,
-            VerifyReads::Off => store::VerifyReads::Off,
+            VerifyReads::Always => tiers::VerifyReads::Always,
+            VerifyReads::Sampled => tiers::VerifyReads::Sampled,
+            VerifyReads::Off => tiers::VerifyReads::Off,
         },
         sync: match local.sync {
-            SyncWrites::Off => store::SyncWrites::Off,
-            SyncWrites::Group => store::SyncWrites::Group,
+            SyncWrites::Off => tiers::SyncWrites::Off,
+            SyncWrites::Group => tiers::SyncWrites::Group,
         },
         probe_interval: local.disk_healthy_check_interval,
         ..LocalConfig::default()
@@ -225,7 +225,7 @@ pub(super) fn http(config: &Config) -> HttpConfig {
     HttpConfig { max_connections: config.http.max_connections, request_timeout: config.http.request_timeout }
 }
 
-/// The configuration's bounds are within the types' ranges (`config` checks them); the rest are the door's defaults.
+/// The configuration's bounds are within the types' ranges (`config` checks them); the rest are the listener's defaults.
 pub(super) fn grpc(config: &Config) -> GrpcConfig {
     let grpc = &config.grpc;
     let narrowed = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);

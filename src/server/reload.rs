@@ -2,7 +2,7 @@
 //!
 //! The file is taken whole or not at all: what is wrong with it is logged with all reasons, and everything stays as it
 //! is. Keys that can change are brought into the running configuration ([`with_changeable`]), which must be a valid one
-//! with the keys that can not, and handed to the parts; the others are named, they wait for the next start.
+//! with the keys that cannot, and handed to the parts; the others are named, they wait for the next start.
 //! Certificates are read again each time. What an operator has changed by a call stays until the file's own value of it
 //! changes.
 
@@ -147,7 +147,7 @@ impl Reloader {
         let config = with_changeable(running, new);
         let Origin { env, machine } = self.origin()?;
         if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
-            return Err(format!("with the keys that can not change while the worker runs, {error}"));
+            return Err(format!("with the keys that cannot change while the worker runs, {error}"));
         }
         let tls = Tls::load(&config).map_err(|error| error.to_string())?;
         let (changed, waiting) = (different(running, &config), different(&config, new));
@@ -283,7 +283,7 @@ fn with_changeable(running: &Config, new: &Config) -> Config {
         },
         log: TelemetryConfig { filter: new.log.filter.clone(), ..running.log.clone() },
         app: new.app.clone(),
-        // Whether a door is encrypted is decided when it opens.
+        // Whether a listener is encrypted is decided when it opens.
         tls: config::Tls {
             files: running.tls.files.as_ref().and(new.tls.files.clone()).or(running.tls.files.clone()),
             ..running.tls.clone()

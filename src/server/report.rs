@@ -6,12 +6,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::coordinator::{NodeReport, ReportSource, identity};
-use crate::io::Media;
 use crate::memory::Memory;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ServerStatus, StorageInfo};
 use crate::service::{Service, Tiers, WorkerState};
-use crate::store::{DiskCondition, MountUsage};
+use crate::tiers::{DiskCondition, MountUsage};
+use uniffle_io::Media;
 
 use super::admin::Live;
 

@@ -19,7 +19,7 @@ use super::{Addresses, Surroundings, Worker, notify};
 pub enum Command {
     /// Flush, drain, end.
     Stop,
-    /// The same, and leave the sockets to a successor, unless that can not work: then nothing happens.
+    /// The same, and leave the sockets to a successor, unless that cannot work: then nothing happens.
     Upgrade(Successor),
     /// Read the configuration again.
     Reload,

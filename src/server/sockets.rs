@@ -109,7 +109,7 @@ impl Inherited {
     }
 }
 
-/// A listener for each door, and the connections that came with them.
+/// A listener for each listener, and the connections that came with them.
 #[derive(Debug)]
 pub(super) struct Sockets {
     pub(super) grpc: TcpListener,
@@ -132,7 +132,7 @@ impl Sockets {
         let admin = config.admin.port.map(|port| open(ADMIN, config.admin.bind_address, port)).transpose()?;
         for (name, listener) in &inherited.listeners {
             let address = listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
-            tracing::warn!(name, address, "no door is configured for an inherited listener, it is closed");
+            tracing::warn!(name, address, "an inherited listener is not configured, it is closed");
         }
         let Inherited { grpc_connections, urpc_connections, .. } = inherited;
         Ok(Self { grpc, http, urpc, admin, grpc_connections, urpc_connections })
@@ -152,13 +152,13 @@ impl Sockets {
     /// The same listeners once more: they listen as long as either lives.
     pub(super) fn duplicate(&self) -> io::Result<Inherited> {
         let mut listeners = Vec::new();
-        let doors = [
+        let named = [
             (GRPC, Some(&self.grpc)),
             (HTTP, Some(&self.http)),
             (URPC, self.urpc.as_ref()),
             (ADMIN, self.admin.as_ref()),
         ];
-        for (name, listener) in doors {
+        for (name, listener) in named {
             if let Some(listener) = listener {
                 listeners.push((name.to_owned(), listener.try_clone()?));
             }
@@ -188,7 +188,7 @@ fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
         io::Result::Ok(socket.into())
     };
     let key = if name == ADMIN { "admin.port".to_owned() } else { format!("{name}_port") };
-    bound().with_context(|| format!("can not listen on {key} = {address}"))
+    bound().with_context(|| format!("cannot listen on {key} = {address}"))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! How a worker ends, with or without a successor.
 //!
 //! Tickets are refused with NO_BUFFER, for which every client waits, and memory is brought to the disks while reads and
-//! the sends that hold tickets go on. Then the doors close: gRPC connections get a GOAWAY, calls that have begun are
+//! the sends that hold tickets go on. Then the listeners close: gRPC connections get a GOAWAY, calls that have begun are
 //! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
 //! meanwhile is flushed. What could not be flushed is named here and found lost by the next start.
 
@@ -15,11 +15,11 @@ use crate::service::Stopping;
 use super::Worker;
 use super::sockets::Inherited;
 
-/// How long what has begun on connections may take to end after the doors were told to close.
+/// How long what has begun on connections may take to end after the listeners were told to close.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
 /// What a task may take to see that it was cancelled.
 const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
-/// Time for what came in while the doors closed, if the flush before has used up all of its own.
+/// Time for what came in while the listeners closed, if the flush before has used up all of its own.
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// A client that has a ticket sends at once; one that does not is not waited for any longer.
 const TICKET_PATIENCE: Duration = Duration::from_secs(2);
@@ -98,13 +98,16 @@ impl Worker {
     }
 
     async fn end(mut self, deadline: Instant) -> Stopped {
-        self.doors.close();
-        if timeout(DRAIN_DEADLINE, self.doors.drained()).await.is_err() {
-            tracing::warn!(tasks = self.doors.running(), "connections did not end in time and are closed");
+        self.listeners.close();
+        if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
+            tracing::warn!(
+                tasks = self.listeners.running(),
+                "connections did not end in time and are closed"
+            );
         }
-        self.doors.cancel();
-        if timeout(CANCEL_DEADLINE, self.doors.drained()).await.is_err() {
-            tracing::warn!(tasks = self.doors.running(), "connections did not end");
+        self.listeners.cancel();
+        if timeout(CANCEL_DEADLINE, self.listeners.drained()).await.is_err() {
+            tracing::warn!(tasks = self.listeners.running(), "connections did not end");
         }
         self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
         let unflushed = self.memory.contents();
@@ -116,7 +119,7 @@ impl Worker {
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.urpc_connections.extend(self.urpc_handover.take());
-        Stopped { tasks_left: self.doors.running() + self.background.running(), unflushed, sockets }
+        Stopped { tasks_left: self.listeners.running() + self.background.running(), unflushed, sockets }
     }
 }
 

@@ -35,7 +35,7 @@ impl Successor {
     /// What this process was started as. Call it before the directory changes.
     ///
     /// # Errors
-    /// When the executable can not be found out.
+    /// When the executable cannot be found out.
     pub fn of_this_process() -> io::Result<Self> {
         let mut arguments = std::env::args_os();
         let called = PathBuf::from(arguments.next().unwrap_or_default());
@@ -62,7 +62,7 @@ impl Successor {
             .with_context(|| {
                 format!("{} --check took longer than {CHECK_DEADLINE:?}", self.program.display())
             })?
-            .with_context(|| format!("{} can not be run", self.program.display()))?;
+            .with_context(|| format!("{} cannot be run", self.program.display()))?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
             bail!("{} --check: {}: {}", self.program.display(), output.status, said.trim());

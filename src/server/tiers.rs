@@ -11,7 +11,7 @@ use crate::flush::{Flusher, Stores};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::service::Tiers;
-use crate::store::{HdfsStore, LocalStore};
+use crate::tiers::{HdfsStore, LocalStore};
 
 /// Starts the tiers; none for store type MEMORY. `server_id` is what coordinators are told, and names remote files.
 pub(super) async fn start(
@@ -51,9 +51,9 @@ async fn start_hdfs(
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
-    use crate::store::hdfs::client::HdfsConnector;
-    use crate::store::hdfs::hadoop::HadoopConf;
-    use crate::store::hdfs::kerberos::Login;
+    use crate::tiers::hdfs::client::HdfsConnector;
+    use crate::tiers::hdfs::hadoop::HadoopConf;
+    use crate::tiers::hdfs::kerberos::Login;
 
     let section = &config.hdfs;
     let conf = match &section.hadoop_conf_dir {
@@ -74,7 +74,7 @@ async fn start_hdfs(
     if section.precheck_enable {
         for location in config.allowed_remote_paths() {
             store.precheck(&location).await.map_err(|error| {
-                anyhow::anyhow!("hdfs_store.precheck_enable: {location} can not be used: {error}")
+                anyhow::anyhow!("hdfs_store.precheck_enable: {location} cannot be used: {error}")
             })?;
         }
     }

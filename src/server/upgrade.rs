@@ -1,7 +1,7 @@
 //! Whether a configuration may follow the running one without a restart that clients notice.
 //!
 //! The running worker tells the new binary's `--check` what it is ([`Facts`], in the environment), and the new binary
-//! says what does not fit: only it knows how it reads its configuration. What an upgrade in place can not change: the
+//! says what does not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the
 //! ports, which are known to clients and part of the server's id, and data directories that hold data of running jobs.
 
 use std::net::IpAddr;
@@ -53,17 +53,17 @@ impl Facts {
     }
 }
 
-/// What of `config` can not be taken over in place from the worker that wrote `facts`, one line each.
+/// What of `config` cannot be taken over in place from the worker that wrote `facts`, one line each.
 #[must_use]
 pub fn problems(config: &Config, facts: &str) -> Vec<String> {
     let facts: Facts = match serde_json::from_str(facts) {
         Ok(facts) => facts,
-        Err(error) => return vec![format!("{UPGRADE_FROM} can not be read: {error}")],
+        Err(error) => return vec![format!("{UPGRADE_FROM} cannot be read: {error}")],
     };
     let mut problems = Vec::new();
     let mut port = |key: &str, wanted: Option<u16>, running: Option<u16>| {
         let same = wanted == running || (wanted == Some(0) && running.is_some());
-        // A door that is new can be opened; one that clients use can neither move nor close.
+        // A listener that is new can be opened; one that clients use can neither move nor close.
         if !same && let Some(running) = running {
             let wanted = wanted.map_or("off".to_owned(), |port| port.to_string());
             problems.push(format!("{key} = {wanted}: the running worker has {running}, and clients know it"));

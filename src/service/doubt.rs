@@ -14,8 +14,8 @@ use futures::stream::{self, StreamExt as _};
 use tokio::time::{Instant, sleep};
 
 use crate::app::ShuffleState;
-use crate::store::{LostExtent, StoreError, StoreErrorKind};
-use crate::types::{PartitionId, ShuffleKey};
+use crate::tiers::{LostExtent, StoreError, StoreErrorKind};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::Service;
 use super::losses::IN_MEMORY;
@@ -30,7 +30,7 @@ const LOOK_UP_PAUSE_MAX: Duration = Duration::from_secs(30);
 pub(super) struct Suspect {
     pub(super) shuffle: Arc<ShuffleState>,
     pub(super) partition: PartitionId,
-    /// Extents on local disks that can not be read.
+    /// Extents on local disks that cannot be read.
     pub(super) extents: Vec<LostExtent>,
     pub(super) reason: Arc<str>,
 }

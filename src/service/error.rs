@@ -7,8 +7,8 @@
 use crate::app::{QuotaExceeded, RangeError, ReportError};
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
-use crate::store::StoreError;
-use crate::types::InvalidAppId;
+use crate::tiers::StoreError;
+use uniffle_wire::types::InvalidAppId;
 
 /// A refused request.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +25,7 @@ pub enum ServiceError {
     /// A partition range is none.
     #[error("{0}")]
     InvalidRange(#[from] RangeError),
-    /// A field has a value that it can not have.
+    /// A field has a value that it cannot have.
     #[error("{field} is {value}, {allowed}")]
     InvalidField {
         /// Name on the wire.
@@ -117,7 +117,7 @@ pub enum ServiceError {
         /// Newest seen.
         latest: i32,
     },
-    /// The remote path can not be used.
+    /// The remote path cannot be used.
     #[error("{0}")]
     RemoteStorage(StoreError),
     /// All there is below memory is HDFS, and the client does not look there.

@@ -1,4 +1,4 @@
-//! Something of a partition can not be read any more: what is gone is found out and entered, without a restart.
+//! Something of a partition cannot be read any more: what is gone is found out and entered, without a restart.
 //!
 //! Until what is left has been counted, reads of the partition are answered with NO_BUFFER, for which clients wait: a
 //! hole that is in no ledger would be filled with zeros without a word.
@@ -10,8 +10,8 @@ use tokio::sync::oneshot;
 use tokio::time::sleep;
 
 use crate::app::ShuffleState;
-use crate::store::{StoreError, StoreErrorKind, Unreadable};
-use crate::types::PartitionId;
+use crate::tiers::{StoreError, StoreErrorKind, Unreadable};
+use uniffle_wire::types::PartitionId;
 
 use super::{Service, ServiceError};
 
@@ -31,7 +31,7 @@ pub(super) fn refuse_uncounted(shuffle: &ShuffleState, partition: PartitionId) -
 }
 
 impl Service {
-    /// Something of a partition can not be read any more, for a reason, or too many reads of a disk have failed, which is
+    /// Something of a partition cannot be read any more, for a reason, or too many reads of a disk have failed, which is
     /// tried once more. What is gone then is entered as lost. Goes on when the caller is dropped, and until what is left
     /// was counted.
     pub(super) async fn examine(
@@ -42,7 +42,7 @@ impl Service {
     ) {
         let (service, stopped) = (Arc::clone(self), self.tasks.cancelled());
         let (done, first_is_done) = oneshot::channel();
-        self.tasks.spawn("find what can not be read", async move {
+        self.tasks.spawn("find what cannot be read", async move {
             tokio::select! {
                 () = service.find_unreadable(&shuffle, partition, suspicion, done) => {}
                 () = stopped => {}
@@ -73,7 +73,7 @@ impl Service {
             let counted = self.give_up_and_count(shuffle, partition, (unreadable, reason)).await;
             let Err(error) = counted.or_else(unless_purged) else { return };
             drop(done.take());
-            tracing::warn!(shuffle = %key, %partition, %error, "what is left can not be counted yet");
+            tracing::warn!(shuffle = %key, %partition, %error, "what is left cannot be counted yet");
             sleep(pause).await;
             pause = COUNT_PAUSE_MAX.min(pause * 2);
             if store.handle(key).is_none() {

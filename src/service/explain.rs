@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::app::{App, STAGES, Stage, StageSum};
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 use super::Service;
 use super::losses::{ShuffleLoss, losses_of};

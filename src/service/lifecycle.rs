@@ -14,17 +14,17 @@ use tokio::time::Instant;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
-use crate::store::hdfs::{Cause, PreparedStorage, Removal};
-use crate::store::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
 use crate::telemetry::AUDIT;
-use crate::types::{AppId, Distribution, ShuffleId, ShuffleKey};
+use crate::tiers::hdfs::{Cause, PreparedStorage, Removal};
+use crate::tiers::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
+use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::{Presence, Service, ServiceError, WorkerState};
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
 
-/// A week: an app that is gone must not keep its disks for ever.
+/// A week: an app that is gone must not keep its disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
 
 /// Keys and values kept of one registration. Spark's `.rss.` settings have a few KiB.
@@ -227,7 +227,7 @@ impl Service {
     /// [`ServiceError::WrongState`] in a state from which that is not possible.
     pub fn decommission(&self) -> Result<(), ServiceError> {
         if !self.status.decommission() {
-            return Err(ServiceError::WrongState("an unhealthy server can not be decommissioned"));
+            return Err(ServiceError::WrongState("an unhealthy server cannot be decommissioned"));
         }
         tracing::info!(target: AUDIT, apps = self.apps.app_count(), "decommissioning");
         Ok(())

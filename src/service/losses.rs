@@ -19,15 +19,15 @@ use serde::Serialize;
 use tokio::time::{Instant, timeout_at};
 
 use crate::app::{App, Loss, ShuffleState, ranges};
-use crate::store::LostExtent;
-use crate::types::{BlockId, PartitionId, ShuffleKey};
+use crate::tiers::LostExtent;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 use super::doubt::Suspect;
 use super::examine::refuse_uncounted;
 use super::metrics::clamped;
 use super::{Service, ServiceError};
 
-/// By these properties Spark computes a stage again whose shuffle data can not be fetched; the first that is set counts.
+/// By these properties Spark computes a stage again whose shuffle data cannot be fetched; the first that is set counts.
 /// They arrive with registrations of clients since 0.10, to which the last is an old name.
 const RESUBMIT_PROPERTIES: [&str; 3] =
     ["spark.rss.stageRetry.fetchFailureEnabled", "spark.rss.stageRetry.enabled", "spark.rss.resubmit.stage"];

@@ -1,4 +1,4 @@
-//! What the worker does, in protocol-free terms: the doors translate into these calls and back.
+//! What the worker does, in protocol-free terms: the listeners translate into these calls and back.
 //!
 //! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
 //! two local reads.
@@ -54,9 +54,9 @@ use history::History;
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
 use crate::memory::Memory;
-use crate::store::{HdfsStore, LocalStore};
 use crate::telemetry::Refusals;
-use crate::types::{AppId, ShuffleId, ShuffleKey};
+use crate::tiers::{HdfsStore, LocalStore};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Limits of the service.
 #[derive(Debug, Clone)]
@@ -96,7 +96,7 @@ pub struct Tiers {
     pub flusher: Arc<Flusher>,
 }
 
-/// The service; shared by all doors.
+/// The service; shared by all listeners.
 #[derive(Debug)]
 pub struct Service {
     config: ServiceConfig,
@@ -144,16 +144,16 @@ impl Service {
         }))
     }
 
-    /// A request that came through `door` was refused; the log hears of it if the client is at fault.
-    pub fn note_refusal(&self, door: &'static str, error: &ServiceError) {
+    /// A request that came through `listener` was refused; the log hears of it if the client is at fault.
+    pub fn note_refusal(&self, listener: &'static str, error: &ServiceError) {
         if let Some(kind) = error.client_fault() {
-            self.refusals.note(door, kind, error);
+            self.refusals.note(listener, kind, error);
         }
     }
 
-    /// What came through `door` breaks its format.
-    pub fn note_malformed(&self, door: &'static str, error: &dyn std::fmt::Display) {
-        self.refusals.note(door, error::MALFORMED, error);
+    /// What came through `listener` breaks its format.
+    pub fn note_malformed(&self, listener: &'static str, error: &dyn std::fmt::Display) {
+        self.refusals.note(listener, error::MALFORMED, error);
     }
 
     /// State of the worker as a node of the cluster.
@@ -209,7 +209,7 @@ impl Service {
         self.tiers.as_ref()?.hdfs.as_ref()
     }
 
-    /// The app of a request; an id that can not exist is unknown like any other.
+    /// The app of a request; an id that cannot exist is unknown like any other.
     fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
         let found = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
         found.ok_or_else(|| {

@@ -14,11 +14,11 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
-use crate::io::{ReadBuffer, ReadBuffers};
 use crate::memory::{Memory, MemoryRead};
-use crate::store::{DataRead, IndexRead, StoreError, StoreErrorKind};
-use crate::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
-use crate::wire::bitmap;
+use crate::tiers::{DataRead, IndexRead, StoreError, StoreErrorKind};
+use uniffle_io::{ReadBuffer, ReadBuffers};
+use uniffle_wire::bitmap;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::examine::refuse_uncounted;
 use super::lifecycle::invalid_shuffle;
@@ -157,7 +157,7 @@ impl ChunkStream {
     /// The next bytes; `None` after the last.
     ///
     /// # Errors
-    /// The disk failed; the answer can not be completed.
+    /// The disk failed; the answer cannot be completed.
     pub async fn next(&mut self) -> Result<Option<Bytes>, ServiceError> {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));

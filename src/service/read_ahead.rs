@@ -1,6 +1,6 @@
 //! Reads the next chunk of a local answer while the last one is on its way to the client.
 //!
-//! For a door that asks for a chunk only when its transport takes one. At most one chunk ahead, and only with read memory
+//! For a listener that asks for a chunk only when its transport takes one. At most one chunk ahead, and only with read memory
 //! that nobody else could want: half of the pool stays free, and nothing is waited for.
 //!
 //! # Reference numbers

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use croaring::Treemap;
 
 use crate::journal::{Note, Report};
-use crate::store::LocalStore;
-use crate::store::StoreErrorKind;
-use crate::types::{PartitionId, ShuffleKey};
-use crate::wire::bitmap;
+use crate::tiers::LocalStore;
+use crate::tiers::StoreErrorKind;
+use uniffle_wire::bitmap;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::{Service, ServiceError, shuffle_of};
 

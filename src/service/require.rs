@@ -5,7 +5,7 @@
 
 use crate::app::{App, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
-use crate::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
+use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 use super::partition_limit::{PartitionSizes, Verdict};
 use super::{Service, ServiceError};

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::journal::{self, Note};
-use crate::store::{Recovered, RecoveredShuffle, RemoteStorage};
-use crate::types::ShuffleKey;
+use crate::tiers::{Recovered, RecoveredShuffle, RemoteStorage};
+use uniffle_wire::types::ShuffleKey;
 
 use super::doubt::Suspect;
 use super::metrics::clamped;
@@ -56,7 +56,7 @@ impl Service {
                     self.discard(&key);
                 }
                 Err(error) => {
-                    tracing::error!(shuffle = %key, %error, "can not be taken over, removed");
+                    tracing::error!(shuffle = %key, %error, "cannot be taken over, removed");
                     restored.unregistered += 1;
                     self.discard(&key);
                 }
@@ -139,7 +139,7 @@ enum Remote {
     None,
     /// A path that can be used.
     Known,
-    /// A path that can not be used as this worker is configured now: what lies there can not be looked up.
+    /// A path that cannot be used as this worker is configured now: what lies there cannot be looked up.
     Unusable,
 }
 

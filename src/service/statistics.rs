@@ -5,7 +5,7 @@
 
 use std::cmp::Reverse;
 
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 use super::Service;
 

@@ -9,14 +9,14 @@ use prometheus::Registry;
 use super::*;
 use crate::app::AppConfig;
 use crate::flush::{FlushConfig, policy};
-use crate::io::Disk;
-use crate::io::fault::{Fault, FaultDisk, Faults, Operation, Rule};
-use crate::io::memory::MemoryDisk;
 use crate::memory::{Buffer, MemoryConfig};
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::store::LocalConfig;
-use crate::types::{Distribution, PartitionId};
+use crate::tiers::LocalConfig;
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::types::{Distribution, PartitionId};
 
 const APP: &str = "app-1";
 const CAPACITY: u64 = 16 << 20;
@@ -336,7 +336,7 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
 #[tokio::test(start_paused = true)]
 async fn an_older_stage_attempt_is_ignored_only_where_attempts_are_numbered() {
     let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    // A client before 0.10 sends no attempt in any stage: that is 0 for ever.
+    // A client before 0.10 sends no attempt in any stage: that is 0 forever.
     world.send(3, 10, 0).unwrap();
     world.send(3, 10, 0).unwrap();
     world.send(3, 10, 1).unwrap();

@@ -8,7 +8,7 @@ use prometheus::{IntGaugeVec, Registry};
 use super::metrics::clamped;
 use super::statistics::{AppStatistics, largest, smallest_blocks};
 use crate::metrics;
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 /// Applications that each of the metrics shows.
 const TOP_APPS: usize = 10;

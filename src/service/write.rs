@@ -1,6 +1,6 @@
 //! Sends.
 //!
-//! A [`SendSession`] is the sink that both doors drive while a request arrives. It holds what the request has taken:
+//! A [`SendSession`] is the sink that both listeners drive while a request arrives. It holds what the request has taken:
 //! the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
 //! dropped before, everything goes back. Nothing on this path waits, allocates per block beyond vector growth, or
 //! formats a string.
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
-use crate::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
+use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
 use super::partition_limit::{PartitionLimits, PartitionSizes};
 use super::{Service, ServiceError, shuffle_of};

@@ -62,12 +62,12 @@ fn appender(
         Rotation::Never => rolling::Rotation::NEVER,
     };
     std::fs::create_dir_all(directory)
-        .with_context(|| format!("can not create the log directory {}", directory.display()))?;
+        .with_context(|| format!("cannot create the log directory {}", directory.display()))?;
     rolling::Builder::new()
         .rotation(rotation)
         .filename_prefix(name)
         .filename_suffix("log")
         .max_log_files(config.files_max)
         .build(directory)
-        .with_context(|| format!("can not log into {}", directory.display()))
+        .with_context(|| format!("cannot log into {}", directory.display()))
 }

@@ -8,7 +8,7 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry};
 
 /// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
-/// behind it can not belong to one of two workers in a process.
+/// behind it cannot belong to one of two workers in a process.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 /// Panics since the process started, counted once [`init`] was called.

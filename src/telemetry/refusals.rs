@@ -30,12 +30,12 @@ struct Window {
 }
 
 impl Refusals {
-    /// A request that came through `door` was refused for a `kind` of fault.
-    pub fn note(&self, door: &'static str, kind: &'static str, error: &dyn Display) {
+    /// A request that came through `listener` was refused for a `kind` of fault.
+    pub fn note(&self, listener: &'static str, kind: &'static str, error: &dyn Display) {
         if let Some(held_back) = self.due(kind) {
             let error: String =
                 error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect();
-            tracing::warn!(door, kind, %error, held_back, "a client's request was refused");
+            tracing::warn!(listener, kind, %error, held_back, "a client's request was refused");
         }
     }
 
@@ -99,6 +99,9 @@ mod tests {
         tracing::subscriber::with_default(subscriber, || Refusals::default().note("grpc", "a", &text));
         let lines = String::from_utf8(seen.lock().clone()).unwrap();
         assert_eq!(lines.lines().count(), 1, "{lines}");
-        assert!(lines.contains("WARN") && lines.contains("door=\"grpc\"") && lines.len() < 600, "{lines}");
+        assert!(
+            lines.contains("WARN") && lines.contains("listener=\"grpc\"") && lines.len() < 600,
+            "{lines}"
+        );
     }
 }

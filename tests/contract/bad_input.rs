@@ -3,15 +3,15 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use uniffle_worker::client::grpc::{ClientError, ShuffleClient};
-use uniffle_worker::client::send::{SendForm, request};
+use uniffle_client::grpc::{ClientError, ShuffleClient};
+use uniffle_client::send::{SendForm, request};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 use uniffle_worker::proto::{
     AppHeartBeatRequest, GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest,
     GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReportShuffleResultRequest, RequireBufferRequest,
     SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, ShuffleUnregisterByAppIdRequest,
     ShuffleUnregisterRequest, StatusCode,
 };
-use uniffle_worker::types::{PartitionId, ShuffleKey};
 
 use super::blocks::{batch, blocks, payload};
 use super::world::{World, key};
@@ -179,7 +179,7 @@ async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
     let (world, key) = (World::start().await, key("app-1", 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    let good = uniffle_worker::client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
+    let good = uniffle_client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
     let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
     // Counts of maps and containers that are not there.
     filters.push([&[0][..], &[0x7F, 0xFF, 0xFF, 0xFF]].concat());

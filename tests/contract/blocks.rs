@@ -1,7 +1,7 @@
 //! Blocks of the tests: their content follows from their id.
 
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::types::{PartitionId, TaskAttemptId};
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 const SEED: u64 = 0x5eed;
 

@@ -103,7 +103,7 @@ async fn what_this_worker_does_not_do_is_said_in_javas_words() {
     let mut raw = world.client.raw();
     let merge = raw.start_sort_merge(StartSortMergeRequest::default()).await.unwrap().into_inner();
     let said = (merge.status(), merge.ret_msg.as_str());
-    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled, can not report StartSortMerge!"));
+    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled, cannot report StartSortMerge!"));
     let sorted =
         raw.get_sorted_shuffle_data(GetSortedShuffleDataRequest::default()).await.unwrap().into_inner();
     let said = (sorted.status(), sorted.ret_msg.as_str());

@@ -1,12 +1,12 @@
 //! Disks that fail while shuffles run, seen by clients: GOALS §3 items 4 and 7.
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::io::fault::{EIO, ENOSPC, Fault, Operation, Rule};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
+use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::store::LocalConfig;
-use uniffle_worker::types::{PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::tiers::LocalConfig;
 
 use super::blocks::{batch, blocks};
 use super::rig::{Rig, local_config, memory_disks};
@@ -55,7 +55,7 @@ async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
     }
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     rig.flusher.flush_all();
-    let tried = || rig.faults.iter().map(uniffle_worker::io::fault::Faults::injected).sum::<u64>();
+    let tried = || rig.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum::<u64>();
     eventually("several attempts fail", || match tried() {
         0..4 => Err(format!("{} failures", tried())),
         _ => Ok(()),
@@ -106,7 +106,7 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
     assert!(error.contains("/disk") && error.contains(suffix), "it says where: {error}");
-    // Sent again, it is found, and what can not be read is not in the way.
+    // Sent again, it is found, and what cannot be read is not in the way.
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     let healed = read().await.unwrap();
     assert_same(&healed.blocks, &all);
@@ -132,7 +132,7 @@ async fn what_a_disk_gives_back_after_a_while_is_not_given_up() {
     for _ in 0..3 {
         client.read_data(&key, P, 0, 1000).await.unwrap_err();
     }
-    let injected: u64 = rig.faults.iter().map(uniffle_worker::io::fault::Faults::injected).sum();
+    let injected: u64 = rig.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum();
     assert_eq!(injected, 5);
     assert!(rig.service.losses().losses.is_empty());
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();

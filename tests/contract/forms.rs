@@ -1,14 +1,14 @@
 //! The three forms of `sendShuffleData`, and what is none of them: PROTOCOL §12 row 17 and §1.8.
 
 use prost::Message;
-use uniffle_worker::client::send::{self, SendForm};
+use uniffle_client::send::{self, SendForm};
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleData, StatusCode};
-use uniffle_worker::types::PartitionId;
 
 use super::blocks::{block, blocks};
 use super::world::{World, key};
 
-type Parts = Vec<(PartitionId, Vec<uniffle_worker::client::block::Block>)>;
+type Parts = Vec<(PartitionId, Vec<uniffle_client::block::Block>)>;
 
 fn parts(task: i64) -> Parts {
     (0..3).map(|p| (PartitionId(p), blocks(p, task, 0..4))).collect()

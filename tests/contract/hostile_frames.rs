@@ -6,9 +6,9 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use uniffle_worker::client::send::{self, SendForm};
+use uniffle_client::send::{self, SendForm};
+use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::{PartitionId, ShuffleKey, TicketId};
 
 use super::blocks::{batch, block, blocks};
 use super::raw::{self, End};

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use futures::stream::{self, StreamExt};
 use tokio::sync::oneshot;
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::{ReadOptions, register_request};
-use uniffle_worker::client::send::{self, SendForm};
-use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{ReadOptions, register_request};
+use uniffle_client::send::{self, SendForm};
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_wire::types::{Distribution, PartitionId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::{MemoryReadRequest, RegisterRequest, RequireRequest};
-use uniffle_worker::types::{Distribution, PartitionId};
 
 use super::blocks::{batch, blocks};
 use super::raw;
@@ -189,9 +189,9 @@ async fn every_call_of_an_unknown_app_is_no_register_and_makes_none() {
     let required = client.require_raw(require(&key, 100)).await.unwrap();
     assert_eq!((required.status(), required.require_buffer_id), (StatusCode::NoRegister, -1));
     let one = batch(0, &blocks(0, 1, 0..1));
-    let sent = client.send(&key, uniffle_worker::types::TicketId(1), SendForm::Classic, &one).await;
+    let sent = client.send(&key, uniffle_wire::types::TicketId(1), SendForm::Classic, &one).await;
     assert_eq!(sent.unwrap_err().status(), no_register);
-    let reported = client.report(&key, uniffle_worker::types::TaskAttemptId(1), &[]).await;
+    let reported = client.report(&key, uniffle_wire::types::TaskAttemptId(1), &[]).await;
     assert_eq!(reported.unwrap_err().status(), no_register);
     assert_eq!(client.results(&key, &[P], None).await.unwrap_err().status(), no_register);
     assert_eq!(client.read_memory(&key, P, None, 1, None).await.unwrap_err().status(), no_register);
@@ -268,7 +268,7 @@ fn put(rig: &Rig, app: &str, id: i64, length: i32) {
     session.commit(0).unwrap();
 }
 
-/// Paused time, so without the gRPC door: 60 s of silence, looked for every 10 s.
+/// Paused time, so without the gRPC listener: 60 s of silence, looked for every 10 s.
 #[tokio::test(start_paused = true)]
 async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other() {
     let rig = Rig::start().await;

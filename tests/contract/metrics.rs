@@ -1,21 +1,21 @@
-//! What requests leave in the metrics of the doors and of the tiers, by the names of the Java server (PROTOCOL §10.2,
+//! What requests leave in the metrics of the listeners and of the tiers, by the names of the Java server (PROTOCOL §10.2,
 //! §10.3): the same session through gRPC and through raw TCP.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::BytesMut;
-use uniffle_worker::client::send::{self, SendForm};
-use uniffle_worker::client::tcp::{TcpClient, TcpClientError};
+use uniffle_client::send::{self, SendForm};
+use uniffle_client::tcp::{TcpClient, TcpClientError};
+use uniffle_wire::request::{
+    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendBlock, SendRequest,
+    SortedRequest, Target,
+};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 use uniffle_worker::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest, GetMemoryShuffleDataRequest,
     GetSortedShuffleDataRequest, StatusCode,
 };
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::types::{PartitionId, ShuffleKey};
-use uniffle_worker::wire::request::{
-    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendBlock, SendRequest,
-    SortedRequest, Target,
-};
 
 use super::blocks::block;
 use super::world::{World, eventually, key};
@@ -232,7 +232,7 @@ async fn assert_tiers(world: World) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_grpc_door_tells_how_long_requests_were_on_their_way() {
+async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
     let (world, key) = (World::start().await, key(APP, 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     Grpc(&world, key).run(&world).await;
@@ -269,7 +269,7 @@ async fn the_grpc_door_tells_how_long_requests_were_on_their_way() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_tcp_door_tells_how_long_requests_were_on_their_way() {
+async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
     let (world, key) = (World::start().await, key(APP, 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
     let (tcp, driver) = TcpClient::connect(world.worker.addresses().urpc.unwrap()).await.unwrap();

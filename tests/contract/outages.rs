@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::{Backoff, ReadOptions};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::io::fault::{EIO, EROFS, Fault, Operation, Rule};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{Backoff, ReadOptions};
+use uniffle_client::send::SendForm;
+use uniffle_testkit::fault::{EIO, EROFS, Fault, Operation, Rule};
+use uniffle_wire::types::{Distribution, PartitionId};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::service::RegisterRequest;
-use uniffle_worker::store::LocalConfig;
-use uniffle_worker::types::{Distribution, PartitionId};
+use uniffle_worker::tiers::LocalConfig;
 
 use super::blocks::{batch, block, blocks};
 use super::rig::{HEARTBEAT_TIMEOUT, Rig, local_config, memory_disks};

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use tokio::time::timeout;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::ReadOptions;
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::ReadOptions;
+use uniffle_client::send::SendForm;
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::service::WorkerState;
-use uniffle_worker::types::{PartitionId, TaskAttemptId};
 
 use super::rig::Rig;
 use super::world::{assert_same, key};

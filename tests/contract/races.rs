@@ -10,12 +10,12 @@ use http_body_util::{BodyExt, StreamBody};
 use tokio::sync::oneshot;
 use tonic::body::Body;
 use tower::{Service, ServiceExt};
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::ReadOptions;
-use uniffle_worker::client::send::{self, SendForm};
-use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::ReadOptions;
+use uniffle_client::send::{self, SendForm};
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_wire::types::{BlockId, PartitionId};
 use uniffle_worker::proto::{GetLocalShuffleDataRequest, StatusCode};
-use uniffle_worker::types::{BlockId, PartitionId};
 
 use super::blocks::{batch, block, blocks};
 use super::raw;
@@ -276,7 +276,7 @@ async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
 /// GOALS §3 item 11: a client property kills the server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_properties_of_any_kind_are_taken_or_refused() {
-    use uniffle_worker::client::grpc::register_request;
+    use uniffle_client::grpc::register_request;
     let world = World::start().await;
     let values = ["", "-1", "99999999999999999999", "NaN", "\0", "true", "1g", "../x", "ä"];
     let keys = [

@@ -21,7 +21,7 @@ pub(crate) const SEND: &str = "/rss.common.ShuffleServer/sendShuffleData";
 pub(crate) enum End {
     /// Half-closed, as it should be.
     Closed,
-    /// Nothing more comes, for ever.
+    /// Nothing more comes, forever.
     Stalled,
 }
 

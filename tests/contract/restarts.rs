@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use croaring::Treemap;
 use tempfile::TempDir;
-use uniffle_worker::client::block::{Block, IdLayout};
-use uniffle_worker::client::grpc::ReadOptions;
-use uniffle_worker::client::tcp::TcpClient;
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::ReadOptions;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::{PartitionId, ShuffleKey, TaskAttemptId};
 
 use super::blocks::{batch, blocks};
 use super::world::{Setup, World, assert_same, eventually, key};
@@ -200,7 +200,7 @@ const WITH_TCP: Setup<'_> =
     Setup { capacity: "32MiB", memory: "", local: "", top: "urpc_port = 0", tables: "" };
 
 #[test]
-fn what_was_reported_and_only_in_memory_is_told_lost_on_both_doors_until_it_is_sent_again() {
+fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_is_sent_again() {
     let key = key("app-1", 1);
     let (flushed, lost, unreported) = (blocks(0, 1, 0..10), blocks(0, 2, 0..5), blocks(0, 3, 0..3));
     let home = after_a_loss(&key, [&flushed, &lost, &unreported]);

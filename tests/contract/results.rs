@@ -1,12 +1,12 @@
 //! Reported block ids and what reducers get of them: PROTOCOL §12 rows 2 and 4, §2.8, §2.9.
 
 use bytes::Bytes;
-use uniffle_worker::client::block::IdLayout;
+use uniffle_client::block::IdLayout;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{
     BlockIdLayout, GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, PartitionToBlockIds,
     ReportShuffleResultRequest, StatusCode,
 };
-use uniffle_worker::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 use super::world::{World, key};
 

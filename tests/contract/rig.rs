@@ -1,7 +1,7 @@
-//! The worker's parts over disks in memory that can hang or fail, behind a real gRPC door if a test wants one.
+//! The worker's parts over disks in memory that can hang or fail, behind a real gRPC listener if a test wants one.
 //!
-//! For what a [`super::world::World`] can not show: a batch that stays in flight for as long as the test looks, disks
-//! that fail, and minutes that pass at once (paused time; without the door, whose sockets know no paused clock).
+//! For what a [`super::world::World`] cannot show: a batch that stays in flight for as long as the test looks, disks
+//! that fail, and minutes that pass at once (paused time; without the listener, whose sockets know no paused clock).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use std::time::Duration;
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tonic::service::RoutesBuilder;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_worker::app::{AppConfig, AppRegistry};
-use uniffle_worker::client::grpc::ShuffleClient;
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::grpc::{GrpcConfig, GrpcServer};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{FaultDisk, Faults};
-use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig, Tiers};
-use uniffle_worker::store::{LocalConfig, LocalStore};
+use uniffle_worker::tiers::{LocalConfig, LocalStore};
 
 use super::world::{OWN_FILES, eventually, quickly};
 
@@ -76,7 +76,7 @@ impl Rig {
         Self { service, memory, flusher, store, faults, disks, registry, tasks }
     }
 
-    /// Opens the gRPC door and connects to it.
+    /// Opens the gRPC listener and connects to it.
     pub(crate) async fn client(&self) -> ShuffleClient {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

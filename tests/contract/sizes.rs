@@ -1,9 +1,9 @@
 //! Blocks from one byte to the largest that a ticket can be for.
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::Block;
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::PartitionId;
 
 use super::blocks::{batch, block};
 use super::world::{Setup, World, key};

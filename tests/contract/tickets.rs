@@ -5,10 +5,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use tokio::time::sleep;
-use uniffle_worker::client::grpc::{Backoff, ClientError};
-use uniffle_worker::client::send::{self, SendForm};
+use uniffle_client::grpc::{Backoff, ClientError};
+use uniffle_client::send::{self, SendForm};
+use uniffle_wire::types::{PartitionId, TicketId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::{PartitionId, TicketId};
 
 use super::blocks::{batch, block, blocks};
 use super::raw;

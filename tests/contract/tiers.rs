@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use croaring::Treemap;
-use uniffle_worker::client::block::{Block, IdLayout};
-use uniffle_worker::client::grpc::{ReadOptions, register_request};
-use uniffle_worker::io::fault::{Fault, Operation, Rule};
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::{ReadOptions, register_request};
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use uniffle_worker::proto::DataDistribution;
-use uniffle_worker::types::{BlockId, BlockMeta, PartitionId};
 
 use super::blocks::{batch, block, blocks, payload};
 use super::rig::Rig;

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::{Backoff, ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::{Batch, SendForm};
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
+use uniffle_client::send::{Batch, SendForm};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
 use uniffle_worker::server::Worker;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 /// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
 const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
@@ -242,7 +242,7 @@ pub(crate) async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T
 
 /// `read` has exactly `blocks`.
 pub(crate) fn assert_same(
-    read: &std::collections::BTreeMap<uniffle_worker::types::BlockId, bytes::Bytes>,
+    read: &std::collections::BTreeMap<uniffle_wire::types::BlockId, bytes::Bytes>,
     blocks: &[Block],
 ) {
     let ids: Vec<i64> = read.keys().map(|id| id.0).collect();

@@ -10,9 +10,9 @@ use parking_lot::Mutex;
 use rand::seq::SliceRandom as _;
 use tokio::sync::MutexGuard;
 use tokio::task::block_in_place;
+use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::proto::RemoteStorage;
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::types::{BlockId, ShuffleKey};
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 
 use crate::reader::try_read_directory;
 use crate::real::real;

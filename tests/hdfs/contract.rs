@@ -7,20 +7,20 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::future::join_all;
 use prometheus::Registry;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_io::Disk;
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::index::records;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::ReadPool;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::store::hdfs::Connector;
-use uniffle_worker::store::hdfs::fake::FakeFs;
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::store::{
+use uniffle_worker::tiers::hdfs::Connector;
+use uniffle_worker::tiers::hdfs::fake::FakeFs;
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
+use uniffle_worker::tiers::{
     ExtentData, ExtentWrite, HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteHandle, RemoteStorage,
     ShuffleHandle, StoreError, StoreErrorKind,
 };
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::wire::index::records;
 
 use crate::reader::read_directory;
 use crate::real::real;

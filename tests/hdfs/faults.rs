@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use uniffle_worker::store::hdfs::fake::{RemoteCall, RemoteFault};
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::store::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::store::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
+use uniffle_worker::tiers::hdfs::fake::{RemoteCall, RemoteFault};
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
+use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
+use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
 
 use crate::real::real;
 use crate::rig::{Rig, SERVER_ID, Setup, open, plain_connector};

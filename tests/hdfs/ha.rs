@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::store::hdfs::{RemoteLocation, RemoteTarget};
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
+use uniffle_worker::tiers::hdfs::{RemoteLocation, RemoteTarget};
 
 use crate::reader::read_directory;
 use crate::real::SETTLE_DEADLINE;

@@ -8,11 +8,11 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use tokio::sync::{Mutex, MutexGuard};
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::support::hdfs::{self, Listed, MiniHdfs};
 use crate::support::ports::free_port;

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{Backoff, ClientError, ReadOptions, ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{Backoff, ClientError, ReadOptions, ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, StatusCode};
-use uniffle_worker::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::reader::read_directory;
 use crate::real::{SETTLE_DEADLINE, real};
@@ -209,7 +209,7 @@ async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answer
         assert!(text.contains("sought in the remote store"), "{text}");
     }
     world.assert_all(WARM, &world.near(WARM).await.unwrap());
-    // It can not be said that these are lost.
+    // It cannot be said that these are lost.
     world.report(3, &unreported).await.unwrap();
     assert_eq!((world.in_doubt(), world.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::store::{StoreError, StoreErrorKind};
-use uniffle_worker::wire::index::{RECORD_BYTES, records};
+use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
+use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 /// Blocks by id. An index that names bytes that are not there is a short read for the client, so it is a failure here.
 pub(crate) async fn read_directory(fs: &dyn RemoteFs, path: &str, server_id: &str) -> BTreeMap<i64, Bytes> {
     try_read_directory(fs, path, server_id).await.expect("a directory")
 }
 
-/// The same; an error when the directory can not be listed.
+/// The same; an error when the directory cannot be listed.
 pub(crate) async fn try_read_directory(
     fs: &dyn RemoteFs,
     path: &str,
@@ -30,7 +30,7 @@ pub(crate) async fn try_read_directory(
             entries.iter().any(|entry| entry.name == data_name),
             "an index without data fails the client"
         );
-        // One that can not be read is as good as empty.
+        // One that cannot be read is as good as empty.
         let Ok(index) = fs.read(&format!("{path}/{}", entry.name)).await else { continue };
         let Ok(data) = fs.read(&format!("{path}/{data_name}")).await else { continue };
         if index.len() % RECORD_BYTES != 0 {

@@ -7,28 +7,28 @@ use std::time::Duration;
 use bytes::Bytes;
 use prometheus::Registry;
 use tokio::time::{Instant, sleep};
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::index::records;
+use uniffle_wire::types::{Distribution, PartitionId, TaskAttemptId};
 use uniffle_worker::app::{AppConfig, AppRegistry};
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher, Stores};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{FaultDisk, Faults};
-use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
     BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service, ServiceConfig,
     Tiers,
 };
-use uniffle_worker::store::hdfs::client::HdfsConnector;
-use uniffle_worker::store::hdfs::fake::FakeFs;
-use uniffle_worker::store::hdfs::fs::RemoteFs;
-use uniffle_worker::store::hdfs::hadoop::HadoopConf;
-use uniffle_worker::store::hdfs::kerberos::Login;
-use uniffle_worker::store::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::store::{HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError};
-use uniffle_worker::types::{Distribution, PartitionId, TaskAttemptId};
-use uniffle_worker::wire::index::records;
+use uniffle_worker::tiers::hdfs::client::HdfsConnector;
+use uniffle_worker::tiers::hdfs::fake::FakeFs;
+use uniffle_worker::tiers::hdfs::fs::RemoteFs;
+use uniffle_worker::tiers::hdfs::hadoop::HadoopConf;
+use uniffle_worker::tiers::hdfs::kerberos::Login;
+use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
+use uniffle_worker::tiers::{HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError};
 
 use crate::reader::read_directory;
 

@@ -7,11 +7,11 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::RemoteStorage;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::real::real;
 use crate::support::worker::{Setup, Worker};

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use tokio::time::sleep;
-use uniffle_worker::io::fault::{EIO, Fault, Operation, Rule};
-use uniffle_worker::store::hdfs::fake::{FakeFs, RemoteCall, RemoteFault};
-use uniffle_worker::store::hdfs::fs::RemoteFs as _;
-use uniffle_worker::store::hdfs::{AllowList, RemoteLocation};
-use uniffle_worker::store::{HdfsConfig, RemoteStorage, StoreErrorKind};
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_worker::tiers::hdfs::fake::{FakeFs, RemoteCall, RemoteFault};
+use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
+use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
+use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreErrorKind};
 
 use crate::rig::{APP, Rig, SERVER_ID, Setup};
 

@@ -1,12 +1,12 @@
-//! Whole workers over HDFS: what coordinators and whoever starts them are told when it can not be used.
+//! Whole workers over HDFS: what coordinators and whoever starts them are told when it cannot be used.
 
 use std::path::Path;
 
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ReadOptions, ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, ServerStatus};
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::coordinator::{CoordinatorDouble, Manner};
 use crate::real::{SETTLE_DEADLINE, real};

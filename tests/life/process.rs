@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use prometheus::Registry;
 
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_worker::app::{AppConfig, AppRegistry};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{FaultDisk, Faults};
-use uniffle_worker::io::memory::MemoryDisk;
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig, Tiers};
-use uniffle_worker::store::{LocalConfig, LocalStore, SyncWrites};
+use uniffle_worker::tiers::{LocalConfig, LocalStore, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
 

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
-use uniffle_worker::wire::index::FILLER_BLOCK_ID;
 
 use super::promises::{Now, Promised};
 use super::world::{Key, World};
@@ -102,7 +102,7 @@ impl Reader {
         let promised = &world.promised[&self.key];
         match error {
             ServiceError::Lost(text) => {
-                assert!(promised.can_have_lost(self.partition, now), "a loss that can not be: {text}");
+                assert!(promised.can_have_lost(self.partition, now), "a loss that cannot be: {text}");
                 tracing::info!(target: "life", text, "a read is refused");
                 world.tally.reads_refused += 1;
             }
@@ -223,7 +223,7 @@ fn check_gapless(records: &[u8], data_length: u64) {
     assert_eq!(end, data_length, "index and data length disagree");
 }
 
-/// What an index said once holds for ever: the same block at the same place. Only a missing disk and one that fails leave
+/// What an index said once holds forever: the same block at the same place. Only a missing disk and one that fails leave
 /// holes, and the gap behind what may be on it is filled when it comes back.
 fn check_promises(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();

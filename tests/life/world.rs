@@ -9,15 +9,15 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, RngCore, SeedableRng};
 
-use uniffle_worker::io::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
-use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::bitmap;
+use uniffle_wire::types::{Distribution, PartitionId};
 use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
     ServiceError,
 };
-use uniffle_worker::store::SyncWrites;
-use uniffle_worker::types::{Distribution, PartitionId};
-use uniffle_worker::wire::bitmap;
+use uniffle_worker::tiers::SyncWrites;
 
 use super::process::Process;
 use super::promises::{Now, Promised};

@@ -1,4 +1,4 @@
-//! What strangers may do to the HTTP door while data flows.
+//! What strangers may do to the HTTP listener while data flows.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use std::io::{Read as _, Write as _};
 
-use uniffle_worker::client::grpc::ShuffleClient;
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusCode};
 
 use super::tools::Load;
@@ -44,7 +44,7 @@ fn the_audit_log_names_who_came_and_went() {
     assert_eq!(file(directory.path(), "uniffle-worker"), "", "nothing was worth a warning");
 }
 
-/// Hundreds of requests that are wrong in two ways, through both doors, make six lines.
+/// Hundreds of requests that are wrong in two ways, through both listeners, make six lines.
 #[test]
 fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
     let directory = tempfile::tempdir().unwrap();
@@ -53,7 +53,7 @@ fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
         ..Setup::default()
     });
     let ready = worker.ready();
-    let (grpc, urpc) = (ready.grpc_port, ready.urpc_port.expect("a TCP door"));
+    let (grpc, urpc) = (ready.grpc_port, ready.urpc_port.expect("a TCP listener"));
     tokio::runtime::Runtime::new().unwrap().block_on(async {
         let client = ShuffleClient::connect(([127, 0, 0, 1], grpc).into()).await.unwrap();
         for _ in 0..100 {

@@ -99,7 +99,7 @@ fn heap_profiles_are_switched_on_and_off_by_a_call() {
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
     let profile = || ask(http, "GET", "/debug/pprof/heap");
     let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
-    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open door");
+    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open listener");
     assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
     assert_eq!(profile().0, 409);
     for _ in 0..2 {

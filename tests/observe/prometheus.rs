@@ -137,7 +137,7 @@ fn promtool_finds_nothing_wrong() {
     check.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     let output = check.wait_with_output().unwrap();
     let report = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    // Names and their style are those of the Java server and of riffle; what can not be read is an error.
+    // Names and their style are those of the Java server and of riffle; what cannot be read is an error.
     let errors: Vec<_> = report.lines().filter(|line| line.contains("error")).collect();
     assert!(errors.is_empty() && matches!(output.status.code(), Some(0 | 3)), "{report}");
     worker.stop();
@@ -247,7 +247,7 @@ fn a_real_pushgateway_is_waited_for_and_gets_the_last_word() {
     let instance = format!(
         "127.0.0.1-{}-{}",
         worker.ready().grpc_port,
-        worker.ready().urpc_port.expect("the TCP door is open")
+        worker.ready().urpc_port.expect("the TCP listener is open")
     );
     worker.stop();
     let (status, text) = ask_text(port, "GET", "/behind/proxy/metrics");

@@ -56,7 +56,7 @@ pub(crate) struct Load(Child);
 impl Load {
     pub(crate) fn start(worker: &Worker, bytes: &str, rounds: u32) -> Self {
         let ready = worker.ready();
-        let child = Command::new(env!("CARGO_BIN_EXE_uniffle-bench"))
+        let child = Command::new(crate::support::bench_binary())
             .args(["read", "--bytes", bytes, "--rounds", &rounds.to_string(), "--partitions", "20"])
             .args(["--port", &ready.grpc_port.to_string(), "--http-port", &ready.http_port.to_string()])
             .stdin(Stdio::null())

@@ -1,4 +1,4 @@
-//! An OTLP receiver gets the spans of a real run: calls over both doors, flushes, and a client's own trace.
+//! An OTLP receiver gets the spans of a real run: calls over both listeners, flushes, and a client's own trace.
 
 use std::time::Duration;
 

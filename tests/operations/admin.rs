@@ -4,6 +4,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{
@@ -11,7 +12,6 @@ use uniffle_worker::proto::{
 };
 use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
-use uniffle_worker::types::PartitionId;
 
 use super::support::worker::{Setup, Worker};
 use super::world::{World, eventually};
@@ -150,9 +150,9 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     world.finish().await;
 }
 
-/// The data's HTTP door is open to everybody: it must know none of the calls.
+/// The data's HTTP listener is open to everybody: it must know none of the calls.
 #[tokio::test]
-async fn the_open_door_changes_nothing() {
+async fn the_open_listener_changes_nothing() {
     let world = World::start().await;
     world.push("app-1", 1).await;
     for (path, body) in CALLS {

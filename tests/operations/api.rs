@@ -2,9 +2,9 @@
 
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use uniffle_worker::client::grpc::ReadOptions;
+use uniffle_client::grpc::ReadOptions;
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::RequireBufferRequest;
-use uniffle_worker::types::PartitionId;
 
 use super::world::{World, eventually};
 

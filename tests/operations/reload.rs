@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use reqwest::StatusCode;
 use serde_json::json;
-use uniffle_worker::types::{AppId, ShuffleId, ShuffleKey};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::support::wait_until;
 use super::support::worker::{Setup, Worker};
@@ -73,14 +73,14 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     assert_eq!(status, StatusCode::BAD_REQUEST);
     let reasons = answer["error"].as_str().unwrap();
     assert!(reasons.contains("memory_spill_high_watermark") && reasons.contains("capasity"), "{reasons}");
-    // Good in itself, but the time after which a worker is lost can not change while it runs.
+    // Good in itself, but the time after which a worker is lost cannot change while it runs.
     world.rewrite("", "[embedded_coordinator]\nnode_timeout_sec = 600");
     let text = world.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = 300");
     world.write(&text);
     let (status, answer) = world.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
     let reasons = answer["error"].as_str().unwrap();
-    assert!(reasons.contains("can not change") && reasons.contains("node_timeout_sec"), "{reasons}");
+    assert!(reasons.contains("cannot change") && reasons.contains("node_timeout_sec"), "{reasons}");
     let mut refused = 2;
     for text in torn {
         world.write(&text);

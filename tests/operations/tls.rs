@@ -1,4 +1,4 @@
-//! TLS on the doors, with certificates made for the test.
+//! TLS on the listeners, with certificates made for the test.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::Endpoint;
-use uniffle_worker::client::grpc::ShuffleClient;
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_worker::config::Config;
 use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
@@ -133,7 +133,7 @@ async fn heartbeat_on(connector: TlsConnector, socket: TcpStream) -> Result<i32,
 }
 
 #[tokio::test]
-async fn every_door_speaks_tls_and_refuses_plain_text() {
+async fn every_listener_speaks_tls_and_refuses_plain_text() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
     let worker = Worker::start(&parse(&config(dir.path(), &certificates.table()))).await.unwrap();
@@ -165,8 +165,8 @@ async fn a_client_without_the_right_certificate_is_not_let_in() {
     for name in ["client.pem", "client.key"] {
         std::fs::copy(others.path(name), certificates.path(&format!("other-{name}"))).unwrap();
     }
-    let doors = [(addresses.http, "GET /health/live"), (addresses.admin.unwrap(), "POST /admin/flush")];
-    for (address, request) in doors {
+    let listeners = [(addresses.http, "GET /health/live"), (addresses.admin.unwrap(), "POST /admin/flush")];
+    for (address, request) in listeners {
         let asked = |client| {
             let connector = certificates.connector(client, "http/1.1");
             async move { ask(&connector, address.port(), request).await }
@@ -186,7 +186,7 @@ async fn a_client_without_the_right_certificate_is_not_let_in() {
 }
 
 #[tokio::test]
-async fn a_door_can_be_left_out() {
+async fn a_listener_can_be_left_out() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
     let tls = certificates.table() + "doors = [\"http\"]";
@@ -235,10 +235,10 @@ async fn certificates_are_read_again_while_the_worker_runs() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// Two processes one after the other in the same one: the doors stay encrypted, and a connection that has not begun
+/// Two processes one after the other in the same one: the listeners stay encrypted, and a connection that has not begun
 /// its handshake goes over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upgrade_in_place_keeps_the_doors_and_needs_certificates_that_can_be_read() {
+async fn an_upgrade_in_place_keeps_the_listeners_and_needs_certificates_that_can_be_read() {
     let certificates = Certificates::make();
     let tls = format!("[admin]\nport = 0\n[tls]\n{}doors = [\"grpc\", \"admin\"]", certificates.table());
     let setup = Setup { name: "upgraded with tls", capacity: "32M", made_tables: tls, ..Setup::default() };

@@ -8,12 +8,12 @@ use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::ShuffleClient;
-use uniffle_worker::client::send::SendForm;
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::task::block_in_place;
-use uniffle_worker::client::tcp::TcpClient;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::types::PartitionId;
 
 use crate::support::worker::{Setup, Worker};
 use crate::writes::{Written, client_of, key, local};
@@ -133,7 +133,7 @@ async fn an_upgrade_keeps_ports_process_and_idle_connections() {
         written.task(&client, task, 50_000).await.expect("sent");
     }
     let (tcp, driver) =
-        TcpClient::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("the door is open");
+        TcpClient::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("the listener is open");
     let tasks = Tasks::new();
     tasks.spawn("tcp client", driver);
     tcp.read_memory(&written.key, PartitionId(0), -1, 1 << 20, None).await.expect("an answer");
@@ -185,7 +185,7 @@ async fn an_upgrade_to_what_does_not_fit_is_refused_and_the_worker_goes_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_upgrade_that_would_lose_what_is_in_memory_is_refused() {
-    // Files get no longer than 100 KiB, and every block is: notes can be written, data can not.
+    // Files get no longer than 100 KiB, and every block is: notes can be written, data cannot.
     let line = "trap '' XFSZ; ulimit -f 100; exec \"$@\"";
     let mut worker = Worker::start(&Setup {
         name: "unflushable",
@@ -286,7 +286,7 @@ async fn a_binary_that_can_not_be_executed_leaves_the_old_one_serving() {
         worker.finish_upgrade();
     });
     assert!(knocking.end() > 0);
-    assert!(worker.log().contains("the successor can not be executed"));
+    assert!(worker.log().contains("the successor cannot be executed"));
     // One that is no program for this is refused, and a good one works after all that.
     script(&binary, "#!/bin/sh\nexit 7\n");
     worker.signal(rustix::process::Signal::USR2);

@@ -1,6 +1,6 @@
 //! A network that cuts, delays and goes silent between clients and a worker, on both data planes.
 //!
-//! A proxy stands before each door. What was acknowledged is readable afterwards, whatever happened to the connections,
+//! A proxy stands before each listener. What was acknowledged is readable afterwards, whatever happened to the connections,
 //! and once the clients are gone nothing of them is left.
 
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::client::tcp::TcpClient;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::types::{PartitionId, TaskAttemptId};
 
 use crate::support::say;
 use crate::support::worker::{Setup, Worker};

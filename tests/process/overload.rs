@@ -13,11 +13,11 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{Backoff, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::types::{PartitionId, TaskAttemptId, TicketId};
-use uniffle_worker::wire::request::{MemoryRequest, ReadRequest, SendBlock, SendRequest, Target};
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{Backoff, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_wire::request::{MemoryRequest, ReadRequest, SendBlock, SendRequest, Target};
+use uniffle_wire::types::{PartitionId, TaskAttemptId, TicketId};
 
 use crate::support::say;
 use crate::support::worker::{Setup, Worker};

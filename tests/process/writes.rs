@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ClientError, ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 pub(crate) use crate::support::clients::{client_of, key, local, patient};
 

@@ -4,14 +4,14 @@
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::read::{self, IndexRecord};
-use uniffle_worker::client::recording::{Exchange, Plane, Sent};
+use uniffle_client::block::Block;
+use uniffle_client::read::{self, IndexRecord};
+use uniffle_client::recording::{Exchange, Plane, Sent};
+use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::reply::{self, Reply};
+use uniffle_wire::request::{LocalDataRequest, ReadRequest};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
-use uniffle_worker::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
-use uniffle_worker::wire::reply::{self, Reply};
-use uniffle_worker::wire::request::{LocalDataRequest, ReadRequest};
 
 use super::call::{varint, with_varint};
 

@@ -13,17 +13,17 @@ use bytes::Bytes;
 use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint};
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
-use uniffle_worker::client::tcp::TcpClient;
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{BlockId, BlockMeta};
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::types::{BlockId, BlockMeta};
 
 use super::call::call;
 use super::meaning::{Answer, Meaning as _, Place, Request};
 use super::reads::PartitionReads;
-use uniffle_worker::client::recording::{Exchange, Plane, Session};
+use uniffle_client::recording::{Exchange, Plane, Session};
 
 /// NO_BUFFER is a matter of time too; clients repeat it.
 const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);

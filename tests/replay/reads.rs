@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, HashMap};
 use bytes::Bytes;
 use croaring::Treemap;
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::client::read::{self, IndexRecord};
-use uniffle_worker::types::{BlockId, BlockMeta};
+use uniffle_client::block::Block;
+use uniffle_client::read::{self, IndexRecord};
+use uniffle_wire::types::{BlockId, BlockMeta};
 
 /// See the module.
 #[derive(Debug, Default)]

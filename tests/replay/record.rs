@@ -1,9 +1,9 @@
 //! Makes recordings: of Spark with the published client (by hand), and of our own client (a test of the recorder).
 
-use uniffle_worker::client::block::{BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ReadOptions, ShuffleClient};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::recorder::Recorder;
 use crate::support::say;
@@ -41,7 +41,7 @@ async fn what_our_own_client_says_is_recorded_and_replays() {
 #[ignore = "makes the files that the other tests read"]
 async fn record_spark() {
     let mut jvm = Jvm::start(Kind::NoUnsafe);
-    for (client, door) in [("GRPC", "grpc"), ("GRPC_NETTY", "tcp")] {
+    for (client, listener) in [("GRPC", "grpc"), ("GRPC_NETTY", "tcp")] {
         for (tables, tier) in [(MEMORY, "memory"), (SPILLING, "local")] {
             let server = Server::start(tables).await;
             let (grpc, tcp) = server.addresses();
@@ -58,7 +58,7 @@ async fn record_spark() {
             );
             let session = recorder.stop(&title).await;
             server.stop_clean().await;
-            let path = format!("{RECORDINGS}/spark-3.5.6-client-0.9.2-{door}-{tier}.rec");
+            let path = format!("{RECORDINGS}/spark-3.5.6-client-0.9.2-{listener}-{tier}.rec");
             let file = session.encode();
             say(&format!("{path}: {} exchanges, {} bytes", session.exchanges.len(), file.len()));
             std::fs::write(path, file).expect("the recording");

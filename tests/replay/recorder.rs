@@ -23,12 +23,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 
+use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
 use uniffle_worker::proto;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
 
 use super::call::{self, framed, message_of};
-use uniffle_worker::client::recording::{Exchange, Plane, Session};
+use uniffle_client::recording::{Exchange, Plane, Session};
 
 const ASSIGNMENTS: &str = "/rss.common.CoordinatorServer/getShuffleAssignments";
 

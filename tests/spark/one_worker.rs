@@ -60,7 +60,7 @@ fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
     let spilled = metrics.expect("memory_spill_total_bytes");
     assert!(
         spilled >= received - 104e6,
-        "{spilled} of {received} bytes were spilled: the rest can not be in memory"
+        "{spilled} of {received} bytes were spilled: the rest cannot be in memory"
     );
     // GOALS §2: 5 % and 200 MiB over the capacity at any moment.
     let resident = worker.peak_resident_bytes();

@@ -1,4 +1,4 @@
-//! The client type GRPC_NETTY: data over the raw TCP door, the rest over gRPC.
+//! The client type GRPC_NETTY: data over the raw TCP listener, the rest over gRPC.
 
 use crate::support::metrics::Metrics;
 use crate::support::spark::Kind;
@@ -7,9 +7,9 @@ use crate::{Application, spark};
 
 const TCP: Application<'_> = Application { jvm: Kind::NoUnsafe, scenarios: "", words: "client=GRPC_NETTY" };
 
-/// Requests of each door for one RPC.
+/// Requests of each listener for one RPC.
 fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {
-    // One door labels with the whole path, the other with its last part.
+    // One listener labels with the whole path, the other with its last part.
     let count = |name: &str| metrics.total_of(name, &format!("{rpc}\"")).unwrap_or(0.0);
     (count("total_grpc_request_number"), count("total_urpc_request_number"))
 }
@@ -50,9 +50,9 @@ fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
 }
 
 #[test]
-fn an_application_on_each_door_at_once() {
+fn an_application_on_each_listener_at_once() {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name: "two-doors", capacity: "400M", ..Setup::default() });
+    let worker = Worker::start(&Setup { name: "two-listeners", capacity: "400M", ..Setup::default() });
     let scenarios = "query_aqe_on,skew_join_aqe";
     let apps = [Application { scenarios, ..TCP }, Application::of(scenarios)];
     spark.run_all_at_once(&[&worker], &apps);

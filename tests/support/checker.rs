@@ -18,13 +18,13 @@ use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep};
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::grpc::{ClientError, ReadOptions, ShuffleClient, register_request};
-use uniffle_worker::client::send::SendForm;
-use uniffle_worker::client::tcp::TcpClient;
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient, register_request};
+use uniffle_client::send::SendForm;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::RemoteStorage;
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 use super::clients::{client_of, key, local, patient};
 use super::say;
@@ -121,7 +121,7 @@ struct Crew {
     /// The process is about to be killed: a read may have begun before and end after it, without what was lost. Java's
     /// client finds that out by the ids that it expects.
     killed: Arc<AtomicBool>,
-    /// Remote files can not be read, or not all.
+    /// Remote files cannot be read, or not all.
     disturbed: Arc<AtomicBool>,
     remote: Option<Arc<dyn Remote>>,
     ports: (u16, u16),

@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use uniffle_worker::client::grpc::{Backoff, ShuffleClient};
-use uniffle_worker::types::{AppId, ShuffleId, ShuffleKey};
+use uniffle_client::grpc::{Backoff, ShuffleClient};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 use super::worker::Worker;
 
@@ -22,6 +22,6 @@ pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
 }
 
 pub(crate) async fn client_of(worker: &Worker) -> ShuffleClient {
-    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the door is open");
+    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the listener is open");
     client.with_backoff(patient())
 }

@@ -1,7 +1,7 @@
 //! A real HDFS: Hadoop's NameNode and DataNode in a JVM of its own (`tests/hdfs/`), on free ports.
 //!
 //! The JVM takes commands on standard input, one answer a line (see `uniffle.MiniHdfs`), and ends when its input does,
-//! so it can not outlive the test.
+//! so it cannot outlive the test.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};

@@ -23,6 +23,15 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+/// The load generator as `cargo test` at the top builds it, beside the binary of this test.
+pub(crate) fn bench_binary() -> std::path::PathBuf {
+    let test = std::env::current_exe().expect("a test knows where it is");
+    let target = test.ancestors().nth(2).expect("it is in deps/ of a profile's directory");
+    let binary = target.join("uniffle-bench");
+    assert!(binary.exists(), "uniffle-bench is missing; build it with `cargo build --package uniffle-bench`");
+    binary
+}
+
 /// A wait that takes longer is told even though it ends well: it is time of every run of the tests.
 const LONG_WAIT: Duration = Duration::from_secs(2);
 

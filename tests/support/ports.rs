@@ -1,4 +1,4 @@
-//! Ports for components that can not say which one they took.
+//! Ports for components that cannot say which one they took.
 
 use std::net::{TcpListener, UdpSocket};
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! The Spark application of `tests/spark/`, built by Maven and kept running in JVMs that take commands.
 //!
 //! A JVM prints one JSON object per line on stdout; see `uniffle.Main` for commands and answers. It ends when its
-//! standard input does, so it can not outlive the test.
+//! standard input does, so it cannot outlive the test.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};

@@ -121,7 +121,7 @@ pub(crate) struct Ready {
     pub(crate) http_port: u16,
     /// Port of the administration, when it is open.
     pub(crate) admin_port: Option<u16>,
-    /// Port of the raw TCP door, when it is open.
+    /// Port of the raw TCP listener, when it is open.
     pub(crate) urpc_port: Option<u16>,
     /// The process that wrote it.
     pub(crate) pid: u32,
@@ -312,7 +312,7 @@ impl Worker {
             .unwrap_or_else(|error| panic!("worker {}: {error}", self.setup.name))
     }
 
-    /// The body of a page of its HTTP door.
+    /// The body of a page of its HTTP listener.
     pub(crate) fn page(&self, path: &str) -> Result<String, String> {
         metrics::get(self.ready.http_port, path)
     }

@@ -3,9 +3,9 @@
 use bytes::{BufMut, BytesMut};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use uniffle_wire::reply::Answer;
+use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::tcp::TcpConfig;
-use uniffle_worker::wire::reply::Answer;
 
 use super::world::{APP, World, block, frame};
 
@@ -335,7 +335,7 @@ fn number_from_env(name: &str, default: u64) -> u64 {
 }
 
 #[tokio::test]
-async fn mutated_frames_never_break_the_door() {
+async fn mutated_frames_never_break_the_listener() {
     let world = World::new().await;
     let mut random = ChaCha8Rng::seed_from_u64(number_from_env("TCP_SEED", 1));
     for _ in 0..number_from_env("TCP_CASES", 300) {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use tokio::time::{Instant, sleep};
-use uniffle_worker::tcp::TcpConfig;
-use uniffle_worker::wire::request::{MemoryRequest, ReadRequest, Target};
+use uniffle_wire::request::{MemoryRequest, ReadRequest, Target};
+use uniffle_worker::listeners::tcp::TcpConfig;
 
 use super::world::{APP, PARTITION, SHUFFLE, World, block, frame};
 

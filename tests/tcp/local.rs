@@ -1,9 +1,9 @@
 //! Reads of the local tier.
 
-use uniffle_worker::client::block::Block;
-use uniffle_worker::io::fault::{EIO, Fault, Operation, Rule};
+use uniffle_client::block::Block;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_wire::reply::Answer;
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::wire::reply::Answer;
 
 use super::world::{PARTITION, World, block, key};
 

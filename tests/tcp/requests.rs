@@ -2,13 +2,13 @@
 
 use bytes::BytesMut;
 use futures::future::join_all;
+use uniffle_wire::reply::Answer;
+use uniffle_wire::request::{MemoryRequest, ReadRequest, SortedRequest, Target};
+use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::types::PartitionId;
-use uniffle_worker::wire::reply::Answer;
-use uniffle_worker::wire::request::{MemoryRequest, ReadRequest, SortedRequest, Target};
 
 use super::world::{APP, PARTITION, SHUFFLE, World, block, block_of, frame, key};
-use uniffle_worker::tcp::TcpConfig;
+use uniffle_worker::listeners::tcp::TcpConfig;
 
 #[tokio::test]
 async fn what_was_sent_is_read_back_from_memory() {
@@ -141,8 +141,8 @@ async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
 async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
     let world = World::new().await;
     let client = world.client().await;
-    let stranger = uniffle_worker::types::ShuffleKey::new(
-        uniffle_worker::types::AppId::parse("stranger").unwrap(),
+    let stranger = uniffle_wire::types::ShuffleKey::new(
+        uniffle_wire::types::AppId::parse("stranger").unwrap(),
         key().shuffle,
     );
     // The client decodes by the type of the frame; a type-0 refusal would come back as `Answer::Rpc` and NO_REGISTER

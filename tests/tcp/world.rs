@@ -1,4 +1,4 @@
-//! A worker without its other doors: memory, one disk with faults, the service and the TCP door on a free port.
+//! A worker without its other listeners: memory, one disk with faults, the service and the TCP listener on a free port.
 
 use std::collections::HashMap;
 use std::io;
@@ -11,25 +11,25 @@ use prometheus::Registry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
+use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::send::{Batch, require_size};
+use uniffle_client::tcp::{TcpClient, read_reply};
+use uniffle_io::Disk;
+use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::reply::Reply;
+use uniffle_wire::request::{SendBlock, SendRequest};
+use uniffle_wire::types::{
+    AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId, TicketId,
+};
 use uniffle_worker::app::{AppConfig, AppRegistry};
-use uniffle_worker::client::block::{Block, BlockGenerator, IdLayout};
-use uniffle_worker::client::send::{Batch, require_size};
-use uniffle_worker::client::tcp::{TcpClient, read_reply};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::io::Disk;
-use uniffle_worker::io::fault::{FaultDisk, Faults};
-use uniffle_worker::io::memory::MemoryDisk;
+use uniffle_worker::listeners::tcp::{TcpConfig, TcpServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{RegisterRequest, RequireRequest, Service, ServiceConfig, Tiers};
-use uniffle_worker::store::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
-use uniffle_worker::tcp::{TcpConfig, TcpDoor};
-use uniffle_worker::types::{
-    AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId, TicketId,
-};
-use uniffle_worker::wire::reply::Reply;
-use uniffle_worker::wire::request::{SendBlock, SendRequest};
+use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
 pub(crate) const APP: &str = "app";
@@ -45,7 +45,7 @@ pub(crate) struct World {
     pub(crate) registry: Registry,
     pub(crate) address: SocketAddr,
     pub(crate) clients: Tasks,
-    door: Tasks,
+    serving: Tasks,
     background: Tasks,
 }
 
@@ -78,7 +78,7 @@ impl World {
             blocks_max: 1_000_000,
         };
         let memory = Memory::new(&memory_config, &registry).unwrap();
-        let (door, background) = (Tasks::new(), Tasks::new());
+        let (serving, background) = (Tasks::new(), Tasks::new());
         let faults = Faults::default();
         let disk: Arc<dyn Disk> =
             Arc::new(FaultDisk::new(Arc::new(MemoryDisk::new("disk", Some(256 * MIB))), faults.clone()));
@@ -102,7 +102,7 @@ impl World {
         .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        TcpDoor::new(config, listener, Arc::clone(&service), &door, &registry).unwrap().start();
+        TcpServer::new(config, listener, Arc::clone(&service), &serving, &registry).unwrap().start();
         let world = Self {
             service,
             memory,
@@ -111,7 +111,7 @@ impl World {
             registry,
             address,
             clients: Tasks::new(),
-            door,
+            serving,
             background,
         };
         world.register(APP).await;
@@ -198,7 +198,7 @@ impl World {
     /// Blocks that a reader finds in memory.
     pub(crate) async fn blocks_in_memory(&self) -> Vec<BlockId> {
         let reply = self.client().await.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
-        let uniffle_worker::wire::reply::Answer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
+        let uniffle_wire::reply::Answer::Memory(segments) = reply.answer else { panic!("{reply:?}") };
         segments.iter().map(|segment| BlockId(segment.block_id)).collect()
     }
 
@@ -247,8 +247,8 @@ impl World {
         self.clients.cancel();
         self.clients.drained().await;
         self.service.unregister_app(APP).unwrap();
-        self.door.cancel();
-        self.door.drained().await;
+        self.serving.cancel();
+        self.serving.drained().await;
         assert_eq!(self.metric("netty_active_connection"), 0.0);
         assert_eq!(self.metric("urpc_request_number"), 0.0);
         self.background.cancel();

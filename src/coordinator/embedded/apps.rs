@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 /// Most applications kept. More are served, but not listed.
 pub const APPS_MAX: usize = 100_000;

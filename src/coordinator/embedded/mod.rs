@@ -4,7 +4,7 @@
 //! on top, [`assign`] and `access` the decisions. Not here: consensus, persistence; a large cluster runs coordinators
 //! of its own.
 //! Invariant: the own worker is a node like any other. It is assigned only what its tags allow, so that a GRPC_NETTY
-//! client is refused while there is no TCP door.
+//! client is refused while there is no TCP listener.
 
 pub mod assign;
 
@@ -30,7 +30,7 @@ use self::nodes::{NodeTable, TAGS_MAX};
 use super::{NodeReport, ReportSource};
 use crate::proto::{self, StatusCode};
 use crate::runtime::Tasks;
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::APPS_MAX;
@@ -234,7 +234,7 @@ impl EmbeddedCoordinator {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             tokio::pin!(cancelled);
             loop {
-                // The sender may be gone, then `changed` fails for ever: the tick alone goes on.
+                // The sender may be gone, then `changed` fails forever: the tick alone goes on.
                 tokio::select! {
                     biased;
                     () = &mut cancelled => return,

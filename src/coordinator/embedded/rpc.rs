@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::{AccessDenied, EmbeddedCoordinator};
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{self, StatusCode};
-use crate::types::AppId;
+use uniffle_wire::types::AppId;
 
 /// Longest text of an answer, in bytes: requests come back in it (tags), and they may be long.
 const TEXT_BYTES_MAX: usize = 1_000;

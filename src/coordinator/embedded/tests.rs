@@ -15,7 +15,7 @@ fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
     EmbeddedCoordinator::new(config, &Registry::new()).unwrap()
 }
 
-/// A worker on its own host, with the TCP door open or not.
+/// A worker on its own host, with the TCP listener open or not.
 fn node(host: u8, netty: bool) -> NodeReport {
     let ip = [10, 0, 0, host].into();
     let netty_port = netty.then_some(21200);
@@ -67,7 +67,7 @@ async fn one_node_gets_one_assignment_per_range() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_netty_client_is_refused_while_there_is_no_tcp_door() {
+async fn a_netty_client_is_refused_while_there_is_no_tcp_listener() {
     let coordinator = coordinator(EmbeddedConfig::default());
     coordinator.report(node(1, false)).unwrap();
     assert_eq!(

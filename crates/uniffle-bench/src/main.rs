@@ -1,0 +1,99 @@
+//! `uniffle-bench`: a cluster of writers and readers in one command, for any server that speaks Uniffle's protocols.
+//!
+//! Exit codes: 0 when everything ran and every byte was right, 1 when not (one line on stderr says why), 2 for a wrong
+//! command line. Not here: the protocols' pure codecs, which are the library's `client` module.
+
+mod compare;
+mod content;
+mod floor;
+mod grpc_connection;
+mod hdd;
+mod html;
+mod message;
+mod options;
+mod plan;
+mod plot;
+mod presets;
+mod process;
+mod progress;
+mod read;
+mod report;
+mod run;
+mod seek_disk;
+mod session;
+mod shape;
+mod stats;
+mod tcp_connection;
+mod write;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+use crate::options::{Command, CommandLine, ReportArgs};
+use crate::report::{Report, RunReport};
+
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
+fn main() -> ExitCode {
+    match run(CommandLine::from_env().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line, whatever an error's text contains.
+            let text = format!("{error:#}").replace('\n', " ");
+            let _ = writeln!(std::io::stderr().lock(), "uniffle-bench: {text}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    let (files, threads) = files_and_threads(&command);
+    for path in files.json.iter().chain(&files.html) {
+        options::writable(path)?;
+    }
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads.max(1));
+    }
+    let runtime = builder.enable_all().build().context("cannot start the runtime")?;
+    let mut report = runtime.block_on(Box::pin(execute(command)))?;
+    report.command = std::env::args().collect::<Vec<_>>().join(" ");
+    report::print(&report.text());
+    if let Some(path) = &files.json {
+        report.write_json(path)?;
+    }
+    if let Some(path) = &files.html {
+        std::fs::write(path, html::page(&report))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn files_and_threads(command: &Command) -> (ReportArgs, Option<usize>) {
+    let of_run = |args: &options::RunArgs| (args.report.clone(), args.load.threads);
+    match command {
+        Command::Write(args) | Command::Read(args) | Command::Mixed(args) => of_run(args),
+        Command::Compare(args) => of_run(&args.run),
+        Command::Scale(args) | Command::Terasort(args) | Command::TpcdsStress(args) => of_run(&args.run),
+        Command::Floor(args) => (args.report.clone(), None),
+        Command::Hdd(args) => (args.report.clone(), None),
+    }
+}
+
+async fn execute(command: Command) -> anyhow::Result<Report> {
+    let one = |run: RunReport| Report { runs: vec![run], ..Report::default() };
+    match command {
+        Command::Write(args) => Ok(one(run::write_only("write", &args).await?)),
+        Command::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
+        Command::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
+        Command::Floor(args) => Ok(Report { floor: floor::measure(&args)?, ..Report::default() }),
+        Command::Compare(args) => compare::turns(&args).await,
+        Command::Scale(args) => presets::scale(args).await,
+        Command::Terasort(args) => presets::terasort(args).await,
+        Command::TpcdsStress(args) => presets::tpcds_stress(args).await,
+        Command::Hdd(args) => hdd::run(&args).await,
+    }
+}

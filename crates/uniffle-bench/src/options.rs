@@ -1,0 +1,454 @@
+//! The command line, and the checks that need nothing but the command line and this machine.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use bytesize::ByteSize;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::content::Sizes;
+use crate::plan::PARTITIONS_MAX;
+use crate::session::{Backoff, Target, Transport};
+
+/// Writers at most: one task of the runtime each.
+const WRITERS_MAX: u32 = 100_000;
+/// Tasks that fit the layout of block ids.
+const TASKS_MAX: u32 = 1 << 22;
+
+/// A cluster of Spark writers and readers in one command, against any server that speaks Uniffle's protocols.
+///
+/// Every byte that is read is compared with what was written. Exit code 0 means that nothing was wrong.
+#[derive(Debug, Parser)]
+#[command(name = "uniffle-bench", version)]
+pub(crate) struct CommandLine {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Register, write, report, unregister
+    Write(RunArgs),
+    /// The same, and everything is read back and compared before it is unregistered
+    Read(RunArgs),
+    /// Write one shuffle while the one before is read
+    Mixed(RunArgs),
+    /// What this machine can do at all: socket, memory, sendfile, aligned writes, memcpy
+    Floor(FloorArgs),
+    /// Two servers in turns, with medians and ratios
+    Compare(CompareArgs),
+    /// 11,200 writers, 20,000 partitions, 16 KiB sends: at full speed, then paced at half of it
+    Scale(PresetArgs),
+    /// A sort through one server: everything read back, against a small and a large memory
+    Terasort(PresetArgs),
+    /// 20,000 partitions, 32 MiB sends, 1.7 bytes read for each one written, at once
+    TpcdsStress(PresetArgs),
+    /// A simulated rotating disk: extents in logs against a file per partition
+    Hdd(HddArgs),
+}
+
+/// Where the server is and how it is watched.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ServerArgs {
+    /// Address of the server
+    #[arg(long, default_value = "127.0.0.1")]
+    pub(crate) address: IpAddr,
+    /// Its gRPC port
+    #[arg(long, default_value_t = 21_100)]
+    pub(crate) port: u16,
+    /// Its raw TCP ("Netty") port
+    #[arg(long)]
+    pub(crate) tcp_port: Option<u16>,
+    /// Its HTTP port, for /metrics; only needed when the process is not on this machine
+    #[arg(long)]
+    pub(crate) http_port: Option<u16>,
+    /// Process id of the server; found by its port when it runs on this machine
+    #[arg(long)]
+    pub(crate) pid: Option<u32>,
+    /// Start the server with this command and stop it at the end
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) server_cmd: Option<String>,
+    /// How bytes travel
+    #[arg(long, value_enum, default_value_t = Transport::Grpc)]
+    pub(crate) transport: Transport,
+}
+
+impl ServerArgs {
+    pub(crate) fn target(&self, load: &LoadArgs) -> Target {
+        Target {
+            grpc: SocketAddr::new(self.address, self.port),
+            tcp: self.tcp_port.map(|port| SocketAddr::new(self.address, port)),
+            transport: self.transport,
+            rpc_timeout: load.rpc_timeout,
+            backoff: load.backoff(),
+        }
+    }
+}
+
+/// Which tier blocks must come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Tier {
+    /// Any.
+    Any,
+    /// All from memory.
+    Memory,
+    /// Most from disk.
+    Disk,
+}
+
+/// What is written and read.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct LoadArgs {
+    /// Write as a recorded client did (tests/replay/*.rec): its blocks, messages, partitions, tasks and connections
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["blocks", "message_size", "message_partitions",
+        "partitions", "skew", "writers", "connections", "tasks"])]
+    pub(crate) shape: Option<PathBuf>,
+    /// As many of the recorded client at once
+    #[arg(long, default_value_t = 1, requires = "shape")]
+    pub(crate) executors: u32,
+    /// Connections that writers and readers share
+    #[arg(long, default_value_t = 4)]
+    pub(crate) connections: u32,
+    /// Tasks that write at once
+    #[arg(long, default_value_t = 4)]
+    pub(crate) writers: u32,
+    /// Partitions that are read at once; default: as many as writers
+    #[arg(long)]
+    pub(crate) readers: Option<u32>,
+    /// Map tasks in all; default: one per writer
+    #[arg(long)]
+    pub(crate) tasks: Option<u32>,
+    /// Partitions of the shuffle
+    #[arg(long, default_value_t = 200)]
+    pub(crate) partitions: u32,
+    /// Block lengths: fixed:SIZE, spark-mix or tiny
+    #[arg(long, default_value = "fixed:14KiB")]
+    pub(crate) blocks: Sizes,
+    /// Payload of one send
+    #[arg(long, default_value = "14MiB")]
+    pub(crate) message_size: ByteSize,
+    /// Partitions in one send, 0 = all
+    #[arg(long, default_value_t = 8)]
+    pub(crate) message_partitions: u32,
+    /// Partition n gets 1/(n+1)^SKEW of the blocks
+    #[arg(long, default_value_t = 0.0)]
+    pub(crate) skew: f64,
+    /// Times each message is sent with the same block ids
+    #[arg(long, default_value_t = 1)]
+    pub(crate) replicas: u32,
+    /// Payload in all, per round
+    #[arg(long, default_value = "1GB")]
+    pub(crate) bytes: ByteSize,
+    /// Write and read no longer than this (then --bytes is only an upper bound)
+    #[arg(long, value_parser = humantime::parse_duration)]
+    pub(crate) duration: Option<Duration>,
+    /// Payload per second, in all: sends have due times and latencies count from there
+    #[arg(long)]
+    pub(crate) rate: Option<ByteSize>,
+    /// Fail unless blocks come from this tier
+    #[arg(long, value_enum, default_value_t = Tier::Any)]
+    pub(crate) tier: Tier,
+    /// Times each partition is read
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) reads: f64,
+    /// Bytes asked for in one read
+    #[arg(long, default_value = "14MiB")]
+    pub(crate) read_buffer: ByteSize,
+    /// Register with LOCAL_ORDER, as 0.9 clients with AQE do
+    #[arg(long)]
+    pub(crate) local_order: bool,
+    /// Times all of it is done, each with a new shuffle
+    #[arg(long, default_value_t = 1)]
+    pub(crate) rounds: u32,
+    /// Deadline of each call, as `rss.client.rpc.timeout.ms`, and of a connect
+    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
+    pub(crate) rpc_timeout: Duration,
+    /// Pause after the first NO_BUFFER; Java's is 2 s
+    #[arg(long, default_value = "20ms", value_parser = humantime::parse_duration)]
+    pub(crate) backoff: Duration,
+    /// Longest pause after NO_BUFFER; Java's is 10 s
+    #[arg(long, default_value = "1s", value_parser = humantime::parse_duration)]
+    pub(crate) backoff_max: Duration,
+    /// Refusals in a row after which the run fails
+    #[arg(long, default_value_t = 200)]
+    pub(crate) backoff_attempts: u32,
+    /// Decides everything that is random
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Threads of this process; default: one per core
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
+    /// Leave the shuffle registered
+    #[arg(long)]
+    pub(crate) keep: bool,
+}
+
+impl LoadArgs {
+    pub(crate) fn backoff(&self) -> Backoff {
+        Backoff { first: self.backoff, longest: self.backoff_max, attempts: self.backoff_attempts }
+    }
+
+    pub(crate) fn readers(&self) -> u32 {
+        self.readers.unwrap_or(self.writers)
+    }
+
+    pub(crate) fn tasks(&self) -> u32 {
+        self.tasks.unwrap_or(self.writers).max(1)
+    }
+
+    /// Refuses what cannot work, before anything is started.
+    pub(crate) fn check(&self, transport: Transport) -> anyhow::Result<()> {
+        let between = |name: &str, value: u32, max: u32| {
+            ensure!((1..=max).contains(&value), "--{name} is {value}, must be 1 to {max}");
+            Ok(())
+        };
+        between("executors", self.executors, 10_000)?;
+        between("connections", self.connections, 100_000)?;
+        between("writers", self.writers, WRITERS_MAX)?;
+        between("readers", self.readers(), WRITERS_MAX)?;
+        between("tasks", self.tasks(), TASKS_MAX)?;
+        between("partitions", self.partitions, PARTITIONS_MAX)?;
+        between("replicas", self.replicas, 100)?;
+        between("rounds", self.rounds, 10_000)?;
+        between("backoff-attempts", self.backoff_attempts, 1_000_000)?;
+        ensure!((0.0..=10.0).contains(&self.skew), "--skew must be 0 to 10");
+        ensure!((0.0..=1_000.0).contains(&self.reads), "--reads must be 0 to 1000");
+        let message = self.message_size.as_u64();
+        ensure!((1..=1 << 30).contains(&message), "--message-size must be 1 B to 1 GiB");
+        let read_buffer = self.read_buffer.as_u64();
+        ensure!((1..=1 << 30).contains(&read_buffer), "--read-buffer must be 1 B to 1 GiB");
+        let connections = u64::from(self.connections) * if transport == Transport::Tcp { 2 } else { 1 };
+        enough_descriptors(connections + 64)?;
+        enough_memory(self)
+    }
+}
+
+fn enough_descriptors(needed: u64) -> anyhow::Result<()> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    ensure!(needed <= limit, "{needed} file descriptors are needed, the limit is {limit} (see ulimit -n)");
+    Ok(())
+}
+
+fn enough_memory(load: &LoadArgs) -> anyhow::Result<()> {
+    let blocks = load.bytes.as_u64() / load.blocks.mean().max(1);
+    // Ids in the ledger and in the tasks' reports; the heads of messages under way; answers under way, copied once.
+    let ledger = blocks.saturating_mul(32);
+    let heads = u64::from(load.writers) * (load.message_size.as_u64() / load.blocks.mean().max(1) + 1) * 256;
+    let answer = load.read_buffer.as_u64().min(load.bytes.as_u64()) * 2;
+    let answers = if load.reads > 0.0 { u64::from(load.readers()) * answer } else { 0 };
+    let needed = ledger.saturating_add(heads).saturating_add(answers).saturating_add(128 << 20);
+    let Some(free) = memory_available() else { return Ok(()) };
+    let (needed, free) = (ByteSize::b(needed), ByteSize::b(free));
+    ensure!(needed <= free, "about {needed} of memory are needed for this scale, {free} are available");
+    Ok(())
+}
+
+fn memory_available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()? * 1024)
+}
+
+/// Where the results go.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ReportArgs {
+    /// Write all figures as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Write one self-contained page with plots
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+    #[command(flatten)]
+    pub(crate) load: LoadArgs,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct FloorArgs {
+    /// Bytes per measurement
+    #[arg(long, default_value = "2GB")]
+    pub(crate) bytes: ByteSize,
+    /// Directory for the disk measurements; it should be on the disk that is asked about
+    #[arg(long, default_value = ".")]
+    pub(crate) dir: PathBuf,
+    /// Connections, and threads that write
+    #[arg(long, default_value_t = 4)]
+    pub(crate) connections: u32,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+}
+
+impl FloorArgs {
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        ensure!((1..=64).contains(&self.connections), "--connections must be 1 to 64");
+        ensure!(self.bytes.as_u64() >= 1 << 20, "--bytes must be at least 1 MiB");
+        ensure!(self.dir.is_dir(), "--dir {} is no directory", self.dir.display());
+        Ok(())
+    }
+}
+
+/// What `compare` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Work {
+    Write,
+    Read,
+    Mixed,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct CompareArgs {
+    /// Command that starts server A, fresh for each round
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) a_cmd: Option<String>,
+    /// Command that starts server B
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) b_cmd: Option<String>,
+    /// gRPC port of B; default: that of A
+    #[arg(long)]
+    pub(crate) b_port: Option<u16>,
+    /// Raw TCP port of B; default: that of A
+    #[arg(long)]
+    pub(crate) b_tcp_port: Option<u16>,
+    /// Transport of B; default: that of A
+    #[arg(long, value_enum)]
+    pub(crate) b_transport: Option<Transport>,
+    /// B is the bare machine, not a server
+    #[arg(long)]
+    pub(crate) floor: bool,
+    /// Directory for the floor's disk measurements
+    #[arg(long, default_value = ".")]
+    pub(crate) floor_dir: PathBuf,
+    /// Rounds; A and B take turns in who begins
+    #[arg(long, default_value_t = 3)]
+    pub(crate) turns: u32,
+    /// What is measured
+    #[arg(long, value_enum, default_value_t = Work::Read)]
+    pub(crate) work: Work,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+}
+
+impl CompareArgs {
+    /// The arguments of a run against A, and against B.
+    pub(crate) fn sides(&self) -> anyhow::Result<(RunArgs, Option<RunArgs>)> {
+        let mut a = self.run.clone();
+        a.server.server_cmd = self.a_cmd.clone().or(a.server.server_cmd);
+        if self.floor {
+            return Ok((a, None));
+        }
+        let mut b = self.run.clone();
+        b.server.server_cmd.clone_from(&self.b_cmd);
+        b.server.pid = None;
+        b.server.port = self.b_port.unwrap_or(a.server.port);
+        b.server.tcp_port = self.b_tcp_port.or(a.server.tcp_port);
+        b.server.transport = self.b_transport.unwrap_or(a.server.transport);
+        let same_server = b.server.server_cmd.is_none()
+            && a.server.server_cmd.is_none()
+            && b.server.port == a.server.port
+            && b.server.transport == a.server.transport;
+        if same_server {
+            bail!("A and B are the same server: give --b-cmd, --b-port, --b-transport or --floor");
+        }
+        Ok((a, Some(b)))
+    }
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PresetArgs {
+    /// Share of the preset's full size, 0.0 to 1.0
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) size: f64,
+    /// Command of a second server with more memory (terasort)
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) large_cmd: Option<String>,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct HddArgs {
+    /// Bytes written for each number of partitions
+    #[arg(long, default_value = "256MiB")]
+    pub(crate) bytes: ByteSize,
+    /// Numbers of partitions
+    #[arg(long, value_delimiter = ',', default_values_t = [200, 2_000, 20_000])]
+    pub(crate) partitions: Vec<u32>,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+}
+
+impl CommandLine {
+    /// Parses and explains what is wrong; exits like any clap program.
+    pub(crate) fn from_env() -> Self {
+        Self::parse()
+    }
+}
+
+/// Opens `path` for the report, before hours of work are lost for a wrong directory.
+pub(crate) fn writable(path: &std::path::Path) -> anyhow::Result<()> {
+    let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    file.map(drop).with_context(|| format!("cannot write {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn load(text: &[&str]) -> LoadArgs {
+        let line = ["uniffle-bench", "write"].iter().chain(text);
+        match CommandLine::try_parse_from(line).unwrap().command {
+            Command::Write(args) => args.load,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        CommandLine::command().debug_assert();
+    }
+
+    #[test]
+    fn sensible_scales_pass_and_others_are_told() {
+        load(&[]).check(Transport::Grpc).unwrap();
+        let wrong: [(&[&str], &str); 6] = [
+            (&["--writers", "0"], "--writers"),
+            (&["--partitions", "2000000"], "--partitions"),
+            (&["--message-size", "2GiB"], "--message-size"),
+            (&["--skew=-1"], "--skew"),
+            (&["--connections", "100000", "--replicas", "1"], "descriptors"),
+            (&["--bytes", "100PB", "--blocks", "tiny"], "memory"),
+        ];
+        for (text, expected) in wrong {
+            let error = load(text).check(Transport::Tcp).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn compare_refuses_a_server_against_itself() {
+        let parse = |text: &[&str]| {
+            let line = ["uniffle-bench", "compare"].iter().chain(text);
+            match CommandLine::try_parse_from(line).unwrap().command {
+                Command::Compare(args) => args.sides(),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(parse(&[]).is_err());
+        assert!(parse(&["--floor"]).unwrap().1.is_none());
+        let (a, b) = parse(&["--a-cmd", "x", "--b-cmd", "y", "--b-port", "5"]).unwrap();
+        let b = b.unwrap();
+        assert_eq!((a.server.server_cmd.unwrap(), a.server.port), ("x".to_owned(), 21_100));
+        assert_eq!((b.server.server_cmd.unwrap(), b.server.port), ("y".to_owned(), 5));
+    }
+}

@@ -1,0 +1,220 @@
+//! Which task sends which blocks to which partitions, in which messages.
+//!
+//! Invariant: the messages of a task are a function of the plan and the task's number alone, so that another process
+//! knows what was written. Not here: bytes ([`super::content`]) and encodings.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use uniffle_client::block::IdLayout;
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
+
+use crate::content::{Described, Pool, Random};
+
+/// The layout of all ids that are made.
+pub(crate) const LAYOUT: IdLayout = IdLayout::SPARK;
+/// Partitions that fit the layout.
+pub(crate) const PARTITIONS_MAX: u32 = 1 << 20;
+
+/// One block of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Planned {
+    pub(crate) id: i64,
+    pub(crate) block: Described,
+}
+
+/// What goes into one `sendShuffleData`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub(crate) task: TaskAttemptId,
+    pub(crate) partitions: Vec<(PartitionId, Vec<Planned>)>,
+    pub(crate) payload_bytes: u64,
+    pub(crate) blocks: usize,
+}
+
+/// How much goes into one message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MessageShape {
+    /// Payload, at least; the message ends with the block that reaches it.
+    pub(crate) bytes: u64,
+    pub(crate) partitions: u32,
+}
+
+/// The shape of the work.
+#[derive(Clone)]
+pub(crate) struct Plan {
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) seed: u64,
+    pub(crate) partitions: u32,
+    /// Each message is one of these.
+    messages: Arc<[MessageShape]>,
+    /// Sums of the partitions' weights, empty when all weigh the same.
+    skew: Arc<[f64]>,
+}
+
+impl Plan {
+    /// A plan whose partition n weighs 1/(n+1)^`skew` (0 = all the same).
+    pub(crate) fn new(pool: Arc<Pool>, seed: u64, partitions: u32, skew: f64) -> Self {
+        let skewed = if skew > 0.0 { partitions } else { 0 };
+        let skew = sums((0..skewed).map(|n| (f64::from(n) + 1.0).powf(-skew)));
+        let message = MessageShape { bytes: 14 << 20, partitions: partitions.min(8) };
+        Self { pool, seed, partitions, messages: [message].into(), skew }
+    }
+
+    /// The same with other messages, all alike; 0 partitions are all.
+    pub(crate) fn with_messages(self, bytes: u64, partitions: u32) -> Self {
+        let partitions = if partitions == 0 { self.partitions } else { partitions };
+        self.with_shapes(&[MessageShape { bytes, partitions }])
+    }
+
+    /// The same with messages that are each one of `shapes`, which are not none.
+    pub(crate) fn with_shapes(self, shapes: &[MessageShape]) -> Self {
+        let possible = |shape: &MessageShape| MessageShape {
+            bytes: shape.bytes.max(1),
+            partitions: shape.partitions.clamp(1, self.partitions),
+        };
+        Self { messages: shapes.iter().map(possible).collect(), ..self }
+    }
+
+    /// The same with partitions that weigh so much each.
+    pub(crate) fn with_weights(self, weights: &[u64]) -> Self {
+        Self { skew: sums(weights.iter().map(|&weight| weight as f64)), ..self }
+    }
+
+    /// The messages of `task`, without an end.
+    pub(crate) fn task(&self, task: u32) -> TaskPlan {
+        let mut random = Random::new(self.seed ^ (u64::from(task) << 32 | 0x5eed));
+        let first = u32::try_from(random.below(u64::from(self.partitions))).expect("less than a u32");
+        let id = TaskAttemptId(i64::from(task));
+        TaskPlan { plan: self.clone(), task: id, random, next: first, sequences: HashMap::new() }
+    }
+}
+
+/// Each with all before it.
+fn sums(weights: impl Iterator<Item = f64>) -> Arc<[f64]> {
+    let mut sum = 0.0;
+    let add = |weight| {
+        sum += weight;
+        sum
+    };
+    weights.map(add).collect()
+}
+
+/// The state of one task on its way through the plan.
+pub(crate) struct TaskPlan {
+    plan: Plan,
+    task: TaskAttemptId,
+    random: Random,
+    next: u32,
+    sequences: HashMap<u32, u32>,
+}
+
+impl TaskPlan {
+    /// The next message, of at most `limit_bytes` unless its first block is longer.
+    pub(crate) fn message(&mut self, limit_bytes: u64) -> Message {
+        let shape = self.shape();
+        let wanted = shape.bytes.min(limit_bytes);
+        let mut targets: Vec<u32> = (0..shape.partitions).map(|_| self.partition()).collect();
+        targets.sort_unstable();
+        targets.dedup();
+        let mut partitions: Vec<(PartitionId, Vec<Planned>)> =
+            targets.iter().map(|&p| (PartitionId(p.cast_signed()), Vec::new())).collect();
+        let (mut payload_bytes, mut blocks) = (0, 0);
+        'full: loop {
+            for (&partition, (_, planned)) in targets.iter().zip(&mut partitions) {
+                let next = self.block(partition);
+                planned.push(next);
+                payload_bytes += u64::from(next.block.length);
+                blocks += 1;
+                if payload_bytes >= wanted {
+                    break 'full;
+                }
+            }
+        }
+        partitions.retain(|(_, planned)| !planned.is_empty());
+        Message { task: self.task, partitions, payload_bytes, blocks }
+    }
+
+    fn shape(&mut self) -> MessageShape {
+        match &*self.plan.messages {
+            [only] => *only,
+            shapes => {
+                let index = self.random.below(shapes.len() as u64);
+                shapes[usize::try_from(index).expect("less than their number")]
+            }
+        }
+    }
+
+    fn block(&mut self, partition: u32) -> Planned {
+        let sequence = self.sequences.entry(partition).or_default();
+        let id = LAYOUT.block_id(*sequence, PartitionId(partition.cast_signed()), self.task);
+        let id = id.expect("options bound partitions and tasks, and 2^21 blocks of a task are not reached").0;
+        *sequence += 1;
+        Planned { id, block: self.plan.pool.describe(id) }
+    }
+
+    fn partition(&mut self) -> u32 {
+        let Some(&sum) = self.plan.skew.last() else {
+            let partition = self.next;
+            self.next = (self.next + 1) % self.plan.partitions;
+            return partition;
+        };
+        let point = self.random.unit() * sum;
+        let index = self.plan.skew.partition_point(|&weight| weight <= point);
+        u32::try_from(index).expect("as many as partitions").min(self.plan.partitions - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(partitions: u32, skew: f64) -> Plan {
+        let pool = Arc::new(Pool::new(5, "tiny".parse().unwrap()));
+        Plan::new(pool, 5, partitions, skew).with_messages(10_000, 4)
+    }
+
+    #[test]
+    fn a_task_sends_the_same_messages_again() {
+        let messages = |task| {
+            let mut task = plan(100, 1.0).task(task);
+            (0..20).map(|_| task.message(u64::MAX)).collect::<Vec<_>>()
+        };
+        assert_eq!(messages(3), messages(3));
+        assert_ne!(messages(3), messages(4));
+    }
+
+    #[test]
+    fn messages_have_the_size_and_spread_asked_for_and_no_id_twice() {
+        let mut task = plan(100, 0.0).task(7);
+        let mut ids = std::collections::HashSet::new();
+        for _ in 0..50 {
+            let message = task.message(u64::MAX);
+            assert!((10_000..11_000).contains(&message.payload_bytes));
+            assert!((1..=4).contains(&message.partitions.len()));
+            for (partition, planned) in &message.partitions {
+                for planned in planned {
+                    assert!(ids.insert(planned.id));
+                    let id = uniffle_wire::types::BlockId(planned.id);
+                    assert_eq!(LAYOUT.partition_of(id), i64::from(partition.0));
+                }
+            }
+        }
+        assert!(task.message(1).blocks == 1, "the limit cuts a message short");
+    }
+
+    #[test]
+    fn without_skew_partitions_take_turns_and_with_it_the_first_has_most() {
+        let counts = |skew| {
+            let mut task = plan(50, skew).task(0);
+            let mut counts = vec![0_u32; 50];
+            for _ in 0..1_000 {
+                counts[usize::try_from(task.partition()).unwrap()] += 1;
+            }
+            counts
+        };
+        assert!(counts(0.0).iter().all(|&n| n == 20));
+        let skewed = counts(1.2);
+        assert!(skewed[0] > 5 * skewed[10] && skewed.iter().sum::<u32>() == 1_000, "{skewed:?}");
+    }
+}

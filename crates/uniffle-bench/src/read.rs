@@ -1,0 +1,246 @@
+//! Readers: each takes a partition and reads it as the Java client does — the reported ids, memory until its end, the
+//! index once, the data — and compares every byte with what was written.
+//!
+//! Invariant: a partition is done only when each expected block was seen with its bytes, lengths and checksum, and no
+//! unknown block was.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context as _, bail, ensure};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use uniffle_client::block::Block;
+use uniffle_client::read;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+use crate::content::Pool;
+use crate::session::Session;
+use crate::stats::{Rpc, Stats, add};
+use crate::write::Ledger;
+
+/// Memory answers in a row without a new block, after which the server is said to repeat itself.
+const BARREN_ANSWERS_MAX: u32 = 1_000;
+
+/// What all readers of a phase share.
+pub(crate) struct ReadPhase {
+    pub(crate) readers: u32,
+    /// Partition reads in all: a partition may be read several times.
+    pub(crate) reads: u64,
+    pub(crate) partitions: u32,
+    pub(crate) read_buffer_bytes: u32,
+    /// A run that is to end early ends here.
+    pub(crate) until: Option<Instant>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) key: ShuffleKey,
+    pub(crate) sessions: Vec<Arc<Session>>,
+    pub(crate) stats: Arc<Stats>,
+    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) next: AtomicU64,
+}
+
+/// Runs all readers to their end, or to the first error.
+pub(crate) async fn run(phase: Arc<ReadPhase>) -> anyhow::Result<()> {
+    let mut readers = JoinSet::new();
+    for reader in 0..phase.readers {
+        readers.spawn(work(phase.clone(), reader));
+    }
+    while let Some(done) = readers.join_next().await {
+        done??;
+    }
+    Ok(())
+}
+
+async fn work(phase: Arc<ReadPhase>, reader: u32) -> anyhow::Result<()> {
+    let session = &phase.sessions[usize::try_from(reader)? % phase.sessions.len()];
+    loop {
+        let number = phase.next.fetch_add(1, Ordering::Relaxed);
+        let over = phase.until.is_some_and(|until| Instant::now() >= until);
+        if number >= phase.reads || over {
+            return Ok(());
+        }
+        let partition = i32::try_from(number % u64::from(phase.partitions))?;
+        let begin = Instant::now();
+        let read = read_partition(&phase, session, PartitionId(partition)).await;
+        read.with_context(|| format!("partition {partition}"))?;
+        phase.stats.record(Rpc::ReadPartition, begin.elapsed());
+    }
+}
+
+async fn read_partition(phase: &ReadPhase, session: &Session, partition: PartitionId) -> anyhow::Result<()> {
+    let (stats, key) = (&phase.stats, &phase.key);
+    let mut check = Check::new(&phase.pool, stats, phase.ledger.sorted(partition));
+    let reported = session.results(stats, key, partition).await?;
+    check.compare_ids(reported.iter())?;
+    let limit = i32::try_from(phase.read_buffer_bytes)?;
+    let (mut cursor, mut barren) = (None, 0);
+    loop {
+        let (blocks, is_end) = session.memory(stats, key, partition, cursor, limit).await?;
+        let Some(last) = blocks.last() else { break };
+        cursor = Some(last.meta.block_id);
+        let new = check.take(&blocks)?;
+        add(&stats.blocks_from_memory, new);
+        if is_end == Some(true) {
+            break;
+        }
+        barren = if new == 0 { barren + 1 } else { 0 };
+        ensure!(barren < BARREN_ANSWERS_MAX, "memory answers repeat themselves without an end");
+    }
+    let (records, data_length) = session.index(stats, key, partition).await?;
+    for segment in read::segments(&records, data_length, u64::from(phase.read_buffer_bytes), |_| true)? {
+        if segment.records.iter().all(|record| check.seen(record.meta.block_id.0)) {
+            add(&stats.blocks_repeated, segment.records.len() as u64);
+            continue;
+        }
+        let data = session.data(stats, key, partition, (segment.offset, segment.length)).await?;
+        let new = check.take(&read::segment_blocks(&segment, &data)?)?;
+        add(&stats.blocks_from_disk, new);
+    }
+    check.finish()
+}
+
+/// The expected blocks of one partition and which of them were seen.
+struct Check<'a> {
+    pool: &'a Pool,
+    stats: &'a Stats,
+    expected: Vec<i64>,
+    seen: Vec<bool>,
+    missing: usize,
+}
+
+impl<'a> Check<'a> {
+    /// `expected` is ascending.
+    fn new(pool: &'a Pool, stats: &'a Stats, expected: Vec<i64>) -> Self {
+        let missing = expected.len();
+        Self { pool, stats, seen: vec![false; missing], expected, missing }
+    }
+
+    /// The reported ids, ascending as a bitmap gives them.
+    fn compare_ids(&self, reported: impl Iterator<Item = u64>) -> anyhow::Result<()> {
+        let expected = self.expected.iter().map(|id| id.cast_unsigned());
+        ensure!(reported.eq(expected), "the reported block ids differ from those that were written");
+        Ok(())
+    }
+
+    fn seen(&self, id: i64) -> bool {
+        self.expected.binary_search(&id).is_ok_and(|index| self.seen[index])
+    }
+
+    /// Checks blocks; returns how many are new.
+    fn take(&mut self, blocks: &[Block]) -> anyhow::Result<u64> {
+        let mut new = 0;
+        for block in blocks {
+            let id = block.meta.block_id.0;
+            let Ok(index) = self.expected.binary_search(&id) else {
+                bail!("block {id} was never written to this partition")
+            };
+            self.compare(block)?;
+            add(&self.stats.read_bytes, block.data.len() as u64);
+            if std::mem::replace(&mut self.seen[index], true) {
+                add(&self.stats.blocks_repeated, 1);
+            } else {
+                self.missing -= 1;
+                new += 1;
+            }
+        }
+        Ok(new)
+    }
+
+    fn compare(&self, block: &Block) -> anyhow::Result<()> {
+        let meta = &block.meta;
+        let id = meta.block_id.0;
+        let written = self.pool.describe(id);
+        ensure!(
+            meta.length == written.length,
+            "block {id} has {} bytes, not {}",
+            meta.length,
+            written.length
+        );
+        ensure!(meta.uncompressed_length == written.length, "block {id}: uncompressed length differs");
+        ensure!(meta.crc == self.pool.crc(written), "block {id}: checksum differs");
+        let task = id & ((1 << crate::plan::LAYOUT.task_bits) - 1);
+        ensure!(meta.task_attempt_id.0 == task, "block {id}: task {} is not its own", meta.task_attempt_id);
+        let expected = self.pool.view(written);
+        if block.data != expected {
+            let at = block.data.iter().zip(expected).position(|(got, expected)| got != expected);
+            bail!("block {id} differs from what was written at byte {}", at.unwrap_or(0));
+        }
+        Ok(())
+    }
+
+    fn finish(&self) -> anyhow::Result<()> {
+        let total = self.expected.len();
+        ensure!(self.missing == 0, "{} of {total} blocks are missing", self.missing);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use uniffle_wire::types::BlockId;
+
+    use super::*;
+    use crate::plan::Plan;
+
+    fn written() -> (Arc<Pool>, Vec<Block>) {
+        let pool = Arc::new(Pool::new(1, "tiny".parse().unwrap()));
+        let message = Plan::new(pool.clone(), 1, 1, 0.0).with_messages(5_000, 1).task(0).message(u64::MAX);
+        let planned = &message.partitions[0].1;
+        let blocks =
+            planned.iter().map(|p| Block::new(BlockId(p.id), message.task, pool.bytes(p.block))).collect();
+        (pool, blocks)
+    }
+
+    fn check<'a>(pool: &'a Pool, stats: &'a Stats, blocks: &[Block]) -> Check<'a> {
+        let mut ids: Vec<i64> = blocks.iter().map(|block| block.meta.block_id.0).collect();
+        ids.sort_unstable();
+        Check::new(pool, stats, ids)
+    }
+
+    #[test]
+    fn what_was_written_passes_and_repeats_count_once() {
+        let (pool, blocks) = written();
+        let stats = Stats::default();
+        let mut check = check(&pool, &stats, &blocks);
+        assert!(check.compare_ids(check.expected.iter().map(|id| id.cast_unsigned())).is_ok());
+        assert_eq!(check.take(&blocks).unwrap(), blocks.len() as u64);
+        assert_eq!(check.take(&blocks).unwrap(), 0);
+        assert!(check.finish().is_ok());
+        assert_eq!(crate::stats::get(&stats.blocks_repeated), blocks.len() as u64);
+    }
+
+    #[test]
+    fn a_missing_an_unknown_and_an_unreported_block_are_found() {
+        let (pool, blocks) = written();
+        let stats = Stats::default();
+        let mut missing = check(&pool, &stats, &blocks);
+        missing.take(&blocks[1..]).unwrap();
+        assert!(missing.finish().unwrap_err().to_string().starts_with("1 of "));
+        let mut unknown = check(&pool, &stats, &blocks[1..]);
+        assert!(unknown.take(&blocks).unwrap_err().to_string().contains("never written"));
+        assert!(missing.compare_ids([1].into_iter()).is_err());
+    }
+
+    #[test]
+    fn one_wrong_bit_anywhere_is_found() {
+        let (pool, blocks) = written();
+        let stats = Stats::default();
+        let wrong: [fn(&mut Block); 5] = [
+            |block| {
+                let mut bytes = block.data.to_vec();
+                *bytes.last_mut().unwrap() ^= 1;
+                block.data = Bytes::from(bytes);
+            },
+            |block| block.meta.crc ^= 1,
+            |block| block.meta.length ^= 1,
+            |block| block.meta.uncompressed_length ^= 1,
+            |block| block.meta.task_attempt_id.0 ^= 1,
+        ];
+        for wrong in wrong {
+            let mut block = blocks[0].clone();
+            wrong(&mut block);
+            assert!(check(&pool, &stats, &blocks).take(&[block]).is_err());
+        }
+    }
+}

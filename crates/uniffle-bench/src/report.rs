@@ -1,0 +1,332 @@
+//! What a command found out, as data, and as text for people. The page with plots is in [`super::html`].
+
+use std::io::Write as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+use bytesize::ByteSize;
+use serde::Serialize;
+
+use crate::process::Usage;
+use crate::stats::Latency;
+
+/// 10^9 bytes, as in all our figures.
+pub(crate) const GB: f64 = 1e9;
+
+/// All results of one command.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct Report {
+    /// The command line.
+    pub(crate) command: String,
+    /// Runs in the order in which they were made.
+    pub(crate) runs: Vec<RunReport>,
+    pub(crate) floor: Vec<FloorLine>,
+    pub(crate) comparison: Vec<Comparison>,
+    pub(crate) hdd: Vec<HddLine>,
+}
+
+/// One run against one server.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct RunReport {
+    pub(crate) name: String,
+    pub(crate) phases: Vec<PhaseReport>,
+    pub(crate) samples: Vec<Sample>,
+}
+
+/// One phase of a run.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct PhaseReport {
+    pub(crate) name: String,
+    pub(crate) seconds: f64,
+    pub(crate) written_bytes: u64,
+    pub(crate) read_bytes: u64,
+    pub(crate) blocks_written: u64,
+    pub(crate) blocks_from_memory: u64,
+    pub(crate) blocks_from_disk: u64,
+    pub(crate) blocks_repeated: u64,
+    pub(crate) retries: u64,
+    pub(crate) no_buffer_waits: u64,
+    pub(crate) no_buffer_wait_seconds: f64,
+    pub(crate) client_cpu_seconds: f64,
+    /// What the server used until it was quiet again, so that a flush belongs to the write that caused it.
+    pub(crate) server: Option<ServerUse>,
+    pub(crate) latencies: Vec<Latency>,
+}
+
+impl PhaseReport {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.written_bytes + self.read_bytes
+    }
+
+    pub(crate) fn gb_per_second(&self) -> f64 {
+        self.bytes() as f64 / GB / self.seconds.max(1e-9)
+    }
+
+    pub(crate) fn server_cpu_per_gb(&self) -> Option<f64> {
+        let bytes = self.bytes();
+        let server = self.server.as_ref().filter(|_| bytes > 0)?;
+        Some(server.cpu_seconds / (bytes as f64 / GB))
+    }
+}
+
+/// What the server used in a phase.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(crate) struct ServerUse {
+    pub(crate) cpu_seconds: f64,
+    /// Largest since the process began.
+    pub(crate) peak_rss_bytes: u64,
+    pub(crate) rss_bytes: u64,
+    pub(crate) threads: u64,
+    pub(crate) minor_faults: u64,
+    pub(crate) major_faults: u64,
+}
+
+impl ServerUse {
+    pub(crate) fn between(before: &Usage, after: &Usage) -> Self {
+        Self {
+            cpu_seconds: after.cpu_seconds - before.cpu_seconds,
+            peak_rss_bytes: after.peak_rss_bytes,
+            rss_bytes: after.rss_bytes,
+            threads: after.threads,
+            minor_faults: after.minor_faults.saturating_sub(before.minor_faults),
+            major_faults: after.major_faults.saturating_sub(before.major_faults),
+        }
+    }
+}
+
+/// A look at a run under way.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(crate) struct Sample {
+    pub(crate) seconds: f64,
+    pub(crate) written_bytes: u64,
+    pub(crate) read_bytes: u64,
+    pub(crate) server_rss_bytes: u64,
+}
+
+/// One bare limit of the machine.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct FloorLine {
+    pub(crate) name: String,
+    pub(crate) gb_per_second: f64,
+    /// Of the side that a server would be.
+    pub(crate) server_cpu_per_gb: f64,
+    pub(crate) client_cpu_per_gb: f64,
+}
+
+/// Medians of A and B.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Comparison {
+    pub(crate) what: String,
+    pub(crate) a: f64,
+    pub(crate) b: f64,
+    pub(crate) ratio: f64,
+    pub(crate) more_is_better: bool,
+}
+
+/// A layout on a simulated rotating disk.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct HddLine {
+    pub(crate) layout: String,
+    pub(crate) partitions: u32,
+    pub(crate) write_seconds_per_gb: f64,
+    pub(crate) read_seconds_per_gb: f64,
+    pub(crate) files: u64,
+}
+
+impl Report {
+    /// For people.
+    pub(crate) fn text(&self) -> String {
+        let mut text = String::new();
+        for run in &self.runs {
+            text += &format!("{}\n", run.name);
+            for phase in &run.phases {
+                text += &phase_text(phase);
+            }
+        }
+        if !self.floor.is_empty() {
+            text +=
+                &format!("{:<44} {:>8} {:>14} {:>14}\n", "floor", "GB/s", "server CPU/GB", "client CPU/GB");
+        }
+        for line in &self.floor {
+            text += &format!(
+                "{:<44} {:>8.2} {:>14.3} {:>14.3}\n",
+                line.name, line.gb_per_second, line.server_cpu_per_gb, line.client_cpu_per_gb
+            );
+        }
+        if !self.comparison.is_empty() {
+            text += &format!("{:<44} {:>10} {:>10} {:>8}\n", "medians", "A", "B", "A : B");
+        }
+        for line in &self.comparison {
+            text += &format!("{:<44} {:>10.3} {:>10.3} {:>8.2}\n", line.what, line.a, line.b, line.ratio);
+        }
+        if !self.hdd.is_empty() {
+            let head = ["layout", "partitions", "write s/GB", "read s/GB", "files"];
+            text +=
+                &format!("{:<24} {:>10} {:>11} {:>11} {:>8}\n", head[0], head[1], head[2], head[3], head[4]);
+        }
+        for line in &self.hdd {
+            text += &format!(
+                "{:<24} {:>10} {:>11.2} {:>11.2} {:>8}\n",
+                line.layout, line.partitions, line.write_seconds_per_gb, line.read_seconds_per_gb, line.files
+            );
+        }
+        text
+    }
+
+    /// Writes the JSON file.
+    pub(crate) fn write_json(&self, path: &Path) -> anyhow::Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+fn phase_text(phase: &PhaseReport) -> String {
+    let size = |bytes: u64| ByteSize::b(bytes).display().iec();
+    let mut text = format!(
+        "  {:<8} {:>10} in {:>7.2} s = {:>6.3} GB/s",
+        phase.name,
+        size(phase.bytes()).to_string(),
+        phase.seconds,
+        phase.gb_per_second()
+    );
+    if let Some(cpu) = phase.server_cpu_per_gb() {
+        text += &format!("   server CPU {cpu:.3} s/GB");
+    }
+    let client = phase.client_cpu_seconds / (phase.bytes().max(1) as f64 / GB);
+    text += &format!("   client CPU {client:.3} s/GB\n");
+    if let Some(server) = &phase.server {
+        text += &format!(
+            "           server: {:.2} CPU-s, RSS {} (peak {}), {} threads, page faults {} minor {} major\n",
+            server.cpu_seconds,
+            size(server.rss_bytes),
+            size(server.peak_rss_bytes),
+            server.threads,
+            server.minor_faults,
+            server.major_faults
+        );
+    }
+    text += &format!(
+        "           blocks: {} written, {} from memory, {} from disk, {} repeated; \
+         {} retries, {} NO_BUFFER waits ({:.2} s)\n",
+        phase.blocks_written,
+        phase.blocks_from_memory,
+        phase.blocks_from_disk,
+        phase.blocks_repeated,
+        phase.retries,
+        phase.no_buffer_waits,
+        phase.no_buffer_wait_seconds
+    );
+    for latency in &phase.latencies {
+        text += &format!(
+            "           {:<22} {:>8} calls  p50 {:>9.2} ms  p99 {:>9.2}  p99.9 {:>9.2}  max {:>9.2}\n",
+            format!("{:?}", latency.rpc),
+            latency.count,
+            latency.p50_ms,
+            latency.p99_ms,
+            latency.p999_ms,
+            latency.max_ms
+        );
+    }
+    text
+}
+
+/// Writes to stdout; a reader that went away is no failure.
+pub(crate) fn print(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+}
+
+/// The middle of `values`, or of the two in the middle their mean.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    match sorted.len() {
+        0 => 0.0,
+        odd if odd % 2 == 1 => sorted[half],
+        _ => f64::midpoint(sorted[half - 1], sorted[half]),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::stats::{Rpc, Stats};
+
+    /// A report with something in every part.
+    pub(crate) fn sample_report() -> Report {
+        let stats = Stats::default();
+        stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(12));
+        stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(14));
+        let server =
+            ServerUse { cpu_seconds: 1.0, peak_rss_bytes: 1 << 30, threads: 14, ..ServerUse::default() };
+        let phase = PhaseReport {
+            name: "write".into(),
+            seconds: 2.0,
+            written_bytes: 4_000_000_000,
+            no_buffer_waits: 7,
+            server: Some(server),
+            latencies: stats.latencies(),
+            ..PhaseReport::default()
+        };
+        let sample = |n: u32| Sample {
+            seconds: f64::from(n),
+            written_bytes: u64::from(n) * 1_000_000,
+            read_bytes: 0,
+            server_rss_bytes: 1 << 20,
+        };
+        Report {
+            command: "uniffle-bench write --blocks <tiny>".into(),
+            runs: vec![RunReport {
+                name: "A".into(),
+                phases: vec![phase],
+                samples: (0..10).map(sample).collect(),
+            }],
+            floor: vec![FloorLine {
+                name: "memcpy".into(),
+                gb_per_second: 9.0,
+                server_cpu_per_gb: 0.1,
+                client_cpu_per_gb: 0.0,
+            }],
+            comparison: vec![Comparison {
+                what: "write GB/s".into(),
+                a: 2.0,
+                b: 1.0,
+                ratio: 2.0,
+                more_is_better: true,
+            }],
+            hdd: vec![HddLine {
+                layout: "extent logs".into(),
+                partitions: 200,
+                write_seconds_per_gb: 6.0,
+                read_seconds_per_gb: 7.0,
+                files: 2,
+            }],
+        }
+    }
+
+    #[test]
+    fn the_text_has_the_figures() {
+        let text = sample_report().text();
+        for expected in [" 2.000 GB/s", "0.250 s/GB", "14 threads", "7 NO_BUFFER", "memcpy", "extent logs"] {
+            assert!(text.contains(expected), "{expected} in\n{text}");
+        }
+        assert!(text.contains("SendShuffleData"));
+    }
+
+    #[test]
+    fn json_comes_back() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        sample_report().write_json(file.path()).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&std::fs::read(file.path()).unwrap()).unwrap();
+        assert_eq!(value["runs"][0]["phases"][0]["written_bytes"], 4_000_000_000_u64);
+        assert_eq!(value["runs"][0]["phases"][0]["latencies"][0]["rpc"], "SendShuffleData");
+    }
+
+    #[test]
+    fn medians() {
+        assert!((median(&[3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((median(&[4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
+        assert!(median(&[]).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,363 @@
+//! One run against one server: connect, phases, figures. `write`, `read` and `mixed` are made of this.
+//!
+//! Invariant: a run that returns `Ok` has checked all it was asked to check; the first error ends it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, interval, sleep, timeout};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use crate::content::Pool;
+use crate::options::{LoadArgs, RunArgs, Tier};
+use crate::plan::Plan;
+use crate::process::{Probe, Server, Usage, own_cpu_seconds};
+use crate::progress::Progress;
+use crate::read::{self, ReadPhase};
+use crate::report::{GB, PhaseReport, RunReport, Sample, ServerUse};
+use crate::session::Session;
+use crate::shape::Shape;
+use crate::stats::{Stats, get};
+use crate::write::{self, Ledger, WriteOptions, WritePhase};
+
+/// Distance of two samples.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
+/// Samples between two heartbeats of the application: 10 s, as clients do.
+const SAMPLES_PER_HEARTBEAT: u32 = 40;
+/// A server is quiet when it uses less than this share of a core.
+const QUIET_SHARE: f64 = 0.05;
+/// How long to wait for a server to become quiet after a phase.
+const QUIET_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the end of the application may take.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A connected cluster of clients.
+pub(crate) struct Cluster {
+    load: LoadArgs,
+    plan: Plan,
+    app: AppId,
+    sessions: Vec<Arc<Session>>,
+    probe: Probe,
+    begin: Instant,
+    report: RunReport,
+    /// The readers of TCP connections.
+    _tasks: JoinSet<()>,
+    server: Option<Server>,
+}
+
+impl Cluster {
+    /// Starts the server if asked to, and connects.
+    async fn connect(name: &str, args: &RunArgs) -> anyhow::Result<Self> {
+        let mut load = args.load.clone();
+        let shape = load.shape.as_deref().map(Shape::load).transpose()?;
+        if let Some(shape) = &shape {
+            shape.put_into(&mut load);
+        }
+        load.check(args.server.transport)?;
+        let target = args.server.target(&load);
+        let server = match &args.server.server_cmd {
+            Some(command) => Some(Server::start(command, target.grpc).await?),
+            None => None,
+        };
+        let pid = server.as_ref().map(Server::pid).or(args.server.pid);
+        let http = args.server.http_port.map(|port| SocketAddr::new(args.server.address, port));
+        let probe = Probe::find(pid, args.server.port, http);
+        let pool = Arc::new(Pool::new(load.seed, load.blocks.clone()));
+        let mut tasks = JoinSet::new();
+        let mut sessions = Vec::new();
+        for _ in 0..load.connections {
+            sessions.push(Arc::new(Session::connect(target, pool.clone(), &mut tasks).await?));
+        }
+        let plan = Plan::new(pool, load.seed, load.partitions, load.skew);
+        let plan = match &shape {
+            Some(shape) => plan.with_shapes(&shape.messages).with_weights(&shape.partition_bytes),
+            None => plan.with_messages(load.message_size.as_u64(), load.message_partitions),
+        };
+        let unique = format!("uniffle-bench_{}_{:08x}", std::process::id(), rand::random::<u32>());
+        let app = AppId::parse(&unique)?;
+        let report = RunReport { name: name.to_owned(), ..RunReport::default() };
+        let begin = Instant::now();
+        Ok(Self { load, plan, app, sessions, probe, begin, report, _tasks: tasks, server })
+    }
+
+    /// The rate of the phase that ended last.
+    pub(crate) fn last_bytes_per_second(&self) -> u64 {
+        let rate = self.report.phases.last().map_or(0.0, |phase| phase.gb_per_second() * GB);
+        format!("{rate:.0}").parse().unwrap_or(0)
+    }
+
+    pub(crate) fn load_mut(&mut self) -> &mut LoadArgs {
+        &mut self.load
+    }
+
+    /// Registers a shuffle and starts its ledger.
+    pub(crate) async fn shuffle(&self, number: u32) -> anyhow::Result<Shuffle> {
+        let key = ShuffleKey::new(self.app.clone(), ShuffleId(i32::try_from(number)?));
+        let stats = Stats::default();
+        self.sessions[0].register(&stats, &key, self.load.partitions, self.load.local_order).await?;
+        Ok(Shuffle { key, ledger: Arc::new(Ledger::new(self.load.partitions)) })
+    }
+
+    pub(crate) async fn unregister(&self, shuffle: &Shuffle) -> anyhow::Result<()> {
+        if self.load.keep {
+            return Ok(());
+        }
+        self.sessions[0].unregister(&Stats::default(), &shuffle.key).await
+    }
+
+    fn until(&self) -> Option<Instant> {
+        self.load.duration.map(|duration| Instant::now() + duration)
+    }
+
+    fn writers(&self, shuffle: &Shuffle, stats: &Arc<Stats>) -> Arc<WritePhase> {
+        let options = WriteOptions {
+            writers: self.load.writers,
+            tasks: self.load.tasks(),
+            total_bytes: self.load.bytes.as_u64(),
+            until: self.until(),
+            replicas: self.load.replicas,
+            rate: self.load.rate.map(|rate| rate.as_u64() as f64),
+        };
+        Arc::new(WritePhase {
+            options,
+            plan: self.plan.clone(),
+            key: shuffle.key.clone(),
+            sessions: self.sessions.clone(),
+            stats: stats.clone(),
+            ledger: shuffle.ledger.clone(),
+            next_task: AtomicU32::new(0),
+            paced_bytes: AtomicU64::new(0),
+            begin: Instant::now(),
+        })
+    }
+
+    fn readers(&self, shuffle: &Shuffle, stats: &Arc<Stats>) -> anyhow::Result<Arc<ReadPhase>> {
+        let reads = f64::from(self.load.partitions) * self.load.reads;
+        Ok(Arc::new(ReadPhase {
+            readers: self.load.readers(),
+            reads: format!("{reads:.0}").parse()?,
+            partitions: self.load.partitions,
+            read_buffer_bytes: u32::try_from(self.load.read_buffer.as_u64())?,
+            until: self.until(),
+            pool: self.plan.pool.clone(),
+            key: shuffle.key.clone(),
+            sessions: self.sessions.clone(),
+            stats: stats.clone(),
+            ledger: shuffle.ledger.clone(),
+            next: AtomicU64::new(0),
+        }))
+    }
+
+    /// Writes a shuffle whole.
+    pub(crate) async fn write(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
+        let stats = Arc::new(Stats::default());
+        let phase = self.writers(shuffle, &stats);
+        let expected = self.load.bytes.as_u64() * u64::from(self.load.replicas);
+        self.phase(name, expected, &stats, write::run(phase)).await
+    }
+
+    /// Reads a shuffle and compares every byte.
+    pub(crate) async fn read(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
+        let stats = Arc::new(Stats::default());
+        let phase = self.readers(shuffle, &stats)?;
+        let expected = self.read_bytes_expected();
+        self.phase(name, expected, &stats, read::run(phase)).await?;
+        self.check_tier(&stats)
+    }
+
+    /// Writes one shuffle while another one is read.
+    pub(crate) async fn both(&mut self, name: &str, write: &Shuffle, read: &Shuffle) -> anyhow::Result<()> {
+        let stats = Arc::new(Stats::default());
+        let (writers, readers) = (self.writers(write, &stats), self.readers(read, &stats)?);
+        let expected = self.load.bytes.as_u64() + self.read_bytes_expected();
+        let work = async {
+            tokio::try_join!(write::run(writers), read::run(readers))?;
+            Ok(())
+        };
+        self.phase(name, expected, &stats, work).await
+    }
+
+    fn read_bytes_expected(&self) -> u64 {
+        let bytes = self.load.bytes.as_u64() as f64 * self.load.reads;
+        format!("{bytes:.0}").parse().unwrap_or(0)
+    }
+
+    fn check_tier(&self, stats: &Stats) -> anyhow::Result<()> {
+        let (memory, disk) = (get(&stats.blocks_from_memory), get(&stats.blocks_from_disk));
+        match self.load.tier {
+            Tier::Any => {}
+            Tier::Memory => ensure!(disk == 0, "{disk} of {} blocks came from disk", memory + disk),
+            Tier::Disk => ensure!(disk > memory, "{memory} of {} blocks came from memory", memory + disk),
+        }
+        Ok(())
+    }
+
+    /// Runs `work`, watches it, and notes what it took.
+    async fn phase(
+        &mut self,
+        name: &str,
+        expected_bytes: u64,
+        stats: &Arc<Stats>,
+        work: impl Future<Output = anyhow::Result<()>>,
+    ) -> anyhow::Result<()> {
+        let progress = Progress::start(&format!("{} {name}", self.report.name), expected_bytes);
+        let before = self.probe.usage();
+        let client_before = own_cpu_seconds();
+        let begin = Instant::now();
+        let mut ticks = interval(SAMPLE_INTERVAL);
+        let mut work = Box::pin(work);
+        let mut tick = 0_u32;
+        let result = loop {
+            tokio::select! {
+                biased;
+                result = &mut work => break result,
+                _ = ticks.tick() => {
+                    progress.at(stats.bytes());
+                    self.sample(stats);
+                    tick += 1;
+                    if tick.is_multiple_of(SAMPLES_PER_HEARTBEAT) {
+                        self.sessions[0].heartbeat(self.app.as_str()).await;
+                    }
+                }
+            }
+        };
+        drop(work);
+        progress.end(stats.bytes());
+        result.with_context(|| format!("{name} failed after {:.1} s", begin.elapsed().as_secs_f64()))?;
+        self.sample(stats);
+        let mut phase = figures(name, stats, begin.elapsed());
+        phase.client_cpu_seconds = own_cpu_seconds() - client_before;
+        if let Some(before) = before {
+            let after = self.quiet_usage().await;
+            phase.server = after.map(|after| ServerUse::between(&before, &after));
+        }
+        self.report.phases.push(phase);
+        Ok(())
+    }
+
+    fn sample(&mut self, stats: &Stats) {
+        let sample = Sample {
+            seconds: self.begin.elapsed().as_secs_f64(),
+            written_bytes: get(&stats.written_bytes),
+            read_bytes: get(&stats.read_bytes),
+            server_rss_bytes: self.probe.usage().map_or(0, |usage| usage.rss_bytes),
+        };
+        self.report.samples.push(sample);
+    }
+
+    /// What the server has used, once it does nothing any more.
+    pub(crate) async fn quiet_usage(&self) -> Option<Usage> {
+        let deadline = Instant::now() + QUIET_TIMEOUT;
+        let mut last = self.probe.usage()?;
+        loop {
+            sleep(SAMPLE_INTERVAL).await;
+            let now = self.probe.usage()?;
+            let quiet = now.cpu_seconds - last.cpu_seconds < QUIET_SHARE * SAMPLE_INTERVAL.as_secs_f64();
+            if quiet || Instant::now() > deadline {
+                return Some(now);
+            }
+            last = now;
+        }
+    }
+
+    /// Ends the application and gives the report; a server that was started is stopped.
+    async fn finish(self) -> RunReport {
+        if !self.load.keep {
+            // A server that is gone, or hangs, has been told of.
+            let _ = timeout(GOODBYE_TIMEOUT, self.sessions[0].unregister_app(self.app.as_str())).await;
+        }
+        if let Some(server) = self.server {
+            server.stop().await;
+        }
+        self.report
+    }
+}
+
+/// A registered shuffle and what it must give back.
+pub(crate) struct Shuffle {
+    key: ShuffleKey,
+    ledger: Arc<Ledger>,
+}
+
+fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
+    PhaseReport {
+        name: name.to_owned(),
+        seconds: took.as_secs_f64(),
+        written_bytes: get(&stats.written_bytes),
+        read_bytes: get(&stats.read_bytes),
+        blocks_written: get(&stats.blocks_written),
+        blocks_from_memory: get(&stats.blocks_from_memory),
+        blocks_from_disk: get(&stats.blocks_from_disk),
+        blocks_repeated: get(&stats.blocks_repeated),
+        retries: get(&stats.retries),
+        no_buffer_waits: get(&stats.no_buffer_waits),
+        no_buffer_wait_seconds: get(&stats.no_buffer_wait_us) as f64 / 1e6,
+        client_cpu_seconds: 0.0,
+        server: None,
+        latencies: stats.latencies(),
+    }
+}
+
+/// Connects, does `work`, and ends the application however that went: a failed run leaves nothing to a server that is
+/// still there.
+pub(crate) async fn with_cluster(
+    name: &str,
+    args: &RunArgs,
+    work: impl AsyncFnOnce(&mut Cluster) -> anyhow::Result<()>,
+) -> anyhow::Result<RunReport> {
+    let mut cluster = Cluster::connect(name, args).await?;
+    let result = work(&mut cluster).await;
+    let report = cluster.finish().await;
+    result.map(|()| report)
+}
+
+/// `write`: all rounds.
+pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
+    let mut args = args.clone();
+    // No memory is needed for answers.
+    args.load.reads = 0.0;
+    with_cluster(name, &args, async |cluster| {
+        for round in 0..args.load.rounds {
+            let shuffle = cluster.shuffle(round).await?;
+            cluster.write("write", &shuffle).await?;
+            cluster.unregister(&shuffle).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// `read`: all rounds.
+pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
+    with_cluster(name, args, async |cluster| {
+        for round in 0..args.load.rounds {
+            let shuffle = cluster.shuffle(round).await?;
+            cluster.write("write", &shuffle).await?;
+            cluster.read("read", &shuffle).await?;
+            cluster.unregister(&shuffle).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// `mixed`: the first shuffle is written, then each one while the one before is read, and the last is read.
+pub(crate) async fn mixed(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
+    with_cluster(name, args, async |cluster| {
+        let mut last = cluster.shuffle(0).await?;
+        cluster.write("write", &last).await?;
+        for round in 1..=args.load.rounds {
+            let next = cluster.shuffle(round).await?;
+            cluster.both("mixed", &next, &last).await?;
+            cluster.unregister(&last).await?;
+            last = next;
+        }
+        cluster.read("read", &last).await?;
+        cluster.unregister(&last).await
+    })
+    .await
+}

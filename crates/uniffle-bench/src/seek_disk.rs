@@ -1,0 +1,233 @@
+//! A disk in memory that says how long a rotating one would have taken.
+//!
+//! The model: one head. An access that does not go on where the last one ended costs a seek and half a turn; bytes
+//! cost their transfer. Every write is put behind the last one on the platter, as a file system with delayed
+//! allocation does at best, so that a write costs a seek only when it is for another file than the last one (inode,
+//! allocation), and a read when its bytes do not lie behind the last access. Creating a file costs a seek (directory
+//! and inode). Opening and deleting are free. No time passes: the seconds are only added up.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use uniffle_io::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
+use uniffle_testkit::memory_disk::MemoryDisk;
+
+/// Seek and half a turn of a disk with 7,200 turns per minute.
+const SEEK_SECONDS: f64 = 0.0085 + 0.0042;
+/// The field's report has disks of 150 MB/s.
+const BYTES_PER_SECOND: f64 = 150e6;
+
+/// What the head has done.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Work {
+    pub(crate) seconds: f64,
+    pub(crate) seeks: u64,
+    pub(crate) files: u64,
+}
+
+#[derive(Debug, Default)]
+struct Platter {
+    work: Work,
+    /// Where the next write goes.
+    end: u64,
+    /// Where the last access ended, and the file of the last write.
+    head: u64,
+    last_written: Option<PathBuf>,
+    /// (offset in the file, place on the platter, bytes) in the order of writing.
+    fragments: HashMap<PathBuf, Vec<(u64, u64, u64)>>,
+}
+
+impl Platter {
+    fn seek(&mut self) {
+        self.work.seconds += SEEK_SECONDS;
+        self.work.seeks += 1;
+    }
+
+    fn create(&mut self) {
+        self.seek();
+        self.work.files += 1;
+    }
+
+    fn write(&mut self, path: &Path, offset: u64, bytes: u64) {
+        if self.last_written.as_deref() != Some(path) || self.head != self.end {
+            self.seek();
+            self.last_written = Some(path.to_owned());
+        }
+        self.work.seconds += bytes as f64 / BYTES_PER_SECOND;
+        self.fragments.entry(path.to_owned()).or_default().push((offset, self.end, bytes));
+        self.end += bytes;
+        self.head = self.end;
+    }
+
+    fn read(&mut self, path: &Path, offset: u64, bytes: u64) {
+        let end = offset + bytes;
+        let fragments = self.fragments.get(path).map_or(&[][..], Vec::as_slice);
+        let mut wanted: Vec<(u64, u64)> = fragments
+            .iter()
+            .filter_map(|&(begins, place, length)| {
+                let (from, to) = (begins.max(offset), (begins + length).min(end));
+                (from < to).then(|| (place + from - begins, to - from))
+            })
+            .collect();
+        wanted.sort_unstable();
+        for (place, length) in wanted {
+            if self.head != place {
+                self.seek();
+            }
+            self.work.seconds += length as f64 / BYTES_PER_SECOND;
+            self.head = place + length;
+        }
+    }
+}
+
+/// The disk. Clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct SeekDisk {
+    disk: MemoryDisk,
+    platter: Arc<Mutex<Platter>>,
+}
+
+impl SeekDisk {
+    pub(crate) fn new() -> Self {
+        Self { disk: MemoryDisk::new("/seek", None), platter: Arc::default() }
+    }
+
+    /// What was done since the last call; the number of files is of all time.
+    pub(crate) fn take_work(&self) -> Work {
+        let mut platter = self.platter.lock();
+        let work = platter.work;
+        platter.work = Work { files: work.files, ..Work::default() };
+        work
+    }
+
+    fn file(&self, path: &Path, file: Arc<dyn File>) -> Arc<dyn File> {
+        Arc::new(SeekFile { file, path: path.to_owned(), platter: self.platter.clone() })
+    }
+}
+
+impl Disk for SeekDisk {
+    fn root(&self) -> &Path {
+        self.disk.root()
+    }
+
+    fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        if how.create {
+            self.platter.lock().create();
+        }
+        let (this, path, opening) = (self.clone(), path.to_owned(), self.disk.open_write(path, how));
+        Box::pin(async move { Ok(this.file(&path, opening.await?)) })
+    }
+
+    fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let (this, path, opening) = (self.clone(), path.to_owned(), self.disk.open_read(path));
+        Box::pin(async move { Ok(this.file(&path, opening.await?)) })
+    }
+
+    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.create_dir_all(path)
+    }
+
+    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.remove_dir(path)
+    }
+
+    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.remove_dir_all(path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.rename(from, to)
+    }
+
+    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
+        self.disk.list(path)
+    }
+
+    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
+        self.disk.read_small(path)
+    }
+
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.sync_dir(path)
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.sync_all()
+    }
+
+    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
+        self.disk.write_small(path, content)
+    }
+
+    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        self.disk.lock(path)
+    }
+
+    fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
+        self.disk.space()
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        self.disk.mount()
+    }
+}
+
+#[derive(Debug)]
+struct SeekFile {
+    file: Arc<dyn File>,
+    path: PathBuf,
+    platter: Arc<Mutex<Platter>>,
+}
+
+impl File for SeekFile {
+    fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
+        let bytes = pieces.iter().map(|piece| piece.len() as u64).sum();
+        self.platter.lock().write(&self.path, offset, bytes);
+        self.file.write_at(pieces, offset)
+    }
+
+    fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+        for part in &target.parts {
+            self.platter.lock().read(&self.path, part.offset, part.range.len() as u64);
+        }
+        self.file.read(target)
+    }
+
+    fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.file.sync()
+    }
+
+    fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
+        self.file.size()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_costs_one_seek_and_files_in_turns_one_each() {
+        let mut platter = Platter::default();
+        let (a, b) = (Path::new("a"), Path::new("b"));
+        for n in 0..10 {
+            platter.write(a, n * 100, 100);
+        }
+        assert_eq!(platter.work.seeks, 1);
+        for n in 0..10 {
+            platter.write(b, n * 100, 100);
+            platter.write(a, 1_000 + n * 100, 100);
+        }
+        assert_eq!(platter.work.seeks, 21);
+        platter.work = Work::default();
+        platter.read(a, 0, 1_000);
+        assert_eq!(platter.work.seeks, 1, "written in one go");
+        platter.read(a, 1_000, 1_000);
+        assert_eq!(platter.work.seeks, 11, "written in ten");
+        assert!((platter.work.seconds - 11.0 * SEEK_SECONDS - 2_000.0 / BYTES_PER_SECOND).abs() < 1e-9);
+    }
+}

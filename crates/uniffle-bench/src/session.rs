@@ -1,0 +1,517 @@
+//! The calls of a client's life over one connection (two with raw TCP), timed and counted.
+//!
+//! NO_BUFFER is waited for and failed sends are tried again with a new ticket, as the Java client does; everything else
+//! ends the run. Not here: who calls when ([`super::write`], [`super::read`]).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use croaring::Treemap;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use uniffle_client::block::Block;
+use uniffle_client::read::{self, IndexRecord};
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
+use uniffle_worker::proto::{self, StatusCode};
+
+use crate::content::Pool;
+use crate::grpc_connection::GrpcConnection;
+use crate::message::{self, Pieces};
+use crate::plan::{LAYOUT, Message};
+use crate::stats::{Rpc, Stats, add};
+use crate::tcp_connection::{Answer, TcpConnection};
+
+/// Sends of one message, each with a ticket of its own (`rss.client.rpc.maxAttempts`).
+const SEND_ATTEMPTS: u32 = 3;
+
+/// How bytes travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Transport {
+    /// gRPC with the bytes inside each block, as stock clients send it.
+    Grpc,
+    /// Raw TCP ("GRPC_NETTY") for data, gRPC for the rest.
+    Tcp,
+    /// gRPC with all bytes in one field.
+    Contiguous,
+}
+
+/// How long to wait after NO_BUFFER: `first` · 2^n and a random part of `first`, at most `longest`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Backoff {
+    pub(crate) first: Duration,
+    pub(crate) longest: Duration,
+    /// Refusals after which the run ends.
+    pub(crate) attempts: u32,
+}
+
+impl Backoff {
+    fn pause(&self, refusals: u32) -> Duration {
+        let doubled = self.first.saturating_mul(1 << refusals.min(16));
+        (doubled + self.first.mul_f64(rand::random::<f64>())).min(self.longest)
+    }
+}
+
+/// Where the server is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target {
+    pub(crate) grpc: SocketAddr,
+    pub(crate) tcp: Option<SocketAddr>,
+    pub(crate) transport: Transport,
+    /// Deadline of each call, and of a connect.
+    pub(crate) rpc_timeout: Duration,
+    pub(crate) backoff: Backoff,
+}
+
+/// One client connection.
+pub(crate) struct Session {
+    grpc: GrpcConnection,
+    tcp: Option<TcpConnection>,
+    target: Target,
+    pool: Arc<Pool>,
+}
+
+/// What the server thought of a call.
+enum Verdict {
+    Success,
+    NoBuffer,
+    Failed(StatusCode),
+}
+
+impl Session {
+    pub(crate) async fn connect(
+        target: Target,
+        pool: Arc<Pool>,
+        tasks: &mut JoinSet<()>,
+    ) -> anyhow::Result<Self> {
+        let grpc = GrpcConnection::connect(target.grpc, target.rpc_timeout).await?;
+        let tcp = match (target.transport, target.tcp) {
+            (Transport::Tcp, Some(address)) => {
+                Some(TcpConnection::connect(address, target.rpc_timeout, tasks).await?)
+            }
+            (Transport::Tcp, None) => bail!("--transport tcp needs --tcp-port"),
+            (Transport::Grpc | Transport::Contiguous, _) => None,
+        };
+        Ok(Self { grpc, tcp, target, pool })
+    }
+
+    pub(crate) async fn register(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        partitions: u32,
+        local_order: bool,
+    ) -> anyhow::Result<()> {
+        // Spark registers each partition as a range of its own.
+        let range = |p: u32| proto::ShufflePartitionRange { start: p.cast_signed(), end: p.cast_signed() };
+        let request = proto::ShuffleRegisterRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_ranges: (0..partitions).map(range).collect(),
+            user: "uniffle-bench".to_owned(),
+            shuffle_data_distribution: i32::from(local_order),
+            ..Default::default()
+        };
+        let call = self.grpc.small("/rss.common.ShuffleServer/registerShuffle", &request);
+        let answer: proto::ShuffleRegisterResponse = timed(stats, Rpc::RegisterShuffle, call).await?;
+        success("registerShuffle", answer.status, &answer.ret_msg)
+    }
+
+    /// Ticket and send, as often as it takes; `due` is when the message should have gone out.
+    pub(crate) async fn push(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        message: &Message,
+        due: Instant,
+    ) -> anyhow::Result<()> {
+        for attempt in 1.. {
+            let ticket = self.require(stats, key, message).await?;
+            let begin = Instant::now();
+            let (status, text) = self.send(key, ticket, message).await?;
+            stats.record(Rpc::SendShuffleData, begin.elapsed());
+            match verdict("sendShuffleData", status, &text)? {
+                Verdict::Success => break,
+                Verdict::NoBuffer | Verdict::Failed(StatusCode::InternalError | StatusCode::Timeout)
+                    if attempt < SEND_ATTEMPTS =>
+                {
+                    add(&stats.retries, 1);
+                    sleep(self.target.backoff.first).await;
+                }
+                Verdict::NoBuffer | Verdict::Failed(_) => bail!("sendShuffleData: status {status}: {text}"),
+            }
+        }
+        stats.record(Rpc::Push, due.elapsed());
+        add(&stats.written_bytes, message.payload_bytes);
+        add(&stats.blocks_written, message.blocks as u64);
+        Ok(())
+    }
+
+    async fn require(&self, stats: &Stats, key: &ShuffleKey, message: &Message) -> anyhow::Result<TicketId> {
+        let (mut require_size, partition_require_sizes) = message::require_sizes(message);
+        if self.tcp.is_some() {
+            let frame = i32::try_from(message::netty_length(key, message)).unwrap_or(i32::MAX);
+            require_size = require_size.saturating_add(frame);
+        }
+        let request = proto::RequireBufferRequest {
+            require_size,
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_ids: message.partitions.iter().map(|(partition, _)| partition.0).collect(),
+            partition_require_sizes,
+        };
+        self.patiently(stats, || async {
+            let call = self.grpc.small("/rss.common.ShuffleServer/requireBuffer", &request);
+            let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
+            granted("requireBuffer", answer.status, &answer.ret_msg, || {
+                Ok(TicketId(answer.require_buffer_id))
+            })
+        })
+        .await
+    }
+
+    async fn send(
+        &self,
+        key: &ShuffleKey,
+        ticket: TicketId,
+        message: &Message,
+    ) -> anyhow::Result<(i32, String)> {
+        if let Some(tcp) = &self.tcp {
+            let id = tcp.next_id();
+            let mut answer = tcp.call(id, message::netty(&self.pool, key, ticket, id, message)).await?;
+            return prefix("sendShuffleData", &mut answer, &[0]);
+        }
+        let encode = match self.target.transport {
+            Transport::Contiguous => message::contiguous,
+            Transport::Grpc | Transport::Tcp => message::classic,
+        };
+        let pieces = encode(&self.pool, key, ticket, message);
+        let call = self.grpc.call("/rss.common.ShuffleServer/sendShuffleData", pieces);
+        let answer: proto::SendShuffleDataResponse = call.await?;
+        Ok((answer.status, answer.ret_msg))
+    }
+
+    pub(crate) async fn report(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        task: TaskAttemptId,
+        blocks: impl Iterator<Item = (PartitionId, Vec<i64>)>,
+    ) -> anyhow::Result<()> {
+        let partition = |(partition, block_ids): (PartitionId, Vec<i64>)| proto::PartitionToBlockIds {
+            partition_id: partition.0,
+            block_ids,
+        };
+        let request = proto::ReportShuffleResultRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            task_attempt_id: task.0,
+            bitmap_num: 1,
+            partition_to_block_ids: blocks.map(partition).collect(),
+            partition_stats: Vec::new(),
+        };
+        let call = self.grpc.small("/rss.common.ShuffleServer/reportShuffleResult", &request);
+        let answer: proto::ReportShuffleResultResponse = timed(stats, Rpc::ReportShuffleResult, call).await?;
+        success("reportShuffleResult", answer.status, &answer.ret_msg)
+    }
+
+    /// The ids reported for a partition.
+    pub(crate) async fn results(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        partition: PartitionId,
+    ) -> anyhow::Result<Treemap> {
+        let request = proto::GetShuffleResultForMultiPartRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partitions: vec![partition.0],
+            block_id_layout: Some(proto::BlockIdLayout {
+                sequence_no_bits: LAYOUT.sequence_bits.cast_signed(),
+                partition_id_bits: LAYOUT.partition_bits.cast_signed(),
+                task_attempt_id_bits: LAYOUT.task_bits.cast_signed(),
+            }),
+        };
+        let call = self.grpc.small("/rss.common.ShuffleServer/getShuffleResultForMultiPart", &request);
+        let answer: proto::GetShuffleResultForMultiPartResponse =
+            timed(stats, Rpc::GetShuffleResult, call).await?;
+        success("getShuffleResultForMultiPart", answer.status, &answer.ret_msg)?;
+        Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
+    }
+
+    /// Blocks in memory after `after`, and the server's word that there are no more.
+    pub(crate) async fn memory(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        after: Option<BlockId>,
+        limit: i32,
+    ) -> anyhow::Result<(Vec<Block>, Option<bool>)> {
+        const RPC: &str = "getMemoryShuffleData";
+        let last_block_id = after.map_or(-1, |id| id.0);
+        self.patiently(stats, || async {
+            let begin = Instant::now();
+            let answer = if let Some(tcp) = &self.tcp {
+                memory_over_tcp(tcp, key, partition, last_block_id, limit).await?
+            } else {
+                let request = proto::GetMemoryShuffleDataRequest {
+                    app_id: key.app.as_str().to_owned(),
+                    shuffle_id: key.shuffle.0,
+                    partition_id: partition.0,
+                    last_block_id,
+                    read_buffer_size: limit,
+                    timestamp: 0,
+                    serialized_expected_task_ids_bitmap: None,
+                };
+                self.grpc.small("/rss.common.ShuffleServer/getMemoryShuffleData", &request).await?
+            };
+            stats.record(Rpc::GetMemoryShuffleData, begin.elapsed());
+            granted(RPC, answer.status, &answer.ret_msg, || {
+                let blocks = read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data);
+                Ok((blocks.context(RPC)?, answer.is_end))
+            })
+        })
+        .await
+    }
+
+    /// The blocks on disk and how many bytes of them are readable.
+    pub(crate) async fn index(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        partition: PartitionId,
+    ) -> anyhow::Result<(Vec<IndexRecord>, Option<u64>)> {
+        const RPC: &str = "getLocalShuffleIndex";
+        self.patiently(stats, || async {
+            let begin = Instant::now();
+            let answer = if let Some(tcp) = &self.tcp {
+                let mut answer = request_over_tcp(tcp, 4, key, partition, |_| {}).await?;
+                let (status, ret_msg) = prefix(RPC, &mut answer, &[14, 23])?;
+                let data_file_len = answer.message.try_get_i64().context(RPC)?;
+                let index_data = answer.body;
+                proto::GetLocalShuffleIndexResponse {
+                    index_data,
+                    status,
+                    ret_msg,
+                    data_file_len,
+                    ..Default::default()
+                }
+            } else {
+                let request = proto::GetLocalShuffleIndexRequest {
+                    app_id: key.app.as_str().to_owned(),
+                    shuffle_id: key.shuffle.0,
+                    partition_id: partition.0,
+                    partition_num_per_range: 1,
+                    partition_num: partition.0.saturating_add(1),
+                };
+                self.grpc.small("/rss.common.ShuffleServer/getLocalShuffleIndex", &request).await?
+            };
+            stats.record(Rpc::GetLocalShuffleIndex, begin.elapsed());
+            granted(RPC, answer.status, &answer.ret_msg, || {
+                let records = read::decode_index(&answer.index_data).context(RPC)?;
+                Ok((records, u64::try_from(answer.data_file_len).ok()))
+            })
+        })
+        .await
+    }
+
+    /// Exactly `length` bytes of a partition's data on disk.
+    pub(crate) async fn data(
+        &self,
+        stats: &Stats,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        (offset, length): (u64, u64),
+    ) -> anyhow::Result<Bytes> {
+        const RPC: &str = "getLocalShuffleData";
+        let (offset, length) = (i64::try_from(offset)?, i32::try_from(length)?);
+        self.patiently(stats, || async {
+            let begin = Instant::now();
+            let answer = if let Some(tcp) = &self.tcp {
+                let range = |frame: &mut BytesMut| {
+                    frame.put_i64(offset);
+                    frame.put_i32(length);
+                    frame.put_i64(0);
+                };
+                let mut answer = request_over_tcp(tcp, 5, key, partition, range).await?;
+                let (status, ret_msg) = prefix(RPC, &mut answer, &[15])?;
+                proto::GetLocalShuffleDataResponse { data: answer.body, status, ret_msg }
+            } else {
+                let request = proto::GetLocalShuffleDataRequest {
+                    app_id: key.app.as_str().to_owned(),
+                    shuffle_id: key.shuffle.0,
+                    partition_id: partition.0,
+                    partition_num_per_range: 1,
+                    partition_num: partition.0.saturating_add(1),
+                    offset,
+                    length,
+                    timestamp: 0,
+                    storage_id: -1,
+                    next_read_segments: Vec::new(),
+                };
+                self.grpc.small("/rss.common.ShuffleServer/getLocalShuffleData", &request).await?
+            };
+            stats.record(Rpc::GetLocalShuffleData, begin.elapsed());
+            granted(RPC, answer.status, &answer.ret_msg, || Ok(answer.data))
+        })
+        .await
+    }
+
+    pub(crate) async fn unregister(&self, stats: &Stats, key: &ShuffleKey) -> anyhow::Result<()> {
+        let request = proto::ShuffleUnregisterRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+        };
+        let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffle", &request);
+        let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
+        success("unregisterShuffle", answer.status, &answer.ret_msg)
+    }
+
+    /// The end of an application. Servers before 0.9 do not know this call, which clients only log.
+    pub(crate) async fn unregister_app(&self, app_id: &str) {
+        let request = proto::ShuffleUnregisterByAppIdRequest { app_id: app_id.to_owned() };
+        let call = self.grpc.small("/rss.common.ShuffleServer/unregisterShuffleByAppId", &request);
+        let _: Result<proto::ShuffleUnregisterByAppIdResponse, _> = call.await;
+    }
+
+    /// Keeps the application alive; what the server thinks of it is only logged by clients.
+    pub(crate) async fn heartbeat(&self, app_id: &str) {
+        let request = proto::AppHeartBeatRequest { app_id: app_id.to_owned() };
+        let call = self.grpc.small("/rss.common.ShuffleServer/appHeartbeat", &request);
+        let _: Result<proto::AppHeartBeatResponse, _> = call.await;
+    }
+
+    /// Calls again while the answer is NO_BUFFER (`None`).
+    async fn patiently<T, F>(&self, stats: &Stats, mut call: impl FnMut() -> F) -> anyhow::Result<T>
+    where
+        F: Future<Output = anyhow::Result<Option<T>>>,
+    {
+        for refusals in 0..self.target.backoff.attempts {
+            if let Some(result) = call().await? {
+                return Ok(result);
+            }
+            let pause = self.target.backoff.pause(refusals);
+            stats.waited_for_buffer(pause);
+            sleep(pause).await;
+        }
+        bail!("NO_BUFFER {} times in a row", self.target.backoff.attempts)
+    }
+}
+
+async fn timed<T>(
+    stats: &Stats,
+    rpc: Rpc,
+    call: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    let begin = Instant::now();
+    let answer = call.await?;
+    stats.record(rpc, begin.elapsed());
+    Ok(answer)
+}
+
+fn verdict(rpc: &str, status: i32, text: &str) -> anyhow::Result<Verdict> {
+    match StatusCode::try_from(status) {
+        Ok(StatusCode::Success) => Ok(Verdict::Success),
+        Ok(StatusCode::NoBuffer | StatusCode::NoBufferForHugePartition) => Ok(Verdict::NoBuffer),
+        Ok(status) => Ok(Verdict::Failed(status)),
+        Err(_) => bail!("{rpc}: unknown status {status}: {text}"),
+    }
+}
+
+fn success(rpc: &str, status: i32, text: &str) -> anyhow::Result<()> {
+    ensure!(status == 0, "{rpc}: status {status}: {text}");
+    Ok(())
+}
+
+fn granted<T>(
+    rpc: &str,
+    status: i32,
+    text: &str,
+    result: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<Option<T>> {
+    match verdict(rpc, status, text)? {
+        Verdict::Success => result().map(Some),
+        Verdict::NoBuffer => Ok(None),
+        Verdict::Failed(status) => bail!("{rpc}: {status:?}: {text}"),
+    }
+}
+
+/// Status and text of an answer of one of `kinds`.
+fn prefix(rpc: &str, answer: &mut Answer, kinds: &[u8]) -> anyhow::Result<(i32, String)> {
+    ensure!(kinds.contains(&answer.kind), "{rpc}: an answer of type {}", answer.kind);
+    let status = answer.message.try_get_i32().context("status")?;
+    let length = usize::try_from(answer.message.try_get_i32().context("retMsg")?).unwrap_or(0);
+    ensure!(length <= answer.message.len(), "{rpc}: retMsg is longer than the answer");
+    let text = answer.message.split_to(length);
+    Ok((status, String::from_utf8_lossy(&text).into_owned()))
+}
+
+/// A read request of type `kind`, whose own fields are written by `rest` after the common ones.
+async fn request_over_tcp(
+    tcp: &TcpConnection,
+    kind: u8,
+    key: &ShuffleKey,
+    partition: PartitionId,
+    rest: impl FnOnce(&mut BytesMut),
+) -> anyhow::Result<Answer> {
+    let id = tcp.next_id();
+    let mut frame = BytesMut::with_capacity(128);
+    frame.put_i32(0);
+    frame.put_u8(kind);
+    frame.put_i32(0);
+    frame.put_i64(id);
+    frame.put_i32(i32::try_from(key.app.as_str().len())?);
+    frame.put_slice(key.app.as_str().as_bytes());
+    frame.put_i32(key.shuffle.0);
+    frame.put_i32(partition.0);
+    // 6 goes on with its cursor; 4 and 5 with partitionNumPerRange and partitionNum.
+    if kind != 6 {
+        frame.put_i32(1);
+        frame.put_i32(partition.0.saturating_add(1));
+    }
+    rest(&mut frame);
+    let length = i32::try_from(frame.len() - 9)?;
+    frame[..4].copy_from_slice(&length.to_be_bytes());
+    tcp.call(id, Pieces { length: frame.len(), pieces: vec![frame.freeze()] }).await
+}
+
+async fn memory_over_tcp(
+    tcp: &TcpConnection,
+    key: &ShuffleKey,
+    partition: PartitionId,
+    last_block_id: i64,
+    limit: i32,
+) -> anyhow::Result<proto::GetMemoryShuffleDataResponse> {
+    let cursor = |frame: &mut BytesMut| {
+        frame.put_i64(last_block_id);
+        frame.put_i32(limit);
+        frame.put_i64(0);
+        frame.put_i32(-1);
+    };
+    let mut answer = request_over_tcp(tcp, 6, key, partition, cursor).await?;
+    let (status, ret_msg) = prefix("getMemoryShuffleData", &mut answer, &[16, 26])?;
+    let mut message = answer.message;
+    let count = usize::try_from(message.try_get_i32().context("segments")?)?;
+    ensure!(message.len() >= count.saturating_mul(36), "getMemoryShuffleData: {count} segments announced");
+    let segment = |message: &mut Bytes| proto::ShuffleDataBlockSegment {
+        block_id: message.get_i64(),
+        offset: i64::from(message.get_i32()),
+        length: message.get_i32(),
+        uncompress_length: message.get_i32(),
+        crc: message.get_i64(),
+        task_attempt_id: message.get_i64(),
+    };
+    let shuffle_data_block_segments = (0..count).map(|_| segment(&mut message)).collect();
+    let is_end = if answer.kind == 26 { Some(message.try_get_u8().context("isEnd")? == 1) } else { None };
+    Ok(proto::GetMemoryShuffleDataResponse {
+        shuffle_data_block_segments,
+        data: answer.body,
+        status,
+        ret_msg,
+        is_end,
+    })
+}

@@ -1,0 +1,149 @@
+//! The shape of a real client's session: how long its blocks are, how many go into a send and where to, how many sends
+//! are under way at once. The load generator then makes as much work of this shape as is asked for.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use bytesize::ByteSize;
+use uniffle_client::recording::{Exchange, Session};
+
+use crate::content::Sizes;
+use crate::options::LoadArgs;
+use crate::plan::MessageShape;
+
+/// Lengths kept of all that were seen: evenly many of the shortest, the middle and the longest.
+const QUANTILES: usize = 32;
+
+/// What a session looks like.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Shape {
+    pub(crate) blocks: Sizes,
+    /// Every send of the session.
+    pub(crate) messages: Vec<MessageShape>,
+    /// Payload of each partition; several shuffles lie one upon the other.
+    pub(crate) partition_bytes: Vec<u64>,
+    /// Sends under way at once, at most.
+    pub(crate) writers: u32,
+    /// Connections that carried them.
+    pub(crate) connections: u32,
+    /// Task attempts that sent.
+    pub(crate) tasks: u32,
+}
+
+impl Shape {
+    /// The shape of a recording.
+    pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
+        let told = || format!("--shape {}", path.display());
+        let file = std::fs::read(path).with_context(told)?;
+        let session = Session::decode(file).map_err(anyhow::Error::msg).with_context(told)?;
+        Self::of(&session).with_context(told)
+    }
+
+    /// Says so in the options of a run.
+    pub(crate) fn put_into(&self, load: &mut LoadArgs) {
+        load.blocks = self.blocks.clone();
+        load.partitions = u32::try_from(self.partition_bytes.len()).unwrap_or(u32::MAX);
+        load.message_size = ByteSize::b(self.messages.iter().map(|it| it.bytes).max().unwrap_or(1).max(1));
+        load.writers = self.writers.saturating_mul(load.executors);
+        load.connections = self.connections.saturating_mul(load.executors);
+        load.tasks = Some(self.tasks.saturating_mul(load.executors).max(load.writers));
+    }
+
+    fn of(session: &Session) -> anyhow::Result<Self> {
+        let (mut lengths, mut messages, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        let mut partition_bytes: BTreeMap<u32, u64> = BTreeMap::new();
+        let (mut connections, mut tasks) = (HashSet::new(), HashSet::new());
+        for exchange in &session.exchanges {
+            let Some(sent) = exchange.sent().map_err(anyhow::Error::msg)? else { continue };
+            spans.push(exchange);
+            connections.insert(exchange.connection);
+            let mut shape = MessageShape { bytes: 0, partitions: 0 };
+            for (partition, blocks) in &sent.partitions {
+                shape.partitions += 1;
+                let sum = partition_bytes.entry(u32::try_from(*partition)?).or_default();
+                for block in blocks {
+                    lengths.push(block.meta.length);
+                    shape.bytes += u64::from(block.meta.length);
+                    *sum += u64::from(block.meta.length);
+                    tasks.insert((sent.shuffle, block.meta.task_attempt_id));
+                }
+            }
+            messages.push(shape);
+        }
+        let lengths = quantiles(lengths);
+        ensure!(!lengths.is_empty(), "no block in this session");
+        let last = partition_bytes.last_key_value().map_or(0, |(partition, _)| *partition);
+        Ok(Self {
+            blocks: Sizes::sample("recorded", lengths),
+            messages,
+            partition_bytes: (0..=last).map(|p| partition_bytes.get(&p).copied().unwrap_or(0)).collect(),
+            writers: at_once(&spans),
+            connections: u32::try_from(connections.len())?,
+            tasks: u32::try_from(tasks.len())?,
+        })
+    }
+}
+
+/// As many of the shortest as of the longest, and never more than [`QUANTILES`].
+fn quantiles(mut lengths: Vec<u32>) -> Vec<u32> {
+    lengths.sort_unstable();
+    lengths.retain(|&length| length > 0);
+    let kept = lengths.len().min(QUANTILES);
+    (0..kept).map(|n| lengths[(2 * n + 1) * lengths.len() / (2 * kept)]).collect()
+}
+
+/// Most exchanges that were under way at one time.
+fn at_once(spans: &[&Exchange]) -> u32 {
+    let overlaps =
+        |span: &Exchange, at: u64| span.began_us <= at && at < span.ended_us.max(span.began_us + 1);
+    let others = |at: u64| spans.iter().filter(|span| overlaps(span, at)).count();
+    let most = spans.iter().map(|span| others(span.began_us)).max().unwrap_or(1);
+    u32::try_from(most).unwrap_or(u32::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recording(name: &str) -> std::path::PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/replay").join(name)
+    }
+
+    #[test]
+    fn both_planes_of_one_job_have_one_shape() {
+        let of =
+            |plane| Shape::load(&recording(&format!("spark-3.5.6-client-0.9.2-{plane}-memory.rec"))).unwrap();
+        let (grpc, tcp) = (of("grpc"), of("tcp"));
+        assert_eq!(grpc.blocks, tcp.blocks);
+        assert_eq!((grpc.tasks, grpc.messages.len()), (tcp.tasks, tcp.messages.len()));
+        assert_eq!(grpc.partition_bytes, tcp.partition_bytes);
+        let sent: u64 = grpc.messages.iter().map(|message| message.bytes).sum();
+        assert_eq!(sent, grpc.partition_bytes.iter().sum::<u64>());
+        assert!(grpc.writers >= 1 && grpc.connections >= 1, "{grpc:?}");
+    }
+
+    #[test]
+    fn quantiles_are_few_ascending_and_keep_both_halves() {
+        let all = quantiles((0..=1_000).rev().collect());
+        assert_eq!((all.len(), all[0], all[QUANTILES - 1]), (QUANTILES, 16, 985));
+        assert!(all.is_sorted());
+        assert_eq!(quantiles(vec![7, 0, 3]), [3, 7]);
+        assert!(quantiles(vec![0]).is_empty());
+    }
+
+    #[test]
+    fn calls_at_once_are_counted() {
+        let exchange = |began_us, ended_us| Exchange {
+            began_us,
+            ended_us,
+            connection: 0,
+            plane: uniffle_client::recording::Plane::Tcp,
+            request: bytes::Bytes::new(),
+            answer: bytes::Bytes::new(),
+        };
+        let spans = [exchange(0, 10), exchange(5, 6), exchange(6, 12), exchange(10, 11), exchange(20, 20)];
+        assert_eq!(at_once(&spans.iter().collect::<Vec<_>>()), 2);
+        assert_eq!(at_once(&[]), 1);
+    }
+}

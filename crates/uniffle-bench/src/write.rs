@@ -1,0 +1,161 @@
+//! Writers: each takes a task, sends its messages, reports its blocks, and takes the next one.
+//!
+//! Closed loop by default (a message goes out when the one before was answered), paced with a rate: then each message
+//! has a due time, and latencies count from there. Invariant: the ledger holds exactly the blocks that were reported.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+use crate::plan::{Message, Plan};
+use crate::session::Session;
+use crate::stats::Stats;
+
+/// The ids that a shuffle must give back, by partition.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    partitions: Vec<Mutex<Vec<i64>>>,
+}
+
+impl Ledger {
+    pub(crate) fn new(partitions: u32) -> Self {
+        Self { partitions: (0..partitions).map(|_| Mutex::default()).collect() }
+    }
+
+    fn add(&self, blocks: &BTreeMap<PartitionId, Vec<i64>>) {
+        for (partition, ids) in blocks {
+            self.partitions[index(*partition)].lock().extend_from_slice(ids);
+        }
+    }
+
+    /// The ids of a partition, ascending.
+    pub(crate) fn sorted(&self, partition: PartitionId) -> Vec<i64> {
+        let mut ids = self.partitions[index(partition)].lock().clone();
+        ids.sort_unstable();
+        ids
+    }
+}
+
+fn index(partition: PartitionId) -> usize {
+    usize::try_from(partition.0).expect("planned partitions are not negative")
+}
+
+/// How much to write, and how.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WriteOptions {
+    pub(crate) writers: u32,
+    pub(crate) tasks: u32,
+    /// Payload in all; duplicates not counted.
+    pub(crate) total_bytes: u64,
+    /// Writing ends then, whatever was written.
+    pub(crate) until: Option<Instant>,
+    /// Times each message is sent, with the same ids.
+    pub(crate) replicas: u32,
+    /// Payload bytes per second, in all.
+    pub(crate) rate: Option<f64>,
+}
+
+/// What all writers of a phase share.
+pub(crate) struct WritePhase {
+    pub(crate) options: WriteOptions,
+    pub(crate) plan: Plan,
+    pub(crate) key: ShuffleKey,
+    pub(crate) sessions: Vec<Arc<Session>>,
+    pub(crate) stats: Arc<Stats>,
+    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) next_task: AtomicU32,
+    /// Bytes given out by the pace so far.
+    pub(crate) paced_bytes: AtomicU64,
+    pub(crate) begin: Instant,
+}
+
+/// Runs all writers to their end, or to the first error.
+pub(crate) async fn run(phase: Arc<WritePhase>) -> anyhow::Result<()> {
+    let mut writers = JoinSet::new();
+    for writer in 0..phase.options.writers {
+        writers.spawn(work(phase.clone(), writer));
+    }
+    while let Some(done) = writers.join_next().await {
+        done??;
+    }
+    Ok(())
+}
+
+async fn work(phase: Arc<WritePhase>, writer: u32) -> anyhow::Result<()> {
+    let session = &phase.sessions[usize::try_from(writer)? % phase.sessions.len()];
+    loop {
+        let task = phase.next_task.fetch_add(1, Ordering::Relaxed);
+        if task >= phase.options.tasks || over(&phase) {
+            return Ok(());
+        }
+        run_task(&phase, session, task).await?;
+    }
+}
+
+fn over(phase: &WritePhase) -> bool {
+    phase.options.until.is_some_and(|until| Instant::now() >= until)
+}
+
+async fn run_task(phase: &WritePhase, session: &Session, task: u32) -> anyhow::Result<()> {
+    let mut plan = phase.plan.task(task);
+    let mut left = share(phase.options.total_bytes, phase.options.tasks, task);
+    let mut blocks: BTreeMap<PartitionId, Vec<i64>> = BTreeMap::new();
+    let mut id = None;
+    while left > 0 && !over(phase) {
+        let message = plan.message(left);
+        left = left.saturating_sub(message.payload_bytes);
+        for _ in 0..phase.options.replicas {
+            let due = pace(phase, &message).await;
+            session.push(&phase.stats, &phase.key, &message, due).await?;
+        }
+        id = Some(message.task);
+        for (partition, planned) in &message.partitions {
+            blocks.entry(*partition).or_default().extend(planned.iter().map(|planned| planned.id));
+        }
+    }
+    let Some(id) = id else { return Ok(()) };
+    phase.ledger.add(&blocks);
+    session.report(&phase.stats, &phase.key, id, blocks.into_iter()).await
+}
+
+/// What task number `task` of `tasks` writes of `total`: all shares together are `total`.
+fn share(total: u64, tasks: u32, task: u32) -> u64 {
+    let tasks = u64::from(tasks);
+    total / tasks + u64::from(u64::from(task) < total % tasks)
+}
+
+/// Waits for the turn of `message`; returns when it was due.
+async fn pace(phase: &WritePhase, message: &Message) -> Instant {
+    let Some(rate) = phase.options.rate else { return Instant::now() };
+    let before = phase.paced_bytes.fetch_add(message.payload_bytes, Ordering::Relaxed);
+    let due = phase.begin + Duration::from_secs_f64(before as f64 / rate);
+    sleep_until(due).await;
+    due
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_add_up() {
+        for (total, tasks) in [(0, 3), (1, 3), (10, 3), (1_000_003, 7)] {
+            assert_eq!((0..tasks).map(|task| share(total, tasks, task)).sum::<u64>(), total);
+        }
+    }
+
+    #[test]
+    fn the_ledger_sorts_what_tasks_added() {
+        let ledger = Ledger::new(2);
+        ledger.add(&BTreeMap::from([(PartitionId(1), vec![5, 3])]));
+        ledger.add(&BTreeMap::from([(PartitionId(1), vec![4])]));
+        assert_eq!(ledger.sorted(PartitionId(1)), [3, 4, 5]);
+        assert!(ledger.sorted(PartitionId(0)).is_empty());
+    }
+}

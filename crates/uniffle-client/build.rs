@@ -1,0 +1,11 @@
+//! Compiles the services of `uniffle.proto`; their messages are those of `uniffle-wire`.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=../../proto/uniffle.proto");
+    let descriptors = protox::compile(["../../proto/uniffle.proto"], ["../../proto"])?;
+    tonic_prost_build::configure()
+        .build_server(false)
+        .extern_path(".rss.common", "::uniffle_wire::proto")
+        .compile_fds(descriptors)?;
+    Ok(())
+}

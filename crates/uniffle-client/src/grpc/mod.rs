@@ -1,0 +1,403 @@
+//! The gRPC data protocol from a client's side.
+//!
+//! [`ShuffleClient`] has a typed method per RPC, each an error unless the status is SUCCESS; [`ShuffleClient::raw`] is
+//! the generated client for everything a well-behaved one does not do. `reader` puts the reads together as Java does.
+//! Invariant: only NO_BUFFER is retried, as stock clients do; anything else is seen by the caller.
+
+mod reader;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use croaring::Treemap;
+use tokio::time::sleep;
+use tonic::transport::{Channel, Endpoint};
+
+use super::block::{Block, IdLayout};
+use super::read::{self, IndexRecord, Malformed};
+use super::send::{self, Batch, SendForm};
+use crate::proto::shuffle_server_client::ShuffleServerClient;
+use crate::proto::{self, StatusCode};
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
+
+pub use self::reader::{PartitionRead, ReadOptions};
+
+/// Deadline of each RPC (`rss.client.rpc.timeout.ms`).
+const RPC_TIMEOUT: Duration = Duration::from_secs(60);
+/// Largest message taken: protobuf's own limit, as in Java.
+const MESSAGE_BYTES_MAX: usize = i32::MAX as usize;
+/// HTTP/2 windows: large enough that loopback is not paced by window updates.
+const STREAM_WINDOW_BYTES: u32 = 4 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+
+/// Why a call did not do what it should.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// No connection.
+    #[error("connect: {0}")]
+    Connect(#[from] tonic::transport::Error),
+    /// The RPC failed below the protocol.
+    #[error("{rpc}: {status}")]
+    Rpc {
+        /// Name of the RPC.
+        rpc: &'static str,
+        /// What tonic says.
+        status: Box<tonic::Status>,
+    },
+    /// The server answered with another status than SUCCESS.
+    #[error("{rpc}: {status:?}: {text}")]
+    Refused {
+        /// Name of the RPC.
+        rpc: &'static str,
+        /// The status.
+        status: StatusCode,
+        /// `retMsg`.
+        text: String,
+    },
+    /// The answer makes no sense.
+    #[error("{rpc}: {source}")]
+    Malformed {
+        /// Name of the RPC.
+        rpc: &'static str,
+        /// What is wrong with it.
+        source: Malformed,
+    },
+    /// The memory tier repeats itself without an end.
+    #[error("{answers} memory answers in a row without a new block")]
+    Endless {
+        /// How many.
+        answers: u32,
+    },
+    /// The batch is too large for one request.
+    #[error("the batch does not fit one request")]
+    BatchTooLarge,
+}
+
+impl ClientError {
+    /// The server's status, if it answered with one.
+    #[must_use]
+    pub fn status(&self) -> Option<StatusCode> {
+        if let Self::Refused { status, .. } = self { Some(*status) } else { None }
+    }
+}
+
+/// How long to wait after NO_BUFFER.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backoff {
+    /// Calls in all, at least 1.
+    pub attempts: u32,
+    /// Pause after the first refusal; doubles.
+    pub first: Duration,
+    /// Longest pause.
+    pub longest: Duration,
+}
+
+impl Default for Backoff {
+    /// The Java client's figures (PROTOCOL §2.4).
+    fn default() -> Self {
+        Self { attempts: 50, first: Duration::from_secs(2), longest: Duration::from_secs(10) }
+    }
+}
+
+impl Backoff {
+    /// The pause after refusal number `n`, counted from 0; up to `first` of it is chance, so that writers that were
+    /// refused together do not come back together.
+    fn pause(&self, n: u32) -> Duration {
+        let doubled = self.first.saturating_mul(1 << n.min(16));
+        (doubled + self.first.mul_f64(rand::random::<f64>())).min(self.longest)
+    }
+}
+
+/// What a memory read answers.
+#[derive(Debug, Clone)]
+pub struct MemoryAnswer {
+    /// The blocks, in the order of the server.
+    pub blocks: Vec<Block>,
+    /// The server's word that this was the end; absent from older servers.
+    pub is_end: Option<bool>,
+}
+
+/// What an index read answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexAnswer {
+    /// The blocks on disk.
+    pub records: Vec<IndexRecord>,
+    /// Bytes of data that are readable; `None` = the server does not say.
+    pub data_length: Option<u64>,
+    /// Disks; empty for a server with one logical stream.
+    pub storage_ids: Vec<i32>,
+}
+
+/// A client on one HTTP/2 connection. Clones share it.
+#[derive(Debug, Clone)]
+pub struct ShuffleClient {
+    inner: ShuffleServerClient<Channel>,
+    backoff: Backoff,
+}
+
+impl ShuffleClient {
+    /// Connects to a worker's gRPC listener.
+    ///
+    /// # Errors
+    /// When there is no connection.
+    pub async fn connect(address: SocketAddr) -> Result<Self, ClientError> {
+        let endpoint = Endpoint::from_shared(format!("http://{address}"))?
+            .tcp_nodelay(true)
+            .timeout(RPC_TIMEOUT)
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+        Ok(Self::on(endpoint.connect().await?))
+    }
+
+    /// A client on an existing channel.
+    #[must_use]
+    pub fn on(channel: Channel) -> Self {
+        let inner = ShuffleServerClient::new(channel)
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX);
+        Self { inner, backoff: Backoff::default() }
+    }
+
+    /// The same client with another patience.
+    #[must_use]
+    pub fn with_backoff(self, backoff: Backoff) -> Self {
+        Self { backoff, ..self }
+    }
+
+    /// The generated client: any request, any answer.
+    #[must_use]
+    pub fn raw(&self) -> ShuffleServerClient<Channel> {
+        self.inner.clone()
+    }
+
+    /// `registerShuffle` of inclusive `ranges`, with everything else at its default.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn register(&self, key: &ShuffleKey, ranges: &[(i32, i32)]) -> Result<(), ClientError> {
+        self.register_with(register_request(key, ranges)).await
+    }
+
+    /// `registerShuffle` as given; begin with [`register_request`].
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn register_with(&self, request: proto::ShuffleRegisterRequest) -> Result<(), ClientError> {
+        const RPC: &str = "registerShuffle";
+        let answer = self.raw().register_shuffle(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// `requireBuffer` once, whatever the answer.
+    ///
+    /// # Errors
+    /// Only if the RPC itself fails.
+    pub async fn require_raw(
+        &self,
+        request: proto::RequireBufferRequest,
+    ) -> Result<proto::RequireBufferResponse, ClientError> {
+        Ok(self.raw().require_buffer(request).await.map_err(failed("requireBuffer"))?.into_inner())
+    }
+
+    /// A ticket for `batch`, waiting while the answer is NO_BUFFER.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn require_buffer(&self, key: &ShuffleKey, batch: &Batch) -> Result<TicketId, ClientError> {
+        let request = require_request(key, batch)?;
+        self.patiently(|| async {
+            let answer = self.require_raw(request.clone()).await?;
+            check("requireBuffer", answer.status, answer.ret_msg)?;
+            Ok(TicketId(answer.require_buffer_id))
+        })
+        .await
+    }
+
+    /// `sendShuffleData` with a ticket.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn send(
+        &self,
+        key: &ShuffleKey,
+        ticket: TicketId,
+        form: SendForm,
+        batch: &Batch,
+    ) -> Result<(), ClientError> {
+        const RPC: &str = "sendShuffleData";
+        let request = send::request(key, ticket, form, batch);
+        let answer = self.raw().send_shuffle_data(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// Ticket and send.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn push(&self, key: &ShuffleKey, form: SendForm, batch: &Batch) -> Result<(), ClientError> {
+        let ticket = self.require_buffer(key, batch).await?;
+        self.send(key, ticket, form, batch).await
+    }
+
+    /// `reportShuffleResult` of one task.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn report(
+        &self,
+        key: &ShuffleKey,
+        task: TaskAttemptId,
+        blocks: &[(PartitionId, Vec<BlockId>)],
+    ) -> Result<(), ClientError> {
+        const RPC: &str = "reportShuffleResult";
+        let partition = |(partition, ids): &(PartitionId, Vec<BlockId>)| proto::PartitionToBlockIds {
+            partition_id: partition.0,
+            block_ids: ids.iter().map(|id| id.0).collect(),
+        };
+        let request = proto::ReportShuffleResultRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            task_attempt_id: task.0,
+            bitmap_num: 1,
+            partition_to_block_ids: blocks.iter().map(partition).collect(),
+            partition_stats: Vec::new(),
+        };
+        let answer = self.raw().report_shuffle_result(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// `getShuffleResultForMultiPart`: the ids reported for `partitions`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn results(
+        &self,
+        key: &ShuffleKey,
+        partitions: &[PartitionId],
+        layout: Option<IdLayout>,
+    ) -> Result<Treemap, ClientError> {
+        const RPC: &str = "getShuffleResultForMultiPart";
+        let bits = |bits: u32| i32::try_from(bits).unwrap_or(i32::MAX);
+        let request = proto::GetShuffleResultForMultiPartRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partitions: partitions.iter().map(|partition| partition.0).collect(),
+            block_id_layout: layout.map(|layout| proto::BlockIdLayout {
+                sequence_no_bits: bits(layout.sequence_bits),
+                partition_id_bits: bits(layout.partition_bits),
+                task_attempt_id_bits: bits(layout.task_bits),
+            }),
+        };
+        let answer = self.raw().get_shuffle_result_for_multi_part(request).await;
+        let answer = answer.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)?;
+        read::decode_bitmap(&answer.serialized_bitmap).map_err(malformed(RPC))
+    }
+
+    /// `appHeartbeat`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn heartbeat(&self, app_id: &str) -> Result<(), ClientError> {
+        const RPC: &str = "appHeartbeat";
+        let request = proto::AppHeartBeatRequest { app_id: app_id.to_owned() };
+        let answer = self.raw().app_heartbeat(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// `unregisterShuffle`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn unregister(&self, key: &ShuffleKey) -> Result<(), ClientError> {
+        const RPC: &str = "unregisterShuffle";
+        let request = proto::ShuffleUnregisterRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+        };
+        let answer = self.raw().unregister_shuffle(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// `unregisterShuffleByAppId`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn unregister_app(&self, app_id: &str) -> Result<(), ClientError> {
+        const RPC: &str = "unregisterShuffleByAppId";
+        let request = proto::ShuffleUnregisterByAppIdRequest { app_id: app_id.to_owned() };
+        let answer =
+            self.raw().unregister_shuffle_by_app_id(request).await.map_err(failed(RPC))?.into_inner();
+        check(RPC, answer.status, answer.ret_msg)
+    }
+
+    /// Calls until the answer is something else than NO_BUFFER or the patience is at its end.
+    async fn patiently<T, F>(&self, mut call: impl FnMut() -> F) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, ClientError>>,
+    {
+        let mut refusals = 0;
+        loop {
+            let result = call().await;
+            let no_buffer = |error: &ClientError| {
+                matches!(error.status(), Some(StatusCode::NoBuffer | StatusCode::NoBufferForHugePartition))
+            };
+            let last = refusals + 1 >= self.backoff.attempts;
+            if last || !result.as_ref().is_err_and(no_buffer) {
+                return result;
+            }
+            sleep(self.backoff.pause(refusals)).await;
+            refusals += 1;
+        }
+    }
+}
+
+/// A plain registration, to be changed and given to [`ShuffleClient::register_with`].
+#[must_use]
+pub fn register_request(key: &ShuffleKey, ranges: &[(i32, i32)]) -> proto::ShuffleRegisterRequest {
+    let range = |&(start, end): &(i32, i32)| proto::ShufflePartitionRange { start, end };
+    proto::ShuffleRegisterRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_ranges: ranges.iter().map(range).collect(),
+        user: "uniffle-worker-client".to_owned(),
+        ..Default::default()
+    }
+}
+
+/// The `requireBuffer` of a batch, as a 0.10 client sends it.
+///
+/// # Errors
+/// [`ClientError::BatchTooLarge`] beyond an `i32`.
+pub fn require_request(key: &ShuffleKey, batch: &Batch) -> Result<proto::RequireBufferRequest, ClientError> {
+    let mut sizes = Vec::with_capacity(batch.len());
+    for part in batch {
+        sizes.push(send::require_size(std::slice::from_ref(part)).ok_or(ClientError::BatchTooLarge)?);
+    }
+    Ok(proto::RequireBufferRequest {
+        require_size: send::require_size(batch).ok_or(ClientError::BatchTooLarge)?,
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_ids: batch.iter().map(|(partition, _)| partition.0).collect(),
+        partition_require_sizes: sizes,
+    })
+}
+
+fn check(rpc: &'static str, status: i32, text: String) -> Result<(), ClientError> {
+    match StatusCode::try_from(status) {
+        Ok(StatusCode::Success) => Ok(()),
+        Ok(status) => Err(ClientError::Refused { rpc, status, text }),
+        Err(_) => Err(ClientError::Malformed { rpc, source: Malformed::Status(status) }),
+    }
+}
+
+fn failed(rpc: &'static str) -> impl FnOnce(tonic::Status) -> ClientError {
+    move |status| ClientError::Rpc { rpc, status: Box::new(status) }
+}
+
+fn malformed(rpc: &'static str) -> impl FnOnce(Malformed) -> ClientError {
+    move |source| ClientError::Malformed { rpc, source }
+}
+
+#[cfg(test)]
+mod tests;

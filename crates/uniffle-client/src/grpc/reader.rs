@@ -1,0 +1,239 @@
+//! Reading a partition the way the Java client does: memory until it is empty, then the index once, then the data.
+//!
+//! Not here: the cutting of answers into blocks ([`super::super::read`]). Invariants: each block is counted once by id,
+//! every counted block's checksum was compared, and a server that repeats itself forever is told, not followed.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use croaring::Treemap;
+
+use super::{ClientError, IndexAnswer, MemoryAnswer, ShuffleClient, check, failed, malformed};
+use crate::block::Block;
+use crate::proto;
+use crate::read::{self, IndexRecord, Malformed, Segment};
+use uniffle_wire::index::FILLER_BLOCK_ID;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+
+/// Memory answers in a row that bring nothing new, after which reading stops. A cursor that was flushed away starts
+/// again from the head, legally and rarely; this many times in a row it is a loop.
+const BARREN_ANSWERS_MAX: u32 = 1_000;
+
+/// How to read a partition.
+#[derive(Debug, Clone)]
+pub struct ReadOptions {
+    /// Bytes asked for at once (`rss.client.read.buffer.size`). Default: 14 MiB, at most i32::MAX.
+    pub read_buffer_size: u32,
+    /// Read only blocks of these task attempts (a skew reader). Default: all.
+    pub tasks: Option<Treemap>,
+    /// Fetch only disk segments with one of these blocks. Default: all.
+    pub expected: Option<Treemap>,
+    /// Believe `is_end`, as master's client does; older ones read until an answer is empty. Default: true.
+    pub trust_is_end: bool,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self { read_buffer_size: 14 << 20, tasks: None, expected: None, trust_is_end: true }
+    }
+}
+
+/// What was read of a partition.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PartitionRead {
+    /// Bytes by block id.
+    pub blocks: BTreeMap<BlockId, Bytes>,
+    /// Blocks seen in memory first.
+    pub from_memory: usize,
+    /// Blocks seen on disk first.
+    pub from_disk: usize,
+    /// Blocks seen again, which is legal.
+    pub repeats: usize,
+}
+
+impl PartitionRead {
+    /// Takes blocks of one tier; returns how many are new.
+    fn take(&mut self, rpc: &'static str, blocks: Vec<Block>) -> Result<usize, ClientError> {
+        let before = self.blocks.len();
+        // Fillers stand for what is lost and nobody expects; a Java client ignores them with all it does not expect.
+        for block in blocks.into_iter().filter(|block| block.meta.block_id.0 != FILLER_BLOCK_ID) {
+            if self.blocks.contains_key(&block.meta.block_id) {
+                self.repeats += 1;
+                continue;
+            }
+            read::check_crc(&block).map_err(malformed(rpc))?;
+            self.blocks.insert(block.meta.block_id, block.data);
+        }
+        Ok(self.blocks.len() - before)
+    }
+}
+
+impl ShuffleClient {
+    /// `getMemoryShuffleData` after block `after` (`None` = from the start), waiting while the answer is NO_BUFFER.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn read_memory(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        after: Option<BlockId>,
+        read_buffer_size: u32,
+        tasks: Option<&Treemap>,
+    ) -> Result<MemoryAnswer, ClientError> {
+        const RPC: &str = "getMemoryShuffleData";
+        let request = proto::GetMemoryShuffleDataRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_id: partition.0,
+            last_block_id: after.map_or(-1, |id| id.0),
+            read_buffer_size: i32::try_from(read_buffer_size).unwrap_or(i32::MAX),
+            timestamp: 0,
+            serialized_expected_task_ids_bitmap: tasks.map(read::encode_bitmap),
+        };
+        self.patiently(|| async {
+            let answer = self.raw().get_memory_shuffle_data(request.clone()).await;
+            let answer = answer.map_err(failed(RPC))?.into_inner();
+            check(RPC, answer.status, answer.ret_msg)?;
+            let blocks = read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data);
+            Ok(MemoryAnswer { blocks: blocks.map_err(malformed(RPC))?, is_end: answer.is_end })
+        })
+        .await
+    }
+
+    /// `getLocalShuffleIndex`, waiting while the answer is NO_BUFFER.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn read_index(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+    ) -> Result<IndexAnswer, ClientError> {
+        const RPC: &str = "getLocalShuffleIndex";
+        let request = proto::GetLocalShuffleIndexRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_id: partition.0,
+            partition_num_per_range: 1,
+            partition_num: partition.0.saturating_add(1),
+        };
+        self.patiently(|| async {
+            let answer = self.raw().get_local_shuffle_index(request.clone()).await;
+            let answer = answer.map_err(failed(RPC))?.into_inner();
+            check(RPC, answer.status, answer.ret_msg)?;
+            let records = read::decode_index(&answer.index_data).map_err(malformed(RPC))?;
+            // −1 is "unknown, trust the index".
+            let data_length = u64::try_from(answer.data_file_len).ok();
+            Ok(IndexAnswer { records, data_length, storage_ids: answer.storage_ids })
+        })
+        .await
+    }
+
+    /// `getLocalShuffleData` of exactly `length` bytes, waiting while the answer is NO_BUFFER.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; an answer of another length is [`Malformed::DataLength`].
+    pub async fn read_data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        offset: u64,
+        length: u64,
+    ) -> Result<Bytes, ClientError> {
+        const RPC: &str = "getLocalShuffleData";
+        let number = |what, value: u64| Malformed::Number { what, value: value.cast_signed() };
+        let request = proto::GetLocalShuffleDataRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_id: partition.0,
+            partition_num_per_range: 1,
+            partition_num: partition.0.saturating_add(1),
+            offset: i64::try_from(offset).map_err(|_| malformed(RPC)(number("offset", offset)))?,
+            length: i32::try_from(length).map_err(|_| malformed(RPC)(number("length", length)))?,
+            timestamp: 0,
+            storage_id: -1,
+            next_read_segments: Vec::new(),
+        };
+        self.patiently(|| async {
+            let answer = self.raw().get_local_shuffle_data(request.clone()).await;
+            let answer = answer.map_err(failed(RPC))?.into_inner();
+            check(RPC, answer.status, answer.ret_msg)?;
+            if answer.data.len() as u64 != length {
+                let source = Malformed::DataLength { expected: length, got: answer.data.len() };
+                return Err(malformed(RPC)(source));
+            }
+            Ok(answer.data)
+        })
+        .await
+    }
+
+    /// Reads a whole partition through all tiers.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn read_partition(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        options: &ReadOptions,
+    ) -> Result<PartitionRead, ClientError> {
+        let mut result = PartitionRead::default();
+        self.drain_memory(key, partition, options, &mut result).await?;
+        let index = self.read_index(key, partition).await?;
+        for segment in wanted_segments(&index, options)? {
+            let unread = |record: &IndexRecord| {
+                let id = record.meta.block_id;
+                let expected = options.expected.as_ref();
+                !result.blocks.contains_key(&id)
+                    && expected.is_none_or(|set| set.contains(id.0.cast_unsigned()))
+            };
+            if !segment.records.iter().any(unread) {
+                result.repeats += segment.records.len();
+                continue;
+            }
+            let data = self.read_data(key, partition, segment.offset, segment.length).await?;
+            let blocks = read::segment_blocks(&segment, &data).map_err(malformed("getLocalShuffleData"))?;
+            result.from_disk += result.take("getLocalShuffleData", blocks)?;
+        }
+        Ok(result)
+    }
+
+    /// The memory tier alone, from the start to the end.
+    async fn drain_memory(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        options: &ReadOptions,
+        result: &mut PartitionRead,
+    ) -> Result<(), ClientError> {
+        let mut cursor = None;
+        let mut barren = 0;
+        loop {
+            let answer = self
+                .read_memory(key, partition, cursor, options.read_buffer_size, options.tasks.as_ref())
+                .await?;
+            let Some(last) = answer.blocks.last().map(|block| block.meta.block_id) else { return Ok(()) };
+            cursor = Some(last);
+            let new = result.take("getMemoryShuffleData", answer.blocks)?;
+            result.from_memory += new;
+            if options.trust_is_end && answer.is_end == Some(true) {
+                return Ok(());
+            }
+            barren = if new == 0 { barren + 1 } else { 0 };
+            if barren >= BARREN_ANSWERS_MAX {
+                return Err(ClientError::Endless { answers: barren });
+            }
+        }
+    }
+}
+
+fn wanted_segments(index: &IndexAnswer, options: &ReadOptions) -> Result<Vec<Segment>, ClientError> {
+    let wanted = |record: &IndexRecord| {
+        let task = record.meta.task_attempt_id.0.cast_unsigned();
+        options.tasks.as_ref().is_none_or(|tasks| tasks.contains(task))
+    };
+    let limit = u64::from(options.read_buffer_size);
+    let segments = read::segments(&index.records, index.data_length, limit, wanted);
+    segments.map_err(malformed("getLocalShuffleIndex"))
+}

@@ -1,0 +1,335 @@
+//! The client against a server double that keeps what it is sent and answers from a script.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+
+use super::*;
+use crate::block::BlockGenerator;
+use crate::proto::shuffle_server_server::{ShuffleServer, ShuffleServerServer};
+use uniffle_wire::types::{AppId, ShuffleId};
+
+#[derive(Debug, Default)]
+struct Script {
+    /// Refusals of requireBuffer before it is granted.
+    no_buffer: u32,
+    sent: Vec<proto::SendShuffleDataRequest>,
+    reported: Vec<u64>,
+    memory: VecDeque<proto::GetMemoryShuffleDataResponse>,
+    cursors: Vec<i64>,
+    index: proto::GetLocalShuffleIndexResponse,
+    file: Vec<u8>,
+    data_reads: Vec<(i64, i32)>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Double(Arc<Mutex<Script>>);
+
+type Answer<T> = Result<Response<T>, Status>;
+
+macro_rules! not_in_the_script {
+    ($($name:ident($request:ident) -> $response:ident;)*) => {
+        $(fn $name<'a, 'b>(
+            &'a self,
+            _: Request<proto::$request>,
+        ) -> std::pin::Pin<Box<dyn Future<Output = Answer<proto::$response>> + Send + 'b>>
+        where
+            'a: 'b,
+            Self: 'b,
+        {
+            Box::pin(async { Err(Status::unimplemented(stringify!($name))) })
+        })*
+    };
+}
+
+#[tonic::async_trait]
+impl ShuffleServer for Double {
+    async fn require_buffer(
+        &self,
+        request: Request<proto::RequireBufferRequest>,
+    ) -> Answer<proto::RequireBufferResponse> {
+        let mut script = self.0.lock();
+        let mut response = proto::RequireBufferResponse {
+            require_buffer_id: i64::from(request.into_inner().require_size),
+            ..Default::default()
+        };
+        if script.no_buffer > 0 {
+            script.no_buffer -= 1;
+            response.set_status(StatusCode::NoBuffer);
+            response.require_buffer_id = -1;
+        }
+        Ok(Response::new(response))
+    }
+
+    async fn send_shuffle_data(
+        &self,
+        request: Request<proto::SendShuffleDataRequest>,
+    ) -> Answer<proto::SendShuffleDataResponse> {
+        self.0.lock().sent.push(request.into_inner());
+        Ok(Response::new(Default::default()))
+    }
+
+    async fn report_shuffle_result(
+        &self,
+        request: Request<proto::ReportShuffleResultRequest>,
+    ) -> Answer<proto::ReportShuffleResultResponse> {
+        let ids = request.into_inner().partition_to_block_ids.into_iter().flat_map(|p| p.block_ids);
+        self.0.lock().reported.extend(ids.map(i64::cast_unsigned));
+        Ok(Response::new(Default::default()))
+    }
+
+    async fn get_shuffle_result_for_multi_part(
+        &self,
+        _: Request<proto::GetShuffleResultForMultiPartRequest>,
+    ) -> Answer<proto::GetShuffleResultForMultiPartResponse> {
+        let serialized_bitmap = read::encode_bitmap(&Treemap::of(&self.0.lock().reported));
+        Ok(Response::new(proto::GetShuffleResultForMultiPartResponse {
+            serialized_bitmap,
+            ..Default::default()
+        }))
+    }
+
+    async fn get_memory_shuffle_data(
+        &self,
+        request: Request<proto::GetMemoryShuffleDataRequest>,
+    ) -> Answer<proto::GetMemoryShuffleDataResponse> {
+        let mut script = self.0.lock();
+        script.cursors.push(request.into_inner().last_block_id);
+        // The last answer of the script is given again and again.
+        let answer =
+            if script.memory.len() > 1 { script.memory.pop_front() } else { script.memory.front().cloned() };
+        Ok(Response::new(answer.unwrap_or_default()))
+    }
+
+    async fn get_local_shuffle_index(
+        &self,
+        _: Request<proto::GetLocalShuffleIndexRequest>,
+    ) -> Answer<proto::GetLocalShuffleIndexResponse> {
+        Ok(Response::new(self.0.lock().index.clone()))
+    }
+
+    async fn get_local_shuffle_data(
+        &self,
+        request: Request<proto::GetLocalShuffleDataRequest>,
+    ) -> Answer<proto::GetLocalShuffleDataResponse> {
+        let request = request.into_inner();
+        let mut script = self.0.lock();
+        script.data_reads.push((request.offset, request.length));
+        let start = usize::try_from(request.offset).unwrap();
+        let end = start + usize::try_from(request.length).unwrap();
+        let data = Bytes::copy_from_slice(&script.file[start..end.min(script.file.len())]);
+        Ok(Response::new(proto::GetLocalShuffleDataResponse { data, ..Default::default() }))
+    }
+
+    async fn app_heartbeat(
+        &self,
+        _: Request<proto::AppHeartBeatRequest>,
+    ) -> Answer<proto::AppHeartBeatResponse> {
+        let ret_msg = "NO_REGISTER".to_owned();
+        Ok(Response::new(proto::AppHeartBeatResponse { status: StatusCode::NoRegister.into(), ret_msg }))
+    }
+
+    not_in_the_script! {
+        register_shuffle(ShuffleRegisterRequest) -> ShuffleRegisterResponse;
+        unregister_shuffle(ShuffleUnregisterRequest) -> ShuffleUnregisterResponse;
+        unregister_shuffle_by_app_id(ShuffleUnregisterByAppIdRequest) -> ShuffleUnregisterByAppIdResponse;
+        commit_shuffle_task(ShuffleCommitRequest) -> ShuffleCommitResponse;
+        get_shuffle_result(GetShuffleResultRequest) -> GetShuffleResultResponse;
+        finish_shuffle(FinishShuffleRequest) -> FinishShuffleResponse;
+        start_sort_merge(StartSortMergeRequest) -> StartSortMergeResponse;
+        get_sorted_shuffle_data(GetSortedShuffleDataRequest) -> GetSortedShuffleDataResponse;
+    }
+}
+
+/// The running server of a double. (No `runtime::Tasks`: the client knows nothing of the worker's runtime.)
+struct Running {
+    stop: oneshot::Sender<()>,
+    server: JoinSet<()>,
+}
+
+/// A double, a client of it, and the server that runs it.
+async fn pair(script: Script) -> (Double, ShuffleClient, Running) {
+    let double = Double(Arc::new(Mutex::new(script)));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let service = ShuffleServerServer::new(double.clone());
+    let (stop, stopped) = oneshot::channel::<()>();
+    let mut server = JoinSet::new();
+    server.spawn(async move {
+        let stopped = async move { drop(stopped.await) };
+        let incoming = TcpListenerStream::new(listener);
+        let server = Server::builder().add_service(service);
+        server.serve_with_incoming_shutdown(incoming, stopped).await.unwrap();
+    });
+    let client = ShuffleClient::connect(address).await.unwrap();
+    let backoff = Backoff { attempts: 4, first: Duration::from_millis(1), longest: Duration::from_millis(2) };
+    (double, client.with_backoff(backoff), Running { stop, server })
+}
+
+async fn end(client: ShuffleClient, running: Running) {
+    drop((client, running.stop));
+    running.server.join_all().await;
+}
+
+fn key() -> ShuffleKey {
+    ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1))
+}
+
+const PARTITION: PartitionId = PartitionId(2);
+
+fn blocks(sequences: std::ops::Range<u32>) -> Vec<Block> {
+    let generator = BlockGenerator::new(9, IdLayout::SPARK);
+    sequences.map(|n| generator.block(PARTITION, TaskAttemptId(i64::from(n % 2)), n, 100 + n)).collect()
+}
+
+fn memory(blocks: &[Block], is_end: Option<bool>) -> proto::GetMemoryShuffleDataResponse {
+    let mut response = proto::GetMemoryShuffleDataResponse { is_end, ..Default::default() };
+    let mut data = Vec::new();
+    for Block { meta, data: bytes } in blocks {
+        response.shuffle_data_block_segments.push(proto::ShuffleDataBlockSegment {
+            block_id: meta.block_id.0,
+            offset: i64::try_from(data.len()).unwrap(),
+            length: i32::try_from(meta.length).unwrap(),
+            uncompress_length: i32::try_from(meta.uncompressed_length).unwrap(),
+            crc: i64::from(meta.crc),
+            task_attempt_id: meta.task_attempt_id.0,
+        });
+        data.extend_from_slice(bytes);
+    }
+    response.data = data.into();
+    response
+}
+
+fn disk(script: &mut Script, blocks: &[Block]) {
+    let mut index = Vec::new();
+    for Block { meta, data } in blocks {
+        index.extend(i64::try_from(script.file.len()).unwrap().to_be_bytes());
+        index.extend(i32::try_from(meta.length).unwrap().to_be_bytes());
+        index.extend(i32::try_from(meta.uncompressed_length).unwrap().to_be_bytes());
+        index.extend(i64::from(meta.crc).to_be_bytes());
+        index.extend(meta.block_id.0.to_be_bytes());
+        index.extend(meta.task_attempt_id.0.to_be_bytes());
+        script.file.extend_from_slice(data);
+    }
+    script.index.index_data = index.into();
+    script.index.data_file_len = i64::try_from(script.file.len()).unwrap();
+}
+
+#[tokio::test]
+async fn no_buffer_is_waited_for_and_nothing_else_is() {
+    let (double, client, running) = pair(Script { no_buffer: 3, ..Default::default() }).await;
+    let batch = [(PARTITION, blocks(0..2))];
+    client.push(&key(), SendForm::Contiguous, &batch).await.unwrap();
+    assert_eq!(double.0.lock().sent[0].require_buffer_id, 100 + 101 + 64);
+
+    double.0.lock().no_buffer = 4;
+    let refused = client.require_buffer(&key(), &batch).await.unwrap_err();
+    assert_eq!(refused.status(), Some(StatusCode::NoBuffer));
+    assert_eq!(double.0.lock().no_buffer, 0, "four attempts");
+
+    assert_eq!(client.heartbeat("app").await.unwrap_err().status(), Some(StatusCode::NoRegister));
+    assert!(matches!(client.unregister(&key()).await.unwrap_err(), ClientError::Rpc { .. }));
+    end(client, running).await;
+}
+
+#[tokio::test]
+async fn reported_ids_come_back_as_a_set() {
+    let (_, client, running) = pair(Script::default()).await;
+    let ids: Vec<BlockId> = blocks(0..5).iter().map(|block| block.meta.block_id).collect();
+    client.report(&key(), TaskAttemptId(0), &[(PARTITION, ids.clone())]).await.unwrap();
+    let set = client.results(&key(), &[PARTITION], Some(IdLayout::SPARK)).await.unwrap();
+    assert_eq!(set.cardinality(), 5);
+    assert!(ids.iter().all(|id| set.contains(id.0.cast_unsigned())));
+    end(client, running).await;
+}
+
+#[tokio::test]
+async fn a_partition_is_read_through_both_tiers_and_counted_once() {
+    let all = blocks(0..10);
+    let mut script = Script::default();
+    script.memory.extend([memory(&all[6..8], None), memory(&all[8..], None), memory(&[], None)]);
+    disk(&mut script, &all[..8]);
+    let (double, client, running) = pair(script).await;
+    let options = ReadOptions { read_buffer_size: 300, ..Default::default() };
+    let read = client.read_partition(&key(), PARTITION, &options).await.unwrap();
+    assert_eq!(read.blocks.len(), 10);
+    assert!(all.iter().all(|block| read.blocks[&block.meta.block_id] == block.data));
+    assert_eq!((read.from_memory, read.from_disk, read.repeats), (4, 6, 2));
+    assert_eq!(double.0.lock().cursors, [-1, all[7].meta.block_id.0, all[9].meta.block_id.0]);
+    // 100 + 101 + 102 ≥ 300, 103 + 104 + 105 ≥ 300; the rest was in memory and is not fetched.
+    assert_eq!(double.0.lock().data_reads, [(0, 303), (303, 312)]);
+    end(client, running).await;
+}
+
+#[tokio::test]
+async fn is_end_saves_a_call_when_trusted() {
+    for (trust_is_end, calls) in [(true, 1), (false, 2)] {
+        let mut script = Script::default();
+        script.memory.extend([memory(&blocks(0..1), Some(true)), memory(&[], Some(true))]);
+        let (double, client, running) = pair(script).await;
+        let options = ReadOptions { trust_is_end, ..Default::default() };
+        assert_eq!(client.read_partition(&key(), PARTITION, &options).await.unwrap().blocks.len(), 1);
+        assert_eq!(double.0.lock().cursors.len(), calls);
+        end(client, running).await;
+    }
+}
+
+#[tokio::test]
+async fn skew_readers_ask_only_for_their_tasks() {
+    let all = blocks(0..4);
+    let mut script = Script::default();
+    disk(&mut script, &all);
+    let (double, client, running) = pair(script).await;
+    let options = ReadOptions { tasks: Some(Treemap::of(&[1])), ..Default::default() };
+    let read = client.read_partition(&key(), PARTITION, &options).await.unwrap();
+    let ids: Vec<BlockId> = read.blocks.keys().copied().collect();
+    assert_eq!(ids, [all[1].meta.block_id, all[3].meta.block_id]);
+    assert_eq!(double.0.lock().data_reads, [(100, 101), (303, 103)]);
+
+    double.0.lock().data_reads.clear();
+    let last = all[3].meta.block_id.0.cast_unsigned();
+    let options =
+        ReadOptions { expected: Some(Treemap::of(&[last])), read_buffer_size: 1, ..Default::default() };
+    client.read_partition(&key(), PARTITION, &options).await.unwrap();
+    assert_eq!(double.0.lock().data_reads, [(303, 103)]);
+    end(client, running).await;
+}
+
+#[tokio::test]
+async fn damage_short_answers_and_endless_memory_are_errors() {
+    let all = blocks(0..2);
+    let mut script = Script::default();
+    disk(&mut script, &all);
+    script.file[0] ^= 1;
+    let (double, client, running) = pair(script).await;
+    let options = ReadOptions::default();
+    let error = client.read_partition(&key(), PARTITION, &options).await.unwrap_err();
+    assert!(matches!(error, ClientError::Malformed { source: Malformed::Crc { .. }, .. }), "{error}");
+
+    double.0.lock().file.truncate(150);
+    let error = client.read_partition(&key(), PARTITION, &options).await.unwrap_err();
+    let short = |source: &Malformed| matches!(source, Malformed::DataLength { expected: 201, got: 150 });
+    assert!(matches!(&error, ClientError::Malformed { source, .. } if short(source)), "{error}");
+
+    double.0.lock().memory.push_back(memory(&all, None));
+    let error = client.read_partition(&key(), PARTITION, &options).await.unwrap_err();
+    assert!(matches!(error, ClientError::Endless { .. }), "{error}");
+    end(client, running).await;
+}
+
+#[test]
+fn the_default_patience_is_javas() {
+    let backoff = Backoff::default();
+    for (n, least, most) in [(0, 2, 4), (1, 4, 6), (2, 8, 10), (3, 10, 10), (40, 10, 10)] {
+        let pause = backoff.pause(n);
+        assert!(pause >= Duration::from_secs(least) && pause <= Duration::from_secs(most), "{n}: {pause:?}");
+    }
+}

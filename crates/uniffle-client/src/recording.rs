@@ -1,0 +1,268 @@
+//! A recorded client session as a file: what one real client said to a worker and what it was told.
+//!
+//! `tests/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes. Pure:
+//! bytes in, values out. Integers are big-endian. A file that is cut, or has bytes behind its end, is an error.
+
+use bytes::{Buf, BufMut, Bytes};
+use prost::Message as _;
+
+use super::block::Block;
+use crate::proto;
+use uniffle_wire::DecodeError;
+use uniffle_wire::frame::{FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
+
+const MAGIC: &[u8] = b"uniffle session 1\n";
+
+/// Everything that one client said and was told.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Session {
+    /// One line for people: client, Spark, job, server.
+    pub title: String,
+    /// By time of their begin.
+    pub exchanges: Vec<Exchange>,
+}
+
+/// One request and its answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exchange {
+    /// Time since the start of the recording at which the request was complete.
+    pub began_us: u64,
+    /// The same of the answer.
+    pub ended_us: u64,
+    /// Number of the client's connection, counted per plane.
+    pub connection: u32,
+    /// How it travelled.
+    pub plane: Plane,
+    /// gRPC: the message without its prefix. TCP: the frame.
+    pub request: Bytes,
+    /// The same of the answer.
+    pub answer: Bytes,
+}
+
+/// gRPC or raw TCP.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Plane {
+    /// A unary call.
+    Grpc {
+        /// `/rss.common.ShuffleServer/requireBuffer`
+        path: String,
+        /// `grpc-status` of the answer.
+        status: u32,
+    },
+    /// A frame.
+    Tcp,
+}
+
+/// `sendShuffleData` of either plane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sent {
+    /// Application as sent.
+    pub app: String,
+    /// Shuffle.
+    pub shuffle: i32,
+    /// Ticket.
+    pub ticket: i64,
+    /// Partitions in the order of the message, each with its blocks.
+    pub partitions: Vec<(i32, Vec<Block>)>,
+}
+
+impl Session {
+    /// The file.
+    ///
+    /// # Panics
+    /// When something in it has 4 GiB.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        put_bytes(&mut out, self.title.as_bytes());
+        out.put_u32(u32::try_from(self.exchanges.len()).expect("a recording is small"));
+        for exchange in &self.exchanges {
+            out.put_u64(exchange.began_us);
+            out.put_u64(exchange.ended_us);
+            out.put_u32(exchange.connection);
+            match &exchange.plane {
+                Plane::Grpc { path, status } => {
+                    put_bytes(&mut out, path.as_bytes());
+                    out.put_u32(*status);
+                }
+                Plane::Tcp => {
+                    put_bytes(&mut out, b"");
+                    out.put_u32(0);
+                }
+            }
+            put_bytes(&mut out, &exchange.request);
+            put_bytes(&mut out, &exchange.answer);
+        }
+        out
+    }
+
+    /// What a file says.
+    ///
+    /// # Errors
+    /// In words, when it is no such file.
+    pub fn decode(file: impl Into<Bytes>) -> Result<Self, String> {
+        let mut file = file.into();
+        if take(&mut file, MAGIC.len()).ok().as_deref() != Some(MAGIC) {
+            return Err("this is no recorded session".to_owned());
+        }
+        let title = take_text(&mut file)?;
+        let count = take_u32(&mut file)?;
+        let exchanges = (0..count)
+            .map(|number| Exchange::decode(&mut file).map_err(|error| format!("exchange {number}: {error}")))
+            .collect::<Result<_, _>>()?;
+        if file.has_remaining() {
+            return Err(format!("{} bytes behind the last exchange", file.remaining()));
+        }
+        Ok(Self { title, exchanges })
+    }
+}
+
+impl Exchange {
+    /// The blocks that it sends; `None` when it is no send.
+    ///
+    /// # Errors
+    /// In words, when the request is not what it says it is.
+    pub fn sent(&self) -> Result<Option<Sent>, String> {
+        match &self.plane {
+            Plane::Grpc { path, .. } if path.ends_with("/sendShuffleData") => {
+                grpc_send(&self.request).map(Some)
+            }
+            Plane::Grpc { .. } => Ok(None),
+            Plane::Tcp => tcp_send(&self.request).map_err(|error| error.to_string()),
+        }
+    }
+
+    fn decode(file: &mut Bytes) -> Result<Self, String> {
+        let (began_us, ended_us) = (take_u64(file)?, take_u64(file)?);
+        let connection = take_u32(file)?;
+        let (path, status) = (take_text(file)?, take_u32(file)?);
+        let plane = if path.is_empty() { Plane::Tcp } else { Plane::Grpc { path, status } };
+        let (request, answer) = (take_bytes(file)?, take_bytes(file)?);
+        Ok(Self { began_us, ended_us, connection, plane, request, answer })
+    }
+}
+
+fn grpc_send(message: &Bytes) -> Result<Sent, String> {
+    let send = proto::SendShuffleDataRequest::decode(message.clone()).map_err(|error| error.to_string())?;
+    if !send.contiguous_shuffle_data.is_empty() {
+        return Err("a send in another form than the classic one".to_owned());
+    }
+    let mut partitions = Vec::new();
+    for part in send.shuffle_data {
+        let blocks = part.block.into_iter().map(block).collect::<Result<_, _>>()?;
+        partitions.push((part.partition_id, blocks));
+    }
+    Ok(Sent { app: send.app_id, shuffle: send.shuffle_id, ticket: send.require_buffer_id, partitions })
+}
+
+fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
+    let number = |value: i64| u32::try_from(value).map_err(|_| format!("{value} is not of 32 bits"));
+    let meta = BlockMeta {
+        block_id: BlockId(block.block_id),
+        task_attempt_id: TaskAttemptId(block.task_attempt_id),
+        length: number(block.length.into())?,
+        uncompressed_length: number(block.uncompress_length.into())?,
+        crc: number(block.crc)?,
+    };
+    Ok(Block { meta, data: block.data })
+}
+
+/// `SendShuffleDataRequest` (PROTOCOL §7.4), when the frame is one.
+fn tcp_send(frame: &Bytes) -> Result<Option<Sent>, String> {
+    let header = frame.first_chunk().ok_or("a cut frame")?;
+    let header = FrameHeader::decode(header, FRAME_BYTES_LIMIT).map_err(|error| error.to_string())?;
+    if header.kind != FrameType::Send {
+        return Ok(None);
+    }
+    let mut raw = Vec::new();
+    let sent = walk_send(&frame[HEADER_BYTES..], &mut raw).map_err(|error| error.to_string())?;
+    let mut partitions = Vec::new();
+    for (partition, blocks) in raw {
+        partitions.push((partition, blocks.into_iter().map(block).collect::<Result<_, _>>()?));
+    }
+    Ok(Some(Sent { partitions, ..sent }))
+}
+
+fn walk_send(message: &[u8], parts: &mut Vec<(i32, Vec<proto::ShuffleBlock>)>) -> Result<Sent, DecodeError> {
+    let mut fields = Fields::new(message);
+    let _request_id = fields.i64()?;
+    let (app, shuffle, ticket) = (fields.string("appId")?.to_owned(), fields.i32()?, fields.i64()?);
+    for _ in 0..fields.i32()? {
+        let (partition, mut blocks) = (fields.i32()?, Vec::new());
+        for _ in 0..fields.i32()? {
+            blocks.push(walk_block(&mut fields)?);
+        }
+        parts.push((partition, blocks));
+    }
+    let _timestamp = fields.i64()?;
+    fields.finish()?;
+    Ok(Sent { app, shuffle, ticket, partitions: Vec::new() })
+}
+
+fn walk_block(fields: &mut Fields<'_>) -> Result<proto::ShuffleBlock, DecodeError> {
+    let _partition = fields.i32()?;
+    let block_id = fields.i64()?;
+    let (length, _shuffle) = (fields.i32()?, fields.i32()?);
+    let (crc, task_attempt_id) = (fields.i64()?, fields.i64()?);
+    let data = Bytes::copy_from_slice(fields.bytes("data")?.unwrap_or_default());
+    for _ in 0..fields.i32()? {
+        let _server = (fields.string("id")?, fields.string("host")?, fields.i32()?, fields.i32()?);
+    }
+    let (uncompress_length, _free_memory) = (fields.i32()?, fields.i64()?);
+    Ok(proto::ShuffleBlock { block_id, length, uncompress_length, crc, data, task_attempt_id })
+}
+
+fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
+    out.put_u32(u32::try_from(bytes.len()).expect("a recording is small"));
+    out.put_slice(bytes);
+}
+
+fn take(file: &mut Bytes, length: usize) -> Result<Bytes, String> {
+    if file.remaining() < length {
+        return Err(format!("the file ends {} bytes early", length - file.remaining()));
+    }
+    Ok(file.split_to(length))
+}
+
+fn take_u32(file: &mut Bytes) -> Result<u32, String> {
+    Ok(take(file, 4)?.get_u32())
+}
+
+fn take_u64(file: &mut Bytes) -> Result<u64, String> {
+    Ok(take(file, 8)?.get_u64())
+}
+
+fn take_bytes(file: &mut Bytes) -> Result<Bytes, String> {
+    let length = take_u32(file)?;
+    take(file, length as usize)
+}
+
+fn take_text(file: &mut Bytes) -> Result<String, String> {
+    String::from_utf8(take_bytes(file)?.to_vec()).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_is_written_and_read_and_a_cut_one_is_an_error() {
+        let exchange = Exchange {
+            began_us: 1,
+            ended_us: u64::MAX,
+            connection: 3,
+            plane: Plane::Grpc { path: "/a/b".to_owned(), status: 12 },
+            request: Bytes::from_static(b"request"),
+            answer: Bytes::new(),
+        };
+        let tcp = Exchange { plane: Plane::Tcp, ..exchange.clone() };
+        let session = Session { title: "title".to_owned(), exchanges: vec![exchange, tcp] };
+        let file = session.encode();
+        assert_eq!(Session::decode(file.clone()), Ok(session));
+        for length in 0..file.len() {
+            assert!(Session::decode(file[..length].to_vec()).is_err(), "{length} of {} bytes", file.len());
+        }
+        assert!(Session::decode([file, vec![0]].concat()).is_err());
+    }
+}

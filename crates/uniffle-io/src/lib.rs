@@ -1,0 +1,165 @@
+//! Bytes on a disk: two small traits with owned buffers, and the disks behind them.
+//!
+//! [`Disk`] names things below one root directory, [`File`] moves bytes. Buffers are owned by the call, so that an
+//! engine that outlives its caller (a hung `pwritev`, io_uring) never touches memory that was given back.
+//! Errors are plain [`std::io::Error`] with their kinds kept. Not here: what the files mean .
+//!
+//! | disk | for |
+//! | --- | --- |
+//! | [`blocking::BlockingDisk`] | the real one: `pwritev` on tokio's blocking threads, bounded per disk |
+//! | `uring::UringDisk` | the same by io_uring (feature `io-uring`) |
+//!
+//! `uniffle-testkit` has two more, for tests: one in memory, and one that adds faults to any other.
+
+pub mod blocking;
+pub mod buffers;
+mod mount;
+mod progress;
+#[cfg(feature = "io-uring")]
+pub mod uring;
+
+use std::fmt;
+use std::io;
+use std::path::{Component, Path};
+use std::sync::Arc;
+
+use bytes::Bytes;
+pub use futures::future::BoxFuture;
+
+pub use self::buffers::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
+pub use self::mount::{Media, Mount};
+
+/// Alignment of memory, file offset and length of a direct write. Devices ask for 512 or 4,096.
+pub const BLOCK_ALIGN: usize = 4096;
+
+/// Largest file that [`Disk::read_small`] returns.
+pub const SMALL_FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// An open file.
+///
+/// Dropping a returned future gives up waiting and nothing else: an operation that has begun runs on, with its buffers.
+pub trait File: Send + Sync + fmt::Debug {
+    /// Writes all `pieces` one behind the other from `offset`, or fails. After an error any part may have been written.
+    /// On a direct file every piece's address and length, and `offset`, are multiples of [`BLOCK_ALIGN`].
+    fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>;
+
+    /// Fills every part of the target exactly; `UnexpectedEof` when the file ends before. Gives the target back, with
+    /// undefined bytes in its parts after an error.
+    fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
+
+    /// Waits until written bytes are on the device.
+    fn sync(&self) -> BoxFuture<'static, io::Result<()>>;
+
+    /// Present size in bytes.
+    fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
+}
+
+/// How [`Disk::open_write`] opens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteOpen {
+    /// True: the file must not exist yet. False: it must exist.
+    pub create: bool,
+    /// Go around the page cache where the file system allows it.
+    pub direct: bool,
+}
+
+/// Space of the file system that holds a disk's root.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Space {
+    /// Size of the file system.
+    pub total_bytes: u64,
+    /// Bytes that we may still write.
+    pub free_bytes: u64,
+    /// Tells file systems apart, so that two roots on one are not counted twice.
+    pub file_system: u64,
+}
+
+/// A lock that is held until it is dropped.
+pub trait DiskLock: Send + Sync + fmt::Debug {}
+
+/// A directory tree below one root. All paths are relative to the root and may not leave it (`InvalidInput`).
+pub trait Disk: Send + Sync + fmt::Debug {
+    /// The root, for messages and labels.
+    fn root(&self) -> &Path;
+    /// Opens a file for writing at offsets.
+    fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
+    /// Opens an existing file for reading.
+    fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>>;
+    /// The same around the page cache, where the file system allows that. Reads are fastest when offset, length and
+    /// memory are multiples of [`BLOCK_ALIGN`].
+    fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        self.open_read(path)
+    }
+    /// Creates a directory with its parents (the root too); an existing one is fine.
+    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Removes a directory only when it is empty.
+    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Removes a directory with everything in it.
+    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Moves a file or directory to a name that does not exist.
+    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Names in a directory, sorted.
+    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>>;
+    /// A whole file of at most [`SMALL_FILE_BYTES_MAX`] bytes.
+    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>>;
+    /// Waits until the names in a directory are on the device.
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Waits until everything that anybody wrote to the root's file system is on the device.
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
+    /// Replaces a small file's content in place (the same inode: a lock on it stays), synced.
+    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
+    /// Locks a file, which is created when absent; `WouldBlock` when somebody else holds it.
+    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
+    /// Space of the file system.
+    fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
+    /// Where the root, which exists, is mounted.
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
+}
+
+/// Who makes the calls of a real disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// Threads that wait for `pread` and `pwritev`.
+    Blocking,
+    /// One io_uring per disk.
+    Uring,
+}
+
+impl Engine {
+    /// `disk` with this engine; as it is, with a warning, where there is no io_uring.
+    #[must_use]
+    pub fn disk(self, disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+        match self {
+            Self::Blocking => Arc::new(disk),
+            Self::Uring => uring_or_blocking(disk),
+        }
+    }
+}
+
+#[cfg(feature = "io-uring")]
+fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+    match uring::UringDisk::new(disk.clone()) {
+        Ok(disk) => Arc::new(disk),
+        Err(error) => {
+            let root = disk.root().display();
+            tracing::warn!(%root, %error, "no io_uring on this machine, going on with blocking calls");
+            Arc::new(disk)
+        }
+    }
+}
+
+#[cfg(not(feature = "io-uring"))]
+fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
+    tracing::warn!("this program was built without io_uring, going on with blocking calls");
+    Arc::new(disk)
+}
+
+/// Refuses a path that is absolute or climbs.
+pub fn require_inside(path: &Path) -> io::Result<()> {
+    let inside = path.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
+    if inside {
+        Ok(())
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "path leaves the disk's root"))
+    }
+}

@@ -1,0 +1,244 @@
+//! One suite over every disk: what the store relies on.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_io::*;
+use uniffle_testkit::fault::{self, FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
+
+async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    let target = ReadTarget::one(Box::new(vec![0xee; len + 2]), 1..len + 1, offset);
+    let (mut target, result) = file.read(target).await;
+    let bytes = target.part_mut(0).unwrap().to_vec();
+    let whole = (*target.buffer).as_mut();
+    assert_eq!((whole[0], whole[len + 1]), (0xee, 0xee), "only the range is written");
+    result.map(|()| bytes)
+}
+
+async fn suite(disk: Arc<dyn Disk>, direct: bool) {
+    let path = Path::new("a/b/file");
+    let kind = |result: io::Result<Arc<dyn File>>| result.map(drop).unwrap_err().kind();
+    let new = WriteOpen { create: true, direct };
+    let old = WriteOpen { create: false, direct };
+    assert_eq!(kind(disk.open_write(path, new).await), io::ErrorKind::NotFound, "no directory");
+    disk.create_dir_all(Path::new("a/b")).await.unwrap();
+    disk.create_dir_all(Path::new("a/b")).await.unwrap();
+    assert_eq!(kind(disk.open_write(path, old).await), io::ErrorKind::NotFound);
+    assert_eq!(kind(disk.open_read(path).await), io::ErrorKind::NotFound);
+
+    let file = disk.open_write(path, new).await.unwrap();
+    assert_eq!(kind(disk.open_write(path, new).await), io::ErrorKind::AlreadyExists);
+    let mut staging = buffers::AlignedBuffer::unpooled();
+    for n in 0u8..200 {
+        staging.put(&[n; 100]);
+    }
+    staging.pad();
+    let bytes = staging.freeze();
+    let pieces = vec![bytes.slice(..8192), bytes.slice(8192..)];
+    file.write_at(pieces, 4096).await.unwrap();
+    file.write_at(vec![bytes.slice(..4096)], 0).await.unwrap();
+    file.sync().await.unwrap();
+    assert_eq!(file.size().await.unwrap(), 4096 + 20480);
+
+    let reader = disk.open_read(path).await.unwrap();
+    assert_eq!(read(&reader, 4096 + 5, 19_995).await.unwrap(), bytes[5..20_000]);
+    assert_eq!(read(&reader, 3, 10).await.unwrap(), bytes[3..13]);
+    let end = read(&reader, 20_000, 5000).await.unwrap_err();
+    assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    let outside = ReadTarget::one(Box::new(vec![0; 4]), 2..8, 0);
+    assert_eq!(reader.read(outside).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+
+    let direct = disk.open_read_direct(path).await.unwrap();
+    for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
+        let at = usize::try_from(offset).unwrap();
+        let expected = read(&reader, offset, len).await.unwrap();
+        assert!(read(&direct, offset, len).await.unwrap() == expected, "{len} bytes at {at}");
+    }
+    let end = read(&direct, 20_000, 50_000).await.unwrap_err();
+    assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    for file in [&reader, &direct] {
+        read_in_parts(file, &bytes).await;
+    }
+
+    for directory in ["", "a", "a/b"] {
+        disk.sync_dir(Path::new(directory)).await.unwrap();
+    }
+    assert_eq!(disk.sync_dir(Path::new("b")).await.unwrap_err().kind(), io::ErrorKind::NotFound);
+    disk.sync_all().await.unwrap();
+    let busy = disk.remove_dir(Path::new("a/b")).await.unwrap_err();
+    assert_eq!(busy.kind(), io::ErrorKind::DirectoryNotEmpty);
+    disk.create_dir_all(Path::new("trash")).await.unwrap();
+    disk.rename(Path::new("a/b"), Path::new("trash/1")).await.unwrap();
+    let gone = disk.rename(Path::new("a/b"), Path::new("trash/2")).await.unwrap_err();
+    assert_eq!(gone.kind(), io::ErrorKind::NotFound);
+    assert_eq!(disk.list(Path::new("")).await.unwrap(), ["a", "trash"]);
+    assert_eq!(disk.list(Path::new("trash/1")).await.unwrap(), ["file"]);
+    disk.remove_dir(Path::new("a")).await.unwrap();
+    disk.remove_dir_all(Path::new("trash")).await.unwrap();
+    assert_eq!(disk.remove_dir_all(Path::new("trash")).await.unwrap_err().kind(), io::ErrorKind::NotFound);
+    assert_eq!(read(&reader, 0, 10).await.unwrap(), bytes[..10], "an open file outlives its name");
+    names_and_locks(&disk).await;
+}
+
+/// `file` has `bytes` from 4,096 on.
+async fn read_in_parts(file: &Arc<dyn File>, bytes: &[u8]) {
+    let parts = [(4096u64, 0..5000), (20_000, 5001..6001), (4096, 6001..6001), (4097, 6001..9000)];
+    let parts = |end| {
+        let parts = parts[..end].iter().cloned();
+        parts.map(|(offset, range)| ReadPart { range, offset }).collect::<Vec<_>>()
+    };
+    let target = ReadTarget { buffer: Box::new(vec![0xee; 10_000]), parts: parts(4) };
+    let (mut target, result) = file.read(target).await;
+    result.unwrap();
+    let whole = (*target.buffer).as_mut();
+    assert!(whole[..5000] == bytes[..5000] && whole[5001..6001] == bytes[15_904..16_904]);
+    assert!(whole[6001..9000] == bytes[1..3000], "parts may overlap in the file");
+    assert!(whole[5000] == 0xee && whole[9000..].iter().all(|byte| *byte == 0xee));
+    let mut late = parts(2);
+    late.push(ReadPart { range: 7000..8000, offset: 24_500 });
+    let target = ReadTarget { buffer: Box::new(vec![0; 10_000]), parts: late };
+    assert_eq!(file.read(target).await.1.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+}
+
+async fn names_and_locks(disk: &Arc<dyn Disk>) {
+    let marker = Path::new("marker");
+    let lock = disk.lock(marker).await.unwrap();
+    disk.write_small(marker, b"longer content".to_vec()).await.unwrap();
+    disk.write_small(marker, b"content".to_vec()).await.unwrap();
+    assert_eq!(disk.read_small(marker).await.unwrap(), b"content");
+    assert_eq!(disk.lock(marker).await.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    drop(lock);
+    drop(disk.lock(marker).await.unwrap());
+    assert_eq!(disk.read_small(marker).await.unwrap(), b"content", "locking keeps the content");
+    for path in ["../x", "/etc", "a/../../x"] {
+        let error = disk.create_dir_all(Path::new(path)).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{path}");
+    }
+    let space = disk.space().await.unwrap();
+    assert!(space.total_bytes >= space.free_bytes && space.free_bytes > 0);
+}
+
+#[tokio::test]
+async fn memory_disk() {
+    suite(Arc::new(MemoryDisk::new("/memory", None)), false).await;
+}
+
+#[tokio::test]
+async fn fault_disk_without_faults() {
+    let disk = Arc::new(MemoryDisk::new("/memory", None));
+    suite(Arc::new(FaultDisk::new(disk, Faults::default())), false).await;
+}
+
+#[tokio::test]
+async fn real_disk_buffered_and_direct() {
+    for direct in [false, true] {
+        let root = tempfile::tempdir().unwrap();
+        suite(Arc::new(BlockingDisk::new(root.path(), 2, 2)), direct).await;
+    }
+}
+
+#[cfg(feature = "io-uring")]
+#[tokio::test]
+async fn io_uring_buffered_and_direct() {
+    for direct in [false, true] {
+        let root = tempfile::tempdir().unwrap();
+        match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
+            Ok(disk) => suite(Arc::new(disk), direct).await,
+            Err(error) => return eprintln!("skipped: this machine has no io_uring ({error})"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_memory_disk_stores_what_fits() {
+    let disk = MemoryDisk::new("/memory", Some(10));
+    let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+    file.write_at(vec![Bytes::from_static(b"1234")], 0).await.unwrap();
+    let pieces = vec![Bytes::from_static(b"56"), Bytes::from_static(b"7890abc")];
+    let full = file.write_at(pieces, 4).await.unwrap_err();
+    assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+    assert_eq!(disk.content(Path::new("f")).unwrap(), b"1234567890");
+    disk.set_capacity(Some(20));
+    file.write_at(vec![Bytes::from_static(b"abc")], 10).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_hung_write_lands_when_it_is_released_although_nobody_waits() {
+    let memory = Arc::new(MemoryDisk::new("/memory", None));
+    let faults = Faults::default();
+    let disk = FaultDisk::new(Arc::clone(&memory) as Arc<dyn Disk>, faults.clone());
+    let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+    faults.add(fault::Rule::once(fault::Operation::Write, fault::Fault::Hang));
+    drop(file.write_at(vec![Bytes::from_static(b"late")], 0));
+    assert_eq!(faults.hung(), 1);
+    assert_eq!(file.size().await.unwrap(), 0);
+    faults.release().await;
+    assert_eq!(memory.content(Path::new("f")).unwrap(), b"late");
+}
+
+#[tokio::test]
+async fn seeded_faults_repeat() {
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let faults = Faults::default();
+        let disk = FaultDisk::new(Arc::new(MemoryDisk::new("/m", None)), faults.clone());
+        let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+        faults.seed(7, 3, vec![(fault::Operation::Write, fault::Fault::Errno(fault::EIO))]);
+        let mut run = Vec::new();
+        for _ in 0..60 {
+            run.push(file.write_at(vec![Bytes::from_static(b"x")], 0).await.is_ok());
+        }
+        runs.push(run);
+    }
+    assert_eq!(runs[0], runs[1]);
+    assert!(runs[0].contains(&true) && runs[0].contains(&false));
+}
+
+#[tokio::test]
+async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
+    let path = Path::new("a/f");
+    let (mut shorter, mut zeroed, mut whole, mut nameless) = (0, 0, 0, 0);
+    for seed in 0..200 {
+        let disk = MemoryDisk::new("/memory", None);
+        disk.create_dir_all(Path::new("a")).await.unwrap();
+        let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+        file.write_at(vec![Bytes::from(vec![1; 700])], 0).await.unwrap();
+        file.sync().await.unwrap();
+        if seed % 2 == 0 {
+            disk.sync_dir(Path::new("a")).await.unwrap();
+            disk.sync_dir(Path::new("")).await.unwrap();
+        }
+        file.write_at(vec![Bytes::from(vec![2; 1300])], 700).await.unwrap();
+        disk.lose_power(seed);
+        let Some(content) = disk.content(path) else {
+            assert!(seed % 2 == 1, "its name was synced");
+            nameless += 1;
+            continue;
+        };
+        assert_eq!(content[..700], [1; 700], "synced");
+        assert!(content[700..].iter().all(|byte| [0, 2].contains(byte)));
+        shorter += u32::from(content.len() < 2000);
+        zeroed += u32::from(content[700..].contains(&0));
+        whole += u32::from(content.len() == 2000 && !content[700..].contains(&0));
+    }
+    assert!([shorter, zeroed, whole, nameless].iter().all(|count| *count > 0));
+}
+
+#[tokio::test]
+async fn a_sync_that_failed_is_not_made_good_by_the_next() {
+    let path = Path::new("f");
+    let disk = MemoryDisk::new("/memory", None);
+    let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+    disk.sync_dir(Path::new("")).await.unwrap();
+    file.write_at(vec![Bytes::from(vec![1; 5000])], 0).await.unwrap();
+    disk.fail_syncs(1);
+    assert!(file.sync().await.is_err());
+    file.sync().await.unwrap();
+    disk.lose_power(1);
+    assert_ne!(disk.content(path).unwrap(), vec![1; 5000]);
+}

@@ -1,0 +1,471 @@
+//! A disk in memory, for tests: a tree of files with an optional capacity.
+//!
+//! Clones share the tree, so that a test can "restart" on the same disk. A write beyond the capacity lands partly and
+//! fails with `StorageFull`, as the real thing does. Files that were removed stay readable through open handles.
+//!
+//! It knows what was synced: [`MemoryDisk::lose_power`] takes what was not, bytes and names. Removals and renames last
+//! at once.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use uniffle_io::{
+    BoxFuture, Disk, DiskLock, File, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,
+    require_inside,
+};
+
+/// Size that a disk without a capacity claims.
+const UNLIMITED_BYTES: u64 = 1 << 40;
+
+/// Bytes that a device writes wholly or not at all.
+const SECTOR_BYTES: usize = 512;
+
+type Content = Arc<Mutex<Stored>>;
+
+/// A file's bytes.
+#[derive(Debug, Default)]
+struct Stored {
+    bytes: Vec<u8>,
+    /// What of them the device has.
+    durable: Vec<u8>,
+    /// A sync has failed: nothing more gets to the device, whatever later ones say.
+    doomed: bool,
+}
+
+impl Stored {
+    fn sync(&mut self) {
+        if !self.doomed {
+            self.durable.clone_from(&self.bytes);
+        }
+    }
+
+    /// Of what was not synced every sector is there, or as it was before, or zeros; the end is anywhere behind the old.
+    fn lose_power(&mut self, random: &mut StdRng) {
+        let (old, new) = (std::mem::take(&mut self.durable), std::mem::take(&mut self.bytes));
+        let length = match random.random_range(0..3) {
+            0 => old.len().min(new.len()),
+            1 => new.len(),
+            _ => random.random_range(old.len().min(new.len())..=new.len()),
+        };
+        self.bytes = old;
+        self.bytes.resize(length, 0);
+        for (sector, new) in self.bytes.chunks_mut(SECTOR_BYTES).zip(new.chunks(SECTOR_BYTES)) {
+            if random.random_bool(0.5) {
+                let length = sector.len();
+                sector.copy_from_slice(&new[..length]);
+            }
+        }
+        self.doomed = false;
+        self.sync();
+    }
+}
+
+/// A tree of directories and files in memory.
+#[derive(Debug, Clone)]
+pub struct MemoryDisk {
+    root: PathBuf,
+    tree: Arc<Mutex<Tree>>,
+}
+
+#[derive(Debug, Default)]
+struct Tree {
+    capacity_bytes: Option<u64>,
+    directories: BTreeSet<PathBuf>,
+    files: BTreeMap<PathBuf, Content>,
+    /// Files and directories whose name the device may not have.
+    unsynced: BTreeSet<PathBuf>,
+    /// Syncs of files that are to fail.
+    failing_syncs: u32,
+    locked: BTreeSet<PathBuf>,
+}
+
+impl MemoryDisk {
+    /// A disk whose root is an empty directory called `root`.
+    #[must_use]
+    pub fn new(root: &str, capacity_bytes: Option<u64>) -> Self {
+        let directories = BTreeSet::from([PathBuf::new()]);
+        let tree = Tree { capacity_bytes, directories, ..Tree::default() };
+        Self { root: root.into(), tree: Arc::new(Mutex::new(tree)) }
+    }
+
+    /// Changes the capacity; what is stored stays.
+    pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
+        self.tree.lock().capacity_bytes = capacity_bytes;
+    }
+
+    /// Paths of all files, relative to the root.
+    #[must_use]
+    pub fn files(&self) -> Vec<PathBuf> {
+        self.tree.lock().files.keys().cloned().collect()
+    }
+
+    /// Paths of all directories, relative to the root.
+    #[must_use]
+    pub fn directories(&self) -> Vec<PathBuf> {
+        self.tree.lock().directories.iter().cloned().collect()
+    }
+
+    /// A file's content.
+    #[must_use]
+    pub fn content(&self, path: &Path) -> Option<Vec<u8>> {
+        let content = self.tree.lock().files.get(path).cloned()?;
+        let bytes = content.lock().bytes.clone();
+        Some(bytes)
+    }
+
+    /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that nobody uses any more.
+    pub fn lose_power(&self, seed: u64) {
+        let mut random = StdRng::seed_from_u64(seed);
+        let mut tree = self.tree.lock();
+        for path in std::mem::take(&mut tree.unsynced) {
+            if random.random_bool(0.5) {
+                tree.remove_below(&path);
+            }
+        }
+        tree.files.values().for_each(|content| content.lock().lose_power(&mut random));
+    }
+
+    /// The next `count` syncs of files fail, and what they were to sync never gets to the device: Linux calls pages
+    /// clean that it could not write.
+    pub fn fail_syncs(&self, count: u32) {
+        self.tree.lock().failing_syncs = count;
+    }
+
+    /// Flips bits of one byte of a file, as a bad disk would.
+    pub fn corrupt(&self, path: &Path, at: usize, mask: u8) {
+        let content = self.tree.lock().files.get(path).cloned();
+        if let Some(content) = content
+            && let Some(byte) = content.lock().bytes.get_mut(at)
+        {
+            *byte ^= mask;
+        }
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        path: &Path,
+        work: impl FnOnce(&mut Tree, PathBuf) -> io::Result<T> + Send + 'static,
+    ) -> BoxFuture<'static, io::Result<T>> {
+        let (tree, path) = (Arc::clone(&self.tree), path.to_path_buf());
+        Box::pin(async move {
+            require_inside(&path)?;
+            work(&mut tree.lock(), path)
+        })
+    }
+
+    fn file(&self, content: Content) -> Arc<dyn File> {
+        Arc::new(MemoryFile { tree: Arc::clone(&self.tree), content, direct: false })
+    }
+}
+
+impl Tree {
+    fn used_bytes(&self) -> u64 {
+        self.files.values().map(|content| content.lock().bytes.len() as u64).sum()
+    }
+
+    fn find(&self, path: &Path) -> io::Result<Content> {
+        self.files.get(path).cloned().ok_or_else(not_found)
+    }
+
+    fn create(&mut self, path: PathBuf) -> io::Result<Content> {
+        let parent = path.parent().ok_or_else(not_found)?;
+        if !self.directories.contains(parent) {
+            return Err(not_found());
+        }
+        if !self.files.contains_key(&path) {
+            self.unsynced.insert(path.clone());
+        }
+        Ok(Arc::clone(self.files.entry(path).or_default()))
+    }
+
+    fn remove_below(&mut self, path: &Path) {
+        self.directories.retain(|directory| !directory.starts_with(path));
+        self.files.retain(|file, _| !file.starts_with(path));
+        self.unsynced.retain(|entry| !entry.starts_with(path));
+    }
+
+    fn is_empty(&self, directory: &Path) -> bool {
+        let below = |path: &PathBuf| path != directory && path.starts_with(directory);
+        !self.directories.iter().any(below) && !self.files.keys().any(below)
+    }
+
+    fn move_below(&mut self, from: &Path, to: &Path) {
+        let moved = |path: &PathBuf| match path.strip_prefix(from) {
+            Ok(rest) if rest.as_os_str().is_empty() => to.to_path_buf(),
+            Ok(rest) => to.join(rest),
+            Err(_) => path.clone(),
+        };
+        self.directories = self.directories.iter().map(moved).collect();
+        self.unsynced = self.unsynced.iter().map(moved).collect();
+        self.files =
+            std::mem::take(&mut self.files).into_iter().map(|(path, file)| (moved(&path), file)).collect();
+    }
+}
+
+fn not_found() -> io::Error {
+    io::ErrorKind::NotFound.into()
+}
+
+impl Disk for MemoryDisk {
+    fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let disk = self.clone();
+        self.run(path, move |tree, path| {
+            if !how.create {
+                return Ok(disk.file(tree.find(&path)?));
+            }
+            if tree.files.contains_key(&path) {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            Ok(disk.file(tree.create(path)?))
+        })
+    }
+
+    fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let disk = self.clone();
+        self.run(path, move |tree, path| Ok(disk.file(tree.find(&path)?)))
+    }
+
+    fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
+        let shared = Arc::clone(&self.tree);
+        self.run(path, move |tree, path| {
+            let content = tree.find(&path)?;
+            let file: Arc<dyn File> = Arc::new(MemoryFile { tree: shared, content, direct: true });
+            Ok(file)
+        })
+    }
+
+    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            for directory in path.ancestors().map(Path::to_path_buf) {
+                if tree.directories.insert(directory.clone()) {
+                    tree.unsynced.insert(directory);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.is_empty(&path) {
+                return Err(io::ErrorKind::DirectoryNotEmpty.into());
+            }
+            tree.unsynced.remove(&path);
+            if tree.directories.remove(&path) { Ok(()) } else { Err(not_found()) }
+        })
+    }
+
+    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            tree.remove_below(&path);
+            Ok(())
+        })
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
+        let to = to.to_path_buf();
+        self.run(from, move |tree, from| {
+            require_inside(&to)?;
+            let to_parent = to.parent().is_some_and(|parent| tree.directories.contains(parent));
+            let source = tree.directories.contains(&from) || tree.files.contains_key(&from);
+            if !to_parent || !source {
+                return Err(not_found());
+            }
+            tree.move_below(&from, &to);
+            Ok(())
+        })
+    }
+
+    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            let all = tree.directories.iter().chain(tree.files.keys());
+            let children =
+                all.filter(|entry| entry.parent() == Some(&path)).filter_map(|entry| entry.file_name());
+            let mut names: Vec<_> = children.map(|name| name.to_string_lossy().into_owned()).collect();
+            names.sort();
+            Ok(names)
+        })
+    }
+
+    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
+        self.run(path, |tree, path| {
+            let content = tree.find(&path)?.lock().bytes.clone();
+            if content.len() as u64 > SMALL_FILE_BYTES_MAX {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
+            Ok(content)
+        })
+    }
+
+    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            tree.unsynced.retain(|entry| entry.parent() != Some(&path));
+            Ok(())
+        })
+    }
+
+    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
+        self.run(Path::new(""), |tree, _| {
+            tree.unsynced.clear();
+            tree.files.values().for_each(|content| content.lock().sync());
+            Ok(())
+        })
+    }
+
+    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
+        self.run(path, |tree, path| {
+            let durable = content.clone();
+            *tree.create(path)?.lock() = Stored { bytes: content, durable, doomed: false };
+            Ok(())
+        })
+    }
+
+    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        let shared = Arc::clone(&self.tree);
+        self.run(path, move |tree, path| {
+            tree.create(path.clone())?;
+            if !tree.locked.insert(path.clone()) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            let lock: Box<dyn DiskLock> = Box::new(MemoryLock { tree: shared, path });
+            Ok(lock)
+        })
+    }
+
+    fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
+        let file_system = Arc::as_ptr(&self.tree).addr() as u64;
+        self.run(Path::new(""), move |tree, _| {
+            let total_bytes = tree.capacity_bytes.unwrap_or(UNLIMITED_BYTES);
+            let free_bytes = total_bytes.saturating_sub(tree.used_bytes());
+            Ok(Space { total_bytes, free_bytes, file_system })
+        })
+    }
+
+    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
+        let mount = Mount { point: self.root.clone(), media: Media::Unknown };
+        Box::pin(std::future::ready(Ok(mount)))
+    }
+}
+
+#[derive(Debug)]
+struct MemoryLock {
+    tree: Arc<Mutex<Tree>>,
+    path: PathBuf,
+}
+
+impl DiskLock for MemoryLock {}
+
+impl Drop for MemoryLock {
+    fn drop(&mut self) {
+        self.tree.lock().locked.remove(&self.path);
+    }
+}
+
+#[derive(Debug)]
+struct MemoryFile {
+    tree: Arc<Mutex<Tree>>,
+    content: Content,
+    /// Reads what the device has, which is what was written unless a sync failed.
+    direct: bool,
+}
+
+/// Writes as much as the capacity allows.
+fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::Result<()> {
+    let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
+    let mut room = capacity.saturating_sub(tree.used_bytes());
+    let mut content = content.lock();
+    let content = &mut content.bytes;
+    let mut at = usize::try_from(offset).map_err(io::Error::other)?;
+    for piece in pieces {
+        let size = content.len();
+        let growth = ((at + piece.len()).saturating_sub(size)) as u64;
+        let fits = growth <= room;
+        // What does not fit is written as far as it does.
+        let room_end = size.saturating_add(usize::try_from(room).unwrap_or(usize::MAX));
+        let end = if fits { at + piece.len() } else { room_end.clamp(at, at + piece.len()) };
+        if end > at && size < end {
+            content.resize(end, 0);
+        }
+        if end > at {
+            content[at..end].copy_from_slice(&piece[..end - at]);
+        }
+        if !fits {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        room -= growth;
+        at = end;
+    }
+    Ok(())
+}
+
+fn read(content: &[u8], target: &mut ReadTarget) -> io::Result<()> {
+    for part in 0..target.parts.len() {
+        let start = usize::try_from(target.parts[part].offset).unwrap_or(usize::MAX);
+        let bytes = target.part_mut(part).ok_or(io::ErrorKind::InvalidInput)?;
+        let stored = content.get(start..start.saturating_add(bytes.len()));
+        bytes.copy_from_slice(stored.ok_or(io::ErrorKind::UnexpectedEof)?);
+    }
+    Ok(())
+}
+
+impl File for MemoryFile {
+    fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
+        let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
+        Box::pin(async move { write(&tree.lock(), &content, &pieces, offset) })
+    }
+
+    fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
+        let (content, direct) = (Arc::clone(&self.content), self.direct);
+        Box::pin(async move {
+            let stored = content.lock();
+            let result = if direct && stored.doomed {
+                let mut device = stored.durable.clone();
+                device.resize(stored.bytes.len(), 0);
+                read(&device, &mut target)
+            } else {
+                read(&stored.bytes, &mut target)
+            };
+            drop(stored);
+            (target, result)
+        })
+    }
+
+    fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
+        let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
+        Box::pin(async move {
+            let mut tree = tree.lock();
+            if tree.failing_syncs > 0 {
+                tree.failing_syncs -= 1;
+                content.lock().doomed = true;
+                return Err(io::Error::from_raw_os_error(crate::fault::EIO));
+            }
+            content.lock().sync();
+            Ok(())
+        })
+    }
+
+    fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
+        let size = self.content.lock().bytes.len() as u64;
+        Box::pin(std::future::ready(Ok(size)))
+    }
+}

@@ -1,0 +1,348 @@
+//! The frame of the raw TCP protocol (client type `GRPC_NETTY`, PROTOCOL §7.2–§7.3) and its primitive fields.
+//!
+//! Not here: what stands in a message (`request`, `reply`, `send_frame`). [`Fields`] reads from a whole message and
+//! never past its end; it allocates nothing, so a length or count from the wire is only ever compared.
+
+use bytes::BufMut;
+
+use super::DecodeError;
+
+/// Bytes before the message: message length, type, body length.
+pub const HEADER_BYTES: usize = 9;
+
+/// Most bytes that a frame can have after its header: Java computes both lengths' sum as an i32.
+pub const FRAME_BYTES_LIMIT: u32 = 0x7fff_ffff;
+
+/// What a frame is (`Message.Type` in Java). Types that were reserved but never sent are not here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum FrameType {
+    /// `RPC_RESPONSE`, the reply to a send.
+    RpcReply = 0,
+    /// `SEND_SHUFFLE_DATA_REQUEST`
+    Send = 3,
+    /// `GET_LOCAL_SHUFFLE_INDEX_REQUEST`
+    LocalIndex = 4,
+    /// `GET_LOCAL_SHUFFLE_DATA_REQUEST`
+    LocalData = 5,
+    /// `GET_MEMORY_SHUFFLE_DATA_REQUEST`
+    Memory = 6,
+    /// `GET_LOCAL_SHUFFLE_INDEX_RESPONSE`
+    LocalIndexReply = 14,
+    /// `GET_LOCAL_SHUFFLE_DATA_RESPONSE`
+    LocalDataReply = 15,
+    /// `GET_MEMORY_SHUFFLE_DATA_RESPONSE`
+    MemoryReply = 16,
+    /// `GET_SORTED_SHUFFLE_DATA_REQUEST`
+    Sorted = 21,
+    /// `GET_SORTED_SHUFFLE_DATA_RESPONSE`
+    SortedReply = 22,
+    /// `GET_LOCAL_SHUFFLE_INDEX_V2_RESPONSE`
+    LocalIndexV2Reply = 23,
+    /// `GET_LOCAL_SHUFFLE_DATA_V2_REQUEST`
+    LocalDataV2 = 24,
+    /// `GET_LOCAL_SHUFFLE_DATA_V3_REQUEST`
+    LocalDataV3 = 25,
+}
+
+impl FrameType {
+    /// The type with number `id`.
+    ///
+    /// # Errors
+    /// [`DecodeError::UnknownType`].
+    pub fn from_id(id: u8) -> Result<Self, DecodeError> {
+        Ok(match id {
+            0 => Self::RpcReply,
+            3 => Self::Send,
+            4 => Self::LocalIndex,
+            5 => Self::LocalData,
+            6 => Self::Memory,
+            14 => Self::LocalIndexReply,
+            15 => Self::LocalDataReply,
+            16 => Self::MemoryReply,
+            21 => Self::Sorted,
+            22 => Self::SortedReply,
+            23 => Self::LocalIndexV2Reply,
+            24 => Self::LocalDataV2,
+            25 => Self::LocalDataV3,
+            other => return Err(DecodeError::UnknownType(other)),
+        })
+    }
+
+    /// The number on the wire.
+    #[must_use]
+    pub fn id(self) -> u8 {
+        self as u8
+    }
+
+    /// Whether clients send it.
+    #[must_use]
+    pub fn is_request(self) -> bool {
+        match self {
+            Self::Send
+            | Self::LocalIndex
+            | Self::LocalData
+            | Self::Memory
+            | Self::Sorted
+            | Self::LocalDataV2
+            | Self::LocalDataV3 => true,
+            Self::RpcReply
+            | Self::LocalIndexReply
+            | Self::LocalDataReply
+            | Self::MemoryReply
+            | Self::SortedReply
+            | Self::LocalIndexV2Reply => false,
+        }
+    }
+}
+
+/// The first nine bytes of a frame, checked against each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// Bytes of the message.
+    pub message_bytes: u32,
+    /// What it is.
+    pub kind: FrameType,
+    /// Bytes of raw payload after the message; 0 in every request.
+    pub body_bytes: u32,
+}
+
+impl FrameHeader {
+    /// Reads a header; message and body together may have at most `bytes_max`.
+    ///
+    /// # Errors
+    /// Lengths that are not positive, a sum over the limit, an unknown type. The stream cannot be followed after any.
+    pub fn decode(bytes: &[u8; HEADER_BYTES], bytes_max: u32) -> Result<Self, DecodeError> {
+        let [m0, m1, m2, m3, kind, b0, b1, b2, b3] = *bytes;
+        let message = i32::from_be_bytes([m0, m1, m2, m3]);
+        let body = i32::from_be_bytes([b0, b1, b2, b3]);
+        let kind = FrameType::from_id(kind)?;
+        // Every message begins with its request id, so an empty one cannot be.
+        let message_bytes = u32::try_from(message)
+            .ok()
+            .filter(|&bytes| bytes > 0)
+            .ok_or(DecodeError::Malformed { what: "message length is not positive", at: 0 })?;
+        let body_bytes = u32::try_from(body)
+            .map_err(|_| DecodeError::Malformed { what: "body length is negative", at: 5 })?;
+        let sum = u64::from(message_bytes) + u64::from(body_bytes);
+        let max = bytes_max.min(FRAME_BYTES_LIMIT - 1);
+        if sum > u64::from(max) {
+            return Err(DecodeError::TooLarge { what: "frame", len: sum, max: u64::from(max) });
+        }
+        Ok(Self { message_bytes, kind, body_bytes })
+    }
+
+    /// As [`FrameHeader::decode`], for the side that gets requests only.
+    ///
+    /// # Errors
+    /// Also a response's type, and a body.
+    pub fn decode_request(bytes: &[u8; HEADER_BYTES], bytes_max: u32) -> Result<Self, DecodeError> {
+        let header = Self::decode(bytes, bytes_max)?;
+        if !header.kind.is_request() {
+            return Err(DecodeError::UnknownType(header.kind.id()));
+        }
+        if header.body_bytes != 0 {
+            return Err(DecodeError::Malformed { what: "a request has a body", at: 5 });
+        }
+        Ok(header)
+    }
+
+    /// Writes the nine bytes.
+    pub fn encode(&self, out: &mut impl BufMut) {
+        out.put_u32(self.message_bytes);
+        out.put_u8(self.kind.id());
+        out.put_u32(self.body_bytes);
+    }
+}
+
+/// Reads the fields of one whole message in order.
+#[derive(Debug, Clone)]
+pub struct Fields<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Fields<'a> {
+    /// At the first byte of `message`.
+    #[must_use]
+    pub fn new(message: &'a [u8]) -> Self {
+        Self { bytes: message, at: 0 }
+    }
+
+    /// Where the next field stands.
+    #[must_use]
+    pub fn at(&self) -> u64 {
+        self.at as u64
+    }
+
+    /// Bytes not read yet.
+    #[must_use]
+    pub fn remaining(&self) -> usize {
+        self.bytes.len() - self.at
+    }
+
+    /// An error at the current place.
+    #[must_use]
+    pub fn malformed(&self, what: &'static str) -> DecodeError {
+        DecodeError::Malformed { what, at: self.at() }
+    }
+
+    /// The next `count` bytes.
+    ///
+    /// # Errors
+    /// Fewer are left.
+    pub fn take(&mut self, count: usize) -> Result<&'a [u8], DecodeError> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let taken = rest.get(..count).ok_or(DecodeError::Incomplete)?;
+        self.at += count;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], DecodeError> {
+        let taken = self.take(N)?;
+        <[u8; N]>::try_from(taken).map_err(|_| DecodeError::Incomplete)
+    }
+
+    /// A 4-byte integer.
+    ///
+    /// # Errors
+    /// Fewer bytes are left.
+    pub fn i32(&mut self) -> Result<i32, DecodeError> {
+        Ok(i32::from_be_bytes(self.array()?))
+    }
+
+    /// An 8-byte integer.
+    ///
+    /// # Errors
+    /// Fewer bytes are left.
+    pub fn i64(&mut self) -> Result<i64, DecodeError> {
+        Ok(i64::from_be_bytes(self.array()?))
+    }
+
+    /// A byte array; a negative length is `None`, as Java writes null.
+    ///
+    /// # Errors
+    /// The length is more than what is left.
+    pub fn bytes(&mut self, what: &'static str) -> Result<Option<&'a [u8]>, DecodeError> {
+        let Ok(length) = usize::try_from(self.i32()?) else {
+            return Ok(None);
+        };
+        if length > self.remaining() {
+            return Err(DecodeError::TooLarge { what, len: length as u64, max: self.remaining() as u64 });
+        }
+        self.take(length).map(Some)
+    }
+
+    /// A string that must be there.
+    ///
+    /// # Errors
+    /// It is null, longer than what is left, or not UTF-8.
+    pub fn string(&mut self, what: &'static str) -> Result<&'a str, DecodeError> {
+        let at = self.at();
+        let null = DecodeError::Malformed { what: "a string is null", at };
+        let not_utf8 = DecodeError::Malformed { what: "a string is not UTF-8", at };
+        std::str::from_utf8(self.bytes(what)?.ok_or(null)?).map_err(|_| not_utf8)
+    }
+
+    /// A count of entries of `entry_bytes` each, which must fit into what is left.
+    ///
+    /// # Errors
+    /// The count is negative or larger.
+    pub fn count(&mut self, what: &'static str, entry_bytes: usize) -> Result<usize, DecodeError> {
+        let at = self.at();
+        let negative = DecodeError::Malformed { what: "a count is negative", at };
+        let count = usize::try_from(self.i32()?).map_err(|_| negative)?;
+        let max = self.remaining() / entry_bytes;
+        if count > max {
+            return Err(DecodeError::TooLarge { what, len: count as u64, max: max as u64 });
+        }
+        Ok(count)
+    }
+
+    /// Ends the message.
+    ///
+    /// # Errors
+    /// Bytes are left.
+    pub fn finish(self) -> Result<(), DecodeError> {
+        if self.remaining() == 0 { Ok(()) } else { Err(self.malformed("bytes stand after the last field")) }
+    }
+}
+
+/// Writes a string as Java does: i32 length, then the bytes.
+pub(super) fn put_string(out: &mut impl BufMut, text: &str) {
+    out.put_i32(wire_length(text.len()));
+    out.put_slice(text.as_bytes());
+}
+
+/// A length of something of ours that is known to be small.
+///
+/// Senders check sums against [`FRAME_BYTES_LIMIT`] before they encode; beyond it the value saturates, and the peer
+/// refuses the frame instead of losing its place in the stream.
+pub(super) fn wire_length(length: usize) -> i32 {
+    i32::try_from(length).unwrap_or(i32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(message: i32, kind: u8, body: i32) -> [u8; HEADER_BYTES] {
+        let mut bytes = Vec::new();
+        bytes.put_i32(message);
+        bytes.put_u8(kind);
+        bytes.put_i32(body);
+        bytes.try_into().unwrap()
+    }
+
+    #[test]
+    fn every_known_type_has_its_number() {
+        for id in 0..=u8::MAX {
+            match FrameType::from_id(id) {
+                Ok(kind) => assert_eq!(kind.id(), id),
+                Err(error) => assert_eq!(error, DecodeError::UnknownType(id)),
+            }
+        }
+        for id in [1, 2, 7, 13, 17, 20, 26, 255] {
+            assert!(FrameType::from_id(id).is_err(), "{id}");
+        }
+    }
+
+    #[test]
+    fn headers_that_can_not_be_are_refused() {
+        let decode = |message, kind, body| FrameHeader::decode_request(&header(message, kind, body), 1 << 20);
+        assert!(decode(8, 3, 0).is_ok());
+        assert!(matches!(decode(0, 3, 0), Err(DecodeError::Malformed { at: 0, .. })));
+        assert!(matches!(decode(-1, 3, 0), Err(DecodeError::Malformed { at: 0, .. })));
+        assert!(matches!(decode(i32::MIN, 3, 0), Err(DecodeError::Malformed { at: 0, .. })));
+        assert!(matches!(decode(8, 3, -1), Err(DecodeError::Malformed { at: 5, .. })));
+        assert!(matches!(decode(8, 3, 1), Err(DecodeError::Malformed { at: 5, .. })));
+        assert!(matches!(decode((1 << 20) + 1, 3, 0), Err(DecodeError::TooLarge { .. })));
+        assert_eq!(decode(8, 16, 0), Err(DecodeError::UnknownType(16)));
+        assert_eq!(decode(8, 99, 0), Err(DecodeError::UnknownType(99)));
+    }
+
+    #[test]
+    fn the_sum_of_both_lengths_must_stay_below_i32_max() {
+        let sum = |message, body| FrameHeader::decode(&header(message, 16, body), FRAME_BYTES_LIMIT);
+        assert!(sum(i32::MAX - 1, 0).is_ok());
+        assert!(sum(i32::MAX, 0).is_err());
+        assert!(sum(i32::MAX, i32::MAX).is_err());
+        assert!(sum(1, i32::MAX - 1).is_err());
+    }
+
+    #[test]
+    fn fields_never_read_past_the_end() {
+        let message = [0, 0, 0, 5, b'a', b'b'];
+        assert!(matches!(
+            Fields::new(&message).string("x"),
+            Err(DecodeError::TooLarge { len: 5, max: 2, .. })
+        ));
+        assert_eq!(Fields::new(&message).i64(), Err(DecodeError::Incomplete));
+        assert_eq!(Fields::new(&[0xff; 4]).bytes("x"), Ok(None));
+        assert!(Fields::new(&[0xff; 4]).string("x").is_err());
+        assert!(Fields::new(&[0, 0, 0, 1, 0xff]).string("x").is_err());
+        assert!(Fields::new(&[0x7f, 0xff, 0xff, 0xff, 1]).count("x", 1).is_err());
+        assert!(Fields::new(&[0xff; 4]).count("x", 1).is_err());
+        assert!(Fields::new(&[1]).finish().is_err());
+    }
+}

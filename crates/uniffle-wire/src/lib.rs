@@ -1,0 +1,16 @@
+//! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
+
+pub mod bitmap;
+pub mod error;
+pub mod frame;
+#[cfg(test)]
+mod golden;
+pub mod index;
+pub mod proto;
+pub mod reply;
+pub mod request;
+pub mod send_frame;
+pub mod send_message;
+pub mod types;
+
+pub use error::DecodeError;

@@ -1,0 +1,511 @@
+//! The push-style decoder: position and nesting first, then what each field does.
+//!
+//! Not here: the order of calls a sink may rely on (`send_message`), block headers that come ahead of their bytes
+//! (`collected`). Invariant: `take` is only ever given bytes that lie inside the innermost message.
+
+use super::collected::{Collected, Refusal};
+use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT};
+use super::varint::Varint;
+use super::{BlockHeader, Header, Limits, SendSink, Summary};
+use crate::DecodeError;
+use crate::types::BLOCK_BYTES_MAX;
+
+/// Longest application id carried on to the service, which has its own, tighter bound and its own text.
+const APP_ID_BYTES_MAX: u64 = 1024;
+
+/// How the message carries its bytes; PROTOCOL §1.8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Undecided,
+    Classic,
+    Contiguous,
+    Combined,
+}
+
+/// The decoder of one message. After an error it must not be fed again.
+#[derive(Debug)]
+pub struct Decoder {
+    limits: Limits,
+    position: u64,
+    level: Level,
+    ends: [u64; 3],
+    step: Step,
+    varint: Varint,
+    form: Form,
+
+    header_delivered: bool,
+    app_id: Vec<u8>,
+    incoming_app_id: Vec<u8>,
+    shuffle_id: i32,
+    ticket: i64,
+    summary: Summary,
+    /// `ShuffleData` entries seen.
+    entries: u64,
+    /// Non-empty field 7 seen: no data may follow.
+    bytes_field_seen: bool,
+
+    partition_id: i32,
+    /// Blocks seen in the current `ShuffleData`.
+    entry_blocks: u64,
+    block: BlockHeader,
+    /// Length of the current block's field 5.
+    block_data: Option<u32>,
+    collected: Collected,
+}
+
+impl Decoder {
+    /// A decoder for one message of exactly `message_bytes` bytes (the gRPC prefix says how many; the caller has
+    /// checked it against its own maximum).
+    #[must_use]
+    pub fn new(message_bytes: u64, limits: Limits) -> Self {
+        Self {
+            limits,
+            position: 0,
+            level: Level::Root,
+            ends: [message_bytes, 0, 0],
+            step: Step::Key,
+            varint: Varint::default(),
+            form: Form::Undecided,
+            header_delivered: false,
+            app_id: Vec::new(),
+            incoming_app_id: Vec::new(),
+            shuffle_id: 0,
+            ticket: 0,
+            summary: Summary::default(),
+            entries: 0,
+            bytes_field_seen: false,
+            partition_id: 0,
+            entry_blocks: 0,
+            block: BlockHeader::default(),
+            block_data: None,
+            collected: Collected::default(),
+        }
+    }
+
+    /// Bytes of the message that have not been fed.
+    #[must_use]
+    pub fn remaining(&self) -> u64 {
+        self.ends[0] - self.position
+    }
+
+    /// Decodes the next bytes of the message, cut anywhere.
+    ///
+    /// # Errors
+    /// [`DecodeError`] as the sink's error, or the sink's own.
+    pub fn feed<S: SendSink>(&mut self, chunk: &[u8], sink: &mut S) -> Result<(), S::Error> {
+        let mut rest = chunk;
+        while !rest.is_empty() {
+            let room = self.ends[self.level.depth()] - self.position;
+            if room == 0 {
+                return Err(self.malformed("bytes follow the message").into());
+            }
+            let window = &rest[..usize::try_from(room).map_or(rest.len(), |room| room.min(rest.len()))];
+            let taken = self.take(window, sink)?;
+            rest = &rest[taken..];
+            self.close_ended_levels(sink)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the message; the sink has seen its header even when there was no data.
+    ///
+    /// # Errors
+    /// `Incomplete` when bytes are missing, `Malformed` when collected blocks got no bytes.
+    pub fn finish<S: SendSink>(mut self, sink: &mut S) -> Result<Summary, S::Error> {
+        if self.remaining() > 0 {
+            return Err(DecodeError::Incomplete.into());
+        }
+        // A message of zero bytes never came through `feed`; any other was closed by it.
+        self.deliver_header(sink)?;
+        if self.form == Form::Contiguous && !self.bytes_field_seen {
+            return Err(self.malformed("blocks declare bytes that are not in the message").into());
+        }
+        Ok(self.summary)
+    }
+
+    /// Consumes at least one byte of `window`, which is not empty and ends at the innermost message's end at most.
+    fn take<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
+        match self.step {
+            Step::Key | Step::Value(_) | Step::Length(_) => self.take_varints(window, sink),
+            Step::Skip(left) => Ok(self.run(left, window, Step::Skip).len()),
+            Step::AppId(left) => {
+                let piece = self.run(left, window, Step::AppId);
+                self.incoming_app_id.extend_from_slice(piece);
+                if self.step == Step::Key {
+                    self.app_id_done()?;
+                }
+                Ok(piece.len())
+            }
+            Step::BlockBytes(left) => {
+                let piece = self.run(left, window, Step::BlockBytes);
+                sink.write(piece)?;
+                Ok(piece.len())
+            }
+            Step::CollectedBytes(left) => {
+                let piece = self.run(left, window, Step::CollectedBytes);
+                self.collected.stream(piece, sink)?;
+                Ok(piece.len())
+            }
+        }
+    }
+
+    /// Keys, values and lengths as long as they stand in the same message: the fields of a block in one go.
+    fn take_varints<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
+        let level = self.level;
+        let mut taken = 0;
+        while taken < window.len()
+            && self.level == level
+            && matches!(self.step, Step::Key | Step::Value(_) | Step::Length(_))
+        {
+            let (length, value) = self.varint.push(&window[taken..]).map_err(|what| self.malformed(what))?;
+            taken += length;
+            self.advance(length);
+            if let Some(value) = value {
+                self.varint_done(value, sink)?;
+            }
+        }
+        Ok(taken)
+    }
+
+    /// The part of `window` that belongs to a run of `left` bytes; moves on to the next step.
+    fn run<'w>(&mut self, left: u64, window: &'w [u8], step: fn(u64) -> Step) -> &'w [u8] {
+        let piece = &window[..usize::try_from(left).map_or(window.len(), |left| left.min(window.len()))];
+        self.advance(piece.len());
+        self.enter(left - piece.len() as u64, step);
+        piece
+    }
+
+    fn advance(&mut self, taken: usize) {
+        self.position += taken as u64;
+    }
+
+    /// Expects `left` bytes of `step`, or the next key when there are none.
+    fn enter(&mut self, left: u64, step: fn(u64) -> Step) {
+        self.step = if left == 0 { Step::Key } else { step(left) };
+    }
+
+    fn push_level(&mut self, level: Level, length: u64) {
+        self.level = level;
+        self.ends[level.depth()] = self.position + length;
+        self.step = Step::Key;
+    }
+
+    fn varint_done<S: SendSink>(&mut self, value: u64, sink: &mut S) -> Result<(), S::Error> {
+        match self.step {
+            Step::Key => Ok(self.key(value)?),
+            Step::Value(field) => Ok(self.value(field, value)?),
+            Step::Length(field) => {
+                if value > self.ends[self.level.depth()] - self.position {
+                    return Err(self.malformed("a field is longer than its message").into());
+                }
+                self.length(field, value, sink)
+            }
+            Step::Skip(_) | Step::AppId(_) | Step::BlockBytes(_) | Step::CollectedBytes(_) => Ok(()),
+        }
+    }
+
+    fn key(&mut self, key: u64) -> Result<(), DecodeError> {
+        let Ok(key) = u32::try_from(key) else {
+            return Err(self.malformed("a field number is out of range"));
+        };
+        let (field, wire_type) = (key >> 3, key & 7);
+        if field == 0 {
+            return Err(self.malformed("field number 0"));
+        }
+        if self.level.expects(field).is_some_and(|types| !types.contains(&wire_type)) {
+            return Err(self.malformed("a known field has another type"));
+        }
+        let room = self.ends[self.level.depth()] - self.position;
+        match wire_type {
+            VARINT => self.step = Step::Value(field),
+            BYTES => self.step = Step::Length(field),
+            FIXED64 if room >= 8 => self.step = Step::Skip(8),
+            FIXED32 if room >= 4 => self.step = Step::Skip(4),
+            FIXED64 | FIXED32 => return Err(self.malformed("a field is longer than its message")),
+            _ => return Err(self.malformed("groups are not part of this protocol")),
+        }
+        Ok(())
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "protobuf: int32 is the low 32 bits of its varint, int64 its two's complement"
+    )]
+    fn value(&mut self, field: u32, value: u64) -> Result<(), DecodeError> {
+        let (int32, int64) = (value as i32, value as i64);
+        if self.level == Level::Packed {
+            // Stays in `Value(field)`: the next element follows without a key.
+            return self.array_element(field, int32, int64);
+        }
+        self.step = Step::Key;
+        match (self.level, field) {
+            (Level::Root, 2) => {
+                self.require_early(int32 == self.shuffle_id)?;
+                self.shuffle_id = int32;
+            }
+            (Level::Root, 3) => {
+                self.require_early(int64 == self.ticket)?;
+                self.ticket = int64;
+            }
+            (Level::Root, 5) => self.summary.timestamp_ms = int64,
+            (Level::Root, 6) => self.summary.stage_attempt = int32,
+            (Level::Data, 1) => {
+                if self.entry_blocks > 0 && int32 != self.partition_id {
+                    return Err(self.malformed("a partition id stands after its blocks"));
+                }
+                self.partition_id = int32;
+            }
+            (Level::Block, 1) => self.block.block_id = int64,
+            (Level::Block, 2) => self.block.length = int32,
+            (Level::Block, 3) => self.block.uncompressed_length = int32,
+            (Level::Block, 4) => self.block.crc = int64,
+            (Level::Block, 6) => self.block.task_attempt_id = int64,
+            (Level::Combined, 1..=7) => self.array_element(field, int32, int64)?,
+            _ => {} // unknown field
+        }
+        Ok(())
+    }
+
+    fn length<S: SendSink>(&mut self, field: u32, length: u64, sink: &mut S) -> Result<(), S::Error> {
+        match (self.level, field) {
+            (Level::Root, 1) => {
+                if length > APP_ID_BYTES_MAX {
+                    return Err(
+                        DecodeError::TooLarge { what: "appId", len: length, max: APP_ID_BYTES_MAX }.into()
+                    );
+                }
+                self.incoming_app_id.clear();
+                self.enter(length, Step::AppId);
+                if length == 0 {
+                    self.app_id_done()?;
+                }
+            }
+            (Level::Root, 4) => {
+                if self.bytes_field_seen {
+                    return Err(self.malformed("field 4 stands after field 7").into());
+                }
+                self.deliver_header(sink)?;
+                self.entries += 1;
+                self.partition_id = 0;
+                self.entry_blocks = 0;
+                self.push_level(Level::Data, length);
+            }
+            (Level::Root, 7) => self.begin_bytes_field(length, sink)?,
+            (Level::Data, 2) => {
+                self.block = BlockHeader::default();
+                self.block_data = None;
+                self.push_level(Level::Block, length);
+            }
+            (Level::Block, 5) => self.begin_block_data(length, sink)?,
+            (Level::Combined, 8) => {
+                if length > 0 {
+                    self.begin_collected(length)?;
+                    self.enter(length, Step::CollectedBytes);
+                } else {
+                    self.step = Step::Key;
+                }
+            }
+            (Level::Combined, 1..=7) => {
+                self.push_level(Level::Packed, length);
+                self.step = Step::Value(field);
+            }
+            _ => self.enter(length, Step::Skip),
+        }
+        Ok(())
+    }
+
+    /// Leaves every message that ends at the current position.
+    fn close_ended_levels<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+        while self.position == self.ends[self.level.depth()] {
+            let between_fields = match self.step {
+                Step::Key => self.varint.is_empty(),
+                Step::Value(_) => self.level == Level::Packed && self.varint.is_empty(),
+                Step::Length(_)
+                | Step::Skip(_)
+                | Step::AppId(_)
+                | Step::BlockBytes(_)
+                | Step::CollectedBytes(_) => false,
+            };
+            if !between_fields {
+                return Err(self.malformed("a message ends inside a field").into());
+            }
+            match self.level {
+                Level::Root => return Ok(()),
+                Level::Data => self.level = Level::Root,
+                Level::Block => {
+                    self.end_block(sink)?;
+                    self.level = Level::Data;
+                }
+                Level::Combined => {
+                    if !self.collected.is_streamed() {
+                        return Err(self.malformed("combined arrays without their bytes").into());
+                    }
+                    self.level = Level::Root;
+                }
+                Level::Packed => self.level = Level::Combined,
+            }
+            self.step = Step::Key;
+        }
+        Ok(())
+    }
+
+    fn app_id_done(&mut self) -> Result<(), DecodeError> {
+        self.require_early(self.incoming_app_id == self.app_id)?;
+        std::mem::swap(&mut self.app_id, &mut self.incoming_app_id);
+        Ok(())
+    }
+
+    /// Header fields may follow the data only when they say nothing new.
+    fn require_early(&self, unchanged: bool) -> Result<(), DecodeError> {
+        if self.header_delivered && !unchanged {
+            return Err(self.malformed("a header field stands after the data"));
+        }
+        Ok(())
+    }
+
+    fn deliver_header<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+        if self.header_delivered {
+            return Ok(());
+        }
+        let Ok(app_id) = std::str::from_utf8(&self.app_id) else {
+            return Err(self.malformed("appId is not UTF-8").into());
+        };
+        sink.header(Header { app_id, shuffle_id: self.shuffle_id, ticket: self.ticket })?;
+        self.header_delivered = true;
+        Ok(())
+    }
+
+    fn begin_block_data<S: SendSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
+        if self.block_data.is_some() {
+            return Err(self.malformed("a block has its data twice").into());
+        }
+        if length == 0 {
+            self.step = Step::Key; // proto3: empty is absent
+            return Ok(());
+        }
+        if self.form == Form::Contiguous {
+            return Err(self.malformed("a block with data after one without").into());
+        }
+        let Some(bytes) = block_length(length) else {
+            return Err(block_too_large(length).into());
+        };
+        self.form = Form::Classic;
+        self.block_data = Some(bytes);
+        self.count_blocks(1)?;
+        if self.entry_blocks == 0 {
+            sink.partition(self.partition_id)?;
+        }
+        self.entry_blocks += 1;
+        sink.begin_block(bytes)?;
+        self.summary.payload_bytes += length;
+        self.step = Step::BlockBytes(length);
+        Ok(())
+    }
+
+    fn end_block<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+        if let Some(bytes) = self.block_data {
+            if u32::try_from(self.block.length) != Ok(bytes) {
+                return Err(self.malformed("a block's length differs from its data").into());
+            }
+            return sink.end_block(self.block);
+        }
+        let Some(length) = u32::try_from(self.block.length).ok().filter(|length| *length > 0) else {
+            return Err(self.malformed("a block without bytes").into());
+        };
+        if length > BLOCK_BYTES_MAX {
+            return Err(block_too_large(u64::from(length)).into());
+        }
+        if self.form == Form::Classic {
+            return Err(self.malformed("a block's length differs from its data").into());
+        }
+        self.form = Form::Contiguous;
+        let max = self.limits.collected_max;
+        if self.entry_blocks == 0 {
+            self.collected.push_partition(self.partition_id, max).map_err(|refusal| self.located(refusal))?;
+        }
+        self.entry_blocks += 1;
+        self.collected.push_block(self.block, max).map_err(|refusal| self.located(refusal))?;
+        if self.collected.payload_bytes() > self.remaining() {
+            return Err(self.malformed("blocks declare more bytes than the message has").into());
+        }
+        Ok(())
+    }
+
+    fn begin_bytes_field<S: SendSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
+        if length == 0 {
+            self.step = Step::Key;
+            return Ok(());
+        }
+        if self.bytes_field_seen || self.form == Form::Classic {
+            return Err(self.malformed("the data is there twice").into());
+        }
+        self.bytes_field_seen = true;
+        self.deliver_header(sink)?;
+        if self.form == Form::Contiguous {
+            self.begin_collected(length)?;
+            self.enter(length, Step::CollectedBytes);
+        } else if self.entries > 0 {
+            return Err(self.malformed("field 7 with empty entries in field 4").into());
+        } else {
+            self.form = Form::Combined;
+            self.push_level(Level::Combined, length);
+        }
+        Ok(())
+    }
+
+    /// All headers are here and `length` bytes of payload follow: check them as a whole before the first is taken.
+    fn begin_collected(&mut self, length: u64) -> Result<(), DecodeError> {
+        if self.collected.is_streamed() {
+            return Err(self.malformed("the data is there twice"));
+        }
+        self.collected.seal(length).map_err(|refusal| self.located(refusal))?;
+        self.count_blocks(self.collected.block_count())?;
+        self.summary.payload_bytes += length;
+        Ok(())
+    }
+
+    fn array_element(&mut self, field: u32, int32: i32, int64: i64) -> Result<(), DecodeError> {
+        if self.collected.is_streamed() {
+            return Err(self.malformed("a combined array stands after the bytes"));
+        }
+        let max = self.limits.collected_max;
+        let taken = match field {
+            1 => self.collected.array_partition_id(int32, max),
+            2 => self.collected.array_block_count(int32, max),
+            _ => self.collected.array_block_field(field, int32, int64, max),
+        };
+        taken.map_err(|refusal| self.located(refusal))
+    }
+
+    fn count_blocks(&mut self, more: u64) -> Result<(), DecodeError> {
+        self.summary.blocks += more;
+        if self.summary.blocks > self.limits.blocks_max {
+            return Err(DecodeError::TooLarge {
+                what: "number of blocks",
+                len: self.summary.blocks,
+                max: self.limits.blocks_max,
+            });
+        }
+        Ok(())
+    }
+
+    fn malformed(&self, what: &'static str) -> DecodeError {
+        DecodeError::Malformed { what, at: self.position }
+    }
+
+    fn located(&self, refusal: Refusal) -> DecodeError {
+        match refusal {
+            Refusal::Malformed(what) => self.malformed(what),
+            Refusal::TooLarge(too_large) => too_large,
+        }
+    }
+}
+
+pub(super) fn block_length(length: u64) -> Option<u32> {
+    u32::try_from(length).ok().filter(|length| *length <= BLOCK_BYTES_MAX)
+}
+
+pub(super) fn block_too_large(length: u64) -> DecodeError {
+    DecodeError::TooLarge { what: "block length", len: length, max: u64::from(BLOCK_BYTES_MAX) }
+}

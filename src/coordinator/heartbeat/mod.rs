@@ -1,0 +1,267 @@
+//! Tells every coordinator, again and again, that this worker lives.
+//!
+//! One task per coordinator with its own clock and connection, so that a slow, refusing or half-open one delays nobody.
+//! Not here: what is told ([`ReportSource`]) and when to begin (the composition root, once all listeners are bound).
+//! Invariants: a call has the interval as its deadline; nothing is ever given up; a change of state is logged once.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::{IntCounterVec, IntGauge, Opts, Registry};
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+use tonic::transport::{Channel, Endpoint};
+
+use super::ReportSource;
+use crate::proto::StatusCode;
+use crate::proto::coordinator_server_client::CoordinatorServerClient;
+use crate::runtime::Tasks;
+
+/// Where a coordinator listens: `host:port`, `1.2.3.4:port` or `[v6]:port`. The name is resolved at each connect.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CoordinatorAddress(String);
+
+/// A text that is not a `host:port`.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a coordinator address, expected host:port")]
+pub struct InvalidAddress(String);
+
+impl FromStr for CoordinatorAddress {
+    type Err = InvalidAddress;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let text = text.trim();
+        let invalid = || InvalidAddress(text.to_owned());
+        let authority: http::uri::Authority = text.parse().map_err(|_| invalid())?;
+        let has_user = text.contains('@');
+        match authority.port_u16() {
+            Some(port) if port > 0 && !authority.host().is_empty() && !has_user => Ok(Self(text.to_owned())),
+            _ => Err(invalid()),
+        }
+    }
+}
+
+impl fmt::Display for CoordinatorAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Settings of the heartbeat client, already validated.
+#[derive(Debug, Clone)]
+pub struct HeartbeatConfig {
+    /// All coordinators of the quorum.
+    pub coordinators: Vec<CoordinatorAddress>,
+    /// Time between two heartbeats, and the deadline of one. Default: 10 s, at least 1 ms.
+    pub interval: Duration,
+}
+
+/// What the last heartbeat to a coordinator came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Link {
+    /// None has ended yet.
+    Untried,
+    /// The coordinator said SUCCESS; `beats` in a row.
+    Up {
+        /// Heartbeats accepted since the link is up.
+        beats: u64,
+    },
+    /// The heartbeat failed or was refused.
+    Down {
+        /// Why the latest one did.
+        reason: String,
+    },
+}
+
+/// The running heartbeats. They end with the `Tasks` they were started in, not with this handle.
+#[derive(Debug, Clone)]
+pub struct Heartbeats {
+    links: Vec<(CoordinatorAddress, watch::Receiver<Link>)>,
+    nudge: Arc<watch::Sender<()>>,
+    pace: Arc<watch::Sender<Duration>>,
+}
+
+/// Counters of this module.
+#[derive(Debug, Clone)]
+struct Metrics {
+    heartbeats: IntCounterVec,
+    up: IntGauge,
+}
+
+impl Metrics {
+    fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let opts = Opts::new("coordinator_heartbeats_total", "heartbeats sent, by result");
+        let heartbeats = IntCounterVec::new(opts, &["result"])?;
+        let up = IntGauge::new("coordinators_up", "coordinators that accepted the latest heartbeat")?;
+        registry.register(Box::new(heartbeats.clone()))?;
+        registry.register(Box::new(up.clone()))?;
+        Ok(Self { heartbeats, up })
+    }
+}
+
+/// Starts one task per coordinator; the first heartbeats leave at once.
+///
+/// # Errors
+/// When a metric of the same name is registered already.
+pub fn start(
+    config: HeartbeatConfig,
+    source: &ReportSource,
+    tasks: &Tasks,
+    registry: &Registry,
+) -> Result<Heartbeats, prometheus::Error> {
+    let metrics = Metrics::new(registry)?;
+    let (nudge, _) = watch::channel(());
+    let nudge = Arc::new(nudge);
+    let pace = Arc::new(watch::Sender::new(config.interval));
+    let mut links = Vec::with_capacity(config.coordinators.len());
+    for address in config.coordinators {
+        let (state, link) = watch::channel(Link::Untried);
+        let beater = Beater {
+            address: address.clone(),
+            interval: config.interval,
+            pace: pace.subscribe(),
+            source: source.clone(),
+            metrics: metrics.clone(),
+            state,
+            client: None,
+        };
+        let (nudged, cancelled) = (nudge.subscribe(), tasks.cancelled());
+        tasks.spawn("heartbeat", beater.run(nudged, cancelled));
+        links.push((address, link));
+    }
+    Ok(Heartbeats { links, nudge, pace })
+}
+
+impl Heartbeats {
+    /// Sends a heartbeat now, besides the regular ones: the state of the worker has changed.
+    pub fn beat_now(&self) {
+        self.nudge.send_replace(());
+    }
+
+    /// From now on heartbeats are so far apart.
+    pub fn set_interval(&self, interval: Duration) {
+        self.pace.send_replace(interval);
+    }
+
+    /// The coordinators and their links, in the order of the configuration.
+    pub fn links(&self) -> impl Iterator<Item = (&CoordinatorAddress, Link)> {
+        self.links.iter().map(|(address, link)| (address, link.borrow().clone()))
+    }
+
+    /// The link of coordinator `at`, to wait for changes.
+    #[must_use]
+    pub fn watch(&self, at: usize) -> Option<watch::Receiver<Link>> {
+        self.links.get(at).map(|(_, link)| link.clone())
+    }
+}
+
+/// One coordinator's side.
+struct Beater {
+    address: CoordinatorAddress,
+    interval: Duration,
+    pace: watch::Receiver<Duration>,
+    source: ReportSource,
+    metrics: Metrics,
+    state: watch::Sender<Link>,
+    client: Option<CoordinatorServerClient<Channel>>,
+}
+
+impl Beater {
+    async fn run(mut self, mut nudged: watch::Receiver<()>, cancelled: impl Future<Output = ()>) {
+        let mut ticks = interval(self.interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        tokio::pin!(cancelled);
+        loop {
+            // The handle may be gone, then `changed` fails forever: the tick alone goes on.
+            tokio::select! {
+                biased;
+                () = &mut cancelled => return,
+                _ = ticks.tick() => {}
+                Ok(()) = nudged.changed() => {}
+                Ok(()) = self.pace.changed() => {
+                    self.interval = *self.pace.borrow_and_update();
+                    ticks = interval(self.interval);
+                    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                    continue;
+                }
+            }
+            let outcome = tokio::select! {
+                biased;
+                () = &mut cancelled => return,
+                outcome = timeout(self.interval, self.beat()) => outcome,
+            };
+            let outcome = outcome.unwrap_or_else(|_| Err(format!("no answer within {:?}", self.interval)));
+            self.note(outcome);
+        }
+    }
+
+    /// One heartbeat, over the open connection or a new one. Only an answer leaves the connection open: one that
+    /// failed or went silent may be half open, and a name may have moved.
+    async fn beat(&mut self) -> Result<(), String> {
+        let mut client = match self.client.take() {
+            Some(client) => client,
+            None => CoordinatorServerClient::new(self.connect().await?),
+        };
+        let mut request = tonic::Request::new(self.source.now().into_request());
+        request.set_timeout(self.interval);
+        let answer = client.heartbeat(request).await.map_err(|status| describe(&status))?.into_inner();
+        self.client = Some(client);
+        match StatusCode::try_from(answer.status) {
+            Ok(StatusCode::Success) => Ok(()),
+            _ => Err(format!("refused with status {}: {}", answer.status, short(&answer.ret_msg))),
+        }
+    }
+
+    async fn connect(&self) -> Result<Channel, String> {
+        let endpoint =
+            Endpoint::from_shared(format!("http://{}", self.address)).map_err(|error| describe(&error))?;
+        endpoint.tcp_nodelay(true).connect().await.map_err(|error| describe(&error))
+    }
+
+    fn note(&self, outcome: Result<(), String>) {
+        let address = &self.address;
+        let result = if outcome.is_ok() { "ok" } else { "failed" };
+        self.metrics.heartbeats.with_label_values(&[result]).inc();
+        self.state.send_modify(|link| match outcome {
+            Ok(()) => {
+                let beats = if let Link::Up { beats } = link { *beats } else { 0 };
+                if beats == 0 {
+                    self.metrics.up.inc();
+                    tracing::info!(coordinator = %address, "coordinator accepts heartbeats");
+                }
+                *link = Link::Up { beats: beats + 1 };
+            }
+            Err(reason) => {
+                if matches!(link, Link::Up { .. }) {
+                    self.metrics.up.dec();
+                }
+                if !matches!(link, Link::Down { .. }) {
+                    tracing::warn!(coordinator = %address, %reason, "heartbeat failed, trying forever");
+                }
+                *link = Link::Down { reason };
+            }
+        });
+    }
+}
+
+/// The whole chain of causes: tonic's own text is "transport error".
+fn describe(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    short(&text).to_owned()
+}
+
+/// The other side's text, at most 300 bytes of it.
+fn short(text: &str) -> &str {
+    &text[..text.floor_char_boundary(300)]
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! Between protobuf messages and the service's words. Nothing here decides.
+
+use tonic::{Code, Status};
+
+use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
+use crate::service::{self, Service, ServiceError};
+use crate::tiers::RemoteStorage;
+use uniffle_wire::types::Distribution;
+
+/// This listener in the log.
+pub(super) const DOOR: &str = "grpc";
+
+/// Status and text of an answer, as the protocol carries them.
+pub(super) type Verdict = (i32, String);
+
+/// SUCCESS with the text Java gives for this call (`OK` or nothing).
+pub(super) fn success(text: &str) -> Verdict {
+    (StatusCode::Success.into(), text.to_owned())
+}
+
+/// A refusal of the service.
+pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
+    service.note_refusal(DOOR, error);
+    (error.status().into(), error.to_string())
+}
+
+/// A call that ends with an error of gRPC's own; the log hears of it unless clients just went away or were slow.
+pub(super) fn note_broken_call(service: &Service, status: &Status) {
+    match status.code() {
+        Code::Internal | Code::ResourceExhausted | Code::Unimplemented => {
+            service.note_malformed(DOOR, &status.message());
+        }
+        _ => {}
+    }
+}
+
+/// An answer without a value.
+pub(super) fn verdict(service: &Service, result: Result<(), ServiceError>, text: &str) -> Verdict {
+    match result {
+        Ok(()) => success(text),
+        Err(error) => refusal(service, &error),
+    }
+}
+
+/// A call that this worker does not offer.
+pub(super) fn not_offered(text: &str) -> Verdict {
+    (StatusCode::InternalError.into(), text.to_owned())
+}
+
+/// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (PROTOCOL §3.5).
+pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service::RegisterRequest<'_> {
+    let distribution = match request.shuffle_data_distribution() {
+        DataDistribution::Normal => Distribution::Normal,
+        DataDistribution::LocalOrder => Distribution::LocalOrder,
+    };
+    let remote_storage = remote_storage(request);
+    service::RegisterRequest {
+        app: &request.app_id,
+        shuffle: request.shuffle_id,
+        ranges: request.partition_ranges.iter().map(|range| (range.start, range.end)).collect(),
+        remote_storage,
+        user: std::mem::take(&mut request.user),
+        distribution,
+        properties: std::mem::take(&mut request.properties),
+    }
+}
+
+/// The remote storage, with what else of the registration counts there.
+fn remote_storage(request: &mut ShuffleRegisterRequest) -> Option<RemoteStorage> {
+    let storage = request.remote_storage.take().filter(|storage| !storage.path.is_empty())?;
+    Some(RemoteStorage {
+        path: storage.path,
+        conf: storage.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect(),
+        user: request.user.clone(),
+        writers: usize::try_from(request.max_concurrency_per_partition_to_write)
+            .ok()
+            .filter(|count| *count > 0),
+    })
+}
+
+/// Widths of sequence number, partition id and task attempt id; the service knows the default.
+pub(super) fn layout(layout: Option<crate::proto::BlockIdLayout>) -> Option<(i32, i32, i32)> {
+    layout.map(|layout| (layout.sequence_no_bits, layout.partition_id_bits, layout.task_attempt_id_bits))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto;
+
+    #[test]
+    fn a_registration_keeps_every_field() {
+        let mut request = ShuffleRegisterRequest {
+            app_id: "app-1".into(),
+            shuffle_id: 7,
+            partition_ranges: vec![proto::ShufflePartitionRange { start: 1, end: 3 }],
+            user: "spark".into(),
+            shuffle_data_distribution: DataDistribution::LocalOrder.into(),
+            properties: [("a.rss.b".to_owned(), "1".to_owned())].into(),
+            ..Default::default()
+        };
+        let converted = register_request(&mut request);
+        assert_eq!((converted.app, converted.shuffle, converted.user.as_str()), ("app-1", 7, "spark"));
+        assert_eq!(converted.ranges, [(1, 3)]);
+        assert_eq!(converted.distribution, Distribution::LocalOrder);
+        assert_eq!(converted.properties["a.rss.b"], "1");
+        request.shuffle_data_distribution = 99;
+        assert_eq!(register_request(&mut request).distribution, Distribution::Normal);
+    }
+}

@@ -1,0 +1,130 @@
+//! `ShuffleServerInternal`: what coordinators call. The protocol has no token, so the caller's address decides who is
+//! heard ([`DecommissionBy`]); the others are told so, and the audit log is told of all.
+
+use std::collections::HashSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::net::lookup_host;
+use tokio::time::{Duration, Instant};
+use tonic::{Request, Response, Status};
+
+use super::convert::verdict;
+use super::server::Warnings;
+use crate::proto::shuffle_server_internal_server::ShuffleServerInternal;
+use crate::proto::{
+    CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,
+    StatusCode,
+};
+use crate::service::{Service, ServiceError};
+use crate::telemetry::AUDIT;
+
+/// How long the addresses of the coordinators are believed. Also bounds what calls can cost the name server.
+const ADDRESSES_LAST: Duration = Duration::from_secs(10);
+
+/// Who may call `decommission` and `cancelDecommission`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DecommissionBy {
+    /// Nobody.
+    Nobody,
+    /// Programs on this machine.
+    ThisMachine,
+    /// The machines with these names or addresses.
+    Machines(Vec<String>),
+    /// Everybody, as with the Java server.
+    Everybody,
+}
+
+/// Who asks; in the extensions of calls of this service.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Peer(pub(super) SocketAddr);
+
+/// See the module doc.
+#[derive(Debug)]
+pub(super) struct InternalCalls {
+    service: Arc<Service>,
+    by: DecommissionBy,
+    /// Of [`DecommissionBy::Machines`], and when they were looked up.
+    addresses: tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>,
+    denied: Mutex<Warnings>,
+}
+
+impl InternalCalls {
+    pub(super) fn new(service: Arc<Service>, by: DecommissionBy) -> Self {
+        Self { service, by, addresses: tokio::sync::Mutex::default(), denied: Mutex::default() }
+    }
+
+    /// Does `change` for a caller who is heard; status and text of the answer.
+    async fn call<T>(
+        &self,
+        request: &Request<T>,
+        action: &'static str,
+        change: impl FnOnce(&Service) -> Result<(), ServiceError>,
+    ) -> (i32, String) {
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let shown = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
+        let is_heard = match peer {
+            Some(peer) => self.hears(peer.ip().to_canonical()).await,
+            None => self.by == DecommissionBy::Everybody,
+        };
+        if !is_heard {
+            if let Some(calls) = self.denied.lock().take() {
+                tracing::warn!(target: AUDIT, action, peer = shown, result = "denied", calls, "grpc call");
+            }
+            let text = format!("{action} over gRPC is not for {shown}: see admin.grpc_decommission");
+            return (StatusCode::AccessDenied.into(), text);
+        }
+        let outcome = change(&self.service);
+        let result = if outcome.is_ok() { "ok" } else { "failed" };
+        tracing::info!(target: AUDIT, action, peer = shown, result, "grpc call");
+        verdict(&self.service, outcome, "")
+    }
+
+    async fn hears(&self, peer: IpAddr) -> bool {
+        match &self.by {
+            DecommissionBy::Nobody => false,
+            DecommissionBy::ThisMachine => peer.is_loopback(),
+            DecommissionBy::Everybody => true,
+            DecommissionBy::Machines(names) => {
+                let mut known = self.addresses.lock().await;
+                let is_fresh = known.as_ref().is_some_and(|(since, _)| since.elapsed() < ADDRESSES_LAST);
+                if !is_fresh {
+                    *known = Some((Instant::now(), addresses(names).await));
+                }
+                known.as_ref().is_some_and(|(_, addresses)| addresses.contains(&peer))
+            }
+        }
+    }
+}
+
+/// The addresses of `names`; one that cannot be looked up has none.
+async fn addresses(names: &[String]) -> HashSet<IpAddr> {
+    let mut addresses = HashSet::new();
+    for name in names {
+        match lookup_host((name.as_str(), 0)).await {
+            Ok(found) => addresses.extend(found.map(|address| address.ip().to_canonical())),
+            Err(error) => tracing::debug!(name, %error, "a coordinator has no address"),
+        }
+    }
+    addresses
+}
+
+#[tonic::async_trait]
+impl ShuffleServerInternal for InternalCalls {
+    async fn decommission(
+        &self,
+        request: Request<DecommissionRequest>,
+    ) -> Result<Response<DecommissionResponse>, Status> {
+        let (status, ret_msg) = self.call(&request, "decommission", Service::decommission).await;
+        Ok(Response::new(DecommissionResponse { status, ret_msg }))
+    }
+
+    async fn cancel_decommission(
+        &self,
+        request: Request<CancelDecommissionRequest>,
+    ) -> Result<Response<CancelDecommissionResponse>, Status> {
+        let (status, ret_msg) = self.call(&request, "cancelDecommission", Service::cancel_decommission).await;
+        Ok(Response::new(CancelDecommissionResponse { status, ret_msg }))
+    }
+}

@@ -1,0 +1,203 @@
+//! gRPC's framing of one unary message over an HTTP body, and the frame of every answer.
+//!
+//! Not here: what is in a message. Invariant: no buffer is sized by an announced length before that is checked.
+
+use bytes::{Buf, Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue};
+use http_body_util::BodyExt;
+use prost::Message;
+use tonic::body::Body;
+use tonic::{Code, Status};
+
+/// One byte of flags and the message's length, big-endian.
+pub(super) const PREFIX_BYTES: usize = 5;
+
+/// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
+const COLLECT_BYTES: usize = 64 << 10;
+
+/// What a request body must be; `Incoming` in the server, a scripted body in tests.
+pub(super) trait RequestBody:
+    http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static
+{
+}
+impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static> RequestBody for B {}
+
+/// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it.
+pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| Status::cancelled(format!("the request broke off: {error}")))?;
+        // Trailers of a request have no meaning in gRPC.
+        if let Ok(data) = frame.into_data()
+            && !data.is_empty()
+        {
+            return Ok(Some(data));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads the prefix: the message's length, and the bytes that came with it.
+pub(super) async fn read_prefix<B: RequestBody>(
+    body: &mut B,
+    length_max: u32,
+) -> Result<(u32, Bytes), Status> {
+    let mut seen = BytesMut::new();
+    loop {
+        let Some(mut data) = next_data(body).await? else {
+            return Err(Status::internal("the request has no message"));
+        };
+        if seen.is_empty() && data.len() >= PREFIX_BYTES {
+            let length = parse_prefix(data.get_u8(), data.get_u32(), length_max)?;
+            return Ok((length, data));
+        }
+        seen.extend_from_slice(&data);
+        if seen.len() >= PREFIX_BYTES {
+            let length = parse_prefix(seen.get_u8(), seen.get_u32(), length_max)?;
+            return Ok((length, seen.freeze()));
+        }
+    }
+}
+
+fn parse_prefix(flags: u8, length: u32, length_max: u32) -> Result<u32, Status> {
+    match flags {
+        0 => {}
+        1 => return Err(Status::unimplemented("compressed messages are not supported")),
+        _ => return Err(Status::internal("unknown flags of a message")),
+    }
+    if length > length_max {
+        return Err(Status::resource_exhausted(format!(
+            "a message of {length} bytes is larger than the limit of {length_max} bytes"
+        )));
+    }
+    Ok(length)
+}
+
+/// Reads one whole small message.
+pub(super) async fn read_message<B, M>(body: &mut B, length_max: u32) -> Result<M, Status>
+where
+    B: RequestBody,
+    M: Message + Default,
+{
+    let (length, first) = read_prefix(body, length_max).await?;
+    let bytes = collect(body, length as usize, first).await?;
+    M::decode(bytes).map_err(|error| Status::internal(format!("the request cannot be decoded: {error}")))
+}
+
+async fn collect<B: RequestBody>(body: &mut B, length: usize, first: Bytes) -> Result<Bytes, Status> {
+    let mut message = first;
+    if message.len() < length {
+        let mut all = BytesMut::with_capacity(length.min(COLLECT_BYTES.max(message.len())));
+        all.extend_from_slice(&message);
+        while all.len() < length {
+            let Some(data) = next_data(body).await? else {
+                return Err(Status::internal("the request ended inside its message"));
+            };
+            all.extend_from_slice(&data);
+        }
+        message = all.freeze();
+    }
+    if message.len() > length || next_data(body).await?.is_some() {
+        return Err(Status::internal("the request has more than one message"));
+    }
+    Ok(message)
+}
+
+/// The HTTP frame of an answer with a body.
+pub(super) fn respond(body: Body) -> http::Response<Body> {
+    let mut response = http::Response::new(body);
+    response.headers_mut().insert(http::header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// A whole small answer.
+pub(super) fn respond_message(message: &impl Message) -> http::Response<Body> {
+    let length = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
+    bytes.extend_from_slice(&[0]);
+    // Answers through here are a status and a text.
+    bytes.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
+    message.encode_raw(&mut bytes);
+    let body = http_body_util::Full::new(bytes.freeze());
+    respond(Body::new(body.with_trailers(async { Some(Ok(ok_trailers())) })))
+}
+
+/// Trailers of a call that succeeded on the gRPC level.
+pub(super) fn ok_trailers() -> HeaderMap {
+    status_trailers(&Status::new(Code::Ok, ""))
+}
+
+/// Trailers that carry `status`.
+pub(super) fn status_trailers(status: &Status) -> HeaderMap {
+    let mut trailers = HeaderMap::with_capacity(2);
+    if status.add_header(&mut trailers).is_err() {
+        // Only a text that is no header value can fail; the code goes alone then.
+        trailers.insert("grpc-status", HeaderValue::from(i32::from(status.code())));
+    }
+    trailers
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::convert::Infallible;
+
+    use futures::stream;
+    use http_body::Frame;
+    use http_body_util::StreamBody;
+
+    use super::*;
+    use crate::proto;
+
+    /// A body that gives `pieces` one by one.
+    pub(in crate::listeners::grpc) fn body_of(pieces: Vec<Bytes>) -> impl RequestBody {
+        StreamBody::new(stream::iter(pieces.into_iter().map(|piece| Ok::<_, Infallible>(Frame::data(piece)))))
+    }
+
+    /// `message` with its prefix, in pieces of `cut` bytes.
+    pub(in crate::listeners::grpc) fn framed(message: &impl Message, cut: usize) -> Vec<Bytes> {
+        let bytes = message.encode_to_vec();
+        let mut all = vec![0];
+        all.extend_from_slice(&u32::try_from(bytes.len()).unwrap().to_be_bytes());
+        all.extend_from_slice(&bytes);
+        all.chunks(cut).map(Bytes::copy_from_slice).collect()
+    }
+
+    async fn heartbeat(pieces: Vec<Bytes>, max: u32) -> Result<proto::AppHeartBeatRequest, Code> {
+        read_message(&mut body_of(pieces), max).await.map_err(|status| status.code())
+    }
+
+    #[tokio::test]
+    async fn messages_are_read_however_they_are_cut() {
+        let request = proto::AppHeartBeatRequest { app_id: "app-1".into() };
+        for cut in 1..20 {
+            assert_eq!(heartbeat(framed(&request, cut), 100).await.as_ref(), Ok(&request), "cut at {cut}");
+        }
+        let empty = proto::AppHeartBeatRequest::default();
+        assert_eq!(heartbeat(framed(&empty, 5), 100).await, Ok(empty));
+    }
+
+    #[tokio::test]
+    async fn broken_framing_is_refused() {
+        let whole = framed(&proto::AppHeartBeatRequest { app_id: "app-1".into() }, 100);
+        assert_eq!(heartbeat(Vec::new(), 100).await, Err(Code::Internal));
+        assert_eq!(heartbeat(vec![whole[0].slice(..4)], 100).await, Err(Code::Internal));
+        assert_eq!(heartbeat(vec![whole[0].slice(..8)], 100).await, Err(Code::Internal));
+        assert_eq!(
+            heartbeat(vec![whole[0].clone(), Bytes::from_static(b"x")], 100).await,
+            Err(Code::Internal)
+        );
+        assert_eq!(heartbeat(whole.clone(), 6).await, Err(Code::ResourceExhausted));
+        let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
+        assert_eq!(heartbeat(vec![claim], 100).await, Err(Code::ResourceExhausted));
+        let compressed = Bytes::from_static(&[1, 0, 0, 0, 0]);
+        assert_eq!(heartbeat(vec![compressed], 100).await, Err(Code::Unimplemented));
+    }
+
+    #[tokio::test]
+    async fn small_answers_carry_message_and_status() {
+        let answer = proto::SendShuffleDataResponse { status: 6, ret_msg: "no".into() };
+        let collected = respond_message(&answer).into_body().collect().await.unwrap();
+        assert_eq!(collected.trailers().unwrap()["grpc-status"], "0");
+        let bytes = collected.to_bytes();
+        assert_eq!(proto::SendShuffleDataResponse::decode(&bytes[5..]).unwrap(), answer);
+    }
+}

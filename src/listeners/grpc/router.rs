@@ -1,0 +1,107 @@
+//! One call: by path to the five hot methods or to tonic's router, counted and with a deadline.
+//!
+//! Not here: connections (`server`). Invariant: a call ends with an answer within its deadline, and a panic-free
+//! infallible type: whatever goes wrong is a gRPC status.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use fastrace::Span;
+use fastrace::future::FutureExt as _;
+use http::{Request, Response};
+use hyper::body::Incoming;
+use tokio::time::timeout;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::service::Routes;
+use tower::ServiceExt;
+
+use super::convert::note_broken_call;
+use super::internal::Peer;
+use super::metrics::{GrpcMetrics, TransitMetrics, label};
+use super::{
+    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
+    SEND_SHUFFLE_DATA, ingest, reads, tickets,
+};
+use crate::runtime::Tasks;
+use crate::service::Service;
+
+/// Calls that want to know who asks.
+const INTERNAL: &str = "/rss.common.ShuffleServerInternal/";
+
+/// W3C trace context, as gRPC clients with tracing send it.
+const TRACEPARENT: &str = "traceparent";
+
+/// What every connection shares.
+#[derive(Debug)]
+pub(super) struct Router {
+    pub(super) config: GrpcConfig,
+    pub(super) service: Arc<Service>,
+    pub(super) routes: Routes,
+    pub(super) metrics: GrpcMetrics,
+    pub(super) tasks: Tasks,
+}
+
+impl Router {
+    /// Serves one call.
+    pub(super) async fn call(
+        self: Arc<Self>,
+        mut request: Request<Incoming>,
+        peer: Peer,
+    ) -> Result<Response<Body>, Infallible> {
+        let span = self.span(&request);
+        if request.uri().path().starts_with(INTERNAL) {
+            request.extensions_mut().insert(peer);
+        }
+        self.counted(request).in_span(span).await
+    }
+
+    /// The span of a call. Nothing is looked up when nothing is traced.
+    fn span(&self, request: &Request<Incoming>) -> Span {
+        if self.config.traces.is_off() {
+            return Span::noop();
+        }
+        let parent = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok());
+        self.config.traces.begin(label(request.uri().path()), parent)
+    }
+
+    async fn counted(self: Arc<Self>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
+        let _counted = self.metrics.begin(request.uri().path());
+        if request.uri().path() == SEND_SHUFFLE_DATA {
+            // Has its own deadline, because it goes on reading after it.
+            return Ok(ingest::send_shuffle_data(
+                &self.service,
+                &self.config,
+                &self.tasks,
+                &self.metrics.transit.send,
+                request.into_body(),
+            )
+            .await);
+        }
+        let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request))).await;
+        let answer =
+            answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
+        Ok(answer.unwrap_or_else(|status| {
+            note_broken_call(&self.service, &status);
+            status.into_http()
+        }))
+    }
+
+    /// A call whose request is small.
+    async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+        let max = self.config.read_request_bytes_max;
+        let TransitMetrics { memory, local_data, .. } = &self.metrics.transit;
+        match request.uri().path() {
+            REQUIRE_BUFFER => tickets::require_buffer(&self.service, max, request.into_body()).await,
+            GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, memory, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(&self.service, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_DATA => {
+                reads::local_data(&self.service, local_data, max, request.into_body()).await
+            }
+            _ => match self.routes.clone().oneshot(request).await {
+                Ok(response) => Ok(response),
+                Err(never) => match never {},
+            },
+        }
+    }
+}

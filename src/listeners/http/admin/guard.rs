@@ -1,0 +1,200 @@
+//! What every call of the administration must pass, and the trace that it leaves.
+//!
+//! Order: who asks (401, 403), then how (405), then what (the route). So a stranger learns nothing of the paths. A
+//! browser on this machine could be made to send a POST to a loopback port by any page it shows; browsers say
+//! `Origin` then, and without a token such a call is refused.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use super::{AdminMetrics, Token};
+use crate::listeners::http::serve::Peer;
+use crate::telemetry::AUDIT;
+
+/// Largest body of a call: 64 tags of 100 characters are a tenth of it.
+const BODY_BYTES_MAX: usize = 64 << 10;
+
+/// Between two log lines about callers that were turned away; the others are counted.
+const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The values of the label `result`.
+pub(super) const RESULTS: [&str; 3] = ["ok", "failed", "denied"];
+
+/// What a handler wants in the audit line, put into the extensions of its response.
+#[derive(Debug, Clone)]
+pub(super) struct Audited(pub(super) String);
+
+/// What stands at the gate.
+struct Gate {
+    token: Option<Token>,
+    metrics: AdminMetrics,
+    denied: Mutex<Denied>,
+}
+
+/// Callers turned away since the last log line.
+#[derive(Default)]
+struct Denied {
+    unlogged: u64,
+    logged: Option<Instant>,
+}
+
+/// Why somebody is not heard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Denial {
+    /// There is a token and this was not it.
+    Token,
+    /// There is no token, and the caller is elsewhere.
+    Remote,
+    /// ... or a page in a browser.
+    Browser,
+}
+
+impl Denial {
+    fn response(self) -> Response {
+        match self {
+            Self::Token => {
+                let scheme = [(header::WWW_AUTHENTICATE, "Bearer")];
+                (scheme, refusal(StatusCode::UNAUTHORIZED, "a bearer token is needed")).into_response()
+            }
+            Self::Remote => refusal(StatusCode::FORBIDDEN, "only callers on this machine, or a token"),
+            Self::Browser => refusal(StatusCode::FORBIDDEN, "not from a browser"),
+        }
+    }
+}
+
+/// Puts the gate before all routes of `router`, and before what is no route.
+pub(super) fn protect(router: Router, token: Option<Token>, metrics: AdminMetrics) -> Router {
+    let gate = Arc::new(Gate { token, metrics, denied: Mutex::default() });
+    router
+        .fallback(|| async { refusal(StatusCode::NOT_FOUND, "no such call") })
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(middleware::from_fn_with_state(gate, pass))
+}
+
+async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
+    let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+    if let Err(denial) = gate.admit(request.headers(), peer) {
+        let response = denial.response();
+        gate.note_denied(peer, response.status());
+        return response;
+    }
+    if request.method() != Method::POST {
+        gate.metrics.calls.with_label_values(&["failed"]).inc();
+        let allow = [(header::ALLOW, "POST")];
+        return (allow, refusal(StatusCode::METHOD_NOT_ALLOWED, "calls are POST only")).into_response();
+    }
+    let path = request.uri().path().to_owned();
+    let response = next.run(request).await;
+    let result = if response.status().is_success() { "ok" } else { "failed" };
+    gate.metrics.calls.with_label_values(&[result]).inc();
+    let detail = response.extensions().get::<Audited>().map_or("", |audited| audited.0.as_str());
+    let status = response.status().as_u16();
+    let peer = shown(peer);
+    tracing::info!(target: AUDIT, action = "admin call", call = %path, %peer, result, status, detail);
+    response
+}
+
+impl Gate {
+    fn admit(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<(), Denial> {
+        let Some(token) = &self.token else {
+            let is_local = peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback());
+            let is_browser = headers.contains_key(header::ORIGIN);
+            return match (is_local, is_browser) {
+                (true, false) => Ok(()),
+                (true, true) => Err(Denial::Browser),
+                (false, _) => Err(Denial::Remote),
+            };
+        };
+        let offered = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes());
+        let is_known = offered.and_then(bearer).is_some_and(|offered| token.is(offered));
+        if is_known { Ok(()) } else { Err(Denial::Token) }
+    }
+
+    fn note_denied(&self, peer: Option<SocketAddr>, status: StatusCode) {
+        self.metrics.calls.with_label_values(&["denied"]).inc();
+        let mut denied = self.denied.lock();
+        denied.unlogged += 1;
+        if denied.logged.is_some_and(|logged| logged.elapsed() < DENIED_LOG_INTERVAL) {
+            return;
+        }
+        denied.logged = Some(Instant::now());
+        let calls = std::mem::take(&mut denied.unlogged);
+        drop(denied);
+        let (peer, status) = (shown(peer), status.as_u16());
+        tracing::warn!(target: AUDIT, action = "admin call", %peer, result = "denied", status, calls);
+    }
+}
+
+/// The token of `Bearer TOKEN`; the scheme's case does not matter.
+fn bearer(value: &[u8]) -> Option<&[u8]> {
+    let (scheme, token) = value.split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| token.trim_ascii())
+}
+
+fn shown(peer: Option<SocketAddr>) -> String {
+    peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string())
+}
+
+/// An error with its reason.
+pub(super) fn refusal(status: StatusCode, reason: &str) -> Response {
+    let mut response = (status, axum::Json(serde_json::json!({ "error": reason }))).into_response();
+    response.extensions_mut().insert(Audited(reason.to_owned()));
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics;
+
+    fn gate(token: Option<&str>) -> Gate {
+        let registry = prometheus::Registry::new();
+        let calls = metrics::counter_vec(&registry, "calls", "calls", &["result"]).unwrap();
+        let token = token.map(|text| Token::parse(text).unwrap());
+        Gate { token, metrics: AdminMetrics { calls }, denied: Mutex::default() }
+    }
+
+    fn status(gate: &Gate, header: Option<(header::HeaderName, &str)>, peer: &str) -> Option<Denial> {
+        let mut headers = HeaderMap::new();
+        if let Some((name, value)) = header {
+            headers.insert(name, value.parse().unwrap());
+        }
+        gate.admit(&headers, Some(peer.parse().unwrap())).err()
+    }
+
+    #[test]
+    fn without_a_token_only_programs_on_this_machine_are_heard() {
+        let gate = gate(None);
+        for local in ["127.0.0.1:9", "127.8.8.8:9", "[::1]:9", "[::ffff:127.0.0.1]:9"] {
+            assert_eq!(status(&gate, None, local), None, "{local}");
+        }
+        for far in ["10.0.0.1:9", "[2001:db8::1]:9", "0.0.0.0:9"] {
+            assert_eq!(status(&gate, None, far), Some(Denial::Remote), "{far}");
+        }
+        let page = Some((header::ORIGIN, "http://evil.example"));
+        assert_eq!(status(&gate, page, "127.0.0.1:9"), Some(Denial::Browser));
+    }
+
+    #[test]
+    fn with_a_token_it_alone_decides() {
+        let gate = gate(Some("0123456789abcdef"));
+        let offer = |value| status(&gate, Some((header::AUTHORIZATION, value)), "10.0.0.1:9");
+        assert_eq!(offer("Bearer 0123456789abcdef"), None);
+        assert_eq!(offer("bearer  0123456789abcdef "), None);
+        for wrong in
+            ["Bearer 0123456789abcdeF", "Bearer ", "Bearer", "Basic 0123456789abcdef", "0123456789abcdef"]
+        {
+            assert_eq!(offer(wrong), Some(Denial::Token), "{wrong}");
+        }
+        assert_eq!(status(&gate, None, "127.0.0.1:9"), Some(Denial::Token));
+    }
+}

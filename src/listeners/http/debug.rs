@@ -1,0 +1,197 @@
+//! `/debug/…`: profiles of the process and the stacks of its tasks.
+//!
+//! What changes nothing is in [`routes`]; what does is in [`admin_routes`], which belong behind the administrator's listener.
+//! Parameters that are unknown, repeated or out of bounds are refused by name.
+
+use axum::Router;
+use axum::extract::{Extension, RawQuery, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use tokio::time::Duration;
+
+use super::serve::Deadline;
+use crate::profile::{Format, ProfileError, cpu, heap, tasks};
+use crate::runtime::Tasks;
+
+/// Length of a CPU profile when nothing is said: what `go tool pprof` asks for.
+const SECONDS_DEFAULT: u64 = 30;
+
+/// Paths that change nothing. The second name of the heap profile is riffle's.
+pub(super) fn routes(running: Tasks) -> Router {
+    Router::new()
+        .route("/debug/pprof/profile", get(cpu_profile))
+        .route("/debug/pprof/heap", get(heap_profile))
+        .route("/debug/heap/profile", get(heap_profile))
+        .route("/debug/tasks", get(task_dump))
+        .with_state(running)
+}
+
+/// Paths that change what the process does, for the administration's listener.
+pub fn admin_routes() -> Router {
+    Router::new()
+        .route("/admin/heap-profile/activate", post(|| async { done("active", heap::activate()) }))
+        .route("/admin/heap-profile/deactivate", post(|| async { done("inactive", heap::deactivate()) }))
+}
+
+fn done(state: &'static str, result: Result<(), ProfileError>) -> Response {
+    match result {
+        Ok(()) => axum::Json(serde_json::json!({ "heap_profiling": state })).into_response(),
+        Err(error) => refused(&error),
+    }
+}
+
+async fn cpu_profile(Extension(deadline): Extension<Deadline>, RawQuery(query): RawQuery) -> Response {
+    let request = match CpuRequest::parse(query.as_deref().unwrap_or_default()) {
+        Ok(request) => request,
+        Err(why) => return bad_request(why),
+    };
+    deadline.extend(request.duration);
+    answer("cpu", request.format, cpu::profile(request.duration, request.frequency, request.format).await)
+}
+
+async fn heap_profile(RawQuery(query): RawQuery) -> Response {
+    let format = parameters(query.as_deref().unwrap_or_default(), &["format"])
+        .and_then(|[text]| text.map_or(Ok(Format::Protobuf), format));
+    match format {
+        Ok(format) => answer("heap", format, heap::profile(format).await),
+        Err(why) => bad_request(why),
+    }
+}
+
+async fn task_dump(State(running): State<Tasks>) -> Response {
+    match tasks::dump(&running).await {
+        Ok(text) => text.into_response(),
+        Err(error) => refused(&error),
+    }
+}
+
+/// The parameters of a CPU profile, within bounds.
+#[derive(Debug, PartialEq, Eq)]
+struct CpuRequest {
+    duration: Duration,
+    frequency: u32,
+    format: Format,
+}
+
+impl CpuRequest {
+    fn parse(query: &str) -> Result<Self, String> {
+        let [seconds, frequency, text] = parameters(query, &["seconds", "frequency", "format"])?;
+        let seconds = seconds.map_or(Ok(SECONDS_DEFAULT), |text| bounded("seconds", text, cpu::SECONDS))?;
+        let frequencies = u64::from(*cpu::FREQUENCY.start())..=u64::from(*cpu::FREQUENCY.end());
+        let frequency = frequency
+            .map_or(Ok(cpu::FREQUENCY_DEFAULT.into()), |text| bounded("frequency", text, frequencies))?;
+        Ok(Self {
+            duration: Duration::from_secs(seconds),
+            frequency: u32::try_from(frequency).unwrap_or(cpu::FREQUENCY_DEFAULT),
+            format: text.map_or(Ok(Format::Protobuf), format)?,
+        })
+    }
+}
+
+/// The values of the parameters named by `known`, in their order.
+fn parameters<'q, const N: usize>(
+    query: &'q str,
+    known: &[&'static str; N],
+) -> Result<[Option<&'q str>; N], String> {
+    let mut values = [None; N];
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let Some(at) = known.iter().position(|known| *known == name) else {
+            return Err(format!("no parameter {:?}; there are: {}", shortened(name), known.join(", ")));
+        };
+        if values[at].replace(value).is_some() {
+            return Err(format!("{name} is given twice"));
+        }
+    }
+    Ok(values)
+}
+
+fn bounded(name: &str, text: &str, bounds: std::ops::RangeInclusive<u64>) -> Result<u64, String> {
+    text.parse().ok().filter(|value| bounds.contains(value)).ok_or_else(|| {
+        let shown = shortened(text);
+        format!("{name}={shown}: a whole number from {} to {} is allowed", bounds.start(), bounds.end())
+    })
+}
+
+fn format(text: &str) -> Result<Format, String> {
+    match text {
+        "pprof" | "protobuf" | "pb" => Ok(Format::Protobuf),
+        "svg" | "flamegraph" => Ok(Format::Svg),
+        _ => Err(format!("format={}: pprof and svg are allowed", shortened(text))),
+    }
+}
+
+/// Enough of what a client sent to know it again.
+fn shortened(text: &str) -> String {
+    text.chars().take(40).collect()
+}
+
+fn answer(name: &str, format: Format, profile: Result<Vec<u8>, ProfileError>) -> Response {
+    match (profile, format) {
+        (Err(error), _) => refused(&error),
+        (Ok(svg), Format::Svg) => ([(header::CONTENT_TYPE, "image/svg+xml")], svg).into_response(),
+        (Ok(profile), Format::Protobuf) => {
+            let disposition = format!("attachment; filename=\"{name}.pb\"");
+            let headers = [
+                (header::CONTENT_TYPE, "application/octet-stream"),
+                (header::CONTENT_DISPOSITION, &disposition),
+            ];
+            (headers, profile).into_response()
+        }
+    }
+}
+
+fn bad_request(why: String) -> Response {
+    (StatusCode::BAD_REQUEST, why + "\n").into_response()
+}
+
+fn refused(error: &ProfileError) -> Response {
+    let status = match error {
+        ProfileError::Busy | ProfileError::Inactive => StatusCode::CONFLICT,
+        ProfileError::Unavailable(_) => StatusCode::NOT_IMPLEMENTED,
+        ProfileError::Failed(why) => {
+            tracing::error!(%why, "a profile failed");
+            StatusCode::INTERNAL_SERVER_ERROR
+        }
+    };
+    (status, format!("{error}\n")).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absurd_parameters_are_refused_by_name() {
+        let long = format!("seconds={}", "9".repeat(8000));
+        let cases = [
+            ("seconds=0", "seconds=0: a whole number from 1 to 300"),
+            ("seconds=301", "seconds=301:"),
+            ("seconds=-1", "seconds=-1:"),
+            ("seconds=1e9", "seconds=1e9:"),
+            ("seconds", "seconds=:"),
+            (long.as_str(), "seconds=9999"),
+            ("frequency=1001", "frequency=1001: a whole number from 1 to 1000"),
+            ("frequency=0", "frequency=0:"),
+            ("format=exe", "format=exe: pprof and svg"),
+            ("seconds=1&seconds=2", "seconds is given twice"),
+            ("sekunden=1", "no parameter \"sekunden\"; there are: seconds, frequency, format"),
+        ];
+        for (query, expected) in cases {
+            let why = CpuRequest::parse(query).unwrap_err();
+            assert!(why.starts_with(expected) && why.len() < 200, "{query}: {why}");
+        }
+    }
+
+    #[test]
+    fn parameters_have_defaults() {
+        let request = CpuRequest::parse("").unwrap();
+        assert_eq!(
+            (request.duration.as_secs(), request.frequency, request.format),
+            (30, 99, Format::Protobuf)
+        );
+        let request = CpuRequest::parse("format=svg&seconds=300&frequency=1000").unwrap();
+        assert_eq!((request.duration.as_secs(), request.frequency, request.format), (300, 1000, Format::Svg));
+    }
+}

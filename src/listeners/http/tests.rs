@@ -1,0 +1,154 @@
+//! Tests of the HTTP listener over real sockets on port 0.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use prometheus::IntGauge;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::*;
+use crate::runtime::Tasks;
+
+const CONFIG: HttpConfig = HttpConfig { max_connections: 2, request_timeout: Duration::from_secs(30) };
+
+struct TestServer {
+    address: SocketAddr,
+    tasks: Tasks,
+    is_ready: Arc<AtomicBool>,
+    registry: Registry,
+}
+
+async fn listener() -> TestServer {
+    let registry = Registry::new();
+    let gauge = IntGauge::new("refreshed", "how often gauges were refreshed").unwrap();
+    registry.register(Box::new(gauge.clone())).unwrap();
+    let is_ready = Arc::new(AtomicBool::new(true));
+    let asked = Arc::clone(&is_ready);
+    let ready: Ready =
+        Arc::new(move || asked.load(Ordering::Relaxed).then_some(()).ok_or("no disk".to_owned()));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tasks = Tasks::new();
+    let refresh = Arc::new(move || gauge.inc());
+    let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
+    let pages = Pages { registry: registry.clone(), refresh, ready, losses, mounted: Router::new() };
+    HttpServer::start(CONFIG, listener, None, pages, &tasks).unwrap();
+    TestServer { address, tasks, is_ready, registry }
+}
+
+impl TestServer {
+    async fn ask(&self, path: &str) -> (String, String) {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")).await
+    }
+
+    /// Head and body of the answer to `request`.
+    async fn send(&self, request: &str) -> (String, String) {
+        let mut stream = TcpStream::connect(self.address).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = Vec::new();
+        // A refusal may reset the connection behind the answer while request bytes are still unread.
+        let _ = stream.read_to_end(&mut answer).await;
+        let text = String::from_utf8(answer).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
+        (head.to_owned(), body.to_owned())
+    }
+
+    async fn close(self) {
+        self.tasks.cancel();
+        self.tasks.drained().await;
+        assert_eq!(self.tasks.running(), 0);
+        let families = self.registry.gather();
+        let connections = families.iter().find(|family| family.name() == "http_connection_number").unwrap();
+        assert_eq!(connections.get_metric()[0].get_gauge().get_value(), 0.0);
+    }
+}
+
+#[tokio::test]
+async fn metrics_are_refreshed_and_gathered() {
+    let listener = listener().await;
+    for (asked, path) in (1..).zip(["/metrics", "/prometheus/metrics", "/prometheus/metrics/server"]) {
+        let (head, body) = listener.ask(path).await;
+        assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/plain; version=0.0.4"), "{head}");
+        assert!(body.contains(&format!("\nrefreshed {asked}\n")), "{body}");
+        assert!(body.contains("\nhttp_connection_number ") && body.contains("\npanic_signal "), "{body}");
+    }
+    listener.close().await;
+}
+
+#[tokio::test]
+async fn an_ordinary_client_is_answered() {
+    let listener = listener().await;
+    let answer = reqwest::get(format!("http://{}/", listener.address)).await.unwrap();
+    assert_eq!(answer.status(), 200);
+    let text = answer.text().await.unwrap();
+    assert!(text.starts_with("<!doctype html>") && text.contains("/health/ready"), "{text}");
+    listener.close().await;
+}
+
+#[tokio::test]
+async fn ready_says_why_not_and_live_does_not_care() {
+    let listener = listener().await;
+    assert!(listener.ask("/health/ready").await.0.starts_with("HTTP/1.1 200"));
+    listener.is_ready.store(false, Ordering::Relaxed);
+    let (head, body) = listener.ask("/health/ready").await;
+    assert!(head.starts_with("HTTP/1.1 503"), "{head}");
+    assert_eq!(body, "no disk\n");
+    assert!(listener.ask("/health/live").await.0.starts_with("HTTP/1.1 200"));
+    listener.close().await;
+}
+
+#[tokio::test]
+async fn other_paths_and_methods_are_refused() {
+    let listener = listener().await;
+    assert!(listener.ask("/admin?kill").await.0.starts_with("HTTP/1.1 404"));
+    let post = "POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n";
+    assert!(listener.send(post).await.0.starts_with("HTTP/1.1 405"));
+    assert!(listener.send("\0\0\0\0garbage\r\n\r\n").await.0.starts_with("HTTP/1.1 400"));
+    listener.close().await;
+}
+
+#[tokio::test]
+async fn long_urls_and_many_headers_are_refused() {
+    let listener = listener().await;
+    let url = format!("GET /{} HTTP/1.1\r\nHost: x\r\n\r\n", "x".repeat(9000));
+    let headers = format!("GET / HTTP/1.1\r\nHost: x\r\n{}\r\n", "a: b\r\n".repeat(100));
+    for request in [url, headers] {
+        let (head, _) = listener.send(&request).await;
+        assert!(head.starts_with("HTTP/1.1 4"), "{head}");
+    }
+    assert!(listener.ask("/health/live").await.0.starts_with("HTTP/1.1 200"));
+    listener.close().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn slow_clients_are_cut_and_make_room_for_the_next() {
+    let listener = listener().await;
+    let mut slow = Vec::new();
+    for _ in 0..CONFIG.max_connections {
+        let mut stream = TcpStream::connect(listener.address).await.unwrap();
+        stream.write_all(b"GET / HTT").await.unwrap();
+        slow.push(stream);
+    }
+    // Both places are taken: this one waits until the clock, which runs ahead when all wait, cuts the slow ones.
+    assert!(listener.ask("/health/live").await.0.starts_with("HTTP/1.1 200"));
+    for mut stream in slow {
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await;
+        assert!(!answer.starts_with(b"HTTP/1.1 200"));
+    }
+    listener.close().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn cancelling_does_not_wait_for_slow_clients() {
+    let listener = listener().await;
+    let before = tokio::time::Instant::now();
+    let mut slow = TcpStream::connect(listener.address).await.unwrap();
+    slow.write_all(b"GET / HTT").await.unwrap();
+    while listener.tasks.running() < 2 {
+        tokio::task::yield_now().await;
+    }
+    listener.close().await;
+    assert!(before.elapsed() < CONFIG.request_timeout);
+}

@@ -1,0 +1,181 @@
+//! Answers requests that are complete: calls the service and encodes the head of the reply.
+//!
+//! Every refusal goes out in the type that the request's success would have (PROTOCOL §7.5), with empty lists: clients
+//! cast a reply to the type that they expect.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use fastrace::future::FutureExt as _;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::proto::StatusCode;
+use crate::runtime::Tasks;
+use crate::service::{MemoryAnswer, MemoryReadRequest, ServiceError};
+use uniffle_wire::DecodeError;
+use uniffle_wire::frame::FrameType;
+use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
+use uniffle_wire::request::ReadRequest;
+
+use super::Shared;
+use super::ingest::{Blame, Refusal};
+use super::writer::{Body, Outbox, Outgoing, Ticket};
+
+/// This listener in the log.
+pub(super) const DOOR: &str = "tcp";
+/// Java's word for success, in every reply.
+const OK: &str = "OK";
+/// Java's words for a read of the server-side merge, which this worker does not do.
+const MERGE_DISABLED: &str = "Remote merge is disabled";
+/// `MergeState.INTERNAL_ERROR` of Java.
+const MERGE_STATE_ERROR: i32 = 3;
+
+/// Local answers that one connection has under way: one on the socket, and one that is ready when it is its turn.
+/// So a peer that reads slowly holds one of `TcpConfig::local_reads_in_flight_max`, whatever it asks for.
+pub(super) const LOCAL_TURNS: usize = 2;
+
+/// A reply's head and body.
+pub(super) type Reply = (Bytes, Body);
+
+/// The reply to a send that was committed.
+pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
+    success(request_id, ReplyFields::Rpc, Body::Empty, 0)
+        .unwrap_or_else(|refusal| refused(shared, FrameType::Send, request_id, &refusal))
+}
+
+/// The reply to a request of type `kind` that was refused.
+pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal: &Refusal) -> Reply {
+    match &refusal.blame {
+        Blame::Nobody => {}
+        Blame::Format => shared.service.note_malformed(DOOR, &refusal.text),
+        Blame::Service(error) => shared.service.note_refusal(DOOR, error),
+    }
+    let fields = match kind {
+        FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {
+            ReplyFields::LocalIndex { data_length: 0 }
+        }
+        FrameType::LocalData
+        | FrameType::LocalDataV2
+        | FrameType::LocalDataV3
+        | FrameType::LocalDataReply => ReplyFields::LocalData,
+        FrameType::Memory | FrameType::MemoryReply => ReplyFields::Memory(&[]),
+        FrameType::Sorted | FrameType::SortedReply => {
+            ReplyFields::Sorted { next_block_id: -1, state: MERGE_STATE_ERROR }
+        }
+        FrameType::Send | FrameType::RpcReply => ReplyFields::Rpc,
+    };
+    let prefix = ReplyPrefix { request_id, status: refusal.status.into(), message: &refusal.text };
+    let mut head = BytesMut::new();
+    let encoded = encode_head(prefix, fields, 0, &mut head);
+    debug_assert!(encoded.is_ok(), "a refusal fits a frame");
+    (head.freeze(), Body::Empty)
+}
+
+fn success(request_id: i64, fields: ReplyFields<'_>, body: Body, body_bytes: u64) -> Result<Reply, Refusal> {
+    let prefix = ReplyPrefix { request_id, status: StatusCode::Success.into(), message: OK };
+    let mut head = BytesMut::new();
+    encode_head(prefix, fields, body_bytes, &mut head)?;
+    Ok((head.freeze(), body))
+}
+
+/// The reply to a read of sorted data.
+pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
+    if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
+        shared.metrics.of(FrameType::Sorted).transit.arrived(request.timestamp_ms);
+    }
+    let refusal =
+        Refusal { status: StatusCode::InternalError, text: MERGE_DISABLED.to_owned(), blame: Blame::Nobody };
+    refused(shared, FrameType::Sorted, request_id, &refusal)
+}
+
+/// The reply to a read of memory.
+pub(super) fn memory(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
+    let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
+    read_memory(shared, request_id, message)
+        .unwrap_or_else(|refusal| refused(shared, FrameType::Memory, request_id, &refusal))
+}
+
+fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply, Refusal> {
+    let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
+        return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
+    };
+    shared.metrics.of(FrameType::Memory).transit.arrived(request.timestamp_ms);
+    let MemoryAnswer { read, answering } = shared.service.read_memory(MemoryReadRequest {
+        app: request.target.app,
+        shuffle: request.target.shuffle,
+        partition: request.target.partition,
+        last_block_id: request.last_block_id,
+        read_buffer_size: request.read_buffer_size,
+        task_filter: request.task_filter,
+    })?;
+    success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
+}
+
+/// A read of local index or data, a task of its own.
+#[derive(Debug)]
+pub(super) struct LocalRead {
+    pub(super) shared: Arc<Shared>,
+    pub(super) outbox: Outbox,
+    pub(super) connection: Tasks,
+    pub(super) turns: Arc<Semaphore>,
+    pub(super) kind: FrameType,
+    pub(super) request_id: i64,
+    pub(super) message: Vec<u8>,
+    pub(super) ticket: Ticket,
+}
+
+impl LocalRead {
+    /// Answers, unless the connection ends before.
+    pub(super) async fn run(mut self) {
+        let cancelled = self.connection.cancelled();
+        let name = if self.kind == FrameType::LocalIndex {
+            "tcp getLocalShuffleIndex"
+        } else {
+            "tcp getLocalShuffleData"
+        };
+        let span = self.shared.config.traces.begin(name, None);
+        let (head, body) = tokio::select! {
+            biased;
+            answer = self.answer().in_span(span) => match answer {
+                Ok(reply) => reply,
+                Err(refusal) => refused(&self.shared, self.kind, self.request_id, &refusal),
+            },
+            () = cancelled => return,
+        };
+        self.outbox.post(Outgoing { head, body, ticket: self.ticket });
+    }
+
+    async fn answer(&mut self) -> Result<Reply, Refusal> {
+        let request = ReadRequest::decode(self.kind, &self.message)?;
+        // The index's request does not say when it was sent.
+        if let ReadRequest::LocalData(request) = &request {
+            self.ticket.counted.metrics().transit.arrived(request.timestamp_ms);
+        }
+        self.ticket.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
+        let wait = self.shared.config.local_read_wait;
+        let permit = timeout(wait, Arc::clone(&self.shared.local_reads).acquire_owned()).await;
+        let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+        self.ticket.read = permit.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?.ok();
+        let service = &self.shared.service;
+        let target = request.target();
+        let (fields, length, chunks) = match &request {
+            ReadRequest::LocalIndex(_) => {
+                let answer = service.read_index(target.app, target.shuffle, target.partition).await?;
+                let data_length = i64::try_from(answer.data_length).unwrap_or(i64::MAX);
+                (ReplyFields::LocalIndex { data_length }, answer.length, answer.chunks)
+            }
+            ReadRequest::LocalData(range) => {
+                let (offset, length) = (range.offset, range.length);
+                let answer =
+                    service.read_data(target.app, target.shuffle, target.partition, offset, length).await?;
+                (ReplyFields::LocalData, answer.length, answer.chunks)
+            }
+            ReadRequest::Memory(_) | ReadRequest::Sorted(_) => {
+                return Err(DecodeError::UnknownType(self.kind.id()).into());
+            }
+        };
+        let body = if length == 0 { Body::Empty } else { Body::Stream { length, chunks: Box::new(chunks) } };
+        success(self.request_id, fields, body, length)
+    }
+}

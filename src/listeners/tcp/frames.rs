@@ -1,0 +1,372 @@
+//! Walks the frames of one connection, fed with whatever the socket gives. Never waits and never keeps a chunk.
+//!
+//! Two kinds of faults: a frame whose header cannot be right, or that has no request id, ends the connection, because
+//! nothing after it can be trusted. Anything else is refused with a status once the rest of the frame, whose length is
+//! known, went by. A refused send holds no memory while it does.
+
+use std::sync::Arc;
+
+use bytes::BufMut;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
+
+use crate::proto::StatusCode;
+use crate::runtime::Tasks;
+use uniffle_wire::DecodeError;
+use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::request::request_id;
+use uniffle_wire::send_frame::SendWalker;
+
+use super::Shared;
+use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
+use super::ingest::{Blame, Ingest, Refusal};
+use super::metrics::InProgress;
+use super::writer::{Outbox, Outgoing, Ticket};
+
+/// Incomplete read requests up to this size are bounded by the number of connections, larger ones by their sum.
+const SMALL_REQUEST_BYTES: u32 = 64 << 10;
+/// Every message begins with its request id.
+const REQUEST_ID_BYTES: usize = 8;
+
+/// What must be there before more can be walked.
+#[derive(Debug)]
+pub(super) enum Wanted {
+    /// Bytes.
+    Bytes,
+    /// A place among the connection's requests in flight.
+    Request,
+    /// A place among the listener's memory reads.
+    MemoryRead,
+}
+
+/// Where in a frame the connection is.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one per connection, and a send is the common case")]
+enum Phase {
+    Header {
+        bytes: [u8; HEADER_BYTES],
+        have: usize,
+    },
+    Send(Ingest),
+    Read(PartialRead),
+    /// The rest of a refused frame.
+    Drain(Drain),
+}
+
+impl Phase {
+    const START: Self = Self::Header { bytes: [0; HEADER_BYTES], have: 0 };
+}
+
+/// A read request of which a part has come.
+#[derive(Debug)]
+struct PartialRead {
+    kind: FrameType,
+    message_bytes: usize,
+    message: Vec<u8>,
+    _large: Option<OwnedSemaphorePermit>,
+}
+
+/// What is left of a frame whose answer is certain.
+#[derive(Debug)]
+struct Drain {
+    kind: FrameType,
+    left: u64,
+    /// The request id, as far as it has come.
+    id: Vec<u8>,
+    refusal: Refusal,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Frames {
+    shared: Arc<Shared>,
+    outbox: Outbox,
+    connection: Tasks,
+    requests: Arc<Semaphore>,
+    turns: Arc<Semaphore>,
+    phase: Phase,
+    walker: SendWalker,
+    /// The current or next request's place.
+    place: Option<OwnedSemaphorePermit>,
+    /// A memory read that waits for its place.
+    memory_read: Option<(i64, Vec<u8>)>,
+    /// When the current frame's first byte came.
+    began: Option<Instant>,
+    /// Counts the current frame's request, from its header on.
+    counted: Option<InProgress>,
+    /// The listener closes: nothing behind the current frame is taken from the socket.
+    aligned: bool,
+}
+
+impl Frames {
+    pub(super) fn new(shared: Arc<Shared>, outbox: Outbox, connection: Tasks) -> Self {
+        let requests = Arc::new(Semaphore::new(shared.config.requests_in_flight_per_connection_max));
+        Self {
+            shared,
+            outbox,
+            connection,
+            requests,
+            turns: Arc::new(Semaphore::new(LOCAL_TURNS)),
+            phase: Phase::START,
+            walker: SendWalker::new(0),
+            place: None,
+            memory_read: None,
+            began: None,
+            counted: None,
+            aligned: false,
+        }
+    }
+
+    /// When the frame that is arriving began; `None` between frames.
+    pub(super) fn began(&self) -> Option<Instant> {
+        self.began
+    }
+
+    /// Whether a reply is owed or on its way.
+    pub(super) fn is_busy(&self) -> bool {
+        let free = self.requests.available_permits() + usize::from(self.place.is_some());
+        free < self.shared.config.requests_in_flight_per_connection_max
+    }
+
+    /// From here on no more is taken from the socket than the current frame needs.
+    pub(super) fn align(&mut self) {
+        self.aligned = true;
+    }
+
+    /// Whether nothing more is to be read: see [`Frames::align`].
+    pub(super) fn is_at_end(&self) -> bool {
+        self.aligned && self.memory_read.is_none() && matches!(self.phase, Phase::Header { have: 0, .. })
+    }
+
+    /// Bytes to take from the socket next. Between frames few, so that little is left over when the requests in
+    /// them cannot go on; in a send up to a whole chunk.
+    pub(super) fn bytes_wanted(&self) -> usize {
+        let in_frame = match &self.phase {
+            Phase::Send(_) => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
+            Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
+            Phase::Header { have, .. } if self.aligned => HEADER_BYTES - have,
+            Phase::Read(read) if self.aligned => read.message_bytes - read.message.len(),
+            Phase::Header { .. } | Phase::Read(_) => 0,
+        };
+        if self.aligned {
+            return in_frame.clamp(1, self.shared.config.chunk_bytes);
+        }
+        in_frame.saturating_add(SMALL_REQUEST_BYTES as usize).min(self.shared.config.chunk_bytes)
+    }
+
+    /// What must be there before [`Frames::walk`] gets on.
+    pub(super) fn wanted(&mut self) -> Wanted {
+        if self.memory_read.is_some() {
+            return Wanted::MemoryRead;
+        }
+        let between = matches!(self.phase, Phase::Header { have: 0, .. });
+        if between && self.place.is_none() {
+            self.place = Arc::clone(&self.requests).try_acquire_owned().ok();
+            if self.place.is_none() {
+                return Wanted::Request;
+            }
+        }
+        Wanted::Bytes
+    }
+
+    /// The semaphores behind [`Wanted`].
+    pub(super) fn request_places(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.requests)
+    }
+
+    /// A place for the next request.
+    pub(super) fn give_place(&mut self, place: OwnedSemaphorePermit) {
+        self.place = Some(place);
+    }
+
+    /// A place for the memory read that waits.
+    pub(super) fn give_memory_read(&mut self, permit: OwnedSemaphorePermit) {
+        if let Some((id, message)) = self.memory_read.take() {
+            self.answer_memory(id, &message, permit);
+        }
+    }
+
+    /// Walks `chunk`; returns how much of it, which is less than all when something else is wanted first.
+    ///
+    /// # Errors
+    /// The stream cannot be followed any further.
+    pub(super) fn walk(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+        let mut rest = chunk;
+        while !rest.is_empty() && matches!(self.wanted(), Wanted::Bytes) {
+            let taken = match &mut self.phase {
+                Phase::Header { .. } => self.walk_header(rest)?,
+                Phase::Send(_) => self.walk_send(rest)?,
+                Phase::Read(_) => self.walk_read(rest)?,
+                Phase::Drain(_) => self.walk_drain(rest)?,
+            };
+            rest = &rest[taken..];
+        }
+        Ok(chunk.len() - rest.len())
+    }
+
+    fn walk_header(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+        let Phase::Header { bytes, have } = &mut self.phase else { return Ok(0) };
+        if *have == 0 {
+            self.began = Some(Instant::now());
+        }
+        let taken = chunk.len().min(HEADER_BYTES - *have);
+        bytes[*have..*have + taken].copy_from_slice(&chunk[..taken]);
+        *have += taken;
+        if *have == HEADER_BYTES {
+            let header = FrameHeader::decode_request(bytes, self.shared.config.frame_bytes_max)?;
+            self.counted = Some(self.shared.metrics.of(header.kind).begin());
+            self.phase = self.begin(header);
+        }
+        Ok(taken)
+    }
+
+    fn begin(&mut self, header: FrameHeader) -> Phase {
+        let FrameHeader { message_bytes, kind, .. } = header;
+        if kind == FrameType::Send {
+            self.walker.restart(message_bytes);
+            let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
+            return Phase::Send(Ingest::new(Arc::clone(&self.shared.service), message_bytes, span));
+        }
+        let drain =
+            |refusal| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), refusal });
+        let max = self.shared.config.read_request_bytes_max;
+        if message_bytes > max {
+            let (len, max) = (u64::from(message_bytes), u64::from(max));
+            return drain(DecodeError::TooLarge { what: "read request", len, max }.into());
+        }
+        let mut large = None;
+        if message_bytes > SMALL_REQUEST_BYTES {
+            large = Arc::clone(&self.shared.large_requests).try_acquire_many_owned(message_bytes).ok();
+            if large.is_none() {
+                let text = "no memory for a request of this size, try again".to_owned();
+                return drain(Refusal { status: StatusCode::NoBuffer, text, blame: Blame::Nobody });
+            }
+        }
+        let message_bytes = message_bytes as usize;
+        Phase::Read(PartialRead { kind, message_bytes, message: Vec::new(), _large: large })
+    }
+
+    fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+        let Phase::Send(ingest) = &mut self.phase else { return Ok(0) };
+        let left = self.walker.left();
+        let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
+        let outcome = match self.walker.feed(&chunk[..taken], ingest) {
+            Ok(false) => return Ok(taken),
+            Ok(true) => {
+                self.shared.metrics.of(FrameType::Send).transit.arrived(self.walker.timestamp_ms());
+                ingest.commit()
+            }
+            Err(refusal) => Err(refusal),
+        };
+        // A request that ends before its id has come cannot be answered.
+        let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
+        match outcome {
+            Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
+            Err(refusal) => {
+                let left = left - taken as u64;
+                self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), refusal });
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Drops what the request holds, and answers when nothing of its frame is left.
+    fn refuse(&mut self, drain: Drain) {
+        let refusal = &drain.refusal;
+        tracing::debug!(kind = ?drain.kind, status = ?refusal.status, text = %refusal.text, "tcp request refused");
+        if drain.left > 0 {
+            self.phase = Phase::Drain(drain);
+        } else if let Some(id) = request_id(&drain.id) {
+            self.reply(dispatch::refused(&self.shared, drain.kind, id, refusal));
+        }
+    }
+
+    fn walk_drain(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+        let Phase::Drain(drain) = &mut self.phase else { return Ok(0) };
+        let taken = usize::try_from(drain.left).unwrap_or(usize::MAX).min(chunk.len());
+        let of_id = taken.min(REQUEST_ID_BYTES - drain.id.len());
+        drain.id.put_slice(&chunk[..of_id]);
+        drain.left -= taken as u64;
+        if drain.left == 0 {
+            let id = request_id(&drain.id).ok_or(DecodeError::Incomplete)?;
+            let reply = dispatch::refused(&self.shared, drain.kind, id, &drain.refusal);
+            self.reply(reply);
+        }
+        Ok(taken)
+    }
+
+    fn walk_read(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
+        let Phase::Read(read) = &mut self.phase else { return Ok(0) };
+        let kind = read.kind;
+        let taken = (read.message_bytes - read.message.len()).min(chunk.len());
+        if taken == read.message_bytes {
+            self.complete(kind, &chunk[..taken])?;
+            return Ok(taken);
+        }
+        read.message.extend_from_slice(&chunk[..taken]);
+        if read.message.len() == read.message_bytes {
+            let message = std::mem::take(&mut read.message);
+            self.complete(kind, &message)?;
+        }
+        Ok(taken)
+    }
+
+    /// Answers a read request that has come whole, or hands it to a task.
+    fn complete(&mut self, kind: FrameType, message: &[u8]) -> Result<(), DecodeError> {
+        let id = request_id(message).ok_or(DecodeError::Incomplete)?;
+        if kind == FrameType::Sorted {
+            self.reply(dispatch::sorted(&self.shared, id, message));
+        } else if kind == FrameType::Memory {
+            match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
+                Ok(permit) => self.answer_memory(id, message, permit),
+                Err(_) => self.memory_read = Some((id, message.to_vec())),
+            }
+        } else {
+            self.read_local(kind, id, message.to_vec());
+        }
+        Ok(())
+    }
+
+    fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
+        let (head, body) = dispatch::memory(&self.shared, id, message);
+        if let Some(mut ticket) = self.finish() {
+            ticket.read = Some(permit);
+            self.outbox.post(Outgoing { head, body, ticket });
+        }
+    }
+
+    fn read_local(&mut self, kind: FrameType, request_id: i64, message: Vec<u8>) {
+        let Some(ticket) = self.finish() else { return };
+        let read = LocalRead {
+            shared: Arc::clone(&self.shared),
+            outbox: self.outbox.clone(),
+            connection: self.connection.clone(),
+            turns: Arc::clone(&self.turns),
+            kind,
+            request_id,
+            message,
+            ticket,
+        };
+        self.connection.spawn_linked("tcp local read", read.run());
+    }
+
+    fn reply(&mut self, (head, body): Reply) {
+        if let Some(ticket) = self.finish() {
+            self.outbox.post(Outgoing { head, body, ticket });
+        }
+    }
+
+    /// Ends the current frame; what its reply has to give back.
+    fn finish(&mut self) -> Option<Ticket> {
+        let received = Instant::now();
+        let counted = self.counted.take();
+        if let (Some(began), Some(counted)) = (self.began.take(), &counted) {
+            counted.metrics().parsing.observe(received.duration_since(began).as_secs_f64());
+        }
+        self.phase = Phase::START;
+        let request = self.place.take();
+        debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
+        let (request, counted) = (request?, counted?);
+        Some(Ticket { request, read: None, turn: None, answering: None, received, counted })
+    }
+}

@@ -1,0 +1,220 @@
+//! Takes what the socket has into the thread's chunk and lets [`Frames`] walk it there.
+//!
+//! The chunk belongs to the thread, because a chunk is walked at once and is free again before anything is awaited: it
+//! stays in the core's cache, and a thousand connections need no more of them than ten. Only bytes that wait for a
+//! permit are copied aside, at most 64 KiB.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, ReadBuf};
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use crate::runtime::Tasks;
+use uniffle_wire::DecodeError;
+
+use super::Shared;
+use super::accept::KeptHalf;
+use super::dispatch::DOOR;
+use super::frames::{Frames, Wanted};
+use super::writer::Outbox;
+
+/// Reads in a row after which others get the thread: with 256 KiB each, 4 MiB or about a millisecond.
+const READS_IN_A_ROW: u32 = 16;
+
+thread_local! {
+    /// Scratch space, without meaning between two polls.
+    static CHUNK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Why a connection is not read any further.
+#[derive(Debug, thiserror::Error)]
+enum End {
+    #[error("the peer closed")]
+    Closed,
+    #[error("the peer closed in the middle of a frame")]
+    Cut,
+    #[error("the peer did not complete a frame in time")]
+    Stalled,
+    #[error("no traffic")]
+    Idle,
+    #[error("the listener closes")]
+    ListenerCloses,
+    #[error("{0}")]
+    Broken(#[from] DecodeError),
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Reader {
+    shared: Arc<Shared>,
+    socket: OwnedReadHalf,
+    frames: Frames,
+    connection: Tasks,
+    /// Bytes that were read but cannot be walked yet.
+    left_over: Vec<u8>,
+    last_read: Instant,
+    /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
+    /// touches the timer.
+    alarm: Pin<Box<Sleep>>,
+    kept: KeptHalf,
+}
+
+impl Reader {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        socket: OwnedReadHalf,
+        outbox: Outbox,
+        connection: Tasks,
+        kept: KeptHalf,
+    ) -> Self {
+        let frames = Frames::new(Arc::clone(&shared), outbox, connection.clone());
+        let now = Instant::now();
+        let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
+        Self { shared, socket, frames, connection, left_over: Vec::new(), last_read: now, alarm, kept }
+    }
+
+    /// Reads until the peer closes or breaks the protocol, the listener closes between two requests, or the connection is
+    /// cancelled. Replies that are owed are still written, except to a peer that stalls.
+    pub(super) async fn run(mut self) {
+        let connection = self.connection.clone();
+        let shared = Arc::clone(&self.shared);
+        let end = tokio::select! {
+            // Cancelled first: a writer that gave up frees places, and what was left over must not be walked for it.
+            biased;
+            () = connection.cancelled() => return,
+            // Nothing is lost with the read that is dropped here: it keeps nothing to itself while it waits.
+            () = connection.closing() => None,
+            end = self.read() => Some(end),
+        };
+        let end = match end {
+            Some(end) => end,
+            None => {
+                self.frames.align();
+                tokio::select! {
+                    biased;
+                    () = connection.cancelled() => return,
+                    end = self.read() => end,
+                }
+            }
+        };
+        match &end {
+            End::ListenerCloses => {
+                if shared.handover.has_begun() {
+                    *self.kept.lock() = Some(self.socket);
+                }
+                return;
+            }
+            End::Closed | End::Idle => {}
+            End::Stalled => {
+                connection.cancel();
+                shared.metrics.exceptions.inc();
+            }
+            End::Cut | End::Io(_) => shared.metrics.exceptions.inc(),
+            End::Broken(error) => {
+                shared.metrics.exceptions.inc();
+                shared.service.note_malformed(DOOR, error);
+            }
+        }
+        tracing::debug!(%end, "tcp connection ended");
+    }
+
+    async fn read(&mut self) -> End {
+        let mut reads = 0;
+        loop {
+            if self.frames.is_at_end() && self.left_over.is_empty() {
+                return End::ListenerCloses;
+            }
+            let step = match self.frames.wanted() {
+                Wanted::Request => {
+                    if let Ok(place) = self.frames.request_places().acquire_owned().await {
+                        self.frames.give_place(place);
+                    }
+                    self.walk_left_over()
+                }
+                Wanted::MemoryRead => {
+                    if let Ok(permit) = Arc::clone(&self.shared.memory_reads).acquire_owned().await {
+                        self.frames.give_memory_read(permit);
+                    }
+                    self.walk_left_over()
+                }
+                Wanted::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
+                Wanted::Bytes => poll_fn(|context| self.poll_socket(context)).await,
+            };
+            if let Err(end) = step {
+                return end;
+            }
+            reads += 1;
+            if reads % READS_IN_A_ROW == 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    fn walk_left_over(&mut self) -> Result<(), End> {
+        let bytes = std::mem::take(&mut self.left_over);
+        let walked = self.frames.walk(&bytes)?;
+        self.left_over = bytes;
+        self.left_over.drain(..walked);
+        if self.left_over.is_empty() {
+            self.left_over = Vec::new();
+        }
+        Ok(())
+    }
+
+    /// Takes what the socket has and walks it.
+    fn poll_socket(&mut self, context: &mut Context<'_>) -> Poll<Result<(), End>> {
+        let wanted = self.frames.bytes_wanted();
+        let read = CHUNK.with_borrow_mut(|chunk| {
+            if chunk.len() < wanted {
+                chunk.resize(wanted, 0);
+            }
+            let mut buffer = ReadBuf::new(&mut chunk[..wanted]);
+            ready!(Pin::new(&mut self.socket).poll_read(context, &mut buffer))?;
+            let filled = buffer.filled();
+            if filled.is_empty() {
+                let end = if self.frames.began().is_some() { End::Cut } else { End::Closed };
+                return Poll::Ready(Err(end));
+            }
+            let walked = self.frames.walk(filled)?;
+            self.left_over.extend_from_slice(&filled[walked..]);
+            Poll::Ready(Ok(()))
+        });
+        if read.is_ready() {
+            self.last_read = Instant::now();
+            return read;
+        }
+        self.poll_deadline(context).map(Err)
+    }
+
+    /// Ready when the peer let a deadline pass.
+    fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<End> {
+        loop {
+            let (due, end) = match self.frames.began() {
+                Some(began) => (began + self.shared.config.fill_timeout, End::Stalled),
+                None => (self.last_read + self.shared.config.idle_timeout, End::Idle),
+            };
+            if due < self.alarm.deadline() {
+                self.alarm.as_mut().reset(due);
+            }
+            ready!(self.alarm.as_mut().poll(context));
+            let now = Instant::now();
+            if now >= due {
+                // A connection that waits for its replies is not idle.
+                if matches!(end, End::Stalled) || !self.frames.is_busy() {
+                    return Poll::Ready(end);
+                }
+                self.last_read = now;
+                continue;
+            }
+            self.alarm.as_mut().reset(due);
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Puts a connection's replies on its socket, in the order in which they became ready.
+//!
+//! Several small replies go out in one vectored write. The bytes of an answer lie where they are read from until the
+//! socket took them, and stay accounted there. A streamed answer whose disk fails in the middle closes the connection:
+//! its length was promised, and padding would be data.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+
+use bytes::{Buf, Bytes};
+use tokio::io::AsyncWriteExt;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::runtime::Tasks;
+use crate::service::{Answering, ChunkStream};
+
+use super::Shared;
+use super::accept::KeptHalf;
+use super::metrics::InProgress;
+
+/// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
+const PIECES_PER_WRITE: usize = 128;
+/// Replies are collected up to so many bytes before they are written.
+const BATCH_BYTES: usize = 1 << 20;
+
+/// What follows the head of a reply.
+#[derive(Debug)]
+pub(super) enum Body {
+    /// Nothing.
+    Empty,
+    /// Bytes in memory; the reader has them when the second part is dropped.
+    Pieces(Vec<Bytes>, Answering),
+    /// `length` bytes that are read from disk on the way.
+    Stream { length: u64, chunks: Box<ChunkStream> },
+}
+
+/// What a reply gives back when it was written, or given up.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    /// Of the connection.
+    #[expect(dead_code, reason = "held until the reply is written")]
+    pub(super) request: OwnedSemaphorePermit,
+    /// Of the listener: one of the memory reads, or of the local reads.
+    pub(super) read: Option<OwnedSemaphorePermit>,
+    /// Of the connection: one of its local reads.
+    pub(super) turn: Option<OwnedSemaphorePermit>,
+    /// Of the application: its answer from memory.
+    pub(super) answering: Option<Answering>,
+    /// When the request was complete.
+    pub(super) received: Instant,
+    /// Counts the request, and the time.
+    pub(super) counted: InProgress,
+}
+
+/// A reply that is ready.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    pub(super) head: Bytes,
+    pub(super) body: Body,
+    pub(super) ticket: Ticket,
+}
+
+/// The sending end of a connection's queue.
+#[derive(Debug, Clone)]
+pub(super) struct Outbox(mpsc::Sender<Outgoing>);
+
+impl Outbox {
+    /// Queues a reply. Every reply holds one of the connection's permits and there are no more places than those, so
+    /// only a writer that has ended can refuse; then nobody waits for the reply.
+    pub(super) fn post(&self, reply: Outgoing) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(reply) {
+            debug_assert!(false, "a reply without a permit");
+        }
+    }
+}
+
+/// The queue of a connection that may have `requests_max` requests in flight.
+pub(super) fn queue(requests_max: usize) -> (Outbox, mpsc::Receiver<Outgoing>) {
+    let (sender, receiver) = mpsc::channel(requests_max.max(1));
+    (Outbox(sender), receiver)
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Writer {
+    shared: Arc<Shared>,
+    socket: OwnedWriteHalf,
+    queue: mpsc::Receiver<Outgoing>,
+    connection: Tasks,
+    pieces: VecDeque<Bytes>,
+    kept: KeptHalf,
+}
+
+impl Writer {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        socket: OwnedWriteHalf,
+        queue: mpsc::Receiver<Outgoing>,
+        connection: Tasks,
+        kept: KeptHalf,
+    ) -> Self {
+        Self { shared, socket, queue, connection, pieces: VecDeque::new(), kept }
+    }
+
+    /// Writes until all senders of the queue are gone, the peer takes nothing, or the grace after a cancel is over.
+    pub(super) async fn run(mut self) {
+        let cancelled = self.connection.cancelled();
+        let grace = self.shared.config.shutdown_grace;
+        let end_of_grace = async move {
+            cancelled.await;
+            sleep(grace).await;
+        };
+        let connection = self.connection.clone();
+        let shared = Arc::clone(&self.shared);
+        let end = tokio::select! {
+            biased;
+            end = self.write_replies() => Some(end),
+            () = end_of_grace => None,
+        };
+        if let Some(Err(error)) = &end {
+            shared.metrics.exceptions.inc();
+            tracing::debug!(%error, "tcp connection: replies cannot be written");
+        }
+        connection.cancel();
+        if let Some(Ok(())) = end {
+            self.end().await;
+        }
+    }
+
+    /// Every reply was written: hands the connection over if the reader has left its half for that, else closes it.
+    async fn end(self) {
+        let kept = self.kept.lock().take();
+        match kept.map(|half| half.reunite(self.socket)) {
+            Some(Ok(stream)) => self.shared.handover.keep(stream),
+            Some(Err(halves)) => drop(halves),
+            None => {}
+        }
+    }
+
+    async fn write_replies(&mut self) -> io::Result<()> {
+        let mut batch = Vec::new();
+        while let Some(first) = self.queue.recv().await {
+            let mut stream = self.collect(first, &mut batch);
+            while stream.is_none()
+                && batch_has_room(&self.pieces)
+                && let Ok(next) = self.queue.try_recv()
+            {
+                stream = self.collect(next, &mut batch);
+            }
+            match stream {
+                None => self.flush().await?,
+                Some((length, chunks)) => self.stream(length, chunks, batch.last_mut()).await?,
+            }
+            for ticket in batch.drain(..) {
+                ticket.counted.answered(ticket.received.elapsed().as_secs_f64());
+            }
+        }
+        if self.kept.lock().is_some() {
+            return Ok(());
+        }
+        self.socket.shutdown().await
+    }
+
+    /// Adds a reply to what is to be written; a stream is handed back, for nothing may come behind it yet.
+    fn collect(&mut self, reply: Outgoing, batch: &mut Vec<Ticket>) -> Option<(u64, Box<ChunkStream>)> {
+        let Outgoing { head, body, mut ticket } = reply;
+        self.pieces.push_back(head);
+        let stream = match body {
+            Body::Empty => None,
+            Body::Pieces(pieces, answering) => {
+                self.pieces.extend(pieces.into_iter().filter(|piece| !piece.is_empty()));
+                ticket.answering = Some(answering);
+                None
+            }
+            Body::Stream { length, chunks } => Some((length, chunks)),
+        };
+        batch.push(ticket);
+        stream
+    }
+
+    /// Writes what is collected and `length` bytes of `chunks`; the next chunk is read while one is written.
+    async fn stream(
+        &mut self,
+        length: u64,
+        mut chunks: Box<ChunkStream>,
+        mut ticket: Option<&mut Ticket>,
+    ) -> io::Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let mut left = length;
+        // The first chunk is there already and goes out with the head.
+        let mut next = next_chunk(&shared, &mut chunks, left).await?;
+        loop {
+            left -= next.len() as u64;
+            self.pieces.push_back(next);
+            if left == 0 {
+                return self.flush().await;
+            }
+            let (written, chunk) = tokio::join!(self.flush(), next_chunk(&shared, &mut chunks, left));
+            written?;
+            next = chunk?;
+            // Its first chunk is written: what it holds from here on is never kept waiting by other replies.
+            if let Some(ticket) = ticket.take() {
+                ticket.read = None;
+            }
+        }
+    }
+
+    /// Writes all collected pieces and drops each as soon as the socket has it.
+    async fn flush(&mut self) -> io::Result<()> {
+        let Self { socket, pieces, shared, .. } = self;
+        within(shared.config.write_timeout, write_all(socket, pieces)).await
+    }
+}
+
+/// The next of `left` bytes, more than none and not too many.
+async fn next_chunk(shared: &Shared, chunks: &mut ChunkStream, left: u64) -> io::Result<Bytes> {
+    let end = match timeout(shared.config.write_timeout, chunks.next()).await {
+        Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
+        Ok(Ok(_)) => io::Error::other("a local answer is not as long as announced"),
+        Ok(Err(error)) => io::Error::other(error),
+        Err(_) => io::ErrorKind::TimedOut.into(),
+    };
+    tracing::warn!(error = %end, left, "tcp connection closed: a local answer cannot be completed");
+    Err(end)
+}
+
+fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
+    pieces.len() < PIECES_PER_WRITE && pieces.iter().map(Bytes::len).sum::<usize>() < BATCH_BYTES
+}
+
+async fn within(limit: std::time::Duration, writing: impl Future<Output = io::Result<()>>) -> io::Result<()> {
+    timeout(limit, writing).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+async fn write_all(socket: &mut OwnedWriteHalf, pieces: &mut VecDeque<Bytes>) -> io::Result<()> {
+    while !pieces.is_empty() {
+        let mut slices = [IoSlice::new(&[]); PIECES_PER_WRITE];
+        let mut used = 0;
+        for (slice, piece) in slices.iter_mut().zip(pieces.iter()) {
+            *slice = IoSlice::new(piece);
+            used += 1;
+        }
+        let mut written = socket.write_vectored(&slices[..used]).await?;
+        if written == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        while let Some(front) = pieces.front_mut() {
+            if written < front.len() {
+                front.advance(written);
+                break;
+            }
+            written -= front.len();
+            pieces.pop_front();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,363 @@
+//! One partition in memory: an active list that takes blocks, and the batches that are on their way out.
+//!
+//! The life of a block: reserved (room in the active chain, funded by a ticket) → written by its owner, outside any
+//! lock → committed (visible) → sealed into a batch (still visible) → released, once it is readable in the next tier.
+//! The buffer never waits: sealing rotates the chain and takes what is committed; a fill that is late commits into the
+//! new list as a *stray* that keeps its bytes in the old segments.
+//!
+//! Invariants: the batches, oldest first, and then the active list, each in commit order, are the sequence that
+//! readers see; no id is in it twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use croaring::Treemap;
+use hashbrown::DefaultHashBuilder;
+use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
+
+use super::budget::Budget;
+use super::chain::BlockFill;
+use super::error::MemoryError;
+use super::list::{BlockList, METADATA_BYTES};
+use super::metrics::MemoryMetrics;
+use super::read::{self, MemoryRead};
+use super::region::Region;
+use super::sealed::{InFlight, SealedBatch};
+use super::ticket::Reservation;
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
+
+/// What all buffers of one memory share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) region: Arc<Region>,
+    pub(super) budget: Budget,
+    /// Blocks in memory, a budget of blocks rather than bytes.
+    pub(super) blocks: Budget,
+    /// Charged bytes of batches that are being flushed, for the total only.
+    pub(super) in_flight: Budget,
+    /// Their blocks, likewise.
+    pub(super) in_flight_blocks: Budget,
+    /// Seeded per process: block ids are the clients' to choose.
+    pub(super) hasher: DefaultHashBuilder,
+    pub(super) metrics: MemoryMetrics,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Committed {
+    /// Blocks that became visible.
+    pub blocks: usize,
+    /// Their payload.
+    pub bytes: u64,
+    /// Blocks dropped because their id was there already.
+    pub duplicate_blocks: usize,
+    /// Their payload.
+    pub duplicate_bytes: u64,
+}
+
+/// The blocks of one partition that are in memory.
+#[derive(Debug)]
+pub struct Buffer {
+    partition: PartitionId,
+    shared: Arc<Shared>,
+    state: Mutex<State>,
+    /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
+    aborted: Arc<AtomicBool>,
+    active_bytes: AtomicU64,
+    active_charged_bytes: AtomicU64,
+    active_blocks: AtomicUsize,
+    /// The one counter that flushes do not touch: it only grows.
+    received_bytes: AtomicU64,
+    in_flight_bytes: AtomicU64,
+    in_flight_batches: AtomicUsize,
+    block_count: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct State {
+    active: BlockList,
+    batches: VecDeque<Arc<SealedBatch>>,
+    next_chain: u64,
+    evicted: bool,
+}
+
+impl Buffer {
+    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>) -> Self {
+        let active = BlockList::new(0, shared.hasher.clone(), &shared.blocks, &shared.budget);
+        let state = State { active, batches: VecDeque::new(), next_chain: 1, evicted: false };
+        Self {
+            partition,
+            shared,
+            state: Mutex::new(state),
+            aborted: Arc::new(AtomicBool::new(false)),
+            active_bytes: AtomicU64::new(0),
+            active_charged_bytes: AtomicU64::new(0),
+            received_bytes: AtomicU64::new(0),
+            active_blocks: AtomicUsize::new(0),
+            in_flight_bytes: AtomicU64::new(0),
+            in_flight_batches: AtomicUsize::new(0),
+            block_count: AtomicUsize::new(0),
+        }
+    }
+
+    /// The partition.
+    #[must_use]
+    pub fn partition(&self) -> PartitionId {
+        self.partition
+    }
+
+    /// Room for one block of `len` bytes, paid for by `funds`.
+    ///
+    /// # Errors
+    /// `TicketOverspent` beyond the bytes the ticket was for, `Evicted` after a purge. `NoCapacity` only when the
+    /// region is exhausted in spite of the ticket (its slack is used up by seals amid sends); nothing is held then.
+    pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
+        funds.spend(u64::from(len))?;
+        // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
+        let (mut dead, mut abandoned) = (SmallVec::new(), None);
+        let mut state = self.state.lock();
+        if state.evicted {
+            return Err(MemoryError::Evicted);
+        }
+        // A look first: a swap for every block is dearer than the copy of a small one.
+        if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
+            dead = state.active.chain.drop_dead();
+        }
+        if !state.active.chain.has_room_for(len) {
+            // A chain's offsets are at their end. Its blocks wait as a batch; a chain of fills only is let go of,
+            // the fills keep their segments and commit as strays.
+            if state.active.is_empty() {
+                let active = self.next_list(&mut state);
+                abandoned = Some(std::mem::replace(&mut state.active, active));
+            } else {
+                self.rotate(&mut state);
+            }
+        }
+        let fill = state.active.chain.reserve(len, &self.shared.region, funds, &self.aborted);
+        drop(state);
+        drop((dead, abandoned));
+        fill
+    }
+
+    /// Makes `blocks`, all fully written, visible at once. Blocks whose id is in memory already (a resend) are
+    /// dropped silently.
+    ///
+    /// # Errors
+    /// `Evicted` after a purge, `TooManyBlocks` at the limit; no block is visible and all memory is back then.
+    pub fn commit(
+        &self,
+        blocks: Vec<(BlockMeta, BlockFill)>,
+        funds: &mut Reservation,
+    ) -> Result<Committed, MemoryError> {
+        for (meta, fill) in &blocks {
+            // Not from input: the service compared the lengths. Going on would show other blocks' bytes.
+            assert!(
+                fill.remaining() == 0 && fill.len() == meta.length,
+                "commit of a block not fully written"
+            );
+        }
+        let asked = blocks.len() as u64;
+        let too_many = |_| MemoryError::TooManyBlocks { max: self.shared.blocks.capacity() };
+        let mut permits = self
+            .shared
+            .blocks
+            .try_charge(asked)
+            .map_err(too_many)
+            .inspect_err(|_| self.shared.budget.wake())?;
+        let mut metadata = funds.cover(asked * METADATA_BYTES);
+        let mut done = Committed::default();
+        let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
+        let mut state = self.state.lock();
+        if state.evicted {
+            drop(state);
+            return Err(MemoryError::Evicted);
+        }
+        for (meta, fill) in blocks {
+            let bytes = u64::from(meta.length);
+            if state.holds(meta.block_id) {
+                done.duplicate_blocks += 1;
+                done.duplicate_bytes += bytes;
+                duplicates.push(fill);
+                continue;
+            }
+            done.blocks += 1;
+            done.bytes += bytes;
+            state.active.push(meta, fill);
+        }
+        let kept = done.blocks as u64;
+        state.active.charge(permits.split_up_to(kept), metadata.split_up_to(kept * METADATA_BYTES));
+        self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
+        self.publish_counters(&state);
+        drop(state);
+        // Zeroing the duplicates' ranges and giving their charges back needs no lock.
+        drop((duplicates, permits, metadata));
+        self.shared.metrics.count_duplicates(&done);
+        Ok(done)
+    }
+
+    /// Blocks behind `after` (`None` or an id that is gone: from the head), at least one, until `limit_bytes` are
+    /// reached; only those of `tasks`, if given. PROTOCOL §3.4.
+    #[must_use]
+    pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
+        let state = self.state.lock();
+        let mut lists: SmallVec<[&BlockList; 8]> = state.batches.iter().map(|batch| batch.list()).collect();
+        lists.push(&state.active);
+        let found = read::walk(&lists, after, limit_bytes, tasks);
+        drop(lists);
+        drop(state);
+        found.into()
+    }
+
+    /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
+    /// whose chain overflowed gives its oldest batch not taken yet.
+    pub fn seal(&self) -> Option<Arc<SealedBatch>> {
+        let mut state = self.state.lock();
+        let is_waiting = |batch: &&Arc<SealedBatch>| !batch.is_claimed();
+        let batch = match state.batches.iter().find(is_waiting).cloned() {
+            Some(waiting) => waiting,
+            None if state.active.is_empty() => return None,
+            None => self.rotate(&mut state),
+        };
+        let claimed = batch.claim(InFlight {
+            _charged: self.shared.in_flight.overdraw(batch.charged_bytes()),
+            _blocks: self.shared.in_flight_blocks.overdraw(batch.blocks() as u64),
+        });
+        debug_assert!(claimed, "claimed under the lock only");
+        self.publish_counters(&state);
+        Some(batch)
+    }
+
+    /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as nobody
+    /// holds the batch or bytes of it.
+    pub fn release(&self, batch: &Arc<SealedBatch>) {
+        let mut state = self.state.lock();
+        let at = state.batches.iter().position(|held| Arc::ptr_eq(held, batch));
+        let released = at.and_then(|at| state.batches.remove(at));
+        self.publish_counters(&state);
+        drop(state);
+        drop(released);
+    }
+
+    /// Drops everything, for good.
+    pub fn evict(&self) {
+        let mut state = self.state.lock();
+        state.evicted = true;
+        let active = self.next_list(&mut state);
+        let active = std::mem::replace(&mut state.active, active);
+        let batches = std::mem::take(&mut state.batches);
+        self.publish_counters(&state);
+        drop(state);
+        drop((active, batches));
+    }
+
+    /// Gives back segments in which everything was aborted. The flusher's scan calls it for all buffers, so that dead
+    /// sends do not hold memory in partitions that nobody writes to any more.
+    pub fn drop_dead(&self) {
+        if !self.aborted.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut state = self.state.lock();
+        let noted = self.aborted.swap(false, Ordering::Acquire);
+        let dead = if noted { state.active.chain.drop_dead() } else { SmallVec::new() };
+        drop(state);
+        drop(dead);
+    }
+
+    /// Payload that is committed and not taken by a flush.
+    #[must_use]
+    pub fn active_bytes(&self) -> u64 {
+        self.active_bytes.load(Ordering::Relaxed)
+    }
+
+    /// What a flush of the above would give back to the budget: whole segments and metadata.
+    #[must_use]
+    pub fn active_charged_bytes(&self) -> u64 {
+        self.active_charged_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Payload that the partition has ever taken, flushed or not; resent blocks that were dropped do not count.
+    #[must_use]
+    pub fn received_bytes(&self) -> u64 {
+        self.received_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Payload that is in memory, on its way to the next tier or not.
+    #[must_use]
+    pub fn in_memory_bytes(&self) -> u64 {
+        self.active_bytes() + self.in_flight_bytes()
+    }
+
+    /// Blocks that are committed and not taken by a flush.
+    #[must_use]
+    pub fn active_blocks(&self) -> usize {
+        self.active_blocks.load(Ordering::Relaxed)
+    }
+
+    /// Payload of batches taken and not released.
+    #[must_use]
+    pub fn in_flight_bytes(&self) -> u64 {
+        self.in_flight_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Batches taken and not released.
+    #[must_use]
+    pub fn in_flight_batches(&self) -> usize {
+        self.in_flight_batches.load(Ordering::Relaxed)
+    }
+
+    /// Blocks that readers see.
+    #[must_use]
+    pub fn block_count(&self) -> usize {
+        self.block_count.load(Ordering::Relaxed)
+    }
+
+    fn next_list(&self, state: &mut State) -> BlockList {
+        let chain = state.next_chain;
+        state.next_chain += 1;
+        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.blocks, &self.shared.budget)
+    }
+
+    /// The active list becomes the youngest batch, an empty one takes its place.
+    fn rotate(&self, state: &mut MutexGuard<'_, State>) -> Arc<SealedBatch> {
+        let active = self.next_list(state);
+        let list = std::mem::replace(&mut state.active, active);
+        let batch = Arc::new(SealedBatch::new(self.partition, list));
+        state.batches.push_back(Arc::clone(&batch));
+        batch
+    }
+
+    /// Stores the counters anew from the state, under its lock: sums, not increments, so that they cannot drift.
+    fn publish_counters(&self, state: &State) {
+        let (mut active, mut flying, mut batches) = (state.active.bytes(), 0, 0);
+        let (mut active_blocks, mut flying_blocks) = (state.active.len(), 0);
+        let mut charged = state.active.charged_bytes();
+        for batch in &state.batches {
+            if batch.is_claimed() {
+                flying += batch.bytes();
+                flying_blocks += batch.blocks();
+                batches += 1;
+            } else {
+                active += batch.bytes();
+                charged += batch.charged_bytes();
+                active_blocks += batch.blocks();
+            }
+        }
+        self.active_bytes.store(active, Ordering::Relaxed);
+        self.active_charged_bytes.store(charged, Ordering::Relaxed);
+        self.in_flight_bytes.store(flying, Ordering::Relaxed);
+        self.in_flight_batches.store(batches, Ordering::Relaxed);
+        self.active_blocks.store(active_blocks, Ordering::Relaxed);
+        self.block_count.store(active_blocks + flying_blocks, Ordering::Relaxed);
+    }
+}
+
+impl State {
+    fn holds(&self, id: BlockId) -> bool {
+        self.active.find(id).is_some() || self.batches.iter().any(|batch| batch.list().find(id).is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,429 @@
+//! The composition root: builds every part from the [`Config`], hands out handles, stops in order.
+//!
+//! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, take over what an earlier
+//! process left, open the listeners, and only then tell a coordinator. Until the listeners open connects wait in the backlog.
+//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor` and `upgrade`.
+
+mod admin;
+mod health;
+mod inspect;
+mod notify;
+mod parts;
+mod reload;
+mod report;
+mod run;
+mod sockets;
+mod stop;
+mod successor;
+mod tiers;
+mod tls;
+mod upgrade;
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use axum::Router;
+use prometheus::Registry;
+use tonic::service::RoutesBuilder;
+
+use crate::app::AppRegistry;
+use crate::config::Config;
+use crate::coordinator::embedded::EmbeddedCoordinator;
+use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
+use crate::listeners::grpc::GrpcServer;
+use crate::listeners::http::admin::{Access, AdminServer};
+use crate::listeners::http::api::{self, ApiHooks};
+use crate::listeners::http::push::Pusher;
+use crate::listeners::http::{self, HttpServer, Pages, Refresh};
+use crate::listeners::tcp::TcpServer;
+use crate::memory::Memory;
+use crate::metrics;
+use crate::profile::allocator::AllocatorMetrics;
+use crate::proto::coordinator_server_server::CoordinatorServerServer;
+use crate::runtime::{Handover, RuntimeMetrics, Tasks};
+use crate::service::{Service, Tiers};
+use crate::telemetry::LogFilter;
+
+use self::admin::{Live, Pace};
+use self::health::Watch;
+use self::inspect::Inspector;
+use self::reload::Reloader;
+use self::sockets::{Sockets, accepting};
+use self::tls::Tls;
+
+pub use self::reload::{Origin, Reloaded};
+pub use self::run::{Command, Ended, run};
+pub use self::sockets::Inherited;
+pub use self::stop::Stopped;
+pub use self::successor::Successor;
+pub use self::upgrade::{UPGRADE_FROM, problems as upgrade_problems};
+
+/// Where the listeners are, as bound.
+#[derive(Debug, Clone, Copy)]
+pub struct Addresses {
+    /// gRPC, and the embedded coordinator where there is one.
+    pub grpc: SocketAddr,
+    /// HTTP.
+    pub http: SocketAddr,
+    /// Raw TCP.
+    pub urpc: Option<SocketAddr>,
+    /// Administration.
+    pub admin: Option<SocketAddr>,
+}
+
+/// A running worker.
+#[derive(Debug)]
+pub struct Worker {
+    addresses: Addresses,
+    ip: IpAddr,
+    apps: Arc<AppRegistry>,
+    memory: Arc<Memory>,
+    tiers: Option<Tiers>,
+    service: Arc<Service>,
+    registry: Registry,
+    live: Arc<Live>,
+    gauges: Arc<ProcessGauges>,
+    reloader: Arc<Reloader>,
+    started_ms: i64,
+    listeners: Tasks,
+    background: Tasks,
+    /// The listeners once more, so that they outlive the listeners' own for a successor.
+    held: Inherited,
+    grpc_handover: Handover,
+    urpc_handover: Handover,
+    flush_timeout: Duration,
+}
+
+/// What a worker is given of the process that it runs in. The default is a worker among others.
+#[derive(Debug, Clone, Default)]
+pub struct Surroundings {
+    /// The log filter, if it is this worker's to change.
+    pub log: Option<LogFilter>,
+    /// What the configuration came from, if it is to be read again.
+    pub origin: Option<Origin>,
+}
+
+/// Metrics of the process that are read when they are asked for.
+#[derive(Debug)]
+struct ProcessGauges {
+    runtime: RuntimeMetrics,
+    allocator: AllocatorMetrics,
+}
+
+impl Worker {
+    /// Starts a worker; it runs in the current runtime until [`Worker::stop`].
+    ///
+    /// # Errors
+    /// A port in use, a data directory that is not ours or in use, memory that cannot be mapped.
+    pub async fn start(config: &Config) -> anyhow::Result<Self> {
+        Self::start_in(Surroundings::default(), Inherited::default(), config).await
+    }
+
+    /// As [`Worker::start`], as a part of `surroundings`, on the sockets of a predecessor as far as there are any.
+    ///
+    /// # Errors
+    /// See [`Worker::start`].
+    pub async fn start_in(
+        surroundings: Surroundings,
+        inherited: Inherited,
+        config: &Config,
+    ) -> anyhow::Result<Self> {
+        // Before anything else, so that a port in use is the first thing to be told.
+        let tls = Tls::load(config)?;
+        let sockets = Sockets::open(config, inherited)?;
+        let addresses = sockets.addresses()?;
+        let ip = match config.advertised_ip {
+            Some(ip) => ip,
+            None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
+        };
+        let registry = metrics::registry()?;
+        let listeners = Tasks::new();
+        let background = listeners.sibling();
+        let gauges = Arc::new(ProcessGauges {
+            runtime: RuntimeMetrics::new(listeners.clone(), &registry)?,
+            allocator: AllocatorMetrics::new(&registry)?,
+        });
+        let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
+            format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
+        })?;
+        let server_id = server_id(ip, &addresses);
+        let tiers = tiers::start(config, server_id, &memory, &background, &registry).await?;
+        let apps = Arc::new(AppRegistry::new(parts::app(config)));
+        let service = Service::new(
+            parts::service(config),
+            Arc::clone(&apps),
+            Arc::clone(&memory),
+            tiers.clone(),
+            background.clone(),
+            &registry,
+        )?;
+        if let Some(local) = tiers.as_ref().and_then(|tiers| tiers.local.as_ref()) {
+            service.restore(local.take_recovered());
+        }
+        let live = Arc::new(Live::new(config, surroundings.log));
+        let (origin, tls_files) = (surroundings.origin, tls.clone());
+        let reloader =
+            Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
+        let worker = Self {
+            addresses,
+            ip,
+            apps,
+            memory,
+            tiers,
+            service,
+            registry,
+            live,
+            gauges,
+            reloader: Arc::new(reloader),
+            started_ms: unix_ms(),
+            listeners,
+            background,
+            held: sockets.duplicate().context("cannot duplicate a listener")?,
+            grpc_handover: Handover::default(),
+            urpc_handover: Handover::default(),
+            flush_timeout: config.shutdown_flush_timeout,
+        };
+        worker.open_listeners(config, sockets, tls)?;
+        Ok(worker)
+    }
+
+    fn open_listeners(&self, config: &Config, sockets: Sockets, tls: Tls) -> anyhow::Result<()> {
+        let service = Arc::clone(&self.service);
+        let (tickets_every, apps_every) =
+            (config.memory.ticket_check_interval, parts::app_check_interval(config));
+        let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
+        self.background.spawn_again("expiry", expiry);
+        let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
+        let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
+        self.background.spawn_again("configuration watch", watch);
+        let service = Arc::clone(&self.service);
+        self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
+        let embedded = if config.coordinator_quorum.is_empty() {
+            Some(EmbeddedCoordinator::new(parts::embedded(config), &self.registry)?)
+        } else {
+            None
+        };
+        let mut routes = RoutesBuilder::default();
+        if let Some(embedded) = &embedded {
+            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
+        }
+        let service = Arc::clone(&self.service);
+        GrpcServer::new(
+            parts::grpc(config),
+            accepting(sockets.grpc)?,
+            routes,
+            service,
+            self.listeners.clone(),
+            &self.registry,
+        )?
+        .with_handover(self.grpc_handover.clone(), sockets.grpc_connections)
+        .with_tls(tls.grpc)
+        .start();
+        if let Some(listener) = sockets.urpc {
+            TcpServer::new(
+                parts::tcp(config),
+                accepting(listener)?,
+                Arc::clone(&self.service),
+                &self.listeners,
+                &self.registry,
+            )?
+            .with_handover(self.urpc_handover.clone(), sockets.urpc_connections)
+            .start();
+        }
+        let refresh: Refresh = Arc::new(self.refresher());
+        if let Some(push) = parts::push(config) {
+            let instance = server_id(self.ip, &self.addresses);
+            let registry = self.registry.clone();
+            Pusher::start(push, &instance, registry, Arc::clone(&refresh), &self.background)?;
+        }
+        let pages = Pages {
+            registry: self.registry.clone(),
+            refresh,
+            ready: self.readiness(),
+            losses: self.losses(),
+            mounted: self.api(config),
+        };
+        // Not with the other listeners: the last flush is to be seen too.
+        HttpServer::start(parts::http(config), accepting(sockets.http)?, tls.http, pages, &self.background)?;
+        if let Some(listener) = sockets.admin {
+            let listener = accepting(listener)?;
+            let hooks = admin::hooks(Arc::clone(&self.service), &self.live, Arc::clone(&self.reloader));
+            let mounted = http::debug::admin_routes();
+            AdminServer::start(
+                listener,
+                Access { tls: tls.admin, token: admin::token(config)? },
+                hooks,
+                mounted,
+                &self.registry,
+                &self.background,
+            )?;
+        }
+        self.announce(config, embedded)
+    }
+
+    /// Reads the configuration again, whole or not at all; the outcome is in the log.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub async fn reload(&self, trigger: &'static str) -> Result<Reloaded, String> {
+        self.reloader.reload_aside(trigger).await
+    }
+
+    /// Where the listeners are.
+    #[must_use]
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// The address told to clients.
+    #[must_use]
+    pub fn ip(&self) -> IpAddr {
+        self.ip
+    }
+
+    /// The service behind the listeners.
+    #[must_use]
+    pub fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// The memory tier.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// The applications.
+    #[must_use]
+    pub fn apps(&self) -> &Arc<AppRegistry> {
+        &self.apps
+    }
+
+    /// The tiers below memory.
+    #[must_use]
+    pub fn tiers(&self) -> Option<&Tiers> {
+        self.tiers.as_ref()
+    }
+
+    /// The registry of metrics.
+    #[must_use]
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
+        let (service, memory, tiers) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        let gauges = Arc::clone(&self.gauges);
+        move || {
+            gauges.runtime.refresh();
+            gauges.allocator.refresh();
+            service.refresh_metrics();
+            memory.refresh_metrics();
+            let Some(tiers) = &tiers else { return };
+            tiers.flusher.refresh_metrics();
+            if let Some(local) = &tiers.local {
+                local.refresh_metrics();
+            }
+            if let Some(hdfs) = &tiers.hdfs {
+                hdfs.refresh_metrics();
+            }
+        }
+    }
+
+    fn readiness(&self) -> Arc<dyn Fn() -> Result<(), String> + Send + Sync> {
+        let service = Arc::clone(&self.service);
+        Arc::new(move || match health::not_ready(&service) {
+            None => Ok(()),
+            Some(reason) => Err(reason.to_owned()),
+        })
+    }
+
+    /// The paths of the API.
+    fn api(&self, config: &Config) -> Router {
+        let inspector = Inspector {
+            fixed: self.report(),
+            store_type: config.store_type.as_str(),
+            service: Arc::clone(&self.service),
+            live: Arc::clone(&self.live),
+            registry: self.registry.clone(),
+        };
+        let inspect = Arc::new(move || inspector.status());
+        api::router(ApiHooks { service: Arc::clone(&self.service), inspect })
+    }
+
+    fn losses(&self) -> Arc<dyn Fn() -> serde_json::Value + Send + Sync> {
+        let service = Arc::clone(&self.service);
+        Arc::new(move || serde_json::to_value(service.losses()).unwrap_or_default())
+    }
+
+    /// What a report says whatever happens.
+    fn report(&self) -> NodeReport {
+        let netty_port = self.addresses.urpc.map(|address| address.port());
+        let grpc_port = self.addresses.grpc.port();
+        let mut fixed = NodeReport::new(server_id(self.ip, &self.addresses), self.ip, grpc_port);
+        fixed.netty_port = netty_port;
+        fixed.http_port = Some(self.addresses.http.port());
+        fixed.version = env!("CARGO_PKG_VERSION").to_owned();
+        fixed.git_commit = env!("WORKER_GIT_COMMIT").to_owned();
+        fixed.start_time_ms = self.started_ms;
+        fixed
+    }
+
+    fn report_source(&self) -> ReportSource {
+        let (service, memory, tiers) =
+            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        let live = Arc::clone(&self.live);
+        report::source(self.report(), report::Parts { service, memory, tiers, live })
+    }
+
+    /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
+    fn announce(&self, config: &Config, embedded: Option<EmbeddedCoordinator>) -> anyhow::Result<()> {
+        let source = self.report_source();
+        let watch = Watch {
+            service: Arc::clone(&self.service),
+            tiers: self.tiers.clone(),
+            live: Arc::clone(&self.live),
+        };
+        let stop = self.background.cancelled();
+        match embedded {
+            Some(embedded) => {
+                let pace =
+                    embedded.keep_reporting(source.clone(), config.heartbeat_interval, &self.background);
+                self.live.beating(Pace::Embedded(pace));
+                let tell = move || embedded.report_now(&source);
+                self.background.spawn("state watch", watch.run(tell, stop));
+            }
+            None => {
+                let heartbeats =
+                    heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+                self.live.beating(Pace::Quorum(heartbeats.clone()));
+                let tell = move || heartbeats.beat_now();
+                self.background.spawn("state watch", watch.run(tell, stop));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads the files that `config` names beside itself, as a start will.
+///
+/// # Errors
+/// A certificate, key or token that cannot be used, with its key of the configuration.
+pub fn check_files(config: &Config) -> anyhow::Result<()> {
+    Tls::load(config)?;
+    admin::token(config)?;
+    Ok(())
+}
+
+/// By this id coordinators and clients know the worker, and its remote files begin with it.
+fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
+    identity::server_id(ip, addresses.grpc.port(), addresses.urpc.map(|address| address.port()))
+}
+
+fn unix_ms() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
+}

@@ -1,0 +1,262 @@
+//! Logs: where they go, what is filtered, and the panic hook.
+//!
+//! [`init`] is called once per process by `main`; libraries and tests only use the `tracing` macros. What the operator
+//! must be able to look up later has the target [`AUDIT`] and, where logs go to files, a file of its own besides.
+//! Not here: metrics, except the count of panics, which is the process's like the hook that counts them.
+
+mod audit;
+mod files;
+mod panics;
+mod refusals;
+pub mod traces;
+
+use std::io::IsTerminal as _;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use tracing::Subscriber;
+use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
+
+use self::files::LogFile;
+pub use audit::AUDIT;
+pub use panics::{panic_count, register_panic_count};
+pub use refusals::Refusals;
+
+/// When a log file is closed and the next one opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rotation {
+    /// At midnight (UTC).
+    Daily,
+    /// At the full hour.
+    Hourly,
+    /// Never.
+    Never,
+}
+
+/// How a line of the log looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// Where logs go, already validated.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TelemetryConfig {
+    /// Directory of the log files; none = stderr.
+    pub directory: Option<PathBuf>,
+    /// When files are changed.
+    pub rotation: Rotation,
+    /// Files kept of each kind.
+    pub files_max: usize,
+    /// How lines look.
+    pub format: LogFormat,
+    /// Text for [`parse_filter`].
+    pub filter: String,
+}
+
+/// Keeps the log writers alive; what is still queued is written when this is dropped.
+#[derive(Debug)]
+#[must_use = "logs to files stop when this is dropped"]
+pub struct Telemetry {
+    files: Vec<LogFile>,
+    filter: LogFilter,
+}
+
+impl Telemetry {
+    /// Writes what is queued, before another program takes over the process.
+    pub fn flush(&self) {
+        self.files.iter().for_each(LogFile::flush);
+    }
+
+    /// The handle by which the filter can be changed.
+    #[must_use]
+    pub fn filter(&self) -> &LogFilter {
+        &self.filter
+    }
+}
+
+/// The process's log filter, which can be replaced while it runs. Clones share it.
+#[derive(Debug, Clone)]
+pub struct LogFilter(reload::Handle<EnvFilter, Registry>);
+
+impl LogFilter {
+    /// Filters by `text` from now on.
+    ///
+    /// # Errors
+    /// What is wrong with `text`; the filter stays then.
+    pub fn set(&self, text: &str) -> Result<(), String> {
+        let filter = parse_filter(text).map_err(|error| error.to_string())?;
+        self.0.reload(filter).map_err(|error| error.to_string())
+    }
+}
+
+/// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
+///
+/// # Errors
+/// When a directive is not `target=level` or a level.
+pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
+    EnvFilter::builder().parse(text)
+}
+
+/// Installs the process's subscriber and panic hook.
+///
+/// # Errors
+/// When the log directory cannot be used, or a subscriber is installed already.
+pub fn init(config: &TelemetryConfig) -> anyhow::Result<Telemetry> {
+    let (subscriber, telemetry) = subscriber(config)?;
+    subscriber.try_init().context("logs are set up already")?;
+    panics::install_panic_hook();
+    Ok(telemetry)
+}
+
+/// What [`init`] installs.
+fn subscriber(
+    config: &TelemetryConfig,
+) -> anyhow::Result<(impl Subscriber + Send + Sync + 'static, Telemetry)> {
+    let (filter, handle) = reload::Layer::new(parse_filter(&config.filter)?);
+    let mut files = Vec::new();
+    let mut layers: Vec<Box<dyn Layer<Registry> + Send + Sync>> = Vec::new();
+    match &config.directory {
+        None => {
+            let colours = std::io::stderr().is_terminal();
+            layers.push(lines(config.format, std::io::stderr, colours).with_filter(filter).boxed());
+        }
+        Some(directory) => {
+            let main = LogFile::open(config, directory, "uniffle-worker")?;
+            let audit = LogFile::open(config, directory, "uniffle-audit")?;
+            layers.push(lines(config.format, main.writer(), false).with_filter(filter).boxed());
+            layers.push(lines(config.format, audit.writer(), false).with_filter(audit::only()).boxed());
+            files.extend([main, audit]);
+        }
+    }
+    #[cfg(feature = "tokio-console")]
+    layers.push(console());
+    Ok((tracing_subscriber::registry().with(layers), Telemetry { files, filter: LogFilter(handle) }))
+}
+
+/// Lines of events into `writer`.
+fn lines<S, W>(format: LogFormat, writer: W, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
+where
+    S: Subscriber + for<'lookup> LookupSpan<'lookup>,
+    W: for<'writer> MakeWriter<'writer> + Send + Sync + 'static,
+{
+    let layer = tracing_subscriber::fmt::layer().with_writer(writer).with_ansi(colours);
+    match format {
+        LogFormat::Text => layer.boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+    }
+}
+
+/// tokio-console's server, on the port that the first Rust server documents.
+#[cfg(feature = "tokio-console")]
+fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
+    const PORT: u16 = 21002;
+    let address = (std::net::Ipv4Addr::LOCALHOST, PORT);
+    console_subscriber::ConsoleLayer::builder().server_addr(address).with_default_env().spawn().boxed()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn filters_are_levels_or_targets_with_levels() {
+        for good in ["info", "uniffle_worker=debug,h2=warn", "off"] {
+            assert!(parse_filter(good).is_ok(), "{good}");
+        }
+        for bad in ["a=b=c=notalevel", "x=loud"] {
+            assert!(parse_filter(bad).is_err(), "{bad}");
+        }
+    }
+
+    fn config(directory: Option<PathBuf>, format: LogFormat) -> TelemetryConfig {
+        TelemetryConfig {
+            directory,
+            rotation: Rotation::Never,
+            files_max: 2,
+            format,
+            filter: "info".to_owned(),
+        }
+    }
+
+    /// The text of the one file in `directory` whose name begins with `name`.
+    fn file(directory: &Path, name: &str) -> String {
+        let files = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+        let wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(name);
+        let files: Vec<_> = files.filter(wanted).collect();
+        assert_eq!(files.len(), 1, "{files:?}");
+        std::fs::read_to_string(&files[0]).unwrap()
+    }
+
+    #[test]
+    fn logs_and_audit_go_into_files_of_their_own_and_the_filter_can_be_changed() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("a/b");
+        let (subscriber, telemetry) = subscriber(&config(Some(directory.clone()), LogFormat::Text)).unwrap();
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!("told");
+            tracing::debug!("not told");
+            telemetry.filter().set("off").unwrap();
+            telemetry.filter().set("x=loud").unwrap_err();
+            tracing::info!("not told either");
+            tracing::info!(target: AUDIT, app = "a", "kept");
+            telemetry.filter().set("debug").unwrap();
+            telemetry.flush();
+            tracing::debug!("told at last");
+        });
+        drop(telemetry);
+        let (log, audit) = (file(&directory, "uniffle-worker"), file(&directory, "uniffle-audit"));
+        assert!(log.contains("told") && log.contains("told at last"), "{log}");
+        assert!(!log.contains("not told") && !log.contains("kept"), "{log}");
+        assert!(audit.contains("kept app=\"a\"") && audit.lines().count() == 1, "{audit}");
+    }
+
+    #[test]
+    fn lines_can_be_json() {
+        let root = tempfile::tempdir().unwrap();
+        let (subscriber, telemetry) =
+            subscriber(&config(Some(root.path().to_owned()), LogFormat::Json)).unwrap();
+        tracing::subscriber::with_default(subscriber, || tracing::warn!(bytes = 7, "a \"quoted\" line"));
+        drop(telemetry);
+        let line: serde_json::Value = serde_json::from_str(&file(root.path(), "uniffle-worker")).unwrap();
+        assert_eq!((&line["bytes"], &line["level"]), (&7.into(), &"WARN".into()), "{line}");
+        assert_eq!(line["message"], "a \"quoted\" line");
+    }
+
+    #[test]
+    fn old_files_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        for day in 1..=5 {
+            std::fs::write(root.path().join(format!("uniffle-worker.2020-01-0{day}.log")), "old").unwrap();
+            std::fs::write(root.path().join(format!("uniffle-audit.2020-01-0{day}.log")), "old").unwrap();
+        }
+        let daily = TelemetryConfig {
+            rotation: Rotation::Daily,
+            ..config(Some(root.path().to_owned()), LogFormat::Text)
+        };
+        let (subscriber, telemetry) = subscriber(&daily).unwrap();
+        tracing::subscriber::with_default(subscriber, || tracing::info!("new"));
+        drop(telemetry);
+        let left = std::fs::read_dir(root.path()).unwrap().count();
+        assert!(left <= 2 * daily.files_max, "{left} files are left");
+    }
+
+    #[test]
+    fn a_log_directory_that_can_not_be_made_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("file");
+        std::fs::write(&path, "").unwrap();
+        let error = LogFile::open(&config(None, LogFormat::Text), &path.join("logs"), "x").unwrap_err();
+        assert!(format!("{error:#}").contains("file/logs"), "{error:#}");
+    }
+}

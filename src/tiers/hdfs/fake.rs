@@ -1,0 +1,308 @@
+//! A remote file system in memory, with faults on purpose: for tests.
+//!
+//! It is as strict as a NameNode where the tier relies on it: a file is made once, a file whose write failed stays
+//! open and takes no append, a directory is removed only when it is empty or all of it goes.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::fs::{Call, RemoteEntry, RemoteFs};
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// What a call does instead of succeeding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemoteFault {
+    /// Fails before anything happens.
+    Fail(StoreErrorKind),
+    /// Writes so many bytes, then fails; the file stays open (create and append only).
+    Torn(usize, StoreErrorKind),
+    /// Does its work, and then the answer is lost.
+    Lost,
+    /// Waits until [`FakeFs::release`].
+    Hang,
+}
+
+/// Calls that a fault can be for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemoteCall {
+    /// [`RemoteFs::make_dirs`]
+    MakeDirs,
+    /// [`RemoteFs::create`]
+    Create,
+    /// [`RemoteFs::append`]
+    Append,
+    /// [`RemoteFs::recover`]
+    Recover,
+    /// [`RemoteFs::list`]
+    List,
+    /// [`RemoteFs::delete`]
+    Delete,
+    /// [`RemoteFs::read`] and [`RemoteFs::read_range`]
+    Read,
+}
+
+#[derive(Debug, Clone)]
+enum Node {
+    Directory,
+    File { bytes: Vec<u8>, open: bool },
+}
+
+#[derive(Debug)]
+struct Rule {
+    call: RemoteCall,
+    ending: String,
+    fault: RemoteFault,
+    /// Calls left that it is for; none = all.
+    times: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    nodes: BTreeMap<String, Node>,
+    rules: VecDeque<Rule>,
+    calls: Vec<(RemoteCall, String)>,
+    released: bool,
+}
+
+/// See the module.
+#[derive(Debug, Clone, Default)]
+pub struct FakeFs {
+    state: Arc<Mutex<State>>,
+    wake: Arc<Notify>,
+}
+
+impl FakeFs {
+    /// The next `times` calls (none = all) on paths that end in `ending` have a fault.
+    pub fn add_fault(&self, call: RemoteCall, ending: &str, fault: RemoteFault, times: Option<u32>) {
+        self.state.lock().rules.push_back(Rule { call, ending: ending.to_owned(), fault, times });
+    }
+
+    /// No more faults; what hangs goes on.
+    pub fn release(&self) {
+        let mut state = self.state.lock();
+        state.rules.clear();
+        state.released = true;
+        self.wake.notify_waiters();
+    }
+
+    /// Leaves a file as a writer that died does: not closed.
+    pub fn leave_open(&self, path: &str) {
+        if let Some(Node::File { open, .. }) = self.state.lock().nodes.get_mut(path) {
+            *open = true;
+        }
+    }
+
+    /// Every call so far.
+    #[must_use]
+    pub fn calls(&self) -> Vec<(RemoteCall, String)> {
+        self.state.lock().calls.clone()
+    }
+
+    /// Every file with its bytes.
+    #[must_use]
+    pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
+        let state = self.state.lock();
+        let file = |(path, node): (&String, &Node)| match node {
+            Node::File { bytes, .. } => Some((path.clone(), bytes.clone())),
+            Node::Directory => None,
+        };
+        state.nodes.iter().filter_map(file).collect()
+    }
+
+    /// Every path, directories included.
+    #[must_use]
+    pub fn paths(&self) -> Vec<String> {
+        self.state.lock().nodes.keys().cloned().collect()
+    }
+
+    fn fault(&self, call: RemoteCall, path: &str) -> Option<RemoteFault> {
+        let mut state = self.state.lock();
+        state.calls.push((call, path.to_owned()));
+        let at = state.rules.iter().position(|rule| rule.call == call && path.ends_with(&rule.ending))?;
+        let fault = state.rules[at].fault;
+        if let Some(times) = &mut state.rules[at].times {
+            *times -= 1;
+            if *times == 0 {
+                state.rules.remove(at);
+            }
+        }
+        Some(fault)
+    }
+
+    fn call<T: Send + 'static>(
+        &self,
+        call: RemoteCall,
+        path: &str,
+        work: impl FnOnce(&mut State, &str) -> Result<T, StoreError> + Send + 'static,
+    ) -> Call<T> {
+        let (fake, path) = (self.clone(), path.to_owned());
+        async move {
+            let failed = |kind| StoreError::remote(kind, &path, "a fault on purpose");
+            match fake.fault(call, &path) {
+                None | Some(RemoteFault::Torn(..)) => work(&mut fake.state.lock(), &path),
+                Some(RemoteFault::Fail(kind)) => Err(failed(kind)),
+                Some(RemoteFault::Lost) => {
+                    work(&mut fake.state.lock(), &path)?;
+                    Err(failed(StoreErrorKind::Unreachable))
+                }
+                Some(RemoteFault::Hang) => {
+                    fake.released().await;
+                    work(&mut fake.state.lock(), &path)
+                }
+            }
+        }
+        .boxed()
+    }
+
+    async fn released(&self) {
+        loop {
+            let wake = self.wake.notified();
+            tokio::pin!(wake);
+            wake.as_mut().enable();
+            if self.state.lock().released {
+                return;
+            }
+            wake.await;
+        }
+    }
+
+    /// The kind of a torn write that the next call on `path` is to be.
+    fn torn(&self, call: RemoteCall, path: &str) -> Option<(usize, StoreErrorKind)> {
+        let state = self.state.lock();
+        let rule = state.rules.iter().find(|rule| rule.call == call && path.ends_with(&rule.ending))?;
+        match rule.fault {
+            RemoteFault::Torn(bytes, kind) => Some((bytes, kind)),
+            RemoteFault::Fail(_) | RemoteFault::Lost | RemoteFault::Hang => None,
+        }
+    }
+}
+
+impl State {
+    fn make_dirs(&mut self, path: &str) -> Result<(), StoreError> {
+        let mut at = String::new();
+        for part in path.split('/').filter(|part| !part.is_empty()) {
+            at = format!("{at}/{part}");
+            match self.nodes.get(&at) {
+                Some(Node::File { .. }) => return Err(StoreError::new(StoreErrorKind::Exists, &at)),
+                Some(Node::Directory) => {}
+                None => drop(self.nodes.insert(at.clone(), Node::Directory)),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        path: &str,
+        data: &[Bytes],
+        torn: Option<(usize, StoreErrorKind)>,
+    ) -> Result<(), StoreError> {
+        let Some(Node::File { bytes, open }) = self.nodes.get_mut(path) else {
+            return Err(StoreError::new(StoreErrorKind::NotFound, path));
+        };
+        if *open {
+            return Err(StoreError::new(StoreErrorKind::Exists, path));
+        }
+        let mut all = data.concat();
+        if let Some((kept, _)) = torn {
+            all.truncate(kept);
+        }
+        bytes.extend_from_slice(&all);
+        match torn {
+            None => Ok(()),
+            Some((_, kind)) => {
+                *open = true;
+                Err(StoreError::remote(kind, path, "a torn write on purpose"))
+            }
+        }
+    }
+}
+
+impl RemoteFs for FakeFs {
+    fn make_dirs(&self, path: &str) -> Call<()> {
+        self.call(RemoteCall::MakeDirs, path, State::make_dirs)
+    }
+
+    fn create(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+        let torn = self.torn(RemoteCall::Create, path);
+        self.call(RemoteCall::Create, path, move |state, path| {
+            if state.nodes.contains_key(path) {
+                return Err(StoreError::new(StoreErrorKind::Exists, path));
+            }
+            if let Some((parent, _)) = path.rsplit_once('/') {
+                state.make_dirs(parent)?;
+            }
+            state.nodes.insert(path.to_owned(), Node::File { bytes: Vec::new(), open: false });
+            state.write(path, &data, torn)
+        })
+    }
+
+    fn append(&self, path: &str, data: Vec<Bytes>) -> Call<()> {
+        let torn = self.torn(RemoteCall::Append, path);
+        self.call(RemoteCall::Append, path, move |state, path| state.write(path, &data, torn))
+    }
+
+    fn recover(&self, path: &str) -> Call<bool> {
+        self.call(RemoteCall::Recover, path, |state, path| match state.nodes.get_mut(path) {
+            Some(Node::File { open, .. }) => {
+                *open = false;
+                Ok(true)
+            }
+            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+        })
+    }
+
+    fn list(&self, path: &str) -> Call<Vec<RemoteEntry>> {
+        self.call(RemoteCall::List, path, |state, path| {
+            if !state.nodes.contains_key(path) {
+                return Err(StoreError::new(StoreErrorKind::NotFound, path));
+            }
+            let prefix = format!("{}/", path.trim_end_matches('/'));
+            let entry = |(path, node): (&String, &Node)| {
+                let name = path.strip_prefix(&prefix).filter(|name| !name.contains('/'))?;
+                let (is_dir, length) = match node {
+                    Node::Directory => (true, 0),
+                    Node::File { bytes, .. } => (false, bytes.len() as u64),
+                };
+                Some(RemoteEntry { name: name.to_owned(), is_dir, length })
+            };
+            Ok(state.nodes.iter().filter_map(entry).collect())
+        })
+    }
+
+    fn delete(&self, path: &str, recursive: bool) -> Call<bool> {
+        self.call(RemoteCall::Delete, path, move |state, path| {
+            let prefix = format!("{path}/");
+            if !recursive && state.nodes.keys().any(|known| known.starts_with(&prefix)) {
+                return Err(StoreError::remote(StoreErrorKind::Io, path, "the directory is not empty"));
+            }
+            state.nodes.retain(|known, _| !known.starts_with(&prefix));
+            Ok(state.nodes.remove(path).is_some())
+        })
+    }
+
+    fn read(&self, path: &str) -> Call<Bytes> {
+        self.call(RemoteCall::Read, path, |state, path| match state.nodes.get(path) {
+            Some(Node::File { bytes, .. }) => Ok(Bytes::from(bytes.clone())),
+            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+        })
+    }
+
+    /// A file that nobody closed has nothing to read, as little as one whose last block is not complete.
+    fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
+        self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
+            Some(Node::File { open: true, .. }) => Ok(Bytes::new()),
+            Some(Node::File { bytes, open: false }) => {
+                let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+                let end = start.saturating_add(length).min(bytes.len());
+                Ok(Bytes::copy_from_slice(&bytes[start..end]))
+            }
+            Some(Node::Directory) | None => Err(StoreError::new(StoreErrorKind::NotFound, path)),
+        })
+    }
+}

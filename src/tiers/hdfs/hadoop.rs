@@ -1,0 +1,155 @@
+//! Hadoop's settings: the worker's own from `HADOOP_CONF_DIR`, and what of a client's counts.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use anyhow::Context as _;
+
+/// Whether security is on: `simple` or `kerberos`.
+pub const AUTHENTICATION: &str = "hadoop.security.authentication";
+
+/// Files of a configuration directory, later ones win.
+const FILES: [&str; 2] = ["core-site.xml", "hdfs-site.xml"];
+/// Beginnings of the names that matter to a client of HDFS.
+const RELEVANT: [&str; 5] = ["dfs.", "fs.default", "fs.viewfs.", "hadoop.security.", "hadoop.rpc."];
+/// Bytes of relevant settings of one client; a large cluster's have some 30 KiB.
+const RELEVANT_BYTES_MAX: usize = 256 << 10;
+/// Largest configuration file read.
+const FILE_BYTES_MAX: u64 = 4 << 20;
+
+/// Settings by name.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HadoopConf(BTreeMap<String, String>);
+
+impl HadoopConf {
+    /// Reads `core-site.xml` and `hdfs-site.xml` of a directory; either may be missing.
+    ///
+    /// # Errors
+    /// A directory without either, or a file that cannot be read or understood.
+    pub fn read(directory: &Path) -> anyhow::Result<Self> {
+        let mut conf = Self::default();
+        let mut found = false;
+        for name in FILES {
+            let path = directory.join(name);
+            let Ok(metadata) = std::fs::metadata(&path) else { continue };
+            anyhow::ensure!(
+                metadata.len() <= FILE_BYTES_MAX,
+                "{} has {} bytes, at most {FILE_BYTES_MAX} are read",
+                path.display(),
+                metadata.len()
+            );
+            let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+            conf.overlay(&parse(&text).with_context(|| path.display().to_string())?);
+            found = true;
+        }
+        anyhow::ensure!(found, "{} has neither {} nor {}", directory.display(), FILES[0], FILES[1]);
+        Ok(conf)
+    }
+
+    /// Puts settings over those there are.
+    pub fn overlay(&mut self, items: &[(String, String)]) {
+        self.0.extend(items.iter().cloned());
+    }
+
+    /// Gives a setting that has none a value.
+    pub fn set_default(&mut self, key: &str, value: &str) {
+        self.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
+    }
+
+    /// Whether a login is needed.
+    #[must_use]
+    pub fn is_secure(&self) -> bool {
+        self.0.get(AUTHENTICATION).is_some_and(|value| !value.trim().eq_ignore_ascii_case("simple"))
+    }
+
+    /// Whether `host` is a nameservice with NameNodes of its own.
+    #[must_use]
+    pub fn is_nameservice(&self, host: &str) -> bool {
+        self.0.contains_key(&format!("dfs.ha.namenodes.{host}"))
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn into_map(self) -> HashMap<String, String> {
+        self.0.into_iter().collect()
+    }
+}
+
+/// The settings of a client that matter, sorted. It may send its whole configuration.
+///
+/// # Errors
+/// Too many.
+pub fn relevant(items: &[(String, String)]) -> Result<Vec<(String, String)>, String> {
+    let matters = |key: &str| RELEVANT.iter().any(|start| key.starts_with(start));
+    let relevant: BTreeMap<_, _> = items
+        .iter()
+        .filter(|(key, _)| matters(key))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect();
+    let bytes: usize = relevant.iter().map(|(key, value)| key.len() + value.len()).sum();
+    if bytes > RELEVANT_BYTES_MAX {
+        return Err(format!(
+            "the Hadoop settings that come with it have {bytes} bytes, at most {RELEVANT_BYTES_MAX} are taken"
+        ));
+    }
+    Ok(relevant.into_iter().collect())
+}
+
+/// `<configuration><property><name/><value/></property>…`
+fn parse(text: &str) -> anyhow::Result<Vec<(String, String)>> {
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(text, options)?;
+    let properties = document.root_element().children().filter(|node| node.has_tag_name("property"));
+    let child = |property: &roxmltree::Node<'_, '_>, name: &str| {
+        let found = property.children().find(|node| node.has_tag_name(name));
+        found.and_then(|node| node.text()).map(|text| text.trim().to_owned())
+    };
+    Ok(properties.filter_map(|it| Some((child(&it, "name")?, child(&it, "value")?))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_read_in_order_and_clients_win() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(HadoopConf::read(directory.path()).unwrap_err().to_string().contains("core-site.xml"));
+        let xml = |value: &str| {
+            format!(
+                "<?xml version=\"1.0\"?><?xml-stylesheet href=\"configuration.xsl\"?><!-- c --><configuration>\
+                 <property><name>a</name><value> {value} </value><final>true</final></property>\
+                 <property><name>empty</name></property></configuration>"
+            )
+        };
+        std::fs::write(directory.path().join("core-site.xml"), xml("core")).unwrap();
+        std::fs::write(directory.path().join("hdfs-site.xml"), xml("hdfs")).unwrap();
+        let mut conf = HadoopConf::read(directory.path()).unwrap();
+        assert_eq!(conf.0, BTreeMap::from([("a".to_owned(), "hdfs".to_owned())]));
+        conf.overlay(&[("a".to_owned(), "client".to_owned())]);
+        conf.set_default("a", "default");
+        assert_eq!(conf.into_map()["a"], "client");
+        std::fs::write(directory.path().join("hdfs-site.xml"), "<configuration><property>").unwrap();
+        let error = format!("{:#}", HadoopConf::read(directory.path()).unwrap_err());
+        assert!(error.contains("hdfs-site.xml"), "{error}");
+    }
+
+    #[test]
+    fn security_is_on_when_a_setting_says_so() {
+        let conf = |value: &str| {
+            let mut conf = HadoopConf::default();
+            conf.overlay(&[(AUTHENTICATION.to_owned(), value.to_owned())]);
+            conf
+        };
+        assert!(!HadoopConf::default().is_secure());
+        assert!(!conf("simple").is_secure() && conf("kerberos").is_secure());
+    }
+
+    #[test]
+    fn of_a_whole_configuration_the_relevant_settings_are_taken() {
+        let item = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let items = [item("dfs.b", "1"), item("yarn.x", "2"), item("dfs.a", "3"), item("dfs.b", "4")];
+        assert_eq!(relevant(&items).unwrap(), [item("dfs.a", "3"), item("dfs.b", "4")]);
+        assert!(relevant(&[item("dfs.a", &"x".repeat(300_000))]).is_err());
+    }
+}

@@ -1,0 +1,338 @@
+//! How the worker logs in where Hadoop's security is on, and whether it can, looked at before it starts.
+//!
+//! Tickets are taken by GSSAPI itself, from the keytab or out of the ticket cache, whenever a connection is made; with a
+//! keytab it also renews them, so no `kinit` runs beside the worker. The library is loaded at run time.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, bail, ensure};
+use hdfs_native::ClientBuilder;
+
+/// What `hdfs-native` loads.
+const LIBRARY: &str = "libgssapi_krb5.so.2";
+/// Keytabs and ticket caches have a few KiB.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// The worker's login.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Login {
+    /// Keytab and principal; without them the ticket cache of the environment (`KRB5CCNAME`) is used.
+    pub keytab: Option<(PathBuf, String)>,
+    /// Whether applications' data is written as their own user.
+    pub act_as_users: bool,
+    /// The short name of the principal of the ticket cache, where it is known.
+    pub cache_user: Option<String>,
+}
+
+impl Login {
+    /// Whether the worker's configuration asks for security, whatever clients' settings say.
+    #[must_use]
+    pub fn is_required(&self) -> bool {
+        self.keytab.is_some()
+    }
+
+    /// The name that a NameNode gives the worker, as far as it is known here.
+    #[must_use]
+    pub fn short_name(&self) -> Option<&str> {
+        match &self.keytab {
+            Some((_, principal)) => Some(short_name(principal)),
+            None => self.cache_user.as_deref(),
+        }
+    }
+
+    /// The user to act as for an application of `user`; none = the worker's own.
+    #[must_use]
+    pub fn user_to_act_as(&self, user: &str) -> Option<String> {
+        let acts = self.act_as_users && !user.is_empty() && self.short_name() != Some(user);
+        acts.then(|| user.to_owned())
+    }
+
+    /// Makes a client log in this way.
+    #[must_use]
+    pub fn apply(&self, builder: ClientBuilder) -> ClientBuilder {
+        match &self.keytab {
+            Some((path, principal)) => {
+                builder.with_kerberos_principal(principal).with_kerberos_keytab(path.to_string_lossy())
+            }
+            None => builder,
+        }
+    }
+
+    /// Looks whether a login can succeed, without asking a KDC. `ticket_cache` is `KRB5CCNAME`.
+    ///
+    /// # Errors
+    /// No library, no keytab or one without the principal, no ticket or an expired one: what is missing, and where.
+    pub fn check(&mut self, ticket_cache: Option<&str>) -> anyhow::Result<()> {
+        load_library()?;
+        if let Some((path, principal)) = &self.keytab {
+            return check_keytab(path, principal);
+        }
+        let Some(path) = ticket_cache.and_then(file_of_cache) else {
+            tracing::warn!(
+                ticket_cache,
+                "Hadoop's security is on and there is no keytab: the tickets of this cache are used, unseen"
+            );
+            return Ok(());
+        };
+        let cache = read(&path).and_then(|bytes| TicketCache::parse(&bytes));
+        let cache = cache.with_context(|| format!("the ticket cache KRB5CCNAME={}", path.display()))?;
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        cache.check(now).with_context(|| {
+            let way_out = "renew it, or set hdfs_store.kerberos_security_config.keytab_path";
+            format!("the ticket cache KRB5CCNAME={}: {way_out}", path.display())
+        })?;
+        self.cache_user = Some(short_name(&cache.principal).to_owned());
+        Ok(())
+    }
+}
+
+fn short_name(principal: &str) -> &str {
+    principal.split(['/', '@']).next().unwrap_or(principal)
+}
+
+fn load_library() -> anyhow::Result<()> {
+    // SAFETY: loading runs the library's initialisers. This is MIT Kerberos, which is loaded in the same way, from the
+    // same place and for the same use by `hdfs-native` at the first connection.
+    let loaded = unsafe { libloading::Library::new(LIBRARY) };
+    loaded.map(drop).with_context(|| {
+        format!(
+            "Kerberos needs {LIBRARY} (Debian: libgssapi-krb5-2, Red Hat: krb5-libs), which cannot be loaded"
+        )
+    })
+}
+
+fn check_keytab(path: &Path, principal: &str) -> anyhow::Result<()> {
+    let key = "hdfs_store.kerberos_security_config.keytab_path";
+    let entries = read(path).and_then(|bytes| keytab_principals(&bytes));
+    let entries = entries.with_context(|| format!("{key} = {}", path.display()))?;
+    ensure!(
+        entries.iter().any(|entry| entry == principal),
+        "{key} = {} has no key of {principal}, only of {entries:?}",
+        path.display()
+    );
+    Ok(())
+}
+
+fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let length = std::fs::metadata(path)?.len();
+    ensure!(length <= FILE_BYTES_MAX, "it has {length} bytes, at most {FILE_BYTES_MAX} are read");
+    Ok(std::fs::read(path)?)
+}
+
+/// The file of a cache name; other kinds of caches can only be asked through GSSAPI.
+fn file_of_cache(name: &str) -> Option<PathBuf> {
+    match name.split_once(':') {
+        Some(("FILE", path)) => Some(path.into()),
+        None if name.starts_with('/') => Some(name.into()),
+        Some(_) | None => None,
+    }
+}
+
+/// Reads big-endian fields; everything that is not there is one error.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count).context("it ends before its time")?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn u8(&mut self) -> anyhow::Result<u8> {
+        Ok(self.take(1)?[0])
+    }
+
+    fn u16(&mut self) -> anyhow::Result<u16> {
+        Ok(u16::from_be_bytes(self.take(2)?.try_into()?))
+    }
+
+    fn u32(&mut self) -> anyhow::Result<u32> {
+        Ok(u32::from_be_bytes(self.take(4)?.try_into()?))
+    }
+
+    fn text16(&mut self) -> anyhow::Result<String> {
+        let length = self.u16()?;
+        Ok(String::from_utf8_lossy(self.take(length.into())?).into_owned())
+    }
+
+    fn bytes32(&mut self) -> anyhow::Result<&'a [u8]> {
+        let length = usize::try_from(self.u32()?)?;
+        self.take(length)
+    }
+
+    fn text32(&mut self) -> anyhow::Result<String> {
+        Ok(String::from_utf8_lossy(self.bytes32()?).into_owned())
+    }
+}
+
+/// The principals of a keytab (MIT's format, version 2).
+fn keytab_principals(bytes: &[u8]) -> anyhow::Result<Vec<String>> {
+    let mut fields = Fields(bytes);
+    ensure!(fields.u16()? == 0x0502, "it is no keytab (of version 2)");
+    let mut principals = Vec::new();
+    while !fields.0.is_empty() {
+        let size = fields.u32()?.cast_signed();
+        let entry = fields.take(size.unsigned_abs().try_into()?)?;
+        if size <= 0 {
+            continue; // a deleted entry
+        }
+        let mut entry = Fields(entry);
+        let components = entry.u16()?;
+        let realm = entry.text16()?;
+        let names = (0..components).map(|_| entry.text16()).collect::<anyhow::Result<Vec<_>>>()?;
+        principals.push(format!("{}@{realm}", names.join("/")));
+    }
+    Ok(principals)
+}
+
+/// What counts of a ticket cache.
+#[derive(Debug, PartialEq, Eq)]
+struct TicketCache {
+    principal: String,
+    /// End of the latest ticket-granting ticket, in seconds since 1970.
+    ends_at: Option<u32>,
+}
+
+impl TicketCache {
+    /// MIT's format, version 4.
+    fn parse(bytes: &[u8]) -> anyhow::Result<Self> {
+        let mut fields = Fields(bytes);
+        ensure!(fields.u16()? == 0x0504, "it is no ticket cache (of version 4)");
+        let header = fields.u16()?;
+        fields.take(header.into())?;
+        let principal = cache_principal(&mut fields)?;
+        let mut ends_at = None;
+        while !fields.0.is_empty() {
+            let (server, end) = cache_entry(&mut fields)?;
+            if server.starts_with("krbtgt/") {
+                ends_at = ends_at.max(Some(end));
+            }
+        }
+        Ok(Self { principal, ends_at })
+    }
+
+    fn check(&self, now: Duration) -> anyhow::Result<()> {
+        let Some(ends_at) = self.ends_at else {
+            bail!("it has no ticket-granting ticket of {}", self.principal);
+        };
+        let ended = now.checked_sub(Duration::from_secs(ends_at.into()));
+        match ended {
+            None => Ok(()),
+            Some(ago) => bail!("the ticket of {} has expired {} s ago", self.principal, ago.as_secs()),
+        }
+    }
+}
+
+fn cache_principal(fields: &mut Fields<'_>) -> anyhow::Result<String> {
+    let _name_type = fields.u32()?;
+    let components = fields.u32()?;
+    let realm = fields.text32()?;
+    let mut names = Vec::new();
+    for _ in 0..components {
+        names.push(fields.text32()?);
+    }
+    Ok(format!("{}@{realm}", names.join("/")))
+}
+
+/// Server and end of a ticket.
+fn cache_entry(fields: &mut Fields<'_>) -> anyhow::Result<(String, u32)> {
+    let _client = cache_principal(fields)?;
+    let server = cache_principal(fields)?;
+    let _key_type = fields.u16()?;
+    fields.bytes32()?;
+    let _authenticated_at = fields.u32()?;
+    let _starts_at = fields.u32()?;
+    let ends_at = fields.u32()?;
+    let _renewable_until = fields.u32()?;
+    let _is_session_key = fields.u8()?;
+    let _flags = fields.u32()?;
+    for _kind in ["addresses", "authorisations"] {
+        for _ in 0..fields.u32()? {
+            fields.u16()?;
+            fields.bytes32()?;
+        }
+    }
+    let (_ticket, _second) = (fields.bytes32()?, fields.bytes32()?);
+    Ok((server, ends_at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worker_acts_as_others_only() {
+        let login = Login {
+            keytab: Some(("/k".into(), "uniffle/host@REALM".to_owned())),
+            act_as_users: true,
+            cache_user: None,
+        };
+        assert_eq!(login.user_to_act_as("alice").as_deref(), Some("alice"));
+        assert_eq!(login.user_to_act_as("uniffle"), None);
+        assert_eq!(login.user_to_act_as(""), None);
+        assert_eq!(Login { act_as_users: false, ..login }.user_to_act_as("alice"), None);
+    }
+
+    fn principal(name: &str) -> Vec<u8> {
+        let mut bytes = vec![0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, b'R'];
+        for part in name.split('/') {
+            bytes.extend_from_slice(&u32::try_from(part.len()).unwrap().to_be_bytes());
+            bytes.extend_from_slice(part.as_bytes());
+        }
+        bytes
+    }
+
+    fn cache(server: &str, ends_at: u32) -> Vec<u8> {
+        let mut bytes = vec![5, 4, 0, 2, 9, 9];
+        bytes.extend(principal("uniffle/h"));
+        bytes.extend(principal("uniffle/h"));
+        bytes.extend(principal(server));
+        bytes.extend([0, 18, 0, 0, 0, 3, 1, 2, 3]);
+        for time in [1, 1, ends_at, 0] {
+            bytes.extend_from_slice(&u32::to_be_bytes(time));
+        }
+        bytes.extend([0, 0, 0, 0, 0]);
+        bytes.extend([0, 0, 0, 1, 0, 2, 0, 0, 0, 1, 7]);
+        bytes.extend([0, 0, 0, 0, 0, 0, 0, 2, 4, 4, 0, 0, 0, 0]);
+        bytes
+    }
+
+    #[test]
+    fn tickets_are_judged_by_their_end() {
+        let cache_of = |server, ends_at| TicketCache::parse(&cache(server, ends_at)).unwrap();
+        let ticket = cache_of("krbtgt/R", 1000);
+        assert_eq!(ticket, TicketCache { principal: "uniffle/h@R".to_owned(), ends_at: Some(1000) });
+        assert!(ticket.check(Duration::from_secs(999)).is_ok());
+        let expired = ticket.check(Duration::from_secs(1060)).unwrap_err().to_string();
+        assert_eq!(expired, "the ticket of uniffle/h@R has expired 60 s ago");
+        let other = cache_of("hdfs/nn", 1000).check(Duration::ZERO).unwrap_err().to_string();
+        assert!(other.contains("no ticket-granting ticket"), "{other}");
+    }
+
+    #[test]
+    fn files_cut_anywhere_are_errors_and_no_panic() {
+        let whole = cache("krbtgt/R", 1000);
+        let entry_at = 6 + principal("uniffle/h").len();
+        for length in 0..whole.len() {
+            assert_eq!(TicketCache::parse(&whole[..length]).is_ok(), length == entry_at, "{length}");
+        }
+        let mut keytab =
+            vec![5, 2, 0, 0, 0, 17, 0, 2, 0, 1, b'R', 0, 3, b'a', b'b', b'c', 0, 1, b'h', 0, 0, 0, 0];
+        keytab.extend([0xff, 0xff, 0xff, 0xfe, 0, 0]);
+        assert_eq!(keytab_principals(&keytab).unwrap(), ["abc/h@R"]);
+        for length in [0, 1, 3, 10, 22] {
+            assert!(keytab_principals(&keytab[..length]).is_err(), "{length}");
+        }
+        assert!(keytab_principals(&[5, 2, 0x80, 0, 0, 0]).is_err());
+    }
+
+    #[test]
+    fn only_files_are_looked_into() {
+        assert_eq!(file_of_cache("FILE:/x"), Some("/x".into()));
+        assert_eq!(file_of_cache("/x"), Some("/x".into()));
+        for other in ["DIR:/x", "KEYRING:persistent:0", "KCM:", ""] {
+            assert_eq!(file_of_cache(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Names of directories and files (PROTOCOL §6.1): clients list and open them, so every character is law. Pure.
+
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+/// Ending of a file with blocks.
+const DATA: &str = ".data";
+/// Ending of a file with index records.
+const INDEX: &str = ".index";
+
+/// `<root>/<app>`.
+#[must_use]
+pub fn app_directory(root: &str, app: &AppId) -> String {
+    format!("{}/{app}", root.trim_end_matches('/'))
+}
+
+/// `<root>/<app>/<shuffle>`.
+#[must_use]
+pub fn shuffle_directory(root: &str, key: &ShuffleKey) -> String {
+    format!("{}/{}", app_directory(root, &key.app), key.shuffle)
+}
+
+/// The registered ranges that hold more than one partition; all others are `<p>-<p>`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WideRanges(Vec<(i32, i32)>);
+
+impl WideRanges {
+    /// Adds ranges as registered. One that overlaps a known one is left out: the first registration named the
+    /// directory that readers look into.
+    pub fn add(&mut self, ranges: &[(i32, i32)]) {
+        for &(start, end) in ranges.iter().filter(|(start, end)| start < end) {
+            let at = self.0.partition_point(|known| *known < (start, end));
+            let before = at > 0 && self.0[at - 1].1 >= start;
+            let after = self.0.get(at).is_some_and(|next| next.0 <= end);
+            if !before && !after {
+                self.0.insert(at, (start, end));
+            }
+        }
+    }
+
+    /// The range that names the directory of a partition.
+    #[must_use]
+    pub fn of(&self, partition: PartitionId) -> (i32, i32) {
+        let at = self.0.partition_point(|(start, _)| *start <= partition.0);
+        let holding = at.checked_sub(1).map(|at| self.0[at]).filter(|(_, end)| partition.0 <= *end);
+        holding.unwrap_or((partition.0, partition.0))
+    }
+}
+
+/// The names of one writer of one server in a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriterName<'a> {
+    /// As announced to the coordinators.
+    pub server_id: &'a str,
+    /// Number of the writer; none when the partition has only one.
+    pub index: Option<usize>,
+}
+
+impl WriterName<'_> {
+    fn prefix(&self) -> String {
+        match self.index {
+            None => format!("{}_", self.server_id),
+            Some(index) => format!("{}_{index}_", self.server_id),
+        }
+    }
+
+    /// Data and index file of the writer after so many failures.
+    #[must_use]
+    pub fn files(&self, failures: u32) -> (String, String) {
+        let prefix = self.prefix();
+        (format!("{prefix}{failures}{DATA}"), format!("{prefix}{failures}{INDEX}"))
+    }
+
+    /// The number of failures in a name, if it is one of this writer's.
+    #[must_use]
+    pub fn failures_of(&self, name: &str) -> Option<u32> {
+        let stem = name.strip_suffix(DATA).or_else(|| name.strip_suffix(INDEX))?;
+        stem.strip_prefix(&self.prefix())?.parse().ok()
+    }
+}
+
+/// Whether a file was written by this server. The character behind the id counts: `…-1999` has not written the files
+/// of `…-19999` (PROTOCOL trap 65).
+#[must_use]
+pub fn is_own(name: &str, server_id: &str) -> bool {
+    name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))
+}
+
+/// Whether a file has index records.
+#[must_use]
+pub fn is_index(name: &str) -> bool {
+    name.ends_with(INDEX)
+}
+
+/// The data file of an index file.
+#[must_use]
+pub fn data_of(index_name: &str) -> String {
+    format!("{}{DATA}", index_name.trim_end_matches(INDEX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use uniffle_wire::types::ShuffleId;
+
+    #[test]
+    fn names_are_those_that_clients_look_for() {
+        let key = ShuffleKey::new(AppId::parse("app_1").unwrap(), ShuffleId(7));
+        assert_eq!(shuffle_directory("/uniffle", &key), "/uniffle/app_1/7");
+        assert_eq!(shuffle_directory("/", &key), "/app_1/7");
+        let server_id = "10.0.0.1-21100-21200";
+        let alone = WriterName { server_id, index: None };
+        assert_eq!(
+            alone.files(0),
+            ("10.0.0.1-21100-21200_0.data".into(), "10.0.0.1-21100-21200_0.index".into())
+        );
+        let third = WriterName { server_id, index: Some(2) };
+        assert_eq!(third.files(1).1, "10.0.0.1-21100-21200_2_1.index");
+    }
+
+    #[test]
+    fn only_own_names_are_own() {
+        let (short, long) = ("10.0.0.1-1999", "10.0.0.1-19999");
+        assert!(is_own("10.0.0.1-1999_0_0.data", short));
+        assert!(!is_own("10.0.0.1-19999_0_0.data", short));
+        assert!(!is_own("10.0.0.1-1999_0_0.data", long));
+        assert!(!is_own(short, short));
+        let writer = WriterName { server_id: short, index: Some(1) };
+        assert_eq!(writer.failures_of("10.0.0.1-1999_1_12.index"), Some(12));
+        for other in ["10.0.0.1-1999_11_2.index", "10.0.0.1-1999_1_2.tmp", "10.0.0.1-1999_1_x.data", ""] {
+            assert_eq!(writer.failures_of(other), None, "{other}");
+        }
+        assert!(is_index("a_0.index") && !is_index("a_0.data"));
+        assert_eq!(data_of("a_0_1.index"), "a_0_1.data");
+        let alone = WriterName { server_id: short, index: None };
+        assert_eq!(alone.failures_of("10.0.0.1-1999_1_2.index"), None);
+    }
+
+    #[test]
+    fn a_directory_is_named_by_the_first_registration() {
+        let mut ranges = WideRanges::default();
+        ranges.add(&[(4, 7), (0, 3), (9, 9)]);
+        ranges.add(&[(2, 5), (6, 20), (10, 11)]);
+        let named: Vec<_> = (0..13).map(|p| ranges.of(PartitionId(p))).collect();
+        assert_eq!(named[..4], [(0, 3); 4]);
+        assert_eq!(named[4..8], [(4, 7); 4]);
+        assert_eq!(named[8..], [(8, 8), (9, 9), (10, 11), (10, 11), (12, 12)]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_partition_lies_in_its_range_and_all_of_a_range_agree(
+            registered in proptest::collection::vec((0i32..60, 0i32..8), 0..12)
+        ) {
+            let mut ranges = WideRanges::default();
+            for (start, more) in registered {
+                ranges.add(&[(start, start + more)]);
+            }
+            for partition in 0..70 {
+                let (start, end) = ranges.of(PartitionId(partition));
+                prop_assert!(start <= partition && partition <= end);
+                for other in start..=end {
+                    prop_assert_eq!(ranges.of(PartitionId(other)), (start, end));
+                }
+            }
+        }
+    }
+}

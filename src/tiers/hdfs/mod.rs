@@ -1,0 +1,557 @@
+//! The HDFS tier: files that clients find, open and read themselves (PROTOCOL §6).
+//!
+//! Names, formats and the order in which things become visible are the protocol's; here is only how they come about. A
+//! shuffle is registered with the remote path that its client named; a batch is one partition's blocks, written by a
+//! free [`writer`] of its directory. No file is written to again after a failed call. Data is never read back; index files
+//! are, when it has to be known which blocks are there.
+//!
+//! | file | does |
+//! | --- | --- |
+//! | `location` | remote paths and the list of those allowed (pure) |
+//! | `layout` | names of directories and files (pure) |
+//! | `fs` | the eight calls; [`fake`] answers them in memory, `client` out of a real HDFS |
+//! | `hadoop`, `kerberos` | Hadoop's settings; what a login needs |
+//! | `remote` | one file system as one user, and whether it works |
+//! | `writer` | data, then index, each batch |
+//! | `present` | which blocks are there, for the ledger of losses |
+//! | `ground`, `purge` | deletion, kept apart from writes |
+//!
+//! A write runs in a task of its own: who waits for it may give up (a hung NameNode), but the write goes on with its
+//! memory, and neither its files nor the memory are used by anybody else until it has ended.
+
+#[cfg(feature = "hdfs")]
+pub mod client;
+pub mod fake;
+pub mod fs;
+mod ground;
+#[cfg(feature = "hdfs")]
+pub mod hadoop;
+#[cfg(feature = "hdfs")]
+pub mod kerberos;
+pub mod layout;
+pub mod location;
+mod metrics;
+mod precheck;
+mod present;
+mod purge;
+mod remote;
+mod writer;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use dashmap::DashMap;
+use parking_lot::{Mutex, RwLock};
+use prometheus::Registry;
+use serde::{Deserialize, Serialize};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::time::{Instant, sleep, timeout};
+
+pub use self::location::{AllowList, RemoteLocation};
+pub use self::purge::{Cause, Removal};
+pub use self::remote::RemoteTarget;
+
+use self::fs::RemoteFs;
+use self::ground::Ground;
+use self::layout::WideRanges;
+use self::metrics::Metrics;
+use self::remote::Remote;
+use self::writer::Writers;
+use crate::runtime::Tasks;
+use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+/// Remote file systems (by settings and user) in use at once: clients name them.
+const REMOTES_MAX: usize = 1024;
+/// How often whoever waits for a place to write looks whether waiting makes sense.
+const PLACE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Between two looks for remote stores that nobody tries.
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Between two attempts to close a torn file; doubles up to the second, and ends with the third.
+const RECOVERY_PAUSE: Duration = Duration::from_millis(500);
+const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
+const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
+
+/// How the tier works.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HdfsConfig {
+    /// As told to coordinators: clients look for files that begin with it.
+    pub server_id: String,
+    /// What clients may name. Default: everything.
+    pub allowed: AllowList,
+    /// Files written at a time per file system. Default: 10. At least 1.
+    pub max_concurrency: usize,
+    /// Writers per partition, where the client does not ask for fewer. Default: 20. At least 1.
+    pub partition_write_max_concurrency: usize,
+    /// Time for a batch of no bytes; every MiB adds a second. Default: 60 s.
+    pub write_timeout: Duration,
+    /// Time for one call that moves no data. Default: 60 s.
+    pub call_timeout: Duration,
+    /// How long a deletion is tried. Default: 10 min.
+    pub purge_timeout: Duration,
+}
+
+impl Default for HdfsConfig {
+    fn default() -> Self {
+        Self {
+            server_id: String::new(),
+            allowed: AllowList::default(),
+            max_concurrency: 10,
+            partition_write_max_concurrency: 20,
+            write_timeout: Duration::from_secs(60),
+            call_timeout: Duration::from_secs(60),
+            purge_timeout: Duration::from_secs(600),
+        }
+    }
+}
+
+/// Makes clients of file systems.
+pub trait Connector: fmt::Debug + Send + Sync {
+    /// What of a client's wish counts: settings that matter, and the user to act as, if that is not the worker's own.
+    ///
+    /// # Errors
+    /// Settings that cannot work.
+    fn target(&self, storage: &RemoteStorage, location: RemoteLocation) -> Result<RemoteTarget, StoreError>;
+
+    /// A client; need not connect yet.
+    ///
+    /// # Errors
+    /// Settings that cannot work.
+    fn connect(&self, target: &RemoteTarget) -> Result<Arc<dyn RemoteFs>, StoreError>;
+}
+
+/// Where a client wants a shuffle's cold data, as it says.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteStorage {
+    /// Such as `hdfs://namenode:8020/uniffle`.
+    pub path: String,
+    /// Hadoop settings.
+    pub conf: Vec<(String, String)>,
+    /// The application's user.
+    pub user: String,
+    /// Writers per partition that it wants; none = the worker's choice.
+    pub writers: Option<usize>,
+}
+
+/// A remote storage that was looked at and can be registered.
+#[derive(Debug, Clone)]
+pub struct PreparedStorage {
+    remote: Arc<Remote>,
+    root: Arc<str>,
+    writers: usize,
+}
+
+/// One registration of a shuffle.
+#[derive(Clone)]
+pub struct RemoteHandle {
+    shuffle: Arc<Shuffle>,
+}
+
+impl fmt::Debug for RemoteHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RemoteHandle({})", self.shuffle.key)
+    }
+}
+
+impl RemoteHandle {
+    /// Whether its file system is worth trying now.
+    #[must_use]
+    pub fn is_available(&self) -> bool {
+        self.shuffle.remote.is_available()
+    }
+
+    /// What was written is of a huge partition.
+    pub fn count_huge(&self, bytes: u64) {
+        self.shuffle.remote.metrics.huge_bytes.inc_by(bytes);
+    }
+
+    /// What is to be written has failed before.
+    pub fn count_retry(&self) {
+        self.shuffle.remote.metrics.retries.inc();
+    }
+}
+
+/// What a shuffle has in remote files, of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RemoteUsage {
+    /// Files.
+    pub files: u64,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+#[derive(Debug)]
+struct Shuffle {
+    key: ShuffleKey,
+    remote: Arc<Remote>,
+    root: Arc<str>,
+    writers_max: usize,
+    purged: AtomicBool,
+    written_bytes: AtomicU64,
+    ground: Arc<Ground>,
+    ranges: RwLock<WideRanges>,
+    writers: Mutex<HashMap<(i32, i32), Arc<Writers>>>,
+}
+
+impl Shuffle {
+    fn require_present(&self) -> Result<(), StoreError> {
+        match self.purged.load(Ordering::Acquire) {
+            true => Err(StoreError::new(StoreErrorKind::Purged, self.key.to_string())),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What an application has, also of shuffles that are gone.
+#[derive(Debug, Default)]
+struct AppState {
+    ground: Arc<Ground>,
+    /// Where its directories can be.
+    roots: Mutex<Vec<(Arc<Remote>, Arc<str>)>>,
+}
+
+#[derive(Debug)]
+struct Core {
+    config: HdfsConfig,
+    server_id: Arc<str>,
+    connector: Arc<dyn Connector>,
+    metrics: Metrics,
+    tasks: Tasks,
+    remotes: Mutex<HashMap<RemoteTarget, Weak<Remote>>>,
+    /// Places to write, by authority.
+    permits: Mutex<HashMap<String, Arc<Semaphore>>>,
+}
+
+/// The store.
+#[derive(Debug)]
+pub struct HdfsStore {
+    core: Arc<Core>,
+    shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    apps: DashMap<AppId, Arc<AppState>>,
+}
+
+impl HdfsStore {
+    /// A store without shuffles. Connects to nothing.
+    ///
+    /// # Errors
+    /// A metric name that is taken in `registry`.
+    pub fn new(
+        config: HdfsConfig,
+        connector: Arc<dyn Connector>,
+        tasks: Tasks,
+        registry: &Registry,
+    ) -> prometheus::Result<Arc<Self>> {
+        let core = Core {
+            server_id: config.server_id.as_str().into(),
+            metrics: Metrics::new(registry)?,
+            config,
+            connector,
+            tasks,
+            remotes: Mutex::default(),
+            permits: Mutex::default(),
+        };
+        Ok(Arc::new(Self { core: Arc::new(core), shuffles: DashMap::new(), apps: DashMap::new() }))
+    }
+
+    /// Looks at what a client names. Connects to nothing.
+    ///
+    /// # Errors
+    /// `Denied` with the reason: no location, not on the allow-list, settings that cannot work.
+    pub fn prepare(&self, storage: &RemoteStorage) -> Result<PreparedStorage, StoreError> {
+        let denied = |text: String| StoreError::remote(StoreErrorKind::Denied, &storage.path, text);
+        let location =
+            RemoteLocation::parse(&storage.path).map_err(|why| denied(format!("the remote path {why}")))?;
+        if !self.core.config.allowed.permits(&location) {
+            return Err(denied(
+                "this worker's hdfs_store.allowed_paths does not have the remote path".to_owned(),
+            ));
+        }
+        let root: Arc<str> = location.path().into();
+        let target = self.core.connector.target(storage, location)?;
+        let remote = self.core.remote(target)?;
+        let most = self.core.config.partition_write_max_concurrency;
+        let writers = storage.writers.map_or(most, |wanted| wanted.clamp(1, most));
+        Ok(PreparedStorage { remote, root, writers })
+    }
+
+    /// Makes a shuffle known; again adds ranges and changes nothing else. Touches no file.
+    pub fn register(&self, key: &ShuffleKey, storage: &PreparedStorage, ranges: &[(i32, i32)]) {
+        let app = Arc::clone(&*self.apps.entry(key.app.clone()).or_default());
+        let create = || {
+            let mut roots = app.roots.lock();
+            let known = |(remote, root): &(Arc<Remote>, Arc<str>)| {
+                Arc::ptr_eq(remote, &storage.remote) && *root == storage.root
+            };
+            if !roots.iter().any(known) {
+                roots.push((Arc::clone(&storage.remote), Arc::clone(&storage.root)));
+            }
+            Arc::new(Shuffle {
+                key: key.clone(),
+                remote: Arc::clone(&storage.remote),
+                root: Arc::clone(&storage.root),
+                writers_max: storage.writers,
+                purged: AtomicBool::new(false),
+                written_bytes: AtomicU64::new(0),
+                ground: Arc::clone(&app.ground),
+                ranges: RwLock::default(),
+                writers: Mutex::default(),
+            })
+        };
+        let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
+        shuffle.ranges.write().add(ranges);
+    }
+
+    /// The present registration of a shuffle; none when its client named no remote path.
+    #[must_use]
+    pub fn handle(&self, key: &ShuffleKey) -> Option<RemoteHandle> {
+        self.shuffles.get(key).map(|shuffle| RemoteHandle { shuffle: Arc::clone(&*shuffle) })
+    }
+
+    /// Writes one partition's blocks: when this returns `Ok` a client that lists the directory finds every one.
+    ///
+    /// # Errors
+    /// The file system's (the caller keeps the memory and may try again or elsewhere), or `Purged`.
+    pub async fn write_to(&self, handle: &RemoteHandle, extent: ExtentWrite) -> Result<(), StoreError> {
+        let shuffle = &handle.shuffle;
+        shuffle.require_present()?;
+        let bytes = extent.length;
+        shuffle.remote.metrics.writes.inc();
+        let result = self.core.write(shuffle, extent).await;
+        let metrics = &shuffle.remote.metrics;
+        match &result {
+            Ok(()) => {
+                metrics.successes.inc();
+                metrics.written_bytes.inc_by(bytes);
+                shuffle.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+                self.core.metrics.used_bytes.inc_by(bytes);
+            }
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => metrics.failures.inc(),
+        }
+        result
+    }
+
+    /// What a shuffle has; nothing when it is not known.
+    #[must_use]
+    pub fn usage(&self, key: &ShuffleKey) -> RemoteUsage {
+        let Some(handle) = self.handle(key) else { return RemoteUsage::default() };
+        let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
+        RemoteUsage { files, bytes: handle.shuffle.written_bytes.load(Ordering::Relaxed) }
+    }
+
+    /// Known shuffles.
+    #[must_use]
+    pub fn shuffle_count(&self) -> usize {
+        self.shuffles.len()
+    }
+
+    /// Whether there are remote stores in use and none of them works.
+    #[must_use]
+    pub fn all_failing(&self) -> bool {
+        let remotes = self.core.remotes();
+        !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
+    }
+
+    /// Asks remote stores that fail and that nobody tries, until the worker stops. Deleting what is not there needs an
+    /// active NameNode that takes changes.
+    pub async fn keep_probing(self: Arc<Self>) {
+        let tasks = self.core.tasks.clone();
+        loop {
+            tokio::select! {
+                biased;
+                () = tasks.cancelled() => return,
+                () = sleep(PROBE_INTERVAL) => {}
+            }
+            for remote in self.core.remotes().iter().filter(|remote| remote.is_forgotten()) {
+                let answer = remote.fs.delete(&remote.probe_path, false);
+                remote.note(&self.core.timed(&remote.probe_path, answer).await);
+            }
+        }
+    }
+
+    /// Brings gauges of live values up to date.
+    pub fn refresh_metrics(&self) {
+        let remotes = self.core.remotes();
+        self.core.metrics.remotes.set(i64::try_from(remotes.len()).unwrap_or(i64::MAX));
+        // Several users of one file system share a gauge: one that fails is enough.
+        for remote in &remotes {
+            remote.metrics.failing.set(0);
+        }
+        for remote in remotes.iter().filter(|remote| remote.is_failing()) {
+            remote.metrics.failing.set(1);
+        }
+    }
+}
+
+impl Core {
+    fn remotes(&self) -> Vec<Arc<Remote>> {
+        self.remotes.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The client of a target, shared by all that have the same.
+    fn remote(&self, target: RemoteTarget) -> Result<Arc<Remote>, StoreError> {
+        let mut remotes = self.remotes.lock();
+        if let Some(remote) = remotes.get(&target).and_then(Weak::upgrade) {
+            return Ok(remote);
+        }
+        remotes.retain(|_, remote| remote.strong_count() > 0);
+        if remotes.len() >= REMOTES_MAX {
+            let text = format!("{REMOTES_MAX} remote stores are in use, more are not taken");
+            return Err(StoreError::remote(StoreErrorKind::Denied, target.location.to_string(), text));
+        }
+        let authority = target.location.authority();
+        let fs = self.connector.connect(&target)?;
+        let permits = Arc::clone(self.permits.lock().entry(authority.clone()).or_insert_with(|| {
+            Arc::new(Semaphore::new(self.config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS)))
+        }));
+        let metrics = self.metrics.of(&authority);
+        let root = target.location.path().trim_end_matches('/');
+        let probe_path = format!("{root}/.probe-{}", self.server_id);
+        let remote = Arc::new(Remote::new((authority, probe_path), fs, permits, metrics));
+        remotes.insert(target, Arc::downgrade(&remote));
+        Ok(remote)
+    }
+
+    async fn write(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
+        let place = place(&shuffle.remote).await?;
+        let bytes = extent.length;
+        let writers = self.writers(shuffle, extent.partition);
+        let writing = GaugeShare::new(&self.metrics.writing_bytes, bytes);
+        let (told, result) = oneshot::channel();
+        let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
+        self.tasks.spawn("remote write", async move {
+            let job = write_batch(&owned, &writers, &extent, &tasks);
+            let result = tokio::select! {
+                biased;
+                () = tasks.cancelled() => Err(StoreError::new(StoreErrorKind::Unhealthy, owned.key.to_string())),
+                result = job => result,
+            };
+            owned.remote.note(&result);
+            drop((extent, place, writing));
+            drop(told.send(result));
+        });
+        let deadline = self.config.write_timeout + Duration::from_secs(bytes >> 20);
+        match timeout(deadline, result).await {
+            Ok(result) => result.unwrap_or_else(|gone| {
+                Err(StoreError::io(&shuffle.remote.authority, io::Error::other(gone)))
+            }),
+            Err(late) => {
+                let error = StoreError::io(&shuffle.remote.authority, io::Error::from(late));
+                shuffle.remote.note(&Err::<(), _>(StoreError::io(
+                    &shuffle.remote.authority,
+                    io::ErrorKind::TimedOut.into(),
+                )));
+                Err(error)
+            }
+        }
+    }
+
+    fn writers(&self, shuffle: &Shuffle, partition: PartitionId) -> Arc<Writers> {
+        let (start, end) = shuffle.ranges.read().of(partition);
+        let mut writers = shuffle.writers.lock();
+        let create = || {
+            let directory = layout::shuffle_directory(&shuffle.root, &shuffle.key);
+            Writers::new(
+                format!("{directory}/{start}-{end}"),
+                Arc::clone(&self.server_id),
+                shuffle.writers_max,
+            )
+        };
+        Arc::clone(writers.entry((start, end)).or_insert_with(create))
+    }
+}
+
+/// A place to write. Who waits for one while the file system stops working is told.
+async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
+    loop {
+        if !remote.is_available() {
+            return Err(remote.suspended());
+        }
+        let waiting = Arc::clone(&remote.permits).acquire_owned();
+        if let Ok(Ok(place)) = timeout(PLACE_LOOK_INTERVAL, waiting).await {
+            return Ok(place);
+        }
+    }
+}
+
+async fn write_batch(
+    shuffle: &Arc<Shuffle>,
+    writers: &Arc<Writers>,
+    extent: &ExtentWrite,
+    tasks: &Tasks,
+) -> Result<(), StoreError> {
+    let _writing = shuffle.ground.write().await;
+    shuffle.require_present()?;
+    let mut writer = writers.take().await;
+    let result = writer.write(&*shuffle.remote.fs, &extent.blocks, payload(extent)).await;
+    for path in writer.take_torn() {
+        tasks.spawn("file recovery", recover(Arc::clone(shuffle), path, tasks.clone()));
+    }
+    result
+}
+
+/// Brings a file with published blocks whose append has failed back to readers: until somebody closes it, its last
+/// block may be unreadable, and the NameNode does so by itself only after an hour.
+async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
+    let mut pause = RECOVERY_PAUSE;
+    let give_up = Instant::now() + RECOVERY_DEADLINE;
+    while shuffle.require_present().is_ok() && Instant::now() < give_up {
+        match shuffle.remote.fs.recover(&path).await {
+            Ok(true) => return,
+            Err(error) if error.kind == StoreErrorKind::NotFound => return,
+            Ok(false) => {}
+            Err(error) => tracing::debug!(%path, %error, "a torn file is not closed yet"),
+        }
+        tokio::select! {
+            biased;
+            () = tasks.cancelled() => return,
+            () = sleep(pause) => {}
+        }
+        pause = (pause * 2).min(RECOVERY_PAUSE_MAX);
+    }
+    if shuffle.require_present().is_ok() {
+        tracing::error!(%path, remote = %shuffle.remote.authority, "a torn file could not be closed, it may be unreadable");
+    }
+}
+
+/// The bytes of an extent without the padding behind them.
+fn payload(extent: &ExtentWrite) -> Vec<Bytes> {
+    let mut left = usize::try_from(extent.length).unwrap_or(usize::MAX);
+    let mut pieces = Vec::new();
+    for piece in extent.data.pieces() {
+        let taken = piece.len().min(left);
+        if taken > 0 {
+            pieces.push(piece.slice(..taken));
+        }
+        left -= taken;
+    }
+    pieces
+}
+
+/// A share of a gauge, given back on drop.
+#[derive(Debug)]
+struct GaugeShare {
+    gauge: prometheus::IntGauge,
+    share: i64,
+}
+
+impl GaugeShare {
+    fn new(gauge: &prometheus::IntGauge, share: u64) -> Self {
+        let share = i64::try_from(share).unwrap_or(i64::MAX);
+        gauge.add(share);
+        Self { gauge: gauge.clone(), share }
+    }
+}
+
+impl Drop for GaugeShare {
+    fn drop(&mut self) {
+        self.gauge.sub(self.share);
+    }
+}

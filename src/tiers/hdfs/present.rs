@@ -1,0 +1,153 @@
+//! Which blocks are in a partition's directory: read out of our own index files, as clients read them (PROTOCOL §6.4).
+//!
+//! Asked for when it has to be known what is lost, and only then: after a restart of the process, of partitions whose
+//! reported blocks are neither in memory nor on a disk, and when a disk fails to give back what it had. Files that
+//! nobody writes to any more are closed first: a process that was killed amid an append leaves them to its lease, and
+//! until that ends (an hour) what was published in them long ago may be unreadable, to clients too.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use croaring::Treemap;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::fs::{RemoteEntry, RemoteFs};
+use super::writer::Writers;
+use super::{Core, HdfsStore, Shuffle, layout};
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Bytes of an index that are read at a time, whole records.
+const CHUNK_BYTES: usize = RECORD_BYTES * 25_000;
+/// Between two looks whether a file is closed, and how long that is waited for. The NameNode has the DataNodes agree on
+/// the length of the last block, which takes some of their heartbeats.
+const CLOSE_PAUSE: Duration = Duration::from_millis(500);
+const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
+
+impl HdfsStore {
+    /// Blocks of a partition that a client finds in HDFS; none of a shuffle without a remote path. Where partitions share
+    /// a directory, those of its neighbours too.
+    ///
+    /// # Errors
+    /// The file system's; then nothing is known. `Purged` when the shuffle is gone meanwhile.
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
+        let Some(handle) = self.handle(key) else { return Ok(Treemap::new()) };
+        let shuffle = &handle.shuffle;
+        if !shuffle.remote.is_available() {
+            return Err(shuffle.remote.suspended());
+        }
+        let writers = self.core.writers(shuffle, partition);
+        let found = self.core.find_blocks(shuffle, &writers).await;
+        shuffle.require_present()?;
+        if found.is_err() {
+            // Successes say nothing of its DataNodes' will to take data.
+            shuffle.remote.note(&found);
+        }
+        found
+    }
+}
+
+impl Core {
+    async fn find_blocks(
+        &self,
+        shuffle: &Arc<Shuffle>,
+        writers: &Arc<Writers>,
+    ) -> Result<Treemap, StoreError> {
+        let (fs, directory) = (&*shuffle.remote.fs, writers.directory());
+        let mut present = Treemap::new();
+        let given_up = {
+            let held = timeout(self.config.write_timeout, writers.hold()).await;
+            let held = held.map_err(|late| StoreError::io(directory, late.into()))?;
+            let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
+            let (in_use, given_up) = listing.indexes().partition::<Vec<_>, _>(|name| held.uses(name));
+            for name in in_use {
+                self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
+            }
+            given_up.into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        if given_up.is_empty() {
+            return Ok(present);
+        }
+        for name in &given_up {
+            for name in [layout::data_of(name), name.clone()] {
+                self.close(fs, &format!("{directory}/{name}")).await?;
+            }
+        }
+        let listing = Listing::new(self.list(fs, directory).await?, &self.server_id);
+        for name in &given_up {
+            self.add_blocks(fs, (directory, &listing, name), &mut present).await?;
+        }
+        Ok(present)
+    }
+
+    /// Closes a file that nobody writes to. One that is gone needs no closing.
+    async fn close(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
+        let give_up = Instant::now() + CLOSE_DEADLINE;
+        loop {
+            match self.timed(path, fs.recover(path)).await {
+                Ok(true) => return Ok(()),
+                Err(error) if error.kind == StoreErrorKind::NotFound => return Ok(()),
+                Err(error) => return Err(error),
+                Ok(false) if Instant::now() >= give_up => {
+                    return Err(StoreError::io(path, io::Error::other("a torn file is not closed yet")));
+                }
+                Ok(false) => sleep(CLOSE_PAUSE).await,
+            }
+        }
+    }
+
+    /// Adds the blocks that an index names and whose bytes are there, up to the first one whose are not.
+    async fn add_blocks(
+        &self,
+        fs: &dyn RemoteFs,
+        (directory, listing, name): (&str, &Listing, &str),
+        present: &mut Treemap,
+    ) -> Result<(), StoreError> {
+        let path = format!("{directory}/{name}");
+        let data_bytes = listing.bytes_of(&layout::data_of(name));
+        let records_bytes = listing.bytes_of(name) / RECORD_BYTES as u64 * RECORD_BYTES as u64;
+        let (mut at, mut end) = (0, 0_u64);
+        while at < records_bytes {
+            let length = usize::try_from(records_bytes - at).unwrap_or(usize::MAX).min(CHUNK_BYTES);
+            let bytes = self.timed(&path, fs.read_range(&path, at, length)).await?;
+            if bytes.len() != length {
+                return Err(StoreError::io(
+                    &path,
+                    io::Error::other("an index is shorter than it was listed"),
+                ));
+            }
+            for record in records(&bytes) {
+                let Ok(length) = u64::try_from(record.length) else { return Ok(()) };
+                end = end.saturating_add(length);
+                if end > data_bytes {
+                    return Ok(());
+                }
+                present.add(record.block_id.unsigned_abs());
+            }
+            at += length as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Our files of a directory.
+struct Listing(HashMap<String, u64>);
+
+impl Listing {
+    fn new(entries: Vec<RemoteEntry>, server_id: &str) -> Self {
+        let own = |entry: &RemoteEntry| !entry.is_dir && layout::is_own(&entry.name, server_id);
+        Self(entries.into_iter().filter(own).map(|entry| (entry.name, entry.length)).collect())
+    }
+
+    fn indexes(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str).filter(|name| layout::is_index(name))
+    }
+
+    /// 0 of a file that is not there.
+    fn bytes_of(&self, name: &str) -> u64 {
+        self.0.get(name).copied().unwrap_or(0)
+    }
+}

@@ -1,0 +1,229 @@
+//! Deletion (PROTOCOL §6.5): a shuffle or an application that was unregistered goes with everything below; of one that
+//! expired only our own files go, and the directories that are empty then, because other servers may still serve it.
+//!
+//! Forgetting is synchronous and gives a [`Removal`]: from then on writes of the old registration end with `Purged` and
+//! those of a new one wait until the removal is done or dropped.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::fs::{Call, RemoteEntry, RemoteFs};
+use super::ground::Deleting;
+use super::layout;
+use super::remote::Remote;
+use super::{AppState, Core, HdfsStore};
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_wire::types::{AppId, ShuffleKey};
+
+/// Attempts, and the pause between them: Java's. A file system that does not answer is tried for as long as
+/// [`super::HdfsConfig::purge_timeout`], with pauses that grow.
+const ATTEMPTS: u32 = 5;
+const PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Directories of an expired application that are looked through at a time.
+const WALKS: usize = 8;
+
+/// Why an application goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// Its client said so.
+    Unregistered,
+    /// Its client was silent for too long.
+    Expired,
+}
+
+#[derive(Debug)]
+enum What {
+    Everything,
+    Own,
+}
+
+#[derive(Debug)]
+struct Condemned {
+    remote: Arc<Remote>,
+    path: String,
+    what: What,
+}
+
+/// A deletion that was ordered; [`Removal::run`] does it.
+#[derive(Debug)]
+#[must_use = "nothing is deleted before it runs"]
+pub struct Removal {
+    store: Arc<HdfsStore>,
+    app: AppId,
+    condemned: Vec<Condemned>,
+    deleting: Option<Deleting>,
+}
+
+impl HdfsStore {
+    /// Forgets shuffles of an app; nothing to remove when none of them is known here.
+    pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<Removal> {
+        let mut condemned = Vec::new();
+        for key in keys {
+            if let Some((_, shuffle)) = self.shuffles.remove(key) {
+                shuffle.purged.store(true, Ordering::Release);
+                let path = layout::shuffle_directory(&shuffle.root, key);
+                condemned.push(Condemned {
+                    remote: Arc::clone(&shuffle.remote),
+                    path,
+                    what: What::Everything,
+                });
+            }
+        }
+        let state = self.apps.get(app).filter(|_| !condemned.is_empty()).map(|state| Arc::clone(&*state))?;
+        Some(self.removal(app, &state, condemned))
+    }
+
+    /// Forgets an app with these shuffles.
+    pub fn forget_app(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey], cause: Cause) -> Option<Removal> {
+        for key in keys {
+            if let Some((_, shuffle)) = self.shuffles.remove(key) {
+                shuffle.purged.store(true, Ordering::Release);
+            }
+        }
+        let state = self.apps.get(app).map(|state| Arc::clone(&*state))?;
+        let roots = std::mem::take(&mut *state.roots.lock());
+        let condemned = roots.into_iter().map(|(remote, root)| Condemned {
+            remote,
+            path: layout::app_directory(&root, app),
+            what: match cause {
+                Cause::Unregistered => What::Everything,
+                Cause::Expired => What::Own,
+            },
+        });
+        Some(self.removal(app, &state, condemned.collect()))
+    }
+
+    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, condemned: Vec<Condemned>) -> Removal {
+        let deleting = Some(state.ground.order_deletion());
+        Removal { store: Arc::clone(self), app: app.clone(), condemned, deleting }
+    }
+}
+
+impl Removal {
+    /// Waits for the writes under way and deletes. What cannot be deleted in the end is told and left.
+    pub async fn run(self) {
+        let core = &self.store.core;
+        if let Some(deleting) = &self.deleting {
+            // A write that hangs ends some time; the directories of an app that is gone can wait no longer than this.
+            drop(timeout(core.config.purge_timeout, deleting.clear()).await);
+        }
+        for it in &self.condemned {
+            if let Err(error) = core.remove(it).await {
+                it.remote.metrics.deletions_failed.inc();
+                tracing::error!(path = %it.path, remote = %it.remote.authority, %error, "not deleted, it stays there");
+            }
+        }
+    }
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        self.deleting = None;
+        let is_unused =
+            |state: &Arc<AppState>| Arc::strong_count(state) == 1 && state.roots.lock().is_empty();
+        self.store.apps.remove_if(&self.app, |_, state| is_unused(state));
+    }
+}
+
+impl Core {
+    async fn remove(&self, it: &Condemned) -> Result<(), StoreError> {
+        let give_up = Instant::now() + self.config.purge_timeout;
+        let mut pause = PAUSE;
+        for attempt in 1.. {
+            let Err(error) = self.remove_once(it).await else { return Ok(()) };
+            let hopeless = match error.kind {
+                StoreErrorKind::Unreachable | StoreErrorKind::Unhealthy => Instant::now() + pause > give_up,
+                _ => attempt >= ATTEMPTS,
+            };
+            if hopeless || self.tasks.is_cancelled() {
+                return Err(error);
+            }
+            tracing::debug!(path = %it.path, attempt, %error, "deletion failed, it is tried again");
+            tokio::select! {
+                biased;
+                () = self.tasks.cancelled() => {}
+                () = sleep(pause) => {}
+            }
+            if attempt >= ATTEMPTS {
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+        }
+        Ok(())
+    }
+
+    async fn remove_once(&self, it: &Condemned) -> Result<(), StoreError> {
+        let fs = &*it.remote.fs;
+        match it.what {
+            What::Everything => self.timed(&it.path, fs.delete(&it.path, true)).await.map(drop),
+            What::Own => self.remove_own(fs, &it.path).await,
+        }
+    }
+
+    /// Our files of an app: `<app>/<shuffle>/<range>/<file>`.
+    async fn remove_own(&self, fs: &dyn RemoteFs, app: &str) -> Result<(), StoreError> {
+        for shuffle in self.directories(fs, app).await? {
+            let mut walks = Vec::new();
+            for range in self.directories(fs, &shuffle).await? {
+                walks.push(self.remove_own_files(fs, range));
+            }
+            let mut walks = stream::iter(walks).buffer_unordered(WALKS);
+            while let Some(walked) = walks.next().await {
+                walked?;
+            }
+            self.remove_if_empty(fs, &shuffle).await?;
+        }
+        self.remove_if_empty(fs, app).await
+    }
+
+    async fn remove_own_files(&self, fs: &dyn RemoteFs, range: String) -> Result<(), StoreError> {
+        let entries = self.list(fs, &range).await?;
+        for entry in
+            entries.iter().filter(|entry| !entry.is_dir && layout::is_own(&entry.name, &self.server_id))
+        {
+            let path = format!("{range}/{}", entry.name);
+            self.timed(&path, fs.delete(&path, false)).await?;
+        }
+        self.remove_if_empty(fs, &range).await
+    }
+
+    /// Looks first: asked to delete one that is not empty, a NameNode answers with an error that is hard to tell from
+    /// others. Should a file come in between, the directory stays, for it is not deleted recursively.
+    async fn remove_if_empty(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
+        if !self.list(fs, path).await?.is_empty() {
+            return Ok(());
+        }
+        match self.timed(path, fs.delete(path, false)).await {
+            Err(error) if self.list(fs, path).await?.is_empty() => Err(error),
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
+    async fn directories(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<String>, StoreError> {
+        let entries = self.list(fs, path).await?;
+        Ok(entries
+            .iter()
+            .filter(|entry| entry.is_dir)
+            .map(|entry| format!("{path}/{}", entry.name))
+            .collect())
+    }
+
+    /// A directory that is not there has nothing in it.
+    pub(super) async fn list(&self, fs: &dyn RemoteFs, path: &str) -> Result<Vec<RemoteEntry>, StoreError> {
+        match self.timed(path, fs.list(path)).await {
+            Err(error) if error.kind == StoreErrorKind::NotFound => Ok(Vec::new()),
+            result => result,
+        }
+    }
+
+    pub(super) async fn timed<T>(&self, path: &str, call: Call<T>) -> Result<T, StoreError> {
+        match timeout(self.config.call_timeout, call).await {
+            Ok(result) => result,
+            Err(late) => Err(StoreError::io(path, late.into())),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The bounded cache of open descriptors.
+//!
+//! A worker may have far more logs than it may have descriptors. An evicted file is opened again when needed; whoever
+//! still uses it keeps it open until then.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use lru::LruCache;
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use super::disk::within;
+use super::log::{Log, LogKind};
+use uniffle_io::{File, WriteOpen};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Mode {
+    Read,
+    ReadDirect,
+    Write,
+}
+
+#[derive(Debug)]
+struct OpenFile {
+    file: Arc<dyn File>,
+    used: Instant,
+}
+
+/// Open files by log and mode.
+#[derive(Debug)]
+pub(super) struct Files {
+    open: Mutex<LruCache<(u64, Mode), OpenFile>>,
+    next_id: AtomicU64,
+    direct: bool,
+    deadline: Duration,
+}
+
+impl Files {
+    pub(super) fn new(max: usize, direct: bool, deadline: Duration) -> Self {
+        let max = NonZeroUsize::new(max).unwrap_or(NonZeroUsize::MIN);
+        Self { open: Mutex::new(LruCache::new(max)), next_id: AtomicU64::new(0), direct, deadline }
+    }
+
+    /// An id for a new log.
+    pub(super) fn next_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Descriptors in the cache.
+    pub(super) fn len(&self) -> usize {
+        self.open.lock().len()
+    }
+
+    /// Creates the log's file, whose directory exists.
+    pub(super) async fn create(&self, log: &Log) -> io::Result<()> {
+        self.open_write(log, true).await.map(drop)
+    }
+
+    /// The log's file for writing.
+    pub(super) async fn writer(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        match self.cached(log, Mode::Write) {
+            Some(file) => Ok(file),
+            None => self.open_write(log, false).await,
+        }
+    }
+
+    /// The log's file for reading by way of the page cache.
+    pub(super) async fn reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        self.open_read(log, Mode::Read).await
+    }
+
+    /// The log's file for reading whole blocks, around the page cache.
+    pub(super) async fn direct_reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
+        self.open_read(log, Mode::ReadDirect).await
+    }
+
+    async fn open_read(&self, log: &Log, mode: Mode) -> io::Result<Arc<dyn File>> {
+        if let Some(file) = self.cached(log, mode) {
+            return Ok(file);
+        }
+        let opening = match mode {
+            Mode::ReadDirect => log.disk.io.open_read_direct(&log.path),
+            Mode::Read | Mode::Write => log.disk.io.open_read(&log.path),
+        };
+        let file = within(self.deadline, opening).await?;
+        self.keep(log, mode, &file);
+        Ok(file)
+    }
+
+    /// Closes what is open of a log, now and of openings under way: a deleted file keeps its space while it is open.
+    pub(super) fn forget(&self, log: &Log) {
+        let mut open = self.open.lock();
+        log.forgotten.store(true, Ordering::Relaxed);
+        let closed = [Mode::Read, Mode::ReadDirect, Mode::Write].map(|mode| open.pop(&(log.id, mode)));
+        drop(open);
+        drop(closed);
+    }
+
+    /// Closes what was not used for `idle`.
+    pub(super) fn close_idle(&self, idle: Duration) {
+        let mut closed = Vec::new();
+        let mut open = self.open.lock();
+        // The order of the cache is that of the last use.
+        while open.peek_lru().is_some_and(|(_, file)| file.used.elapsed() >= idle) {
+            closed.extend(open.pop_lru());
+        }
+        drop(open);
+        drop(closed); // Closed outside the lock.
+    }
+
+    async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
+        let direct = self.is_direct(log);
+        let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct });
+        let file = within(self.deadline, opening).await?;
+        self.keep(log, Mode::Write, &file);
+        Ok(file)
+    }
+
+    /// Whether a log is written around the page cache, and read so in large parts: what was written directly is not in it,
+    /// and one read does not pay for putting it there. Index groups are small and unaligned: they go through it.
+    pub(super) fn is_direct(&self, log: &Log) -> bool {
+        self.direct && log.kind == LogKind::Data
+    }
+
+    fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {
+        let mut open = self.open.lock();
+        let found = open.get_mut(&(log.id, mode))?;
+        found.used = Instant::now();
+        Some(Arc::clone(&found.file))
+    }
+
+    fn keep(&self, log: &Log, mode: Mode, file: &Arc<dyn File>) {
+        let mut open = self.open.lock();
+        if log.forgotten.load(Ordering::Relaxed) {
+            return;
+        }
+        let used = Instant::now();
+        let evicted = open.push((log.id, mode), OpenFile { file: Arc::clone(file), used });
+        drop(open);
+        drop(evicted); // Closed outside the lock.
+    }
+}

@@ -1,0 +1,88 @@
+//! Writing notes: every note goes to two disks when two are sound.
+//!
+//! A report that is lost would make a shuffle's result short without anybody noticing, so one disk is not enough. The
+//! order of the disks is the same for all notes of a shuffle, which keeps its journals few; a copy that fails goes to
+//! the next disk. A full disk (above its watermark) is asked last: a note is small and it may be all that fits.
+
+use bytes::Bytes;
+
+use super::disk::within;
+use super::log::LogKind;
+use super::notes;
+use super::shuffle::Shuffle;
+use super::{Core, DiskCondition, LocalStore, ShuffleHandle};
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// Copies of a note.
+const COPIES: usize = 2;
+
+impl LocalStore {
+    /// Writes a note of a shuffle: when this returns `Ok` it survives the process, and the end of power where writes are
+    /// synced.
+    ///
+    /// # Errors
+    /// `Purged`; `InvalidBatch` when it is too long; otherwise the last disk's error: no disk took it.
+    pub async fn note(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
+        let shuffle = &*handle.shuffle;
+        let number = shuffle.next_note();
+        let note = notes::encode(shuffle.incarnation, number, content);
+        let note = note.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?;
+        self.core.write_note(shuffle, note).await
+    }
+}
+
+impl Core {
+    async fn write_note(&self, shuffle: &Shuffle, note: Bytes) -> Result<(), StoreError> {
+        let mut disks = self.note_disks(shuffle).into_iter();
+        let mut copies = 0;
+        let mut last_error = None;
+        while copies < COPIES {
+            let next: Vec<usize> = disks.by_ref().take(COPIES - copies).collect();
+            if next.is_empty() {
+                break;
+            }
+            let writes = next.into_iter().map(|disk| self.write_copy(shuffle, disk, note.clone()));
+            for written in futures::future::join_all(writes).await {
+                match written {
+                    Ok(()) => copies += 1,
+                    Err(error) => {
+                        tracing::warn!(shuffle = %shuffle.key, %error, "note failed, trying next disk");
+                        self.metrics.write_exceptions.inc();
+                        last_error = Some(error);
+                    }
+                }
+            }
+            shuffle.require_present()?;
+        }
+        match (copies, last_error) {
+            (0, error) => Err(error.unwrap_or_else(|| self.no_disk())),
+            _ => Ok(()),
+        }
+    }
+
+    /// The disks in the order in which a shuffle's notes are offered to them.
+    fn note_disks(&self, shuffle: &Shuffle) -> Vec<usize> {
+        let count = self.disks.len();
+        let first = usize::try_from(shuffle.incarnation % count as u64).unwrap_or(0);
+        let all = (0..count).map(|step| (first + step) % count);
+        let mut disks: Vec<(DiskCondition, usize)> =
+            all.map(|index| (self.disks[index].condition(), index)).collect();
+        disks.retain(|(condition, _)| *condition <= DiskCondition::Full);
+        disks.sort_by_key(|(condition, _)| *condition);
+        disks.into_iter().map(|(_, index)| index).collect()
+    }
+
+    async fn write_copy(&self, shuffle: &Shuffle, disk: usize, note: Bytes) -> Result<(), StoreError> {
+        let disk = &self.disks[disk];
+        let bytes = note.len() as u64;
+        let (log, offset) = shuffle.reserve(self, disk, LogKind::Journal, bytes).await?;
+        let file = self.writer(&log).await?;
+        match within(self.config.note_timeout, file.write_at(vec![note], offset)).await {
+            Ok(()) => self.make_durable(&log, &file, self.config.note_timeout).await,
+            Err(error) => {
+                log.close();
+                Err(self.failed(disk, log.full_path(), error))
+            }
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! A data or index log or a journal: one append-only file of one shuffle on one disk.
+//!
+//! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
+//! late write can only land on a range that nobody else was given.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::disk::LocalDisk;
+use super::sync::Syncs;
+use uniffle_io::BLOCK_ALIGN;
+
+/// Longest log: extents keep their offset as a 32-bit number of blocks. A longer one is continued in a new file.
+pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
+
+/// What a log holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LogKind {
+    /// Extents.
+    Data,
+    /// Index groups.
+    Index,
+    /// Notes.
+    Journal,
+}
+
+impl LogKind {
+    pub(super) fn extension(self) -> &'static str {
+        match self {
+            Self::Data => "data",
+            Self::Index => "index",
+            Self::Journal => "journal",
+        }
+    }
+
+    /// The kind of a file by its extension.
+    pub(super) fn of(extension: &str) -> Option<Self> {
+        [Self::Data, Self::Index, Self::Journal].into_iter().find(|kind| kind.extension() == extension)
+    }
+}
+
+/// One file.
+#[derive(Debug)]
+pub(super) struct Log {
+    /// Unique in the process: key of cached descriptors.
+    pub(super) id: u64,
+    /// Place in the shuffle's table of logs.
+    pub(super) slot: u16,
+    pub(super) kind: LogKind,
+    pub(super) disk: Arc<LocalDisk>,
+    /// Relative to the disk's root.
+    pub(super) path: PathBuf,
+    /// Its number among the shuffle's files on this disk.
+    pub(super) number: u32,
+    next: AtomicU64,
+    closed: AtomicBool,
+    pub(super) syncs: Syncs,
+    /// Its descriptors may not be cached any more; guarded by the lock of the cache.
+    pub(super) forgotten: AtomicBool,
+}
+
+impl Log {
+    pub(super) fn new(
+        id: u64,
+        slot: u16,
+        kind: LogKind,
+        disk: Arc<LocalDisk>,
+        (path, number): (PathBuf, u32),
+    ) -> Self {
+        let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
+        let syncs = Syncs::default();
+        Self { id, slot, kind, disk, path, number, next, closed, syncs, forgotten }
+    }
+
+    /// A range of `bytes` that is the caller's alone; `None` when the log is closed or would grow too long.
+    pub(super) fn reserve(&self, bytes: u64) -> Option<u64> {
+        let fits = |next: u64| next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX);
+        if !self.is_open() {
+            return None;
+        }
+        let reserved = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok();
+        if reserved.is_none() {
+            self.close();
+        }
+        reserved
+    }
+
+    /// Closes it for writing, forever.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        !self.closed.load(Ordering::Acquire)
+    }
+
+    /// The whole path, for messages.
+    pub(super) fn full_path(&self) -> PathBuf {
+        self.disk.io.root().join(&self.path)
+    }
+}

@@ -1,0 +1,583 @@
+//! The local disks as one store of extents.
+//!
+//! Per shuffle and disk there is a data log and an index log, whatever the number of partitions. A batch goes to one
+//! disk as one sequential range ([`write`](LocalStore::write)), gets its place in the partitions' streams in the
+//! shuffle's publish lane, and is visible from then on. To readers a partition is one contiguous stream; which disks
+//! hold it is nobody's business but ours.
+//!
+//! | file | does |
+//! | --- | --- |
+//! | `disk`, `health` | claim, space, health of one directory |
+//! | `mounts` | disks by mount point (pure) |
+//! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
+//! | `log`, `files` | append-only files and their descriptors |
+//! | `shuffle` | the extents and logs of one shuffle |
+//! | `write`, `publish`, `index` | data, then index group, then visibility |
+//! | `read`, `records` | index and data streams, cached index records |
+//! | `notes`, `journal` | what else must survive a restart: a log of notes on two disks |
+//! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
+//! | `sync` | what must be on the device first, and group commit |
+//! | `verify` | checksums of blocks while they are read |
+//! | `unreadable` | what a disk does not give back any more becomes a hole |
+//! | `purge` | removal and maintenance |
+//!
+//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
+//! that dies leaves its writes to the page cache. With [`SyncWrites::Group`] data is on the device before its index group
+//! is written, the group before its extents are visible, a note before it is acknowledged, and what an earlier process
+//! left before it is taken over: a machine that dies loses nothing that anybody was told of.
+
+mod disk;
+mod files;
+pub mod health;
+pub mod index;
+mod journal;
+mod log;
+mod metrics;
+pub mod mounts;
+pub mod notes;
+pub mod pace;
+mod peers;
+pub mod placement;
+mod publish;
+mod purge;
+mod read;
+mod records;
+mod recover;
+mod scan;
+mod shuffle;
+mod sync;
+mod unreadable;
+mod verify;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use dashmap::DashMap;
+use futures::future::join_all;
+use parking_lot::Mutex;
+use prometheus::Registry;
+use tokio::sync::{Semaphore, watch};
+
+pub use self::disk::{DiskInfo, MARKER};
+pub use self::health::DiskCondition;
+pub use self::mounts::MountUsage;
+pub use self::read::{DataRead, IndexRead};
+pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::sync::SyncWrites;
+pub use self::unreadable::Unreadable;
+pub use self::verify::VerifyReads;
+
+use self::disk::LocalDisk;
+use self::files::Files;
+use self::metrics::{ALL_DISKS, Metrics};
+use self::peers::Peers;
+use self::placement::Candidate;
+use self::purge::Condemned;
+use self::records::RecordCache;
+use self::shuffle::Shuffle;
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_io::buffers::AlignedPool;
+use uniffle_io::{Disk, Engine};
+use uniffle_wire::types::{BlockMeta, PartitionId, ShuffleKey};
+
+/// How the local store works.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LocalConfig {
+    /// Data directories. At least one.
+    pub paths: Vec<PathBuf>,
+    /// Write calls per disk at a time. Default: 4. At least 1.
+    pub write_concurrency_per_disk: usize,
+    /// Read calls per disk at a time. Default: 16. At least 1.
+    pub read_concurrency_per_disk: usize,
+    /// Reads and writes per disk together at a time. Default: 2,000. At least 1.
+    pub max_concurrency_per_disk: usize,
+    /// Used share of the file system from which on a disk takes no batches. Default: 0.8. 0..=1.
+    pub high_watermark: f64,
+    /// Used share below which it takes them again. Default: 0.7. At most `high_watermark`.
+    pub low_watermark: f64,
+    /// Write around the page cache where the file system allows it. Default: true.
+    pub direct_io: bool,
+    /// Who makes the calls. Default: threads that wait.
+    pub engine: Engine,
+    /// Time for one write call of at most 16 MiB, queueing included. Default: 60 s.
+    pub write_timeout: Duration,
+    /// Time for one read call of at most 2 MiB, queueing included. Default: 60 s.
+    pub read_timeout: Duration,
+    /// Time to open, create or rename something. Default: 30 s.
+    pub name_timeout: Duration,
+    /// Time to delete a shuffle's files. Default: 10 min.
+    pub purge_timeout: Duration,
+    /// Between two measurements of free space. Default: 10 s.
+    pub space_interval: Duration,
+    /// Between two probes of the disks. Default: 60 s.
+    pub probe_interval: Duration,
+    /// Cached descriptors. Default: 1,024. At least 1.
+    pub descriptors_max: usize,
+    /// A cached descriptor that is not used for this long is closed. Default: 60 s.
+    pub descriptor_idle_timeout: Duration,
+    /// Memory for index records of published extents. 0 = none are kept. Default: 16 MiB.
+    pub index_cache_bytes: u64,
+    /// Whether what an earlier process left is taken over; else it is deleted. Default: true.
+    pub recovery: bool,
+    /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
+    /// missed. Default: empty.
+    pub boot: String,
+    /// Time to sync everything at an orderly end, and to write that down. Default: 10 s.
+    pub end_sync_timeout: Duration,
+    /// Which data reads have their blocks' CRC-32 checked. Default: all.
+    pub verify_reads: VerifyReads,
+    /// When what is written counts as written. Default: when the operating system has it.
+    pub sync: SyncWrites,
+    /// Time for one copy of a note to reach a disk. Default: 10 s.
+    pub note_timeout: Duration,
+    /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
+    pub staging_buffers: usize,
+}
+
+impl Default for LocalConfig {
+    fn default() -> Self {
+        Self {
+            paths: Vec::new(),
+            write_concurrency_per_disk: 4,
+            read_concurrency_per_disk: 16,
+            max_concurrency_per_disk: 2000,
+            high_watermark: 0.8,
+            low_watermark: 0.7,
+            direct_io: true,
+            engine: Engine::Blocking,
+            write_timeout: Duration::from_secs(60),
+            read_timeout: Duration::from_secs(60),
+            name_timeout: Duration::from_secs(30),
+            purge_timeout: Duration::from_secs(600),
+            space_interval: Duration::from_secs(10),
+            probe_interval: Duration::from_secs(60),
+            descriptors_max: 1024,
+            descriptor_idle_timeout: Duration::from_secs(60),
+            index_cache_bytes: 16 << 20,
+            recovery: true,
+            boot: String::new(),
+            end_sync_timeout: Duration::from_secs(10),
+            verify_reads: VerifyReads::Always,
+            sync: SyncWrites::Off,
+            note_timeout: Duration::from_secs(10),
+            staging_buffers: 0,
+        }
+    }
+}
+
+/// Most staging buffers that are chosen by default: 64 MiB outside the memory region.
+const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
+
+impl LocalConfig {
+    /// The real disks of [`LocalConfig::paths`].
+    #[must_use]
+    pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
+        let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
+        let disk = |path: &PathBuf| {
+            let disk = BlockingDisk::new(path, writes, reads);
+            self.engine.disk(disk.with_max_concurrency(self.max_concurrency_per_disk))
+        };
+        self.paths.iter().map(disk).collect()
+    }
+
+    fn staging_buffers_for(&self, disks: usize) -> usize {
+        if self.staging_buffers > 0 {
+            return self.staging_buffers;
+        }
+        (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_DEFAULT_MAX)
+    }
+}
+
+/// One partition's part of a batch. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct ExtentWrite {
+    /// The partition.
+    pub partition: PartitionId,
+    /// Its blocks, in the order of their bytes. At least one; none is empty.
+    pub blocks: Vec<BlockMeta>,
+    /// Bytes of all blocks.
+    pub length: u64,
+    /// The bytes.
+    pub data: ExtentData,
+}
+
+/// The bytes of an extent.
+#[derive(Debug, Clone)]
+pub enum ExtentData {
+    /// Page-aligned memory, in all `length` rounded up to 4 KiB, the tail zeroed: written as it lies.
+    Aligned(Vec<Bytes>),
+    /// Any memory, in all `length` bytes: gathered.
+    Pieces(Vec<Bytes>),
+}
+
+impl ExtentData {
+    pub(in crate::tiers) fn pieces(&self) -> &[Bytes] {
+        match self {
+            Self::Aligned(pieces) | Self::Pieces(pieces) => pieces,
+        }
+    }
+}
+
+/// A batch that is readable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Its place among the shuffle's batches.
+    pub sequence: u64,
+    /// Index of the disk that took it.
+    pub disk: usize,
+    /// Extents.
+    pub extents: usize,
+    /// Blocks.
+    pub blocks: usize,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+/// What a shuffle has on the disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ShuffleUsage {
+    /// Logs.
+    pub files: usize,
+    /// Published payload bytes.
+    pub bytes: u64,
+}
+
+/// One incarnation of a shuffle: a batch written with it cannot end up in a later one of the same name.
+#[derive(Clone)]
+pub struct ShuffleHandle {
+    shuffle: Arc<Shuffle>,
+}
+
+impl fmt::Debug for ShuffleHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ShuffleHandle({}.{})", self.shuffle.key, self.shuffle.incarnation)
+    }
+}
+
+/// What reads and writes share.
+#[derive(Debug)]
+struct Core {
+    config: LocalConfig,
+    disks: Vec<Arc<LocalDisk>>,
+    /// Written when a disk's condition changes.
+    changes: Arc<watch::Sender<()>>,
+    /// Configured directories that could not be claimed.
+    disks_refused: u64,
+    files: Files,
+    records: RecordCache,
+    staging: Arc<AlignedPool>,
+    metrics: Metrics,
+    condemned: Mutex<Vec<Condemned>>,
+    /// See `unreadable`.
+    try_outs: Semaphore,
+    /// Data reads so far, for sampling.
+    data_reads: AtomicU64,
+}
+
+/// The store.
+#[derive(Debug)]
+pub struct LocalStore {
+    core: Arc<Core>,
+    shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    next_incarnation: AtomicU64,
+    recovered: Mutex<Recovered>,
+    /// What the lists of data directories say; none when nothing was taken over, or at the end.
+    peers: Mutex<Option<Peers>>,
+}
+
+impl LocalStore {
+    /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
+    /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
+    /// does.
+    ///
+    /// # Errors
+    /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
+    pub async fn open(
+        config: LocalConfig,
+        disks: Vec<Arc<dyn Disk>>,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let metrics =
+            Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
+        let roots = disks.len() as u64;
+        let changes = Arc::new(watch::Sender::new(()));
+        let claims = disks.into_iter().map(|disk| LocalDisk::claim(disk, &config, Arc::clone(&changes)));
+        let mut claimed = Vec::new();
+        let mut last_error = None;
+        for claim in join_all(claims.collect::<Vec<_>>()).await {
+            match claim {
+                Ok(mut disk) => {
+                    disk.index = claimed.len();
+                    claimed.push(Arc::new(disk));
+                }
+                Err(error) if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse) => {
+                    return Err(error);
+                }
+                Err(error) => {
+                    tracing::error!(error = %error, "data directory cannot be used, going on without it");
+                    last_error = Some(error);
+                }
+            }
+        }
+        if claimed.is_empty() {
+            return Err(
+                last_error.unwrap_or_else(|| StoreError::new(StoreErrorKind::Unhealthy, "no data directory"))
+            );
+        }
+        let core = Core {
+            disks_refused: roots - claimed.len() as u64,
+            records: RecordCache::new(config.index_cache_bytes),
+            files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
+            staging: AlignedPool::new(config.staging_buffers_for(claimed.len())),
+            disks: claimed,
+            changes,
+            metrics,
+            condemned: Mutex::default(),
+            try_outs: Semaphore::new(unreadable::TRIED_AT_ONCE),
+            data_reads: AtomicU64::new(0),
+            config,
+        };
+        let store = Arc::new(Self {
+            core: Arc::new(core),
+            shuffles: DashMap::new(),
+            next_incarnation: AtomicU64::new(1),
+            recovered: Mutex::default(),
+            peers: Mutex::default(),
+        });
+        if store.core.config.recovery {
+            store.take_over().await;
+        }
+        store.core.set_gauges();
+        Ok(store)
+    }
+
+    /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be
+    /// forgotten.
+    #[must_use]
+    pub fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    /// Makes a shuffle known; again is fine. Touches no disk.
+    pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
+        let create = || {
+            let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
+            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len()))
+        };
+        let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
+        ShuffleHandle { shuffle }
+    }
+
+    /// The present incarnation of a shuffle.
+    #[must_use]
+    pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
+        self.shuffles.get(key).map(|shuffle| ShuffleHandle { shuffle: Arc::clone(&*shuffle) })
+    }
+
+    /// [`LocalStore::write_to`] the present incarnation of a shuffle.
+    ///
+    /// # Errors
+    /// As there; `Purged` when the shuffle is not known.
+    pub async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
+        let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
+        let handle = self.handle(key).ok_or_else(purged)?;
+        self.write_to(&handle, extents).await
+    }
+
+    /// Writes a batch to one disk and publishes it: when this returns `Ok` every block is readable. Disks that fail
+    /// are left for others until none is left.
+    ///
+    /// # Errors
+    /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
+    pub async fn write_to(
+        &self,
+        handle: &ShuffleHandle,
+        extents: Vec<ExtentWrite>,
+    ) -> Result<Published, StoreError> {
+        let (core, shuffle) = (&self.core, &*handle.shuffle);
+        let bytes = write::validate(shuffle, &extents)?;
+        core.metrics.write_local.inc();
+        let result = core.write_and_publish(shuffle, &extents, bytes).await;
+        match &result {
+            Ok(published) => core.count_published(published, bytes),
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => core.metrics.write_local_failed.inc(),
+        }
+        result
+    }
+
+    /// The index of a partition; empty when nothing of it is published.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known.
+    pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
+        let shuffle = self.find(key)?;
+        Ok(IndexRead::new(Arc::clone(&self.core), shuffle, partition))
+    }
+
+    /// Ids of the blocks of a partition that can be read, by their index records. For rare paths: reads all of them.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known; what the disk says.
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
+        let shuffle = self.find(key)?;
+        let extents = shuffle.with_partition(partition, |found| found.map(|it| it.extents.clone()));
+        let mut present = Treemap::new();
+        for extent in extents.unwrap_or_default().iter().filter(|extent| !extent.is_lost()) {
+            let records = self.core.records_of(&shuffle, extent).await?;
+            records.iter().for_each(|record| present.add(record.block_id.unsigned_abs()));
+        }
+        Ok(present)
+    }
+
+    /// A range of a partition's data stream.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known, `InvalidRange` when the range is empty or not wholly published.
+    pub fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        offset: u64,
+        length: u32,
+    ) -> Result<DataRead, StoreError> {
+        let shuffle = self.find(key)?;
+        DataRead::new(Arc::clone(&self.core), shuffle, partition, offset, length)
+    }
+
+    /// Published bytes of a partition.
+    #[must_use]
+    pub fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
+        self.handle(key).map_or(0, |handle| handle.shuffle.stream_bytes(partition))
+    }
+
+    /// Bytes of our data and index logs.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.disks().iter().map(|disk| disk.used_bytes).sum()
+    }
+
+    /// What the disks tell about themselves.
+    #[must_use]
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        self.core.disks.iter().map(|disk| disk.info()).collect()
+    }
+
+    /// Replaces the watermarks of all disks.
+    pub fn set_watermarks(&self, high: f64, low: f64) {
+        self.core.disks.iter().for_each(|disk| disk.set_watermarks(high, low));
+    }
+
+    /// Disks that take batches now: neither sick nor full.
+    #[must_use]
+    pub fn available_disks(&self) -> usize {
+        self.disks().iter().filter(|disk| disk.condition == DiskCondition::Sound).count()
+    }
+
+    /// Wakes when a disk's condition has changed.
+    #[must_use]
+    pub fn condition_changes(&self) -> watch::Receiver<()> {
+        self.core.changes.subscribe()
+    }
+
+    /// Space and condition by mount point.
+    #[must_use]
+    pub fn mounts(&self) -> Vec<MountUsage> {
+        mounts::by_mount(&self.disks())
+    }
+
+    /// What a shuffle has on the disks; nothing when it is not known.
+    #[must_use]
+    pub fn usage(&self, key: &ShuffleKey) -> ShuffleUsage {
+        self.handle(key).map_or_else(ShuffleUsage::default, |handle| handle.shuffle.usage())
+    }
+
+    /// Known shuffles.
+    #[must_use]
+    pub fn shuffle_count(&self) -> usize {
+        self.shuffles.len()
+    }
+
+    fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+        let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
+        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
+    }
+}
+
+impl Core {
+    async fn write_and_publish(
+        &self,
+        shuffle: &Shuffle,
+        extents: &[ExtentWrite],
+        bytes: u64,
+    ) -> Result<Published, StoreError> {
+        let mut tried = Vec::new();
+        let mut last_error = None;
+        let batch = loop {
+            shuffle.require_present()?;
+            let Some(index) = self.choose(bytes, &tried).await else {
+                return Err(last_error.unwrap_or_else(|| self.no_disk()));
+            };
+            if !tried.is_empty() {
+                self.metrics.write_local_retries.inc();
+            }
+            match self.write_batch(shuffle, &self.disks[index], extents, bytes).await {
+                Ok(batch) => break batch,
+                Err(error) => {
+                    shuffle.require_present()?;
+                    tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");
+                    self.metrics.write_exceptions.inc();
+                    tried.push(index);
+                    last_error = Some(error);
+                }
+            }
+        };
+        self.publish(shuffle, &batch, extents).await
+    }
+
+    /// The disk for a batch. Before giving up, space is measured again: it may have been freed since.
+    async fn choose(&self, bytes: u64, tried: &[usize]) -> Option<usize> {
+        let candidates = || self.disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
+        if let Some(index) = placement::choose(&candidates(), bytes, tried) {
+            return Some(index);
+        }
+        let sound = self.disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
+        join_all(sound.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
+        placement::choose(&candidates(), bytes, tried)
+    }
+
+    fn no_disk(&self) -> StoreError {
+        let any_healthy = self.disks.iter().any(|disk| disk.is_healthy());
+        let kind = if any_healthy { StoreErrorKind::NoSpace } else { StoreErrorKind::Unhealthy };
+        StoreError::new(kind, "all local disks")
+    }
+
+    /// Notes a failure against its disk and makes it an error of the store.
+    fn failed(&self, disk: &LocalDisk, path: impl AsRef<Path>, error: io::Error) -> StoreError {
+        disk.note(&error);
+        StoreError::io(path, error)
+    }
+
+    fn count_published(&self, published: &Published, occupied_bytes: u64) {
+        let metrics = &self.metrics;
+        metrics.writes.inc();
+        metrics.write_local_succeeded.inc();
+        metrics.write_data.inc_by(published.bytes);
+        metrics.write_blocks.inc_by(published.blocks as u64);
+        metrics.localfile_used.inc_by(occupied_bytes);
+        let label = self.disks[published.disk].label.as_str();
+        metrics.localfile_write_data.with_label_values(&[label]).inc_by(published.bytes);
+        metrics.localfile_write_data.with_label_values(&[ALL_DISKS]).inc_by(published.bytes);
+    }
+}

@@ -1,0 +1,282 @@
+//! Reads of a range of a partition's data.
+//!
+//! A read is a plan of pieces of logs. Large ones are read around the page cache, whole blocks and several in one go; small
+//! ones by way of it. What one go has brought is checked together and given piece by piece.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use super::{DIRECT_BYTES_MIN, How, PartsByLog, Piece, Stream};
+use crate::tiers::local::Core;
+use crate::tiers::local::log::Log;
+use crate::tiers::local::shuffle::{Extent, NO_LOG, Shuffle};
+use crate::tiers::local::verify::{self, Mismatch, Verifier, VerifyReads};
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
+use uniffle_wire::types::PartitionId;
+
+/// A range of a partition's data.
+pub struct DataRead {
+    /// Bytes of the range.
+    pub length: u64,
+    stream: Stream,
+    pieces: std::vec::IntoIter<Piece>,
+    current: Option<Piece>,
+    /// Read and checked together with what was given last.
+    ready: VecDeque<Bytes>,
+    verifier: Option<Verifier>,
+    gave_up: bool,
+}
+
+/// The whole blocks in which the first bytes of a [`Piece`] lie.
+struct Aligned {
+    /// Where they begin in the log.
+    start: u64,
+    /// Bytes before the first that is wanted.
+    skip: usize,
+    /// Bytes that are wanted.
+    part: usize,
+    /// Bytes of all blocks. An extent fills its last block, so what is read beyond `part` is there.
+    blocks: usize,
+}
+
+impl Aligned {
+    /// As much of `piece` as has room in `room` bytes, a block at least.
+    fn of(piece: &Piece, room: usize) -> Self {
+        let start = piece.offset / BLOCK_ALIGN as u64 * BLOCK_ALIGN as u64;
+        let skip = usize::try_from(piece.offset - start).unwrap_or(0);
+        let left = usize::try_from(piece.length).unwrap_or(usize::MAX);
+        let part = left.min((room / BLOCK_ALIGN * BLOCK_ALIGN).saturating_sub(skip));
+        Self { start, skip, part, blocks: (skip + part).next_multiple_of(BLOCK_ALIGN) }
+    }
+}
+
+impl fmt::Debug for DataRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lengths = (self.length, self.stream.left);
+        f.debug_tuple("DataRead").field(&self.stream.shuffle.key).field(&lengths).finish()
+    }
+}
+
+impl Core {
+    /// Whether the next data read is checked.
+    fn verifies_next(&self) -> bool {
+        match self.config.verify_reads {
+            VerifyReads::Always => true,
+            VerifyReads::Sampled => {
+                self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(verify::SAMPLE)
+            }
+            VerifyReads::Off => false,
+        }
+    }
+}
+
+impl DataRead {
+    /// Whether part of the range is lost: zeros stand for it.
+    #[must_use]
+    pub fn has_hole(&self) -> bool {
+        self.pieces.as_slice().iter().any(|piece| piece.log == NO_LOG)
+    }
+
+    pub(in crate::tiers::local) fn new(
+        core: Arc<Core>,
+        shuffle: Arc<Shuffle>,
+        partition: PartitionId,
+        offset: u64,
+        length: u32,
+    ) -> Result<Self, StoreError> {
+        let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
+        let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
+        let pieces = shuffle.with_partition(partition, |found| {
+            let partition = found.filter(|partition| end <= partition.bytes)?;
+            Some(translate(&partition.extents, offset, end))
+        });
+        let (extents, pieces) = pieces.ok_or_else(|| {
+            let purged = shuffle.is_purged();
+            shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
+        })?;
+        core.metrics.read_data_file.inc();
+        let verifier = core.verifies_next().then(|| Verifier::new(extents, offset..end));
+        let stream = Stream::new(core, (shuffle, partition), u64::from(length));
+        let (length, pieces) = (u64::from(length), pieces.into_iter());
+        let (current, ready) = (None, VecDeque::new());
+        Ok(Self { length, stream, pieces, current, ready, verifier, gave_up: false })
+    }
+
+    /// Whether an extent was found damaged and is a hole now.
+    #[must_use]
+    pub fn gave_up(&self) -> bool {
+        self.gave_up
+    }
+
+    /// The disk that has failed too often to give this partition's bytes: see [`LocalStore::try_out`](super::LocalStore::try_out).
+    /// Known after an error, and of one read only.
+    #[must_use]
+    pub fn to_try_out(&self) -> Option<usize> {
+        self.stream.to_try_out
+    }
+
+    /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
+    ///
+    /// # Errors
+    /// What the disk says; a file that ends too early is `Corrupt`.
+    pub async fn next_chunk(&mut self, buffers: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
+        let len = self.stream.next_len(buffers.chunk_bytes())?;
+        if self.ready.is_empty() && len > 0 {
+            self.stream.failed = true; // See IndexRead::next_chunk.
+            let fetched = self.fetch(len, buffers).await;
+            fetched.inspect_err(|error| self.stream.count_failure(error))?;
+            self.stream.failed = false;
+        }
+        let Some(chunk) = self.ready.pop_front() else { return Ok(None) };
+        self.stream.left -= chunk.len() as u64;
+        self.stream.core.metrics.read_data_bytes.inc_by(chunk.len() as u64);
+        Ok(Some(chunk))
+    }
+
+    /// Reads and checks the next bytes, at most `len` unless they are read around the page cache.
+    async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
+        let next = self.current.take().or_else(|| self.pieces.next());
+        let piece = next.expect("the length is the sum over the pieces");
+        let chunks = if self.goes_direct(&piece) {
+            self.read_aligned(piece, buffers).await?
+        } else {
+            VecDeque::from([self.gather(piece, len, buffers).await?])
+        };
+        for chunk in &chunks {
+            self.verify(chunk).await?;
+        }
+        self.ready = chunks;
+        Ok(())
+    }
+
+    async fn verify(&mut self, chunk: &[u8]) -> Result<(), StoreError> {
+        let Some(verifier) = &mut self.verifier else { return Ok(()) };
+        let Stream { core, shuffle, .. } = &self.stream;
+        match verifier.check(core, shuffle, chunk).await {
+            Ok(()) => Ok(()),
+            Err(Mismatch::Records { error, log }) => {
+                self.stream.blame(&log);
+                Err(error)
+            }
+            Err(Mismatch::Block { base }) => {
+                self.gave_up = true;
+                Err(core.give_up_damaged(shuffle, self.stream.partition, base))
+            }
+        }
+    }
+
+    /// Whether a part is read around the page cache.
+    fn goes_direct(&self, piece: &Piece) -> bool {
+        let direct = |log: Arc<Log>| self.stream.core.files.is_direct(&log);
+        piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
+    }
+
+    /// Room that the next read needs at most, 0 when there is none to come.
+    #[must_use]
+    pub fn next_room(&self) -> usize {
+        if !self.ready.is_empty() || self.stream.left == 0 {
+            return 0;
+        }
+        // What is read directly may begin and end with a part of a block.
+        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() + 1);
+        let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
+        left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX)
+    }
+
+    /// `piece`, and what follows as long as it fits and is read alike: as the whole blocks in which they lie, straight
+    /// from the device to one buffer.
+    async fn read_aligned(
+        &mut self,
+        piece: Piece,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<VecDeque<Bytes>, StoreError> {
+        let room = buffers.chunk_bytes();
+        let (mut parts, mut ranges) = (PartsByLog::default(), SmallVec::<[_; 8]>::new());
+        let mut filled = 0;
+        let mut next = Some(piece);
+        while let Some(piece) = next.take() {
+            let aligned = Aligned::of(&piece, room - filled);
+            ranges.push(filled + aligned.skip..filled + aligned.skip + aligned.part);
+            let range = filled..filled + aligned.blocks;
+            parts.push(piece.log, ReadPart { range, offset: aligned.start });
+            filled += aligned.blocks;
+            self.keep_rest(piece, aligned.part);
+            if self.current.is_none() {
+                next = self.pieces.next();
+            }
+            // One that would be cut begins the next buffer.
+            let fits = |piece: &Piece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
+            if next.is_some_and(|piece| !fits(&piece) || !self.goes_direct(&piece)) {
+                self.current = next.take();
+            }
+        }
+        let buffer = buffers.acquire(filled).await;
+        let bytes = self.stream.read_all(How::Direct, buffer, parts).await?.freeze(filled);
+        Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
+    }
+
+    /// At most `len` bytes from `piece` on, of as many pieces as it takes; ends before one that goes direct.
+    async fn gather(
+        &mut self,
+        piece: Piece,
+        len: usize,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Bytes, StoreError> {
+        let (mut parts, mut holes) = (PartsByLog::default(), Vec::new());
+        let mut filled = 0;
+        let mut next = Some(piece);
+        while let Some(piece) = next {
+            let part = usize::try_from(piece.length).unwrap_or(usize::MAX).min(len - filled);
+            let range = filled..filled + part;
+            match piece.log {
+                NO_LOG => holes.push(range),
+                log => parts.push(log, ReadPart { range, offset: piece.offset }),
+            }
+            filled += part;
+            self.keep_rest(piece, part);
+            if filled == len {
+                break;
+            }
+            next = self.pieces.next();
+            if next.is_some_and(|piece| self.goes_direct(&piece)) {
+                self.current = next.take();
+            }
+        }
+        let buffer = self.stream.read_all(How::Cached, buffers.acquire(filled).await, parts).await?;
+        let buffer = holes.into_iter().fold(buffer, zeroed);
+        Ok(buffer.freeze(filled))
+    }
+
+    fn keep_rest(&mut self, piece: Piece, read: usize) {
+        let (offset, length) = (piece.offset + read as u64, piece.length - read as u64);
+        self.current = (length > 0).then_some(Piece { offset, length, ..piece });
+    }
+}
+
+fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box<dyn ReadBuffer> {
+    if let Some(bytes) = (*buffer).as_mut().get_mut(range) {
+        bytes.fill(0);
+    }
+    buffer
+}
+
+/// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
+/// inside. Holes have parts, of no log.
+fn translate(extents: &[Extent], offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
+    let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
+    let touched = extents[first..].iter().take_while(|extent| extent.base < end);
+    let known = touched.clone().filter(|extent| !extent.is_lost()).copied().collect();
+    let pieces = touched.map(|extent| {
+        let from = offset.max(extent.base) - extent.base;
+        let to = end.min(extent.base + extent.length) - extent.base;
+        Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
+    });
+    (known, pieces.collect())
+}

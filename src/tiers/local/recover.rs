@@ -1,0 +1,511 @@
+//! What an earlier process left on the disks becomes the store's state again, with the same bases.
+//!
+//! Groups and notes are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
+//! of the same length, so that every other offset stays what clients were promised. When the end of a stream may be
+//! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin behind a gap. Whose
+//! blocks are missing is for the caller to find out: it knows what was reported.
+//!
+//! Nothing is written but renames into the trash: directories of earlier incarnations.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::StreamExt;
+use futures::future::join_all;
+use futures::stream;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::disk::LocalDisk;
+use super::index::IndexGroup;
+use super::log::{Log, LogKind};
+use super::peers::Peers;
+use super::scan::{FoundDirectory, LogReader, scan_disk};
+use super::shuffle::{Extent, Partition, Restored, Shuffle};
+use super::{Core, LocalStore};
+use crate::tiers::StoreError;
+use uniffle_io::BLOCK_ALIGN;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+
+/// Bytes left free at the end of a stream whose end may be missing.
+const TAIL_GAP_BYTES: u64 = 256 << 20;
+/// Numbers are counted from a multiple of this on: from the next one where some may be in use on a disk that is not
+/// there, so that a gap in one such era still says that something is missing.
+const ERA: u64 = 1 << 32;
+/// Shuffles rebuilt at a time.
+const REBUILDS: usize = 8;
+/// Reasons kept per shuffle in words; blocks are always counted.
+const REASONS_MAX: usize = 64;
+
+/// What a reset of the machine does to what is not synced.
+const RESET: &str =
+    "the machine was reset while what was written last was not synced (localfile_store.sync = \"off\")";
+
+/// What was found of one shuffle.
+#[derive(Debug)]
+pub struct RecoveredShuffle {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// Contents of its notes, in their order.
+    pub notes: Vec<Bytes>,
+    /// Why notes may be missing; empty when none are.
+    pub notes_missing: String,
+    /// Blocks that can be read.
+    pub present: HashMap<PartitionId, Treemap>,
+    /// Extents that are known and cannot be read.
+    pub lost: Vec<LostExtent>,
+    /// Why more may be missing than is known; empty when nothing is.
+    pub reason: String,
+}
+
+/// An extent whose data is gone.
+#[derive(Debug, Clone)]
+pub struct LostExtent {
+    /// Its partition.
+    pub partition: PartitionId,
+    /// Its blocks and their lengths.
+    pub blocks: Vec<(BlockId, u32)>,
+    /// What is wrong.
+    pub reason: Arc<str>,
+}
+
+/// What was found on all disks.
+#[derive(Debug, Default)]
+pub struct Recovered {
+    /// Shuffles, in the order of their keys.
+    pub shuffles: Vec<RecoveredShuffle>,
+    /// Data directories that were in use before and are not now.
+    pub missing_disks: Vec<String>,
+    /// Published bytes that can be read.
+    pub bytes: u64,
+    /// Their blocks.
+    pub blocks: u64,
+    /// How long it took.
+    pub took: std::time::Duration,
+}
+
+impl LocalStore {
+    /// Rebuilds the shuffles that are on the disks.
+    pub(super) async fn recover(&self, known: &Peers) -> Recovered {
+        let started = Instant::now();
+        let absent = known.absent.as_slice();
+        let core = &self.core;
+        let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
+        let mut by_key: BTreeMap<ShuffleKey, Vec<FoundDirectory>> = BTreeMap::new();
+        let mut highest_incarnation = 0;
+        let mut incomplete = !absent.is_empty() || known.was_reset;
+        for (disk, scan) in core.disks.iter().zip(join_all(scans).await) {
+            incomplete |= scan.unreadable;
+            // While something is missing, what is not known may belong to it.
+            disk.set_unreadable(scan.unreadable || !absent.is_empty());
+            for path in scan.empty_apps {
+                // An app that comes back makes its directory again.
+                let _ = disk.io.remove_dir(&path).await;
+            }
+            for directory in scan.directories {
+                highest_incarnation = highest_incarnation.max(directory.incarnation);
+                by_key.entry(directory.key.clone()).or_default().push(directory);
+            }
+        }
+        self.next_incarnation.store(
+            next_number(Some(highest_incarnation), incomplete.then_some(known.era)),
+            Ordering::Relaxed,
+        );
+        let rebuilds = by_key.into_iter().map(|(key, directories)| self.rebuild(key, directories, known));
+        let mut recovered = Recovered::default();
+        let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
+        while let Some((shuffle, bytes)) = rebuilds.next().await {
+            recovered.bytes += bytes;
+            recovered.blocks += shuffle.present.values().map(Treemap::cardinality).sum::<u64>();
+            recovered.shuffles.push(shuffle);
+        }
+        recovered.missing_disks = absent.iter().map(|peer| peer.path.clone()).collect();
+        recovered.took = started.elapsed();
+        recovered
+    }
+
+    async fn rebuild(
+        &self,
+        key: ShuffleKey,
+        directories: Vec<FoundDirectory>,
+        known: &Peers,
+    ) -> (RecoveredShuffle, u64) {
+        let core = &self.core;
+        let incarnation = directories.iter().map(|found| found.incarnation).max().unwrap_or(0);
+        let (present, earlier): (Vec<_>, Vec<_>) =
+            directories.into_iter().partition(|found| found.incarnation == incarnation);
+        for found in earlier {
+            if let Err(error) = found.disk.discard(&found.path).await {
+                tracing::warn!(disk = %found.disk.label, shuffle = %key, %error, "an earlier incarnation stays");
+            }
+        }
+        let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len()));
+        let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
+        for found in &present {
+            shuffle.found_on(&found.disk, found.next_number(), found.bytes());
+            rebuild.read_indexes(found).await;
+            rebuild.read_journals(found).await;
+        }
+        let (recovered, bytes) = rebuild.finish().await;
+        self.shuffles.insert(key, shuffle);
+        (recovered, bytes)
+    }
+}
+
+/// A data log that extents name.
+#[derive(Debug)]
+struct Source {
+    disk: Arc<LocalDisk>,
+    bytes: u64,
+    /// Once an extent names it.
+    log: Option<Arc<Log>>,
+}
+
+/// One shuffle while it is put together.
+struct Rebuild<'a> {
+    core: &'a Core,
+    shuffle: &'a Arc<Shuffle>,
+    known: &'a Peers,
+    sources: HashMap<(Uuid, u32), Source>,
+    sequences: HashSet<u64>,
+    extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
+    present: HashMap<PartitionId, Treemap>,
+    lost: Vec<LostExtent>,
+    reasons: HashMap<String, Arc<str>>,
+    notes: BTreeMap<u64, Bytes>,
+    /// Why some of it may be unknown.
+    incomplete: Option<String>,
+}
+
+impl<'a> Rebuild<'a> {
+    fn new(
+        core: &'a Core,
+        shuffle: &'a Arc<Shuffle>,
+        directories: &[FoundDirectory],
+        known: &'a Peers,
+    ) -> Self {
+        let mut sources = HashMap::new();
+        let mut incomplete =
+            known.absent.first().map(|peer| format!("data directory {} is missing", peer.path));
+        for found in directories {
+            for file in found.files_of(LogKind::Data) {
+                let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
+                sources.insert((found.disk.uuid, file.number), source);
+            }
+        }
+        if known.was_reset {
+            incomplete.get_or_insert_with(|| RESET.to_owned());
+        }
+        for disk in core.disks.iter().filter(|disk| disk.is_unreadable()) {
+            incomplete.get_or_insert_with(|| format!("{} could not be read back", disk.label));
+        }
+        Self {
+            core,
+            shuffle,
+            known,
+            sources,
+            sequences: HashSet::new(),
+            extents: HashMap::new(),
+            present: HashMap::new(),
+            lost: Vec::new(),
+            reasons: HashMap::new(),
+            notes: BTreeMap::new(),
+            incomplete,
+        }
+    }
+
+    async fn read_indexes(&mut self, found: &FoundDirectory) {
+        for file in found.files_of(LogKind::Index) {
+            let path = self.shuffle.log_path(LogKind::Index, file.number);
+            if let Err(error) = self.read_index(&found.disk, &path, (file.number, file.bytes)).await {
+                self.failed(&found.disk, &path, &error);
+            }
+        }
+    }
+
+    async fn read_index(
+        &mut self,
+        disk: &Arc<LocalDisk>,
+        path: &Path,
+        (number, bytes): (u32, u64),
+    ) -> Result<(), StoreError> {
+        let failed = |error| StoreError::io(disk.io.root().join(path), error);
+        let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
+        let mut log = None;
+        while let Some((offset, group)) = reader.next_group().await.map_err(failed)? {
+            let ours = group.header.incarnation == self.shuffle.incarnation;
+            if !ours || !self.sequences.insert(group.header.sequence) {
+                continue;
+            }
+            let log = match &log {
+                Some(log) => log,
+                None => log.insert(self.shuffle.adopt_log(self.core, disk, LogKind::Index, number)?),
+            };
+            let slot = log.slot;
+            self.take_group(&group, offset, slot)?;
+        }
+        tell_damage(disk, path, &reader);
+        Ok(())
+    }
+
+    fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
+        let source = (group.header.disk, group.header.file_number);
+        for entry in &group.entries {
+            let end = entry.data_offset + entry.length;
+            let data_log = self.data_log(source, end)?;
+            let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
+            let extent = match data_log.zip(page) {
+                Some((data_log, data_page)) => {
+                    let set = self.present.entry(entry.partition).or_default();
+                    entry.records.iter().for_each(|record| set.add(record.block_id.unsigned_abs()));
+                    Extent {
+                        base: entry.base,
+                        length: entry.length,
+                        index_offset: offset + entry.place.offset,
+                        data_page,
+                        blocks: u32::try_from(entry.records.len()).unwrap_or(u32::MAX),
+                        records_crc: entry.place.crc,
+                        data_log,
+                        index_log,
+                    }
+                }
+                None => {
+                    let records = entry.records.iter();
+                    let blocks = records.map(|it| (BlockId(it.block_id), it.length.unsigned_abs())).collect();
+                    let reason = self.reason(source);
+                    self.lost.push(LostExtent { partition: entry.partition, blocks, reason });
+                    // Its records must not be told: a reader would take the hole for a block that was sent again.
+                    Extent::gap(entry.base, entry.length)
+                }
+            };
+            self.extents.entry(entry.partition).or_default().push((group.header.sequence, extent));
+        }
+        Ok(())
+    }
+
+    /// Slot of a data log that has `end` bytes.
+    fn data_log(&mut self, source: (Uuid, u32), end: u64) -> Result<Option<u16>, StoreError> {
+        let Some(found) = self.sources.get_mut(&source).filter(|found| end <= found.bytes) else {
+            return Ok(None);
+        };
+        if let Some(log) = &found.log {
+            return Ok(Some(log.slot));
+        }
+        let log = self.shuffle.adopt_log(self.core, &found.disk, LogKind::Data, source.1)?;
+        Ok(Some(found.log.insert(log).slot))
+    }
+
+    /// Why data cannot be read, in words.
+    fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
+        let place = self.core.disks.iter().find(|it| it.uuid == disk);
+        let text = match (place, self.sources.contains_key(&(disk, number))) {
+            (None, _) => match self.known.absent.iter().find(|peer| peer.uuid == disk) {
+                Some(peer) => format!("data directory {} is missing", peer.path),
+                None => format!("the data directory with id {disk} is missing"),
+            },
+            (Some(place), found) => {
+                let path = place.io.root().join(self.shuffle.log_path(LogKind::Data, number));
+                let what = if found { "ends too early" } else { "is missing" };
+                format!("{} {what}", path.display())
+            }
+        };
+        if let Some(reason) = self.reasons.get(&text) {
+            return Arc::clone(reason);
+        }
+        if self.reasons.len() >= REASONS_MAX {
+            return Arc::from("data files are missing");
+        }
+        let reason: Arc<str> = Arc::from(text.as_str());
+        self.reasons.insert(text, Arc::clone(&reason));
+        reason
+    }
+
+    async fn read_journals(&mut self, found: &FoundDirectory) {
+        for file in found.files_of(LogKind::Journal) {
+            let path = self.shuffle.log_path(LogKind::Journal, file.number);
+            if let Err(error) = self.read_journal(&found.disk, &path, file.bytes).await {
+                self.failed(&found.disk, &path, &error);
+            }
+        }
+    }
+
+    async fn read_journal(
+        &mut self,
+        disk: &Arc<LocalDisk>,
+        path: &Path,
+        bytes: u64,
+    ) -> Result<(), StoreError> {
+        let failed = |error| StoreError::io(disk.io.root().join(path), error);
+        let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
+        while let Some(note) = reader.next_note().await.map_err(failed)? {
+            if note.incarnation == self.shuffle.incarnation {
+                self.notes.entry(note.number).or_insert(note.content);
+            }
+        }
+        tell_damage(disk, path, &reader);
+        Ok(())
+    }
+
+    fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
+        tracing::error!(%error, "cannot be read back");
+        disk.set_unreadable(true);
+        let path = disk.io.root().join(path);
+        self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
+    }
+
+    async fn finish(mut self) -> (RecoveredShuffle, u64) {
+        let highest = self.sequences.iter().max().copied();
+        if has_gap(self.sequences.iter().copied()) {
+            self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
+        }
+        let gap = self.incomplete.is_some();
+        let era = gap.then_some(self.known.era);
+        let next_sequence = next_number(highest, era);
+        // Streams of which nothing is known may have been begun in any era before.
+        let first_base = era.map_or(0, |era| (u64::from(era) + 1).saturating_mul(TAIL_GAP_BYTES));
+        let mut partitions = HashMap::new();
+        let mut overlapped = Vec::new();
+        let mut bytes = 0;
+        for (id, extents) in std::mem::take(&mut self.extents) {
+            let (mut partition, left_out) = line_up(extents);
+            bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
+            if left_out {
+                overlapped.push(id);
+            }
+            if gap {
+                partition.extend_to((partition.bytes + TAIL_GAP_BYTES).max(first_base));
+            }
+            partitions.insert(id, partition);
+        }
+        for id in overlapped {
+            self.reread_present(id, &partitions[&id]).await;
+        }
+        let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
+        self.core.metrics.extents.add(i64::try_from(extents).unwrap_or(i64::MAX));
+        self.shuffle.lane.lock().await.resume_at(next_sequence);
+        let highest_note = self.notes.last_key_value().map(|(number, _)| *number);
+        let next_note = next_number(highest_note, era);
+        let is_doubted = self.known.was_reset || self.shuffle.incarnation < self.known.doubted_below;
+        let notes_missing = match &self.incomplete {
+            _ if is_doubted => RESET.to_owned(),
+            Some(reason) if has_gap(self.notes.keys().copied()) => reason.clone(),
+            _ => String::new(),
+        };
+        self.shuffle.restore(Restored { partitions, first_base, next_note });
+        let recovered = RecoveredShuffle {
+            key: self.shuffle.key.clone(),
+            notes: self.notes.into_values().collect(),
+            notes_missing,
+            present: self.present,
+            lost: self.lost,
+            reason: self.incomplete.unwrap_or_default(),
+        };
+        (recovered, bytes)
+    }
+
+    /// Which blocks are there when some extents of a partition were left out.
+    async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
+        let mut present = Treemap::new();
+        for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {
+            match self.core.records_of(self.shuffle, extent).await {
+                Ok(records) => records.iter().for_each(|record| present.add(record.block_id.unsigned_abs())),
+                Err(error) => tracing::error!(%error, "an extent's records cannot be read back"),
+            }
+        }
+        self.present.insert(id, present);
+    }
+}
+
+/// The number after `highest`. When some may be in use elsewhere, the first of the era after `era`: nobody else has it.
+fn next_number(highest: Option<u64>, era: Option<u32>) -> u64 {
+    let next = highest.map_or(0, |highest| highest + 1);
+    era.map_or(next, |era| next.max((u64::from(era) + 1) * ERA))
+}
+
+/// Whether a number is missing in an era.
+fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
+    let mut eras: HashMap<u64, (u64, u64)> = HashMap::new();
+    for number in numbers {
+        let (count, highest) = eras.entry(number / ERA).or_default();
+        *count += 1;
+        *highest = (*highest).max(number % ERA);
+    }
+    eras.values().any(|(count, highest)| *count <= *highest)
+}
+
+fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
+    let damage = reader.damage();
+    let path = disk.io.root().join(path);
+    if damage.holes_bytes > 0 {
+        tracing::warn!(path = %path.display(), bytes = damage.holes_bytes, "log has bytes that are no record");
+    }
+    if damage.tail_bytes > 0 {
+        tracing::info!(path = %path.display(), bytes = damage.tail_bytes, "log ends with a record that was not finished");
+    }
+}
+
+/// Puts extents (with their sequences) into a stream; true when some had to be left out because others, published
+/// later, have their place.
+fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
+    // The later published first, so that it is met when it claims its place.
+    extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
+    let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
+    let mut left_out = false;
+    for (sequence, extent) in extents {
+        let overlaps = |kept: &[(u64, Extent)]| {
+            kept.last().is_some_and(|(_, last)| last.base + last.length > extent.base)
+        };
+        while overlaps(&kept) && kept.last().is_some_and(|(last, _)| *last < sequence) {
+            kept.pop();
+            left_out = true;
+        }
+        if overlaps(&kept) {
+            left_out = true;
+        } else {
+            kept.push((sequence, extent));
+        }
+    }
+    let mut partition = Partition::default();
+    for (_, extent) in kept {
+        partition.extend_to(extent.base);
+        partition.push(extent);
+    }
+    (partition, left_out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(base: u64, length: u64) -> Extent {
+        Extent { data_log: 0, index_log: 0, blocks: 1, ..Extent::gap(base, length) }
+    }
+
+    #[test]
+    fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
+        let (partition, left_out) = line_up(vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
+        assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
+        assert_eq!((partition.bytes, left_out), (350, false));
+
+        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (ERA, extent(150, 20))];
+        let (partition, left_out) = line_up(overlapping);
+        let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
+        assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
+        assert!(left_out);
+    }
+
+    #[test]
+    fn numbers_go_on_and_gaps_are_noticed() {
+        assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
+        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [ERA, 3 * ERA]);
+        assert_eq!(next_number(Some(3 * ERA + 9), Some(0)), 3 * ERA + 10);
+        assert!(!has_gap([0, 1, 2, ERA, ERA + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, ERA + 1].into_iter()));
+        assert!(!has_gap(std::iter::empty()));
+    }
+}

@@ -1,0 +1,305 @@
+//! Reading back what is on a disk: directories, files with their sizes, and logs record by record.
+//!
+//! Nothing is believed: a record counts when its checksums fit, whatever lies between two records is skipped. A crash
+//! leaves a torn record at the end of a log, a write that never came leaves a hole in it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::Core;
+use super::disk::{APPS, LocalDisk, within};
+use super::index::{self, GroupError, IndexGroup};
+use super::log::LogKind;
+use super::notes::{self, Note};
+use super::sync::SyncWrites;
+use uniffle_io::{File, ReadTarget};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+/// Bytes read at a time.
+const WINDOW_BYTES: u64 = 4 << 20;
+
+/// A file of a shuffle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FoundFile {
+    pub(super) kind: LogKind,
+    pub(super) number: u32,
+    pub(super) bytes: u64,
+}
+
+/// A shuffle's directory on one disk.
+#[derive(Debug)]
+pub(super) struct FoundDirectory {
+    pub(super) disk: Arc<LocalDisk>,
+    pub(super) key: ShuffleKey,
+    pub(super) incarnation: u64,
+    pub(super) path: PathBuf,
+    pub(super) files: Vec<FoundFile>,
+    /// Some of it could not be read.
+    pub(super) unreadable: bool,
+}
+
+impl FoundDirectory {
+    pub(super) fn files_of(&self, kind: LogKind) -> impl Iterator<Item = &FoundFile> {
+        self.files.iter().filter(move |file| file.kind == kind)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).sum()
+    }
+
+    /// The least number that no file has.
+    pub(super) fn next_number(&self) -> u32 {
+        self.files.iter().map(|file| file.number.saturating_add(1)).max().unwrap_or(0)
+    }
+}
+
+/// What a disk holds.
+#[derive(Debug, Default)]
+pub(super) struct DiskScan {
+    pub(super) directories: Vec<FoundDirectory>,
+    /// Directories of apps in which there is nothing.
+    pub(super) empty_apps: Vec<PathBuf>,
+    /// Some of it could not be read.
+    pub(super) unreadable: bool,
+}
+
+/// Key and incarnation of a shuffle's directory.
+fn parse_name(app: &AppId, name: &str) -> Option<(ShuffleKey, u64)> {
+    let (shuffle, incarnation) = name.split_once('.')?;
+    let shuffle = ShuffleId(shuffle.parse().ok()?);
+    Some((ShuffleKey::new(app.clone(), shuffle), incarnation.parse().ok()?))
+}
+
+fn parse_file(name: &str) -> Option<(LogKind, u32)> {
+    let (number, extension) = name.split_once('.')?;
+    Some((LogKind::of(extension)?, number.parse().ok()?))
+}
+
+/// An operation of a disk that still answers, within its deadline; a failure is noted against the disk.
+async fn ask<T>(
+    disk: &LocalDisk,
+    deadline: Duration,
+    operation: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    if !disk.is_healthy() {
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk failed before"));
+    }
+    let result = within(deadline, operation).await;
+    if let Err(error) = &result {
+        disk.note(error);
+    }
+    result
+}
+
+/// Lists a disk. What cannot be read is named in the log and left out.
+pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
+    let deadline = core.config.name_timeout;
+    let mut scan = DiskScan::default();
+    let unreadable = |path: &Path, error: io::Error| {
+        tracing::error!(path = %disk.io.root().join(path).display(), %error, "cannot be read back");
+    };
+    let apps = match ask(disk, deadline, disk.io.list(Path::new(APPS))).await {
+        Ok(apps) => apps,
+        Err(error) => {
+            unreadable(Path::new(APPS), error);
+            scan.unreadable = true;
+            return scan;
+        }
+    };
+    for name in apps {
+        let path = Path::new(APPS).join(&name);
+        let Ok(app) = AppId::parse(&name) else { continue };
+        match ask(disk, deadline, disk.io.list(&path)).await {
+            Ok(names) if names.is_empty() => scan.empty_apps.push(path),
+            Ok(names) => {
+                for (name, (key, incarnation)) in
+                    names.iter().filter_map(|name| Some((name, parse_name(&app, name)?)))
+                {
+                    let found = scan_directory(core, disk, path.join(name), key, incarnation).await;
+                    scan.unreadable |= found.unreadable;
+                    scan.directories.push(found);
+                }
+            }
+            Err(error) => {
+                unreadable(&path, error);
+                scan.unreadable = true;
+            }
+        }
+    }
+    scan
+}
+
+async fn scan_directory(
+    core: &Core,
+    disk: &Arc<LocalDisk>,
+    path: PathBuf,
+    key: ShuffleKey,
+    incarnation: u64,
+) -> FoundDirectory {
+    let deadline = core.config.name_timeout;
+    let disk = Arc::clone(disk);
+    let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), unreadable: false };
+    let disk = Arc::clone(&found.disk);
+    let names = ask(&disk, deadline, disk.io.list(&found.path)).await.unwrap_or_else(|error| {
+        tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
+        found.unreadable = true;
+        Vec::new()
+    });
+    for (name, (kind, number)) in names.iter().filter_map(|name| Some((name, parse_file(name)?))) {
+        let path = found.path.join(name);
+        let size = async { disk.io.open_read(&path).await?.size().await };
+        match ask(&disk, deadline, size).await {
+            Ok(bytes) => found.files.push(FoundFile { kind, number, bytes }),
+            Err(error) => {
+                tracing::error!(path = %disk.io.root().join(&path).display(), %error, "cannot be read back");
+                found.unreadable = true;
+                // Its number is taken all the same.
+                found.files.push(FoundFile { kind, number, bytes: 0 });
+            }
+        }
+    }
+    found
+}
+
+/// What a log held besides whole records.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Damage {
+    /// Bytes that are part of no record, followed by records.
+    pub(super) holes_bytes: u64,
+    /// Bytes at the end that are part of no record.
+    pub(super) tail_bytes: u64,
+}
+
+/// Reads one log from its beginning.
+pub(super) struct LogReader<'a> {
+    disk: &'a LocalDisk,
+    deadline: Duration,
+    file: Arc<dyn File>,
+    size: u64,
+    /// Where `window` begins.
+    start: u64,
+    window: Bytes,
+    /// Where the next record is looked for.
+    at: u64,
+    damage: Damage,
+}
+
+impl<'a> LogReader<'a> {
+    pub(super) async fn open(core: &Core, disk: &'a LocalDisk, path: &Path, size: u64) -> io::Result<Self> {
+        let opening = match core.config.sync {
+            SyncWrites::Off => disk.io.open_read(path),
+            // What the device has: after a failed sync the page cache may have more, which the end of power takes.
+            SyncWrites::Group => disk.io.open_read_direct(path),
+        };
+        let file = ask(disk, core.config.name_timeout, opening).await?;
+        let deadline = core.config.read_timeout;
+        let (window, damage) = (Bytes::new(), Damage::default());
+        Ok(Self { disk, deadline, file, size, start: 0, window, at: 0, damage })
+    }
+
+    /// What was skipped; complete after the last record.
+    pub(super) fn damage(&self) -> Damage {
+        self.damage
+    }
+
+    /// The next whole group and where it begins; `None` at the end.
+    pub(super) async fn next_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
+        while self.find(index::MAGIC).await? {
+            if let Some(group) = self.try_group().await? {
+                return Ok(Some(group));
+            }
+            self.skip(1);
+        }
+        Ok(None)
+    }
+
+    /// The next whole note; `None` at the end.
+    pub(super) async fn next_note(&mut self) -> io::Result<Option<Note>> {
+        while self.find(notes::MAGIC).await? {
+            if let Some(note) = self.try_note().await? {
+                return Ok(Some(note));
+            }
+            self.skip(1);
+        }
+        Ok(None)
+    }
+
+    async fn try_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
+        let Some(fixed) = self.bytes(index::HEADER_BYTES as u64).await? else { return Ok(None) };
+        let Ok(head_bytes) = index::head_bytes(fixed) else { return Ok(None) };
+        let Some(head) = self.bytes(head_bytes as u64).await? else { return Ok(None) };
+        let Ok(total) = index::total_bytes(head) else { return Ok(None) };
+        let Some(whole) = self.bytes(total).await? else { return Ok(None) };
+        let decoded = index::decode(whole);
+        Ok(self.accept(decoded))
+    }
+
+    async fn try_note(&mut self) -> io::Result<Option<Note>> {
+        let Some(fixed) = self.bytes(notes::HEADER_BYTES as u64).await? else { return Ok(None) };
+        let Ok(total) = notes::total_bytes(fixed) else { return Ok(None) };
+        let Some(whole) = self.bytes(total as u64).await? else { return Ok(None) };
+        let decoded = notes::decode(whole).map(|note| (note, total));
+        Ok(self.accept(decoded).map(|(_, note)| note))
+    }
+
+    fn accept<T>(&mut self, decoded: Result<(T, usize), GroupError>) -> Option<(u64, T)> {
+        let (record, bytes) = decoded.ok()?;
+        let began = self.at;
+        self.at += bytes as u64;
+        self.damage.holes_bytes += std::mem::take(&mut self.damage.tail_bytes);
+        Some((began, record))
+    }
+
+    fn skip(&mut self, bytes: u64) {
+        self.at += bytes;
+        self.damage.tail_bytes += bytes;
+    }
+
+    /// Moves to the next place where a record may begin; false when there is none.
+    async fn find(&mut self, magic: [u8; 4]) -> io::Result<bool> {
+        loop {
+            if self.bytes(magic.len() as u64).await?.is_none() {
+                self.skip(self.size - self.at);
+                return Ok(false);
+            }
+            let window = self.window.get(self.offset()?..).unwrap_or_default();
+            match window.windows(magic.len()).position(|bytes| bytes == magic) {
+                Some(0) => return Ok(true),
+                Some(skipped) => self.skip(skipped as u64),
+                // What is left over may be the beginning of one.
+                None => self.skip((window.len() + 1 - magic.len()) as u64),
+            }
+        }
+    }
+
+    /// Where in the window the next record is looked for.
+    fn offset(&self) -> io::Result<usize> {
+        usize::try_from(self.at - self.start).map_err(io::Error::other)
+    }
+
+    /// The next `len` bytes, or `None` when the log ends before.
+    async fn bytes(&mut self, len: u64) -> io::Result<Option<&[u8]>> {
+        if self.at.checked_add(len).is_none_or(|end| end > self.size) {
+            return Ok(None);
+        }
+        if self.at < self.start || self.at + len > self.start + self.window.len() as u64 {
+            let bytes = len.max(WINDOW_BYTES).min(self.size - self.at);
+            let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
+            let reading = self.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, self.at));
+            let target = ask(self.disk, self.deadline, async {
+                let (target, result) = reading.await;
+                result.map(|()| target)
+            })
+            .await?;
+            self.window = target.buffer.freeze(bytes);
+            self.start = self.at;
+        }
+        let from = self.offset()?;
+        let len = usize::try_from(len).map_err(io::Error::other)?;
+        Ok(self.window.get(from..from + len))
+    }
+}

@@ -1,0 +1,253 @@
+//! Every I/O error, one by one: what is published stays readable, what failed goes elsewhere or back to its caller.
+
+use super::*;
+use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, Fault, Operation, Rule};
+
+async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    store.register(&key);
+    (disks, store, key)
+}
+
+/// Fails `rule` on the disk that is to take the next batch; the batch must come out whole all the same.
+async fn survives(rule: Rule, expect_healthy: bool, expect_full: bool) {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 8000)], true)]).await.unwrap(); // to disk 0
+    store.write(&key, vec![extent(1, &[(2, 9000)], true)]).await.unwrap(); // to disk 1
+    disks[0].faults.add(rule.clone());
+    // Disk 0 has more space left: it is its turn.
+    let batch = vec![extent(1, &[(3, 9000)], true), extent(2, &[(4, 70_000)], false)];
+    let published = store.write(&key, batch).await.unwrap();
+    assert_eq!(disks[0].faults.injected(), 1, "{rule:?}");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3], "{rule:?}");
+    assert_eq!(read_all(&store, &key, 2).await.unwrap(), [4]);
+    assert_eq!(published.sequence, 2);
+    let info = &store.disks()[0];
+    assert_eq!((info.is_healthy(), info.is_full()), (expect_healthy, expect_full), "{rule:?}");
+
+    // The disk comes back, and a log that saw an error is never written again.
+    let before: Vec<_> = disks[0].app_files();
+    store.probe().await;
+    store.maintain_once().await;
+    assert!(store.disks()[0].is_healthy() && !store.disks()[0].is_full());
+    for id in 5..9 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], false)]).await.unwrap();
+    }
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3, 5, 6, 7, 8]);
+    assert!(disks[0].app_files().len() >= before.len());
+    let sequences: Vec<_> = groups(&disks).iter().map(|group| group.header.sequence).collect();
+    assert_eq!(sequences, (0..7).collect::<Vec<_>>(), "{rule:?}");
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_data_write_goes_to_another_disk() {
+    let fault = |fault| Rule::once(Operation::Write, fault).on(".data");
+    survives(fault(Fault::Errno(EIO)), false, false).await;
+    survives(fault(Fault::Short { bytes: 5000, errno: EIO }), false, false).await;
+    survives(fault(Fault::Errno(ENOSPC)), true, true).await;
+    survives(fault(Fault::Short { bytes: 4097, errno: ENOSPC }), true, true).await;
+    survives(fault(Fault::Errno(EMFILE)), true, false).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_index_append_goes_to_another_disk() {
+    let fault = |fault| Rule::once(Operation::Write, fault).on(".index");
+    survives(fault(Fault::Errno(EIO)), false, false).await;
+    survives(fault(Fault::Short { bytes: 70, errno: ENOSPC }), true, true).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_open_or_mkdir_goes_to_another_disk() {
+    for operation in [Operation::OpenWrite, Operation::CreateDir] {
+        for (errno, healthy, full) in [(EIO, false, false), (ENOSPC, true, true), (EMFILE, true, false)] {
+            let (disks, store, key) = two_disks().await;
+            disks[0].faults.add(Rule::once(operation, Fault::Errno(errno)));
+            store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+            assert_eq!(disks[0].faults.injected(), 1);
+            assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+            let info = &store.disks()[0];
+            assert_eq!((info.is_healthy(), info.is_full()), (healthy, full), "{operation:?} {errno}");
+            assert_eq!(store.core.metrics.write_local_retries.get(), 1);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_every_disk_fails_the_caller_keeps_its_memory_and_may_retry() {
+    let (disks, store, key) = two_disks().await;
+    for disk in &disks {
+        disk.faults.add(Rule::always(Operation::Write, Fault::Errno(ENOSPC)).on(".data"));
+    }
+    let batch = vec![extent(1, &[(1, 100)], false)];
+    let error = store.write(&key, batch.clone()).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NoSpace);
+    assert!(error.is_retryable());
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), Vec::<i64>::new());
+    disks.iter().for_each(|disk| disk.faults.clear());
+    let still_full = store.write(&key, batch.clone()).await.unwrap_err();
+    assert_eq!(still_full.kind, StoreErrorKind::NoSpace, "no disk is asked again before maintenance");
+    store.maintain_once().await;
+    store.write(&key, batch).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_group_that_no_index_log_took_is_published_before_anything_later() {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    for disk in &disks {
+        disk.faults.add(Rule::always(Operation::Write, Fault::Short { bytes: 64, errno: EIO }).on(".index"));
+    }
+    let error = store.write(&key, vec![extent(1, &[(2, 50)], false)]).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Io);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1], "nothing is visible that is not durable");
+    disks.iter().for_each(|disk| disk.faults.clear());
+    store.probe().await;
+    store.write(&key, vec![extent(1, &[(3, 70)], false)]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3]);
+    let bases: Vec<_> = groups(&disks).iter().map(|it| (it.header.sequence, it.entries[0].base)).collect();
+    assert_eq!(bases, [(0, 0), (1, 100), (2, 150)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
+    let disk = TestDisk::new("/small");
+    disk.memory.set_capacity(Some(1 << 20));
+    let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
+    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    store.write(&key, vec![extent(1, &[(1, 300_000)], false)]).await.unwrap();
+    disk.memory.set_capacity(Some(400_000)); // Somebody else took the space that was measured.
+    let error = store.write(&key, vec![extent(1, &[(2, 200_000)], true)]).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NoSpace);
+    assert!(store.disks()[0].is_healthy(), "full is not broken");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    disk.memory.set_capacity(None);
+    store.maintain_once().await;
+    store.write(&key, vec![extent(1, &[(3, 250_000)], false)]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 3]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn read_errors_are_errors_and_never_short_answers() {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 5000), (2, 5000)], false)]).await.unwrap();
+    for (operation, kind) in
+        [(Operation::OpenRead, StoreErrorKind::Io), (Operation::Read, StoreErrorKind::Io)]
+    {
+        for disk in &disks {
+            disk.faults.add(Rule::always(operation, Fault::Errno(EIO)));
+        }
+        let mut read = store.data(&key, PartitionId(1), 10, 9000).unwrap();
+        assert_eq!(read.next_chunk(&HeapBuffers).await.map(drop).unwrap_err().kind, kind);
+        assert!(read.next_chunk(&HeapBuffers).await.is_err(), "after an error there is no regular end");
+        let mut index = store.index(&key, PartitionId(1)).unwrap();
+        assert_eq!(index.next_chunk(&HeapBuffers).await.unwrap_err().kind, kind);
+        assert!(index.next_chunk(&HeapBuffers).await.is_err());
+        disks.iter().for_each(|disk| disk.faults.clear());
+        assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 50), (2, 60)], false)]).await.unwrap();
+    let path = disks[0].app_files().into_iter().find(|path| path.ends_with("1.index")).unwrap();
+    let size = disks[0].memory.content(&path).unwrap().len();
+    for at in size - 80..size {
+        disks[0].memory.corrupt(&path, at, 4);
+        assert_eq!(index_of(&store, &key, 1).await.unwrap_err().kind, StoreErrorKind::Corrupt, "byte {at}");
+        disks[0].memory.corrupt(&path, at, 4);
+    }
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_file_that_is_too_short_is_corrupt() {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 9000)], false)]).await.unwrap();
+    let path = disks[0].app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
+    disks[0].memory.write_small(&path, payload(1, 8000)).await.unwrap();
+    let error = range_of(&store, &key, 1, (0, 9000)).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Corrupt);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_removal_that_fails_is_tried_again() {
+    for operation in [Operation::Rename, Operation::Remove] {
+        let (disks, store, key) = two_disks().await;
+        for id in 0..4 {
+            store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+        }
+        disks[1].faults.add(Rule::once(operation, Fault::Errno(EIO)));
+        store.purge(&key).await;
+        assert_eq!(store.core.metrics.deletion_failed.get(), 1);
+        assert!(!disks[1].app_files().is_empty() || operation == Operation::Remove);
+        assert!(disks[0].app_files().is_empty());
+        store.maintain_once().await;
+        assert!(!store.disks()[1].is_healthy(), "removals wait until the disk is sound");
+        store.probe().await;
+        store.maintain_once().await;
+        store.purge_app(&key.app).await;
+        assert_nothing_left(&store, &disks).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_fails_says_what_is_wrong() {
+    let (disks, store, _) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
+    disks[1].faults.add(Rule::once(Operation::Sync, Fault::Errno(EIO)));
+    store.probe().await;
+    let infos = store.disks();
+    assert!(infos[0].is_healthy() && infos[0].is_full(), "full is not corrupted");
+    assert!(!infos[1].is_healthy());
+    disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
+    store.probe().await;
+    assert!(!store.disks()[1].is_healthy(), "not yet proved");
+    store.probe().await;
+    assert!(store.disks()[1].is_healthy());
+    disks[1].faults.add(Rule::once(Operation::OpenWrite, Fault::Errno(EMFILE)));
+    store.probe().await;
+    assert!(store.disks()[1].is_healthy(), "one EMFILE says nothing about the disk");
+}
+
+/// Eight writers at a time.
+async fn write_many(store: &LocalStore, key: &ShuffleKey, ids: std::ops::Range<i64>) -> [u32; 2] {
+    use futures::StreamExt;
+    let writes = ids.map(|id| store.write(key, vec![extent(1, &[(id, 9000)], true)]));
+    let mut taken = [0; 2];
+    let mut writes = std::pin::pin!(futures::stream::iter(writes).buffer_unordered(8));
+    while let Some(published) = writes.next().await {
+        taken[published.unwrap().disk] += 1;
+    }
+    taken
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_disk_gets_less_and_comes_back_when_it_is_fast_again() {
+    let (disks, store, key) = two_disks().await;
+    let slow = |disk: &TestDisk, millis| {
+        let fault = Fault::Slow(std::time::Duration::from_millis(millis));
+        disk.faults.add(Rule::always(Operation::Write, fault).on(".data"));
+    };
+    slow(&disks[0], 500);
+    slow(&disks[1], 50);
+    let began = tokio::time::Instant::now();
+    let taken = write_many(&store, &key, 0..2000).await;
+    // By work in flight alone the slow one would hold half of the writers: 180 batches, 22 s.
+    assert!((1..=100).contains(&taken[0]), "{taken:?}");
+    assert!(began.elapsed() < std::time::Duration::from_secs(18), "{:?}", began.elapsed());
+    disks[0].faults.clear();
+    slow(&disks[0], 50);
+    write_many(&store, &key, 2000..4000).await;
+    let taken = write_many(&store, &key, 4000..5000).await;
+    assert!(taken[0] > 350 && taken[1] > 350, "{taken:?}");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap().len(), 5000);
+}

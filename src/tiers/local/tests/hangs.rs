@@ -1,0 +1,180 @@
+//! Disks that do not answer, and callers that go away. Time is paused: deadlines pass as soon as nothing else happens.
+
+use std::time::Duration;
+
+use futures::FutureExt;
+
+use super::*;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    store.register(&key);
+    (disks, store, key)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hung_data_write_moves_on_and_its_late_end_harms_nobody() {
+    let (disks, store, key) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
+    let started = tokio::time::Instant::now();
+    let published = store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    assert_eq!(published.disk, 1);
+    assert!(started.elapsed() >= Duration::from_secs(60));
+    let info = &store.disks()[0];
+    assert!(!info.is_healthy() && (info.condition == DiskCondition::Hung));
+    store.probe().await;
+    for id in 2..6 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    disks[0].faults.release().await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3, 4, 5]);
+    let data_logs = disks[0].app_files().iter().filter(|path| path.extension().unwrap() == "data").count();
+    assert_eq!(data_logs, 2, "the log that hung is closed forever");
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hung_index_append_moves_the_lane_with_the_same_bytes() {
+    let (disks, store, key) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".index"));
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    store.write(&key, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
+    disks[0].faults.release().await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    let groups = groups(&disks);
+    let sequences: Vec<_> = groups.iter().map(|group| group.header.sequence).collect();
+    assert_eq!(sequences, [0, 0, 1], "the late append made a second copy");
+    assert_eq!(groups[0], groups[1], "and both say the same");
+}
+
+#[tokio::test(start_paused = true)]
+async fn hung_opens_reads_and_removals_end_at_their_deadline() {
+    let (disks, store, key) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::OpenWrite, Fault::Hang));
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    store.write(&key, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
+    disks[1].faults.add(Rule::once(Operation::Read, Fault::Hang));
+    let error = range_of(&store, &key, 1, (0, 200)).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Unhealthy);
+    assert!((store.disks()[1].condition == DiskCondition::Hung));
+    store.probe().await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    disks[1].faults.add(Rule::once(Operation::Remove, Fault::Hang));
+    store.purge(&key).await;
+    disks[1].faults.release().await;
+    disks[0].faults.release().await;
+    store.probe().await;
+    store.maintain_once().await;
+    // The open that hung through the purge found its directory gone.
+    assert!(disks[0].app_files().is_empty() && disks[1].app_files().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hung_disk_holds_up_neither_probe_nor_maintenance_of_the_others() {
+    let (disks, store, _) = two_disks().await;
+    disks[0].faults.add(Rule::always(Operation::Space, Fault::Hang));
+    disks[0].faults.add(Rule::always(Operation::Sync, Fault::Hang));
+    store.maintain_once().await;
+    store.probe().await;
+    let infos = store.disks();
+    assert!(!infos[0].is_healthy() && (infos[0].condition == DiskCondition::Hung) && infos[1].is_healthy());
+}
+
+/// A writer that is dropped in the middle of its index append leaves the outcome unknown: the next one finishes it.
+#[tokio::test(start_paused = true)]
+async fn a_cancelled_publish_is_finished_by_the_next() {
+    let (disks, store, key) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".index"));
+    assert!(store.write(&key, vec![extent(1, &[(1, 100)], false)]).now_or_never().is_none());
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), Vec::<i64>::new());
+    store.write(&key, vec![extent(1, &[(2, 100)], false), extent(2, &[(3, 1)], false)]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    disks[0].faults.release().await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
+    for group in groups(&disks) {
+        assert_eq!(group.entries[0].base, group.header.sequence * 100, "{group:?}");
+    }
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_purge_during_a_hung_write_ends_in_purged_and_leaves_nothing() {
+    for path in [".data", ".index"] {
+        let (disks, store, key) = two_disks().await;
+        disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(path));
+        let mut write = Box::pin(store.write(&key, vec![extent(1, &[(1, 100)], false)]));
+        assert!((&mut write).now_or_never().is_none());
+        store.purge_app(&key.app).await;
+        disks[0].faults.release().await;
+        assert_eq!(write.await.unwrap_err().kind, StoreErrorKind::Purged);
+        assert_nothing_left(&store, &disks).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_purge_that_is_dropped_is_finished_later() {
+    let (disks, store, key) = two_disks().await;
+    for id in 0..4 {
+        store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+    }
+    disks[1].faults.add(Rule::once(Operation::Rename, Fault::Hang));
+    assert!(store.purge(&key).now_or_never().is_none());
+    assert_eq!(store.index(&key, PartitionId(1)).unwrap_err().kind, StoreErrorKind::NotFound);
+    disks[1].faults.release().await;
+    store.maintain_once().await;
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+/// Two apps that go at the same time: the files of both are removed by whoever comes first, and it takes long.
+#[tokio::test(start_paused = true)]
+async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
+    let (disks, store, first) = two_disks().await;
+    let second = super::key("second", 1);
+    store.register(&second);
+    for key in [&first, &second] {
+        for id in 0..4 {
+            store.write(key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+        }
+        store.forget(key);
+    }
+    disks[1].faults.add(Rule::once(Operation::Rename, Fault::Slow(Duration::from_secs(1))));
+    tokio::join!(store.remove_files(&first.app), store.remove_files(&second.app));
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn maintenance_runs_until_it_is_told_to_stop() {
+    let (disks, store, key) = two_disks().await;
+    disks[0].faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".data"));
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    assert!(!store.disks()[0].is_healthy());
+    let stop = tokio::time::sleep(Duration::from_secs(200));
+    Arc::clone(&store).maintain(stop).await;
+    assert!(store.disks()[0].is_healthy(), "the probe brought it back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_directory_made_by_a_call_that_hung_through_a_purge_is_swept() {
+    let (disks, store, key) = two_disks().await;
+    let kept = super::key("kept", 1);
+    store.register(&kept);
+    disks[0].faults.add(Rule::once(Operation::CreateDir, Fault::Hang));
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    store.purge_app(&key.app).await;
+    store.probe().await;
+    store.maintain_once().await;
+    disks[0].faults.release().await;
+    assert_eq!(disks[0].app_directories().len(), 2, "the late call made the app's and the shuffle's");
+    store.write(&kept, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
+    store.sweep().await;
+    assert_eq!(disks[0].app_directories().len(), 2, "those of the other app");
+    assert_eq!(read_all(&store, &kept, 1).await.unwrap(), [2]);
+    store.purge_app(&kept.app).await;
+    assert_nothing_left(&store, &disks).await;
+}

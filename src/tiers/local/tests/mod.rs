@@ -1,0 +1,185 @@
+//! Tests of the whole local store; what they share.
+
+#![expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "test data is small")]
+
+mod faults;
+mod hangs;
+mod lifecycle;
+mod model;
+mod power;
+mod reads;
+mod restarts;
+mod suite;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use prometheus::Registry;
+
+use super::*;
+use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
+use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
+use uniffle_wire::types::{AppId, BlockId, ShuffleId, TaskAttemptId};
+
+/// A memory disk with faults.
+pub(super) struct TestDisk {
+    pub(super) memory: MemoryDisk,
+    pub(super) faults: Faults,
+}
+
+impl TestDisk {
+    pub(super) fn new(name: &str) -> Self {
+        Self { memory: MemoryDisk::new(name, None), faults: Faults::default() }
+    }
+
+    pub(super) fn disk(&self) -> Arc<dyn Disk> {
+        Arc::new(FaultDisk::new(Arc::new(self.memory.clone()), self.faults.clone()))
+    }
+
+    /// Files that apps wrote.
+    pub(super) fn app_files(&self) -> Vec<PathBuf> {
+        self.memory.files().into_iter().filter(|path| path.starts_with("apps")).collect()
+    }
+
+    /// Everything below `apps`.
+    pub(super) fn app_directories(&self) -> Vec<PathBuf> {
+        let below = |path: &PathBuf| path.starts_with("apps") && path != Path::new("apps");
+        self.memory.directories().into_iter().filter(below).collect()
+    }
+}
+
+/// A store over so many fresh memory disks.
+pub(super) async fn store_on(disks: &[TestDisk]) -> Arc<LocalStore> {
+    open(disks.iter().map(TestDisk::disk).collect()).await.unwrap()
+}
+
+pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
+    // Without the cache of index records every index read asks the disk, where the faults are.
+    let config = LocalConfig { index_cache_bytes: 0, ..LocalConfig::default() };
+    LocalStore::open(config, disks, &Registry::new()).await
+}
+
+pub(super) fn key(app: &str, shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
+}
+
+/// The bytes of block `id`.
+pub(super) fn payload(id: i64, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (id as usize * 31 + at * 7 + at / 251) as u8).collect()
+}
+
+/// An extent of blocks (id, length), in aligned memory or in one piece per block.
+pub(super) fn extent(partition: i32, blocks: &[(i64, usize)], aligned: bool) -> ExtentWrite {
+    let payloads: Vec<_> = blocks.iter().map(|(id, len)| payload(*id, *len)).collect();
+    let metas = blocks.iter().zip(&payloads).map(|((id, len), bytes)| BlockMeta {
+        block_id: BlockId(*id),
+        task_attempt_id: TaskAttemptId(id % 7),
+        length: *len as u32,
+        uncompressed_length: *len as u32 * 2,
+        crc: crc32fast::hash(bytes),
+    });
+    let data = if aligned {
+        let mut buffer = AlignedBuffer::unpooled();
+        payloads.iter().for_each(|bytes| assert_eq!(buffer.put(bytes), bytes.len()));
+        buffer.pad();
+        let bytes = buffer.freeze();
+        let half = bytes.len() / 2 / 4096 * 4096;
+        ExtentData::Aligned(vec![bytes.slice(..half), bytes.slice(half..)])
+    } else {
+        ExtentData::Pieces(payloads.iter().cloned().map(Bytes::from).collect())
+    };
+    let length = payloads.iter().map(|bytes| bytes.len() as u64).sum();
+    ExtentWrite { partition: PartitionId(partition), blocks: metas.collect(), length, data }
+}
+
+pub(super) async fn index_of(
+    store: &LocalStore,
+    key: &ShuffleKey,
+    partition: i32,
+) -> Result<(Vec<IndexRecord>, u64), StoreError> {
+    let mut read = store.index(key, PartitionId(partition))?;
+    let mut bytes = Vec::new();
+    while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
+        bytes.extend_from_slice(&chunk);
+    }
+    assert_eq!(bytes.len() as u64, read.length);
+    Ok((records(&bytes).collect(), read.data_length))
+}
+
+pub(super) async fn range_of(
+    store: &LocalStore,
+    key: &ShuffleKey,
+    partition: i32,
+    (offset, length): (u64, u32),
+) -> Result<Vec<u8>, StoreError> {
+    let mut read = store.data(key, PartitionId(partition), offset, length)?;
+    let mut bytes = Vec::new();
+    while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
+        assert!(!chunk.is_empty() && chunk.len() <= READ_CHUNK_BYTES_MAX);
+        bytes.extend_from_slice(&chunk);
+    }
+    assert_eq!(bytes.len(), length as usize, "never short");
+    Ok(bytes)
+}
+
+/// Reads a partition as a client does and checks every block; returns the ids in order.
+pub(super) async fn read_all(
+    store: &LocalStore,
+    key: &ShuffleKey,
+    partition: i32,
+) -> Result<Vec<i64>, StoreError> {
+    let (records, data_length) = index_of(store, key, partition).await?;
+    let mut ids = Vec::new();
+    let mut at = 0;
+    if data_length == 0 {
+        assert!(records.is_empty());
+        return Ok(ids);
+    }
+    let data = range_of(store, key, partition, (0, data_length as u32)).await?;
+    for record in records {
+        assert_eq!(record.offset, at, "records are contiguous");
+        let bytes = &data[at as usize..][..record.length as usize];
+        assert_eq!(bytes, payload(record.block_id, bytes.len()), "block {}", record.block_id);
+        assert_eq!(record.crc, i64::from(crc32fast::hash(bytes)));
+        assert_eq!(record.uncompressed_length, record.length * 2);
+        assert_eq!(record.task_attempt_id, record.block_id % 7);
+        at += i64::from(record.length);
+        ids.push(record.block_id);
+    }
+    assert_eq!(at as u64, data_length, "the length is of the same moment as the records");
+    Ok(ids)
+}
+
+/// What recovery would find: all whole groups of a shuffle's index logs, by sequence.
+pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
+    let mut found = Vec::new();
+    for disk in disks {
+        for path in disk.app_files().iter().filter(|path| path.extension().is_some_and(|it| it == "index")) {
+            let content = disk.memory.content(path).unwrap();
+            let mut rest = &content[..];
+            while let Ok((group, bytes)) = index::decode(rest) {
+                found.push(group);
+                rest = &rest[bytes..];
+            }
+        }
+    }
+    found.sort_by_key(|group| group.header.sequence);
+    found
+}
+
+/// After all shuffles are gone nothing may be left: no file, no byte counted, no write in flight.
+pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
+    store.maintain_once().await;
+    for disk in disks {
+        assert_eq!(disk.memory.files(), [PathBuf::from(MARKER), PathBuf::from(peers::PEERS)]);
+        assert_eq!(disk.app_directories(), Vec::<PathBuf>::new());
+    }
+    assert_eq!(store.used_bytes(), 0);
+    assert_eq!(store.core.metrics.extents.get(), 0);
+    assert_eq!(store.core.files.len(), 0);
+    assert!(store.disks().iter().all(|disk| disk.in_flight_bytes == 0));
+    assert_eq!(store.core.staging.available(), store.core.config.staging_buffers_for(disks.len()));
+}

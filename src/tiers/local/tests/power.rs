@@ -1,0 +1,268 @@
+//! What the end of power leaves: everything that was acknowledged where writes are synced, and no silent wrong byte
+//! where they are not.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures::FutureExt;
+use futures::future::join_all;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::*;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+async fn open_with(disks: &[TestDisk], sync: SyncWrites) -> Arc<LocalStore> {
+    let config = LocalConfig { index_cache_bytes: 0, sync, ..LocalConfig::default() };
+    let disks = disks.iter().map(TestDisk::disk).collect();
+    LocalStore::open(config, disks, &Registry::new()).await.unwrap()
+}
+
+fn syncs(store: &LocalStore, disk: &str) -> u64 {
+    store.core.metrics.sync_duration.with_label_values(&[disk]).get_sample_count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_sync_serves_all_who_wait_for_it() {
+    let disks = [TestDisk::new("/a")];
+    let store = open_with(&disks, SyncWrites::Group).await;
+    let handle = store.register(&key("app", 1));
+    store.note(&handle, b"creates the file").await.unwrap();
+    disks[0].faults.add(Rule::once(Operation::Sync, Fault::Hang).on(".journal"));
+    let mut first = Box::pin(store.note(&handle, b"first"));
+    assert!((&mut first).now_or_never().is_none());
+    let mut others = Box::pin(join_all((0..20).map(|_| store.note(&handle, b"another"))));
+    assert!((&mut others).now_or_never().is_none());
+    assert_eq!(disks[0].faults.hung(), 1, "they wait for the one sync");
+    disks[0].faults.release().await;
+    first.await.unwrap();
+    assert!(others.await.into_iter().all(|noted| noted.is_ok()));
+    assert_eq!(syncs(&store, "/a"), 3, "the file's first note, the first, and all others together");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_visible_or_acknowledged_before_it_is_synced() {
+    for kind in [".data", ".index", ".journal"] {
+        let disks = [TestDisk::new("/a")];
+        let store = open_with(&disks, SyncWrites::Group).await;
+        let key = key("app", 1);
+        let handle = store.register(&key);
+        disks[0].faults.add(Rule::once(Operation::Sync, Fault::Slow(Duration::from_secs(5))).on(kind));
+        let started = tokio::time::Instant::now();
+        let batch = vec![extent(1, &[(1, 9000)], true)];
+        let mut write = Box::pin(async {
+            store.note(&handle, b"note").await.unwrap();
+            store.write(&key, batch).await.unwrap();
+        });
+        let early = tokio::time::timeout(Duration::from_secs(4), &mut write).await;
+        assert!(early.is_err(), "{kind}");
+        assert_eq!(read_all(&store, &key, 1).await.unwrap(), Vec::<i64>::new(), "{kind}");
+        write.await;
+        assert!(started.elapsed() >= Duration::from_secs(5));
+        assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_log_whose_sync_failed_or_hung_or_was_left_is_never_written_again() {
+    for kind in [".data", ".index"] {
+        for fault in [Some(Fault::Errno(EIO)), Some(Fault::Hang), None] {
+            let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+            let store = open_with(&disks, SyncWrites::Group).await;
+            let key = key("app", 1);
+            store.register(&key);
+            let left = fault.is_none();
+            disks[0].faults.add(Rule::once(Operation::Sync, fault.unwrap_or(Fault::Hang)).on(kind));
+            let mut write = Box::pin(store.write(&key, vec![extent(1, &[(1, 9000)], true)]));
+            if left {
+                assert!((&mut write).now_or_never().is_none());
+                drop(write);
+                store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+            } else {
+                write.await.unwrap();
+            }
+            let closed = |disk: &TestDisk| {
+                disk.app_files().iter().filter(|path| path.to_string_lossy().ends_with(kind)).count()
+            };
+            store.probe().await;
+            for id in 2..12 {
+                store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+            }
+            assert_eq!(closed(&disks[0]), 2, "{kind} {fault:?}: a new file beside the one in doubt");
+            disks[0].faults.release().await;
+            let mut ids = read_all(&store, &key, 1).await.unwrap();
+            ids.dedup();
+            assert_eq!(ids, (1..12).collect::<Vec<_>>());
+            store.purge_app(&key.app).await;
+            assert_nothing_left(&store, &disks).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_directory_that_can_not_be_synced_fails_like_one_that_can_not_be_made() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = open_with(&disks, SyncWrites::Group).await;
+    let key = key("app", 1);
+    store.register(&key);
+    disks[0].faults.add(Rule::once(Operation::SyncDir, Fault::Errno(EIO)));
+    assert_eq!(store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap().disk, 1);
+    assert!(!store.disks()[0].is_healthy());
+    disks[1].faults.add(Rule::once(Operation::SyncDir, Fault::Errno(EIO)));
+    drop(store);
+    let store = open_with(&disks, SyncWrites::Group).await;
+    assert_eq!(store.disks().len(), 1, "a disk that cannot be synced is not believed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_syncing_nobody_syncs() {
+    let disks = [TestDisk::new("/a")];
+    let store = open_with(&disks, SyncWrites::Off).await;
+    disks[0].faults.add(Rule::always(Operation::SyncDir, Fault::Errno(EIO)));
+    disks[0].faults.add(Rule::always(Operation::Sync, Fault::Errno(EIO)));
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.note(&handle, b"note").await.unwrap();
+    store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    assert_eq!(disks[0].faults.injected(), 0);
+}
+
+/// What was acknowledged in one life.
+#[derive(Default)]
+struct Told {
+    notes: Vec<Vec<u8>>,
+    /// Blocks by id with their place in the stream, as an index said.
+    records: BTreeMap<i64, IndexRecord>,
+}
+
+/// Writes at random, with disks that fail, until the power goes away in the middle of it.
+async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &mut Told) {
+    let store = open_with(disks, sync).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    let mut next =
+        told.records.keys().max().map_or(0, |id| id + 1) + 1000 * i64::from(random.random_range(1..9));
+    for _ in 0..random.random_range(1..12) {
+        match random.random_range(0..8) {
+            0 => disks[random.random_range(0..disks.len())].memory.fail_syncs(1),
+            1 => {
+                let kind = *[".data", ".index", ".journal"].get(random.random_range(0..3)).unwrap();
+                let fault = if random.random() { Fault::Errno(EIO) } else { Fault::Hang };
+                let operation = if random.random() { Operation::Sync } else { Operation::Write };
+                let rule = Rule::once(operation, fault).on(kind);
+                disks[random.random_range(0..disks.len())].faults.add(rule);
+            }
+            2 => {
+                let note = next.to_be_bytes().to_vec();
+                if store.note(&handle, &note).await.is_ok() {
+                    told.notes.push(note);
+                }
+            }
+            _ => {
+                let batches = (0..random.random_range(1..4)).map(|_| {
+                    next += 1;
+                    let blocks = [(next, random.random_range(1..9000)), (next + 100_000, 5)];
+                    store.write(&key, vec![extent(1, &blocks, random.random())])
+                });
+                join_all(batches.collect::<Vec<_>>()).await;
+            }
+        }
+        store.probe().await;
+    }
+    // What is readable is promised, with its place.
+    for record in index_of(&store, &key, 1).await.unwrap().0 {
+        if record.block_id != FILLER_BLOCK_ID {
+            told.records.insert(record.block_id, record);
+        }
+    }
+    // The last writes are under way when it gets dark.
+    let kind = *[".data", ".index"].get(random.random_range(0..2)).unwrap();
+    disks.iter().for_each(|disk| disk.faults.add(Rule::once(Operation::Sync, Fault::Hang).on(kind)));
+    let last = vec![extent(1, &[(next + 1, 70_000)], true)];
+    let _ = store.write(&key, last).now_or_never();
+    drop(store);
+    disks.iter().for_each(|disk| disk.faults.clear());
+    disks.iter().for_each(|disk| disk.memory.lose_power(random.random()));
+}
+
+fn history(seed: u64, sync: SyncWrites, check: impl AsyncFn(Arc<LocalStore>, &Told)) {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let mut random = StdRng::seed_from_u64(seed);
+        let names = ["/a", "/b", "/c"];
+        let disks: Vec<_> =
+            names[..random.random_range(1..=3)].iter().map(|name| TestDisk::new(name)).collect();
+        let mut told = Told::default();
+        for _ in 0..3 {
+            live(&disks, &mut random, sync, &mut told).await;
+        }
+        check(open_with(&disks, sync).await, &told).await;
+    });
+}
+
+/// `POWER_SEEDS=10000 cargo test --lib power` runs more.
+#[test]
+fn what_was_synced_outlives_power_at_the_same_place() {
+    let seeds = std::env::var("POWER_SEEDS").map_or(150, |text| text.parse().unwrap());
+    let blocks = std::cell::Cell::new(0);
+    for seed in 0..seeds {
+        history(seed, SyncWrites::Group, async |store, told| {
+            let mut found = store.take_recovered().shuffles;
+            if told.records.is_empty() && told.notes.is_empty() {
+                return;
+            }
+            let shuffle = found.remove(0);
+            assert!(shuffle.lost.is_empty(), "seed {seed}: {:?}", shuffle.lost);
+            assert_eq!(shuffle.reason, "", "seed {seed}");
+            for note in &told.notes {
+                assert!(shuffle.notes.iter().any(|it| it == note), "seed {seed}: a note is gone");
+            }
+            let key = key("app", 1);
+            let records = index_of(&store, &key, 1).await.unwrap().0;
+            for (id, record) in &told.records {
+                assert!(records.contains(record), "seed {seed}: block {id} is not where it was");
+                let place = (record.offset as u64, record.length as u32);
+                let read = range_of(&store, &key, 1, place).await.unwrap();
+                assert!(read == payload(*id, read.len()), "seed {seed}: block {id} has other bytes");
+                blocks.set(blocks.get() + 1);
+            }
+        });
+    }
+    assert!(blocks.get() > 10 * seeds, "{}", blocks.get());
+}
+
+/// Without syncing power takes blocks, but no read gives other bytes than were written.
+#[test]
+fn what_was_not_synced_is_missed_and_never_served_wrong() {
+    let (damaged, gone) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    for seed in 0..100 {
+        history(seed, SyncWrites::Off, async |store, told| {
+            let key = key("app", 1);
+            let Ok((records, _)) = index_of(&store, &key, 1).await else { return };
+            for (id, record) in &told.records {
+                if !records.contains(record) {
+                    gone.set(gone.get() + 1);
+                    continue;
+                }
+                let place = (record.offset as u64, record.length as u32);
+                // Its neighbour was found damaged before: from then on the extent is a hole, which is refused or zeros.
+                if store.data(&key, PartitionId(1), place.0, place.1).is_ok_and(|read| read.has_hole()) {
+                    damaged.set(damaged.get() + 1);
+                    continue;
+                }
+                match range_of(&store, &key, 1, place).await {
+                    Ok(read) => assert!(read == payload(*id, read.len()), "seed {seed}: block {id}"),
+                    Err(error) => {
+                        assert!(
+                            [StoreErrorKind::Corrupt, StoreErrorKind::InvalidRange].contains(&error.kind),
+                            "{error}"
+                        );
+                        damaged.set(damaged.get() + 1);
+                    }
+                }
+            }
+        });
+    }
+    assert!(damaged.get() > 0 && gone.get() > 0, "{} {}", damaged.get(), gone.get());
+}

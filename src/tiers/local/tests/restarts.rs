@@ -1,0 +1,410 @@
+//! What a later process finds: the same streams with the same offsets, or holes of the same length.
+
+use super::*;
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+const P1: PartitionId = PartitionId(1);
+
+/// The bytes of a partition's stream and the ids in its index.
+async fn stream_of(store: &LocalStore, key: &ShuffleKey, partition: i32) -> (Vec<u8>, Vec<IndexRecord>) {
+    let (records, length) = index_of(store, key, partition).await.unwrap();
+    let end = records.iter().map(|record| record.offset + i64::from(record.length)).max().unwrap_or(0);
+    assert_eq!(end as u64, length);
+    let data = range_of(store, key, partition, (0, length as u32)).await.unwrap();
+    (data, records)
+}
+
+fn ids(records: &[IndexRecord]) -> Vec<i64> {
+    let known = records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID);
+    known.map(|record| record.block_id).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_later_process_serves_the_same_streams_and_goes_on() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
+    let keys = [key("app-1", 1), key("app-1", 10), key("app-10", 1)];
+    let store = store_on(&disks).await;
+    for key in &keys {
+        let handle = store.register(key);
+        store.note(&handle, b"first").await.unwrap();
+        for id in 0..20 {
+            let batch = vec![
+                extent(1, &[(id, 3000 + id as usize)], id % 2 == 0),
+                extent(2, &[(100 + id, 10)], false),
+            ];
+            store.write(key, batch).await.unwrap();
+        }
+        store.note(&handle, b"second").await.unwrap();
+    }
+    let before = stream_of(&store, &keys[1], 1).await;
+    let used = store.used_bytes();
+    drop(store);
+
+    let store = store_on(&disks).await;
+    let recovered = store.take_recovered();
+    assert_eq!(recovered.shuffles.iter().map(|it| it.key.clone()).collect::<Vec<_>>(), keys);
+    for shuffle in &recovered.shuffles {
+        assert_eq!(shuffle.notes, [&b"first"[..], b"second"]);
+        assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.notes_missing.is_empty());
+        assert_eq!(shuffle.present[&P1].to_vec(), (0..20).collect::<Vec<_>>());
+    }
+    assert_eq!((recovered.blocks, recovered.missing_disks.len()), (120, 0));
+    assert_eq!(stream_of(&store, &keys[1], 1).await, before);
+    assert_eq!(store.used_bytes(), used);
+    for key in &keys {
+        store.write(key, vec![extent(1, &[(77, 500)], false)]).await.unwrap();
+        let handle = store.handle(key).unwrap();
+        store.note(&handle, b"third").await.unwrap();
+    }
+    let longer = stream_of(&store, &keys[1], 1).await;
+    assert_eq!(longer.0[..before.0.len()], before.0);
+    assert_eq!(longer.1[..before.1.len()], before.1);
+    drop(store);
+
+    let store = store_on(&disks).await;
+    let recovered = store.take_recovered();
+    assert_eq!(recovered.shuffles[0].notes.len(), 3);
+    assert_eq!(stream_of(&store, &keys[1], 1).await, longer);
+    for key in &keys {
+        store.purge(key).await;
+        store.remove_files(&key.app).await;
+    }
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
+    let disks = [TestDisk::new("/a")];
+    let key = key("app", 1);
+    let store = store_on(&disks).await;
+    let handle = store.register(&key);
+    store.note(&handle, b"first").await.unwrap();
+    for id in 0..3 {
+        store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+    }
+    drop((handle, store));
+    // The process died in the middle of its last append, of a group and of a note.
+    for (name, cut) in [("1.index", 50), ("0.journal", 0)] {
+        let path = disks[0].app_files().into_iter().find(|path| path.ends_with(name)).or_else(|| {
+            let kind = name.split_once('.').unwrap().1;
+            disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == kind))
+        });
+        let path = path.unwrap();
+        let mut content = disks[0].memory.content(&path).unwrap();
+        content.truncate(content.len() - cut);
+        content.extend_from_slice(&notes::encode(1, 9, b"never acknowledged").unwrap()[..40]);
+        disks[0].memory.write_small(&path, content).await.unwrap();
+    }
+    let store = store_on(&disks).await;
+    let recovered = store.take_recovered();
+    assert_eq!(recovered.shuffles[0].notes, [&b"first"[..]]);
+    assert_eq!(recovered.shuffles[0].reason, "");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1]);
+    store.write(&key, vec![extent(1, &[(7, 100)], false)]).await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 7]);
+    drop(store);
+    let store = store_on(&disks).await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 7]);
+}
+
+/// Two disks; returns them with what was published on each.
+async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<IndexRecord>)) {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let handle = store.register(key);
+    store.note(&handle, b"registered").await.unwrap();
+    let mut on_second = Vec::new();
+    for id in 0..12 {
+        let published = store.write(key, vec![extent(1, &[(id, 2000)], false)]).await.unwrap();
+        // An idle disk of the same size is as good as the other: make them take turns.
+        disks[published.disk].memory.set_capacity(Some(1 << 38));
+        disks[1 - published.disk].memory.set_capacity(Some(1 << 40));
+        store.maintain_once().await;
+        if published.disk == 1 {
+            on_second.push(id);
+        }
+    }
+    assert!(!on_second.is_empty() && on_second.len() < 12);
+    let stream = stream_of(&store, key, 1).await;
+    (disks, on_second, stream)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
+    let key = key("app", 1);
+    let (disks, on_second, before) = two_disks(&key).await;
+    let store = store_on(&disks[..1]).await;
+    let recovered = store.take_recovered();
+    assert_eq!(recovered.missing_disks, ["/b"]);
+    let shuffle = &recovered.shuffles[0];
+    assert_eq!(shuffle.notes, [&b"registered"[..]], "a note is on two disks");
+    assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
+    let there: Vec<u64> = (0..12).filter(|id| !on_second.contains(id)).map(|id| id as u64).collect();
+    assert_eq!(shuffle.present[&P1].to_vec(), there);
+    let (records, _) = index_of(&store, &key, 1).await.unwrap();
+    for record in records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID) {
+        let place = before.1.iter().find(|it| it.block_id == record.block_id).unwrap();
+        assert_eq!(place, record, "offsets are promises");
+        let read = range_of(&store, &key, 1, (record.offset as u64, record.length as u32)).await.unwrap();
+        assert_eq!(read, payload(record.block_id, 2000));
+    }
+    // What is written now cannot land on an offset that somebody may have been told.
+    store.write(&key, vec![extent(1, &[(77, 500)], false)]).await.unwrap();
+    let (records, _) = index_of(&store, &key, 1).await.unwrap();
+    assert!(records.last().unwrap().offset >= before.0.len() as i64);
+    let next = 0;
+    let mut end = next;
+    for record in &records {
+        assert_eq!(record.offset, end, "the stream has no gap that readers could stumble over");
+        end += i64::from(record.length);
+    }
+    let hole = store.data(&key, P1, 0, before.0.len() as u32).unwrap();
+    assert!(hole.has_hole());
+    drop((hole, store));
+
+    // The disk comes back: everything is there again, and what was written meanwhile too.
+    let store = store_on(&disks).await;
+    let recovered = store.take_recovered();
+    assert!(recovered.missing_disks.is_empty());
+    assert_eq!(recovered.shuffles[0].present[&P1].cardinality(), 13);
+    let (records, _) = index_of(&store, &key, 1).await.unwrap();
+    assert_eq!(ids(&records[..12]), ids(&before.1));
+    assert_eq!(records[..12], before.1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_data_file_that_is_gone_or_too_short_is_lost_and_named() {
+    for gone in [true, false] {
+        let disk = TestDisk::new("/a");
+        let key = key("app", 1);
+        let store = store_on(std::slice::from_ref(&disk)).await;
+        store.register(&key);
+        for id in 0..3 {
+            store.write(&key, vec![extent(1, &[(id, 5000)], false)]).await.unwrap();
+        }
+        let before = index_of(&store, &key, 1).await.unwrap();
+        drop(store);
+        let path = disk.app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
+        if gone {
+            disk.memory.rename(&path, Path::new("trash/away")).await.unwrap();
+        } else {
+            let content = disk.memory.content(&path).unwrap();
+            disk.memory.write_small(&path, content[..9000].to_vec()).await.unwrap();
+        }
+        let store = store_on(std::slice::from_ref(&disk)).await;
+        let shuffle = store.take_recovered().shuffles.remove(0);
+        let lost: Vec<i64> = shuffle.lost.iter().flat_map(|it| &it.blocks).map(|(id, _)| id.0).collect();
+        assert_eq!(lost, if gone { vec![0, 1, 2] } else { vec![1, 2] });
+        let reason = if gone { "0.data is missing" } else { "0.data ends too early" };
+        assert!(shuffle.lost[0].reason.contains(reason), "{}", shuffle.lost[0].reason);
+        let (records, length) = index_of(&store, &key, 1).await.unwrap();
+        assert_eq!((ids(&records), length), (if gone { vec![] } else { vec![0] }, before.1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_latest_incarnation_wins_and_numbers_go_on() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let key = key("app", 1);
+    let store = store_on(&disks).await;
+    store.register(&key);
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    // Its removal does not get through before the end.
+    disks.iter().for_each(|disk| disk.faults.add(Rule::always(Operation::Rename, Fault::Errno(EIO))));
+    store.purge(&key).await;
+    store.probe().await;
+    store.register(&key);
+    store.write(&key, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
+    drop(store);
+    disks.iter().for_each(|disk| disk.faults.clear());
+    let store = store_on(&disks).await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [2]);
+    let other = ShuffleKey::new(key.app.clone(), ShuffleId(2));
+    assert_eq!(format!("{:?}", store.register(&other)), "ShuffleHandle(app/2.3)");
+    store.purge(&key).await;
+    store.purge(&other).await;
+    store.remove_files(&key.app).await;
+    assert_nothing_left(&store, &disks).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
+    let key = key("app", 1);
+    let (disks, on_second, before) = two_disks(&key).await;
+    disks[1].faults.add(Rule::always(Operation::OpenRead, Fault::Errno(EIO)));
+    let store = store_on(&disks).await;
+    let shuffle = store.take_recovered().shuffles.remove(0);
+    assert!(!shuffle.reason.is_empty());
+    assert_eq!(shuffle.present[&P1].cardinality(), 12 - on_second.len() as u64);
+    disks[1].faults.clear();
+    store.probe().await;
+    store.sweep().await;
+    drop(store);
+    let store = store_on(&disks).await;
+    assert_eq!(store.take_recovered().shuffles[0].present[&P1].cardinality(), 12);
+    let (records, _) = index_of(&store, &key, 1).await.unwrap();
+    assert_eq!(records[..12], before.1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_note_that_reaches_no_disk_is_an_error_and_one_disk_is_enough() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b"), TestDisk::new("/c")];
+    let key = key("app", 1);
+    let store = store_on(&disks).await;
+    let handle = store.register(&key);
+    disks
+        .iter()
+        .for_each(|disk| disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)).on(".journal")));
+    assert!(store.note(&handle, b"lost").await.is_err());
+    store.probe().await;
+    disks[1].faults.clear();
+    store.note(&handle, b"kept").await.unwrap();
+    drop((handle, store));
+    disks.iter().for_each(|disk| disk.faults.clear());
+    let shuffle = store_on(&disks).await.take_recovered().shuffles.remove(0);
+    assert_eq!(shuffle.notes, [&b"kept"[..]]);
+}
+
+/// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`
+#[tokio::test]
+#[ignore = "a measurement"]
+async fn recovery_of_ten_gigabytes_of_small_blocks() {
+    const BLOCK: u32 = 14 << 10;
+    const BLOCKS_PER_EXTENT: usize = 73;
+    const PARTITIONS: i32 = 64;
+    const GROUPS: u64 = 153;
+    let root = tempfile::tempdir().unwrap();
+    let disk = || Arc::new(BlockingDisk::new(root.path(), 4, 16)) as Arc<dyn Disk>;
+    let uuid = open(vec![disk()]).await.unwrap().disks()[0].uuid;
+    let directory = root.path().join("apps/app/1.1");
+    std::fs::create_dir_all(&directory).unwrap();
+    let (mut log, mut page, mut id) = (Vec::new(), 0, 0);
+    for sequence in 0..GROUPS {
+        let blocks: Vec<Vec<BlockMeta>> = (0..PARTITIONS)
+            .map(|_| {
+                let mut block = || {
+                    id += 1;
+                    BlockMeta {
+                        block_id: BlockId(id),
+                        task_attempt_id: TaskAttemptId(id % 1000),
+                        length: BLOCK,
+                        uncompressed_length: BLOCK,
+                        crc: 1,
+                    }
+                };
+                (0..BLOCKS_PER_EXTENT).map(|_| block()).collect()
+            })
+            .collect();
+        let length = u64::from(BLOCK) * BLOCKS_PER_EXTENT as u64;
+        let extents: Vec<_> = blocks
+            .iter()
+            .zip(0..)
+            .map(|(blocks, partition)| {
+                let data_offset = page;
+                page += length.next_multiple_of(4096);
+                let partition = PartitionId(partition);
+                index::GroupExtent { partition, base: sequence * length, data_offset, blocks }
+            })
+            .collect();
+        let header = index::GroupHeader { sequence, incarnation: 1, disk: uuid, file_number: 0 };
+        log.extend_from_slice(&index::encode(&header, &extents).bytes);
+    }
+    std::fs::File::create(directory.join("0.data")).unwrap().set_len(page).unwrap();
+    std::fs::write(directory.join("1.index"), log).unwrap();
+    let recovered = open(vec![disk()]).await.unwrap().take_recovered();
+    assert_eq!(recovered.blocks, id.cast_unsigned());
+    println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
+}
+
+/// A store under the kernel `boot`.
+async fn booted(disks: &[TestDisk], boot: &str, sync: SyncWrites) -> Arc<LocalStore> {
+    let config = LocalConfig { boot: boot.to_owned(), sync, ..LocalConfig::default() };
+    let disks = disks.iter().map(TestDisk::disk).collect();
+    LocalStore::open(config, disks, &Registry::new()).await.unwrap()
+}
+
+/// A shuffle with a note and a block.
+async fn live(store: &LocalStore, key: &ShuffleKey) {
+    let handle = store.register(key);
+    store.note(&handle, b"first").await.unwrap();
+    store.write(key, vec![extent(1, &[(1, 3000)], true)]).await.unwrap();
+}
+
+/// Of which shuffles notes may be missing; all blocks are there.
+fn doubted(store: &LocalStore) -> Vec<bool> {
+    let recovered = store.take_recovered().shuffles;
+    assert!(recovered.iter().all(|shuffle| shuffle.present[&P1].to_vec() == [1] && shuffle.notes.len() == 1));
+    recovered.iter().map(|shuffle| !shuffle.notes_missing.is_empty()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_reset_of_the_machine_reports_of_what_there_was_are_in_doubt_for_ever() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    live(&*booted(&disks, "one", SyncWrites::Off).await, &key("app-1", 1)).await;
+    // The process ended, the kernel did not.
+    assert_eq!(doubted(&*booted(&disks, "one", SyncWrites::Off).await), [false]);
+
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [true]);
+    live(&store, &key("app-2", 1)).await;
+    // What readers were told of a stream's end may be gone: nothing new stands there.
+    store.write(&key("app-2", 1), vec![extent(2, &[(2, 100)], false)]).await.unwrap();
+    store.write(&key("app-1", 1), vec![extent(2, &[(2, 100)], false)]).await.unwrap();
+    assert_eq!(store.partition_bytes(&key("app-2", 1), PartitionId(2)), 100);
+    assert!(store.partition_bytes(&key("app-1", 1), PartitionId(2)) > 200 << 20);
+    drop(store);
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [true, false], "only what there was before");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_synced_or_ended_in_order_outlives_a_reset_of_the_machine() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    live(&*booted(&disks, "one", SyncWrites::Group).await, &key("app-1", 1)).await;
+    let store = booted(&disks, "two", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [false], "synced");
+    store.end().await;
+    drop(store);
+    let store = booted(&disks, "three", SyncWrites::Off).await;
+    assert_eq!(doubted(&store), [false], "ended in order");
+    disks[1].faults.add(Rule::always(Operation::SyncDir, Fault::Errno(EIO)));
+    store.end().await;
+    drop(store);
+    disks[1].faults.clear();
+    assert_eq!(doubted(&*booted(&disks, "four", SyncWrites::Off).await), [true], "it could not be synced");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_waits_for_a_hung_disk_no_longer_than_it_may_whatever_hangs() {
+    for hung in [Operation::SyncDir, Operation::Other] {
+        let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+        let store = booted(&disks, "one", SyncWrites::Off).await;
+        live(&store, &key("app-1", 1)).await;
+        disks[1].faults.add(Rule::always(hung, Fault::Hang));
+        let began = tokio::time::Instant::now();
+        store.end().await;
+        assert_eq!(began.elapsed().as_secs(), LocalConfig::default().end_sync_timeout.as_secs(), "{hung:?}");
+        drop(store);
+        disks[1].faults.clear();
+        disks[1].faults.release().await;
+        assert_eq!(doubted(&*booted(&disks, "two", SyncWrites::Off).await), [true], "{hung:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_the_kernels_id_and_from_earlier_versions_nothing_is_in_doubt() {
+    let disks = [TestDisk::new("/a")];
+    live(&*booted(&disks, "", SyncWrites::Off).await, &key("app-1", 1)).await;
+    assert_eq!(doubted(&*booted(&disks, "one", SyncWrites::Off).await), [false]);
+    assert_eq!(doubted(&*booted(&disks, "", SyncWrites::Off).await), [false]);
+    assert_eq!(doubted(&*booted(&disks, "two", SyncWrites::Off).await), [false]);
+    let disk = disks[0].disk();
+    let text = String::from_utf8(disk.read_small(Path::new(peers::PEERS)).await.unwrap()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[..3], ["era 0", "boot unsynced two", "doubted 0"]);
+    // What versions before this wrote.
+    let early = [&lines[..1], &lines[3..]].concat().join("\n");
+    disk.write_small(Path::new(peers::PEERS), early.into_bytes()).await.unwrap();
+    assert_eq!(doubted(&*booted(&disks, "three", SyncWrites::Off).await), [false]);
+}

@@ -1,0 +1,222 @@
+//! The data half of a write: one batch becomes one contiguous range of one data log.
+//!
+//! Extents begin on block boundaries. What is aligned in memory goes to the disk as it lies, many partitions per
+//! call; everything else is gathered through staging buffers. A writer that needs another staging buffer writes the one
+//! it holds first, so writers cannot starve each other.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use super::disk::{InFlight, LocalDisk, within};
+use super::index::occupied_bytes;
+use super::log::{Log, LogKind};
+use super::shuffle::Shuffle;
+use super::{Core, ExtentData, ExtentWrite};
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_io::buffers::AlignedBuffer;
+use uniffle_io::{BLOCK_ALIGN, File};
+
+/// Bytes of one write call: large enough that calls do not matter, small enough that its deadline means a hung disk
+/// and not a slow one (16 MiB in 60 s).
+const CALL_BYTES_MAX: usize = 16 << 20;
+
+/// Pieces of one write call: one `pwritev`.
+const CALL_PIECES_MAX: usize = 1024;
+
+/// Where a batch was written.
+#[derive(Debug)]
+pub(super) struct WrittenBatch {
+    pub(super) log: Arc<Log>,
+    pub(super) offset: u64,
+}
+
+/// Checks that a batch does not contradict itself and returns the bytes it occupies in a data log.
+pub(super) fn validate(shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<u64, StoreError> {
+    let mut total = 0u64;
+    let counts_fit = !extents.is_empty() && u32::try_from(extents.len()).is_ok();
+    let consistent = |extent: &ExtentWrite| {
+        let blocks: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
+        let bytes: u64 = extent.data.pieces().iter().map(|piece| piece.len() as u64).sum();
+        let stored = match extent.data {
+            ExtentData::Aligned(_) => occupied_bytes(extent.length),
+            ExtentData::Pieces(_) => extent.length,
+        };
+        let no_empty_block = extent.blocks.iter().all(|block| block.length > 0);
+        let counted = !extent.blocks.is_empty() && u32::try_from(extent.blocks.len()).is_ok();
+        counted && no_empty_block && blocks == extent.length && bytes == stored
+    };
+    for extent in extents {
+        if !counts_fit || !consistent(extent) {
+            return Err(shuffle.error(StoreErrorKind::InvalidBatch));
+        }
+        total += occupied_bytes(extent.length);
+    }
+    if total == 0 { Err(shuffle.error(StoreErrorKind::InvalidBatch)) } else { Ok(total) }
+}
+
+/// True when every piece can be written as it lies.
+fn is_aligned(pieces: &[Bytes]) -> bool {
+    pieces.iter().all(|piece| {
+        piece.as_ptr().addr().is_multiple_of(BLOCK_ALIGN) && piece.len().is_multiple_of(BLOCK_ALIGN)
+    })
+}
+
+impl Core {
+    /// Writes a batch of `bytes` to one disk. An error closes the log and counts against the disk.
+    pub(super) async fn write_batch(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        extents: &[ExtentWrite],
+        bytes: u64,
+    ) -> Result<WrittenBatch, StoreError> {
+        let load = InFlight::begin(disk, bytes);
+        let (log, offset) = shuffle.reserve(self, disk, LogKind::Data, bytes).await?;
+        let file = self.writer(&log).await?;
+        let began = Instant::now();
+        let mut call =
+            Call { core: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+        let mut staging: Option<AlignedBuffer> = None;
+        for extent in extents {
+            let pieces = extent.data.pieces();
+            let zero_copy = matches!(extent.data, ExtentData::Aligned(_)) && is_aligned(pieces);
+            if zero_copy {
+                call.push_staging(staging.take()).await?;
+                for piece in pieces {
+                    call.push(piece.clone()).await?;
+                }
+            } else {
+                call.gather(&mut staging, pieces, extent.length).await?;
+            }
+        }
+        call.push_staging(staging.take()).await?;
+        call.send().await?;
+        assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
+        self.make_durable(&log, &call.file, self.config.write_timeout).await?;
+        disk.wrote(load.with_others, began);
+        Ok(WrittenBatch { log, offset })
+    }
+
+    /// The log's file for writing; a failure closes the log.
+    pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
+        let opened = self.files.writer(log).await;
+        opened.map_err(|error| {
+            log.close();
+            self.failed(&log.disk, log.full_path(), error)
+        })
+    }
+
+    /// One write call with its deadline; a failure closes the log.
+    pub(super) async fn write_call(
+        &self,
+        log: &Log,
+        file: &Arc<dyn File>,
+        pieces: Vec<Bytes>,
+        offset: u64,
+    ) -> Result<(), StoreError> {
+        let bytes: usize = pieces.iter().map(Bytes::len).sum();
+        let started = Instant::now();
+        let result = within(self.config.write_timeout, file.write_at(pieces, offset)).await;
+        let root = [log.disk.label.as_str()];
+        self.metrics.append_operations.with_label_values(&root).inc();
+        self.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
+        match result {
+            Ok(()) => {
+                log.disk.progressed();
+                self.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
+                Ok(())
+            }
+            Err(error) => {
+                log.close();
+                Err(self.failed(&log.disk, log.full_path(), error))
+            }
+        }
+    }
+}
+
+/// A write call that is being put together.
+struct Call<'a> {
+    core: &'a Core,
+    log: &'a Log,
+    file: Arc<dyn File>,
+    pieces: Vec<Bytes>,
+    bytes: usize,
+    at: u64,
+    /// Holds a staging buffer.
+    staged: bool,
+}
+
+impl Call<'_> {
+    async fn push(&mut self, piece: Bytes) -> Result<(), StoreError> {
+        let too_large = self.bytes + piece.len() > CALL_BYTES_MAX && self.bytes > 0;
+        if too_large || self.pieces.len() == CALL_PIECES_MAX {
+            self.send().await?;
+        }
+        self.bytes += piece.len();
+        self.pieces.push(piece);
+        Ok(())
+    }
+
+    async fn push_staging(&mut self, staging: Option<AlignedBuffer>) -> Result<(), StoreError> {
+        if let Some(staging) = staging
+            && staging.filled() > 0
+        {
+            self.push(staging.freeze()).await?;
+            self.staged = true;
+        }
+        Ok(())
+    }
+
+    /// Copies the first `length` bytes of `pieces` through staging buffers, padded to a whole block.
+    async fn gather(
+        &mut self,
+        staging: &mut Option<AlignedBuffer>,
+        pieces: &[Bytes],
+        length: u64,
+    ) -> Result<(), StoreError> {
+        let mut left = usize::try_from(length).unwrap_or(usize::MAX);
+        for piece in pieces {
+            let mut piece = &piece[..piece.len().min(left)];
+            left -= piece.len();
+            while !piece.is_empty() {
+                let mut buffer = self.staging_with_room(staging.take()).await?;
+                piece = &piece[buffer.put(piece)..];
+                *staging = Some(buffer);
+            }
+        }
+        if let Some(buffer) = staging {
+            buffer.pad();
+        }
+        Ok(())
+    }
+
+    /// The given buffer when it has room, else a new one; never waits for one while holding another.
+    async fn staging_with_room(
+        &mut self,
+        staging: Option<AlignedBuffer>,
+    ) -> Result<AlignedBuffer, StoreError> {
+        match staging {
+            Some(buffer) if buffer.room() > 0 => Ok(buffer),
+            full => {
+                self.push_staging(full).await?;
+                if self.staged {
+                    self.send().await?;
+                }
+                Ok(self.core.staging.acquire().await)
+            }
+        }
+    }
+
+    async fn send(&mut self) -> Result<(), StoreError> {
+        if self.pieces.is_empty() {
+            return Ok(());
+        }
+        let pieces = std::mem::take(&mut self.pieces);
+        self.core.write_call(self.log, &self.file, pieces, self.at).await?;
+        self.at += self.bytes as u64;
+        (self.bytes, self.staged) = (0, false);
+        Ok(())
+    }
+}

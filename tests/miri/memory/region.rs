@@ -1,1 +1,0 @@
-../../../src/memory/region.rs
