@@ -4,7 +4,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=../../proto/uniffle.proto");
     let descriptors = protox::compile(["../../proto/uniffle.proto"], ["../../proto"])?;
     tonic_prost_build::configure()
-        .build_server(false)
+        // Servers play the other side in the unit tests.
+        .server_mod_attribute(".", "#[cfg(test)]")
         .extern_path(".rss.common", "::uniffle_wire::proto")
         .compile_fds(descriptors)?;
     Ok(())
