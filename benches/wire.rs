@@ -1,8 +1,8 @@
 //! What decoding costs per byte: the streaming decoder of `SendShuffleDataRequest` against prost, in the three forms.
 //!
-//! Messages of 14 MiB, fed in 64 KiB + 1 pieces as grpc-java sends them (PERFORMANCE B4). The sink only sums lengths, so
-//! this is the price of finding the blocks; the copy into memory segments comes on top. prost is fed the whole message
-//! and slices it (`Bytes` fields), which is its best case.
+//! Messages of 14 MiB, fed in 64 KiB + 1 pieces as grpc-java sends them (docs/performance.md §B4). The sink only sums
+//! lengths, so this is the price of finding the blocks; the copy into memory segments comes on top. prost is fed the
+//! whole message and slices it (`Bytes` fields), which is its best case.
 //!
 //! Run: `cargo bench --bench wire`.
 //!

@@ -1,4 +1,5 @@
-//! The worker's contract over gRPC: PROTOCOL §12 and GOALS §3 row by row, against workers in this process.
+//! The worker's contract over gRPC: docs/protocol.md §12 and docs/architecture.md §6 row by row, against workers in
+//! this process.
 //!
 //! [`world::World`] is a whole worker as a user configures it; [`rig::Rig`] is the same parts over disks that can be
 //! made to hang or fail, and with a clock that can be paused. Both end with the common check: nothing reserved, nothing

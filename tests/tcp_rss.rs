@@ -1,9 +1,9 @@
 //! Resident memory when a thousand connections are in the middle of a 4 MiB frame at once and nothing can be spilled.
 //!
-//! The bound is that of GOALS §2: the capacity and a twentieth, and 200 MiB. One worker is the real binary with a disk
-//! that takes nothing because it counts as full from the start; the other is in this process with a disk whose calls
-//! hang. Whatever was accepted stays in memory. Most frames come without a ticket, because there is none left: those must
-//! be drained, not kept. Not here: times.
+//! The bound (docs/architecture.md §2.2) is the capacity and a twentieth, and 200 MiB. One worker is the real binary
+//! with a disk that takes nothing because it counts as full from the start; the other is in this process with a disk
+//! whose calls hang. Whatever was accepted stays in memory. Most frames come without a ticket, because there is none
+//! left: those must be drained, not kept. Not here: times.
 
 #![allow(clippy::panic, clippy::unwrap_used, clippy::expect_used, reason = "to panic is how a test fails")]
 #![allow(clippy::disallowed_methods, reason = "the test's own tasks end with its runtime")]
@@ -177,8 +177,8 @@ fn frame(app: &str, shuffle: i32) -> Bytes {
     frame.freeze()
 }
 
-/// Sends the frame in two halves, between which everybody waits for everybody; whether it had a ticket, and the answer's
-/// status and text.
+/// Sends the frame in two halves, between which everybody waits for everybody; whether it had a ticket, and the
+/// answer's status and text.
 async fn send(
     ticket: Option<i64>,
     mut stream: TcpStream,

@@ -1,7 +1,7 @@
 //! The block ids that finished task attempts reported, one 64-bit set per partition.
 //!
 //! Ids are opaque here: the partition stands beside them in every request, so any block-id layout works
-//! (PROTOCOL §3.1). A retried report changes nothing.
+//! (docs/protocol.md §3.1). A retried report changes nothing.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,8 @@ use uniffle_wire::types::PartitionId;
 
 use super::quota::{Quota, QuotaExceeded, Share};
 
-/// A report named another number of bitmaps than the shuffle's first (PROTOCOL trap 13: ids were lost silently).
+/// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 trap 13: ids were lost
+/// silently).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("bitmapNum is {sent}, the shuffle's first report had {first}")]
 pub struct BitmapCountChanged {

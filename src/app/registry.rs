@@ -165,7 +165,7 @@ impl App {
         self.properties.read().get(key).cloned()
     }
 
-    /// Whether its client is known to be 0.10 or later: such clients register with properties (PROTOCOL §7.5).
+    /// Whether its client is known to be 0.10 or later: such clients register with properties (docs/protocol.md §7.5).
     #[must_use]
     pub fn is_since_0_10(&self) -> bool {
         self.sends_properties.load(Ordering::Relaxed)
@@ -177,7 +177,7 @@ impl App {
         !self.has_huge_partition.swap(true, Ordering::Relaxed)
     }
 
-    /// Learns its layout of block ids (PROTOCOL §3.1): so many lowest bits are the task attempt.
+    /// Learns its layout of block ids (docs/protocol.md §3.1): so many lowest bits are the task attempt.
     pub fn learn_task_bits(&self, bits: u32) {
         self.task_bits.store(bits, Ordering::Relaxed);
     }
@@ -341,8 +341,8 @@ impl AppRegistry {
         self.remove_app_if(id, |_| true, with)
     }
 
-    /// As [`AppRegistry::remove_app`], but only if the app is still expired (PROTOCOL trap 73: time passes between
-    /// finding an expired app and purging it).
+    /// As [`AppRegistry::remove_app`], but only if the app is still expired (docs/protocol.md §11 trap 73: time passes
+    /// between finding an expired app and purging it).
     pub fn remove_app_if_expired(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>)) -> bool {
         self.remove_app_if(id, |app| self.is_expired(app), with)
     }

@@ -1,4 +1,4 @@
-//! Under which address, id and tags the worker is known (PROTOCOL §8.1, §8.3).
+//! Under which address, id and tags the worker is known (docs/protocol.md §8.1, §8.3).
 //!
 //! Pure, but for [`worker_ip`], which asks the environment and the kernel once at start-up. Invariant: the id is
 //! `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with an IP literal, because clients split it on `-`.

@@ -1,5 +1,5 @@
-//! The machine's IPv4 addresses, as the Java server chooses among them (PROTOCOL §8.1): interface up, not loopback,
-//! not point-to-point, not virtual (`eth0:1`), with a broadcast address; in the order of the interfaces.
+//! The machine's IPv4 addresses, as the Java server chooses among them (docs/protocol.md §8.1): interface up, not
+//! loopback, not point-to-point, not virtual (`eth0:1`), with a broadcast address; in the order of the interfaces.
 //!
 //! Asks the kernel by rtnetlink, because std has no interface list. Two dumps at start-up, nothing later; whatever
 //! goes wrong is `None`, and the caller has another way. Parsing is pure and trusts no length.

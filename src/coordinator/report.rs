@@ -1,6 +1,6 @@
 //! What a worker says of itself, and its translation into a heartbeat message.
 //!
-//! Invariant: `isHealthy` is never set (PROTOCOL §8.2: it would override `status`, which is always set), and
+//! Invariant: `isHealthy` is never set (docs/protocol.md §8.2: it would override `status`, which is always set), and
 //! `netty_port` is 0 when the TCP listener is off (riffle's coordinator refuses −1; the Java one takes both).
 
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! What the flusher does; names as in PROTOCOL §10.2 and §10.6 where a counterpart exists.
+//! What the flusher does; names as in docs/protocol.md §10.2 and §10.6 where a counterpart exists.
 
 use std::time::Duration;
 

@@ -2,9 +2,10 @@
 //!
 //! Memory publishes its pressure; one scheduler wakes on it (or on a tick), asks the pure [`policy`] for victims, seals
 //! them and queues batches of one shuffle each, for the tier that [`tier`] chooses; a fixed number of workers per tier
-//! writes them, so that a slow tier holds nothing up but its own batches. A batch leaves memory only after its bytes and
-//! then its index records are readable in the store (PROTOCOL §4.5). A batch that could not be written anywhere stays in
-//! memory, readable, and is tried again forever with a growing pause: nothing is dropped because a counter ran out.
+//! writes them, so that a slow tier holds nothing up but its own batches. A batch leaves memory only after its bytes
+//! and then its index records are readable in the store (docs/protocol.md §4.5). A batch that could not be written
+//! anywhere stays in memory, readable, and is tried again forever with a growing pause: nothing is dropped because a
+//! counter ran out.
 
 mod metrics;
 pub mod policy;

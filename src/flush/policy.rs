@@ -15,11 +15,11 @@ pub struct Limits {
     pub low_watermark: f64,
     /// A buffer that holds more is flushed by itself. Default: 256 MiB.
     pub single_buffer_bytes_max: u64,
-    /// A partition that has received more in all is huge (PROTOCOL §4.7). Default: 20 GB.
+    /// A partition that has received more in all is huge (docs/protocol.md §4.7). Default: 20 GB.
     pub huge_partition_bytes: u64,
     /// As `single_buffer_bytes_max`, for huge partitions. Default: 128 MB.
     pub huge_buffer_bytes_max: u64,
-    /// Batches of one buffer in flight at a time (PROTOCOL §4.2). Default: 5.
+    /// Batches of one buffer in flight at a time (docs/protocol.md §4.2). Default: 5.
     pub in_flight_batches_max: usize,
     /// Settled blocks, all buffers together, beyond which a flush starts. Default: 0.8 of the limit on blocks.
     pub blocks_high: u64,
@@ -139,7 +139,7 @@ pub fn victims(candidates: &[Candidate], goal: Goal, limits: &Limits) -> Vec<usi
 }
 
 /// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
-/// (PROTOCOL trap 36).
+/// (docs/protocol.md §11 trap 36).
 #[must_use]
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;

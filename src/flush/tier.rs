@@ -2,7 +2,7 @@
 //!
 //! With both tiers, what is cold (larger than a threshold, or of a huge partition) goes to HDFS and the rest to local
 //! disks, as long as the tier takes batches now. A batch that a tier did not take goes to the other: it is visible in
-//! memory until one of them has published it, so either order is safe for readers (PROTOCOL §4.5).
+//! memory until one of them has published it, so either order is safe for readers (docs/protocol.md §4.5).
 
 /// A tier below memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,6 +1,6 @@
 //! What this module tells a scraper: live values as gauges (refreshed on scrape) and a few counters.
 //!
-//! Names are those of the Java server and of riffle (PROTOCOL §10), so that existing dashboards work.
+//! Names are those of the Java server and of riffle (docs/protocol.md §10), so that existing dashboards work.
 
 use prometheus::core::Collector;
 use prometheus::{IntCounter, IntGauge, Registry};

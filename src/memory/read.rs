@@ -1,4 +1,4 @@
-//! Reading a partition's memory: PROTOCOL §3.4 over batches in age order and the active list.
+//! Reading a partition's memory: docs/protocol.md §3.4 over batches in age order and the active list.
 //!
 //! The sequence has no duplicate ids (commit sees to that), so a cursor names one place; it is found through the id
 //! tables, not by a scan.
@@ -11,8 +11,8 @@ use super::list::{BlockList, Gather};
 use super::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Most blocks of one answer. Clients ask by bytes; of tiny blocks an answer would be mostly head, which is heap that no
-/// budget knows (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
+/// Most blocks of one answer. Clients ask by bytes; of tiny blocks an answer would be mostly head, which is heap that
+/// no budget knows (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
 const READ_BLOCKS_MAX: usize = 64 << 10;
 
 /// The answer to a memory read.

@@ -2,7 +2,7 @@
 //!
 //! Each module holds a struct of its own metrics, built from the [`Registry`] it is given; there is no global registry,
 //! so that two workers can live in one process. A failure (bad or duplicate name) is a mistake in the program and ends
-//! the start-up. Names follow PROTOCOL §10 where a counterpart exists.
+//! the start-up. Names follow docs/protocol.md §10 where a counterpart exists.
 
 mod renamed;
 mod transit;
@@ -163,7 +163,8 @@ pub const BYTES_BUCKETS: &[f64] = &[
     268_435_456.0,
 ];
 
-/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors, threads.
+/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors,
+/// threads.
 ///
 /// # Errors
 /// Never on a fresh registry; kept so that the caller has one kind of start-up error.

@@ -1,5 +1,5 @@
-//! How long requests were on their way, as the Java server tells it (PROTOCOL §10.3): the time at which one is here less
-//! the `timestamp` that its client has put into it.
+//! How long requests were on their way, as the Java server tells it (docs/protocol.md §10.3): the time at which one is
+//! here less the `timestamp` that its client has put into it.
 //!
 //! Both are wall clocks of two machines. What cannot be a time on the way is dropped: no timestamp, one that is ahead,
 //! and one that lies further back than any request is waited for.

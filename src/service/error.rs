@@ -1,7 +1,7 @@
 //! Why a request was refused, and the one mapping to the protocol's status codes.
 //!
-//! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (PROTOCOL §1.4); to them
-//! `NO_REGISTER` is said instead, the only "do not retry" that every version understands. `STAGE_RETRY_IGNORE` reaches
+//! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (docs/protocol.md §1.4);
+//! they get `NO_REGISTER` instead, the only "do not retry" that every version understands. `STAGE_RETRY_IGNORE` reaches
 //! only apps whose clients number their stage attempts, which they do since 0.10: others always send 0.
 
 use crate::app::{QuotaExceeded, RangeError, ReportError};

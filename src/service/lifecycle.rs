@@ -21,7 +21,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::{Presence, Service, ServiceError, WorkerState};
 
-/// By this property riffle lets an app choose its heartbeat timeout, in minutes (PROTOCOL §8.4).
+/// By this property riffle lets an app choose its heartbeat timeout, in minutes (docs/protocol.md §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
 
 /// A week: an app that is gone must not keep its disks forever.

@@ -1,4 +1,4 @@
-//! Counters and gauges of the service; names as the Java server's and riffle's (PROTOCOL §10.2, §10.6).
+//! Counters and gauges of the service; names as the Java server's and riffle's (docs/protocol.md §10.2, §10.6).
 
 use prometheus::{Histogram, IntCounter, IntGauge, Registry};
 

@@ -1,9 +1,9 @@
 //! How much of one partition is taken: pure functions of sizes, no lock, no clock.
 //!
 //! A partition whose received bytes (memory and flushed) pass a threshold is *huge*. It may then only fill a share of
-//! the memory, so that its writers wait for the disks instead of starving everybody else; bytes in flight count, or slow
-//! disks would defeat the limit (PROTOCOL §2.4, §4.7). Two further bounds are off by default: beyond one the client is
-//! told to split the partition, beyond the other it is refused for good.
+//! the memory, so that its writers wait for the disks instead of starving everybody else; bytes in flight count, or
+//! slow disks would defeat the limit (docs/protocol.md §2.4, §4.7). Two further bounds are off by default: beyond one
+//! the client is told to split the partition, beyond the other it is refused for good.
 
 /// Bounds of one partition, in payload bytes. The default has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -62,7 +62,7 @@ impl PartitionLimits {
         over(received, self.bytes_max)
     }
 
-    /// The checks in the Java server's order (PROTOCOL §2.4, step 4).
+    /// The checks in the Java server's order (docs/protocol.md §2.4, step 4).
     #[must_use]
     pub fn judge(&self, sizes: PartitionSizes) -> Verdict {
         let coming = sizes.received.saturating_add(sizes.asked);

@@ -291,7 +291,8 @@ impl Service {
             None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
         };
         let read = match read {
-            // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (PROTOCOL §2.11).
+            // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (docs/protocol.md
+            // §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
                 let chunks = self.stream(Source::Nothing, 0, app, None);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
@@ -312,7 +313,8 @@ impl Service {
     /// Exactly `length` bytes of a partition's data stream from `offset` on.
     ///
     /// # Errors
-    /// Unknown app, a range beyond what is published or with a hole of which something is missed, a disk that fails, no read memory in time.
+    /// Unknown app, a range beyond what is published or with a hole of which something is missed, a disk that fails, no
+    /// read memory in time.
     pub async fn read_data(
         self: &Arc<Self>,
         app: &str,

@@ -1,4 +1,4 @@
-//! What reads are under way, by the names of the Java server (PROTOCOL §10.2), and what they cost.
+//! What reads are under way, by the names of the Java server (docs/protocol.md §10.2), and what they cost.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Reports of finished task attempts, and what reducers are to expect.
 //!
-//! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with the
-//! process, or its results would be short without anybody noticing.
+//! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with
+//! the process, or its results would be short without anybody noticing.
 
 use std::sync::Arc;
 
@@ -16,10 +16,10 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use super::{Service, ServiceError, shuffle_of};
 
-/// Above this many ids a result is built on a blocking thread (PROTOCOL trap 16).
+/// Above this many ids a result is built on a blocking thread (docs/protocol.md §11 trap 16).
 const INLINE_IDS_MAX: u64 = 100_000;
 
-/// Bits of a block id (PROTOCOL §3.1): they add up to 63.
+/// Bits of a block id (docs/protocol.md §3.1): they add up to 63.
 const BLOCK_ID_BITS: i32 = 63;
 
 /// Bits of the task attempt when a client does not tell its layout.

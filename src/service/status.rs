@@ -1,4 +1,4 @@
-//! The worker's state as a node (PROTOCOL §2.14, §8.5): one source of truth for heartbeat, health and metrics.
+//! The worker's state as a node (docs/protocol.md §2.14, §8.5): one source of truth for heartbeat, health and metrics.
 
 use tokio::sync::{Notify, watch};
 

@@ -1,4 +1,4 @@
-//! Metrics by application, bounded: only those that stand out have a series (PROTOCOL §10.2).
+//! Metrics by application, bounded: only those that stand out have a series (docs/protocol.md §10.2).
 
 use std::collections::HashSet;
 

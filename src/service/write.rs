@@ -1,7 +1,7 @@
 //! Sends.
 //!
-//! A [`SendSession`] is the sink that both listeners drive while a request arrives. It holds what the request has taken:
-//! the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
+//! A [`SendSession`] is the sink that both listeners drive while a request arrives. It holds what the request has
+//! taken: the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
 //! dropped before, everything goes back. Nothing on this path waits, allocates per block beyond vector growth, or
 //! formats a string.
 
@@ -182,7 +182,7 @@ impl SendSession {
         };
         open.fill.write(bytes);
         if self.service.config.verify_crc {
-            // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (PERFORMANCE C6).
+            // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (docs/performance.md §C6).
             open.crc.update(bytes);
         }
         Ok(())
@@ -212,7 +212,7 @@ impl SendSession {
 
     /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
     /// Partitions are committed one after another: when one was purged meanwhile, those before it stay stored
-    /// (PROTOCOL §2.5), which clients take as a failed send and repeat.
+    /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
     /// The request carried no block, is of a stage attempt that is over, a partition would be too large, or its shuffle

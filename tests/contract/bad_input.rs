@@ -1,4 +1,5 @@
-//! Well-formed requests with values that must do no harm: GOALS §3 items 3, 5 and 6, and everything negative.
+//! Well-formed requests with values that must do no harm: docs/architecture.md §6 items 3, 5 and 6, and everything
+//! negative.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

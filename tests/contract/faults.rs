@@ -1,4 +1,4 @@
-//! Disks that fail while shuffles run, seen by clients: GOALS §3 items 4 and 7.
+//! Disks that fail while shuffles run, seen by clients: docs/architecture.md §6 items 4 and 7.
 
 use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};

@@ -1,4 +1,4 @@
-//! The three forms of `sendShuffleData`, and what is none of them: PROTOCOL §12 row 17 and §1.8.
+//! The three forms of `sendShuffleData`, and what is none of them: docs/protocol.md §12 row 17 and §1.8.
 
 use prost::Message;
 use uniffle_client::send::{self, SendForm};
@@ -50,7 +50,7 @@ fn spoil_combined(request: &mut SendShuffleDataRequest, spoil: fn(&mut CombinedS
     request.contiguous_shuffle_data = message.encode_to_vec().into();
 }
 
-/// PROTOCOL §1.8 rule 4, and GOALS §3 item 5.
+/// docs/protocol.md §1.8 rule 4, and docs/architecture.md §6 item 5.
 const SPOILED: &[Spoiled] = &[
     Spoiled { name: "no entries", form: SendForm::Classic, spoil: |request| request.shuffle_data.clear() },
     Spoiled {

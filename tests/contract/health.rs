@@ -1,4 +1,4 @@
-//! A worker whose disks fail, as its coordinator, its clients and its operators see it: PROTOCOL §8.5.
+//! A worker whose disks fail, as its coordinator, its clients and its operators see it: docs/protocol.md §8.5.
 
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{DecommissionRequest, ServerStatus, StatusCode};

@@ -1,5 +1,5 @@
 //! Bytes that no client sends: truncated and mutated messages, huge claims, other protocols, silence.
-//! GOALS §3 items 1, 2 and 12: a clear answer, nothing allocated or kept for it, and the worker goes on.
+//! docs/architecture.md §6 items 1, 2 and 12: a clear answer, nothing allocated or kept for it, and the worker goes on.
 
 use bytes::{Bytes, BytesMut};
 use rand::rngs::StdRng;

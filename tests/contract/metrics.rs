@@ -1,5 +1,5 @@
-//! What requests leave in the metrics of the listeners and of the tiers, by the names of the Java server (PROTOCOL §10.2,
-//! §10.3): the same session through gRPC and through raw TCP.
+//! What requests leave in the metrics of the listeners and of the tiers, by the names of the Java server
+//! (docs/protocol.md §10.2, §10.3): the same session through gRPC and through raw TCP.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

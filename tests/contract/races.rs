@@ -24,7 +24,7 @@ use super::world::{Setup, World, assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
-/// GOALS §3 item 13.
+/// docs/architecture.md §6 item 13.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
     let (rig, key) = (Rig::start().await, key("app-1", 1));
@@ -273,7 +273,7 @@ async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
     world.finish().await;
 }
 
-/// GOALS §3 item 11: a client property kills the server.
+/// docs/architecture.md §6 item 11: a client property kills the server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_properties_of_any_kind_are_taken_or_refused() {
     use uniffle_client::grpc::register_request;

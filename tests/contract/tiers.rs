@@ -1,4 +1,4 @@
-//! What readers see while blocks go from memory to disk: PROTOCOL §12 rows 8, 9, 10, 14 and 15.
+//! What readers see while blocks go from memory to disk: docs/protocol.md §12 rows 8, 9, 10, 14 and 15.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Reads a partition's directory as the published client does (PROTOCOL §6.4), with every check that it makes.
+//! Reads a partition's directory as the published client does (docs/protocol.md §6.4), with every check that it makes.
 
 use std::collections::BTreeMap;
 

@@ -9,7 +9,7 @@ use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
 use super::promises::{Now, Promised};
 use super::world::{Key, World};
 
-/// Bytes of an index record (PROTOCOL §5.2).
+/// Bytes of an index record (docs/protocol.md §5.2).
 const RECORD: usize = 40;
 
 #[derive(Debug)]
@@ -223,8 +223,8 @@ fn check_gapless(records: &[u8], data_length: u64) {
     assert_eq!(end, data_length, "index and data length disagree");
 }
 
-/// What an index said once holds forever: the same block at the same place. Only a missing disk and one that fails leave
-/// holes, and the gap behind what may be on it is filled when it comes back.
+/// What an index said once holds forever: the same block at the same place. Only a missing disk and one that fails
+/// leave holes, and the gap behind what may be on it is filled when it comes back.
 fn check_promises(seen: &[u8], records: &[u8], may_have_holes: bool) {
     let mut now: BTreeMap<u64, &[u8]> = BTreeMap::new();
     for record in records.chunks(RECORD) {

@@ -154,7 +154,7 @@ impl Meaning for Exchange {
     }
 }
 
-/// A frame with other bytes, `at` bytes behind request id, application and shuffle (PROTOCOL §7.4).
+/// A frame with other bytes, `at` bytes behind request id, application and shuffle (docs/protocol.md §7.4).
 fn overwritten(exchange: &Exchange, at: usize, bytes: &[u8]) -> Bytes {
     let app_at = HEADER_BYTES + 8;
     let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));

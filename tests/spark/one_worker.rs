@@ -62,7 +62,7 @@ fn a_shuffle_four_times_the_memory_goes_through_local_disks() {
         spilled >= received - 104e6,
         "{spilled} of {received} bytes were spilled: the rest cannot be in memory"
     );
-    // GOALS §2: 5 % and 200 MiB over the capacity at any moment.
+    // docs/architecture.md §2.2: 5 % and 200 MiB over the capacity at any moment.
     let resident = worker.peak_resident_bytes();
     assert!(resident <= CAPACITY_BYTES / 20 * 21 + (200 << 20), "{resident} bytes were resident");
     worker.assert_no_error_logged();

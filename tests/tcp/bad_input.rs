@@ -239,7 +239,7 @@ async fn an_app_id_that_is_not_utf_8_is_refused() {
 
 #[tokio::test]
 async fn counts_that_do_not_match_are_refused() {
-    // Offsets in the frame: partition count, block count, data length; see PROTOCOL §7.4.
+    // Offsets in the frame: partition count, block count, data length; see docs/protocol.md §7.4.
     for (at, value) in [(9 + 27, 2), (9 + 27, 0), (9 + 27, -1), (9 + 27, i32::MAX), (9 + 35, 2), (9 + 35, 0)]
     {
         let world = World::new().await;

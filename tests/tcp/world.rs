@@ -157,7 +157,7 @@ impl World {
 
     /// Sends `batch` as a client does.
     pub(crate) async fn send(&self, client: &TcpClient, batch: &Batch) {
-        // The TCP client asks for the encoded message on top (PROTOCOL §2.4).
+        // The TCP client asks for the encoded message on top (docs/protocol.md §2.4).
         let ticket = self.ticket(APP, require_size(batch).unwrap() * 2);
         client.send(&key(), ticket, batch).await.unwrap();
     }

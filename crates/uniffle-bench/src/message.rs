@@ -160,7 +160,7 @@ fn put_varint(out: &mut BytesMut, mut value: u64) {
     out.put_u8(value.to_le_bytes()[0]);
 }
 
-/// A whole Netty frame of type 3 (PROTOCOL §7.4). Each block names its servers, as Java's do.
+/// A whole Netty frame of type 3 (docs/protocol.md §7.4). Each block names its servers, as Java's do.
 pub(crate) fn netty(
     pool: &Pool,
     key: &ShuffleKey,

@@ -1,4 +1,4 @@
-//! Block ids by layout (PROTOCOL §3.1) and blocks whose content follows from a seed.
+//! Block ids by layout (docs/protocol.md §3.1) and blocks whose content follows from a seed.
 //!
 //! Invariant: a block's bytes are a function of (seed, block id, length) only, on every machine and version, so that a
 //! reader can verify what another process wrote.

@@ -1,7 +1,7 @@
 //! What a reader makes of answers, as pure functions: memory segments, index bytes, ranges to ask for.
 //!
-//! Follows the Java client (PROTOCOL §3.4, §5.4) and is stricter: where Java would slice wrong bytes out of a hole in
-//! the index, this one says so. One data file per partition is assumed, as this worker answers.
+//! Follows the Java client (docs/protocol.md §3.4, §5.4) and is stricter: where Java would slice wrong bytes out of a
+//! hole in the index, this one says so. One data file per partition is assumed, as this worker answers.
 
 use bytes::{Buf, Bytes};
 use croaring::{JvmLegacy, Treemap};
@@ -10,7 +10,7 @@ use super::block::Block;
 use crate::proto;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Bytes of one index record (PROTOCOL §5.2).
+/// Bytes of one index record (docs/protocol.md §5.2).
 pub const INDEX_RECORD_BYTES: usize = 40;
 
 /// An answer that contradicts itself or the protocol.

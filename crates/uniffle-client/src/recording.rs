@@ -1,7 +1,7 @@
 //! A recorded client session as a file: what one real client said to a worker and what it was told.
 //!
-//! `tests/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes. Pure:
-//! bytes in, values out. Integers are big-endian. A file that is cut, or has bytes behind its end, is an error.
+//! `tests/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes.
+//! Pure: bytes in, values out. Integers are big-endian. A file that is cut, or has bytes behind its end, is an error.
 
 use bytes::{Buf, BufMut, Bytes};
 use prost::Message as _;
@@ -168,7 +168,7 @@ fn block(block: proto::ShuffleBlock) -> Result<Block, String> {
     Ok(Block { meta, data: block.data })
 }
 
-/// `SendShuffleDataRequest` (PROTOCOL §7.4), when the frame is one.
+/// `SendShuffleDataRequest` (docs/protocol.md §7.4), when the frame is one.
 fn tcp_send(frame: &Bytes) -> Result<Option<Sent>, String> {
     let header = frame.first_chunk().ok_or("a cut frame")?;
     let header = FrameHeader::decode(header, FRAME_BYTES_LIMIT).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! The three forms of `SendShuffleDataRequest` (PROTOCOL §1.8), as pure functions of blocks.
+//! The three forms of `SendShuffleDataRequest` (docs/protocol.md §1.8), as pure functions of blocks.
 
 use bytes::{Bytes, BytesMut};
 use prost::Message;

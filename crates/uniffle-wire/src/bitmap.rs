@@ -1,4 +1,5 @@
-//! The 64-bit bitmap that Java clients exchange: `Roaring64NavigableMap`'s legacy serialisation (PROTOCOL §3.3).
+//! The 64-bit bitmap that Java clients exchange: `Roaring64NavigableMap`'s legacy serialisation (docs/protocol.md
+//! §3.3).
 //!
 //! One flag byte, an i32 BE count, then per 32-bit high word its i32 BE value and a portable 32-bit Roaring bitmap.
 //! Not the portable 64-bit format. Empty input is the empty set, as for every Java reader.
@@ -48,7 +49,7 @@ mod tests {
             .collect()
     }
 
-    /// The vectors of PROTOCOL §3.3, made by RoaringBitmap 0.9.15.
+    /// The vectors of docs/protocol.md §3.3, made by RoaringBitmap 0.9.15.
     #[test]
     fn java_vectors() {
         let cases = [

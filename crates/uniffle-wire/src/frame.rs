@@ -1,4 +1,4 @@
-//! The frame of the raw TCP protocol (client type `GRPC_NETTY`, PROTOCOL §7.2–§7.3) and its primitive fields.
+//! The frame of the raw TCP protocol (client type `GRPC_NETTY`, docs/protocol.md §7.2–§7.3) and its primitive fields.
 //!
 //! Not here: what stands in a message (`request`, `reply`, `send_frame`). [`Fields`] reads from a whole message and
 //! never past its end; it allocates nothing, so a length or count from the wire is only ever compared.

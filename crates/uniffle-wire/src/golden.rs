@@ -1,4 +1,4 @@
-//! Frames of PROTOCOL §7.6, made by Java's client jars, decode and re-encode byte-equal; cut, flipped and lying
+//! Frames of docs/protocol.md §7.6, made by Java's client jars, decode and re-encode byte-equal; cut, flipped and lying
 //! variants of them end in an error, never in a panic or in bytes that the sink should not see.
 
 use bytes::{BufMut, Bytes, BytesMut};

@@ -1,4 +1,5 @@
-//! The 40-byte index record that clients read (PROTOCOL §5.2, Java's `ShuffleIndexSegment`/`FileBasedShuffleSegment`).
+//! The 40-byte index record that clients read (docs/protocol.md §5.2, Java's
+//! `ShuffleIndexSegment`/`FileBasedShuffleSegment`).
 //!
 //! All fields are big-endian, without header or trailer. The local store keeps the same bytes with offsets relative
 //! to their extent and turns them into stream offsets with [`rebase`] when they are served.
@@ -96,7 +97,7 @@ mod tests {
 
     use super::*;
 
-    /// The vector of PROTOCOL §5.2.
+    /// The vector of docs/protocol.md §5.2.
     #[test]
     fn record_matches_the_java_vector() {
         let record = IndexRecord {

@@ -1,4 +1,4 @@
-//! Replies of the raw TCP protocol (PROTOCOL §7.5).
+//! Replies of the raw TCP protocol (docs/protocol.md §7.5).
 //!
 //! The worker encodes only the *head* of a frame, all but its body: the body goes to the socket from where it lies.
 //! Decoding is for the client and for tests. Clients take the body to be what remains after the parsed fields, so

@@ -1,4 +1,4 @@
-//! Requests of the raw TCP protocol (PROTOCOL §7.4), except the send as it is received (`send_frame`).
+//! Requests of the raw TCP protocol (docs/protocol.md §7.4), except the send as it is received (`send_frame`).
 //!
 //! Decoding borrows from a whole message of a few hundred bytes. Encoding is for the client and for tests.
 

@@ -1,5 +1,5 @@
-//! Streaming decoder of the TCP protocol's `SendShuffleDataRequest` (PROTOCOL §7.4, type 3), fed with whatever pieces
-//! of the message the socket gives.
+//! Streaming decoder of the TCP protocol's `SendShuffleDataRequest` (docs/protocol.md §7.4, type 3), fed with whatever
+//! pieces of the message the socket gives.
 //!
 //! Not here: the frame's nine bytes, tickets, memory. The walker holds no payload: a block's bytes go to the
 //! [`SendFrameSink`] as sub-slices of the fed chunk. It keeps at most one cut field (40 B) and the application id,

@@ -96,7 +96,7 @@ id!(
     PartitionId(i32)
 );
 id!(
-    /// A block, opaque to the worker: its layout is the client's (PROTOCOL §3.1). 0 is valid, −1 is not.
+    /// A block, opaque to the worker: its layout is the client's (docs/protocol.md §3.1). 0 is valid, −1 is not.
     BlockId(i64)
 );
 id!(
@@ -137,7 +137,7 @@ pub enum Distribution {
     /// Any order.
     #[default]
     Normal,
-    /// Sorted by task attempt inside each extent, stable (PROTOCOL §3.5).
+    /// Sorted by task attempt inside each extent, stable (docs/protocol.md §3.5).
     LocalOrder,
 }
 

@@ -1,4 +1,4 @@
-//! Whether a client may use the cluster: Java's load and quota checkers (PROTOCOL §9.4) as pure functions.
+//! Whether a client may use the cluster: Java's load and quota checkers (docs/protocol.md §9.4) as pure functions.
 //!
 //! Our defaults are a single node's: one node with the client's tags is enough, however full, and nobody has a quota.
 

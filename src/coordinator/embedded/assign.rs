@@ -1,4 +1,4 @@
-//! Which node gets which partition range (PROTOCOL §9.3), as pure functions: values in, decision out.
+//! Which node gets which partition range (docs/protocol.md §9.3), as pure functions: values in, decision out.
 //!
 //! Not here: the node table, the clock, messages. Invariants: every range has one answer of `replicas` servers, the
 //! servers of one range are distinct, and nothing is allocated per range (a placement is computed by index).

@@ -1,4 +1,4 @@
-//! Metrics of the embedded coordinator, under the names of the Java coordinator (PROTOCOL §10.4)
+//! Metrics of the embedded coordinator, under the names of the Java coordinator (docs/protocol.md §10.4)
 //! with one exception.
 //!
 //! Not here: when they change; [`super::EmbeddedCoordinator`] refreshes the gauges when it sweeps.

@@ -298,7 +298,7 @@ impl EmbeddedCoordinator {
         self.0.nodes.lock().accept(heartbeat, Instant::now())
     }
 
-    /// Whether a client may use the cluster (PROTOCOL §9.4).
+    /// Whether a client may use the cluster (docs/protocol.md §9.4).
     fn access(&self, request: &proto::AccessClusterRequest) -> Result<(), AccessDenied> {
         let rules = &self.0.config.access;
         let candidates = if request.tags.len() <= TAGS_MAX {
@@ -324,7 +324,7 @@ impl EmbeddedCoordinator {
         storages.get(at).map(RemoteStorage::to_message)
     }
 
-    /// One assignment per range (PROTOCOL §9.3): clients register ranges as they are given.
+    /// One assignment per range (docs/protocol.md §9.3): clients register ranges as they are given.
     fn assign(
         &self,
         request: &proto::GetShuffleServerRequest,

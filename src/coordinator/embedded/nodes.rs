@@ -166,7 +166,7 @@ impl NodeTable {
     }
 }
 
-/// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (PROTOCOL §8.2).
+/// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).
 /// A status of a later protocol version is nobody we may assign to: UNHEALTHY.
 fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
     match heartbeat.is_healthy {

@@ -159,7 +159,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         request: Request<proto::FetchRemoteStorageRequest>,
     ) -> Answer<proto::FetchRemoteStorageResponse> {
         let response = match AppId::parse(&request.into_inner().app_id) {
-            // None configured is an empty message, not an absent one (PROTOCOL §9.7).
+            // None configured is an empty message, not an absent one (docs/protocol.md §9.7).
             Ok(app) => proto::FetchRemoteStorageResponse {
                 status: StatusCode::Success.into(),
                 remote_storage: Some(self.remote_storage(&app).unwrap_or_default()),

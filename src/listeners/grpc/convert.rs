@@ -47,7 +47,7 @@ pub(super) fn not_offered(text: &str) -> Verdict {
     (StatusCode::InternalError.into(), text.to_owned())
 }
 
-/// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (PROTOCOL §3.5).
+/// A registration. An unknown distribution counts as NORMAL, which is correct for every reader (docs/protocol.md §3.5).
 pub(super) fn register_request(request: &mut ShuffleRegisterRequest) -> service::RegisterRequest<'_> {
     let distribution = match request.shuffle_data_distribution() {
         DataDistribution::Normal => Distribution::Normal,

@@ -1,5 +1,5 @@
-//! What the gRPC listener counts: the names of the Java server (PROTOCOL §10.3) and of riffle (§10.6) side by side, so
-//! that dashboards of either work.
+//! What the gRPC listener counts: the names of the Java server (docs/protocol.md §10.3) and of riffle (§10.6) side by
+//! side, so that dashboards of either work.
 //!
 //! What goes by several names or units is measured once (`grpc_duration_seconds`, the times on the way).
 //!

@@ -38,7 +38,7 @@ pub(super) async fn memory<B: RequestBody>(
 ) -> Result<http::Response<Body>, Status> {
     let request: GetMemoryShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
     transit.arrived(request.timestamp);
-    // An empty filter is no filter (PROTOCOL §3.4).
+    // An empty filter is no filter (docs/protocol.md §3.4).
     let task_filter =
         request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
     let read = service.read_memory(MemoryReadRequest {

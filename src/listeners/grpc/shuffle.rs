@@ -131,7 +131,7 @@ impl ShuffleServer for ShuffleCalls {
         })
     }
 
-    /// Storage without a memory part only; Spark with MEMORY_* never calls it (PROTOCOL §2.6).
+    /// Storage without a memory part only; Spark with MEMORY_* never calls it (docs/protocol.md §2.6).
     async fn commit_shuffle_task(
         &self,
         _: Request<proto::ShuffleCommitRequest>,

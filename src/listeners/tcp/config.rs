@@ -7,16 +7,16 @@ use crate::telemetry::traces::Traces;
 /// Settings of the TCP listener; already validated.
 #[derive(Debug, Clone)]
 pub struct TcpConfig {
-    /// Largest frame accepted. Default: 1 GiB. Frames are never buffered and blocks are admitted by their ticket, so the
-    /// bound costs no memory; it must let one block of 512 MiB pass (`types::BLOCK_BYTES_MAX`) and refuses only broken
-    /// peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder allows `i32::MAX`.
+    /// Largest frame accepted. Default: 1 GiB. Frames are never buffered and blocks are admitted by their ticket, so
+    /// the bound costs no memory; it must let one block of 512 MiB pass (`types::BLOCK_BYTES_MAX`) and refuses only
+    /// broken peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder allows `i32::MAX`.
     pub frame_bytes_max: u32,
     /// Largest read request accepted. Default: 8 MiB, a task filter of four million scattered attempts.
     pub read_request_bytes_max: u32,
     /// Bytes of incomplete read requests over 64 KiB that all connections may hold together. Default: 64 MiB.
     pub large_requests_bytes_max: u32,
-    /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (PERFORMANCE §E). One such
-    /// buffer exists per thread, not per connection.
+    /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/performance.md §E).
+    /// One such buffer exists per thread, not per connection.
     pub chunk_bytes: usize,
     /// Connections open at once; more are closed on accept. Default: 10,000.
     pub connections_max: usize,
@@ -24,9 +24,9 @@ pub struct TcpConfig {
     pub requests_in_flight_per_connection_max: usize,
     /// Memory answers of all connections that are not written. Default: 1,024.
     pub memory_reads_in_flight_max: usize,
-    /// Local answers of all connections that wait for their turn on the socket while they hold their first chunk of read
-    /// memory. Default: 32. Must be at most half of the read memory's chunks: the other half is for the answers that
-    /// are being written, so that these can always go on.
+    /// Local answers of all connections that wait for their turn on the socket while they hold their first chunk of
+    /// read memory. Default: 32. Must be at most half of the read memory's chunks: the other half is for the answers
+    /// that are being written, so that these can always go on.
     pub local_reads_in_flight_max: usize,
     /// How long a local read waits for one of them before NO_BUFFER. Default: 10 s.
     pub local_read_wait: Duration,
@@ -38,8 +38,8 @@ pub struct TcpConfig {
     pub write_timeout: Duration,
     /// When TCP keep-alive begins to probe an idle peer. Default: 60 s.
     pub keepalive: Duration,
-    /// Threads that belong to the listener, each with a runtime of its own to which a connection is bound; 0 = connections
-    /// run on the runtime that the listener was started in. Default: 0.
+    /// Threads that belong to the listener, each with a runtime of its own to which a connection is bound; 0 =
+    /// connections run on the runtime that the listener was started in. Default: 0.
     pub own_threads: usize,
     /// Most threads for disk calls that each of the listener's own threads may start. Default: 64.
     pub blocking_threads: usize,

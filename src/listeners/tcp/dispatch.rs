@@ -1,7 +1,7 @@
 //! Answers requests that are complete: calls the service and encodes the head of the reply.
 //!
-//! Every refusal goes out in the type that the request's success would have (PROTOCOL §7.5), with empty lists: clients
-//! cast a reply to the type that they expect.
+//! Every refusal goes out in the type that the request's success would have (docs/protocol.md §7.5), with empty lists:
+//! clients cast a reply to the type that they expect.
 
 use std::sync::Arc;
 

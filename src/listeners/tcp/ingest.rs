@@ -39,7 +39,7 @@ impl From<ServiceError> for Refusal {
 }
 
 impl From<DecodeError> for Refusal {
-    /// The frame's length was sound, so the connection goes on (PROTOCOL §7.7).
+    /// The frame's length was sound, so the connection goes on (docs/protocol.md §7.7).
     fn from(error: DecodeError) -> Self {
         Self { status: StatusCode::InternalError, text: error.to_string(), blame: Blame::Format }
     }

@@ -1,4 +1,4 @@
-//! Counters of the TCP listener; names as the Java server's and riffle's (PROTOCOL §10.3, §10.6).
+//! Counters of the TCP listener; names as the Java server's and riffle's (docs/protocol.md §10.3, §10.6).
 
 use std::sync::Arc;
 

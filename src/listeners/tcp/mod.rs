@@ -1,5 +1,5 @@
-//! The raw TCP listener (client type `GRPC_NETTY`, PROTOCOL §7): frames in, calls of the service, frames out. It decides
-//! nothing.
+//! The raw TCP listener (client type `GRPC_NETTY`, docs/protocol.md §7): frames in, calls of the service, frames out.
+//! It decides nothing.
 //!
 //! A connection is two tasks and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
 //! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the
@@ -10,8 +10,9 @@
 //! Bounds: each request takes a permit of its connection before its first byte is walked and holds it until its reply
 //! was written. A peer that sends too much, or takes too little, is not read until it has taken its replies.
 //!
-//! The end: the listener closes a connection between two requests, when what came is answered. A peer that has just sent a
-//! request would see it fail; so with a successor the socket is not closed but kept, and the request waits in it.
+//! The end: the listener closes a connection between two requests, when what came is answered. A peer that has just
+//! sent a request would see it fail; so with a successor the socket is not closed but kept, and the request waits in
+//! it.
 
 mod accept;
 mod config;

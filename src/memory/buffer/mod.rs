@@ -198,7 +198,7 @@ impl Buffer {
     }
 
     /// Blocks behind `after` (`None` or an id that is gone: from the head), at least one, until `limit_bytes` are
-    /// reached; only those of `tasks`, if given. PROTOCOL §3.4.
+    /// reached; only those of `tasks`, if given. docs/protocol.md §3.4.
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
         let state = self.state.lock();

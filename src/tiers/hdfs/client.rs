@@ -187,8 +187,8 @@ impl RemoteFs for HdfsFs {
     }
 }
 
-/// Closing says whether the bytes are there: an error at the close is a failed write (PROTOCOL trap 58). The writer's
-/// futures have tens of KiB, hence the boxes.
+/// Closing says whether the bytes are there: an error at the close is a failed write (docs/protocol.md §11 trap 58).
+/// The writer's futures have tens of KiB, hence the boxes.
 fn write_and_close(mut writer: FileWriter, data: Vec<Bytes>) -> BoxFuture<'static, Result<(), HdfsError>> {
     Box::pin(async move {
         for mut piece in data {

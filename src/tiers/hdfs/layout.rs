@@ -1,4 +1,4 @@
-//! Names of directories and files (PROTOCOL §6.1): clients list and open them, so every character is law. Pure.
+//! Names of directories and files (docs/protocol.md §6.1): clients list and open them, so every character is law. Pure.
 
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -79,7 +79,7 @@ impl WriterName<'_> {
 }
 
 /// Whether a file was written by this server. The character behind the id counts: `…-1999` has not written the files
-/// of `…-19999` (PROTOCOL trap 65).
+/// of `…-19999` (docs/protocol.md §11 trap 65).
 #[must_use]
 pub fn is_own(name: &str, server_id: &str) -> bool {
     name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))

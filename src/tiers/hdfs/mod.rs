@@ -1,9 +1,9 @@
-//! The HDFS tier: files that clients find, open and read themselves (PROTOCOL §6).
+//! The HDFS tier: files that clients find, open and read themselves (docs/protocol.md §6).
 //!
 //! Names, formats and the order in which things become visible are the protocol's; here is only how they come about. A
 //! shuffle is registered with the remote path that its client named; a batch is one partition's blocks, written by a
-//! free [`writer`] of its directory. No file is written to again after a failed call. Data is never read back; index files
-//! are, when it has to be known which blocks are there.
+//! free [`writer`] of its directory. No file is written to again after a failed call. Data is never read back; index
+//! files are, when it has to be known which blocks are there.
 //!
 //! | file | does |
 //! | --- | --- |

@@ -1,4 +1,5 @@
-//! Which blocks are in a partition's directory: read out of our own index files, as clients read them (PROTOCOL §6.4).
+//! Which blocks are in a partition's directory: read out of our own index files, as clients read them (docs/protocol.md
+//! §6.4).
 //!
 //! Asked for when it has to be known what is lost, and only then: after a restart of the process, of partitions whose
 //! reported blocks are neither in memory nor on a disk, and when a disk fails to give back what it had. Files that
@@ -28,8 +29,8 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(500);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
 
 impl HdfsStore {
-    /// Blocks of a partition that a client finds in HDFS; none of a shuffle without a remote path. Where partitions share
-    /// a directory, those of its neighbours too.
+    /// Blocks of a partition that a client finds in HDFS; none of a shuffle without a remote path. Where partitions
+    /// share a directory, those of its neighbours too.
     ///
     /// # Errors
     /// The file system's; then nothing is known. `Purged` when the shuffle is gone meanwhile.

@@ -1,5 +1,6 @@
-//! Deletion (PROTOCOL §6.5): a shuffle or an application that was unregistered goes with everything below; of one that
-//! expired only our own files go, and the directories that are empty then, because other servers may still serve it.
+//! Deletion (docs/protocol.md §6.5): a shuffle or an application that was unregistered goes with everything below; of
+//! one that expired only our own files go, and the directories that are empty then, because other servers may still
+//! serve it.
 //!
 //! Forgetting is synchronous and gives a [`Removal`]: from then on writes of the old registration end with `Purged` and
 //! those of a new one wait until the removal is done or dropped.

@@ -11,7 +11,7 @@
 //! per entry, 40 bytes   0  partition i32           4  blocks u32           8  base u64 (in the partition's stream)
 //!                      16  data offset u64 (in the data log, multiple of 4,096)
 //!                      24  length u64             32  reserved u32 = 0    36  crc32 of the entry's records
-//! then the records      40 bytes each (PROTOCOL §5.2), in entry order, offsets relative to the extent
+//! then the records      40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
 //! ```
 //!
 //! Blocks lie in an extent one behind the other, so a record's offset is the sum of the lengths before it: [`decode`]

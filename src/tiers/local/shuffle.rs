@@ -39,14 +39,14 @@ pub(super) struct Extent {
     pub(super) index_log: u16,
 }
 
-/// Slot of no log: the extent is lost, a hole in the stream, and readers are given filler records. Not the records of its
-/// blocks, known or not: one of them may have been sent again and stand further on.
+/// Slot of no log: the extent is lost, a hole in the stream, and readers are given filler records. Not the records of
+/// its blocks, known or not: one of them may have been sent again and stand further on.
 pub(super) const NO_LOG: u16 = u16::MAX;
 
 /// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
 pub(super) const FILLER_BYTES: u64 = 1 << 20;
 
-const _: () = assert!(size_of::<Extent>() == 40, "the sketch of DESIGN §2.3");
+const _: () = assert!(size_of::<Extent>() == 40, "the sketch of docs/architecture.md §2.3");
 
 impl Extent {
     pub(super) fn data_offset(&self) -> u64 {

@@ -93,7 +93,7 @@ pub struct Backoff {
 }
 
 impl Default for Backoff {
-    /// The Java client's figures (PROTOCOL §2.4).
+    /// The Java client's figures (docs/protocol.md §2.4).
     fn default() -> Self {
         Self { attempts: 50, first: Duration::from_secs(2), longest: Duration::from_secs(10) }
     }

@@ -127,7 +127,7 @@ impl Collected {
         next_row(&mut self.partitions, &mut self.partition_columns[column], "number of partitions", max)
     }
 
-    /// Checks the whole against `payload_bytes`, which follow now; the rules of PROTOCOL §1.8.
+    /// Checks the whole against `payload_bytes`, which follow now; the rules of docs/protocol.md §1.8.
     pub(super) fn seal(&mut self, payload_bytes: u64) -> Result<(), Refusal> {
         if self.blocks.is_empty() {
             return Err(Refusal::Malformed("bytes without block headers before them"));

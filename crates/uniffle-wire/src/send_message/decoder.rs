@@ -13,7 +13,7 @@ use crate::types::BLOCK_BYTES_MAX;
 /// Longest application id carried on to the service, which has its own, tighter bound and its own text.
 const APP_ID_BYTES_MAX: u64 = 1024;
 
-/// How the message carries its bytes; PROTOCOL §1.8.
+/// How the message carries its bytes; docs/protocol.md §1.8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Undecided,

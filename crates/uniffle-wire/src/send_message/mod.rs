@@ -1,4 +1,5 @@
-//! Streaming decoder of `SendShuffleDataRequest` (PROTOCOL §1.5, §1.8), fed with whatever pieces the socket gives.
+//! Streaming decoder of `SendShuffleDataRequest` (docs/protocol.md §1.5, §1.8), fed with whatever pieces the socket
+//! gives.
 //!
 //! Not here: gRPC's 5-byte prefix, tickets, memory. The decoder holds no payload: a block's bytes go to the
 //! [`SendSink`] as sub-slices of the fed chunk, once its length is known. Only block *headers* are ever collected,
