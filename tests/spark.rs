@@ -86,7 +86,8 @@ impl Spark {
         assert!(last_begin < first_end, "not at once: {intervals:?}");
     }
 
-    /// Runs the applications through `workers`, the first of which is the coordinator, all at once. All results are
+    /// Runs the applications through `workers`, the first of which is the coordinator, all at once, with the settings
+    /// that it printed for its user and no others. All results are
     /// those of vanilla Spark, and afterwards every worker has been used and is clean.
     fn run_all(&mut self, workers: &[&Worker], applications: &[Application<'_>]) -> Vec<Vec<Value>> {
         for application in applications {
@@ -94,9 +95,9 @@ impl Spark {
         }
         let counted = ["total_received_data", "total_unregister"];
         let before: Vec<_> = workers.iter().map(|worker| worker.metrics()).collect();
-        let quorum = workers[0].quorum();
+        let printed = workers[0].printed_settings();
         for Application { jvm, scenarios, words } in applications {
-            self.begin(*jvm, "uniffle", &format!("scenarios={scenarios} quorum={quorum} {words}"));
+            self.begin(*jvm, "printed", &format!("scenarios={scenarios} {printed} {words}"));
         }
         let answers: Vec<_> = applications.iter().map(|application| self.finish(application)).collect();
         for (application, answers) in applications.iter().zip(&answers) {
@@ -150,8 +151,8 @@ impl Spark {
         self.run_vanilla(&application);
         self.warm_up(application.jvm);
         let Application { jvm, scenarios, words } = application;
-        let quorum = workers[0].quorum();
-        self.begin(jvm, "uniffle", &format!("scenarios={scenarios} quorum={quorum} {words}"));
+        let printed = workers[0].printed_settings();
+        self.begin(jvm, "printed", &format!("scenarios={scenarios} {printed} {words}"));
         meanwhile(&mut workers);
         let answers = self.answers(jvm);
         (workers, answers)

@@ -40,6 +40,7 @@ pub fn startup_banner(
            --conf spark.rss.storage.type={storage} \\\n  \
            --conf spark.rss.client.type=GRPC \\\n  \
            --conf spark.shuffle.service.enabled=false \\\n  \
+           --conf spark.sql.adaptive.localShuffleReader.enabled=false \\\n  \
            YOUR_APPLICATION\n\
          \n{tcp_lines}\
          Executors of their own (any master but local[…]) load the shuffle manager before --packages reaches them in\n\
@@ -69,9 +70,9 @@ mod tests {
             .collect();
         let end = command.iter().position(|line| !line.ends_with(" \\")).unwrap();
         let (last, continued) = (command[end], &command[..end]);
-        assert_eq!(continued.len(), 8, "{text}");
+        assert_eq!(continued.len(), 9, "{text}");
         assert_eq!(last.trim(), "YOUR_APPLICATION");
-        assert_eq!(command.iter().filter(|line| line.trim_start().starts_with("--conf spark.")).count(), 6);
+        assert_eq!(command.iter().filter(|line| line.trim_start().starts_with("--conf spark.")).count(), 7);
         for part in [
             "--packages org.apache.uniffle:rss-client-spark3-shaded:0.9.2",
             "spark.rss.coordinator.quorum=127.0.0.1:21100",

@@ -66,10 +66,9 @@ fn what_is_spilled_to_hdfs_is_read_by_the_client() {
         made_tables: format!("[embedded_coordinator]\nremote_storage_path = [\"{}\"]", hdfs.url("/uniffle")),
         ..Setup::default()
     });
-    let words = format!("storage=MEMORY_HDFS {WORDS}");
     let seen = std::thread::scope(|scope| {
         let watch = Watch::start(&hdfs, scope);
-        spark.run(&[&worker], Application { words: &words, ..Application::of("spill") });
+        spark.run(&[&worker], Application { words: WORDS, ..Application::of("spill") });
         watch.finish()
     });
     let metrics = worker.metrics();
@@ -98,10 +97,9 @@ fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
         ),
         ..Setup::default()
     });
-    let words = format!("storage=MEMORY_LOCALFILE_HDFS {WORDS}");
     let seen = std::thread::scope(|scope| {
         let watch = Watch::start(&hdfs, scope);
-        spark.run(&[&worker], Application { words: &words, ..Application::of("spill") });
+        spark.run(&[&worker], Application { words: WORDS, ..Application::of("spill") });
         watch.finish()
     });
     let metrics = worker.metrics();

@@ -74,7 +74,7 @@ fn what_a_killed_worker_lost_fails_the_job_with_words_where_stages_may_not() {
 
 #[test]
 fn what_a_killed_worker_lost_fails_the_job_with_words_over_tcp() {
-    fails_with_words(Kind::NoUnsafe, "client=GRPC_NETTY", "failed-tcp");
+    fails_with_words(Kind::NoUnsafe, "spark.rss.client.type=GRPC_NETTY", "failed-tcp");
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn an_upgrade_in_either_stage_fails_no_task_of_a_cluster_over_tcp() {
     upgraded_in_both_stages(
         "cluster-tcp",
         Kind::NoUnsafe,
-        "master=local-cluster[2,1,1024] client=GRPC_NETTY",
+        "master=local-cluster[2,1,1024] spark.rss.client.type=GRPC_NETTY",
     );
 }
 
@@ -77,7 +77,11 @@ fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master() {
 
 #[test]
 fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master_over_tcp() {
-    upgraded_in_both_stages("local-tcp", Kind::NoUnsafe, "master=local[2,4] client=GRPC_NETTY");
+    upgraded_in_both_stages(
+        "local-tcp",
+        Kind::NoUnsafe,
+        "master=local[2,4] spark.rss.client.type=GRPC_NETTY",
+    );
 }
 
 /// A file system of its own, unmounted when it is dropped.

@@ -5,7 +5,8 @@ use crate::support::spark::Kind;
 use crate::support::worker::{Setup, Worker};
 use crate::{Application, spark};
 
-const TCP: Application<'_> = Application { jvm: Kind::NoUnsafe, scenarios: "", words: "client=GRPC_NETTY" };
+const TCP: Application<'_> =
+    Application { jvm: Kind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };
 
 /// Requests of each listener for one RPC.
 fn requests(metrics: &Metrics, rpc: &str) -> (f64, f64) {
@@ -39,7 +40,7 @@ fn over_tcp_a_shuffle_four_times_the_memory_goes_through_local_disks() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tcp-spill", capacity: "104M", disks: 2, ..Setup::default() });
     // The same over gRPC has the client's own pauses between NO_BUFFER and the next try: 2 to 10 s.
-    let words = "client=GRPC_NETTY spark.rss.client.retry.interval.max=500";
+    let words = "spark.rss.client.type=GRPC_NETTY spark.rss.client.retry.interval.max=500";
     spark.run(&[&worker], Application { scenarios: "spill", words, ..TCP });
     let metrics = worker.metrics();
     let spilled = metrics.expect("memory_spill_total_bytes");

@@ -362,6 +362,18 @@ impl Worker {
         });
     }
 
+    /// The Spark settings that a worker with an embedded coordinator prints for its user, separated by blanks.
+    pub(crate) fn printed_settings(&self) -> String {
+        let log = self.log();
+        // An upgraded or restarted worker prints them again.
+        let last = log.rfind("spark-submit \\\n").expect("a worker with an embedded coordinator prints them");
+        let command = log[last..].lines().take_while(|line| !line.contains("YOUR_APPLICATION"));
+        let settings: Vec<_> =
+            command.filter_map(|line| line.trim().strip_prefix("--conf ")?.strip_suffix(" \\")).collect();
+        assert!(settings.iter().any(|setting| setting.contains("RssShuffleManager")), "{settings:?}");
+        settings.join(" ")
+    }
+
     /// No line of level ERROR and no panic so far.
     pub(crate) fn assert_no_error_logged(&self) {
         let log = self.log();

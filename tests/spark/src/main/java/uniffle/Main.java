@@ -24,7 +24,8 @@ import org.apache.spark.sql.SparkSession;
  * <p>A command is a list of words {@code key=value}:
  *
  * <ul>
- *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both)
+ *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both); {@code printed} is Uniffle
+ *       with nothing but the settings in the command, which are those that a worker printed
  *   <li>{@code scenarios=join,spill} (default: all but those for recordings)
  *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
@@ -132,9 +133,8 @@ public final class Main {
           .set("spark.rss.client.type", options.getOrDefault("client", "GRPC"))
           .set("spark.rss.storage.type", options.getOrDefault("storage", "MEMORY_LOCALFILE"))
           .set("spark.shuffle.service.enabled", "false")
-          // The client's guide: a local reader would read every partition of a map task from the servers.
           .set("spark.sql.adaptive.localShuffleReader.enabled", "false");
-    } else if (!mode.equals("vanilla")) {
+    } else if (!mode.equals("vanilla") && !mode.equals("printed")) {
       throw new IllegalArgumentException("unknown mode " + mode);
     }
     if (conf.get("spark.master").startsWith("local-cluster")) {
