@@ -3,15 +3,14 @@
 //! | layer | modules | does |
 //! | --- | --- | --- |
 //! | composition | [`server`], [`config`] | builds every part from the configuration, ordered shutdown |
-//! | listeners | [`grpc`], [`tcp`], [`http`], [`coordinator`] | translate, never decide |
+//! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
-//! | flush | [`flush`] | memory → store, at its own pace |
-//! | state | [`app`], [`memory`], [`store`], [`journal`] | siblings that do not know each other |
-//! | bytes | [`io`], [`wire`] | disks and codecs |
-//! | words | [`profile`], [`runtime`], [`telemetry`], [`tls`], [`metrics`], [`proto`], [`types`] | used everywhere |
+//! | flush | [`flush`] | memory → tiers, at its own pace |
+//! | state | [`app`], [`memory`], [`tiers`], [`journal`] | siblings that do not know each other |
+//! | words | [`profile`], [`runtime`], [`telemetry`], [`tls`], [`metrics`], [`proto`] | used everywhere |
 //!
-//! [`client`] stands beside the layers: the data protocols from the other side, for tests and `uniffle-bench`.
-//! Imports point down this table only; `tests/layers.rs` holds that.
+//! Imports point down this table only; `tests/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
+//! are crates below all of it.
 //!
 //! *One send*: the listener reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the listener asks
 //! for room in the partition's chain and puts the bytes there → commit publishes the blocks' metadata → reply.

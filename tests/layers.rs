@@ -1,13 +1,21 @@
-//! The direction of imports: every path of `src/` that leads into another top-level module must point down the table
-//! of `src/lib.rs`, and siblings do not know each other.
+//! The direction of imports inside `src/`. Between top-level modules they point down the table of `src/lib.rs`, and
+//! siblings do not know each other. Inside a top-level module the files form no circle, except those that
+//! `circles.txt` lists: each line is a group of files of which every one reaches every other, and lines only get shorter.
 //!
-//! This reads source text as tokens (comments and literals dropped) and resolves `crate::…` and `super::…` paths, in
-//! `use` and anywhere else, groups included. It does not see through re-exports or macros that build paths; it need
-//! not, since whoever re-exports must import first.
+//! A file imports another when one of its paths names an item of the other, in `use`, in code or in a macro's
+//! arguments. A name that a file only hands on (`pub use` of its own submodules) belongs to the file that it comes from,
+//! on both sides: `mod.rs` may re-export its children, and who takes the name from there imports the child. So a child
+//! that takes a type from `mod.rs` makes a circle only when code in `mod.rs` names an item of that child. Methods and
+//! fields are not seen, nor is anything inside `#[cfg(test)]` or a file of tests, for circles.
 
-#![allow(clippy::panic, reason = "to panic is how a test fails")]
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
-use std::path::{Path, PathBuf};
+use petgraph::graphmap::DiGraphMap;
+use proc_macro2::{TokenStream, TokenTree};
+use quote::ToTokens as _;
+use syn::spanned::Spanned as _;
+use syn::visit::Visit;
 
 /// From the top to the bottom. A module may import any that stands in a line below its own.
 const LAYERS: &[&[&str]] = &[
@@ -22,462 +30,302 @@ const LAYERS: &[&[&str]] = &[
     &["metrics", "proto"],
 ];
 
-#[test]
-fn imports_point_down_only() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut files = Vec::new();
-    rust_files(&root.join("src"), &mut files);
-    assert!(files.len() > LAYERS.len(), "only {} files found: the search is broken", files.len());
+type Names = Vec<String>;
 
-    let mut broken = Vec::new();
-    for file in &files {
-        let text = std::fs::read_to_string(file).expect("a readable source file");
-        let name = file.strip_prefix(root).expect("found below it").display().to_string();
-        broken.extend(violations(&name, &text));
+/// A path as it is written, and where.
+struct Import {
+    within: Names,
+    path: Names,
+    line: usize,
+    in_test: bool,
+    /// `pub use`.
+    hands_on: bool,
+}
+
+/// What one file says: the paths in it, and what the names that `use` brings stand for.
+#[derive(Default)]
+struct Source {
+    file: Names,
+    within: Names,
+    in_test: bool,
+    imports: Vec<Import>,
+    names: BTreeMap<String, Names>,
+}
+
+impl Source {
+    fn parse(module: &[String], text: &str) -> Self {
+        let in_test = module.iter().any(|name| name == "tests" || name == "fake");
+        let mut source = Self { file: module.to_vec(), within: module.to_vec(), in_test, ..Self::default() };
+        source.visit_file(&syn::parse_file(text).expect("Rust"));
+        source
     }
-    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+
+    fn import(&mut self, path: Names, line: usize, hands_on: bool) {
+        let (within, in_test) = (self.within.clone(), self.in_test);
+        self.imports.push(Import { within, path, line, in_test, hands_on });
+    }
+
+    fn use_tree(&mut self, tree: &syn::UseTree, mut path: Names, hands_on: bool) {
+        let (name, line) = match tree {
+            syn::UseTree::Path(part) => {
+                path.push(part.ident.to_string());
+                return self.use_tree(&part.tree, path, hands_on);
+            }
+            syn::UseTree::Group(group) => {
+                return group.items.iter().for_each(|tree| self.use_tree(tree, path.clone(), hands_on));
+            }
+            syn::UseTree::Name(name) => (name.ident.to_string(), name.ident.span().start().line),
+            syn::UseTree::Rename(to) => {
+                path.push(to.ident.to_string());
+                (to.rename.to_string(), to.rename.span().start().line)
+            }
+            syn::UseTree::Glob(glob) => return self.import(path, glob.span().start().line, hands_on),
+        };
+        if matches!(tree, syn::UseTree::Name(_)) && name != "self" {
+            path.push(name.clone());
+        }
+        let name = if name == "self" { path.last().cloned().unwrap_or_default() } else { name };
+        if !self.in_test {
+            self.names.insert(name, absolute(&self.within, &path));
+        }
+        self.import(path, line, hands_on);
+    }
 }
 
-#[test]
-fn every_module_has_a_layer() {
-    let lib = concat!(env!("CARGO_MANIFEST_DIR"), "/src/lib.rs");
-    let tokens = tokens(&std::fs::read_to_string(lib).expect("a readable source file"));
-    let modules: Vec<&str> = tokens
-        .windows(2)
-        .filter(|pair| pair[0].text == "mod")
-        .map(|pair| pair[1].text.as_str())
-        .filter(|name| layer(name).is_none())
-        .collect();
-    assert!(modules.is_empty(), "modules that LAYERS of tests/layers.rs does not know: {modules:?}");
-}
+impl<'ast> Visit<'ast> for Source {
+    fn visit_item_mod(&mut self, item: &'ast syn::ItemMod) {
+        let was_test = self.in_test;
+        self.in_test |=
+            item.attrs.iter().any(|attribute| attribute.meta.to_token_stream().to_string() == "cfg (test)");
+        self.within.push(item.ident.to_string());
+        syn::visit::visit_item_mod(self, item);
+        self.within.pop();
+        self.in_test = was_test;
+    }
 
-/// What is wrong with one file, a line each.
-fn violations(file: &str, text: &str) -> Vec<String> {
-    let Some(own) = module_path(file) else {
-        return library_in_binary(file, text);
-    };
-    let mut broken = Vec::new();
-    for import in imports(&own, &tokens(text), is_test_file(file)) {
-        let Some(from) = own.first() else { continue }; // lib.rs imports nothing that matters
-        if let Err(why) = may_import(from, &import) {
-            broken.push(format!("{file}:{}: {why}", import.line));
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        self.use_tree(&item.tree, Names::new(), !matches!(item.vis, syn::Visibility::Inherited));
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+        self.import(names, path.span().start().line, false);
+        syn::visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, call: &'ast syn::Macro) {
+        for word in without_literals(call.tokens.clone()).replace(" : : ", "::").split_whitespace() {
+            self.import(word.split("::").map(str::to_owned).collect(), call.span().start().line, false);
         }
     }
-    broken
+
+    /// `pub(in crate::…)` imports nothing.
+    fn visit_vis_restricted(&mut self, _: &'ast syn::VisRestricted) {}
 }
 
-/// Binaries take the library by its name; a `crate::` path there would mean that they compile its files once more.
-fn library_in_binary(file: &str, text: &str) -> Vec<String> {
-    imports(&[], &tokens(text), false)
-        .into_iter()
-        .filter(|import| layer(&import.target).is_some())
-        .map(|import| format!("{file}:{}: a binary says `uniffle_worker::{}`", import.line, import.target))
+/// Names and punctuation with a space between any two.
+fn without_literals(tokens: TokenStream) -> String {
+    tokens.into_iter().fold(String::new(), |mut text, token| {
+        match token {
+            TokenTree::Group(group) => text.push_str(&format!("( {})", without_literals(group.stream()))),
+            TokenTree::Ident(name) => text.push_str(&name.to_string()),
+            TokenTree::Punct(point) => text.push(point.as_char()),
+            TokenTree::Literal(_) => text.push('0'),
+        }
+        text + " "
+    })
+}
+
+/// A path from the root of the crate; one that begins with anything else is as if it began in the module itself.
+fn absolute(within: &[String], path: &[String]) -> Names {
+    let mut base = within.to_vec();
+    for (at, name) in path.iter().enumerate() {
+        match name.as_str() {
+            "crate" => base.clear(),
+            "super" => drop(base.pop()),
+            "self" if at == 0 => {}
+            _ => base.push(name.clone()),
+        }
+    }
+    base
+}
+
+struct Tree(BTreeMap<Names, Source>);
+
+impl Tree {
+    /// The modules of the library below `src/`, test files too.
+    fn read() -> Self {
+        let mut tree = Self(BTreeMap::new());
+        tree.add(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &[]);
+        assert!(tree.0.len() > 100, "only {} files found: the search is broken", tree.0.len());
+        tree
+    }
+
+    fn add(&mut self, dir: &Path, module: &[String]) {
+        for entry in std::fs::read_dir(dir).expect("a readable directory").flatten() {
+            let (path, mut own) = (entry.path(), module.to_vec());
+            let name = path.file_stem().expect("a name").to_string_lossy().into_owned();
+            if path.is_dir() {
+                own.push(name);
+                self.add(&path, &own);
+            } else if path.extension().is_some_and(|end| end == "rs") && name != "main" {
+                own.extend((name != "mod" && name != "lib").then_some(name));
+                let text = std::fs::read_to_string(&path).expect("a readable file");
+                self.0.insert(own.clone(), Source::parse(&own, &text));
+            }
+        }
+    }
+
+    /// The file that the path leads to, through names that other files hand on; `None` outside of the crate.
+    fn file_of(&self, import: &Import, names: &BTreeMap<String, Names>) -> Option<Names> {
+        let first = import.path.first()?;
+        let below = [&import.within[..], &import.path[..1]].concat();
+        let path = match names.get(first) {
+            _ if matches!(first.as_str(), "crate" | "super" | "self") => {
+                absolute(&import.within, &import.path)
+            }
+            Some(whole) => [whole, &import.path[1..]].concat(),
+            None if import.path.len() > 1 && self.0.contains_key(&below) => {
+                absolute(&import.within, &import.path)
+            }
+            None => return None,
+        };
+        self.definition(path, 8)
+    }
+
+    fn definition(&self, path: Names, hops: usize) -> Option<Names> {
+        let file = (1..=path.len()).rev().map(|end| &path[..end]).find(|file| self.0.contains_key(*file))?;
+        let handed_on = path.get(file.len()).and_then(|name| self.0[file].names.get(name));
+        match handed_on {
+            Some(origin) if hops > 0 => self.definition(origin.clone(), hops - 1).or(Some(file.to_vec())),
+            _ => Some(file.to_vec()),
+        }
+    }
+
+    /// Which file imports which inside the top-level modules, tests left out.
+    fn imports(&self) -> BTreeSet<(String, String)> {
+        let mut found = BTreeSet::new();
+        for (file, source) in &self.0 {
+            for import in source.imports.iter().filter(|import| !import.in_test) {
+                let Some(to) = self.file_of(import, &source.names) else { continue };
+                let only_hands_on = import.hands_on && to.starts_with(file);
+                if to != *file && to.first() == file.first() && !only_hands_on {
+                    found.insert((file.join("::"), to.join("::")));
+                }
+            }
+        }
+        found
+    }
+}
+
+/// What is wrong with the way a file imports across top-level modules.
+fn against_the_layers(source: &Source) -> Vec<String> {
+    let layer = |module: &String| LAYERS.iter().position(|layer| layer.contains(&module.as_str()));
+    let Some(own) = source.file.first() else { return Vec::new() };
+    let outward = source.imports.iter().filter(|import| matches!(import.path[0].as_str(), "crate" | "super"));
+    let targets = outward
+        .filter_map(|import| Some((import.line, absolute(&import.within, &import.path).into_iter().next()?)));
+    let wrong = targets.filter(|(_, to)| to != own && (layer(to).is_none() || layer(to) <= layer(own)));
+    wrong
+        .map(|(line, to)| {
+            format!("{}:{line} imports `{to}`, which is no layer below it", source.file.join("::"))
+        })
         .collect()
 }
 
-fn may_import(from: &str, import: &Import) -> Result<(), String> {
-    let to = import.target.as_str();
-    if from == to {
-        return Ok(());
-    }
-    let from_layer = layer(from).ok_or_else(|| format!("`{from}` is not in LAYERS of tests/layers.rs"))?;
-    let to_layer = layer(to)
-        .ok_or_else(|| format!("`{from}` imports `crate::{to}`, which is no module that LAYERS knows"))?;
-    if to_layer > from_layer {
-        return Ok(());
-    }
-    let relation = if to_layer == from_layer { "its sibling" } else { "which is above it" };
-    let above = LAYERS[..to_layer].concat().join(", ");
-    Err(format!("`{from}` imports `{to}`, {relation}: only {above} may import `{to}`"))
+/// The groups of files of which each reaches every other, a line each.
+fn circles(imports: &BTreeSet<(String, String)>) -> BTreeSet<String> {
+    let graph: DiGraphMap<&str, ()> = imports.iter().map(|(from, to)| (from.as_str(), to.as_str())).collect();
+    let mut groups = petgraph::algo::tarjan_scc(&graph);
+    groups.retain(|group| group.len() > 1);
+    groups.iter_mut().for_each(|group| group.sort_unstable());
+    groups.into_iter().map(|group| group.join(" ")).collect()
 }
 
-fn layer(module: &str) -> Option<usize> {
-    LAYERS.iter().position(|layer| layer.contains(&module))
+#[test]
+fn modules_import_downwards() {
+    let tree = Tree::read();
+    let known: BTreeSet<&str> = LAYERS.concat().into_iter().collect();
+    let modules = tree.0.keys().filter_map(|file| file.first()).map(String::as_str).collect();
+    assert_eq!(known, modules, "LAYERS and the modules of src/lib.rs");
+    let wrong: Vec<String> = tree.0.values().flat_map(against_the_layers).collect();
+    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 
-/// `src/a/b.rs` and `src/a/b/mod.rs` are `[a, b]`; `src/lib.rs` is the root; binaries are none of the library.
-fn module_path(file: &str) -> Option<Vec<String>> {
-    let inner = file.strip_prefix("src/")?.strip_suffix(".rs")?;
-    if inner == "main" || inner.starts_with("bin/") {
-        return None;
-    }
-    let inner = inner.strip_suffix("/mod").unwrap_or(inner);
-    if inner == "lib" {
-        return Some(Vec::new());
-    }
-    Some(inner.split('/').map(str::to_owned).collect())
+#[test]
+fn files_of_a_module_form_no_circle() {
+    let imports = Tree::read().imports();
+    let listed: BTreeSet<String> = include_str!("circles.txt").lines().map(str::to_owned).collect();
+    let found = circles(&imports);
+    let gone: Vec<_> = listed.difference(&found).map(|line| format!("- {line}")).collect();
+    let new: Vec<_> =
+        found.difference(&listed).map(|line| format!("+ {line}\n{}", inside(line, &imports))).collect();
+    let wrong = [gone, new].concat().join("\n");
+    assert!(wrong.is_empty(), "what differs from tests/circles.txt, which only shrinks:\n{wrong}");
 }
 
-/// Files that only a `#[cfg(test)] mod tests;` brings in, by their name.
-fn is_test_file(file: &str) -> bool {
-    file.ends_with("/tests.rs") || file.contains("/tests/")
+fn inside(circle: &str, imports: &BTreeSet<(String, String)>) -> String {
+    let files: BTreeSet<&str> = circle.split(' ').collect();
+    let edges =
+        imports.iter().filter(|(from, to)| files.contains(from.as_str()) && files.contains(to.as_str()));
+    edges.fold(String::new(), |text, (from, to)| text + &format!("    {from} imports {to}\n"))
 }
 
-/// A path that leads to a module of the crate's root.
-struct Import {
-    target: String,
-    line: usize,
-    in_test: bool,
-}
-
-/// An inline module, or the file itself.
-struct Scope {
-    /// How many braces were open when it began.
-    depth: usize,
-    in_test: bool,
-}
-
-fn imports(own: &[String], tokens: &[Token], test_file: bool) -> Vec<Import> {
-    let mut found = Vec::new();
-    let mut module = own.to_vec();
-    let mut scopes: Vec<Scope> = Vec::new();
-    let mut depth = 0;
-    let mut at = 0;
-    while let Some(token) = tokens.get(at) {
-        let in_test = test_file || scopes.last().is_some_and(|scope| scope.in_test);
-        let next = |offset: usize| tokens.get(at + offset).map_or("", |token| token.text.as_str());
-        match token.text.as_str() {
-            "mod" if next(2) == "{" => {
-                module.push(next(1).to_owned());
-                scopes.push(Scope { depth, in_test: in_test || has_cfg_test(&tokens[..at]) });
-                depth += 1;
-                at += 3;
-            }
-            "{" => {
-                depth += 1;
-                at += 1;
-            }
-            "}" => {
-                depth = depth.saturating_sub(1);
-                if scopes.last().is_some_and(|scope| scope.depth == depth) {
-                    scopes.pop();
-                    module.pop();
-                }
-                at += 1;
-            }
-            "crate" | "super" if next(1) == "::" => {
-                let (targets, end) = paths(&module, tokens, at);
-                found.extend(targets.into_iter().map(|(target, line)| Import { target, line, in_test }));
-                at = end;
-            }
-            _ => at += 1,
-        }
-    }
-    found
-}
-
-/// Whether `#[cfg(test)]` is among the attributes of the item that begins behind these tokens.
-fn has_cfg_test(before: &[Token]) -> bool {
-    let item_start = before
-        .iter()
-        .rposition(|token| matches!(token.text.as_str(), ";" | "}" | "{"))
-        .map_or(0, |at| at + 1);
-    before[item_start..]
-        .windows(3)
-        .any(|three| three[0].text == "cfg" && three[1].text == "(" && three[2].text == "test")
-}
-
-/// Reads the path, or the tree of paths, that begins at `at`. Gives the modules of the root that it leads to, each
-/// with its line, and where it ends.
-fn paths(module: &[String], tokens: &[Token], at: usize) -> (Vec<(String, usize)>, usize) {
-    let mut targets = Vec::new();
-    let end = tree(module.to_vec(), tokens, at, &mut targets);
-    (targets, end)
-}
-
-fn tree(mut base: Vec<String>, tokens: &[Token], mut at: usize, targets: &mut Vec<(String, usize)>) -> usize {
-    let mut line = 0;
-    while let Some(token) = tokens.get(at) {
-        line = token.line;
-        match token.text.as_str() {
-            "crate" => base.clear(),
-            "super" => drop(base.pop()),
-            "self" => {}
-            "{" => {
-                at += 1;
-                while let Some(token) = tokens.get(at) {
-                    match token.text.as_str() {
-                        "}" => return at + 1,
-                        "," => at += 1,
-                        _ => at = tree(base.clone(), tokens, at, targets),
-                    }
-                }
-                return at;
-            }
-            name => base.push(name.to_owned()),
-        }
-        at += 1;
-        // `as name` ends an element; the comma or brace behind it is for the caller.
-        if tokens.get(at).is_some_and(|token| token.text == "as") {
-            at += 2;
-        }
-        if tokens.get(at).is_none_or(|token| token.text != "::") {
-            break;
-        }
-        at += 1;
-    }
-    if let Some(target) = base.into_iter().next() {
-        targets.push((target, line));
-    }
-    at
-}
-
-/// An identifier, `::`, or one character of anything else that is neither comment nor literal.
-struct Token {
-    text: String,
-    line: usize,
-}
-
-fn tokens(text: &str) -> Vec<Token> {
-    let chars: Vec<char> = text.chars().collect();
-    let mut found = Vec::new();
-    let (mut at, mut line) = (0, 1);
-    while at < chars.len() {
-        let end = token_end(&chars, at);
-        let piece: String = chars[at..end].iter().collect();
-        let is_name = chars[at].is_alphabetic() || chars[at] == '_';
-        let is_literal = piece.ends_with(['"', '#', '\'']) && piece.len() > 1;
-        let is_comment = piece.starts_with("//") || piece.starts_with("/*");
-        let newlines = piece.matches('\n').count();
-        if !is_literal && !is_comment && (is_name || !piece.trim().is_empty()) {
-            found.push(Token { text: piece, line });
-        }
-        line += newlines;
-        at = end;
-    }
-    found
-}
-
-/// Where the token that begins at `at` ends.
-fn token_end(chars: &[char], at: usize) -> usize {
-    let next = |offset: usize| chars.get(at + offset).copied().unwrap_or('\0');
-    match chars[at] {
-        '/' if next(1) == '/' => (at..chars.len()).find(|at| chars[*at] == '\n').unwrap_or(chars.len()),
-        '/' if next(1) == '*' => block_comment_end(chars, at),
-        ':' if next(1) == ':' => at + 2,
-        '"' => string_end(chars, at),
-        '\'' => char_end(chars, at),
-        first if first.is_alphanumeric() || first == '_' => {
-            let end = (at..chars.len())
-                .find(|at| !chars[*at].is_alphanumeric() && chars[*at] != '_')
-                .unwrap_or(chars.len());
-            let prefix: String = chars[at..end].iter().collect();
-            match (prefix.as_str(), chars.get(end)) {
-                ("b" | "c", Some('"')) => string_end(chars, end),
-                ("b", Some('\'')) => char_end(chars, end),
-                ("r" | "br" | "cr", Some('"' | '#')) => raw_string_end(chars, end).unwrap_or(end),
-                _ => end,
-            }
-        }
-        _ => at + 1,
-    }
-}
-
-fn block_comment_end(chars: &[char], start: usize) -> usize {
-    let (mut at, mut depth) = (start, 0);
-    while at < chars.len() {
-        match (chars[at], chars.get(at + 1)) {
-            ('/', Some('*')) => {
-                depth += 1;
-                at += 2;
-            }
-            ('*', Some('/')) => {
-                depth -= 1;
-                at += 2;
-                if depth == 0 {
-                    return at;
-                }
-            }
-            _ => at += 1,
-        }
-    }
-    at
-}
-
-fn string_end(chars: &[char], quote: usize) -> usize {
-    let mut at = quote + 1;
-    while at < chars.len() && chars[at] != '"' {
-        at += if chars[at] == '\\' { 2 } else { 1 };
-    }
-    (at + 1).min(chars.len())
-}
-
-/// `None` for a raw identifier such as `r#type`.
-fn raw_string_end(chars: &[char], start: usize) -> Option<usize> {
-    let hashes = chars[start..].iter().take_while(|c| **c == '#').count();
-    if chars.get(start + hashes) != Some(&'"') {
-        return None;
-    }
-    let mut at = start + hashes + 1;
-    while at < chars.len() {
-        let closes = chars[at] == '"' && chars[at + 1..].iter().take_while(|c| **c == '#').count() >= hashes;
-        if closes {
-            return Some(at + 1 + hashes);
-        }
-        at += 1;
-    }
-    Some(at)
-}
-
-/// A character literal, or the tick of a lifetime alone.
-fn char_end(chars: &[char], tick: usize) -> usize {
-    if chars.get(tick + 1) == Some(&'\\') {
-        let closing = (tick + 3..chars.len()).find(|at| chars[*at] == '\'');
-        return closing.map_or(chars.len(), |at| at + 1);
-    }
-    if chars.get(tick + 2) == Some(&'\'') { tick + 3 } else { tick + 1 }
-}
-
-fn rust_files(dir: &Path, found: &mut Vec<PathBuf>) {
-    let mut entries: Vec<PathBuf> =
-        std::fs::read_dir(dir).expect("a readable directory").flatten().map(|entry| entry.path()).collect();
-    entries.sort();
-    for path in entries {
-        if path.is_dir() {
-            rust_files(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-}
-
-/// The rules themselves: what this test must see, and what it must not take for an import.
+/// The rules themselves: what must be seen, and what must not be taken for an import.
 mod rules {
-    use super::violations;
+    use super::{BTreeMap, Source, Tree, against_the_layers, circles};
 
-    #[track_caller]
-    fn broken(file: &str, text: &str, expected: &[&str]) {
-        let found = violations(file, text);
-        assert_eq!(found.len(), expected.len(), "{found:#?}");
-        for (found, expected) in found.iter().zip(expected) {
-            assert!(found.starts_with(expected), "{found}\nshould begin with\n{expected}");
-        }
+    fn source(module: &str, text: &str) -> Source {
+        Source::parse(&module.split("::").map(str::to_owned).collect::<Vec<_>>(), text)
     }
 
     #[test]
-    fn an_import_from_above_is_found() {
-        let text = "//! Doc.\n\nuse crate::service::Service;\n";
-        broken(
-            "src/memory/buffer.rs",
-            text,
-            &["src/memory/buffer.rs:3: `memory` imports `service`, which is above"],
+    fn imports_from_above_and_from_siblings_are_found_wherever_they_stand() {
+        let wrong = |module: &str, text: &str| against_the_layers(&source(module, text));
+        assert_eq!(
+            wrong("memory::buffer", "//! Doc.\n\nuse crate::service::Service;"),
+            ["memory::buffer:3 imports `service`, which is no layer below it"]
         );
-        let who = "only server, config, grpc, tcp, http, coordinator may import `service`";
-        assert!(violations("src/memory/buffer.rs", text)[0].ends_with(who));
-    }
-
-    #[test]
-    fn an_import_of_a_sibling_is_found() {
-        broken(
-            "src/memory/mod.rs",
-            "use crate::store::X;",
-            &["src/memory/mod.rs:1: `memory` imports `store`, its"],
+        assert_eq!(wrong("memory", "use super::{metrics::X, tiers::Y, app as z};").len(), 2);
+        assert_eq!(wrong("tls", "fn f() -> crate::tiers::X { crate::app::y() }").len(), 2);
+        assert_eq!(wrong("tls", "fn f() { info!(x = %crate::server::Y, \"crate::app\"); }").len(), 1);
+        assert_eq!(
+            wrong("tls", "mod a { use super::super::config::C; } #[cfg(test)] mod tests { use crate::app; }")
+                .len(),
+            2
         );
-        broken(
-            "src/http/mod.rs",
-            "use crate::grpc;",
-            &["src/http/mod.rs:1: `http` imports `grpc`, its sibling"],
+        assert!(
+            wrong("tls", "// use crate::app;\npub(in crate::app) fn f() -> &'static str { \"crate::app\" }")
+                .is_empty()
         );
-        broken(
-            "src/types.rs",
-            "use crate::proto::X;",
-            &["src/types.rs:1: `types` imports `proto`, its sibling"],
+        assert!(
+            wrong("memory", "mod tests { use super::app::X; }").is_empty(),
+            "a submodule with a layer's name"
         );
     }
 
     #[test]
-    fn imports_downwards_and_within_are_fine() {
-        broken("src/server.rs", "use crate::{config, grpc::Router, types::{AppId, X as Y}};", &[]);
-        broken(
-            "src/flush/worker.rs",
-            "use crate::{memory::M, store::S, flush::policy, io, runtime::Tasks};",
-            &[],
+    fn a_circle_is_what_code_makes_not_what_is_handed_on() {
+        let circles = |parent: &str, child: &str, sibling: &str| {
+            let files = [("app", parent), ("app::child", child), ("app::sibling", sibling)];
+            let sources =
+                files.map(|(module, text)| source(module, text)).map(|source| (source.file.clone(), source));
+            circles(&Tree(BTreeMap::from(sources)).imports())
+        };
+        assert!(circles("pub use child::C;", "use super::Limit;", "use super::C;").is_empty());
+        assert_eq!(
+            circles("pub use child::C; fn f() { C::new() }", "use super::Limit;", "").first().unwrap(),
+            "app app::child"
         );
-        broken("src/client/mod.rs", "use crate::{wire, proto, types};", &[]);
-    }
-
-    #[test]
-    fn groups_paths_in_code_and_ways_through_super_are_found() {
-        let group =
-            "use crate::{\n  types::AppId,\n  wire::{a, b::{c, d}},\n  flush::Flusher as F,\n  io,\n};";
-        broken("src/store/x.rs", group, &["src/store/x.rs:4: `store` imports `flush`"]);
-        broken(
-            "src/io/mod.rs",
-            "fn f() -> crate::store::X { crate::app::y() }",
-            &["src/io/mod.rs:1: `io` imports `store`", "src/io/mod.rs:1: `io` imports `app`"],
+        assert_eq!(circles("use child::C;", "fn f() -> super::Limit {}", "").len(), 1);
+        assert_eq!(circles("fn f() { g!(child::h()) }", "use super::Limit;", "").len(), 1);
+        assert_eq!(
+            circles("pub use child::C; pub use sibling::S;", "use super::S;", "use super::C;").len(),
+            1
         );
-        broken(
-            "src/io/disk.rs",
-            "use super::super::memory::X;",
-            &["src/io/disk.rs:1: `io` imports `memory`"],
+        assert!(
+            circles("", "use super::sibling::S;", "#[cfg(test)] mod tests { use crate::app::child::C; }")
+                .is_empty()
         );
-        broken(
-            "src/io/disk.rs",
-            "use super::{file, super::{wire, memory}};",
-            &["src/io/disk.rs:1: `io` imports"],
-        );
-        let inline = "mod a { use super::super::config::C; }\nuse super::types::T;\nuse super::server::S;";
-        broken(
-            "src/io.rs",
-            inline,
-            &["src/io.rs:1: `io` imports `config`", "src/io.rs:3: `io` imports `server`"],
-        );
-        broken("src/io.rs", "use crate::*;", &["src/io.rs:1: `io` imports `crate::*`, which is no module"]);
-    }
-
-    #[test]
-    fn submodules_named_like_a_layer_are_not_that_layer() {
-        broken("src/memory/buffer.rs", "use super::store::X;", &[]);
-        broken(
-            "src/memory/mod.rs",
-            "mod tests { use super::app::X; mod inner { use super::super::http; } }",
-            &[],
-        );
-    }
-
-    #[test]
-    fn comments_and_literals_are_not_imports() {
-        let text = r##"
-            // use crate::server::X;
-            /* crate::server /* crate::server */ crate::server */
-            /// [`crate::server::X`]
-            fn f<'a>(x: &'a str) -> char {
-                g("crate::server \" crate::server", r#"crate::server " crate::server"#, b"crate::server", '"', '\'');
-                let r#type = b'"';
-                '}'
-            }
-        "##;
-        broken("src/types.rs", text, &[]);
-        let after = format!("{text}\nuse crate::io;");
-        broken("src/types.rs", &after, &["src/types.rs:11: `types` imports `io`, which is above it"]);
-    }
-
-    #[test]
-    fn the_client_is_for_tests() {
-        let text = "use crate::client::Client;";
-        broken("src/grpc/mod.rs", text, &["src/grpc/mod.rs:1: `grpc` imports `client`"]);
-        broken("src/grpc/mod.rs", &format!("#[cfg(test)]\nmod tests {{ {text} }}"), &[]);
-        broken(
-            "src/grpc/mod.rs",
-            &format!("#[cfg(test)]\nmod tests {{ }}\nmod other {{ {text} }}"),
-            &["src/grpc"],
-        );
-        broken("src/grpc/tests.rs", text, &[]);
-        broken(
-            "src/client/mod.rs",
-            "use crate::service::X;",
-            &["src/client/mod.rs:1: `client` imports `service`"],
-        );
-    }
-
-    #[test]
-    fn binaries_use_the_library() {
-        broken("src/main.rs", "use uniffle_worker::server;", &[]);
-        broken(
-            "src/bin/bench.rs",
-            "use crate::memory::X;",
-            &["src/bin/bench.rs:1: a binary says `uniffle_worker::"],
-        );
-        broken("src/bin/bench.rs", "mod options;\nuse crate::options::X;", &[]);
     }
 }
