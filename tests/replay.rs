@@ -28,7 +28,7 @@ use std::time::Duration;
 use player::{Player, Summary};
 use support::say;
 use tokio::time::{Instant, sleep};
-use uniffle_client::recording::{Plane, Session};
+use uniffle_testkit::recording::{Plane, Session};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 

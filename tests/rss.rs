@@ -13,9 +13,10 @@ use std::time::Duration;
 use support::say;
 use support::worker::{Setup, Worker};
 use tokio::time::Instant;
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const CAPACITY_BYTES: u64 = 200_000_000;

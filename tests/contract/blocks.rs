@@ -1,6 +1,7 @@
 //! Blocks of the tests: their content follows from their id.
 
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 const SEED: u64 = 0x5eed;

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use tokio::time::timeout;
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::ReadOptions;
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::service::WorkerState;

@@ -7,9 +7,10 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::{ShuffleClient, register_request};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::RemoteStorage;
 

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ReadOptions, ShuffleClient, register_request};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, ServerStatus};
 

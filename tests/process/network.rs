@@ -14,10 +14,11 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_client::tcp::TcpClient;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::runtime::Tasks;
 

@@ -13,9 +13,10 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::request::{MemoryRequest, ReadRequest, SendBlock, SendRequest, Target};
 use uniffle_wire::types::{PartitionId, TaskAttemptId, TicketId};
 

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ClientError, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
 pub(crate) use crate::support::clients::{client_of, key, local, patient};

@@ -6,7 +6,7 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 
 use uniffle_client::block::Block;
 use uniffle_client::read::{self, IndexRecord};
-use uniffle_client::recording::{Exchange, Plane, Sent};
+use uniffle_testkit::recording::{Exchange, Plane, Sent};
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::reply::{self, Reply};
 use uniffle_wire::request::{LocalDataRequest, ReadRequest};

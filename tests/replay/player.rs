@@ -23,7 +23,7 @@ use uniffle_worker::runtime::Tasks;
 use super::call::call;
 use super::meaning::{Answer, Meaning as _, Place, Request};
 use super::reads::PartitionReads;
-use uniffle_client::recording::{Exchange, Plane, Session};
+use uniffle_testkit::recording::{Exchange, Plane, Session};
 
 /// NO_BUFFER is a matter of time too; clients repeat it.
 const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);

@@ -1,8 +1,9 @@
 //! Makes recordings: of Spark with the published client (by hand), and of our own client (a test of the recorder).
 
-use uniffle_client::block::{BlockGenerator, IdLayout};
+use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 use crate::recorder::Recorder;

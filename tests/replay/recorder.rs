@@ -28,7 +28,7 @@ use uniffle_worker::proto;
 use uniffle_worker::runtime::Tasks;
 
 use super::call::{self, framed, message_of};
-use uniffle_client::recording::{Exchange, Plane, Session};
+use uniffle_testkit::recording::{Exchange, Plane, Session};
 
 const ASSIGNMENTS: &str = "/rss.common.CoordinatorServer/getShuffleAssignments";
 

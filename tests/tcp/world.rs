@@ -11,10 +11,11 @@ use prometheus::Registry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use uniffle_client::block::{Block, BlockGenerator, IdLayout};
+use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::send::{Batch, require_size};
 use uniffle_client::tcp::{TcpClient, read_reply};
 use uniffle_io::Disk;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::reply::Reply;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use bytesize::ByteSize;
-use uniffle_client::recording::{Exchange, Session};
+use uniffle_testkit::recording::{Exchange, Session};
 
 use crate::content::Sizes;
 use crate::options::LoadArgs;
@@ -138,7 +138,7 @@ mod tests {
             began_us,
             ended_us,
             connection: 0,
-            plane: uniffle_client::recording::Plane::Tcp,
+            plane: uniffle_testkit::recording::Plane::Tcp,
             request: bytes::Bytes::new(),
             answer: bytes::Bytes::new(),
         };

@@ -108,12 +108,11 @@ fn wire_length(length: u32) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::{BlockGenerator, IdLayout};
+    use crate::block::sample;
     use uniffle_wire::types::{AppId, ShuffleId, TaskAttemptId};
 
     fn batch() -> Vec<(PartitionId, Vec<Block>)> {
-        let blocks = BlockGenerator::new(1, IdLayout::SPARK);
-        let block = |p, s, len| blocks.block(PartitionId(p), TaskAttemptId(4), s, len);
+        let block = |p, s, len| sample(PartitionId(p), TaskAttemptId(4), s, len);
         vec![(PartitionId(3), vec![block(3, 0, 10), block(3, 1, 20)]), (PartitionId(9), vec![block(9, 0, 5)])]
     }
 

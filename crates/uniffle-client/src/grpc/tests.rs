@@ -13,7 +13,7 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
 use super::*;
-use crate::block::BlockGenerator;
+use crate::block::sample;
 use crate::proto::shuffle_server_server::{ShuffleServer, ShuffleServerServer};
 use uniffle_wire::types::{AppId, ShuffleId};
 
@@ -186,8 +186,8 @@ fn key() -> ShuffleKey {
 const PARTITION: PartitionId = PartitionId(2);
 
 fn blocks(sequences: std::ops::Range<u32>) -> Vec<Block> {
-    let generator = BlockGenerator::new(9, IdLayout::SPARK);
-    sequences.map(|n| generator.block(PARTITION, TaskAttemptId(i64::from(n % 2)), n, 100 + n)).collect()
+    let length = |n: u32| usize::try_from(100 + n).unwrap();
+    sequences.map(|n| sample(PARTITION, TaskAttemptId(i64::from(n % 2)), n, length(n))).collect()
 }
 
 fn memory(blocks: &[Block], is_end: Option<bool>) -> proto::GetMemoryShuffleDataResponse {

@@ -6,10 +6,10 @@
 use bytes::{Buf, BufMut, Bytes};
 use prost::Message as _;
 
-use super::block::Block;
-use crate::proto;
+use uniffle_client::block::Block;
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, Fields, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::proto;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 const MAGIC: &[u8] = b"uniffle session 1\n";
