@@ -8,6 +8,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use crate::metrics::clamped;
 use crate::proto;
 
 /// One worker at one moment. Numbers are plain; those beyond `i64` are cut to it on the wire.
@@ -86,9 +87,9 @@ impl NodeReport {
         };
         proto::ShuffleServerHeartBeatRequest {
             server_id: Some(server_id),
-            used_memory: saturated(self.used_memory_bytes),
-            pre_allocated_memory: saturated(self.pre_allocated_memory_bytes),
-            available_memory: saturated(self.available_memory_bytes),
+            used_memory: clamped(self.used_memory_bytes),
+            pre_allocated_memory: clamped(self.pre_allocated_memory_bytes),
+            available_memory: clamped(self.available_memory_bytes),
             event_num_in_flush: i32::try_from(self.events_in_flush).unwrap_or(i32::MAX),
             tags: self.tags,
             is_healthy: None,
@@ -101,10 +102,6 @@ impl NodeReport {
             display_metrics: self.display_metrics,
         }
     }
-}
-
-fn saturated(bytes: u64) -> i64 {
-    i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
 /// Where the current [`NodeReport`] comes from; called once per heartbeat, must not block.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use prometheus::{Counter, Histogram, HistogramOpts, IntCounter, IntGauge, Registry};
 
 use super::tier::Tier;
-use crate::metrics::{self, BYTES_BUCKETS, SECONDS_BUCKETS, also, histogram};
+use crate::metrics::{self, BYTES_BUCKETS, GaugeGuard, SECONDS_BUCKETS, also, clamped, histogram};
 
 /// What Java calls slow (`rss.server.write.slow.threshold`).
 const SLOW: Duration = Duration::from_secs(10);
@@ -164,7 +164,7 @@ impl FlushMetrics {
     }
 
     /// Counts a write of `bytes` until the returned value is dropped.
-    pub(super) fn writing(&self, tier: Tier, bytes: u64) -> Writing {
+    pub(super) fn writing(&self, tier: Tier, bytes: u64) -> [GaugeGuard; 2] {
         let tier = match tier {
             Tier::Local => &self.local,
             Tier::Hdfs => &self.hdfs,
@@ -172,15 +172,12 @@ impl FlushMetrics {
         tier.started.inc();
         #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
         tier.sizes.observe(bytes as f64);
-        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        tier.writes.inc();
-        tier.bytes.add(bytes);
-        Writing { writes: tier.writes.clone(), all_bytes: tier.bytes.clone(), bytes }
+        [GaugeGuard::one(&tier.writes), GaugeGuard::of(&tier.bytes, bytes)]
     }
 
     /// Brings gauges of live values up to date: batches that wait for either tier, and all of HDFS's.
     pub(super) fn refresh(&self, local_queued: usize, hdfs_queued: usize, hdfs_in_flight: usize) {
-        let set = |gauge: &IntGauge, count: usize| gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        let set = |gauge: &IntGauge, count: usize| gauge.set(clamped(count));
         set(&self.queued, local_queued + hdfs_queued);
         set(&self.local_queued, local_queued);
         set(&self.hdfs_queued, hdfs_queued);
@@ -246,21 +243,6 @@ struct TierMetrics {
     bytes: IntGauge,
     started: IntCounter,
     sizes: Histogram,
-}
-
-/// See [`FlushMetrics::writing`].
-#[derive(Debug)]
-pub(super) struct Writing {
-    writes: IntGauge,
-    all_bytes: IntGauge,
-    bytes: i64,
-}
-
-impl Drop for Writing {
-    fn drop(&mut self) {
-        self.writes.dec();
-        self.all_bytes.sub(self.bytes);
-    }
 }
 
 /// Bytes at which Java's next class of batch sizes begins.

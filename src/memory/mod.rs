@@ -53,6 +53,8 @@ use region::Region;
 
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
+use crate::metrics::clamped;
+
 /// Part of the capacity that the region has on top of it: room for what a valid ticket may need beyond its bytes
 /// when seals cut off tails amid its send. At most [`SLACK_BYTES_MAX`], and resident only if ever used.
 const SLACK_DIVISOR: u64 = 64;
@@ -238,24 +240,23 @@ impl Memory {
 
     /// Writes the live values into the gauges; the scraper calls it before it gathers.
     pub fn refresh_metrics(&self) {
-        let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let metrics = &self.shared.metrics;
         let (used, reserved) = (self.used_bytes(), self.pre_allocated_bytes());
-        metrics.used_buffer_size.set(signed(used));
-        metrics.memory_used.set(signed(used.saturating_sub(reserved)));
-        metrics.allocated_buffer_size.set(signed(reserved));
-        metrics.memory_allocated.set(signed(reserved));
-        metrics.memory_capacity.set(signed(self.capacity_bytes()));
-        metrics.in_flush_buffer_size.set(signed(self.in_flight_bytes()));
-        metrics.block_count.set(signed(self.block_count()));
-        metrics.in_flight_blocks.set(signed(self.in_flight_blocks()));
-        metrics.read_used_buffer_size.set(signed(self.read_pool.used_bytes()));
+        metrics.used_buffer_size.set(clamped(used));
+        metrics.memory_used.set(clamped(used.saturating_sub(reserved)));
+        metrics.allocated_buffer_size.set(clamped(reserved));
+        metrics.memory_allocated.set(clamped(reserved));
+        metrics.memory_capacity.set(clamped(self.capacity_bytes()));
+        metrics.in_flush_buffer_size.set(clamped(self.in_flight_bytes()));
+        metrics.block_count.set(clamped(self.block_count()));
+        metrics.in_flight_blocks.set(clamped(self.in_flight_blocks()));
+        metrics.read_used_buffer_size.set(clamped(self.read_pool.used_bytes()));
         metrics.read_waits.inc_by(self.read_pool.waits().saturating_sub(metrics.read_waits.get()));
-        metrics.tickets.set(signed(self.tickets.count() as u64));
-        metrics.shuffles.set(signed(self.shuffles.len() as u64));
+        metrics.tickets.set(clamped(self.tickets.count() as u64));
+        metrics.shuffles.set(clamped(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
-        metrics.buffers.set(signed(buffers as u64));
-        metrics.region_touched.set(signed(self.shared.region.touched_bytes()));
+        metrics.buffers.set(clamped(buffers as u64));
+        metrics.region_touched.set(clamped(self.shared.region.touched_bytes()));
     }
 }
 

@@ -103,23 +103,38 @@ pub fn ratio_gauge_vec(registry: &Registry, name: &str, help: &str, labels: &[&s
     registered(registry, GaugeVec::new(Opts::new(name, help), labels)?)
 }
 
-/// One up on a gauge, taken back when dropped.
+/// What has been added to a gauge; taken back when dropped.
 #[derive(Debug)]
-pub struct Up(IntGauge);
+pub struct GaugeGuard {
+    gauge: IntGauge,
+    amount: i64,
+}
 
-impl Up {
-    /// Counts on `gauge` from now on.
+impl GaugeGuard {
+    /// One more on `gauge`.
     #[must_use]
-    pub fn new(gauge: &IntGauge) -> Self {
-        gauge.inc();
-        Self(gauge.clone())
+    pub fn one(gauge: &IntGauge) -> Self {
+        Self::of(gauge, 1)
+    }
+
+    /// `amount` more on `gauge`.
+    #[must_use]
+    pub fn of(gauge: &IntGauge, amount: u64) -> Self {
+        let amount = clamped(amount);
+        gauge.add(amount);
+        Self { gauge: gauge.clone(), amount }
     }
 }
 
-impl Drop for Up {
+impl Drop for GaugeGuard {
     fn drop(&mut self) {
-        self.0.dec();
+        self.gauge.sub(self.amount);
     }
+}
+
+/// A count as the signed number that gauges and the protocol have; one that does not fit is the largest.
+pub fn clamped(count: impl TryInto<i64>) -> i64 {
+    count.try_into().unwrap_or(i64::MAX)
 }
 
 /// A histogram with upper bounds `buckets`, ascending.

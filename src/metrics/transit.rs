@@ -37,7 +37,7 @@ impl TransitTimes {
             return;
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now_ms = i64::try_from(now.as_millis()).unwrap_or(i64::MAX);
+        let now_ms = super::clamped(now.as_millis());
         if let Some(ms) = time_on_the_way(now_ms, sent_ms) {
             self.0.observe(f64::from(ms));
         }

@@ -5,7 +5,7 @@ mod jemalloc {
     use prometheus::{IntGauge, Registry};
     use tikv_jemalloc_ctl::{epoch, stats};
 
-    use crate::metrics;
+    use crate::metrics::{self, clamped};
 
     /// Gauges of the process's allocator.
     #[derive(Debug)]
@@ -40,7 +40,7 @@ mod jemalloc {
             // The counters are snapshots of the last epoch. None of the calls fails on a jemalloc with statistics.
             let _ = epoch::advance();
             let set = |gauge: &IntGauge, bytes: tikv_jemalloc_ctl::Result<usize>| {
-                gauge.set(bytes.map_or(0, |bytes| i64::try_from(bytes).unwrap_or(i64::MAX)));
+                gauge.set(bytes.map_or(0, clamped));
             };
             set(&self.allocated, stats::allocated::read());
             set(&self.active, stats::active::read());

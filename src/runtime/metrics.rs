@@ -6,7 +6,7 @@ use prometheus::{Counter, IntGauge, IntGaugeVec, Registry};
 use tokio::runtime::Handle;
 
 use super::Tasks;
-use crate::metrics;
+use crate::metrics::{self, clamped};
 
 /// Gauges of the runtime that the worker was started in. Threads that belong to the TCP listener are not in them.
 #[derive(Debug)]
@@ -76,9 +76,8 @@ impl RuntimeMetrics {
             self.running.with_label_values(&[name]).set(count);
         }
         let runtime = self.handle.metrics();
-        let count = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        self.workers.set(count(runtime.num_workers()));
-        self.queued.set(count(runtime.global_queue_depth()));
+        self.workers.set(clamped(runtime.num_workers()));
+        self.queued.set(clamped(runtime.global_queue_depth()));
         let workers = 0..runtime.num_workers();
         let busy: f64 =
             workers.clone().map(|worker| runtime.worker_total_busy_duration(worker).as_secs_f64()).sum();
@@ -87,9 +86,9 @@ impl RuntimeMetrics {
         advance(&self.parked, workers.map(|worker| runtime.worker_park_count(worker)).sum::<u64>() as f64);
         #[cfg(tokio_unstable)]
         {
-            self.blocking.threads.set(count(runtime.num_blocking_threads()));
-            self.blocking.idle.set(count(runtime.num_idle_blocking_threads()));
-            self.blocking.queued.set(count(runtime.blocking_queue_depth()));
+            self.blocking.threads.set(clamped(runtime.num_blocking_threads()));
+            self.blocking.idle.set(clamped(runtime.num_idle_blocking_threads()));
+            self.blocking.queued.set(clamped(runtime.blocking_queue_depth()));
         }
     }
 }

@@ -40,6 +40,7 @@ use crate::listeners::http::{self, HttpServer, Pages, Refresh};
 use crate::listeners::tcp::TcpServer;
 use crate::memory::Memory;
 use crate::metrics;
+use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
@@ -425,5 +426,5 @@ fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
 
 fn unix_ms() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
+    since.map_or(0, |since| clamped(since.as_millis()))
 }

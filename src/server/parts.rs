@@ -13,6 +13,7 @@ use crate::listeners::http::HttpConfig;
 use crate::listeners::http::push::PushConfig;
 use crate::listeners::tcp::TcpConfig;
 use crate::memory::MemoryConfig;
+use crate::metrics::clamped;
 use crate::proto::ApplicationInfo;
 use crate::service::{AppStatistics, PartitionLimits, ServiceConfig};
 use crate::telemetry::traces::Traces;
@@ -187,19 +188,18 @@ pub(super) fn heartbeat(config: &Config) -> anyhow::Result<HeartbeatConfig> {
 const REPORTED_APPS_MAX: usize = 1_000;
 
 pub(super) fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
-    let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
     let mut largest: Vec<&AppStatistics> = apps.iter().collect();
     largest.sort_unstable_by_key(|app| std::cmp::Reverse(app.received_bytes));
     largest.truncate(REPORTED_APPS_MAX);
     let info = |app: &&AppStatistics| ApplicationInfo {
         app_id: app.app.to_string(),
-        partition_num: signed(app.partitions),
-        memory_size: signed(app.in_memory_bytes),
-        local_file_num: signed(app.local_files),
-        local_total_size: signed(app.local_bytes),
-        hadoop_file_num: signed(app.remote_files),
-        hadoop_total_size: signed(app.remote_bytes),
-        total_size: signed(app.received_bytes),
+        partition_num: clamped(app.partitions),
+        memory_size: clamped(app.in_memory_bytes),
+        local_file_num: clamped(app.local_files),
+        local_total_size: clamped(app.local_bytes),
+        hadoop_file_num: clamped(app.remote_files),
+        hadoop_total_size: clamped(app.remote_bytes),
+        total_size: clamped(app.received_bytes),
     };
     largest.iter().map(info).collect()
 }

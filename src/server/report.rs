@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::coordinator::{NodeReport, ReportSource, identity};
 use crate::memory::Memory;
+use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ServerStatus, StorageInfo};
 use crate::service::{Service, Tiers, WorkerState};
@@ -79,10 +80,6 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
         (mount_point, info)
     };
     mounts.iter().map(info).collect()
-}
-
-fn clamped(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

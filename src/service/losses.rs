@@ -24,8 +24,8 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 use super::doubt::Suspect;
 use super::examine::refuse_uncounted;
-use super::metrics::clamped;
 use super::{Service, ServiceError};
+use crate::metrics::clamped;
 
 /// By these properties Spark computes a stage again whose shuffle data cannot be fetched; the first that is set counts.
 /// They arrive with registrations of clients since 0.10, to which the last is an old name.

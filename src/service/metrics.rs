@@ -7,6 +7,7 @@ use super::statistics::AppStatistics;
 use super::status::WorkerState;
 use super::top_apps::TopApps;
 use crate::metrics;
+use crate::metrics::clamped;
 
 /// See the module.
 #[derive(Debug)]
@@ -235,8 +236,8 @@ impl ServiceMetrics {
 
     pub(super) fn set_inventory(&self, apps: &[AppStatistics], block_ids: u64) {
         self.apps.set(clamped(apps.len() as u64));
-        self.partitions.set(clamped(apps.iter().map(|app| app.partitions).sum()));
-        self.huge_partitions.set(clamped(apps.iter().map(|app| app.huge_partitions).sum()));
+        self.partitions.set(clamped(apps.iter().map(|app| app.partitions).sum::<u64>()));
+        self.huge_partitions.set(clamped(apps.iter().map(|app| app.huge_partitions).sum::<u64>()));
         let with_huge = apps.iter().filter(|app| app.huge_partitions > 0).count();
         self.apps_with_huge_partition.set(clamped(with_huge as u64));
         self.block_ids.set(clamped(block_ids));
@@ -248,8 +249,4 @@ impl ServiceMetrics {
         self.unhealthy.set(unhealthy);
         self.java_unhealthy.set(unhealthy);
     }
-}
-
-pub(super) fn clamped(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }

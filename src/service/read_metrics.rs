@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use prometheus::{Counter, IntCounter, IntGauge, Registry};
 
-use crate::metrics;
+use crate::metrics::{self, GaugeGuard};
 
 /// Reads of each tier.
 #[derive(Debug)]
@@ -54,10 +54,8 @@ impl ReadMetrics {
 impl TierReads {
     /// Counts a read of `bytes` until the returned value is dropped.
     pub(super) fn begin(self: &Arc<Self>, bytes: u64) -> Reading {
-        let bytes = super::metrics::clamped(bytes);
-        self.under_way.inc();
-        self.bytes.add(bytes);
-        Reading { reads: Arc::clone(self), bytes }
+        let gauges = [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)];
+        Reading { reads: Arc::clone(self), _gauges: gauges }
     }
 }
 
@@ -65,20 +63,13 @@ impl TierReads {
 #[derive(Debug)]
 pub(super) struct Reading {
     pub(super) reads: Arc<TierReads>,
-    bytes: i64,
+    _gauges: [GaugeGuard; 2],
 }
 
 impl Reading {
     /// The disk was waited for so long, all chunks together.
     pub(super) fn waited_for_disk(&self, time: Duration) {
         self.reads.disk_ms.inc_by(time.as_secs_f64() * 1e3);
-    }
-}
-
-impl Drop for Reading {
-    fn drop(&mut self) {
-        self.reads.under_way.dec();
-        self.reads.bytes.sub(self.bytes);
     }
 }
 

@@ -5,6 +5,7 @@
 
 use crate::app::{App, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
+use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 use super::partition_limit::{PartitionSizes, Verdict};
@@ -50,7 +51,7 @@ impl Service {
         if request.partitions.len() > self.config.partitions_per_request_max {
             return Err(ServiceError::InvalidField {
                 field: "partitionIds",
-                value: i64::try_from(request.partitions.len()).unwrap_or(i64::MAX),
+                value: clamped(request.partitions.len()),
                 allowed: "at most 1000000 partitions are allowed",
             });
         }

@@ -12,8 +12,8 @@ use crate::tiers::{Recovered, RecoveredShuffle, RemoteStorage};
 use uniffle_wire::types::ShuffleKey;
 
 use super::doubt::Suspect;
-use super::metrics::clamped;
 use super::{Service, ServiceError};
+use crate::metrics::clamped;
 
 /// What was taken over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,7 +35,7 @@ impl Service {
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
         self.metrics.recovered_bytes.set(clamped(bytes));
         self.metrics.recovered_blocks.set(clamped(blocks));
-        self.metrics.recovery_ms.set(i64::try_from(took.as_millis()).unwrap_or(i64::MAX));
+        self.metrics.recovery_ms.set(clamped(took.as_millis()));
         let mut suspects = Vec::new();
         for shuffle in recovered.shuffles {
             let key = shuffle.key.clone();

@@ -5,9 +5,9 @@ use std::collections::HashSet;
 use parking_lot::Mutex;
 use prometheus::{IntGaugeVec, Registry};
 
-use super::metrics::clamped;
 use super::statistics::{AppStatistics, largest, smallest_blocks};
 use crate::metrics;
+use crate::metrics::clamped;
 use uniffle_wire::types::AppId;
 
 /// Applications that each of the metrics shows.

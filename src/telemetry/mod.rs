@@ -6,6 +6,7 @@
 
 mod audit;
 mod files;
+mod log_limiter;
 mod panics;
 mod refusals;
 pub mod traces;
@@ -24,6 +25,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use self::files::LogFile;
 pub use audit::AUDIT;
+pub use log_limiter::LogLimiter;
 pub use panics::{panic_count, register_panic_count};
 pub use refusals::Refusals;
 

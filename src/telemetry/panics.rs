@@ -7,6 +7,8 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry};
 
+use crate::metrics::clamped;
+
 /// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
 /// behind it cannot belong to one of two workers in a process.
 static PANICS: AtomicU64 = AtomicU64::new(0);
@@ -37,7 +39,7 @@ impl Collector for PanicCollector {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        self.gauge.set(i64::try_from(panic_count()).unwrap_or(i64::MAX));
+        self.gauge.set(clamped(panic_count()));
         self.gauge.collect()
     }
 }

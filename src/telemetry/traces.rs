@@ -15,9 +15,10 @@ use fastrace_opentelemetry::OpenTelemetryReporter;
 use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_otlp::{SpanExporter, WithExportConfig as _};
 use opentelemetry_sdk::Resource;
-use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
+
+use super::LogLimiter;
 
 /// For one batch of spans.
 const EXPORT_DEADLINE: Duration = Duration::from_secs(5);
@@ -105,7 +106,7 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
     let scope =
         InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
     let handle = runtime.clone();
-    let warned: Mutex<Option<Instant>> = Mutex::new(None);
+    let warnings = LogLimiter::new(1, WARN_INTERVAL);
     let endpoint = endpoint.to_owned();
     let reporter =
         OpenTelemetryReporter::new(exporter, Cow::Owned(resource), scope).with_block_on(move |export| {
@@ -115,26 +116,25 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
                 Ok(Err(error)) => Some(error.to_string()),
                 Err(_) => Some(format!("no answer within {EXPORT_DEADLINE:?}")),
             };
-            tell(&endpoint, reason, &mut warned.lock());
+            tell(&endpoint, reason, &warnings);
             Ok(())
         });
     fastrace::set_reporter(reporter, Config::default());
     Ok(Export(()))
 }
 
-fn tell(endpoint: &str, failure: Option<String>, warned: &mut Option<Instant>) {
+fn tell(endpoint: &str, failure: Option<String>, warnings: &LogLimiter) {
     match failure {
-        None if warned.take().is_some() => tracing::info!(endpoint, "the collector takes traces again"),
+        None if warnings.reset() => tracing::info!(endpoint, "the collector takes traces again"),
         None => {}
-        Some(reason) if warned.is_none_or(|last| last.elapsed() >= WARN_INTERVAL) => {
-            *warned = Some(Instant::now());
+        Some(reason) => {
+            let Some(_failures) = warnings.pass() else { return };
             tracing::warn!(
                 endpoint,
                 reason,
                 "the collector does not take traces, those of this time are lost"
             );
         }
-        Some(_) => {}
     }
 }
 

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use prometheus::{IntCounter, IntGauge, IntGaugeVec, Opts, Registry};
 
 use super::nodes::NodeCounts;
+use crate::metrics::clamped;
 
 /// Handles into the registry it was built from.
 #[derive(Debug, Clone)]
@@ -80,29 +81,25 @@ impl Metrics {
     }
 
     pub(super) fn set_nodes(&self, counts: NodeCounts) {
-        self.active_servers.set(gauge_value(counts.active));
-        self.lost_servers.set(gauge_value(counts.lost));
-        self.total_servers.set(gauge_value(counts.total));
-        self.excluded_servers.set(gauge_value(counts.excluded));
-        self.unhealthy_servers.set(gauge_value(counts.unhealthy));
+        self.active_servers.set(clamped(counts.active));
+        self.lost_servers.set(clamped(counts.lost));
+        self.total_servers.set(clamped(counts.total));
+        self.excluded_servers.set(clamped(counts.excluded));
+        self.unhealthy_servers.set(clamped(counts.unhealthy));
     }
 
     pub(super) fn set_apps(&self, running: usize, users: &BTreeMap<String, u64>, storage_uses: &[u64]) {
-        self.running_apps.set(gauge_value(running));
+        self.running_apps.set(clamped(running));
         self.apps_by_user.reset();
         for (user, count) in users {
             let gauge = self.apps_by_user.with_label_values(&[user.as_str()]);
-            gauge.set(i64::try_from(*count).unwrap_or(i64::MAX));
+            gauge.set(clamped(*count));
         }
         for (gauge, storages) in &self.storage_uses {
             let uses: u64 = storages.iter().filter_map(|&at| storage_uses.get(at)).sum();
-            gauge.set(i64::try_from(uses).unwrap_or(i64::MAX));
+            gauge.set(clamped(uses));
         }
     }
-}
-
-fn gauge_value(count: usize) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }
 
 /// A host as the end of a metric name.

@@ -5,23 +5,24 @@ use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use tokio::net::lookup_host;
 use tokio::time::{Duration, Instant};
 use tonic::{Request, Response, Status};
 
 use super::convert::verdict;
-use super::server::Warnings;
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternal;
 use crate::proto::{
     CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,
     StatusCode,
 };
 use crate::service::{Service, ServiceError};
-use crate::telemetry::AUDIT;
+use crate::telemetry::{AUDIT, LogLimiter};
 
 /// How long the addresses of the coordinators are believed. Also bounds what calls can cost the name server.
 const ADDRESSES_LAST: Duration = Duration::from_secs(10);
+
+/// Between two log lines about callers that were turned away; the others are counted.
+const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Who may call `decommission` and `cancelDecommission`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,12 +48,17 @@ pub(super) struct InternalCalls {
     by: DecommissionBy,
     /// Of [`DecommissionBy::Machines`], and when they were looked up.
     addresses: tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>,
-    denied: Mutex<Warnings>,
+    denials: LogLimiter,
 }
 
 impl InternalCalls {
     pub(super) fn new(service: Arc<Service>, by: DecommissionBy) -> Self {
-        Self { service, by, addresses: tokio::sync::Mutex::default(), denied: Mutex::default() }
+        Self {
+            service,
+            by,
+            addresses: tokio::sync::Mutex::default(),
+            denials: LogLimiter::new(1, DENIED_LOG_INTERVAL),
+        }
     }
 
     /// Does `change` for a caller who is heard; status and text of the answer.
@@ -69,7 +75,7 @@ impl InternalCalls {
             None => self.by == DecommissionBy::Everybody,
         };
         if !is_heard {
-            if let Some(calls) = self.denied.lock().take() {
+            if let Some(calls) = self.denials.pass() {
                 tracing::warn!(target: AUDIT, action, peer = shown, result = "denied", calls, "grpc call");
             }
             let text = format!("{action} over gRPC is not for {shown}: see admin.grpc_decommission");

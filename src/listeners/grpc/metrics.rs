@@ -13,7 +13,7 @@ use prometheus::{
 };
 use tokio::time::Instant;
 
-use crate::metrics::{self, TransitTimes, Up};
+use crate::metrics::{self, GaugeGuard, TransitTimes};
 
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
@@ -189,13 +189,14 @@ impl GrpcMetrics {
             method.total.inc();
         }
         self.total.inc();
-        let in_progress = [Some(Up::new(&self.open)), method.map(|method| Up::new(&method.in_progress))];
+        let in_progress =
+            [Some(GaugeGuard::one(&self.open)), method.map(|method| GaugeGuard::one(&method.in_progress))];
         CallTimer { _in_progress: in_progress, started: Instant::now(), duration }
     }
 
     /// Counts a connection until the returned value is dropped.
-    pub(super) fn connection(&self) -> Up {
-        Up::new(&self.connections)
+    pub(super) fn connection(&self) -> GaugeGuard {
+        GaugeGuard::one(&self.connections)
     }
 
     /// Counts a connection that was closed at once.
@@ -205,14 +206,14 @@ impl GrpcMetrics {
 
     /// Publishes the sum of the granted windows.
     pub(super) fn set_window_bytes(&self, bytes: u64) {
-        self.window_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        self.window_bytes.set(metrics::clamped(bytes));
     }
 }
 
 /// A call in progress.
 #[derive(Debug)]
 pub(super) struct CallTimer {
-    _in_progress: [Option<Up>; 2],
+    _in_progress: [Option<GaugeGuard>; 2],
     started: Instant,
     duration: Histogram,
 }

@@ -13,11 +13,12 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
-use tokio::time::{Duration, Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
 
 use super::Refresh;
 use crate::metrics;
 use crate::runtime::Tasks;
+use crate::telemetry::LogLimiter;
 
 /// The job that all workers push as.
 const JOB: &str = "uniffle-worker";
@@ -121,7 +122,7 @@ impl Pusher {
         tokio::pin!(cancelled);
         let mut ticks = interval(self.config.interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut warned: Option<Instant> = None;
+        let warnings = LogLimiter::new(1, WARN_INTERVAL);
         loop {
             tokio::select! {
                 biased;
@@ -131,26 +132,25 @@ impl Pusher {
             tokio::select! {
                 biased;
                 () = &mut cancelled => break,
-                result = self.push(PUSH_DEADLINE) => self.tell(result, &mut warned),
+                result = self.push(PUSH_DEADLINE) => self.tell(result, &warnings),
             }
         }
         let last = self.push(LAST_PUSH_DEADLINE).await;
-        self.tell(last, &mut warned);
+        self.tell(last, &warnings);
     }
 
-    fn tell(&self, result: Result<(), String>, warned: &mut Option<Instant>) {
+    fn tell(&self, result: Result<(), String>, warnings: &LogLimiter) {
         let gateway = &self.config.endpoint;
         match result {
             Ok(()) => {
                 self.pushed.inc();
-                if warned.take().is_some() {
+                if warnings.reset() {
                     tracing::info!(%gateway, "the pushgateway takes metrics again");
                 }
             }
             Err(reason) => {
                 self.failed.inc();
-                if warned.is_none_or(|last| last.elapsed() >= WARN_INTERVAL) {
-                    *warned = Some(Instant::now());
+                if warnings.pass().is_some() {
                     tracing::warn!(%gateway, reason, "the pushgateway does not take metrics, trying forever");
                 }
             }

@@ -6,7 +6,7 @@ use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
 };
 
-use crate::metrics::{self, TransitTimes, Up};
+use crate::metrics::{self, GaugeGuard, TransitTimes};
 use uniffle_wire::frame::FrameType;
 
 /// Seconds; from a memory read of one block to a request that a client has given up.
@@ -53,31 +53,26 @@ impl RequestMetrics {
     pub(super) fn begin(self: &Arc<Self>) -> InProgress {
         self.java.inc();
         self.riffle.inc();
-        self.in_progress.inc();
-        self.all_in_progress.inc();
-        InProgress(Arc::clone(self))
+        let gauges = [&self.in_progress, &self.all_in_progress].map(GaugeGuard::one);
+        InProgress { metrics: Arc::clone(self), _gauges: gauges }
     }
 }
 
 /// A request in progress.
 #[derive(Debug)]
-pub(super) struct InProgress(Arc<RequestMetrics>);
+pub(super) struct InProgress {
+    metrics: Arc<RequestMetrics>,
+    _gauges: [GaugeGuard; 2],
+}
 
 impl InProgress {
     pub(super) fn metrics(&self) -> &RequestMetrics {
-        &self.0
+        &self.metrics
     }
 
     /// Its reply was written `seconds` after it was complete.
     pub(super) fn answered(&self, seconds: f64) {
-        self.0.processing.observe(seconds);
-    }
-}
-
-impl Drop for InProgress {
-    fn drop(&mut self) {
-        self.0.in_progress.dec();
-        self.0.all_in_progress.dec();
+        self.metrics.processing.observe(seconds);
     }
 }
 
@@ -205,13 +200,13 @@ impl TcpMetrics {
 
     /// Counts a connection for as long as the guard lives.
     pub(super) fn connection(&self) -> ConnectionGauge {
-        ConnectionGauge { _java: Up::new(&self.active), _riffle: Up::new(&self.connections) }
+        ConnectionGauge { _java: GaugeGuard::one(&self.active), _riffle: GaugeGuard::one(&self.connections) }
     }
 }
 
 /// See [`TcpMetrics::connection`].
 #[derive(Debug)]
 pub(super) struct ConnectionGauge {
-    _java: Up,
-    _riffle: Up,
+    _java: GaugeGuard,
+    _riffle: GaugeGuard,
 }

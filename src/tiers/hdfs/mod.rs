@@ -62,6 +62,7 @@ use self::layout::WideRanges;
 use self::metrics::Metrics;
 use self::remote::Remote;
 use self::writer::Writers;
+use crate::metrics::{GaugeGuard, clamped};
 use crate::runtime::Tasks;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -379,7 +380,7 @@ impl HdfsStore {
     /// Brings gauges of live values up to date.
     pub fn refresh_metrics(&self) {
         let remotes = self.core.remotes();
-        self.core.metrics.remotes.set(i64::try_from(remotes.len()).unwrap_or(i64::MAX));
+        self.core.metrics.remotes.set(clamped(remotes.len()));
         // Several users of one file system share a gauge: one that fails is enough.
         for remote in &remotes {
             remote.metrics.failing.set(0);
@@ -423,7 +424,7 @@ impl Core {
         let place = place(&shuffle.remote).await?;
         let bytes = extent.length;
         let writers = self.writers(shuffle, extent.partition);
-        let writing = GaugeShare::new(&self.metrics.writing_bytes, bytes);
+        let writing = GaugeGuard::of(&self.metrics.writing_bytes, bytes);
         let (told, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
         self.tasks.spawn("remote write", async move {
@@ -533,25 +534,4 @@ fn payload(extent: &ExtentWrite) -> Vec<Bytes> {
         left -= taken;
     }
     pieces
-}
-
-/// A share of a gauge, given back on drop.
-#[derive(Debug)]
-struct GaugeShare {
-    gauge: prometheus::IntGauge,
-    share: i64,
-}
-
-impl GaugeShare {
-    fn new(gauge: &prometheus::IntGauge, share: u64) -> Self {
-        let share = i64::try_from(share).unwrap_or(i64::MAX);
-        gauge.add(share);
-        Self { gauge: gauge.clone(), share }
-    }
-}
-
-impl Drop for GaugeShare {
-    fn drop(&mut self) {
-        self.gauge.sub(self.share);
-    }
 }

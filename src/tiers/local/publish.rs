@@ -15,6 +15,7 @@ use super::log::{Log, LogKind};
 use super::shuffle::{Extent, Shuffle};
 use super::write::WrittenBatch;
 use super::{Core, ExtentWrite, Published};
+use crate::metrics::clamped;
 use crate::tiers::StoreError;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
@@ -133,7 +134,7 @@ impl Core {
         for (_, extent) in &extents {
             self.metrics.extent_bytes.observe(extent_bytes(extent));
         }
-        self.metrics.extents.add(i64::try_from(extents.len()).unwrap_or(i64::MAX));
+        self.metrics.extents.add(clamped(extents.len()));
         lane.pending = None;
         Ok(())
     }

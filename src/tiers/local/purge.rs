@@ -20,6 +20,8 @@ use super::{Core, DiskCondition, DiskInfo, LocalStore};
 use uniffle_io::Space;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
+use crate::metrics::clamped;
+
 /// A directory that is to be removed.
 #[derive(Debug)]
 pub(super) struct Condemned {
@@ -177,7 +179,7 @@ impl LocalStore {
     fn mark_forgotten(&self, shuffle: &Shuffle) -> Vec<u64> {
         let extents = shuffle.mark_purged();
         let known = extents.iter().filter(|extent| extent.index_log != NO_LOG).count();
-        self.core.metrics.extents.sub(i64::try_from(known).unwrap_or(i64::MAX));
+        self.core.metrics.extents.sub(clamped(known));
         self.core.records.forget(extents.iter().map(|extent| shuffle.records_key(extent)));
         let logs = shuffle.logs();
         let mut bytes = vec![0; self.core.disks.len()];
@@ -294,7 +296,6 @@ impl LocalStore {
 impl Core {
     #[expect(clippy::cast_precision_loss, reason = "a ratio for a gauge")]
     pub(super) fn set_gauges(&self) {
-        let gauge = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let (mut total, mut free, mut service, mut sick) = (0u64, 0u64, 0u64, 0);
         let mut file_systems = Vec::new();
         for disk in &self.disks {
@@ -311,22 +312,22 @@ impl Core {
                 free += free_bytes;
             }
         }
-        self.metrics.dirs_total.set(gauge(self.disks.len() as u64 + self.disks_refused));
-        self.metrics.dirs_corrupted.set(sick + gauge(self.disks_refused));
-        self.metrics.total_space.set(gauge(total));
-        self.metrics.whole_disk_used.set(gauge(total.saturating_sub(free)));
-        self.metrics.service_used.set(gauge(service));
-        self.metrics.used_bytes.set(gauge(service));
+        self.metrics.dirs_total.set(clamped(self.disks.len() as u64 + self.disks_refused));
+        self.metrics.dirs_corrupted.set(sick + clamped(self.disks_refused));
+        self.metrics.total_space.set(clamped(total));
+        self.metrics.whole_disk_used.set(clamped(total.saturating_sub(free)));
+        self.metrics.service_used.set(clamped(service));
+        self.metrics.used_bytes.set(clamped(service));
         self.metrics.used_ratio.set(if total == 0 { 0.0 } else { 1.0 - free as f64 / total as f64 });
-        self.metrics.open_files.set(gauge(self.files.len() as u64));
-        self.metrics.index_cache_bytes.set(gauge(self.records.used_bytes()));
+        self.metrics.open_files.set(clamped(self.files.len() as u64));
+        self.metrics.index_cache_bytes.set(clamped(self.records.used_bytes()));
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a ratio for a gauge")]
     fn set_disk_gauges(&self, label: &str, info: &DiskInfo) {
         let (metrics, label) = (&self.metrics, [label]);
         let set = |gauge: &IntGaugeVec, value: u64| {
-            gauge.with_label_values(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
+            gauge.with_label_values(&label).set(clamped(value));
         };
         let (total_bytes, free_bytes, file_system) = (info.total_bytes, info.free_bytes, info.file_system);
         // Java's convention: 0 = writable.

@@ -27,6 +27,7 @@ use super::peers::Peers;
 use super::scan::{FoundDirectory, LogReader, scan_disk};
 use super::shuffle::{Extent, Partition, Restored, Shuffle};
 use super::{Core, LocalStore};
+use crate::metrics::clamped;
 use crate::tiers::StoreError;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
@@ -385,7 +386,7 @@ impl<'a> Rebuild<'a> {
             self.reread_present(id, &partitions[&id]).await;
         }
         let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
-        self.core.metrics.extents.add(i64::try_from(extents).unwrap_or(i64::MAX));
+        self.core.metrics.extents.add(clamped(extents));
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         let highest_note = self.notes.last_key_value().map(|(number, _)| *number);
         let next_note = next_number(highest_note, era);

@@ -13,12 +13,10 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use parking_lot::Mutex;
-use tokio::time::Instant;
 
 use super::{AdminMetrics, Token};
 use crate::listeners::http::serve::Peer;
-use crate::telemetry::AUDIT;
+use crate::telemetry::{AUDIT, LogLimiter};
 
 /// Largest body of a call: 64 tags of 100 characters are a tenth of it.
 const BODY_BYTES_MAX: usize = 64 << 10;
@@ -37,14 +35,7 @@ pub(super) struct Audited(pub(super) String);
 struct Gate {
     token: Option<Token>,
     metrics: AdminMetrics,
-    denied: Mutex<Denied>,
-}
-
-/// Callers turned away since the last log line.
-#[derive(Default)]
-struct Denied {
-    unlogged: u64,
-    logged: Option<Instant>,
+    denials: LogLimiter,
 }
 
 /// Why somebody is not heard.
@@ -73,7 +64,7 @@ impl Denial {
 
 /// Puts the gate before all routes of `router`, and before what is no route.
 pub(super) fn protect(router: Router, token: Option<Token>, metrics: AdminMetrics) -> Router {
-    let gate = Arc::new(Gate { token, metrics, denied: Mutex::default() });
+    let gate = Arc::new(Gate { token, metrics, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) });
     router
         .fallback(|| async { refusal(StatusCode::NOT_FOUND, "no such call") })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
@@ -121,14 +112,7 @@ impl Gate {
 
     fn note_denied(&self, peer: Option<SocketAddr>, status: StatusCode) {
         self.metrics.calls.with_label_values(&["denied"]).inc();
-        let mut denied = self.denied.lock();
-        denied.unlogged += 1;
-        if denied.logged.is_some_and(|logged| logged.elapsed() < DENIED_LOG_INTERVAL) {
-            return;
-        }
-        denied.logged = Some(Instant::now());
-        let calls = std::mem::take(&mut denied.unlogged);
-        drop(denied);
+        let Some(calls) = self.denials.pass() else { return };
         let (peer, status) = (shown(peer), status.as_u16());
         tracing::warn!(target: AUDIT, action = "admin call", %peer, result = "denied", status, calls);
     }
@@ -160,7 +144,7 @@ mod tests {
         let registry = prometheus::Registry::new();
         let calls = metrics::counter_vec(&registry, "calls", "calls", &["result"]).unwrap();
         let token = token.map(|text| Token::parse(text).unwrap());
-        Gate { token, metrics: AdminMetrics { calls }, denied: Mutex::default() }
+        Gate { token, metrics: AdminMetrics { calls }, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) }
     }
 
     fn status(gate: &Gate, header: Option<(header::HeaderName, &str)>, peer: &str) -> Option<Denial> {

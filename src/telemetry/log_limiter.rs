@@ -1,0 +1,79 @@
+//! Bounds how often a kind of line is logged, whatever causes it.
+
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// Lets a few of many equal log lines pass in each interval, and counts those held back.
+#[derive(Debug)]
+pub struct LogLimiter {
+    lines_max: u32,
+    interval: Duration,
+    window: Mutex<Window>,
+}
+
+/// The current interval.
+#[derive(Debug, Default)]
+struct Window {
+    began: Option<Instant>,
+    lines: u32,
+    held_back: u64,
+}
+
+impl LogLimiter {
+    /// `lines_max` lines in `interval`, which begins with the first of them.
+    #[must_use]
+    pub fn new(lines_max: u32, interval: Duration) -> Self {
+        Self { lines_max, interval, window: Mutex::default() }
+    }
+
+    /// How many events a line that is logged now stands for, its own included; `None` if it is to be held back.
+    pub fn pass(&self) -> Option<u64> {
+        let now = Instant::now();
+        let mut window = self.window.lock();
+        window.held_back += 1;
+        if window.began.is_none_or(|began| now.duration_since(began) >= self.interval) {
+            (window.began, window.lines) = (Some(now), 0);
+        }
+        if window.lines == self.lines_max {
+            return None;
+        }
+        window.lines += 1;
+        Some(std::mem::take(&mut window.held_back))
+    }
+
+    /// The cause is over: the next line passes. Whether any has passed since the last call.
+    pub fn reset(&self) -> bool {
+        std::mem::take(&mut *self.window.lock()).began.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INTERVAL: Duration = Duration::from_secs(60);
+
+    #[tokio::test(start_paused = true)]
+    async fn a_few_lines_pass_and_stand_for_the_rest() {
+        let limiter = LogLimiter::new(2, INTERVAL);
+        assert_eq!((limiter.pass(), limiter.pass()), (Some(1), Some(1)));
+        for _ in 0..1000 {
+            assert_eq!(limiter.pass(), None);
+        }
+        tokio::time::advance(INTERVAL - Duration::from_millis(1)).await;
+        assert_eq!(limiter.pass(), None);
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert_eq!((limiter.pass(), limiter.pass(), limiter.pass()), (Some(1002), Some(1), None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_mended_is_logged_at_once_when_it_breaks_again() {
+        let limiter = LogLimiter::new(1, INTERVAL);
+        assert!(!limiter.reset());
+        assert_eq!((limiter.pass(), limiter.pass()), (Some(1), None));
+        assert!(limiter.reset());
+        assert_eq!(limiter.pass(), Some(1));
+    }
+}
