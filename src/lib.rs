@@ -7,7 +7,7 @@
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → tiers, at its own pace |
 //! | state | [`app`], [`memory`], [`tiers`], [`journal`] | siblings that do not know each other |
-//! | words | [`profile`], [`runtime`], [`telemetry`], [`tls`], [`metrics`], [`proto`] | used everywhere |
+//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
 //! are crates below all of it.
@@ -38,7 +38,6 @@ pub mod profile;
 
 pub mod runtime;
 pub mod telemetry;
-pub mod tls;
 
 pub mod metrics;
 pub mod proto;

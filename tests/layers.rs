@@ -26,7 +26,7 @@ const LAYERS: &[&[&str]] = &[
     &["flush"],
     &["app", "memory", "tiers", "journal"],
     &["profile"],
-    &["runtime", "telemetry", "tls"],
+    &["runtime", "telemetry"],
     &["metrics", "proto"],
 ];
 

@@ -6,7 +6,7 @@ use toml::{Table, Value};
 
 use super::print::put;
 use super::reader::{Reader, absolute_path};
-use crate::tls::TlsFiles;
+use crate::listeners::tls::TlsFiles;
 
 /// `[tls]`
 #[derive(Debug, Clone, PartialEq)]

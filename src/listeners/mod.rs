@@ -1,5 +1,11 @@
 //! The listeners: they translate, and never decide.
+//!
+//! [`acceptor`] accepts the connections of all of them; [`grpc`], [`tcp`] and [`http`] speak on them.
 
+mod acceptor;
 pub mod grpc;
 pub mod http;
 pub mod tcp;
+pub mod tls;
+
+pub use acceptor::Binding;

@@ -32,8 +32,9 @@ use crate::app::AppRegistry;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
+use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
-use crate::listeners::http::admin::{Access, AdminServer};
+use crate::listeners::http::admin::AdminServer;
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpServer, Pages, Refresh};
@@ -211,27 +212,22 @@ impl Worker {
             routes.add_service(CoordinatorServerServer::new(embedded.clone()));
         }
         let service = Arc::clone(&self.service);
-        GrpcServer::new(
-            parts::grpc(config),
-            accepting(sockets.grpc)?,
-            routes,
-            service,
-            self.listeners.clone(),
-            &self.registry,
-        )?
-        .with_handover(self.grpc_handover.clone(), sockets.grpc_connections)
-        .with_tls(tls.grpc)
-        .start();
+        let binding = Binding {
+            listener: accepting(sockets.grpc)?,
+            tls: tls.grpc,
+            handover: self.grpc_handover.clone(),
+            kept: sockets.grpc_connections,
+        };
+        let tasks = self.listeners.clone();
+        GrpcServer::start(parts::grpc(config), binding, routes, service, tasks, &self.registry)?;
         if let Some(listener) = sockets.urpc {
-            TcpServer::new(
-                parts::tcp(config),
-                accepting(listener)?,
-                Arc::clone(&self.service),
-                &self.listeners,
-                &self.registry,
-            )?
-            .with_handover(self.urpc_handover.clone(), sockets.urpc_connections)
-            .start();
+            let binding = Binding {
+                handover: self.urpc_handover.clone(),
+                kept: sockets.urpc_connections,
+                ..Binding::from(accepting(listener)?)
+            };
+            let service = Arc::clone(&self.service);
+            TcpServer::start(parts::tcp(config), binding, service, &self.listeners, &self.registry)?;
         }
         let refresh: Refresh = Arc::new(self.refresher());
         if let Some(push) = parts::push(config) {
@@ -247,19 +243,14 @@ impl Worker {
             mounted: self.api(config),
         };
         // Not with the other listeners: the last flush is to be seen too.
-        HttpServer::start(parts::http(config), accepting(sockets.http)?, tls.http, pages, &self.background)?;
+        let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
+        HttpServer::start(parts::http(config), binding, pages, &self.background)?;
         if let Some(listener) = sockets.admin {
-            let listener = accepting(listener)?;
+            let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             let hooks = admin::hooks(Arc::clone(&self.service), &self.live, Arc::clone(&self.reloader));
             let mounted = http::debug::admin_routes();
-            AdminServer::start(
-                listener,
-                Access { tls: tls.admin, token: admin::token(config)? },
-                hooks,
-                mounted,
-                &self.registry,
-                &self.background,
-            )?;
+            let token = admin::token(config)?;
+            AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
         }
         self.announce(config, embedded)
     }

@@ -1,7 +1,7 @@
 //! What encrypts each listener, and the same again when the files have changed.
 
 use crate::config::{Config, TlsListener};
-use crate::tls::{TlsAcceptor, TlsError};
+use crate::listeners::tls::{TlsAcceptor, TlsError};
 
 /// `None` where nothing does. Clones share the acceptors.
 #[derive(Debug, Clone)]

@@ -80,7 +80,7 @@ impl Rig {
     pub(crate) async fn client(&self) -> ShuffleClient {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        GrpcServer::new(
+        GrpcServer::start(
             GrpcConfig::default(),
             listener,
             RoutesBuilder::default(),
@@ -88,8 +88,7 @@ impl Rig {
             self.tasks.clone(),
             &self.registry,
         )
-        .unwrap()
-        .start();
+        .unwrap();
         ShuffleClient::connect(address).await.unwrap().with_backoff(quickly())
     }
 

@@ -103,7 +103,7 @@ impl World {
         .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        TcpServer::new(config, listener, Arc::clone(&service), &serving, &registry).unwrap().start();
+        TcpServer::start(config, listener, Arc::clone(&service), &serving, &registry).unwrap();
         let world = Self {
             service,
             memory,

@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::body::Body;
 
-use super::GrpcConfig;
+use super::config::GrpcConfig;
 use super::convert::{DOOR, note_broken_call};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
 use crate::metrics::TransitTimes;

@@ -13,6 +13,7 @@ use prometheus::{
 };
 use tokio::time::Instant;
 
+use super::methods;
 use crate::metrics::{self, GaugeGuard, TransitTimes};
 
 /// Path label of everything that is not in [`METHODS`].
@@ -28,16 +29,16 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServer/registerShuffle", "registered_shuffle"),
     ("/rss.common.ShuffleServer/unregisterShuffle", "unregister_shuffle"),
     ("/rss.common.ShuffleServer/unregisterShuffleByAppId", "unregister_shuffle_by_app_id"),
-    (super::SEND_SHUFFLE_DATA, "send_shuffle_data"),
-    (super::GET_LOCAL_SHUFFLE_INDEX, "get_local_shuffle_index"),
-    (super::GET_LOCAL_SHUFFLE_DATA, "get_local_shuffle_data"),
-    (super::GET_MEMORY_SHUFFLE_DATA, "get_memory_shuffle_data"),
+    (methods::SEND_SHUFFLE_DATA, "send_shuffle_data"),
+    (methods::GET_LOCAL_SHUFFLE_INDEX, "get_local_shuffle_index"),
+    (methods::GET_LOCAL_SHUFFLE_DATA, "get_local_shuffle_data"),
+    (methods::GET_MEMORY_SHUFFLE_DATA, "get_memory_shuffle_data"),
     ("/rss.common.ShuffleServer/commitShuffleTask", "commit_shuffle_task"),
     ("/rss.common.ShuffleServer/reportShuffleResult", "report_shuffle_result"),
     ("/rss.common.ShuffleServer/getShuffleResult", "get_shuffle_result"),
     ("/rss.common.ShuffleServer/getShuffleResultForMultiPart", "get_shuffle_result_for_multi_part"),
     ("/rss.common.ShuffleServer/finishShuffle", "finish_shuffle"),
-    (super::REQUIRE_BUFFER, "require_buffer"),
+    (methods::REQUIRE_BUFFER, "require_buffer"),
     ("/rss.common.ShuffleServer/appHeartbeat", "app_heartbeat"),
     ("/rss.common.ShuffleServer/startSortMerge", "start_sort_merge"),
     ("/rss.common.ShuffleServer/getSortedShuffleData", "get_sorted_shuffle_data"),
@@ -57,12 +58,12 @@ const TIMED: [&str; 6] = [
 
 /// Paths and riffle's names for their durations.
 const RIFFLE_DURATIONS: [(&str, &str); 6] = [
-    (super::SEND_SHUFFLE_DATA, "grpc_send_data_process_time"),
-    (super::REQUIRE_BUFFER, "grpc_buffer_require_process_time"),
-    (super::GET_MEMORY_SHUFFLE_DATA, "grpc_get_memory_data_process_time"),
-    (super::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_process_time"),
-    (super::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_latency"),
-    (super::GET_LOCAL_SHUFFLE_INDEX, "grpc_get_localfile_index_latency"),
+    (methods::SEND_SHUFFLE_DATA, "grpc_send_data_process_time"),
+    (methods::REQUIRE_BUFFER, "grpc_buffer_require_process_time"),
+    (methods::GET_MEMORY_SHUFFLE_DATA, "grpc_get_memory_data_process_time"),
+    (methods::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_process_time"),
+    (methods::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_latency"),
+    (methods::GET_LOCAL_SHUFFLE_INDEX, "grpc_get_localfile_index_latency"),
 ];
 
 /// Counters of one method.
@@ -92,8 +93,10 @@ pub(super) struct GrpcMetrics {
     pub(super) transit: TransitMetrics,
     open: IntGauge,
     total: IntCounter,
-    connections: IntGauge,
-    refused_connections: IntCounter,
+    /// Connections that are open.
+    pub(super) connections: IntGauge,
+    /// Connections closed at once, over the limit.
+    pub(super) refused_connections: IntCounter,
     window_bytes: IntGauge,
 }
 
@@ -194,16 +197,6 @@ impl GrpcMetrics {
         CallTimer { _in_progress: in_progress, started: Instant::now(), duration }
     }
 
-    /// Counts a connection until the returned value is dropped.
-    pub(super) fn connection(&self) -> GaugeGuard {
-        GaugeGuard::one(&self.connections)
-    }
-
-    /// Counts a connection that was closed at once.
-    pub(super) fn refused_connection(&self) {
-        self.refused_connections.inc();
-    }
-
     /// Publishes the sum of the granted windows.
     pub(super) fn set_window_bytes(&self, bytes: u64) {
         self.window_bytes.set(metrics::clamped(bytes));
@@ -242,7 +235,7 @@ mod tests {
     async fn calls_are_counted_while_they_last_and_for_ever() {
         let registry = Registry::new();
         let metrics = GrpcMetrics::new(&registry).unwrap();
-        let call = metrics.begin(super::super::SEND_SHUFFLE_DATA);
+        let call = metrics.begin(super::super::methods::SEND_SHUFFLE_DATA);
         drop(metrics.begin("/somebody/else"));
         assert_eq!(value(&registry, "grpc_send_shuffle_data"), 1.0);
         assert_eq!(value(&registry, "grpc_open"), 1.0);

@@ -16,13 +16,15 @@ use tonic::body::Body;
 use tonic::service::Routes;
 use tower::ServiceExt;
 
+use super::config::GrpcConfig;
 use super::convert::note_broken_call;
 use super::internal::Peer;
-use super::metrics::{GrpcMetrics, TransitMetrics, label};
-use super::{
-    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GrpcConfig, REQUIRE_BUFFER,
-    SEND_SHUFFLE_DATA, ingest, reads, tickets,
+use super::methods::{
+    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, REQUIRE_BUFFER,
+    SEND_SHUFFLE_DATA,
 };
+use super::metrics::{GrpcMetrics, TransitMetrics, label};
+use super::{ingest, reads, tickets};
 use crate::runtime::Tasks;
 use crate::service::Service;
 

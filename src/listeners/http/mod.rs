@@ -12,7 +12,6 @@ pub mod push;
 mod serve;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -21,21 +20,13 @@ use axum::routing::get;
 use axum::{Json, Router};
 use prometheus::{Encoder as _, Registry, TEXT_FORMAT, TextEncoder};
 
-use serve::Acceptor;
-use tokio::net::TcpListener;
-
+use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
-use crate::tls::TlsAcceptor;
 use crate::{metrics, telemetry};
 
-/// Bounds of the listener.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HttpConfig {
-    /// Connections at once; more wait in the listener's backlog.
-    pub max_connections: usize,
-    /// From accept to the last byte of the answer.
-    pub request_timeout: Duration,
-}
+pub use serve::HttpConfig;
+
+const NAMES: Names = Names { listener: "http", accepting: "http accept", connection: "http connection" };
 
 /// Brings gauges up to date; called before each gathering.
 pub type Refresh = Arc<dyn Fn() + Send + Sync>;
@@ -80,7 +71,7 @@ impl std::fmt::Debug for Pages {
 pub struct HttpServer;
 
 impl HttpServer {
-    /// Serves on `listener` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
+    /// Serves on `binding` in tasks of `tasks`, until they are cancelled. Connections have a second to end then.
     ///
     /// Also puts into the registry what no other part owns: the listener's connections and the process's panics.
     ///
@@ -88,8 +79,7 @@ impl HttpServer {
     /// When the registry has these metrics already.
     pub fn start(
         config: HttpConfig,
-        listener: TcpListener,
-        tls: Option<TlsAcceptor>,
+        binding: impl Into<Binding>,
         pages: Pages,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
@@ -103,10 +93,7 @@ impl HttpServer {
         let router = router(Hooks { registry, refresh, ready, losses })
             .merge(debug::routes(tasks.clone()))
             .merge(mounted);
-        tasks.spawn(
-            "http accept",
-            Acceptor { listener, tls, config, router, connections, tasks: tasks.clone() }.run(),
-        );
+        serve::start(NAMES, config, binding.into(), router, connections, tasks);
         Ok(())
     }
 }

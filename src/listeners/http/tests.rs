@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use prometheus::IntGauge;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -33,7 +34,7 @@ async fn listener() -> TestServer {
     let refresh = Arc::new(move || gauge.inc());
     let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
     let pages = Pages { registry: registry.clone(), refresh, ready, losses, mounted: Router::new() };
-    HttpServer::start(CONFIG, listener, None, pages, &tasks).unwrap();
+    HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     TestServer { address, tasks, is_ready, registry }
 }
 

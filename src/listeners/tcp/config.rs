@@ -36,8 +36,6 @@ pub struct TcpConfig {
     pub fill_timeout: Duration,
     /// How long a peer may take to accept a reply, or 1 MiB of one that is streamed. Default: 120 s.
     pub write_timeout: Duration,
-    /// When TCP keep-alive begins to probe an idle peer. Default: 60 s.
-    pub keepalive: Duration,
     /// Threads that belong to the listener, each with a runtime of its own to which a connection is bound; 0 =
     /// connections run on the runtime that the listener was started in. Default: 0.
     pub own_threads: usize,
@@ -64,7 +62,6 @@ impl Default for TcpConfig {
             idle_timeout: Duration::from_secs(15 * 60),
             fill_timeout: Duration::from_secs(120),
             write_timeout: Duration::from_secs(120),
-            keepalive: Duration::from_secs(60),
             own_threads: 0,
             blocking_threads: 64,
             shutdown_grace: Duration::from_secs(5),

@@ -18,12 +18,10 @@ use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
 
-use super::Shared;
 use super::ingest::{Blame, Refusal};
+use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, Ticket};
 
-/// This listener in the log.
-pub(super) const DOOR: &str = "tcp";
 /// Java's word for success, in every reply.
 const OK: &str = "OK";
 /// Java's words for a read of the server-side merge, which this worker does not do.
@@ -48,8 +46,8 @@ pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
 pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal: &Refusal) -> Reply {
     match &refusal.blame {
         Blame::Nobody => {}
-        Blame::Format => shared.service.note_malformed(DOOR, &refusal.text),
-        Blame::Service(error) => shared.service.note_refusal(DOOR, error),
+        Blame::Format => shared.service.note_malformed(LISTENER, &refusal.text),
+        Blame::Service(error) => shared.service.note_refusal(LISTENER, error),
     }
     let fields = match kind {
         FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {

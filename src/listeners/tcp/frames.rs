@@ -17,10 +17,10 @@ use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
 use uniffle_wire::send_frame::SendWalker;
 
-use super::Shared;
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
 use super::ingest::{Blame, Ingest, Refusal};
 use super::metrics::InProgress;
+use super::shared::Shared;
 use super::writer::{Outbox, Outgoing, Ticket};
 
 /// Incomplete read requests up to this size are bounded by the number of connections, larger ones by their sum.

@@ -198,15 +198,8 @@ impl TcpMetrics {
         }
     }
 
-    /// Counts a connection for as long as the guard lives.
-    pub(super) fn connection(&self) -> ConnectionGauge {
-        ConnectionGauge { _java: GaugeGuard::one(&self.active), _riffle: GaugeGuard::one(&self.connections) }
+    /// The gauges of open connections.
+    pub(super) fn open_connections(&self) -> Vec<IntGauge> {
+        vec![self.active.clone(), self.connections.clone()]
     }
-}
-
-/// See [`TcpMetrics::connection`].
-#[derive(Debug)]
-pub(super) struct ConnectionGauge {
-    _java: GaugeGuard,
-    _riffle: GaugeGuard,
 }

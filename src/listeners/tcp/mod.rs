@@ -14,92 +14,87 @@
 //! sent a request would see it fail; so with a successor the socket is not closed but kept, and the request waits in
 //! it.
 
-mod accept;
 mod config;
 mod dispatch;
 mod frames;
 mod ingest;
 mod metrics;
 mod reader;
+mod shared;
 mod writer;
 
 use std::sync::Arc;
 
 use prometheus::Registry;
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::net::TcpStream;
 
 pub use config::TcpConfig;
 pub use metrics::TcpMetrics;
 
-use crate::runtime::{Cores, Handover, Tasks};
+use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
-/// The listener; its connections live as long as the tasks it was started with.
+use super::acceptor::{Acceptor, Binding, Connection, Names, WhenFull};
+use shared::{LISTENER, Shared};
+
+const NAMES: Names = Names { listener: LISTENER, accepting: "tcp accept", connection: "tcp connection" };
+
+/// The TCP listener.
 #[derive(Debug)]
-pub struct TcpServer {
-    shared: Arc<Shared>,
-    listener: TcpListener,
-    cores: Option<Cores>,
-    tasks: Tasks,
-    kept: Vec<std::net::TcpStream>,
-}
+pub struct TcpServer;
 
 impl TcpServer {
-    /// A listener that will accept connections on `listener`, until `tasks` is told to close.
+    /// Serves on `binding`, in the clear, until `tasks` are told to close; returns at once.
     ///
     /// # Errors
     /// A metric name that is taken in `registry`, or threads that cannot be started.
-    pub fn new(
+    pub fn start(
         config: TcpConfig,
-        listener: TcpListener,
+        binding: impl Into<Binding>,
         service: Arc<Service>,
         tasks: &Tasks,
         registry: &Registry,
-    ) -> anyhow::Result<Self> {
+    ) -> anyhow::Result<()> {
         let metrics = TcpMetrics::new(registry)?;
         let cores = match config.own_threads {
             0 => None,
             count => Some(Cores::start(count, config.blocking_threads, "uniffle-tcp", tasks)?),
         };
-        let shared = Arc::new(Shared {
-            memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
-            local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
-            large_requests: Arc::new(Semaphore::new(config.large_requests_bytes_max as usize)),
-            connections: Arc::new(Semaphore::new(config.connections_max)),
-            config,
-            service,
-            metrics,
-            handover: Handover::default(),
+        let binding = binding.into();
+        let handover = binding.handover.clone();
+        let acceptor = Acceptor {
+            names: NAMES,
+            binding,
+            connections_max: config.connections_max,
+            when_full: WhenFull::Close(metrics.refused.clone()),
+            open: metrics.open_connections(),
+            first_byte_deadline: None,
+            cores,
+            tasks: tasks.clone(),
+        };
+        let (shared, tasks) = (Shared::new(config, service, metrics, handover), tasks.clone());
+        acceptor.start_plain(move |connection| {
+            begin(&shared, connection, &tasks);
+            std::future::ready(())
         });
-        Ok(Self { shared, listener, cores, tasks: tasks.clone(), kept: Vec::new() })
-    }
-
-    /// Serves the connections `kept` by a predecessor, and leaves its own to `handover` when it closes.
-    #[must_use]
-    pub fn with_handover(mut self, handover: Handover, kept: Vec<std::net::TcpStream>) -> Self {
-        let shared = Arc::get_mut(&mut self.shared).expect("nothing has started that could share it");
-        shared.handover = handover;
-        Self { kept, ..self }
-    }
-
-    /// Begins to accept; returns at once.
-    pub fn start(self) {
-        let Self { shared, listener, cores, tasks, kept } = self;
-        let accepting = accept::run(shared, listener, cores, tasks.clone(), kept);
-        tasks.spawn("tcp accept", accepting);
+        Ok(())
     }
 }
 
-/// What all connections of a listener share.
-#[derive(Debug)]
-struct Shared {
-    config: TcpConfig,
-    service: Arc<Service>,
-    metrics: TcpMetrics,
-    connections: Arc<Semaphore>,
-    memory_reads: Arc<Semaphore>,
-    local_reads: Arc<Semaphore>,
-    large_requests: Arc<Semaphore>,
-    handover: Handover,
+/// Starts the two tasks of a connection.
+fn begin(shared: &Arc<Shared>, connection: Connection<TcpStream>, tasks: &Tasks) {
+    let Connection { stream, place, .. } = connection;
+    let (read_half, write_half) = stream.into_split();
+    // Cancelled when either side of the connection fails, so that the other does not wait for it.
+    let connection = tasks.child();
+    let (outbox, queue) = writer::queue(shared.config.requests_in_flight_per_connection_max);
+    let kept = writer::KeptHalf::default();
+    let reader = reader::Reader::new(Arc::clone(shared), read_half, outbox, connection.clone(), kept.clone());
+    connection.spawn_linked("tcp reader", reader.run());
+    let writer = writer::Writer::new(Arc::clone(shared), write_half, queue, connection.clone(), kept);
+    connection.spawn_linked("tcp writer", async move {
+        writer.run().await;
+        // The writer ends last: it outlives the reader until every reply was written or given up.
+        drop(place);
+    });
 }

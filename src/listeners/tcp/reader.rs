@@ -18,11 +18,9 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use crate::runtime::Tasks;
 use uniffle_wire::DecodeError;
 
-use super::Shared;
-use super::accept::KeptHalf;
-use super::dispatch::DOOR;
 use super::frames::{Frames, Wanted};
-use super::writer::Outbox;
+use super::shared::{LISTENER, Shared};
+use super::writer::{KeptHalf, Outbox};
 
 /// Reads in a row after which others get the thread: with 256 KiB each, 4 MiB or about a millisecond.
 const READS_IN_A_ROW: u32 = 16;
@@ -120,7 +118,7 @@ impl Reader {
             End::Cut | End::Io(_) => shared.metrics.exceptions.inc(),
             End::Broken(error) => {
                 shared.metrics.exceptions.inc();
-                shared.service.note_malformed(DOOR, error);
+                shared.service.note_malformed(LISTENER, error);
             }
         }
         tracing::debug!(%end, "tcp connection ended");

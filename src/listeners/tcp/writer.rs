@@ -10,22 +10,25 @@ use std::io::{self, IoSlice};
 use std::sync::Arc;
 
 use bytes::{Buf, Bytes};
+use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
-use tokio::net::tcp::OwnedWriteHalf;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::runtime::Tasks;
 use crate::service::{Answering, ChunkStream};
 
-use super::Shared;
-use super::accept::KeptHalf;
 use super::metrics::InProgress;
+use super::shared::Shared;
 
 /// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
 const PIECES_PER_WRITE: usize = 128;
 /// Replies are collected up to so many bytes before they are written.
 const BATCH_BYTES: usize = 1 << 20;
+
+/// Where the reader leaves its half of a connection that a successor is to have.
+pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
 
 /// What follows the head of a reply.
 #[derive(Debug)]

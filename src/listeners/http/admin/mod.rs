@@ -15,16 +15,16 @@ use std::time::Duration;
 
 use axum::Router;
 use prometheus::{IntCounterVec, Registry};
-use tokio::net::TcpListener;
 
 pub use token::{InvalidToken, Token};
 
-use super::HttpConfig;
-use super::serve::Acceptor;
+use super::serve::{self, HttpConfig};
+use crate::listeners::acceptor::{Binding, Names};
 use crate::metrics;
 use crate::runtime::Tasks;
 use crate::service::Service;
-use crate::tls::TlsAcceptor;
+
+const NAMES: Names = Names { listener: "admin", accepting: "admin accept", connection: "http connection" };
 
 /// Connections at once: people and their scripts.
 const CONNECTIONS_MAX: usize = 16;
@@ -61,15 +61,6 @@ impl fmt::Debug for AdminHooks {
     }
 }
 
-/// How callers reach it.
-#[derive(Debug)]
-pub struct Access {
-    /// Encrypts the connections.
-    pub tls: Option<TlsAcceptor>,
-    /// What callers must show; without one only those on this machine are heard.
-    pub token: Option<Token>,
-}
-
 /// The administration's listener.
 #[derive(Debug)]
 pub struct AdminServer;
@@ -81,20 +72,20 @@ struct AdminMetrics {
 }
 
 impl AdminServer {
-    /// Serves on `listener` in tasks of `tasks` until they are cancelled. `mounted` are the routes of other parts: they are guarded as the own ones, so they need be
-    /// nothing but handlers of POST below `/admin/`.
+    /// Serves on `binding` in tasks of `tasks` until they are cancelled. Callers must show `token`; without one only those
+    /// on this machine are heard. `mounted` are the routes of other parts: they are guarded as the own ones, so they
+    /// need be nothing but handlers of POST below `/admin/`.
     ///
     /// # Errors
     /// When `registry` has its metrics already.
     pub fn start(
-        listener: TcpListener,
-        access: Access,
+        binding: impl Into<Binding>,
+        token: Option<Token>,
         hooks: AdminHooks,
         mounted: Router,
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let Access { tls, token } = access;
         let connections = metrics::gauge(
             registry,
             "admin_connection_number",
@@ -112,8 +103,7 @@ impl AdminServer {
         let router = calls::router(hooks).merge(mounted);
         let router = guard::protect(router, token, AdminMetrics { calls });
         let config = HttpConfig { max_connections: CONNECTIONS_MAX, request_timeout: REQUEST_TIMEOUT };
-        let acceptor = Acceptor { listener, tls, config, router, connections, tasks: tasks.clone() };
-        tasks.spawn("admin accept", acceptor.run());
+        serve::start(NAMES, config, binding.into(), router, connections, tasks);
         Ok(())
     }
 }

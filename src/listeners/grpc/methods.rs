@@ -1,0 +1,7 @@
+//! Paths of the methods that are served ahead of tonic's router.
+
+pub(super) const REQUIRE_BUFFER: &str = "/rss.common.ShuffleServer/requireBuffer";
+pub(super) const SEND_SHUFFLE_DATA: &str = "/rss.common.ShuffleServer/sendShuffleData";
+pub(super) const GET_MEMORY_SHUFFLE_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
+pub(super) const GET_LOCAL_SHUFFLE_INDEX: &str = "/rss.common.ShuffleServer/getLocalShuffleIndex";
+pub(super) const GET_LOCAL_SHUFFLE_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";

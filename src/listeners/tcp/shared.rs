@@ -1,0 +1,45 @@
+//! What all connections of the listener share.
+
+use std::sync::Arc;
+
+use tokio::sync::Semaphore;
+
+use crate::runtime::Handover;
+use crate::service::Service;
+
+use super::config::TcpConfig;
+use super::metrics::TcpMetrics;
+
+/// The listener's name in the log.
+pub(super) const LISTENER: &str = "tcp";
+
+/// Settings, the service, and the bounds that hold over all connections.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) config: TcpConfig,
+    pub(super) service: Arc<Service>,
+    pub(super) metrics: TcpMetrics,
+    pub(super) memory_reads: Arc<Semaphore>,
+    pub(super) local_reads: Arc<Semaphore>,
+    pub(super) large_requests: Arc<Semaphore>,
+    pub(super) handover: Handover,
+}
+
+impl Shared {
+    pub(super) fn new(
+        config: TcpConfig,
+        service: Arc<Service>,
+        metrics: TcpMetrics,
+        handover: Handover,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
+            local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
+            large_requests: Arc::new(Semaphore::new(config.large_requests_bytes_max as usize)),
+            config,
+            service,
+            metrics,
+            handover,
+        })
+    }
+}
