@@ -5,7 +5,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 
-use super::interfaces;
+use nix::ifaddrs::{InterfaceAddress, getifaddrs};
+use nix::net::if_::InterfaceFlags;
 
 /// Environment variables that fix the address, in order.
 pub const IP_VARIABLES: [&str; 2] = ["WORKER_IP", "RSS_IP"];
@@ -30,7 +31,9 @@ pub fn worker_ip() -> Result<IpAddr, InvalidIp> {
     if let Some(ip) = ip_from_environment(|variable| std::env::var(variable).ok())? {
         return Ok(ip);
     }
-    let found = interfaces::usable_ipv4().and_then(|addresses| best(&addresses)).or_else(route_source);
+    let interfaces = getifaddrs().into_iter().flatten();
+    let candidates: Vec<Ipv4Addr> = interfaces.filter_map(|it| candidate(&it)).collect();
+    let found = best(&candidates).or_else(route_source);
     if found.is_none() {
         tracing::warn!("no usable network interface found, telling the cluster 127.0.0.1");
     }
@@ -50,6 +53,18 @@ pub fn ip_from_environment(
         return Ok(Some(ip));
     }
     Ok(None)
+}
+
+/// An interface's IPv4 address, as the Java server chooses among them: the interface is up, not loopback, not
+/// point-to-point and not virtual (`eth0:1`), and the address has a broadcast address.
+fn candidate(interface: &InterfaceAddress) -> Option<Ipv4Addr> {
+    let relevant = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_LOOPBACK | InterfaceFlags::IFF_POINTOPOINT;
+    let is_real = interface.flags.intersection(relevant) == InterfaceFlags::IFF_UP;
+    let is_alias = interface.interface_name.contains(':');
+    if !is_real || is_alias || interface.broadcast.is_none() {
+        return None;
+    }
+    Some(interface.address?.as_sockaddr_in()?.ip())
 }
 
 /// The first public address, else the first one.
@@ -117,6 +132,30 @@ mod tests {
         assert_eq!(ip_from_environment(env(&[("WORKER_IP", "")])), Ok(None));
         let error = ip_from_environment(env(&[("WORKER_IP", "worker-1.example")])).unwrap_err();
         assert!(error.to_string().contains("WORKER_IP"), "{error}");
+    }
+
+    #[test]
+    fn only_real_interfaces_that_are_up_count() {
+        let address = |last, name: &str, flags, has_broadcast: bool| InterfaceAddress {
+            interface_name: name.to_owned(),
+            flags,
+            address: Some(std::net::SocketAddrV4::new([10, 0, 0, last].into(), 0).into()),
+            netmask: None,
+            broadcast: has_broadcast.then(|| std::net::SocketAddrV4::new([10, 0, 0, 255].into(), 0).into()),
+            destination: None,
+        };
+        let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_BROADCAST | InterfaceFlags::IFF_MULTICAST;
+        let interfaces = [
+            address(1, "lo", InterfaceFlags::IFF_UP | InterfaceFlags::IFF_LOOPBACK, true),
+            address(2, "eth0:1", up, true),
+            address(3, "eth0", up, true),
+            address(4, "eth0", up, false),
+            address(5, "eth1", InterfaceFlags::IFF_BROADCAST, true),
+            address(6, "ppp0", InterfaceFlags::IFF_UP | InterfaceFlags::IFF_POINTOPOINT, true),
+            InterfaceAddress { address: None, ..address(7, "eth0", up, true) },
+        ];
+        let found: Vec<Ipv4Addr> = interfaces.iter().filter_map(candidate).collect();
+        assert_eq!(found, [Ipv4Addr::new(10, 0, 0, 3)]);
     }
 
     #[test]

@@ -7,7 +7,6 @@
 pub mod embedded;
 pub mod heartbeat;
 pub mod identity;
-mod interfaces;
 mod report;
 
 pub use report::{NodeReport, ReportSource};
