@@ -1,15 +1,14 @@
 //! What the notes of a shuffle say: its registrations and the reports of its tasks. FROZEN as version 1 (see the
 //! golden test).
 //!
-//! A note is one byte kind, one byte version, then fields: integers as LEB128 (signed ones zigzag), text and lists with
-//! their length before them. Block ids are sorted and written as differences. Not here: how notes reach a disk
-//! (`store`), what they do (`service`). Pure: no I/O.
+//! A note is one byte kind, one byte version, then the fields of a tuple in postcard's format: integers as LEB128 (signed
+//! ones zigzag), text and lists with their length before them. It is that format because it is what version 1 is;
+//! protobuf's has a tag before each field. Block ids are sorted and written as differences. Not here: how notes reach a
+//! disk (`tiers`), what they do (`service`). Pure: no I/O.
 
-mod codec;
-
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use uniffle_wire::types::{Distribution, PartitionId};
-
-use self::codec::{Reader, Writer};
 
 const VERSION: u8 = 1;
 const REGISTRATION: u8 = 1;
@@ -88,105 +87,111 @@ impl Note {
     /// [`NoteError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, NoteError> {
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(NoteError::Malformed)?;
-        let mut reader = Reader::new(fields);
         let note = match (kind, version) {
-            (REGISTRATION, VERSION) => Registration::decode(&mut reader).map(Self::Registration),
-            (REPORT, VERSION) => Report::decode(&mut reader).map(Self::Report),
+            (REGISTRATION, VERSION) => {
+                whole(fields).and_then(Registration::from_fields).map(Self::Registration)
+            }
+            (REPORT, VERSION) => whole(fields).and_then(Report::from_fields).map(Self::Report),
             _ => return Err(NoteError::Unknown { kind, version }),
         };
-        note.filter(|_| reader.is_empty()).ok_or(NoteError::Malformed)
+        note.ok_or(NoteError::Malformed)
     }
 }
 
+/// Fields that take all of `bytes`. Nothing is allocated that the bytes do not pay for: lists grow as they are read.
+fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    let (fields, rest) = postcard::take_from_bytes(bytes).ok()?;
+    rest.is_empty().then_some(fields)
+}
+
+fn note(kind: u8, fields: &impl Serialize) -> Vec<u8> {
+    postcard::to_extend(fields, vec![kind, VERSION])
+        .expect("tuples and lists of known length always have a form")
+}
+
+/// As written: ranges, distribution, user, properties, whether any were sent, timeout (0 = none, as one is at least
+/// a minute), stage attempt, remote storage.
+type RegistrationFields = (Vec<(i32, i32)>, u32, String, Vec<(String, String)>, bool, u64, i32, Vec<u8>);
+
+/// As written: `bitmapNum`, task attempt, differences of sorted ids per partition.
+type ReportFields = (i32, i64, Vec<(i32, Vec<u64>)>);
+
 impl Registration {
     fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::new(REGISTRATION, VERSION);
-        writer.count(self.ranges.len());
-        for (start, end) in &self.ranges {
-            writer.signed(i64::from(*start));
-            writer.signed(i64::from(*end));
-        }
-        writer.unsigned(match self.distribution {
+        let distribution: u32 = match self.distribution {
             Distribution::Normal => 0,
             Distribution::LocalOrder => 1,
-        });
-        writer.bytes(self.user.as_bytes());
-        writer.count(self.properties.len());
-        for (key, value) in &self.properties {
-            writer.bytes(key.as_bytes());
-            writer.bytes(value.as_bytes());
-        }
-        writer.unsigned(u64::from(self.sent_properties));
-        // 0 = none; a timeout is at least a minute.
-        writer.unsigned(self.heartbeat_timeout_ms.unwrap_or(0));
-        writer.signed(i64::from(self.stage_attempt));
-        writer.bytes(&self.remote_storage);
-        writer.finish()
+        };
+        let fields = (
+            &self.ranges,
+            distribution,
+            &self.user,
+            &self.properties,
+            self.sent_properties,
+            self.heartbeat_timeout_ms.unwrap_or(0),
+            self.stage_attempt,
+            &self.remote_storage,
+        );
+        note(REGISTRATION, &fields)
     }
 
-    fn decode(reader: &mut Reader<'_>) -> Option<Self> {
-        let mut ranges = Vec::new();
-        for _ in 0..reader.count()? {
-            ranges.push((reader.signed_as()?, reader.signed_as()?));
-        }
-        let distribution = match reader.unsigned()? {
+    fn from_fields(fields: RegistrationFields) -> Option<Self> {
+        let (
+            ranges,
+            distribution,
+            user,
+            properties,
+            sent_properties,
+            timeout_ms,
+            stage_attempt,
+            remote_storage,
+        ) = fields;
+        let distribution = match distribution {
             0 => Distribution::Normal,
             1 => Distribution::LocalOrder,
             _ => return None,
         };
-        let user = reader.text()?;
-        let mut properties = Vec::new();
-        for _ in 0..reader.count()? {
-            properties.push((reader.text()?, reader.text()?));
-        }
+        let heartbeat_timeout_ms = Some(timeout_ms).filter(|ms| *ms > 0);
         Some(Self {
             ranges,
             distribution,
             user,
             properties,
-            sent_properties: reader.unsigned()? != 0,
-            heartbeat_timeout_ms: Some(reader.unsigned()?).filter(|ms| *ms > 0),
-            stage_attempt: reader.signed_as()?,
-            remote_storage: reader.bytes()?.to_vec(),
+            sent_properties,
+            heartbeat_timeout_ms,
+            stage_attempt,
+            remote_storage,
         })
     }
 }
 
 impl Report {
     fn encode(&self) -> Vec<u8> {
-        let mut writer = Writer::new(REPORT, VERSION);
-        writer.signed(i64::from(self.bitmap_count));
-        writer.signed(self.task_attempt);
-        writer.count(self.partitions.len());
-        for (partition, ids) in &self.partitions {
-            writer.signed(i64::from(partition.0));
-            writer.count(ids.len());
-            let mut sorted: Vec<u64> = ids.iter().map(|id| id.cast_unsigned()).collect();
-            sorted.sort_unstable();
+        let differences = |ids: &[i64]| {
+            let mut ids: Vec<u64> = ids.iter().map(|id| id.cast_unsigned()).collect();
+            ids.sort_unstable();
             let mut before = 0;
-            for id in sorted {
-                writer.unsigned(id - before);
-                before = id;
-            }
-        }
-        writer.finish()
+            ids.iter_mut().for_each(|id| *id -= std::mem::replace(&mut before, *id));
+            ids
+        };
+        let partitions: Vec<(i32, Vec<u64>)> =
+            self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids))).collect();
+        note(REPORT, &(self.bitmap_count, self.task_attempt, partitions))
     }
 
-    fn decode(reader: &mut Reader<'_>) -> Option<Self> {
-        let (bitmap_count, task_attempt) = (reader.signed_as()?, reader.signed()?);
-        let mut partitions = Vec::new();
-        for _ in 0..reader.count()? {
-            let partition = PartitionId(reader.signed_as()?);
-            let count = reader.count()?;
-            let mut ids = Vec::with_capacity(count);
+    /// None for ids beyond 64 bits.
+    fn from_fields((bitmap_count, task_attempt, partitions): ReportFields) -> Option<Self> {
+        let ids = |differences: Vec<u64>| -> Option<Vec<i64>> {
             let mut id = 0u64;
-            for _ in 0..count {
-                id = id.checked_add(reader.unsigned()?)?;
-                ids.push(id.cast_signed());
-            }
-            partitions.push((partition, ids));
-        }
-        Some(Self { bitmap_count, task_attempt, partitions })
+            let next = |difference: u64| {
+                id = id.checked_add(difference)?;
+                Some(id.cast_signed())
+            };
+            differences.into_iter().map(next).collect()
+        };
+        let partitions =
+            partitions.into_iter().map(|(id, differences)| Some((PartitionId(id), ids(differences)?)));
+        Some(Self { bitmap_count, task_attempt, partitions: partitions.collect::<Option<_>>()? })
     }
 }
 
