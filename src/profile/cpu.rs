@@ -9,13 +9,12 @@ use std::collections::HashMap;
 use std::io;
 use std::ops::RangeInclusive;
 
-use pprof::protos::Message as _;
 use pprof::{Frames, ProfilerGuard, ProfilerGuardBuilder, Report};
 use signal_hook::consts::SIGPROF;
 use signal_hook::low_level::raise;
 use tokio::time::{Duration, sleep};
 
-use super::{Format, ProfileError, in_background};
+use super::{Format, ProfileError, in_background, render};
 
 /// How long a profile may take.
 pub const SECONDS: RangeInclusive<u64> = 1..=300;
@@ -25,12 +24,6 @@ pub const FREQUENCY: RangeInclusive<u32> = 1..=1000;
 
 /// Off the beat of timers that fire a hundred times a second.
 pub const FREQUENCY_DEFAULT: u32 = 99;
-
-/// The picture of a process that took no CPU time while it was sampled.
-const IDLE_SVG: &str = concat!(
-    r#"<?xml version="1.0" standalone="no"?><svg xmlns="http://www.w3.org/2000/svg" width="640" height="60">"#,
-    r#"<text x="16" y="36" font-family="sans-serif">No samples: no thread ran on a CPU meanwhile.</text></svg>"#,
-);
 
 /// Samples for `duration`, then renders. Dropping the future ends the profile.
 ///
@@ -52,7 +45,11 @@ pub async fn profile(duration: Duration, frequency: u32, format: Format) -> Resu
         for (frames, count) in resolved {
             *data.entry(frames).or_default() += count;
         }
-        render(&Report { data, timing: samples.timing }, format)
+        let report = Report { data, timing: samples.timing };
+        match format {
+            Format::Protobuf => Ok(render::protobuf(&report)),
+            Format::Svg => render::svg(&report).map_err(failed),
+        }
     })
     .await
 }
@@ -74,32 +71,6 @@ fn load_unwind_tables() -> Result<(), ProfileError> {
     raised.map_err(failed)
 }
 
-fn render(report: &Report, format: Format) -> Result<Vec<u8>, ProfileError> {
-    match format {
-        Format::Protobuf => Ok(report.pprof().map_err(failed)?.encode_to_vec()),
-        // pprof draws nothing then, which a browser shows as a broken image.
-        Format::Svg if report.data.is_empty() => Ok(IDLE_SVG.into()),
-        Format::Svg => {
-            let mut svg = Vec::new();
-            report.flamegraph(&mut svg).map_err(failed)?;
-            Ok(svg)
-        }
-    }
-}
-
 fn failed(error: impl std::fmt::Display) -> ProfileError {
     ProfileError::Failed(error.to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_flamegraph_of_an_idle_process_is_a_picture_that_says_so() {
-        let nothing = Report { data: HashMap::new(), timing: Default::default() };
-        let svg = render(&nothing, Format::Svg).expect("a picture");
-        let svg = String::from_utf8(svg).expect("text");
-        assert!(svg.starts_with("<?xml") && svg.ends_with("</svg>") && svg.contains("No samples"), "{svg}");
-    }
 }

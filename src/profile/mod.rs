@@ -6,6 +6,7 @@
 pub mod allocator;
 pub mod cpu;
 pub mod heap;
+mod render;
 pub mod tasks;
 
 /// What a profile is rendered as.
