@@ -21,7 +21,8 @@ use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::profile::heap;
 use uniffle_worker::server::{Command, Ended, Inherited, Origin, Successor, Surroundings};
-use uniffle_worker::telemetry::traces;
+#[cfg(feature = "otlp")]
+use uniffle_worker::telemetry::otlp;
 use uniffle_worker::{server, telemetry};
 
 #[cfg(feature = "jemalloc")]
@@ -142,10 +143,14 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
             .enable_all()
             .build()
             .context("cannot start the runtime")?;
-        let collector = config.tracing.otlp_endpoint.as_deref();
-        let traces = collector.map(|endpoint| traces::export(endpoint, runtime.handle())).transpose()?;
+        #[cfg(feature = "otlp")]
+        let export = {
+            let collector = config.tracing.otlp_endpoint.as_deref();
+            collector.map(|endpoint| otlp::export(endpoint, runtime.handle())).transpose()?
+        };
         let ended = runtime.block_on(Box::pin(serve(config, surroundings.clone(), inherited)));
-        drop(traces);
+        #[cfg(feature = "otlp")]
+        drop(export);
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
         let Ended::Upgrade { successor, sockets } = ended? else { return Ok(()) };

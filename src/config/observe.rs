@@ -60,6 +60,9 @@ pub(super) fn tracing(reader: &mut Reader) -> Tracing {
 
 /// OTLP over gRPC without TLS. What the URL's path would mean is not defined there.
 fn otlp_endpoint(text: &str) -> Result<String, String> {
+    if !cfg!(feature = "otlp") {
+        return Err("this program was built without the feature otlp".to_owned());
+    }
     let allowed = || "a URL such as \"http://collector:4317\" (OTLP over gRPC)".to_owned();
     let uri: http::Uri = text.parse().map_err(|_| allowed())?;
     let plain = uri.scheme_str() == Some("http") && uri.host().is_some_and(|host| !host.is_empty());
@@ -111,6 +114,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "otlp")]
     fn collectors_are_plain_urls_with_a_port() {
         assert_eq!(otlp_endpoint("http://c:4317/").as_deref(), Ok("http://c:4317"));
         for bad in ["c:4317", "https://c:4317", "http://c", "http://c:4317/v1/traces", "http://:4317", ""] {

@@ -7,6 +7,8 @@
 mod audit;
 mod files;
 mod log_limiter;
+#[cfg(feature = "otlp")]
+pub mod otlp;
 mod panics;
 mod refusals;
 pub mod traces;

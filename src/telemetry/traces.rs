@@ -1,33 +1,11 @@
-//! Traces: which calls get one, and where they go.
+//! Traces: which calls and flushes get one.
 //!
-//! A span per call and per flush, with children for what they wait for; never per block. Whoever begins one asks the
-//! worker's [`Traces`]; without a collector in the configuration that is a branch and no more. The collector's end,
-//! like the log, is the process's: `main` calls [`export`] once.
+//! A span per call and per flush, with children for what they wait for; never per block. Code that begins one asks the
+//! worker's [`Traces`]; without a collector in the configuration that is one branch. Where spans go is the process's
+//! business, not a worker's: see `otlp`. In a build without that feature every span is a no-op.
 
-use std::borrow::Cow;
-use std::thread;
-use std::time::Duration;
-
-use anyhow::Context as _;
 use fastrace::Span;
-use fastrace::collector::{Config, SpanContext};
-use fastrace_opentelemetry::OpenTelemetryReporter;
-use opentelemetry::{InstrumentationScope, KeyValue};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig as _};
-use opentelemetry_sdk::Resource;
-use tokio::runtime::Handle;
-use tokio::time::timeout;
-
-use super::LogLimiter;
-
-/// For one batch of spans.
-const EXPORT_DEADLINE: Duration = Duration::from_secs(5);
-
-/// For what is left when the process ends.
-const LAST_EXPORT_DEADLINE: Duration = Duration::from_secs(2);
-
-/// Between two warnings while the collector is away.
-const WARN_INTERVAL: Duration = Duration::from_secs(600);
+use fastrace::collector::SpanContext;
 
 /// Which calls are traced.
 #[derive(Debug, Clone, Copy, Default)]
@@ -77,83 +55,10 @@ impl Traces {
     }
 }
 
-/// Sends spans to the collector until it is dropped.
-#[derive(Debug)]
-#[must_use = "spans that wait are sent when this is dropped"]
-pub struct Export(());
-
-/// Sends the process's spans to the OTLP collector at `endpoint`, on `runtime`. One that is away costs a
-/// warning now and then, and the spans.
-///
-/// # Errors
-/// An endpoint that is none.
-pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
-    let _entered = runtime.enter(); // the exporter's connection belongs to it
-    let exporter = SpanExporter::builder()
-        .with_tonic()
-        .with_endpoint(endpoint)
-        .with_timeout(EXPORT_DEADLINE)
-        .build()
-        .with_context(|| format!("tracing.otlp_endpoint = {endpoint}"))?;
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let resource = Resource::builder_empty()
-        .with_service_name("uniffle-worker")
-        .with_attributes([
-            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
-            KeyValue::new("host.name", host),
-        ])
-        .build();
-    let scope =
-        InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
-    let handle = runtime.clone();
-    let warnings = LogLimiter::new(1, WARN_INTERVAL);
-    let endpoint = endpoint.to_owned();
-    let reporter =
-        OpenTelemetryReporter::new(exporter, Cow::Owned(resource), scope).with_block_on(move |export| {
-            let sent = handle.block_on(async { timeout(EXPORT_DEADLINE, export).await });
-            let reason = match sent {
-                Ok(Ok(())) => None,
-                Ok(Err(error)) => Some(error.to_string()),
-                Err(_) => Some(format!("no answer within {EXPORT_DEADLINE:?}")),
-            };
-            tell(&endpoint, reason, &warnings);
-            Ok(())
-        });
-    fastrace::set_reporter(reporter, Config::default());
-    Ok(Export(()))
-}
-
-fn tell(endpoint: &str, failure: Option<String>, warnings: &LogLimiter) {
-    match failure {
-        None if warnings.reset() => tracing::info!(endpoint, "the collector takes traces again"),
-        None => {}
-        Some(reason) => {
-            let Some(_failures) = warnings.pass() else { return };
-            tracing::warn!(
-                endpoint,
-                reason,
-                "the collector does not take traces, those of this time are lost"
-            );
-        }
-    }
-}
-
-impl Drop for Export {
-    /// Sends what waits, within a deadline.
-    fn drop(&mut self) {
-        let (done, wait) = std::sync::mpsc::channel();
-        let flush = move || {
-            fastrace::flush();
-            let _ = done.send(());
-        };
-        if thread::Builder::new().name("uniffle-traces".to_owned()).spawn(flush).is_ok() {
-            let _ = wait.recv_timeout(LAST_EXPORT_DEADLINE);
-        }
-    }
-}
-
-#[cfg(test)]
+#[cfg(all(test, feature = "otlp"))]
 mod tests {
+    use fastrace::collector::Config;
+
     use super::*;
 
     const SAMPLED: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -165,12 +70,12 @@ mod tests {
 
     #[test]
     fn the_client_decides_and_else_the_share() {
-        // Spans exist only while somebody takes them.
-        struct Nobody;
-        impl fastrace::collector::Reporter for Nobody {
+        // Spans exist only while there is a reporter.
+        struct Discard;
+        impl fastrace::collector::Reporter for Discard {
             fn report(&mut self, _: Vec<fastrace::collector::SpanRecord>) {}
         }
-        fastrace::set_reporter(Nobody, Config::default());
+        fastrace::set_reporter(Discard, Config::default());
         let (never, always) = (Traces::sampled(0.0), Traces::sampled(1.0));
         assert!(is_traced(never, Some(SAMPLED)) && !is_traced(never, None));
         assert!(is_traced(always, None) && !is_traced(always, Some(NOT_SAMPLED)));
