@@ -3,7 +3,7 @@
 
 use bytes::{Bytes, BytesMut};
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use uniffle_client::send::{self, SendForm};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
-use rand::{Rng, RngCore, SeedableRng};
+use rand::{Rng, RngExt, SeedableRng};
 
 use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;

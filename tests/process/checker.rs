@@ -1,6 +1,6 @@
 //! Random writers and readers against a worker over local disks: `support::checker` says what must hold.
 
-use rand::Rng as _;
+use rand::RngExt as _;
 use tokio::task::block_in_place;
 
 use crate::support::checker::{Checker, End, run_of};

@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use rand::{Rng as _, SeedableRng as _};
+use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep};

@@ -1,7 +1,7 @@
 //! What no client does. Each ends in a clear answer or a closed connection; nothing leaks, other connections go on.
 
 use bytes::{BufMut, BytesMut};
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use uniffle_wire::reply::Answer;
 use uniffle_worker::listeners::tcp::TcpConfig;

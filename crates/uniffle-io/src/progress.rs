@@ -159,7 +159,7 @@ impl Detour {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use rand::{Rng, SeedableRng};
+    use rand::{RngExt, SeedableRng};
 
     use super::*;
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use uniffle_io::{
     BoxFuture, Disk, DiskLock, File, Media, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen,

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rand::RngCore;
+use rand::Rng;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use uuid::Uuid;
