@@ -5,7 +5,6 @@
 use prometheus::core::Collector;
 use prometheus::{IntCounter, IntGauge, Registry};
 
-use super::buffer::Committed;
 use crate::metrics;
 
 #[derive(Debug)]
@@ -78,10 +77,10 @@ impl MemoryMetrics {
         Ok(metrics)
     }
 
-    pub(super) fn count_duplicates(&self, done: &Committed) {
-        if done.duplicate_blocks > 0 {
-            self.duplicate_blocks.inc_by(done.duplicate_blocks as u64);
-            self.duplicate_bytes.inc_by(done.duplicate_bytes);
+    pub(super) fn count_duplicates(&self, blocks: usize, bytes: u64) {
+        if blocks > 0 {
+            self.duplicate_blocks.inc_by(blocks as u64);
+            self.duplicate_bytes.inc_by(bytes);
         }
     }
 }

@@ -51,7 +51,7 @@ impl Names {
 
 pin_project! {
     /// See [`Names::named`].
-    pub(super) struct Named<F> {
+    pub(crate) struct Named<F> {
         #[pin]
         future: F,
         name: &'static str,

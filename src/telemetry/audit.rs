@@ -1,4 +1,4 @@
-//! What was done to whom: registrations, removals, the operator's doings and losses.
+//! The audit log: registrations, removals, the operator's actions and losses.
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;

@@ -8,7 +8,7 @@ use parking_lot::{Mutex, RwLock};
 use tracing_appender::non_blocking::{NonBlocking, WorkerGuard};
 use tracing_appender::rolling;
 
-use super::{Rotation, TelemetryConfig};
+use super::settings::{Rotation, TelemetryConfig};
 
 /// A log file behind a queue, and how to open it again.
 #[derive(Debug)]

@@ -11,10 +11,10 @@ mod log_limiter;
 pub mod otlp;
 mod panics;
 mod refusals;
+mod settings;
 pub mod traces;
 
 use std::io::IsTerminal as _;
-use std::path::PathBuf;
 
 use anyhow::Context as _;
 use tracing::Subscriber;
@@ -30,41 +30,7 @@ pub use audit::AUDIT;
 pub use log_limiter::LogLimiter;
 pub use panics::{panic_count, register_panic_count};
 pub use refusals::Refusals;
-
-/// When a log file is closed and the next one opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rotation {
-    /// At midnight (UTC).
-    Daily,
-    /// At the full hour.
-    Hourly,
-    /// Never.
-    Never,
-}
-
-/// How a line of the log looks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object per line.
-    Json,
-}
-
-/// Where logs go, already validated.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TelemetryConfig {
-    /// Directory of the log files; none = stderr.
-    pub directory: Option<PathBuf>,
-    /// When files are changed.
-    pub rotation: Rotation,
-    /// Files kept of each kind.
-    pub files_max: usize,
-    /// How lines look.
-    pub format: LogFormat,
-    /// Text for [`parse_filter`].
-    pub filter: String,
-}
+pub use settings::{LogFormat, Rotation, TelemetryConfig};
 
 /// Keeps the log writers alive; what is still queued is written when this is dropped.
 #[derive(Debug)]
@@ -169,7 +135,7 @@ fn console() -> Box<dyn Layer<Registry> + Send + Sync> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
 
     use super::*;
 

@@ -1,4 +1,4 @@
-//! What clients do wrong, in the log: a few lines of each kind a minute, however often it happens.
+//! Client-caused errors in the log: a few lines of each kind a minute, however often they happen.
 //!
 //! Not here: what counts as the client's fault, and metrics. Nothing is formatted for a line that is held back.
 
@@ -16,7 +16,7 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// Of an error's text, which may hold what the client sent.
 const TEXT_CHARS_MAX: usize = 300;
 
-/// Says which lines are due, by kind.
+/// Limits the log lines of each kind.
 #[derive(Debug, Default)]
 pub struct Refusals {
     kinds: Mutex<BTreeMap<&'static str, LogLimiter>>,

@@ -193,7 +193,7 @@ impl Buffer {
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
         drop((duplicates, permits, metadata));
-        self.shared.metrics.count_duplicates(&done);
+        self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
 
@@ -221,8 +221,8 @@ impl Buffer {
             None => self.rotate(&mut state),
         };
         let claimed = batch.claim(InFlight {
-            _charged: self.shared.in_flight.overdraw(batch.charged_bytes()),
-            _blocks: self.shared.in_flight_blocks.overdraw(batch.blocks() as u64),
+            _charged: self.shared.in_flight.force_charge(batch.charged_bytes()),
+            _blocks: self.shared.in_flight_blocks.force_charge(batch.blocks() as u64),
         });
         debug_assert!(claimed, "claimed under the lock only");
         self.publish_counters(&state);
@@ -253,7 +253,7 @@ impl Buffer {
     }
 
     /// Gives back segments in which everything was aborted. The flusher's scan calls it for all buffers, so that dead
-    /// sends do not hold memory in partitions that nobody writes to any more.
+    /// sends do not hold memory in partitions that are no longer written to.
     pub fn drop_dead(&self) {
         if !self.aborted.load(Ordering::Relaxed) {
             return;
