@@ -6,7 +6,7 @@
 //! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → tiers, at its own pace |
-//! | state | [`app`], [`memory`], [`tiers`], [`journal`] | siblings that do not know each other |
+//! | state | [`app`], [`memory`], [`tiers`], [`metadata_log`] | siblings that do not know each other |
 //! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
@@ -30,8 +30,8 @@ pub mod service;
 pub mod flush;
 
 pub mod app;
-pub mod journal;
 pub mod memory;
+pub mod metadata_log;
 pub mod tiers;
 
 pub mod profile;

@@ -24,7 +24,7 @@ const LAYERS: &[&[&str]] = &[
     &["listeners", "coordinator"],
     &["service"],
     &["flush"],
-    &["app", "memory", "tiers", "journal"],
+    &["app", "memory", "tiers", "metadata_log"],
     &["profile"],
     &["runtime", "telemetry"],
     &["metrics", "proto"],

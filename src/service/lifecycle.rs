@@ -13,7 +13,7 @@ use prometheus::Histogram;
 use tokio::time::Instant;
 
 use crate::app::{PartitionRanges, Registration};
-use crate::journal::{self, Note};
+use crate::metadata_log::{self, Record};
 use crate::telemetry::AUDIT;
 use crate::tiers::hdfs::{Cause, PreparedStorage, Removal};
 use crate::tiers::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
@@ -320,7 +320,7 @@ fn registration_note(registration: &Registration, remote_storage: Vec<u8>) -> Ve
         registration.properties.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
     properties.sort();
     let timeout = registration.heartbeat_timeout;
-    let note = journal::Registration {
+    let note = metadata_log::Registration {
         ranges: registration.ranges.to_vec(),
         distribution: registration.distribution,
         user: registration.user.clone(),
@@ -330,7 +330,7 @@ fn registration_note(registration: &Registration, remote_storage: Vec<u8>) -> Ve
         stage_attempt: 0,
         remote_storage,
     };
-    Note::Registration(note).encode()
+    Record::Registration(note).encode()
 }
 
 /// Tells one note from another; 0 is none.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use croaring::Treemap;
 
-use crate::journal::{Note, Report};
+use crate::metadata_log::{Record, Report};
 use crate::tiers::LocalStore;
 use crate::tiers::StoreErrorKind;
 use uniffle_wire::bitmap;
@@ -92,7 +92,7 @@ impl Service {
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
             return Ok(bitmap::encode(&Treemap::new()));
         };
-        if let Some(reason) = shuffle.losses().reports_in_doubt() {
+        if let Some(reason) = shuffle.losses().reports_incomplete() {
             let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
             return Err(ServiceError::Lost(text));
         }
@@ -122,7 +122,7 @@ async fn note_report(
     let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
     let report = Report { bitmap_count, task_attempt, partitions };
     let encode = move || {
-        let note = Note::Report(report);
+        let note = Record::Report(report);
         (note.encode(), note)
     };
     let (bytes, note) = if ids <= INLINE_IDS_MAX {
@@ -135,8 +135,8 @@ async fn note_report(
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {
-            Note::Report(report) => Ok(report.partitions),
-            Note::Registration(_) => Ok(Vec::new()),
+            Record::Report(report) => Ok(report.partitions),
+            Record::Registration(_) => Ok(Vec::new()),
         },
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
-use crate::journal::{self, Note};
+use crate::metadata_log::{self, Record};
 use crate::tiers::{Recovered, RecoveredShuffle, RemoteStorage};
 use uniffle_wire::types::ShuffleKey;
 
@@ -96,10 +96,10 @@ impl Service {
         let mut registrations = Vec::new();
         let mut reports = Vec::new();
         for note in &shuffle.notes {
-            match Note::decode(note) {
-                Ok(Note::Registration(registration)) => registrations.push(registration),
-                Ok(Note::Report(report)) => reports.push(report),
-                Err(error) => return Err(ServiceError::Malformed(format!("journal: {error}"))),
+            match Record::decode(note) {
+                Ok(Record::Registration(registration)) => registrations.push(registration),
+                Ok(Record::Report(report)) => reports.push(report),
+                Err(error) => return Err(ServiceError::Malformed(format!("metadata log: {error}"))),
             }
         }
         if registrations.is_empty() {
@@ -122,7 +122,7 @@ impl Service {
             }
         }
         if !shuffle.notes_missing.is_empty() {
-            state.losses().doubt_reports(shuffle.notes_missing);
+            state.losses().mark_reports_incomplete(shuffle.notes_missing);
         }
         if remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
@@ -171,7 +171,7 @@ impl Service {
     }
 }
 
-fn registration_of(key: &ShuffleKey, note: journal::Registration) -> Result<Registration, ServiceError> {
+fn registration_of(key: &ShuffleKey, note: metadata_log::Registration) -> Result<Registration, ServiceError> {
     Ok(Registration {
         key: key.clone(),
         ranges: PartitionRanges::parse(&note.ranges)?,

@@ -1,10 +1,10 @@
-//! What the notes of a shuffle say: its registrations and the reports of its tasks. FROZEN as version 1 (see the
+//! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Version 1 is FROZEN (see the
 //! golden test).
 //!
-//! A note is one byte kind, one byte version, then the fields of a tuple in postcard's format: integers as LEB128 (signed
-//! ones zigzag), text and lists with their length before them. It is that format because it is what version 1 is;
-//! protobuf's has a tag before each field. Block ids are sorted and written as differences. Not here: how notes reach a
-//! disk (`tiers`), what they do (`service`). Pure: no I/O.
+//! A record is one byte kind, one byte version, then a tuple in postcard's format: integers as LEB128 (signed ones
+//! zigzag), text and lists with their length before them. Protobuf's would be another format: it has a tag before each
+//! field. Block ids are sorted and written as differences. Not here: how records reach a disk (`tiers`), what they do
+//! (`service`). Pure: no I/O.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -14,9 +14,9 @@ const VERSION: u8 = 1;
 const REGISTRATION: u8 = 1;
 const REPORT: u8 = 2;
 
-/// A note.
+/// A record of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Note {
+pub enum Record {
     /// The shuffle was registered.
     Registration(Registration),
     /// A task attempt reported its blocks.
@@ -55,11 +55,11 @@ pub struct Report {
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
 }
 
-/// Why bytes are no note.
+/// Why bytes are not a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NoteError {
+pub enum RecordError {
     /// A later program wrote it.
-    #[error("note of kind {kind} and version {version} is not known")]
+    #[error("record of kind {kind} and version {version} is not known")]
     Unknown {
         /// First byte.
         kind: u8,
@@ -67,12 +67,12 @@ pub enum NoteError {
         version: u8,
     },
     /// It ends too early, or a field cannot be what it is.
-    #[error("note is malformed")]
+    #[error("record is malformed")]
     Malformed,
 }
 
-impl Note {
-    /// The note's bytes.
+impl Record {
+    /// The record as bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -81,20 +81,20 @@ impl Note {
         }
     }
 
-    /// Reads a note. Whatever the bytes are, nothing is allocated that they do not pay for.
+    /// Reads a record. Whatever the bytes are, nothing is allocated that they do not pay for.
     ///
     /// # Errors
-    /// [`NoteError`].
-    pub fn decode(bytes: &[u8]) -> Result<Self, NoteError> {
-        let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(NoteError::Malformed)?;
-        let note = match (kind, version) {
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
+        let record = match (kind, version) {
             (REGISTRATION, VERSION) => {
                 whole(fields).and_then(Registration::from_fields).map(Self::Registration)
             }
             (REPORT, VERSION) => whole(fields).and_then(Report::from_fields).map(Self::Report),
-            _ => return Err(NoteError::Unknown { kind, version }),
+            _ => return Err(RecordError::Unknown { kind, version }),
         };
-        note.ok_or(NoteError::Malformed)
+        record.ok_or(RecordError::Malformed)
     }
 }
 
@@ -104,7 +104,7 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     rest.is_empty().then_some(fields)
 }
 
-fn note(kind: u8, fields: &impl Serialize) -> Vec<u8> {
+fn record(kind: u8, fields: &impl Serialize) -> Vec<u8> {
     postcard::to_extend(fields, vec![kind, VERSION])
         .expect("tuples and lists of known length always have a form")
 }
@@ -132,7 +132,7 @@ impl Registration {
             self.stage_attempt,
             &self.remote_storage,
         );
-        note(REGISTRATION, &fields)
+        record(REGISTRATION, &fields)
     }
 
     fn from_fields(fields: RegistrationFields) -> Option<Self> {
@@ -176,7 +176,7 @@ impl Report {
         };
         let partitions: Vec<(i32, Vec<u64>)> =
             self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids))).collect();
-        note(REPORT, &(self.bitmap_count, self.task_attempt, partitions))
+        record(REPORT, &(self.bitmap_count, self.task_attempt, partitions))
     }
 
     /// None for ids beyond 64 bits.
@@ -201,8 +201,8 @@ mod tests {
 
     use super::*;
 
-    fn hex(note: &Note) -> String {
-        note.encode().iter().map(|byte| format!("{byte:02x}")).collect()
+    fn hex(record: &Record) -> String {
+        record.encode().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// The format is a promise to every later version: these bytes must not change while the version is 1.
@@ -219,7 +219,7 @@ mod tests {
             remote_storage: vec![7],
         };
         assert_eq!(
-            hex(&Note::Registration(registration)),
+            hex(&Record::Registration(registration)),
             "010102007e8c018c010103616e6e010161013101e0d403040107"
         );
         let report = Report {
@@ -227,10 +227,10 @@ mod tests {
             task_attempt: 300,
             partitions: vec![(PartitionId(5), vec![130, 2]), (PartitionId(6), vec![])],
         };
-        assert_eq!(hex(&Note::Report(report)), "020102d804020a020280010c00");
+        assert_eq!(hex(&Record::Report(report)), "020102d804020a020280010c00");
     }
 
-    fn note() -> impl Strategy<Value = Note> {
+    fn any_record() -> impl Strategy<Value = Record> {
         let text = || "[a-zé.]{0,12}";
         let registration = (
             prop::collection::vec(any::<(i32, i32)>(), 0..5),
@@ -244,7 +244,7 @@ mod tests {
                     let distribution = if ordered { Distribution::LocalOrder } else { Distribution::Normal };
                     let heartbeat_timeout_ms = timeout.map(std::num::NonZeroU64::get);
                     let sent_properties = sent;
-                    Note::Registration(Registration {
+                    Record::Registration(Registration {
                         ranges,
                         distribution,
                         user,
@@ -264,22 +264,22 @@ mod tests {
                     .into_iter()
                     .map(|(id, ids)| (PartitionId(id), ids.into_iter().collect()))
                     .collect();
-                Note::Report(Report { bitmap_count, task_attempt, partitions })
+                Record::Report(Report { bitmap_count, task_attempt, partitions })
             });
         prop_oneof![registration, report]
     }
 
     proptest! {
         #[test]
-        fn every_note_survives(note in note(), cut: prop::sample::Index) {
-            let bytes = note.encode();
-            prop_assert_eq!(Note::decode(&bytes), Ok(note));
-            prop_assert!(Note::decode(&bytes[..cut.index(bytes.len())]).is_err());
+        fn every_record_survives(record in any_record(), cut: prop::sample::Index) {
+            let bytes = record.encode();
+            prop_assert_eq!(Record::decode(&bytes), Ok(record));
+            prop_assert!(Record::decode(&bytes[..cut.index(bytes.len())]).is_err());
         }
 
         #[test]
         fn no_bytes_make_it_panic(bytes: Vec<u8>, kind in 0u8..4) {
-            let _ = Note::decode(&[&[kind, VERSION], &bytes[..]].concat());
+            let _ = Record::decode(&[&[kind, VERSION], &bytes[..]].concat());
         }
     }
 }
