@@ -79,14 +79,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// SIGUSR2 ends a process that does not listen to it, as one does not that has just begun. So it waits until somebody
-/// listens; `exec` keeps both what is held and what waits, so that not even a signal between two programs ends them.
+/// Blocks SIGUSR2, whose default action would end a process that has not installed its handler yet. The mask and a
+/// pending signal survive `exec`, so that a signal between two programs of an upgrade is not lost either.
 fn hold_upgrade_signal() {
-    // Fails for a set that is none only.
+    // Fails for an invalid set only.
     let _ = upgrade_signal().thread_block();
 }
 
-/// The opposite; this thread is the one that takes it, as those of the runtime inherit that it is held.
+/// The opposite, on this thread alone: the runtime's threads inherited the mask, so it is this one that takes it.
 fn take_upgrade_signal() {
     let _ = upgrade_signal().thread_unblock();
 }
@@ -179,7 +179,7 @@ async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited
             },
             signal = signals.next() => signal,
         };
-        // Fails if the server has ended, which the next turn shows, or if it has been told a few things already.
+        // Fails if the server has ended, which the next turn shows, or while a few commands are queued already.
         let _ = match signal {
             "SIGUSR2" | "SIGHUP" if stopping => continue,
             "SIGHUP" => commands.try_send(Command::Reload),

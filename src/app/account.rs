@@ -2,8 +2,8 @@
 //!
 //! Entries are made per request and per batch, never per block: some relaxed additions beside a socket read or a disk
 //! call. An account has [`STAGES`] stages of a few counters and a coarse histogram each, about 1.5 KiB in all, so
-//! that the limit on applications bounds them; how many accounts of applications that are gone are kept is `service`'s
-//! affair. Sums of stages that ran at the same time for several tasks may be longer than the wall clock's time.
+//! that the limit on applications bounds them; how many accounts of finished applications are kept is decided in
+//! `service`. Sums of stages that ran at the same time for several tasks may be longer than the wall clock's time.
 
 use std::array;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -44,7 +44,7 @@ pub const STAGES: [Stage; 7] = [
 /// Buckets of a histogram: bucket `n` counts durations below 2^n µs, the last one everything else (over 67 s).
 const BUCKETS: usize = 27;
 
-/// See the module.
+/// The counters of one application; shared by everything that works for it.
 #[derive(Debug)]
 pub struct Account {
     opened: Instant,
@@ -101,16 +101,16 @@ struct Entry {
 }
 
 /// A wait that began with a refusal. Of many tasks that wait at once only the first refusal and the first grant count:
-/// it is the time in which the application as a whole was held up. One that nobody ends (the task gave up) ends with
+/// it is the time in which the application as a whole was held up. A wait without a grant (the task gave up) ends with
 /// its latest refusal.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// 0 = nobody waits.
+    /// 0 = no wait.
     since_us: AtomicU64,
     latest_us: AtomicU64,
 }
 
-/// Clients that wait ask again within seconds; after so long without a refusal nobody was waiting.
+/// Clients that wait ask again within seconds; after so long without a refusal the wait is over.
 const PATIENCE_US: u64 = 60_000_000;
 
 impl Waiting {

@@ -1,10 +1,10 @@
-//! What of a shuffle is lost: blocks that a task was told are safe and that are in no tier any more.
+//! The loss ledger of a shuffle: blocks that were acknowledged and are in no tier any more.
 //!
 //! Which blocks an earlier process left readable is known (*present*); a reported block that is not among them is lost.
-//! What it left in remote files is known only when somebody has looked: until then reported blocks that are nowhere else
-//! are *in doubt*, neither there nor lost.
-//! Ids are kept exactly, so that reads that do not want a lost block are not disturbed and one that is sent again heals.
-//! What is told about them is bounded: beyond the bound entries are only counted.
+//! What it left in remote files is known only once they were searched: until then reported blocks that are nowhere else
+//! are *unverified*, neither present nor lost.
+//! Ids are kept exactly, so that reads that do not ask for a lost block are served and a block that is sent again is no
+//! longer lost. The entries listed for operators are bounded; beyond the bound losses are only counted.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use parking_lot::Mutex;
 use super::quota::{Quota, Share};
 use uniffle_wire::types::{BlockId, PartitionId};
 
-/// Entries told of one shuffle.
+/// Entries listed of one shuffle.
 const ENTRIES_MAX: usize = 256;
-/// Ranges of ids told of one entry.
+/// Ranges of ids listed of one entry.
 const RANGES_MAX: usize = 16;
 
-/// A loss as it is told.
+/// A loss as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loss {
     /// The partition.
@@ -56,12 +56,12 @@ pub struct Losses {
     /// Lost ids, so that readers need no lock to find none.
     lost: AtomicU64,
     watched: AtomicBool,
-    /// Partitions with blocks in doubt, likewise.
-    in_doubt: AtomicU64,
-    /// Partitions with a hole that is not counted, likewise.
-    holed: AtomicUsize,
-    doubt: OnceLock<String>,
-    /// Held by whoever counts: two counts at once would not see what is committed during the other.
+    /// Partitions with unverified blocks, likewise.
+    unverified_count: AtomicU64,
+    /// Partitions with damage whose blocks are not known yet, likewise.
+    damaged_count: AtomicUsize,
+    incomplete: OnceLock<String>,
+    /// Held while counting: two counts at once would not see what is committed during the other.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -77,9 +77,9 @@ struct State {
     /// Partitions that were counted.
     counted: HashSet<PartitionId>,
     /// Reported blocks that may be in remote files or nowhere.
-    doubtful: HashMap<PartitionId, Treemap>,
-    /// Partitions of which something has become unreadable, and it is not known yet which blocks.
-    holed: HashSet<PartitionId>,
+    unverified: HashMap<PartitionId, Treemap>,
+    /// Partitions with a damaged extent of which it is not known yet which blocks it held.
+    damaged: HashSet<PartitionId>,
     lost: HashMap<PartitionId, Treemap>,
     entries: Vec<Entry>,
     /// What the entries take of the bound for all shuffles.
@@ -94,8 +94,8 @@ impl Losses {
             counting: HashMap::new(),
             left_remote: false,
             counted: HashSet::new(),
-            doubtful: HashMap::new(),
-            holed: HashSet::new(),
+            unverified: HashMap::new(),
+            damaged: HashSet::new(),
             lost: HashMap::new(),
             entries: Vec::new(),
             share: entries.share(),
@@ -104,9 +104,9 @@ impl Losses {
             state: Mutex::new(state),
             lost: AtomicU64::new(0),
             watched: AtomicBool::new(false),
-            in_doubt: AtomicU64::new(0),
-            holed: AtomicUsize::new(0),
-            doubt: OnceLock::new(),
+            unverified_count: AtomicU64::new(0),
+            damaged_count: AtomicUsize::new(0),
+            incomplete: OnceLock::new(),
             turn: tokio::sync::Mutex::new(()),
         }
     }
@@ -124,7 +124,7 @@ impl Losses {
         self.state.lock().left_remote = true;
     }
 
-    /// Waits until nobody else counts.
+    /// Waits until no other count runs.
     pub async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.turn.lock().await
     }
@@ -137,7 +137,7 @@ impl Losses {
         Count { losses: self, partition }
     }
 
-    /// Those of `ids` that only remote files can have, and nobody has looked there.
+    /// Those of `ids` that only remote files can have, which were not searched yet.
     #[must_use]
     pub fn uncounted(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
         let state = self.state.lock();
@@ -153,62 +153,62 @@ impl Losses {
         self.state.lock().counted.contains(&partition)
     }
 
-    /// Puts reported blocks in doubt; true when none of the partition were.
-    pub fn put_in_doubt(&self, partition: PartitionId, ids: &Treemap) -> bool {
+    /// Reported blocks are unverified; true when none of the partition were.
+    pub fn mark_unverified(&self, partition: PartitionId, ids: &Treemap) -> bool {
         let mut state = self.state.lock();
-        let is_first = !state.doubtful.contains_key(&partition);
-        state.doubtful.entry(partition).or_default().or_inplace(ids);
-        self.in_doubt.store(state.doubtful.len() as u64, Ordering::Release);
+        let is_first = !state.unverified.contains_key(&partition);
+        state.unverified.entry(partition).or_default().or_inplace(ids);
+        self.unverified_count.store(state.unverified.len() as u64, Ordering::Release);
         is_first
     }
 
-    /// Blocks of a partition that are in doubt; none costs no lock.
+    /// Unverified blocks of a partition; none costs no lock.
     #[must_use]
-    pub fn doubtful(&self, partition: PartitionId) -> Option<Treemap> {
-        if self.partitions_in_doubt() == 0 {
+    pub fn unverified(&self, partition: PartitionId) -> Option<Treemap> {
+        if self.unverified_partitions() == 0 {
             return None;
         }
-        self.state.lock().doubtful.get(&partition).cloned()
+        self.state.lock().unverified.get(&partition).cloned()
     }
 
-    /// These blocks were counted, and the lost ones entered; true when none of the partition is in doubt any more.
-    pub fn end_doubt(&self, partition: PartitionId, ids: &Treemap) -> bool {
+    /// These blocks were counted, and the lost ones entered; true when none of the partition is unverified any more.
+    pub fn mark_verified(&self, partition: PartitionId, ids: &Treemap) -> bool {
         let mut state = self.state.lock();
-        let left = state.doubtful.get_mut(&partition).is_some_and(|doubtful| {
-            doubtful.andnot_inplace(ids);
-            !doubtful.is_empty()
+        let left = state.unverified.get_mut(&partition).is_some_and(|unverified| {
+            unverified.andnot_inplace(ids);
+            !unverified.is_empty()
         });
         if !left {
-            state.doubtful.remove(&partition);
+            state.unverified.remove(&partition);
         }
-        self.in_doubt.store(state.doubtful.len() as u64, Ordering::Release);
+        self.unverified_count.store(state.unverified.len() as u64, Ordering::Release);
         !left
     }
 
-    /// Partitions with blocks in doubt.
+    /// Partitions with unverified blocks.
     #[must_use]
-    pub fn partitions_in_doubt(&self) -> u64 {
-        self.in_doubt.load(Ordering::Acquire)
+    pub fn unverified_partitions(&self) -> u64 {
+        self.unverified_count.load(Ordering::Acquire)
     }
 
-    /// Something of a partition becomes unreadable.
-    pub fn put_hole(&self, partition: PartitionId) {
+    /// An extent of a partition is found damaged.
+    pub fn mark_damaged(&self, partition: PartitionId) {
         let mut state = self.state.lock();
-        state.holed.insert(partition);
-        self.holed.store(state.holed.len(), Ordering::Release);
+        state.damaged.insert(partition);
+        self.damaged_count.store(state.damaged.len(), Ordering::Release);
     }
 
-    /// What is gone of a partition is entered.
-    pub fn end_hole(&self, partition: PartitionId) {
+    /// The blocks that the damage cost the partition are entered.
+    pub fn clear_damaged(&self, partition: PartitionId) {
         let mut state = self.state.lock();
-        state.holed.remove(&partition);
-        self.holed.store(state.holed.len(), Ordering::Release);
+        state.damaged.remove(&partition);
+        self.damaged_count.store(state.damaged.len(), Ordering::Release);
     }
 
-    /// Whether it is not known which blocks of a partition cannot be read any more; none such costs no lock.
+    /// Whether a partition has damage whose blocks are not known yet; none such costs no lock.
     #[must_use]
-    pub fn has_hole(&self, partition: PartitionId) -> bool {
-        self.holed.load(Ordering::Acquire) > 0 && self.state.lock().holed.contains(&partition)
+    pub fn is_damaged(&self, partition: PartitionId) -> bool {
+        self.damaged_count.load(Ordering::Acquire) > 0 && self.state.lock().damaged.contains(&partition)
     }
 
     /// Whether blocks of it are counted.
@@ -223,21 +223,21 @@ impl Losses {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// Whether blocks must be told of when they are committed.
+    /// Whether [`Losses::committed`] must be called for committed blocks.
     #[must_use]
     pub fn cares(&self) -> bool {
         self.is_watched() || self.count() > 0
     }
 
     /// Reports may be missing, for this reason.
-    pub fn doubt_reports(&self, reason: String) {
-        let _ = self.doubt.set(reason);
+    pub fn mark_reports_incomplete(&self, reason: String) {
+        let _ = self.incomplete.set(reason);
     }
 
     /// Why reports may be missing, if they may.
     #[must_use]
-    pub fn reports_in_doubt(&self) -> Option<&str> {
-        self.doubt.get().map(String::as_str)
+    pub fn reports_incomplete(&self) -> Option<&str> {
+        self.incomplete.get().map(String::as_str)
     }
 
     /// Those of `ids` that are nowhere. Nothing is missing of a partition that is not watched.
@@ -314,16 +314,16 @@ impl Losses {
         self.state.lock().lost.get(&partition).cloned()
     }
 
-    /// What is told, and how many lost blocks that leaves out.
+    /// The entries, and how many lost blocks they leave out.
     #[must_use]
     pub fn list(&self) -> (Vec<Loss>, u64) {
         let state = self.state.lock();
-        let told: Vec<Loss> = state.entries.iter().map(Entry::tell).collect();
-        let listed: u64 = told.iter().map(|loss| loss.blocks).sum();
-        (told, self.count().saturating_sub(listed))
+        let entries: Vec<Loss> = state.entries.iter().map(Entry::listed).collect();
+        let listed: u64 = entries.iter().map(|loss| loss.blocks).sum();
+        (entries, self.count().saturating_sub(listed))
     }
 
-    /// Why a block is lost, in words.
+    /// Why a block is lost.
     #[must_use]
     pub fn reason_of(&self, partition: PartitionId, id: u64) -> Option<Arc<str>> {
         let state = self.state.lock();
@@ -358,7 +358,7 @@ impl Drop for Count<'_> {
 }
 
 impl Entry {
-    fn tell(&self) -> Loss {
+    fn listed(&self) -> Loss {
         let (blocks, reason) = (self.ids.cardinality(), Arc::clone(&self.reason));
         let (partition, bytes, at) = (self.partition, self.bytes, self.at);
         Loss { partition, blocks, ranges: ranges(&self.ids), bytes, reason, at }
@@ -401,9 +401,9 @@ mod tests {
         let reason: Arc<str> = Arc::from("disk /a is missing");
         assert_eq!(losses.lose(P, &set(&[1, 2, 3, 9]), Some(400), &reason), 4);
         assert_eq!(losses.lose(P, &set(&[3, 9]), None, &reason), 0, "known already");
-        let (told, more) = losses.list();
-        assert_eq!((told.len(), more, told[0].blocks), (1, 0, 4));
-        assert_eq!(told[0].ranges, [(BlockId(1), BlockId(3)), (BlockId(9), BlockId(9))]);
+        let (entries, more) = losses.list();
+        assert_eq!((entries.len(), more, entries[0].blocks), (1, 0, 4));
+        assert_eq!(entries[0].ranges, [(BlockId(1), BlockId(3)), (BlockId(9), BlockId(9))]);
         assert_eq!(losses.committed(P, &[2, 5]), 1);
         assert_eq!(losses.committed(PartitionId(4), &[1]), 0, "another partition's");
         assert_eq!(losses.of(P), Some(set(&[1, 3, 9])));
@@ -419,21 +419,21 @@ mod tests {
         for id in 0..5 {
             losses.lose(P, &set(&[id]), None, &reason);
         }
-        let (told, more) = losses.list();
-        assert_eq!((told.len(), more, losses.count()), (2, 3, 5));
+        let (entries, more) = losses.list();
+        assert_eq!((entries.len(), more, losses.count()), (2, 3, 5));
         drop(losses);
         assert_eq!(quota.used(), 0);
     }
 
     #[test]
-    fn what_may_be_in_remote_files_is_in_doubt_until_it_is_counted() {
+    fn what_may_be_in_remote_files_is_unverified_until_it_is_counted() {
         let losses = Losses::new(&Quota::new(10));
         losses.watch(HashMap::from([(P, set(&[1, 2]))]));
         assert!(losses.uncounted(P, &set(&[3])).is_empty(), "there are no remote files");
         losses.expect_remote();
         losses.committed(P, &[3]);
         assert_eq!(losses.uncounted(P, &set(&[1, 3, 4, 5])), set(&[4, 5]));
-        assert!(losses.put_in_doubt(P, &set(&[4, 5])) && !losses.put_in_doubt(P, &set(&[6])));
+        assert!(losses.mark_unverified(P, &set(&[4, 5])) && !losses.mark_unverified(P, &set(&[6])));
         drop(losses.begin_count(P));
         assert_eq!(losses.uncounted(P, &set(&[4])), set(&[4]), "that count came to nothing");
         let count = losses.begin_count(P);
@@ -441,21 +441,21 @@ mod tests {
         count.end(set(&[1, 2, 3, 4]));
         assert!(losses.uncounted(P, &set(&[9])).is_empty());
         assert_eq!(losses.missing(P, &set(&[4, 5, 6, 7])), set(&[5, 6]));
-        assert_eq!((losses.doubtful(P), losses.partitions_in_doubt()), (Some(set(&[4, 5, 6])), 1));
-        assert!(!losses.end_doubt(P, &set(&[4, 5])), "6 came later");
-        assert!(losses.end_doubt(P, &set(&[6])));
-        assert_eq!((losses.doubtful(P), losses.partitions_in_doubt()), (None, 0));
+        assert_eq!((losses.unverified(P), losses.unverified_partitions()), (Some(set(&[4, 5, 6])), 1));
+        assert!(!losses.mark_verified(P, &set(&[4, 5])), "6 came later");
+        assert!(losses.mark_verified(P, &set(&[6])));
+        assert_eq!((losses.unverified(P), losses.unverified_partitions()), (None, 0));
     }
 
     #[test]
-    fn a_hole_is_known_until_what_is_gone_is_entered() {
+    fn damage_is_known_until_the_lost_blocks_are_entered() {
         let losses = Losses::new(&Quota::new(10));
-        assert!(!losses.has_hole(P));
-        losses.put_hole(P);
-        losses.put_hole(P);
-        assert!(losses.has_hole(P) && !losses.has_hole(PartitionId(4)));
-        losses.end_hole(P);
-        assert!(!losses.has_hole(P));
+        assert!(!losses.is_damaged(P));
+        losses.mark_damaged(P);
+        losses.mark_damaged(P);
+        assert!(losses.is_damaged(P) && !losses.is_damaged(PartitionId(4)));
+        losses.clear_damaged(P);
+        assert!(!losses.is_damaged(P));
     }
 
     proptest! {

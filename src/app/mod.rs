@@ -24,7 +24,7 @@ pub struct AppConfig {
     pub heartbeat_timeout: std::time::Duration,
     /// Reported block ids held for all apps together. Default: 100,000,000.
     pub reported_blocks_max: u64,
-    /// Losses told of all apps together; beyond it they are only counted. Default: 10,000.
+    /// Losses listed for all apps together; beyond it they are only counted. Default: 10,000.
     pub loss_entries_max: u64,
     /// Apps known at a time. Default: 100,000.
     pub apps_max: usize,

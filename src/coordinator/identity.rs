@@ -11,7 +11,7 @@ use nix::net::if_::InterfaceFlags;
 /// Environment variables that fix the address, in order.
 pub const IP_VARIABLES: [&str; 2] = ["WORKER_IP", "RSS_IP"];
 
-/// The environment names an address that is none.
+/// A variable of the environment that should hold an address and does not.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{variable} must be an IP address, not {value:?}")]
 pub struct InvalidIp {
@@ -21,8 +21,8 @@ pub struct InvalidIp {
     pub value: String,
 }
 
-/// The address that this worker tells the cluster: the environment's, else the best interface's, else the one a packet
-/// to the outside would have, else 127.0.0.1.
+/// The address that this worker reports to the cluster: the environment's, else the best interface's, else the source
+/// address of the default route, else 127.0.0.1.
 ///
 /// # Errors
 /// When the environment names something that is not an IP literal. A host name may hold a `-`, which would break the
@@ -35,7 +35,7 @@ pub fn worker_ip() -> Result<IpAddr, InvalidIp> {
     let candidates: Vec<Ipv4Addr> = interfaces.filter_map(|it| candidate(&it)).collect();
     let found = best(&candidates).or_else(route_source);
     if found.is_none() {
-        tracing::warn!("no usable network interface found, telling the cluster 127.0.0.1");
+        tracing::warn!("no usable network interface found, reporting 127.0.0.1 to the cluster");
     }
     Ok(found.unwrap_or(Ipv4Addr::LOCALHOST).into())
 }
@@ -82,7 +82,7 @@ fn is_usable(ip: &Ipv4Addr) -> bool {
 }
 
 /// The source address that the kernel would choose. Connecting a UDP socket sends nothing; the destination is from
-/// the documentation range (RFC 5737), so that it names nobody.
+/// the documentation range (RFC 5737), which no host has.
 fn route_source() -> Option<Ipv4Addr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;

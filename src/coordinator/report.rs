@@ -1,4 +1,4 @@
-//! What a worker says of itself, and its translation into a heartbeat message.
+//! A worker's state at one moment, and its translation into a heartbeat message.
 //!
 //! Invariant: `isHealthy` is never set (docs/protocol.md §8.2: it would override `status`, which is always set), and
 //! `netty_port` is 0 when the TCP listener is off (riffle's coordinator refuses −1; the Java one takes both).
@@ -75,7 +75,7 @@ impl NodeReport {
         }
     }
 
-    /// The heartbeat that says this.
+    /// As a heartbeat message.
     #[must_use]
     pub fn into_request(self) -> proto::ShuffleServerHeartBeatRequest {
         let server_id = proto::ShuffleServerId {

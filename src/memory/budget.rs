@@ -61,7 +61,7 @@ impl Budget {
     /// [`NoCapacity`] when fewer are free.
     pub fn try_charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
         let capacity = self.0.capacity;
-        // Acquire pairs with the Release of `Charge::drop`: whoever gets the amount of a dropped charge also sees
+        // Acquire pairs with the Release of `Charge::drop`: the thread that gets the amount of a dropped charge also sees
         // that its memory went back to the allocator before.
         let charged = self.0.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, |used| {
             used.checked_add(bytes).filter(|sum| *sum <= capacity)
@@ -74,7 +74,7 @@ impl Budget {
 
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere: block metadata (by the block limit)
     /// and what a redeemed ticket has already been promised.
-    pub fn overdraw(&self, bytes: u64) -> Charge {
+    pub fn force_charge(&self, bytes: u64) -> Charge {
         self.0.used.fetch_add(bytes, Ordering::Acquire);
         Charge { budget: self.clone(), bytes }
     }
@@ -90,7 +90,7 @@ impl Budget {
         &self.0.pressure
     }
 
-    /// Notifies whoever waits for pressure: a charge was refused.
+    /// Wakes those that wait for pressure: a charge was refused.
     pub fn wake(&self) {
         self.0.pressure.notify_one();
     }
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn overdrawn_budget_refuses_until_it_is_paid_back() {
         let budget = Budget::new(10);
-        let over = budget.overdraw(15);
+        let over = budget.force_charge(15);
         assert_eq!(budget.free(), 0);
         assert!(budget.try_charge(1).is_err());
         drop(over);
@@ -187,7 +187,7 @@ mod tests {
                         prop_assert_eq!(granted.is_ok(), used + bytes <= 100);
                         if let Ok(charge) = granted { used += bytes; charges.push(charge); }
                     }
-                    1 => { used += bytes; charges.push(budget.overdraw(bytes)); }
+                    1 => { used += bytes; charges.push(budget.force_charge(bytes)); }
                     2 if !charges.is_empty() => { let i = at.index(charges.len()); used -= charges.swap_remove(i).bytes(); }
                     3 if !charges.is_empty() => {
                         let i = at.index(charges.len());

@@ -235,7 +235,7 @@ fn allocate(
 }
 
 /// Room for one block, to be written by its owner alone. Dropped without commit, what was
-/// written is zeroed and the range is dead: nobody can ever read it.
+/// written is zeroed and the range is dead: it can never be read.
 #[derive(Debug)]
 pub struct BlockFill {
     chain: u64,
@@ -244,7 +244,7 @@ pub struct BlockFill {
     parts: SmallVec<[Fill; 2]>,
     next: usize,
     settled: bool,
-    /// The buffer's note that something in its chain died.
+    /// The buffer's flag that a range in its chain died.
     aborted: Arc<AtomicBool>,
 }
 
@@ -298,7 +298,7 @@ impl BlockFill {
 impl Drop for BlockFill {
     fn drop(&mut self) {
         if !self.settled {
-            // The parts first: whoever sees the note must find them gone.
+            // The parts first: a thread that sees the flag must find them gone.
             self.parts.clear();
             self.aborted.store(true, Ordering::Release);
         }

@@ -82,7 +82,7 @@ impl ReadPool {
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
-    /// How often there were fewer bytes free than a buffer needs, so that somebody waited.
+    /// How often a buffer had to wait because fewer bytes were free than it needs.
     #[must_use]
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
@@ -126,7 +126,7 @@ fn units(bytes: usize) -> u32 {
     u32::try_from(bytes / SEGMENT_BYTES_MIN).expect("at most 2 MiB in units of 4 KiB")
 }
 
-/// The permit of a buffer, returned after its memory, and a word to whoever waits for pieces to merge.
+/// The permit of a buffer, returned after its memory; the drop wakes those that wait for pieces to merge.
 #[derive(Debug)]
 struct Lease {
     permit: Option<OwnedSemaphorePermit>,

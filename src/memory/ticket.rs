@@ -75,7 +75,7 @@ impl Tickets {
             return Err(MemoryError::TooLarge { asked: bytes, max });
         }
         let charge = self.budget.try_charge(bytes + allowance).inspect_err(|_| self.budget.wake())?;
-        let held = Held { mirror: self.pre_allocated.overdraw(charge.bytes()), charge };
+        let held = Held { mirror: self.pre_allocated.force_charge(charge.bytes()), charge };
         let granted = Instant::now();
         let budget = self.budget.clone();
         let reservation = Reservation { requested: bytes, spent: 0, granted, budget, held };
@@ -255,7 +255,8 @@ impl Reservation {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {
-            charge.merge(self.budget.try_charge(missing).unwrap_or_else(|_| self.budget.overdraw(missing)));
+            charge
+                .merge(self.budget.try_charge(missing).unwrap_or_else(|_| self.budget.force_charge(missing)));
         }
         charge
     }
@@ -274,7 +275,7 @@ impl Reservation {
         let Held { charge: held, mirror } = &mut self.held;
         held.merge(back);
         let lacking = held.bytes() - mirror.bytes();
-        mirror.merge(mirror.budget().overdraw(lacking));
+        mirror.merge(mirror.budget().force_charge(lacking));
     }
 
     pub(super) fn free_budget(&self) -> u64 {

@@ -40,7 +40,7 @@ mod jemalloc {
         PROF_CTL.as_ref().ok_or(ProfileError::Unavailable(off))
     }
 
-    /// Waits for nobody: a profile is the only thing that takes time here.
+    /// Does not wait: the lock is held for long only while a profile is taken.
     fn locked() -> Result<OwnedMutexGuard<JemallocProfCtl>, ProfileError> {
         Arc::clone(control()?).try_lock_owned().map_err(|_| ProfileError::Busy)
     }

@@ -1,7 +1,7 @@
 //! Profiles of the running process: where its CPU time and its heap go.
 //!
 //! Both profilers belong to the process (one signal, one allocator), so that two workers in one process share them:
-//! the second who asks while one runs is told so. Not here: addresses and parameters of requests (`http`).
+//! a request while a profile is taken is refused as busy. Not here: addresses and parameters of requests (`http`).
 
 pub mod allocator;
 pub mod cpu;
@@ -21,7 +21,7 @@ pub enum Format {
 /// Why there is no profile.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// Somebody else profiles the process.
+    /// A profile of the process is being taken already.
     #[error("another profile is being taken; there can be one at a time")]
     Busy,
     /// The build or the way the process was started rules it out; the text says what would help.
@@ -32,13 +32,13 @@ pub enum ProfileError {
         "heap profiling is not active; POST /admin/heap-profile/activate first and let the worker work for a while"
     )]
     Inactive,
-    /// The profiler said so.
+    /// The profiler failed.
     #[error("the profile failed: {0}")]
     Failed(String),
 }
 
-/// Runs `work` on a thread of its own at the lowest priority, since resolving symbols takes seconds of CPU time that the
-/// data plane must not miss.
+/// Runs `work` on a thread of its own at the lowest priority, since resolving symbols takes seconds of CPU time, which
+/// must not come out of the data plane's.
 async fn in_background<T, F>(work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
@@ -47,7 +47,7 @@ where
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let thread = std::thread::Builder::new().name("uniffle-profile".to_owned());
     let spawned = thread.spawn(move || {
-        // On Linux this is the priority of the calling thread alone. Without it the work is as good, only ruder.
+        // On Linux this is the priority of the calling thread alone. A failure costs priority, nothing else.
         let _ = rustix::process::setpriority_process(None, 19);
         let _ = sender.send(work());
     });

@@ -1,8 +1,8 @@
 //! Where each task of the runtime waits: the stacks of their last awaits, equal ones together.
 //!
-//! Nothing is recorded while nobody asks. A dump stops the runtime's threads while every task is polled in tracing mode,
-//! some 20 µs a task; a thread that does not come to the meeting within 250 ms makes the dump give up, not the worker
-//! wait. Symbols are resolved afterwards, elsewhere.
+//! Nothing is recorded between dumps. A dump stops the runtime's threads while every task is polled in tracing mode,
+//! some 20 µs a task; a thread that does not reach the barrier within 250 ms makes the dump fail; the worker does not
+//! wait for it. Symbols are resolved afterwards, elsewhere.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;

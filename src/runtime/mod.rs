@@ -1,6 +1,6 @@
 //! Tasks with an owner: everything that is spawned is counted, named and ends on cancel.
 //!
-//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one asks for an end of what has begun, one for an end.
+//! [`Tasks`] pairs a `TaskTracker` with two `CancellationToken`s: one asks for work to be finished, one to stop at once.
 //! There is no global: the composition root makes one and hands clones down, so that two workers can live in one process
 //! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
 //! go on is spawned with [`Tasks::spawn_again`].
@@ -84,7 +84,7 @@ impl Tasks {
         drop(handle.spawn(self.tracker.track_future(self.names.named(name, future))));
     }
 
-    /// Spawns what `make` makes, and again if it panics: for loops without which the worker is none. The pause keeps a
+    /// Spawns what `make` makes, and again if it panics: for loops that the worker cannot do without. The pause keeps a
     /// loop that panics at once from filling the log.
     pub fn spawn_again<F>(&self, name: &'static str, make: impl Fn() -> F + Send + 'static)
     where
@@ -118,7 +118,7 @@ impl Tasks {
         });
     }
 
-    /// Resolves when the group is told to take nothing new and to end what it has begun, or to stop.
+    /// Resolves on [`Tasks::close`] or [`Tasks::cancel`]: take nothing new and finish what has begun, or stop.
     pub fn closing(&self) -> WaitForCancellationFutureOwned {
         self.close.clone().cancelled_owned()
     }
@@ -129,23 +129,23 @@ impl Tasks {
         self.close.is_cancelled()
     }
 
-    /// Tells all tasks of the group to end what they have begun; returns at once.
+    /// Asks all tasks of the group to finish what they have begun; returns at once.
     pub fn close(&self) {
         self.close.cancel();
     }
 
-    /// Resolves when the group is told to stop.
+    /// Resolves on [`Tasks::cancel`].
     pub fn cancelled(&self) -> WaitForCancellationFutureOwned {
         self.cancel.clone().cancelled_owned()
     }
 
-    /// True once the group was told to stop.
+    /// Whether [`Tasks::cancel`] was called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.cancel.is_cancelled()
     }
 
-    /// Tells all tasks of the group to stop; returns at once.
+    /// Asks all tasks of the group to stop; returns at once.
     pub fn cancel(&self) {
         self.close.cancel();
         self.cancel.cancel();

@@ -43,7 +43,7 @@ impl Service {
         partition: PartitionId,
         ids: &Treemap,
     ) {
-        if shuffle.losses().put_in_doubt(partition, ids) {
+        if shuffle.losses().mark_unverified(partition, ids) {
             let (shuffle, reason) = (Arc::clone(shuffle), Arc::from(IN_MEMORY));
             self.look_up(vec![Suspect { shuffle, partition, extents: Vec::new(), reason }]);
         }
@@ -102,11 +102,11 @@ impl Service {
             Err(error) if error.kind == StoreErrorKind::Purged => return Ok(()),
             counted => counted?,
         }
-        while let Some(doubtful) = losses.doubtful(partition) {
+        while let Some(doubtful) = losses.unverified(partition) {
             let mut reported = suspect.shuffle.block_ids().lock().of(&[partition]);
             reported.or_inplace(&doubtful);
             self.enter_missing(suspect, losses.missing(partition, &reported));
-            if losses.end_doubt(partition, &doubtful) {
+            if losses.mark_verified(partition, &doubtful) {
                 return Ok(());
             }
         }

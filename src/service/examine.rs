@@ -21,7 +21,7 @@ const COUNT_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// Refuses a read of a partition of which it is not known yet what a disk has lost.
 pub(super) fn refuse_uncounted(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
-    if !shuffle.losses().has_hole(partition) {
+    if !shuffle.losses().is_damaged(partition) {
         return Ok(());
     }
     let key = shuffle.key();
@@ -90,7 +90,7 @@ impl Service {
         (unreadable, reason): (Vec<Unreadable>, &str),
     ) -> Result<(), StoreError> {
         let _turn = shuffle.losses().turn().await;
-        shuffle.losses().put_hole(partition);
+        shuffle.losses().mark_damaged(partition);
         if let Some(store) = self.local() {
             unreadable.into_iter().for_each(|it| store.give_up(it));
         }
@@ -98,7 +98,7 @@ impl Service {
         let reported = shuffle.block_ids().lock().of(&[partition]);
         let missing = shuffle.losses().missing(partition, &reported);
         self.enter_loss(shuffle, partition, &missing, (None, &Arc::from(reason)));
-        shuffle.losses().end_hole(partition);
+        shuffle.losses().clear_damaged(partition);
         Ok(())
     }
 }

@@ -98,8 +98,8 @@ impl Service {
         for app in self.apps.apps() {
             let shuffles = app.shuffles();
             let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
-            in_doubt += shuffles.iter().map(|shuffle| shuffle.losses().partitions_in_doubt()).sum::<u64>();
-            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().reports_in_doubt().is_some();
+            in_doubt += shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
+            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().reports_incomplete().is_some();
             unreported += shuffles.iter().filter(may_miss).count() as u64;
             blocks += lost;
             apps += u64::from(lost > 0);
@@ -149,7 +149,7 @@ impl Service {
             self.metrics.reads_refused_for_loss.inc();
             return Err(lost_error(shuffle, partition, &lost));
         }
-        let doubtful = shuffle.losses().doubtful(partition).map(|ids| wanted(&ids));
+        let doubtful = shuffle.losses().unverified(partition).map(|ids| wanted(&ids));
         match doubtful.filter(|ids| !ids.is_empty()) {
             Some(ids) => Err(ServiceError::InDoubt(format!(
                 "{} blocks of shuffle {} partition {partition} are sought in the remote store, where an earlier process \
@@ -228,7 +228,7 @@ impl Service {
             let (extents, reason) = (extents.remove(&partition).unwrap_or_default(), Arc::clone(&reason));
             let suspect = Suspect { shuffle: Arc::clone(shuffle), partition, extents, reason };
             if has_remote {
-                shuffle.losses().put_in_doubt(partition, &gone);
+                shuffle.losses().mark_unverified(partition, &gone);
                 suspects.push(suspect);
             } else {
                 self.enter_missing(&suspect, gone);

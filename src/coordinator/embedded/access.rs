@@ -1,6 +1,6 @@
 //! Whether a client may use the cluster: Java's load and quota checkers (docs/protocol.md §9.4) as pure functions.
 //!
-//! Our defaults are a single node's: one node with the client's tags is enough, however full, and nobody has a quota.
+//! Our defaults are a single node's: one node with the client's tags is enough, however full, and there are no quotas.
 
 use std::collections::HashMap;
 

@@ -249,7 +249,7 @@ impl EmbeddedCoordinator {
         pace
     }
 
-    /// Takes the own worker's state now, besides the regular reports: it has changed.
+    /// Takes the own worker's state now, besides the regular reports, because it has changed.
     pub fn report_now(&self, source: &ReportSource) {
         self.report_and_sweep(source);
     }

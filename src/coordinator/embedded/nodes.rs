@@ -1,7 +1,7 @@
 //! The node table: who reported, when, and who is a candidate for an assignment.
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes; a node that is silent for longer than the timeout is in no answer, whether or not anybody swept.
+//! nodes; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::assign::Candidate;
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 
-/// Most nodes kept. Ten times the largest clusters known; a heartbeat is not authenticated, so there must be an end.
+/// Most nodes kept. Ten times the largest clusters known; heartbeats are not authenticated, so the table needs a bound.
 pub const NODES_MAX: usize = 10_000;
 /// Longest id, address or tag accepted, in bytes.
 const TEXT_BYTES_MAX: usize = 255;
@@ -29,14 +29,14 @@ pub enum InvalidHeartbeat {
     Full,
 }
 
-/// One node, as its last heartbeat told.
+/// One node, as of its last heartbeat.
 #[derive(Debug, Clone)]
 pub struct Node {
     /// As reported: clients compare servers by all fields, so nothing is normalised.
     pub server: ShuffleServerId,
     /// Tags of the last heartbeat.
     pub tags: Vec<String>,
-    /// The node's own word.
+    /// As the node reports it.
     pub status: ServerStatus,
     /// Free memory.
     pub available_bytes: u64,
@@ -167,7 +167,7 @@ impl NodeTable {
 }
 
 /// Java's rule: field 8 or ACTIVE, but `isHealthy` overrides where it is present (docs/protocol.md §8.2).
-/// A status of a later protocol version is nobody we may assign to: UNHEALTHY.
+/// A status that only a later protocol version knows is taken as UNHEALTHY, so that such a node gets no assignment.
 fn status_of(heartbeat: &ShuffleServerHeartBeatRequest) -> ServerStatus {
     match heartbeat.is_healthy {
         Some(true) => ServerStatus::Active,

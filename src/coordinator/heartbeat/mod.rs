@@ -1,8 +1,8 @@
-//! Tells every coordinator, again and again, that this worker lives.
+//! Heartbeats to every coordinator of the quorum.
 //!
-//! One task per coordinator with its own clock and connection, so that a slow, refusing or half-open one delays nobody.
-//! Not here: what is told ([`ReportSource`]) and when to begin (the composition root, once all listeners are bound).
-//! Invariants: a call has the interval as its deadline; nothing is ever given up; a change of state is logged once.
+//! One task per coordinator with its own clock and connection, so that a slow, refusing or half-open one does not
+//! delay the others. Not here: what is reported ([`ReportSource`]) and when to begin (the composition root, once all listeners are bound).
+//! Invariants: a call has the interval as its deadline; heartbeats never stop; a change of state is logged once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -58,7 +58,7 @@ pub struct HeartbeatConfig {
     pub interval: Duration,
 }
 
-/// What the last heartbeat to a coordinator came to.
+/// Outcome of the latest heartbeat to a coordinator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Link {
     /// None has ended yet.
@@ -135,12 +135,12 @@ pub fn start(
 }
 
 impl Heartbeats {
-    /// Sends a heartbeat now, besides the regular ones: the state of the worker has changed.
+    /// Sends a heartbeat now, besides the regular ones, because the worker's state has changed.
     pub fn beat_now(&self) {
         self.nudge.send_replace(());
     }
 
-    /// From now on heartbeats are so far apart.
+    /// Changes the interval.
     pub fn set_interval(&self, interval: Duration) {
         self.pace.send_replace(interval);
     }
@@ -157,7 +157,7 @@ impl Heartbeats {
     }
 }
 
-/// One coordinator's side.
+/// The heartbeats to one coordinator.
 struct Beater {
     address: CoordinatorAddress,
     interval: Duration,

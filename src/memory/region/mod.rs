@@ -206,7 +206,7 @@ impl Segment {
         self.slice(0..self.cursor)
     }
 
-    /// True when nothing in it can ever be read: nothing is frozen and nobody is filling or reading.
+    /// True when nothing in it can ever be read: nothing is frozen, being filled or being read.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         // A count of one is the owner's own: there is no handle that another thread could clone, and the owner
@@ -222,8 +222,7 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and nobody can ever
-/// read it.
+/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and can never be read.
 ///
 /// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
 /// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
@@ -356,7 +355,7 @@ impl AsRef<[u8]> for Slice {
     fn as_ref(&self) -> &[u8] {
         let start = self.piece.at(self.start, self.len);
         // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
-        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more: nobody writes.
+        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more, so there is no writer.
         unsafe { std::slice::from_raw_parts(start, self.len) }
     }
 }

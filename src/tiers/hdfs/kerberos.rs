@@ -2,6 +2,12 @@
 //!
 //! Tickets are taken by GSSAPI itself, from the keytab or out of the ticket cache, whenever a connection is made; with a
 //! keytab it also renews them, so no `kinit` runs beside the worker. The library is loaded at run time.
+//!
+//! The files are read here, because at start there is no login to try: which NameNodes there are is known when clients
+//! name them with their registrations (`hdfs_store.precheck_enable` is the trial where the paths are configured),
+//! `hdfs-native` offers no login without a connection, and GSSAPI's own calls would be `unsafe`. A wrong principal would
+//! show at the first flush, after data was acknowledged. The owner of the ticket cache is needed in any case, to know
+//! which users the worker need not act as.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

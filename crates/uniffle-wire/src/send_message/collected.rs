@@ -24,7 +24,7 @@ struct Partition {
     blocks: u32,
 }
 
-/// See the module doc.
+/// What a decoder collected of one message.
 #[derive(Debug, Default)]
 pub(super) struct Collected {
     partitions: Vec<Partition>,
