@@ -1,11 +1,13 @@
-//! The metrics and their documentation: every name that a worker exports stands once in the README's table, and every
-//! name of the table is exported once.
+//! The metrics and their documentation: `docs/metrics.md` is what the tables in the code say, and a worker exports
+//! exactly that.
 
 #![allow(clippy::panic, reason = "to panic is how a test fails")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use prometheus::proto::{MetricFamily, MetricType};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{Instant, sleep};
@@ -15,9 +17,10 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
-use uniffle_worker::server::Worker;
+use uniffle_worker::server::{Worker, metric_descriptions};
 use uniffle_worker::tiers::RemoteStorage;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -25,32 +28,97 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// What is exported once data is in HDFS, of which there is none here; `tests/hdfs/tiers.rs` looks for it.
 const OF_DATA_IN_HDFS: &str = "topN_of_on_hadoop_data_size_for_app";
 
-const README: &str = include_str!("../README.md");
+const PAGE: &str = "docs/metrics.md";
 
-/// Names of the README's table: the code spans of first cells between the chapter's heading and the next.
-fn documented() -> Vec<String> {
-    let chapter = README.split("\n## Metrics\n").nth(1).expect("the README has a chapter Metrics");
-    let chapter = chapter.split("\n## ").next().expect("split gives a part");
-    let rows = chapter.lines().filter(|line| line.starts_with("| `"));
-    rows.flat_map(|row| {
-        let cell = row.split('|').nth(1).expect("a row has cells");
-        cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()
-    })
-    .collect()
+/// What stands before the tables.
+const INTRODUCTION: &str = "# Metrics
+
+<!-- Generated: `UPDATE_DOCS=1 cargo test --test metrics` writes this page from the tables in the code. -->
+
+`GET /metrics` gives Prometheus text. Names are those of the Java server and of riffle where they have a counterpart, so
+that their dashboards fill; some values therefore stand under two names. Three conventions of theirs surprise:
+`service_is_healthy`, `is_healthy` and `local_disk_is_healthy` are 0 when healthy, `local_storage_is_writable` is 0 when
+writable, and `used_buffer_size` includes `allocated_buffer_size`.
+
+Java's summaries are histograms here, so quantiles come from `histogram_quantile`. Times on the way (`…_transport_latency`)
+compare the clocks of two machines: what is negative or longer than an hour is dropped, and a request without a timestamp
+does not count (that of the local index has none). Not exported is what has no counterpart here: Java's `jvm_*` and
+`JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, commits and threads of its executor; riffle's event bus,
+permits and alignment pool.
+
+Those of `tiers::hdfs` are there where the store type has HDFS, those of `coordinator::embedded` where there is no
+`coordinator_quorum`, and those of `coordinator::heartbeat` where there is one.
+";
+
+/// All of them: those of the tables, and the process's, which the client library brings along.
+fn described() -> Vec<Description> {
+    let process = uniffle_worker::metrics::registry().expect("a registry").gather();
+    let process = process.iter().map(|family| Description {
+        name: family.name().to_owned(),
+        kind: kind(family),
+        label: None,
+        help: family.help().to_owned(),
+        module: "prometheus",
+    });
+    metric_descriptions().into_iter().chain(process).collect()
 }
 
-/// Names by the `# TYPE` lines of the answer; counts how often each stands there.
-async fn scrape(worker: &Worker) -> BTreeMap<String, usize> {
+fn kind(family: &MetricFamily) -> &'static str {
+    match family.get_field_type() {
+        MetricType::COUNTER => "counter",
+        MetricType::GAUGE => "gauge",
+        MetricType::HISTOGRAM => "histogram",
+        other => panic!("{other:?} of {}", family.name()),
+    }
+}
+
+/// The page, a table per module.
+fn page(metrics: &[Description]) -> String {
+    let mut page = INTRODUCTION.to_owned();
+    let module =
+        |it: &Description| it.module.trim_start_matches("uniffle_worker::").trim_end_matches("::metrics");
+    for of_module in metrics.chunk_by(|a, b| module(a) == module(b)) {
+        let head = "| name | type | label | |\n| --- | --- | --- | --- |\n";
+        write!(page, "\n## {}\n\n{head}", module(&of_module[0])).expect("a string takes it");
+        let mut rows: Vec<_> = of_module.iter().collect();
+        rows.sort_by_key(|it| &it.name);
+        for Description { name, kind, label, help, .. } in rows {
+            let label = label.unwrap_or_default();
+            writeln!(page, "| `{name}` | {kind} | {label} | {help} |").expect("a string takes it");
+        }
+    }
+    page
+}
+
+#[test]
+fn the_page_is_current() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE);
+    let page = page(&described());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        return std::fs::write(path, page).expect("written");
+    }
+    let current = std::fs::read_to_string(path).unwrap_or_default() == page;
+    assert!(current, "{PAGE} is not what the tables say: UPDATE_DOCS=1 cargo test --test metrics");
+}
+
+/// What the worker answers: name, type and help, and how often each stands there.
+async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let mut stream = tokio::net::TcpStream::connect(worker.addresses().http).await.expect("a connection");
     stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").await.expect("sent");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.expect("an answer");
-    let mut names = BTreeMap::new();
-    for line in answer.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
-        let name = line.split(' ').next().expect("a name");
-        *names.entry(name.to_owned()).or_insert(0) += 1;
+    let mut exported = BTreeMap::new();
+    let mut helps = HashMap::new();
+    for line in answer.lines() {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            helps.insert(name, help);
+        } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' '))
+        {
+            let help = helps.get(name).copied().unwrap_or_default();
+            *exported.entry((name.to_owned(), kind.to_owned(), help.to_owned())).or_insert(0) += 1;
+        }
     }
-    names
+    exported
 }
 
 async fn worker(directory: &std::path::Path, top: &str) -> Worker {
@@ -66,7 +134,7 @@ async fn worker(directory: &std::path::Path, top: &str) -> Worker {
 }
 
 /// A shuffle is written, flushed, read from disk, and forgotten. Returns what was exported while its app was known.
-async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
+async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
     let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
     let partition = PartitionId(0);
@@ -96,12 +164,12 @@ async fn traffic(worker: &Worker) -> BTreeMap<String, usize> {
 }
 
 #[tokio::test]
-async fn the_readme_and_the_worker_name_the_same_metrics() {
-    let names = documented();
-    let unique: BTreeSet<&String> = names.iter().collect();
-    let twice: Vec<_> =
-        unique.iter().filter(|name| names.iter().filter(|it| it == *name).count() > 1).collect();
-    assert!(twice.is_empty(), "documented more than once: {twice:?}");
+async fn the_page_and_the_worker_name_the_same_metrics() {
+    // The others are exported once their placeholders are known.
+    let fixed = described().into_iter().filter(|it| !it.name.contains('{'));
+    let described: Vec<_> = fixed.map(|it| (it.name, it.kind.to_owned(), it.help)).collect();
+    let names: BTreeSet<&String> = described.iter().map(|(name, ..)| name).collect();
+    assert_eq!(names.len(), described.len(), "a name is described more than once");
 
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let a = worker(dir_a.path(), "").await;
@@ -122,13 +190,10 @@ async fn the_readme_and_the_worker_name_the_same_metrics() {
     }
     let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
     assert!(repeated.is_empty(), "exported more than once: {repeated:?}");
-    exported.insert(OF_DATA_IN_HDFS.to_owned(), 1);
-    let undocumented: Vec<_> = exported.keys().filter(|name| !unique.contains(name)).collect();
-    let missing: Vec<_> = unique.iter().filter(|name| !exported.contains_key(**name)).collect();
-    assert!(
-        undocumented.is_empty() && missing.is_empty(),
-        "undocumented {undocumented:?}\nmissing {missing:?}"
-    );
+    let undescribed: Vec<_> = exported.keys().filter(|it| !described.contains(it)).collect();
+    let missing = described.iter().filter(|it| it.0 != OF_DATA_IN_HDFS && !exported.contains_key(*it));
+    let missing: Vec<_> = missing.collect();
+    assert!(undescribed.is_empty() && missing.is_empty(), "undescribed {undescribed:?}\nmissing {missing:?}");
     drop(named);
     assert_eq!(b.stop().await + a.stop().await, 0);
 }

@@ -7,7 +7,7 @@
 //! anywhere stays in memory, readable, and is tried again forever with a growing pause: nothing is dropped because a
 //! counter ran out.
 
-mod metrics;
+pub(crate) mod metrics;
 pub mod policy;
 mod queue;
 mod scheduler;

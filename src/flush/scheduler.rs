@@ -181,13 +181,13 @@ impl Flusher {
     /// Payload ever brought to the store.
     #[must_use]
     pub fn flushed_bytes(&self) -> u64 {
-        self.metrics.spilled_bytes.get()
+        self.metrics.all.spilled_bytes.get()
     }
 
     /// How often a batch could be written to no disk.
     #[must_use]
     pub fn failed_writes(&self) -> u64 {
-        self.metrics.failed_writes.get()
+        self.metrics.all.failed_writes.get()
     }
 
     /// Puts everything that is in memory in flight (an operator's wish, tests).

@@ -41,7 +41,7 @@ impl Flusher {
     /// Writes one batch; memory is released only after the store has published it.
     async fn flush(self: &Arc<Self>, batch: Batch, tier: Tier) {
         let bytes = batch.bytes();
-        self.metrics.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
+        self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
         LocalSpan::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
         let began = Instant::now();
         let app = self.app_of(&batch.key);
@@ -64,7 +64,7 @@ impl Flusher {
                 self.publish(batch, bytes, tier);
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {
-                self.metrics.purged_batches.inc();
+                self.metrics.all.purged_batches.inc();
                 tracing::debug!(shuffle = %batch.key, bytes, "shuffle was unregistered, batch dropped");
             }
             Err(error) => {
@@ -113,7 +113,7 @@ impl Flusher {
     fn publish(&self, batch: Batch, bytes: u64, tier: Tier) {
         for (buffer, sealed) in batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
-            self.metrics.extent_bytes.observe(sealed.bytes() as f64);
+            self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(&sealed);
         }
         self.metrics.count_batch(tier, bytes);

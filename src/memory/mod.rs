@@ -25,7 +25,7 @@ pub mod ticket;
 
 mod buddy;
 mod list;
-mod metrics;
+pub(crate) mod metrics;
 
 use std::collections::HashMap;
 use std::io;

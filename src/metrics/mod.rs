@@ -1,21 +1,18 @@
-//! Small constructors that create a metric and register it in one step.
+//! How metrics are declared ([`table!`]), told under the names of other servers, and counted.
 //!
-//! Each module holds a struct of its own metrics, built from the [`Registry`] it is given; there is no global registry,
-//! so that two workers can live in one process. A failure (bad or duplicate name) is a mistake in the program and ends
-//! the start-up. Names follow docs/protocol.md §10 where a counterpart exists.
+//! Names are the Java server's and riffle's where a counterpart exists; `docs/metrics.md` lists all of them.
 
 mod renamed;
+mod table;
 mod transit;
 
-use prometheus::core::Collector;
 use prometheus::process_collector::ProcessCollector;
-use prometheus::{
-    Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
-    IntGaugeVec, Opts, Registry, Result,
-};
+use prometheus::{IntGauge, Registry, Result};
 
-pub use renamed::{also, also_alone, also_in_ms, also_in_seconds};
-pub use transit::TransitTimes;
+pub use renamed::{IN_MS, IN_SECONDS, View};
+pub(crate) use table::table;
+pub use table::{Description, Family, Fill, Metric, Row};
+pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// All values of a registry at one moment, by name.
 #[derive(Debug)]
@@ -48,59 +45,6 @@ impl Values {
     pub fn whole(&self, name: &str) -> u64 {
         self.value(name) as u64
     }
-}
-
-fn registered<M: Collector + Clone + 'static>(registry: &Registry, metric: M) -> Result<M> {
-    registry.register(Box::new(metric.clone()))?;
-    Ok(metric)
-}
-
-/// A counter.
-///
-/// # Errors
-/// A name that is malformed or registered already; the same holds for every function here.
-pub fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter> {
-    registered(registry, IntCounter::new(name, help)?)
-}
-
-/// Counters told apart by labels.
-///
-/// # Errors
-/// See [`counter`].
-pub fn counter_vec(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
-    registered(registry, IntCounterVec::new(Opts::new(name, help), labels)?)
-}
-
-/// A gauge of whole numbers.
-///
-/// # Errors
-/// See [`counter`].
-pub fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge> {
-    registered(registry, IntGauge::new(name, help)?)
-}
-
-/// Gauges of whole numbers told apart by labels.
-///
-/// # Errors
-/// See [`counter`].
-pub fn gauge_vec(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
-    registered(registry, IntGaugeVec::new(Opts::new(name, help), labels)?)
-}
-
-/// A gauge of ratios.
-///
-/// # Errors
-/// See [`counter`].
-pub fn ratio_gauge(registry: &Registry, name: &str, help: &str) -> Result<Gauge> {
-    registered(registry, Gauge::new(name, help)?)
-}
-
-/// Gauges of ratios told apart by labels.
-///
-/// # Errors
-/// See [`counter`].
-pub fn ratio_gauge_vec(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
-    registered(registry, GaugeVec::new(Opts::new(name, help), labels)?)
 }
 
 /// What has been added to a gauge; taken back when dropped.
@@ -137,28 +81,16 @@ pub fn clamped(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }
 
-/// A histogram with upper bounds `buckets`, ascending.
-///
-/// # Errors
-/// See [`counter`]; also buckets that do not ascend.
-pub fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram> {
-    let options = HistogramOpts::new(name, help).buckets(buckets.to_vec());
-    registered(registry, Histogram::with_opts(options)?)
-}
-
-/// Histograms told apart by labels, with upper bounds `buckets`, ascending.
-///
-/// # Errors
-/// See [`histogram`].
-pub fn histogram_vec(
-    registry: &Registry,
-    name: &str,
-    help: &str,
-    labels: &[&str],
-    buckets: &[f64],
-) -> Result<HistogramVec> {
-    let options = HistogramOpts::new(name, help).buckets(buckets.to_vec());
-    registered(registry, HistogramVec::new(options, labels)?)
+/// `N` upper bounds of buckets, from `first` up, each `factor` times the one before.
+#[must_use]
+pub const fn exponential<const N: usize>(first: f64, factor: f64) -> [f64; N] {
+    let mut bounds = [first; N];
+    let mut at = 1;
+    while at < N {
+        bounds[at] = bounds[at - 1] * factor;
+        at += 1;
+    }
+    bounds
 }
 
 /// Buckets for durations in seconds: 100 µs to 30 s.
@@ -178,8 +110,7 @@ pub const BYTES_BUCKETS: &[f64] = &[
     268_435_456.0,
 ];
 
-/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors,
-/// threads.
+/// A registry for one worker, with the standard `process_*` metrics: CPU seconds, resident memory, descriptors, threads.
 ///
 /// # Errors
 /// Never on a fresh registry; kept so that the caller has one kind of start-up error.
@@ -194,23 +125,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_can_be_registered_once_per_registry() {
-        let registry = Registry::new();
-        counter(&registry, "a", "help").unwrap().inc_by(3);
-        assert!(gauge(&registry, "a", "help").is_err());
-        assert!(counter(&registry, "not a name", "help").is_err());
-        assert!(counter(&Registry::new(), "a", "help").is_ok());
-        let families = registry.gather();
-        assert_eq!(families.len(), 1);
-        assert!((families[0].get_metric()[0].get_counter().get_value() - 3.0).abs() < f64::EPSILON);
-    }
-
-    #[test]
-    fn the_shared_buckets_ascend() {
-        let registry = Registry::new();
-        histogram(&registry, "seconds", "help", SECONDS_BUCKETS).unwrap();
-        histogram_vec(&registry, "bytes", "help", &["kind"], BYTES_BUCKETS).unwrap();
-        assert!(histogram(&registry, "bad", "help", &[2.0, 1.0]).is_err());
+    fn buckets_ascend() {
+        let steps: [f64; 3] = exponential(0.5, 4.0);
+        assert_eq!(steps, [0.5, 2.0, 8.0]);
+        assert!(SECONDS_BUCKETS.is_sorted() && BYTES_BUCKETS.is_sorted() && TRANSIT_MS_BUCKETS.is_sorted());
     }
 
     #[cfg(target_os = "linux")]

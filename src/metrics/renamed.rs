@@ -7,11 +7,18 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, Registry, Result};
 
+use super::Description;
+use super::table::{Fill, filled};
+
 /// The values of `metric` under another server's name as well.
 ///
 /// # Errors
-/// See [`super::counter`].
-pub fn also<M: Collector + Clone + 'static>(registry: &Registry, metric: &M, name: &str) -> Result<()> {
+/// A name that is malformed or taken.
+pub(super) fn also<M: Collector + Clone + 'static>(
+    registry: &Registry,
+    metric: &M,
+    name: &str,
+) -> Result<()> {
     let desc = metric
         .desc()
         .first()
@@ -20,39 +27,43 @@ pub fn also<M: Collector + Clone + 'static>(registry: &Registry, metric: &M, nam
     registry.register(Box::new(Renamed { metric: metric.clone(), desc }))
 }
 
-/// A histogram of seconds as one of milliseconds, without the labels that it may have.
-///
-/// # Errors
-/// See [`super::counter`].
-pub fn also_in_ms(registry: &Registry, seconds: &Histogram, name: &str, help: &str) -> Result<()> {
-    also_scaled(registry, seconds, 1e3, name, help)
-}
+/// Factor of a [`View`] that tells seconds in milliseconds.
+pub const IN_MS: f64 = 1e3;
 
-/// A histogram of milliseconds as one of seconds, without the labels that it may have.
-///
-/// # Errors
-/// See [`super::counter`].
-pub fn also_in_seconds(registry: &Registry, ms: &Histogram, name: &str, help: &str) -> Result<()> {
-    also_scaled(registry, ms, 1e-3, name, help)
-}
+/// Factor of a [`View`] that tells milliseconds in seconds.
+pub const IN_SECONDS: f64 = 1e-3;
 
-/// A histogram under another name, without the labels that it may have.
-///
-/// # Errors
-/// See [`super::counter`].
-pub fn also_alone(registry: &Registry, histogram: &Histogram, name: &str, help: &str) -> Result<()> {
-    also_scaled(registry, histogram, 1.0, name, help)
-}
-
-fn also_scaled(
-    registry: &Registry,
-    histogram: &Histogram,
+/// A histogram under another name, in another unit, or one series of a labelled histogram without its label.
+#[derive(Debug, Clone, Copy)]
+pub struct View {
+    name: &'static str,
+    help: &'static str,
     factor: f64,
-    name: &str,
-    help: &str,
-) -> Result<()> {
-    let desc = Desc::new(name.to_owned(), help.to_owned(), Vec::new(), HashMap::new())?;
-    registry.register(Box::new(Scaled { histogram: histogram.clone(), factor, desc }))
+}
+
+impl View {
+    /// `name` and `help` may have placeholders, as those of a table; values are told times `factor`.
+    #[must_use]
+    pub const fn new(name: &'static str, help: &'static str, factor: f64) -> Self {
+        Self { name, help, factor }
+    }
+
+    /// Exports `histogram` as this.
+    ///
+    /// # Errors
+    /// A name that is malformed or taken.
+    pub fn register(&self, registry: &Registry, histogram: &Histogram, fill: Fill<'_>) -> Result<()> {
+        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
+        let desc = Desc::new(name, help, Vec::new(), HashMap::new())?;
+        registry.register(Box::new(Scaled { histogram: histogram.clone(), factor: self.factor, desc }))
+    }
+
+    /// What it is, for the documentation.
+    #[must_use]
+    pub fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
+        let (name, help) = (filled(self.name, fill), filled(self.help, fill));
+        Description { name, kind: "histogram", label: None, help, module }
+    }
 }
 
 /// A metric that is exported under another name.
@@ -121,13 +132,15 @@ fn rounded(bound: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{counter_vec, histogram_vec};
+    use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, Opts};
+
     use super::*;
 
     #[test]
     fn one_metric_may_have_two_names() {
         let registry = Registry::new();
-        let metric = counter_vec(&registry, "ours", "help", &["path"]).unwrap();
+        let metric = IntCounterVec::new(Opts::new("ours", "help"), &["path"]).unwrap();
+        registry.register(Box::new(metric.clone())).unwrap();
         also(&registry, &metric, "theirs").unwrap();
         assert!(also(&registry, &metric, "ours").is_err());
         metric.with_label_values(&["/a"]).inc();
@@ -142,10 +155,12 @@ mod tests {
     #[test]
     fn a_histogram_may_be_told_in_another_unit() {
         let registry = Registry::new();
-        let all = histogram_vec(&registry, "ours_seconds", "help", &["path"], &[0.001, 0.3]).unwrap();
+        let options = HistogramOpts::new("ours_seconds", "help").buckets(vec![0.001, 0.3]);
+        let all = HistogramVec::new(options, &["path"]).unwrap();
+        registry.register(Box::new(all.clone())).unwrap();
         let of_a = all.with_label_values(&["/a"]);
-        also_in_ms(&registry, &of_a, "theirs_ms", "help").unwrap();
-        assert!(also_in_ms(&registry, &of_a, "ours_seconds", "help").is_err());
+        View::new("{whose}_ms", "help", IN_MS).register(&registry, &of_a, &[("{whose}", "theirs")]).unwrap();
+        assert!(View::new("ours_seconds", "help", 1.0).register(&registry, &of_a, &[]).is_err());
         of_a.observe(0.25);
         all.with_label_values(&["/b"]).observe(5.0);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();

@@ -6,30 +6,30 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use prometheus::{Histogram, Registry, Result};
+use prometheus::Histogram;
 
-use super::histogram;
+use super::Metric;
 
 /// Java's clients give up a call after 60 s and servers after minutes; more than this is a clock that is wrong.
 const MAX_MS: i64 = 3_600_000;
 
-/// Milliseconds; 0.5 to 75,000, as other latencies.
-const BUCKETS: [f64; 14] =
-    [0.5, 1.25, 3.0, 8.0, 20.0, 50.0, 125.0, 300.0, 800.0, 2000.0, 5000.0, 12_500.0, 30_000.0, 75_000.0];
+/// Upper bounds in milliseconds, as other latencies of the Java server.
+pub const TRANSIT_MS_BUCKETS: &[f64] =
+    &[0.5, 1.25, 3.0, 8.0, 20.0, 50.0, 125.0, 300.0, 800.0, 2000.0, 5000.0, 12_500.0, 30_000.0, 75_000.0];
 
-/// Times on the way of one kind of request.
+/// Times on the way of one kind of request, in milliseconds.
 #[derive(Debug, Clone)]
 pub struct TransitTimes(Histogram);
 
-impl TransitTimes {
-    /// Registers `name`, milliseconds.
-    ///
-    /// # Errors
-    /// See [`super::counter`].
-    pub fn new(registry: &Registry, name: &str, help: &str) -> Result<Self> {
-        histogram(registry, name, help, &BUCKETS).map(Self)
-    }
+impl Metric for TransitTimes {
+    type Family = Histogram;
 
+    fn of(family: Histogram) -> Self {
+        Self(family)
+    }
+}
+
+impl TransitTimes {
     /// A request is here that was sent at `sent_ms`, milliseconds since 1970.
     pub fn arrived(&self, sent_ms: i64) {
         // Many clients and all tests say nothing: the clock is not read for them.
@@ -58,6 +58,8 @@ fn time_on_the_way(now_ms: i64, sent_ms: i64) -> Option<i32> {
 
 #[cfg(test)]
 mod tests {
+    use prometheus::HistogramOpts;
+
     use super::*;
 
     #[test]
@@ -73,7 +75,7 @@ mod tests {
 
     #[test]
     fn clocks_that_are_wrong_leave_no_trace() {
-        let times = TransitTimes::new(&Registry::new(), "x_transport_latency", "help").unwrap();
+        let times = TransitTimes(Histogram::with_opts(HistogramOpts::new("x", "help")).unwrap());
         for nonsense in [i64::MIN, -1, 0, 1, i64::MAX] {
             times.arrived(nonsense);
         }

@@ -5,7 +5,7 @@
 //! and a test can assert that no task is left. A task that panics ends alone (`telemetry` counts and logs it); what must
 //! go on is spawned with [`Tasks::spawn_again`].
 
-mod metrics;
+pub(crate) mod metrics;
 mod names;
 
 use std::future::Future;

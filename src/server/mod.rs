@@ -7,6 +7,7 @@
 mod admin;
 mod health;
 mod inspect;
+mod metrics;
 mod notify;
 mod parts;
 mod reload;
@@ -40,7 +41,6 @@ use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpServer, Pages, Refresh};
 use crate::listeners::tcp::TcpServer;
 use crate::memory::Memory;
-use crate::metrics;
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
@@ -55,6 +55,7 @@ use self::reload::Reloader;
 use self::sockets::{Sockets, accepting};
 use self::tls::Tls;
 
+pub use self::metrics::metric_descriptions;
 pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
 pub use self::sockets::Inherited;
@@ -140,7 +141,7 @@ impl Worker {
             Some(ip) => ip,
             None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
         };
-        let registry = metrics::registry()?;
+        let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
         let background = listeners.sibling();
         let gauges = Arc::new(ProcessGauges {

@@ -56,6 +56,13 @@ pub(super) struct Reloader {
     reloads: IntCounterVec,
 }
 
+metrics::table! {
+    pub(super) struct ReloadMetrics {
+        reloads: IntCounterVec["result"] =
+            "config_reloads_total", "times that the configuration was read again, by result";
+    }
+}
+
 /// A configuration that is about to run.
 struct Next {
     config: Config,
@@ -74,12 +81,7 @@ impl Reloader {
         tls: Tls,
         registry: &Registry,
     ) -> prometheus::Result<Self> {
-        let reloads = metrics::counter_vec(
-            registry,
-            "config_reloads_total",
-            "times that the configuration was read again, by result",
-            &["result"],
-        )?;
+        let ReloadMetrics { reloads } = ReloadMetrics::new(registry)?;
         for result in ["ok", "refused"] {
             reloads.with_label_values(&[result]);
         }

@@ -10,7 +10,7 @@ mod explain;
 mod history;
 mod lifecycle;
 mod losses;
-mod metrics;
+pub(crate) mod metrics;
 pub mod partition_limit;
 mod read;
 mod read_ahead;
@@ -37,7 +37,6 @@ pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use lifecycle::RegisterRequest;
 pub use losses::{LossReport, ShuffleLoss};
-pub use metrics::ServiceMetrics;
 pub use partition_limit::PartitionLimits;
 pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
 pub use read_ahead::ReadAhead;
@@ -106,7 +105,7 @@ pub struct Service {
     tiers: Option<Tiers>,
     status: WorkerStatus,
     tasks: crate::runtime::Tasks,
-    metrics: ServiceMetrics,
+    metrics: metrics::ServiceMetrics,
     history: History,
     gone: Gone,
     refusals: Refusals,
@@ -125,7 +124,7 @@ impl Service {
         tasks: crate::runtime::Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
-        let metrics = ServiceMetrics::new(registry)?;
+        let metrics = metrics::ServiceMetrics::new(registry)?;
         if let Some(tiers) = &tiers {
             tiers.flusher.charge_to(Arc::clone(&apps));
         }

@@ -194,7 +194,7 @@ impl ChunkStream {
             return Err(self);
         }
         let Some(buffer) = self.memory.read_pool().try_acquire_spare(room) else { return Err(self) };
-        self.reading.reads.ahead.inc();
+        self.reading.ahead.inc();
         let held = Mutex::new(Some(Box::new(buffer) as Box<dyn ReadBuffer>));
         let buffers = HeldBuffer { held, memory: Arc::clone(&self.memory) };
         Ok(async move {

@@ -1,18 +1,37 @@
-//! What reads are under way, by the names of the Java server (docs/protocol.md §10.2), and what they cost.
+//! What reads are under way, by the names of the Java server, and what they cost.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus::{Counter, IntCounter, IntGauge, Registry};
 
 use crate::metrics::{self, GaugeGuard};
 
+metrics::table! {
+    struct All {
+        disk_ms: Counter = "total_read_time", "Milliseconds that reads waited for local disks, summed";
+        ahead: IntCounter =
+            "read_ahead_operations", "Chunks read from local disks while the one before was on its way";
+    }
+}
+
+metrics::table! {
+    struct Kind each fill {
+        under_way: IntGauge = "read_{kind}_thread_num", "{what} that are not answered in full";
+        bytes: IntGauge = "read_{kind}_buffer_size", "Bytes of these {what}";
+    }
+}
+
+const MEMORY: metrics::Fill<'_> = &[("{kind}", "memory_data"), ("{what}", "reads of memory")];
+const LOCAL_DATA: metrics::Fill<'_> = &[("{kind}", "local_data_file"), ("{what}", "reads of local data")];
+const LOCAL_INDEX: metrics::Fill<'_> =
+    &[("{kind}", "local_index_file"), ("{what}", "reads of local indexes")];
+
 /// Reads of each tier.
 #[derive(Debug)]
-pub(super) struct ReadMetrics {
-    pub(super) memory: Arc<TierReads>,
-    pub(super) local_data: Arc<TierReads>,
-    pub(super) local_index: Arc<TierReads>,
+pub(crate) struct ReadMetrics {
+    pub(super) memory: TierReads,
+    pub(super) local_data: TierReads,
+    pub(super) local_index: TierReads,
 }
 
 /// Reads of one kind.
@@ -23,53 +42,48 @@ pub(super) struct TierReads {
     /// Shared by the kinds.
     disk_ms: Counter,
     /// Shared by the kinds.
-    pub(super) ahead: IntCounter,
+    ahead: IntCounter,
 }
 
 impl ReadMetrics {
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let disk_ms =
-            Counter::new("total_read_time", "Milliseconds that reads waited for local disks, summed")?;
-        registry.register(Box::new(disk_ms.clone()))?;
-        let ahead = metrics::counter(
-            registry,
-            "read_ahead_operations",
-            "Chunks read from local disks while the one before was on its way",
-        )?;
-        let reads = |kind: &str, what: &str| -> prometheus::Result<Arc<TierReads>> {
-            let help = format!("{what} that are not answered in full");
-            let under_way = metrics::gauge(registry, &format!("read_{kind}_thread_num"), &help)?;
-            let help = format!("Bytes of these {what}");
-            let bytes = metrics::gauge(registry, &format!("read_{kind}_buffer_size"), &help)?;
-            Ok(Arc::new(TierReads { under_way, bytes, disk_ms: disk_ms.clone(), ahead: ahead.clone() }))
+        let All { disk_ms, ahead } = All::new(registry)?;
+        let reads = |fill| -> prometheus::Result<TierReads> {
+            let Kind { under_way, bytes } = Kind::new(registry, fill)?;
+            Ok(TierReads { under_way, bytes, disk_ms: disk_ms.clone(), ahead: ahead.clone() })
         };
-        Ok(Self {
-            memory: reads("memory_data", "reads of memory")?,
-            local_data: reads("local_data_file", "reads of local data")?,
-            local_index: reads("local_index_file", "reads of local indexes")?,
-        })
+        Ok(Self { memory: reads(MEMORY)?, local_data: reads(LOCAL_DATA)?, local_index: reads(LOCAL_INDEX)? })
+    }
+
+    pub(super) fn described() -> Vec<metrics::Description> {
+        let kinds = [MEMORY, LOCAL_DATA, LOCAL_INDEX];
+        [All::described(), kinds.into_iter().flat_map(Kind::described).collect()].concat()
     }
 }
 
 impl TierReads {
     /// Counts a read of `bytes` until the returned value is dropped.
-    pub(super) fn begin(self: &Arc<Self>, bytes: u64) -> Reading {
-        let gauges = [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)];
-        Reading { reads: Arc::clone(self), _gauges: gauges }
+    pub(super) fn begin(&self, bytes: u64) -> Reading {
+        Reading {
+            disk_ms: self.disk_ms.clone(),
+            ahead: self.ahead.clone(),
+            _gauges: [GaugeGuard::one(&self.under_way), GaugeGuard::of(&self.bytes, bytes)],
+        }
     }
 }
 
 /// A read under way.
 #[derive(Debug)]
 pub(super) struct Reading {
-    pub(super) reads: Arc<TierReads>,
+    disk_ms: Counter,
+    pub(super) ahead: IntCounter,
     _gauges: [GaugeGuard; 2],
 }
 
 impl Reading {
     /// The disk was waited for so long, all chunks together.
     pub(super) fn waited_for_disk(&self, time: Duration) {
-        self.reads.disk_ms.inc_by(time.as_secs_f64() * 1e3);
+        self.disk_ms.inc_by(time.as_secs_f64() * 1e3);
     }
 }
 

@@ -3,58 +3,34 @@
 use std::collections::HashSet;
 
 use parking_lot::Mutex;
-use prometheus::{IntGaugeVec, Registry};
+use prometheus::IntGaugeVec;
 
 use super::statistics::{AppStatistics, largest, smallest_blocks};
-use crate::metrics;
-use crate::metrics::clamped;
+use crate::metrics::{self, Metric, clamped};
 use uniffle_wire::types::AppId;
 
 /// Applications that each of the metrics shows.
 const TOP_APPS: usize = 10;
 
-/// The applications that stand out, by several measures.
-#[derive(Debug)]
-pub(super) struct TopApps {
-    received: RankedGauge,
-    in_memory: RankedGauge,
-    in_memory_blocks: RankedGauge,
-    small_blocks: RankedGauge,
-    flushed: RankedGauge,
-    on_remote: RankedGauge,
+metrics::table! {
+    /// The applications that stand out, by several measures.
+    pub(crate) struct TopApps {
+        received: RankedGauge["app_id"] =
+            "topN_of_total_data_size_for_app", "Payload bytes received, of the ten largest applications";
+        in_memory: RankedGauge["app_id"] =
+            "topN_of_in_memory_data_size_for_app", "Payload bytes in memory, of the ten largest applications";
+        in_memory_blocks: RankedGauge["app_id"] = "topN_of_in_memory_block_count_for_app",
+            "Blocks in memory, of the ten applications with the most";
+        small_blocks: RankedGauge["app_id"] = "bottomN_of_in_memory_avg_block_size_for_app",
+            "Mean payload bytes of blocks in memory, of the ten applications with the smallest";
+        flushed: RankedGauge["app_id"] = "topN_of_on_localfile_data_size_for_app",
+            "Payload bytes brought to local disks, of the ten largest applications";
+        on_remote: RankedGauge["app_id"] = "topN_of_on_hadoop_data_size_for_app",
+            "Payload bytes brought to remote stores, of the ten largest applications";
+    }
 }
 
 impl TopApps {
-    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let ranked = |name: &str, help: &str| RankedGauge::new(registry, name, help);
-        Ok(Self {
-            received: ranked(
-                "topN_of_total_data_size_for_app",
-                "Payload bytes received, of the ten largest applications",
-            )?,
-            in_memory: ranked(
-                "topN_of_in_memory_data_size_for_app",
-                "Payload bytes in memory, of the ten largest applications",
-            )?,
-            in_memory_blocks: ranked(
-                "topN_of_in_memory_block_count_for_app",
-                "Blocks in memory, of the ten applications with the most",
-            )?,
-            small_blocks: ranked(
-                "bottomN_of_in_memory_avg_block_size_for_app",
-                "Mean payload bytes of blocks in memory, of the ten applications with the smallest",
-            )?,
-            flushed: ranked(
-                "topN_of_on_localfile_data_size_for_app",
-                "Payload bytes brought to local disks, of the ten largest applications",
-            )?,
-            on_remote: ranked(
-                "topN_of_on_hadoop_data_size_for_app",
-                "Payload bytes brought to remote stores, of the ten largest applications",
-            )?,
-        })
-    }
-
     pub(super) fn set(&self, apps: &[AppStatistics]) {
         self.received.set(&largest(apps, TOP_APPS, |app| app.received_bytes));
         self.in_memory.set(&largest(apps, TOP_APPS, |app| app.in_memory_bytes));
@@ -67,17 +43,20 @@ impl TopApps {
 
 /// A gauge by application of which only those that were set last have a series.
 #[derive(Debug)]
-struct RankedGauge {
+pub(crate) struct RankedGauge {
     gauge: IntGaugeVec,
     shown: Mutex<HashSet<AppId>>,
 }
 
-impl RankedGauge {
-    fn new(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Self> {
-        let gauge = metrics::gauge_vec(registry, name, help, &["app_id"])?;
-        Ok(Self { gauge, shown: Mutex::default() })
-    }
+impl Metric for RankedGauge {
+    type Family = IntGaugeVec;
 
+    fn of(gauge: IntGaugeVec) -> Self {
+        Self { gauge, shown: Mutex::default() }
+    }
+}
+
+impl RankedGauge {
     fn set(&self, ranked: &[(&AppId, u64)]) {
         let mut shown = self.shown.lock();
         let now: HashSet<AppId> = ranked.iter().map(|(app, _)| (*app).clone()).collect();
@@ -94,12 +73,14 @@ impl RankedGauge {
 
 #[cfg(test)]
 mod tests {
+    use prometheus::Registry;
+
     use super::*;
 
     #[test]
     fn an_application_that_left_the_top_has_no_series() {
         let registry = Registry::new();
-        let ranked = RankedGauge::new(&registry, "top", "help").unwrap();
+        let ranked = TopApps::new(&registry).unwrap().received;
         let (a, b) = (AppId::parse("a").unwrap(), AppId::parse("b").unwrap());
         ranked.set(&[(&a, 7), (&b, 5)]);
         ranked.set(&[(&b, 6)]);

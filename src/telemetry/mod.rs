@@ -28,7 +28,8 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use self::files::LogFile;
 pub use audit::AUDIT;
 pub use log_limiter::LogLimiter;
-pub use panics::{panic_count, register_panic_count};
+pub(crate) use panics::PanicMetrics;
+pub use panics::panic_count;
 pub use refusals::Refusals;
 pub use settings::{LogFormat, Rotation, TelemetryConfig};
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{IntGauge, Registry};
+use prometheus::{HistogramOpts, IntGauge};
 
-use crate::metrics::clamped;
+use crate::metrics::{self, Family};
 
 /// Panics since the process started. The one static of the crate: std's panic hook is process-wide, and a count
 /// behind it cannot belong to one of two workers in a process.
@@ -19,28 +19,33 @@ pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }
 
-/// Exports [`panic_count`] as `panic_signal`, the name dashboards of riffle know.
-///
-/// # Errors
-/// When the registry has it already.
-pub fn register_panic_count(registry: &Registry) -> prometheus::Result<()> {
-    let gauge = IntGauge::new("panic_signal", "panics since the process started")?;
-    registry.register(Box::new(PanicCollector { gauge }))
+metrics::table! {
+    /// Exports [`panic_count`] under the name that dashboards of riffle know.
+    pub(crate) struct PanicMetrics {
+        _panics: PanicCount = "panic_signal", "panics since the process started";
+    }
 }
 
 /// Reads the count when metrics are gathered.
-struct PanicCollector {
-    gauge: IntGauge,
+#[derive(Debug, Clone)]
+pub(crate) struct PanicCount(IntGauge);
+
+impl Family for PanicCount {
+    const KIND: &'static str = IntGauge::KIND;
+
+    fn create(options: HistogramOpts, labels: &[&str]) -> prometheus::Result<Self> {
+        IntGauge::create(options, labels).map(Self)
+    }
 }
 
-impl Collector for PanicCollector {
+impl Collector for PanicCount {
     fn desc(&self) -> Vec<&Desc> {
-        self.gauge.desc()
+        self.0.desc()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        self.gauge.set(clamped(panic_count()));
-        self.gauge.collect()
+        self.0.set(metrics::clamped(panic_count()));
+        self.0.collect()
     }
 }
 
@@ -59,12 +64,14 @@ pub(super) fn install_panic_hook() {
 
 #[cfg(test)]
 mod tests {
+    use prometheus::Registry;
+
     use super::*;
 
     #[test]
     fn panics_are_counted_and_exported() {
         let registry = Registry::new();
-        register_panic_count(&registry).unwrap();
+        let _panics = PanicMetrics::new(&registry).unwrap();
         let exported = || registry.gather()[0].get_metric()[0].get_gauge().get_value();
         let before = exported();
         install_panic_hook();

@@ -5,95 +5,78 @@
 
 use std::collections::BTreeMap;
 
-use prometheus::{IntCounter, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounter, IntGauge, IntGaugeVec, Registry};
 
 use super::nodes::NodeCounts;
-use crate::metrics::clamped;
+use crate::metrics::{self, clamped};
+
+metrics::table! {
+    #[derive(Clone)]
+    pub(super) struct Counts {
+        active_servers: IntGauge = "active_server_num", "nodes that may be assigned";
+        lost_servers: IntGauge = "lost_server_num", "nodes that fell silent and have not come back";
+        total_servers: IntGauge = "total_server_num", "nodes alive";
+        excluded_servers: IntGauge = "exclude_server_num", "nodes on the exclude list";
+        unhealthy_servers: IntGauge = "unhealthy_server_num", "nodes alive that call themselves unhealthy";
+        running_apps: IntGauge = "running_app_num", "applications known";
+        apps_by_user: IntGaugeVec["user_name"] = "app_num", "applications of a user";
+        // Java's `total_app_num` is a name of its shuffle server too, and here both share a process and a registry.
+        apps_total: IntCounter = "coordinator_total_app_num", "applications ever seen";
+        access_requests_total: IntCounter = "total_access_request", "accessCluster calls";
+        candidates_denied_total: IntCounter = "total_candidates_denied_request",
+            "accessCluster calls refused because no node has the tags";
+        load_denied_total: IntCounter = "total_load_denied_request",
+            "accessCluster calls refused because too few nodes have enough free memory";
+        quota_denied_total: IntCounter = "total_quota_denied_request",
+            "accessCluster calls refused because the user has too many applications";
+    }
+}
+
+metrics::table! {
+    struct OfStorage each fill {
+        apps: IntGauge = "remote_storage_in_used_{host}", "applications on this remote storage";
+    }
+}
 
 /// Handles into the registry it was built from.
 #[derive(Debug, Clone)]
-pub(super) struct Metrics {
-    active_servers: IntGauge,
-    lost_servers: IntGauge,
-    total_servers: IntGauge,
-    excluded_servers: IntGauge,
-    unhealthy_servers: IntGauge,
-    running_apps: IntGauge,
-    apps_by_user: IntGaugeVec,
+pub(crate) struct Metrics {
+    pub(super) counts: Counts,
     /// One per distinct host, beside the storages that count into it.
     storage_uses: Vec<(IntGauge, Vec<usize>)>,
-    pub(super) apps_total: IntCounter,
-    pub(super) access_requests_total: IntCounter,
-    pub(super) candidates_denied_total: IntCounter,
-    pub(super) load_denied_total: IntCounter,
-    pub(super) quota_denied_total: IntCounter,
 }
 
 impl Metrics {
     /// `storage_hosts[i]` is the host of remote storage i.
     pub(super) fn new(registry: &Registry, storage_hosts: &[String]) -> Result<Self, prometheus::Error> {
-        let gauge = |name: &str, help: &str| -> Result<IntGauge, prometheus::Error> {
-            let gauge = IntGauge::new(name, help)?;
-            registry.register(Box::new(gauge.clone()))?;
-            Ok(gauge)
-        };
-        let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
-            let counter = IntCounter::new(name, help)?;
-            registry.register(Box::new(counter.clone()))?;
-            Ok(counter)
-        };
-        let apps_by_user = IntGaugeVec::new(Opts::new("app_num", "applications of a user"), &["user_name"])?;
-        registry.register(Box::new(apps_by_user.clone()))?;
         let mut by_host: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (at, host) in storage_hosts.iter().enumerate() {
             by_host.entry(metric_suffix(host)).or_default().push(at);
         }
         let mut storage_uses = Vec::with_capacity(by_host.len());
         for (host, storages) in by_host {
-            let name = format!("remote_storage_in_used_{host}");
-            storage_uses.push((gauge(&name, "applications on this remote storage")?, storages));
+            storage_uses.push((OfStorage::new(registry, &[("{host}", &host)])?.apps, storages));
         }
-        Ok(Self {
-            active_servers: gauge("active_server_num", "nodes that may be assigned")?,
-            lost_servers: gauge("lost_server_num", "nodes that fell silent and have not come back")?,
-            total_servers: gauge("total_server_num", "nodes alive")?,
-            excluded_servers: gauge("exclude_server_num", "nodes on the exclude list")?,
-            unhealthy_servers: gauge("unhealthy_server_num", "nodes alive that call themselves unhealthy")?,
-            running_apps: gauge("running_app_num", "applications known")?,
-            apps_by_user,
-            storage_uses,
-            // Java's `total_app_num` is a name of its shuffle server too, and here both share a process and a registry.
-            apps_total: counter("coordinator_total_app_num", "applications ever seen")?,
-            access_requests_total: counter("total_access_request", "accessCluster calls")?,
-            candidates_denied_total: counter(
-                "total_candidates_denied_request",
-                "accessCluster calls refused because no node has the tags",
-            )?,
-            load_denied_total: counter(
-                "total_load_denied_request",
-                "accessCluster calls refused because too few nodes have enough free memory",
-            )?,
-            quota_denied_total: counter(
-                "total_quota_denied_request",
-                "accessCluster calls refused because the user has too many applications",
-            )?,
-        })
+        Ok(Self { counts: Counts::new(registry)?, storage_uses })
+    }
+
+    pub(crate) fn described() -> Vec<metrics::Description> {
+        [Counts::described(), OfStorage::described(&[])].concat()
     }
 
     pub(super) fn set_nodes(&self, counts: NodeCounts) {
-        self.active_servers.set(clamped(counts.active));
-        self.lost_servers.set(clamped(counts.lost));
-        self.total_servers.set(clamped(counts.total));
-        self.excluded_servers.set(clamped(counts.excluded));
-        self.unhealthy_servers.set(clamped(counts.unhealthy));
+        self.counts.active_servers.set(clamped(counts.active));
+        self.counts.lost_servers.set(clamped(counts.lost));
+        self.counts.total_servers.set(clamped(counts.total));
+        self.counts.excluded_servers.set(clamped(counts.excluded));
+        self.counts.unhealthy_servers.set(clamped(counts.unhealthy));
     }
 
     pub(super) fn set_apps(&self, running: usize, users: &BTreeMap<String, u64>, storage_uses: &[u64]) {
-        self.running_apps.set(clamped(running));
-        self.apps_by_user.reset();
+        self.counts.running_apps.set(clamped(running));
+        self.counts.apps_by_user.reset();
         for (user, count) in users {
-            let gauge = self.apps_by_user.with_label_values(&[user.as_str()]);
-            gauge.set(clamped(*count));
+            self.counts.apps_by_user.with_label_values(&[user.as_str()]).set(clamped(*count));
         }
         for (gauge, storages) in &self.storage_uses {
             let uses: u64 = storages.iter().filter_map(|&at| storage_uses.get(at)).sum();

@@ -10,7 +10,7 @@ pub mod assign;
 
 mod access;
 mod apps;
-mod metrics;
+pub(crate) mod metrics;
 mod nodes;
 mod rpc;
 
@@ -314,7 +314,7 @@ impl EmbeddedCoordinator {
 
     fn touch_app(&self, id: &AppId, user: Option<&str>) {
         if self.0.apps.lock().touch(id, user, Instant::now()) {
-            self.0.metrics.apps_total.inc();
+            self.0.metrics.counts.apps_total.inc();
         }
     }
 

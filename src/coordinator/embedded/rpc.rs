@@ -120,7 +120,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
         request: Request<proto::AccessClusterRequest>,
     ) -> Answer<proto::AccessClusterResponse> {
         let (metrics, verdict) = (&self.0.metrics, self.access(&request.into_inner()));
-        metrics.access_requests_total.inc();
+        metrics.counts.access_requests_total.inc();
         let response = match verdict {
             Ok(()) => proto::AccessClusterResponse {
                 status: StatusCode::Success.into(),
@@ -129,9 +129,9 @@ impl CoordinatorServer for EmbeddedCoordinator {
             },
             Err(denied) => {
                 match &denied {
-                    AccessDenied::Nodes { .. } => metrics.candidates_denied_total.inc(),
-                    AccessDenied::Load { .. } => metrics.load_denied_total.inc(),
-                    AccessDenied::Quota { .. } => metrics.quota_denied_total.inc(),
+                    AccessDenied::Nodes { .. } => metrics.counts.candidates_denied_total.inc(),
+                    AccessDenied::Load { .. } => metrics.counts.load_denied_total.inc(),
+                    AccessDenied::Quota { .. } => metrics.counts.quota_denied_total.inc(),
                 }
                 proto::AccessClusterResponse {
                     status: StatusCode::AccessDenied.into(),

@@ -85,8 +85,8 @@ async fn a_netty_client_is_refused_while_there_is_no_tcp_listener() {
         assert_eq!(answer.uuid.is_empty(), status != StatusCode::Success);
         assert_eq!(answer.ret_msg.is_empty(), status == StatusCode::Success);
     }
-    assert_eq!(coordinator.0.metrics.access_requests_total.get(), 2);
-    assert_eq!(coordinator.0.metrics.candidates_denied_total.get(), 1);
+    assert_eq!(coordinator.0.metrics.counts.access_requests_total.get(), 2);
+    assert_eq!(coordinator.0.metrics.counts.candidates_denied_total.get(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -276,7 +276,7 @@ async fn apps_are_taken_unknown_or_not_and_validated() {
     assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::Success, ""));
     coordinator.sweep();
     assert_eq!(coordinator.0.apps.lock().users(), [("u".to_owned(), 1)].into());
-    assert_eq!(coordinator.0.metrics.apps_total.get(), 1);
+    assert_eq!(coordinator.0.metrics.counts.apps_total.get(), 1);
     advance(Duration::from_secs(61)).await;
     coordinator.sweep();
     assert_eq!(coordinator.0.apps.lock().len(), 0);

@@ -9,12 +9,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use prometheus::{IntCounterVec, IntGauge, Opts, Registry};
+use prometheus::{IntCounterVec, IntGauge, Registry};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tonic::transport::{Channel, Endpoint};
 
 use super::ReportSource;
+use crate::metrics;
 use crate::proto::StatusCode;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
 use crate::runtime::Tasks;
@@ -83,21 +84,12 @@ pub struct Heartbeats {
     pace: Arc<watch::Sender<Duration>>,
 }
 
-/// Counters of this module.
-#[derive(Debug, Clone)]
-struct Metrics {
-    heartbeats: IntCounterVec,
-    up: IntGauge,
-}
-
-impl Metrics {
-    fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let opts = Opts::new("coordinator_heartbeats_total", "heartbeats sent, by result");
-        let heartbeats = IntCounterVec::new(opts, &["result"])?;
-        let up = IntGauge::new("coordinators_up", "coordinators that accepted the latest heartbeat")?;
-        registry.register(Box::new(heartbeats.clone()))?;
-        registry.register(Box::new(up.clone()))?;
-        Ok(Self { heartbeats, up })
+metrics::table! {
+    /// Counters of this module.
+    #[derive(Clone)]
+    pub(crate) struct Metrics {
+        heartbeats: IntCounterVec["result"] = "coordinator_heartbeats_total", "heartbeats sent, by result";
+        up: IntGauge = "coordinators_up", "coordinators that accepted the latest heartbeat";
     }
 }
 

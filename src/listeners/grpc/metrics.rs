@@ -7,14 +7,13 @@
 
 use std::collections::HashMap;
 
-use prometheus::core::Collector;
-use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
-};
+use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 use tokio::time::Instant;
 
 use super::methods;
-use crate::metrics::{self, GaugeGuard, TransitTimes};
+use crate::metrics::{
+    self, Description, GaugeGuard, IN_MS, IN_SECONDS, TRANSIT_MS_BUCKETS, TransitTimes, View, exponential,
+};
 
 /// Path label of everything that is not in [`METHODS`].
 const OTHER: &str = "other";
@@ -46,7 +45,14 @@ const METHODS: [(&str, &str); 18] = [
     ("/rss.common.ShuffleServerInternal/cancelDecommission", "cancel_decommission"),
 ];
 
-/// Stems of the methods whose time Java tells in milliseconds.
+/// Java's names for the durations of calls, of the methods that it times.
+const IN_PROCESS: View = View::new(
+    "grpc_{method}_process_latency",
+    "milliseconds from a {method} call's head to its answer's head",
+    IN_MS,
+);
+
+/// The methods that Java times, by their stems.
 const TIMED: [&str; 6] = [
     "send_shuffle_data",
     "get_local_shuffle_data",
@@ -56,157 +62,161 @@ const TIMED: [&str; 6] = [
     "report_shuffle_result",
 ];
 
-/// Paths and riffle's names for their durations.
-const RIFFLE_DURATIONS: [(&str, &str); 6] = [
-    (methods::SEND_SHUFFLE_DATA, "grpc_send_data_process_time"),
-    (methods::REQUIRE_BUFFER, "grpc_buffer_require_process_time"),
-    (methods::GET_MEMORY_SHUFFLE_DATA, "grpc_get_memory_data_process_time"),
-    (methods::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_process_time"),
-    (methods::GET_LOCAL_SHUFFLE_DATA, "grpc_get_localfile_data_latency"),
-    (methods::GET_LOCAL_SHUFFLE_INDEX, "grpc_get_localfile_index_latency"),
+/// riffle's names for the durations of calls, by path.
+const RIFFLE_DURATIONS: [(&str, View); 6] = [
+    (methods::SEND_SHUFFLE_DATA, duration_view("grpc_send_data_process_time")),
+    (methods::REQUIRE_BUFFER, duration_view("grpc_buffer_require_process_time")),
+    (methods::GET_MEMORY_SHUFFLE_DATA, duration_view("grpc_get_memory_data_process_time")),
+    (methods::GET_LOCAL_SHUFFLE_DATA, duration_view("grpc_get_localfile_data_process_time")),
+    (methods::GET_LOCAL_SHUFFLE_DATA, duration_view("grpc_get_localfile_data_latency")),
+    (methods::GET_LOCAL_SHUFFLE_INDEX, duration_view("grpc_get_localfile_index_latency")),
 ];
 
-/// Counters of one method.
+const fn duration_view(name: &'static str) -> View {
+    View::new(name, "seconds from a call's head to its answer's head", 1.0)
+}
+
+/// riffle's names for times on the way, in the order of [`TransitMetrics`].
+const RIFFLE_TRANSIT: [View; 3] = [
+    transit_view("grpc_send_data_transport_time"),
+    transit_view("grpc_get_localfile_data_transport_time"),
+    transit_view("grpc_get_memory_data_transport_time"),
+];
+
+const fn transit_view(name: &'static str) -> View {
+    View::new(name, "seconds from a call's timestamp until it is here", IN_SECONDS)
+}
+
+/// 0.5 ms to 75 s.
+const DURATION_BUCKETS: &[f64] = &exponential::<14>(0.0005, 2.5);
+
+metrics::table! {
+    /// How long calls were on their way; only these requests say when they were sent.
+    pub(crate) struct TransitMetrics {
+        send: TransitTimes = "grpc_send_shuffle_data_transport_latency",
+            "milliseconds from a send_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+        local_data: TransitTimes = "grpc_get_local_shuffle_data_transport_latency",
+            "milliseconds from a get_local_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+        memory: TransitTimes = "grpc_get_memory_shuffle_data_transport_latency",
+            "milliseconds from a get_memory_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+        sorted: TransitTimes = "grpc_get_sorted_shuffle_data_transport_latency",
+            "milliseconds from a get_sorted_shuffle_data call's timestamp until it is here", in TRANSIT_MS_BUCKETS;
+    }
+}
+
+metrics::table! {
+    struct Method each fill {
+        in_progress: IntGauge = "grpc_{method}", "{method} calls in progress";
+        total: IntCounter = "grpc_{method}_total", "{method} calls received";
+    }
+}
+
+metrics::table! {
+    struct Calls {
+        requests: IntCounterVec["path"] = "total_grpc_request_number", "calls received, by path";
+        durations: HistogramVec["path"] = "grpc_duration_seconds",
+            "time from a call's head to its answer's head", in DURATION_BUCKETS;
+        open: IntGauge = "grpc_open", "calls in progress", also "grpc_request_number";
+        total: IntCounter = "grpc_total", "calls received";
+        connections: IntGauge = "grpc_server_connection_number", "open connections";
+        refused_connections: IntCounter = "grpc_refused_connection_total", "connections over the limit";
+        window_bytes: IntGauge = "grpc_window_bytes", "sum of the receive windows granted to connections";
+    }
+    with { transit: TransitMetrics }
+}
+
+/// Counters of one method, or of all others.
 #[derive(Debug)]
 struct MethodMetrics {
-    in_progress: IntGauge,
-    total: IntCounter,
+    method: Option<Method>,
     requests: IntCounter,
     duration: Histogram,
 }
 
-/// How long calls were on their way; only these requests say when they were sent.
-#[derive(Debug)]
-pub(super) struct TransitMetrics {
-    pub(super) send: TransitTimes,
-    pub(super) local_data: TransitTimes,
-    pub(super) memory: TransitTimes,
-    pub(super) sorted: TransitTimes,
-}
-
 /// Counters of the listener.
 #[derive(Debug)]
-pub(super) struct GrpcMetrics {
+pub(crate) struct GrpcMetrics {
     methods: HashMap<&'static str, MethodMetrics>,
-    other_requests: IntCounter,
-    other_duration: Histogram,
-    pub(super) transit: TransitMetrics,
-    open: IntGauge,
-    total: IntCounter,
-    /// Connections that are open.
-    pub(super) connections: IntGauge,
-    /// Connections closed at once, over the limit.
-    pub(super) refused_connections: IntCounter,
-    window_bytes: IntGauge,
-}
-
-fn registered<C: Collector + Clone + 'static>(registry: &Registry, metric: C) -> prometheus::Result<C> {
-    registry.register(Box::new(metric.clone()))?;
-    Ok(metric)
-}
-
-impl TransitMetrics {
-    fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let times = |stem: &str| {
-            let help = format!("milliseconds from a {stem} call's timestamp until it is here");
-            TransitTimes::new(registry, &format!("grpc_{stem}_transport_latency"), &help)
-        };
-        let metrics = Self {
-            send: times("send_shuffle_data")?,
-            local_data: times("get_local_shuffle_data")?,
-            memory: times("get_memory_shuffle_data")?,
-            sorted: times("get_sorted_shuffle_data")?,
-        };
-        for (times, riffle) in [
-            (&metrics.send, "grpc_send_data_transport_time"),
-            (&metrics.local_data, "grpc_get_localfile_data_transport_time"),
-            (&metrics.memory, "grpc_get_memory_data_transport_time"),
-        ] {
-            let help = "seconds from a call's timestamp until it is here";
-            metrics::also_in_seconds(registry, times.histogram(), riffle, help)?;
-        }
-        Ok(metrics)
-    }
-}
-
-/// The durations of calls by the names of Java and of riffle.
-fn name_durations(registry: &Registry, durations: &HistogramVec) -> prometheus::Result<()> {
-    for (path, stem) in METHODS.iter().filter(|(_, stem)| TIMED.contains(stem)) {
-        let help = format!("milliseconds from a {stem} call's head to its answer's head");
-        let duration = durations.with_label_values(&[path]);
-        metrics::also_in_ms(registry, &duration, &format!("grpc_{stem}_process_latency"), &help)?;
-    }
-    for (path, name) in RIFFLE_DURATIONS {
-        let help = "seconds from a call's head to its answer's head";
-        metrics::also_alone(registry, &durations.with_label_values(&[path]), name, help)?;
-    }
-    Ok(())
+    other: MethodMetrics,
+    calls: Calls,
 }
 
 impl GrpcMetrics {
     /// Registers every name; they exist from the start.
     pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let requests = Opts::new("total_grpc_request_number", "calls received, by path");
-        let requests = registered(registry, IntCounterVec::new(requests, &["path"])?)?;
-        let duration =
-            HistogramOpts::new("grpc_duration_seconds", "time from a call's head to its answer's head")
-                .buckets(prometheus::exponential_buckets(0.0005, 2.5, 14)?);
-        let duration = registered(registry, HistogramVec::new(duration, &["path"])?)?;
-
+        let calls = Calls::new(registry)?;
+        let of = |path: &str, method| MethodMetrics {
+            method,
+            requests: calls.requests.with_label_values(&[path]),
+            duration: calls.durations.with_label_values(&[path]),
+        };
         let mut methods = HashMap::with_capacity(METHODS.len());
         for (path, stem) in METHODS {
-            let in_progress = IntGauge::new(format!("grpc_{stem}"), format!("{stem} calls in progress"))?;
-            let total = IntCounter::new(format!("grpc_{stem}_total"), format!("{stem} calls received"))?;
-            let method = MethodMetrics {
-                in_progress: registered(registry, in_progress)?,
-                total: registered(registry, total)?,
-                requests: requests.with_label_values(&[path]),
-                duration: duration.with_label_values(&[path]),
-            };
+            let fill = [("{method}", stem)];
+            let method = of(path, Some(Method::new(registry, &fill)?));
+            if TIMED.contains(&stem) {
+                IN_PROCESS.register(registry, &method.duration, &fill)?;
+            }
             methods.insert(path, method);
         }
-        name_durations(registry, &duration)?;
-        let gauge = |name, help| registered(registry, IntGauge::new(name, help)?);
-        let counter = |name, help| registered(registry, IntCounter::new(name, help)?);
-        let open: IntGauge = gauge("grpc_open", "calls in progress")?;
-        metrics::also(registry, &open, "grpc_request_number")?;
-        Ok(Self {
-            methods,
-            other_requests: requests.with_label_values(&[OTHER]),
-            other_duration: duration.with_label_values(&[OTHER]),
-            transit: TransitMetrics::new(registry)?,
-            open,
-            total: counter("grpc_total", "calls received")?,
-            connections: gauge("grpc_server_connection_number", "open connections")?,
-            refused_connections: counter("grpc_refused_connection_total", "connections over the limit")?,
-            window_bytes: gauge("grpc_window_bytes", "sum of the receive windows granted to connections")?,
-        })
+        for (path, view) in RIFFLE_DURATIONS {
+            view.register(registry, &calls.durations.with_label_values(&[path]), &[])?;
+        }
+        let TransitMetrics { send, local_data, memory, .. } = &calls.transit;
+        for (view, times) in RIFFLE_TRANSIT.iter().zip([send, local_data, memory]) {
+            view.register(registry, times.histogram(), &[])?;
+        }
+        Ok(Self { methods, other: of(OTHER, None), calls })
+    }
+
+    /// What it has, for the documentation.
+    pub(crate) fn described() -> Vec<Description> {
+        let views = RIFFLE_DURATIONS.iter().map(|(_, view)| view).chain(&RIFFLE_TRANSIT);
+        let mut described = Calls::described();
+        described.extend(METHODS.iter().flat_map(|(_, stem)| Method::described(&[("{method}", stem)])));
+        described.extend(TIMED.map(|stem| IN_PROCESS.describe(module_path!(), &[("{method}", stem)])));
+        described.extend(views.map(|view| view.describe(module_path!(), &[])));
+        described
+    }
+
+    /// The times that requests were on their way.
+    pub(super) fn transit(&self) -> &TransitMetrics {
+        &self.calls.transit
     }
 
     /// Counts a call until the returned value is dropped, which also happens when the client cancels.
     pub(super) fn begin(&self, path: &str) -> CallTimer {
-        let method = self.methods.get(path);
-        let duration = method.map_or(&self.other_duration, |method| &method.duration).clone();
-        method.map_or(&self.other_requests, |method| &method.requests).inc();
-        if let Some(method) = method {
+        let MethodMetrics { method, requests, duration } = self.methods.get(path).unwrap_or(&self.other);
+        requests.inc();
+        self.calls.total.inc();
+        let of_method = method.as_ref().map(|method| {
             method.total.inc();
-        }
-        self.total.inc();
-        let in_progress =
-            [Some(GaugeGuard::one(&self.open)), method.map(|method| GaugeGuard::one(&method.in_progress))];
-        CallTimer { _in_progress: in_progress, started: Instant::now(), duration }
+            GaugeGuard::one(&method.in_progress)
+        });
+        let in_progress = (GaugeGuard::one(&self.calls.open), of_method);
+        CallTimer { _in_progress: in_progress, started: Instant::now(), duration: duration.clone() }
+    }
+
+    /// Connections that are open.
+    pub(super) fn connections(&self) -> &IntGauge {
+        &self.calls.connections
+    }
+
+    /// Connections closed at once, over the limit.
+    pub(super) fn refused_connections(&self) -> &IntCounter {
+        &self.calls.refused_connections
     }
 
     /// Publishes the sum of the granted windows.
     pub(super) fn set_window_bytes(&self, bytes: u64) {
-        self.window_bytes.set(metrics::clamped(bytes));
+        self.calls.window_bytes.set(metrics::clamped(bytes));
     }
 }
 
 /// A call in progress.
 #[derive(Debug)]
 pub(super) struct CallTimer {
-    _in_progress: [Option<GaugeGuard>; 2],
+    _in_progress: (GaugeGuard, Option<GaugeGuard>),
     started: Instant,
     duration: Histogram,
 }

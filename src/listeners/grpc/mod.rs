@@ -14,7 +14,7 @@ mod ingest;
 mod internal;
 mod message;
 mod methods;
-mod metrics;
+pub(crate) mod metrics;
 mod reads;
 mod replies;
 mod router;

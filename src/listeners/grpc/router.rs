@@ -75,7 +75,7 @@ impl Router {
                 &self.service,
                 &self.config,
                 &self.tasks,
-                &self.metrics.transit.send,
+                &self.metrics.transit().send,
                 request.into_body(),
             )
             .await);
@@ -92,7 +92,7 @@ impl Router {
     /// A call whose request is small.
     async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
         let max = self.config.read_request_bytes_max;
-        let TransitMetrics { memory, local_data, .. } = &self.metrics.transit;
+        let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         match request.uri().path() {
             REQUIRE_BUFFER => tickets::require_buffer(&self.service, max, request.into_body()).await,
             GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, memory, max, request.into_body()).await,

@@ -63,7 +63,7 @@ impl GrpcServer {
     ) -> prometheus::Result<()> {
         let small = config.small_message_bytes_max;
         let metrics = GrpcMetrics::new(registry)?;
-        let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit.sorted.clone());
+        let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
         let shuffle = ShuffleServerServer::new(calls);
         let internal = InternalCalls::new(Arc::clone(&service), config.decommission_by.clone());
         let internal = ShuffleServerInternalServer::new(internal);
@@ -76,8 +76,8 @@ impl GrpcServer {
             names: NAMES,
             binding: binding.into(),
             connections_max: config.connections_max,
-            when_full: WhenFull::Close(metrics.refused_connections.clone()),
-            open: vec![metrics.connections.clone()],
+            when_full: WhenFull::Close(metrics.refused_connections().clone()),
+            open: vec![metrics.connections().clone()],
             first_byte_deadline: Some(config.first_byte_deadline),
             cores: None,
             tasks: tasks.clone(),

@@ -18,7 +18,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use prometheus::{Encoder as _, Registry, TEXT_FORMAT, TextEncoder};
+use prometheus::{Encoder as _, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
@@ -66,6 +66,12 @@ impl std::fmt::Debug for Pages {
     }
 }
 
+metrics::table! {
+    pub(crate) struct HttpMetrics {
+        connections: IntGauge = "http_connection_number", "connections of the HTTP listener that are open";
+    }
+}
+
 /// The HTTP listener.
 #[derive(Debug)]
 pub struct HttpServer;
@@ -84,12 +90,8 @@ impl HttpServer {
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         let Pages { registry, refresh, ready, losses, mounted } = pages;
-        telemetry::register_panic_count(&registry)?;
-        let connections = metrics::gauge(
-            &registry,
-            "http_connection_number",
-            "connections of the HTTP listener that are open",
-        )?;
+        telemetry::PanicMetrics::new(&registry)?;
+        let HttpMetrics { connections } = HttpMetrics::new(&registry)?;
         let router = router(Hooks { registry, refresh, ready, losses })
             .merge(debug::routes(tasks.clone()))
             .merge(mounted);

@@ -81,14 +81,20 @@ impl std::fmt::Display for Endpoint {
     }
 }
 
+metrics::table! {
+    pub(crate) struct PushMetrics {
+        pushed: IntCounter = "pushgateway_push_total", "pushes that were taken";
+        failed: IntCounter = "pushgateway_push_failed_total", "pushes that failed";
+    }
+}
+
 /// Pushes until its tasks are cancelled.
 pub struct Pusher {
     config: PushConfig,
     path: String,
     registry: Registry,
     refresh: Refresh,
-    pushed: IntCounter,
-    failed: IntCounter,
+    metrics: PushMetrics,
 }
 
 impl std::fmt::Debug for Pusher {
@@ -110,9 +116,8 @@ impl Pusher {
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         let path = group_path(&config, instance);
-        let pushed = metrics::counter(&registry, "pushgateway_push_total", "pushes that were taken")?;
-        let failed = metrics::counter(&registry, "pushgateway_push_failed_total", "pushes that failed")?;
-        let pusher = Self { config, path, registry, refresh, pushed, failed };
+        let metrics = PushMetrics::new(&registry)?;
+        let pusher = Self { config, path, registry, refresh, metrics };
         tasks.spawn("metrics push", Arc::new(pusher).run(tasks.clone()));
         Ok(())
     }
@@ -143,13 +148,13 @@ impl Pusher {
         let gateway = &self.config.endpoint;
         match result {
             Ok(()) => {
-                self.pushed.inc();
+                self.metrics.pushed.inc();
                 if warnings.reset() {
                     tracing::info!(%gateway, "the pushgateway takes metrics again");
                 }
             }
             Err(reason) => {
-                self.failed.inc();
+                self.metrics.failed.inc();
                 if warnings.pass().is_some() {
                     tracing::warn!(%gateway, reason, "the pushgateway does not take metrics, trying forever");
                 }

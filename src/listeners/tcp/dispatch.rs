@@ -80,7 +80,7 @@ fn success(request_id: i64, fields: ReplyFields<'_>, body: Body, body_bytes: u64
 /// The reply to a read of sorted data.
 pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
-        shared.metrics.of(FrameType::Sorted).transit.arrived(request.timestamp_ms);
+        shared.metrics.of(FrameType::Sorted).transit().arrived(request.timestamp_ms);
     }
     let refusal =
         Refusal { status: StatusCode::InternalError, text: MERGE_DISABLED.to_owned(), blame: Blame::Nobody };
@@ -98,7 +98,7 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
     let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
-    shared.metrics.of(FrameType::Memory).transit.arrived(request.timestamp_ms);
+    shared.metrics.of(FrameType::Memory).transit().arrived(request.timestamp_ms);
     let MemoryAnswer { read, answering } = shared.service.read_memory(MemoryReadRequest {
         app: request.target.app,
         shuffle: request.target.shuffle,
@@ -148,7 +148,7 @@ impl LocalRead {
         let request = ReadRequest::decode(self.kind, &self.message)?;
         // The index's request does not say when it was sent.
         if let ReadRequest::LocalData(request) = &request {
-            self.ticket.counted.metrics().transit.arrived(request.timestamp_ms);
+            self.ticket.counted.metrics().transit().arrived(request.timestamp_ms);
         }
         self.ticket.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
         let wait = self.shared.config.local_read_wait;

@@ -253,7 +253,7 @@ impl Frames {
         let outcome = match self.walker.feed(&chunk[..taken], ingest) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
-                self.shared.metrics.of(FrameType::Send).transit.arrived(self.walker.timestamp_ms());
+                self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
                 ingest.commit()
             }
             Err(refusal) => Err(refusal),

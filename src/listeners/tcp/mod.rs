@@ -18,7 +18,7 @@ mod config;
 mod dispatch;
 mod frames;
 mod ingest;
-mod metrics;
+pub(crate) mod metrics;
 mod reader;
 mod shared;
 mod writer;
@@ -29,7 +29,7 @@ use prometheus::Registry;
 use tokio::net::TcpStream;
 
 pub use config::TcpConfig;
-pub use metrics::TcpMetrics;
+use metrics::TcpMetrics;
 
 use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
@@ -66,8 +66,8 @@ impl TcpServer {
             names: NAMES,
             binding,
             connections_max: config.connections_max,
-            when_full: WhenFull::Close(metrics.refused.clone()),
-            open: metrics.open_connections(),
+            when_full: WhenFull::Close(metrics.all.refused.clone()),
+            open: vec![metrics.all.active.clone()],
             first_byte_deadline: None,
             cores,
             tasks: tasks.clone(),

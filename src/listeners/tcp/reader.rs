@@ -113,11 +113,11 @@ impl Reader {
             End::Closed | End::Idle => {}
             End::Stalled => {
                 connection.cancel();
-                shared.metrics.exceptions.inc();
+                shared.metrics.all.exceptions.inc();
             }
-            End::Cut | End::Io(_) => shared.metrics.exceptions.inc(),
+            End::Cut | End::Io(_) => shared.metrics.all.exceptions.inc(),
             End::Broken(error) => {
-                shared.metrics.exceptions.inc();
+                shared.metrics.all.exceptions.inc();
                 shared.service.note_malformed(LISTENER, error);
             }
         }

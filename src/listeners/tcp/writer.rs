@@ -125,7 +125,7 @@ impl Writer {
             () = end_of_grace => None,
         };
         if let Some(Err(error)) = &end {
-            shared.metrics.exceptions.inc();
+            shared.metrics.all.exceptions.inc();
             tracing::debug!(%error, "tcp connection: replies cannot be written");
         }
         connection.cancel();

@@ -30,7 +30,7 @@ pub mod hadoop;
 pub mod kerberos;
 pub mod layout;
 pub mod location;
-mod metrics;
+pub(crate) mod metrics;
 mod precheck;
 mod present;
 mod purge;

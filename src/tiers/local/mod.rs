@@ -32,7 +32,7 @@ pub mod health;
 pub mod index;
 mod journal;
 mod log;
-mod metrics;
+pub(crate) mod metrics;
 pub mod mounts;
 pub mod notes;
 pub mod pace;

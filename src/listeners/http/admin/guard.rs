@@ -138,13 +138,12 @@ pub(super) fn refusal(status: StatusCode, reason: &str) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics;
 
     fn gate(token: Option<&str>) -> Gate {
         let registry = prometheus::Registry::new();
-        let calls = metrics::counter_vec(&registry, "calls", "calls", &["result"]).unwrap();
         let token = token.map(|text| Token::parse(text).unwrap());
-        Gate { token, metrics: AdminMetrics { calls }, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) }
+        let metrics = AdminMetrics::new(&registry).unwrap();
+        Gate { token, metrics, denials: LogLimiter::new(1, DENIED_LOG_INTERVAL) }
     }
 
     fn status(gate: &Gate, header: Option<(header::HeaderName, &str)>, peer: &str) -> Option<Denial> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use prometheus::{IntCounterVec, Registry};
+use prometheus::{IntCounterVec, IntGauge, Registry};
 
 pub use token::{InvalidToken, Token};
 
@@ -65,10 +65,12 @@ impl fmt::Debug for AdminHooks {
 #[derive(Debug)]
 pub struct AdminServer;
 
-/// Counters of this module.
-#[derive(Debug, Clone)]
-struct AdminMetrics {
-    calls: IntCounterVec,
+metrics::table! {
+    #[derive(Clone)]
+    pub(crate) struct AdminMetrics {
+        connections: IntGauge = "admin_connection_number", "connections of the administration now open";
+        calls: IntCounterVec["result"] = "admin_calls_total", "administration calls, by result";
+    }
 }
 
 impl AdminServer {
@@ -86,22 +88,13 @@ impl AdminServer {
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let connections = metrics::gauge(
-            registry,
-            "admin_connection_number",
-            "connections of the administration now open",
-        )?;
-        let calls = metrics::counter_vec(
-            registry,
-            "admin_calls_total",
-            "administration calls, by result",
-            &["result"],
-        )?;
+        let metrics = AdminMetrics::new(registry)?;
         for result in guard::RESULTS {
-            calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
+            metrics.calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
         }
         let router = calls::router(hooks).merge(mounted);
-        let router = guard::protect(router, token, AdminMetrics { calls });
+        let connections = metrics.connections.clone();
+        let router = guard::protect(router, token, metrics);
         let config = HttpConfig { max_connections: CONNECTIONS_MAX, request_timeout: REQUEST_TIMEOUT };
         serve::start(NAMES, config, binding.into(), router, connections, tasks);
         Ok(())

@@ -1,0 +1,267 @@
+//! Metrics are declared in tables, one per module: [`table!`] makes of each the struct of its handles, the constructor
+//! that registers them, and their description, from which `docs/metrics.md` is generated.
+//!
+//! There is no global registry, so two workers can live in one process. A failure to register (a bad or duplicate name)
+//! is a mistake in the program and ends the start-up.
+
+use prometheus::core::Collector;
+use prometheus::{
+    Counter, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Registry, Result,
+};
+
+use super::renamed::also;
+
+/// A metric as the documentation tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// The exported name.
+    pub name: String,
+    /// `counter`, `gauge` or `histogram`.
+    pub kind: &'static str,
+    /// The label, if it has one.
+    pub label: Option<&'static str>,
+    /// The exported help text.
+    pub help: String,
+    /// Path of the module that declares it.
+    pub module: &'static str,
+}
+
+/// What takes the place of `{…}` in names and help texts.
+pub type Fill<'a> = &'a [(&'a str, &'a str)];
+
+pub(super) fn filled(text: &str, fill: Fill<'_>) -> String {
+    fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
+}
+
+/// A line of a table.
+#[derive(Debug)]
+pub struct Row {
+    /// Name; what stands in braces is filled in for a table that is built several times.
+    pub name: &'static str,
+    /// Help text, with the same placeholders.
+    pub help: &'static str,
+    /// The label, if it has one.
+    pub label: Option<&'static str>,
+    /// Further names of the same values.
+    pub also: &'static [&'static str],
+    /// Upper bounds of a histogram, ascending.
+    pub buckets: &'static [f64],
+}
+
+impl Row {
+    /// Creates the metric and registers it under all its names.
+    ///
+    /// # Errors
+    /// A name that is malformed or taken, buckets that do not ascend.
+    pub fn register<M: Metric>(&self, registry: &Registry, fill: Fill<'_>) -> Result<M> {
+        let mut options = HistogramOpts::new(filled(self.name, fill), filled(self.help, fill));
+        if !self.buckets.is_empty() {
+            options.buckets = self.buckets.to_vec();
+        }
+        let family = M::Family::create(options, self.label.as_slice())?;
+        registry.register(Box::new(family.clone()))?;
+        for name in self.also {
+            also(registry, &family, &filled(name, fill))?;
+        }
+        Ok(M::of(family))
+    }
+
+    /// All names with what they mean.
+    pub fn describe<M: Metric>(&self, module: &'static str, fill: Fill<'_>) -> Vec<Description> {
+        let described = |name: &&str| Description {
+            name: filled(name, fill),
+            kind: M::Family::KIND,
+            label: self.label,
+            help: filled(self.help, fill),
+            module,
+        };
+        std::iter::once(&self.name).chain(self.also).map(described).collect()
+    }
+}
+
+/// What a field of a table may be.
+pub trait Metric: Sized {
+    /// What is registered.
+    type Family: Family;
+
+    /// The handle of what was registered.
+    fn of(family: Self::Family) -> Self;
+}
+
+impl<F: Family> Metric for F {
+    type Family = F;
+
+    fn of(family: F) -> F {
+        family
+    }
+}
+
+/// What can be registered.
+pub trait Family: Collector + Clone + 'static {
+    /// As the exposition format calls it.
+    const KIND: &'static str;
+
+    /// Not registered yet.
+    ///
+    /// # Errors
+    /// A malformed name or label, buckets that do not ascend.
+    fn create(options: HistogramOpts, labels: &[&str]) -> Result<Self>;
+}
+
+macro_rules! families {
+    ($($family:ident: $kind:literal, $create:expr;)*) => {$(
+        impl Family for $family {
+            const KIND: &'static str = $kind;
+
+            fn create(options: HistogramOpts, labels: &[&str]) -> Result<Self> {
+                let create: fn(HistogramOpts, &[&str]) -> Result<Self> = $create;
+                create(options, labels)
+            }
+        }
+    )*};
+}
+
+families! {
+    IntCounter: "counter", |options, _| Self::with_opts(options.common_opts);
+    Counter: "counter", |options, _| Self::with_opts(options.common_opts);
+    IntCounterVec: "counter", |options, labels| Self::new(options.common_opts, labels);
+    IntGauge: "gauge", |options, _| Self::with_opts(options.common_opts);
+    Gauge: "gauge", |options, _| Self::with_opts(options.common_opts);
+    IntGaugeVec: "gauge", |options, labels| Self::new(options.common_opts, labels);
+    GaugeVec: "gauge", |options, labels| Self::new(options.common_opts, labels);
+    Histogram: "histogram", |options, _| Self::with_opts(options);
+    HistogramVec: "histogram", |options, labels| Self::new(options, labels);
+}
+
+/// Declares the metrics of a module:
+///
+/// ```ignore
+/// metrics::table! {
+///     /// Counters of the cache.
+///     pub(super) struct Metrics {
+///         hits: IntCounter = "cache_hits", "reads that found their block";
+///         used: IntGaugeVec["root"] = "cache_bytes", "bytes held", also "their_name_for_it";
+///         wait: Histogram = "cache_wait_seconds", "time until there was room", in SECONDS_BUCKETS;
+///     }
+///     with { of_disks: DiskMetrics }
+/// }
+/// ```
+///
+/// `with` takes in other tables. `struct Name each fill { … }` is built several times, each with other names: see [`Fill`].
+macro_rules! table {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $table:ident $(each $fill:ident)? {
+            $(
+                $(#[$field_meta:meta])*
+                $field:ident: $kind:ident $([$label:literal])? = $name:literal, $help:literal
+                    $(, also $other:literal)* $(, in $buckets:expr)?;
+            )*
+        }
+        $(with { $($part:ident: $part_table:ident),* $(,)? })?
+    ) => {
+        $(#[$meta])*
+        #[derive(Debug)]
+        $vis struct $table {
+            $($(#[$field_meta])* $vis $field: $kind,)*
+            $($($vis $part: $part_table,)*)?
+        }
+
+        impl $table {
+            /// Registers all of it.
+            ///
+            /// # Errors
+            /// A name that `registry` has already.
+            $vis fn new(registry: &::prometheus::Registry $(, $fill: $crate::metrics::Fill<'_>)?) -> ::prometheus::Result<Self> {
+                let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
+                Ok(Self {
+                    $($field: $crate::metrics::table!(@row $name, $help, [$($label)?], [$($other),*], [$($buckets)?])
+                        .register(registry, fill)?,)*
+                    $($($part: $part_table::new(registry)?,)*)?
+                })
+            }
+
+            /// What it has, for the documentation.
+            $vis fn described($($fill: $crate::metrics::Fill<'_>)?) -> Vec<$crate::metrics::Description> {
+                let fill: $crate::metrics::Fill<'_> = [$($fill,)? &[]][0];
+                [
+                    $($crate::metrics::table!(@row $name, $help, [$($label)?], [$($other),*], [$($buckets)?])
+                        .describe::<$kind>(module_path!(), fill),)*
+                    $($($part_table::described(),)*)?
+                ].concat()
+            }
+        }
+    };
+    (@row $name:literal, $help:literal, [$($label:literal)?], [$($other:literal),*], [$($buckets:expr)?]) => {
+        $crate::metrics::Row {
+            name: $name,
+            help: $help,
+            label: [$(Some($label),)? None][0],
+            also: &[$($other),*],
+            buckets: [$($buckets,)? &[] as &[f64]][0],
+        }
+    };
+}
+pub(crate) use table;
+
+#[cfg(test)]
+mod tests {
+    use prometheus::{Histogram, IntCounter, IntGaugeVec, Registry, TextEncoder};
+
+    use super::Description;
+
+    table! {
+        struct Table {
+            hits: IntCounter = "hits", "help";
+            used: IntGaugeVec["root"] = "used", "more help", also "theirs";
+        }
+        with { part: Part }
+    }
+
+    table! {
+        struct Part {
+            wait: Histogram = "wait", "seconds", in &[0.5, 1.0];
+        }
+    }
+
+    table! {
+        struct Method each fill {
+            calls: IntCounter = "{method}_calls", "calls of {method}";
+        }
+    }
+
+    #[test]
+    fn a_table_is_a_struct_a_registration_and_a_description() {
+        let registry = Registry::new();
+        let table = Table::new(&registry).unwrap();
+        table.hits.inc_by(3);
+        table.used.with_label_values(&["/a"]).set(7);
+        table.part.wait.observe(0.7);
+        Method::new(&registry, &[("{method}", "read")]).unwrap().calls.inc();
+        let text = TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in ["hits 3", "theirs{root=\"/a\"} 7", "wait_bucket{le=\"1\"} 1", "read_calls 1"] {
+            assert!(text.lines().any(|it| it == line), "{line} is not in {text}");
+        }
+        assert!(Table::new(&registry).is_err(), "each name once per registry");
+        let described = [Table::described(), Method::described(&[("{method}", "read")])].concat();
+        let names: Vec<_> = described.iter().map(|it| (it.name.as_str(), it.kind, it.label)).collect();
+        let expected = [
+            ("hits", "counter", None),
+            ("used", "gauge", Some("root")),
+            ("theirs", "gauge", Some("root")),
+            ("wait", "histogram", None),
+            ("read_calls", "counter", None),
+        ];
+        assert_eq!(names, expected);
+        let module = module_path!();
+        let calls = Description {
+            name: "read_calls".into(),
+            help: "calls of read".into(),
+            module,
+            kind: "counter",
+            label: None,
+        };
+        assert_eq!(described.last(), Some(&calls));
+    }
+}

@@ -1,0 +1,40 @@
+//! All metrics of a worker, as `docs/metrics.md` lists them.
+
+use crate::coordinator::{embedded, heartbeat};
+use crate::flush::metrics::FlushMetrics;
+use crate::listeners::http::admin::AdminMetrics;
+use crate::listeners::http::{HttpMetrics, push};
+use crate::listeners::{grpc, tcp};
+use crate::memory::metrics::MemoryMetrics;
+use crate::metrics::Description;
+use crate::profile::allocator::AllocatorMetrics;
+use crate::runtime::RuntimeMetrics;
+use crate::service::metrics::ServiceMetrics;
+use crate::telemetry::PanicMetrics;
+use crate::tiers::{hdfs, local};
+
+use super::reload::ReloadMetrics;
+
+/// What every module declares, module by module. `{…}` in a name stands for what is known at run time only.
+#[must_use]
+pub fn metric_descriptions() -> Vec<Description> {
+    [
+        ServiceMetrics::described(),
+        MemoryMetrics::described(),
+        FlushMetrics::described(),
+        local::metrics::Metrics::described(),
+        hdfs::metrics::Metrics::described(),
+        grpc::metrics::GrpcMetrics::described(),
+        tcp::metrics::TcpMetrics::described(),
+        HttpMetrics::described(),
+        push::PushMetrics::described(),
+        AdminMetrics::described(),
+        embedded::metrics::Metrics::described(),
+        heartbeat::Metrics::described(),
+        ReloadMetrics::described(),
+        RuntimeMetrics::described(),
+        AllocatorMetrics::described(),
+        PanicMetrics::described(),
+    ]
+    .concat()
+}
