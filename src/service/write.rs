@@ -182,7 +182,7 @@ impl SendSession {
         };
         open.fill.write(bytes);
         if self.service.config.verify_crc {
-            // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (docs/performance.md §C6).
+            // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (docs/performance.md §C item 6).
             open.crc.update(bytes);
         }
         Ok(())
