@@ -1,7 +1,7 @@
 //! The published Java client library without Spark (`tests/driver/`), against a worker process: everything written is
 //! read back by the client's own composed reader and compared, byte by byte, with what was written.
 //!
-//! Small here, in the shape of the field's own figures when asked for (README, "Benchmarks"):
+//! Small here, in the shape of the field's own figures when asked for (docs/benchmarks.md):
 //! ```text
 //! DRIVER=full cargo test --release --test driver -- --nocapture --test-threads 1
 //! ```

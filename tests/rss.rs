@@ -1,7 +1,7 @@
 //! The worker's resident memory stays bounded by its configuration while a writer pushes four times the capacity in
 //! the shape that costs most: 1 KiB blocks, one per partition and task, over 10,000 partitions.
 //!
-//! `cargo test --test rss -- --nocapture` prints the figures of the README. The bound is the goal's: capacity × 1.05
+//! `cargo test --test rss -- --nocapture` prints the figures of docs/benchmarks.md. The bound is the goal's: capacity × 1.05
 //! plus 200 MiB for everything that is no shuffle data.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::StoreType;
 
-/// The published client the lines name; what works with it stands in the README.
+/// The published client the lines name; README.md says what works with it.
 const CLIENT_PACKAGE: &str = "org.apache.uniffle:rss-client-spark3-shaded:0.9.2";
 
 /// What the raw TCP transport needs besides (its client cannot read from memory on JDK 9+ without the flag).

@@ -18,7 +18,7 @@ use crate::support::worker::{Setup, Worker};
 const PATIENCE: Duration = Duration::from_secs(60);
 const DASHBOARD: &str = include_str!("../../deploy/grafana/uniffle-worker.json");
 const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
-const README: &str = include_str!("../../README.md");
+const METRICS: &str = include_str!("../../docs/metrics.md");
 
 /// Every expression of the dashboard.
 fn dashboard_queries() -> Vec<String> {
@@ -42,9 +42,9 @@ fn dashboard_queries() -> Vec<String> {
     found
 }
 
-/// The names in the README's tables of metrics, with what histograms add.
+/// The names in the tables of docs/metrics.md, with what histograms add.
 fn documented() -> BTreeSet<String> {
-    let rows = README.lines().filter_map(|line| line.strip_prefix("| `"));
+    let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `"));
     let mut names = BTreeSet::new();
     for row in rows {
         let (name, rest) = row.split_once('`').expect("a code span ends");

@@ -5,8 +5,7 @@
 //! tonic.
 //!
 //! Windows (docs/performance.md §B3, §B4): 1 MiB per stream, 4 MiB per connection and 1 MiB frames cost 0.27 CPU-s/GB
-//! against
-//! 0.43 with tonic's defaults and 0.59 with 32 MiB windows and 16 KiB frames.
+//! against 0.43 with tonic's defaults and 0.59 with 32 MiB windows and 16 KiB frames.
 
 mod config;
 mod convert;

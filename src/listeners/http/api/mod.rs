@@ -1,6 +1,6 @@
 //! `GET /api/v1/…`: the worker's state as JSON, for the status page and for whoever writes a script at night.
 //!
-//! Read only. The shapes are in [`model`] and documented in the README; the composition root fills [`Status`] when
+//! Read only. The shapes are in [`model`] and documented in docs/operations.md; the composition root fills [`Status`] when
 //! somebody asks, the service tells of applications. Answers are bounded: lists say how much there is in all.
 
 pub mod model;
