@@ -9,7 +9,7 @@
 //! | state | [`app`], [`memory`], [`tiers`], [`metadata_log`] | siblings that do not know each other |
 //! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`] | used everywhere |
 //!
-//! Imports point down this table only; `tests/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
+//! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
 //! are crates below all of it.
 //!
 //! *One send*: the listener reads the header → [`service`] refuses cheaply (state, app, ticket) → per block the listener asks

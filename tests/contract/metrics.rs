@@ -1,317 +1,197 @@
-//! What requests leave in the metrics of the listeners and of the tiers, by the names of the Java server
-//! (docs/protocol.md §10.2, §10.3): the same session through gRPC and through raw TCP.
+//! The metrics and their documentation: `docs/metrics.md` is what the tables in the code say, and a worker exports
+//! exactly that.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Write as _;
+use std::path::PathBuf;
 
-use bytes::BytesMut;
-use uniffle_client::send::{self, SendForm};
-use uniffle_client::tcp::{TcpClient, TcpClientError};
-use uniffle_wire::request::{
-    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendBlock, SendRequest,
-    SortedRequest, Target,
-};
-use uniffle_wire::types::{PartitionId, ShuffleKey};
-use uniffle_worker::proto::{
-    GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest, GetMemoryShuffleDataRequest,
-    GetSortedShuffleDataRequest, StatusCode,
-};
-use uniffle_worker::runtime::Tasks;
+use prometheus::proto::{MetricFamily, MetricType};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::{Instant, sleep};
+use uniffle_client::block::IdLayout;
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::metrics::Description;
+use uniffle_worker::proto::ApplicationInfoRequest;
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::server::{Worker, metric_descriptions};
+use uniffle_worker::tiers::RemoteStorage;
 
-use super::blocks::block;
-use super::world::{World, eventually, key};
+const PATIENCE: Duration = Duration::from_secs(20);
 
-const APP: &str = "app-1";
-const P: PartitionId = PartitionId(0);
-const BLOCK_BYTES: u32 = 1000;
-/// How long the requests claim to have been on their way.
-const ON_THE_WAY_MS: i64 = 5_000;
+/// What is exported once data is in HDFS, of which there is none here; `tests/hdfs/tiers.rs` looks for it.
+const OF_DATA_IN_HDFS: &str = "topN_of_on_hadoop_data_size_for_app";
 
-fn now_ms() -> i64 {
-    i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap()
+const PAGE: &str = "docs/metrics.md";
+
+/// What stands before the tables.
+const INTRODUCTION: &str = "# Metrics
+
+<!-- Generated: `UPDATE_DOCS=1 cargo test --test contract metrics` writes this page from the tables in the code. -->
+
+`GET /metrics` gives Prometheus text. Names are those of the Java server and of riffle where they have a counterpart, so
+that their dashboards fill; some values therefore stand under two names. Three conventions of theirs surprise:
+`service_is_healthy`, `is_healthy` and `local_disk_is_healthy` are 0 when healthy, `local_storage_is_writable` is 0 when
+writable, and `used_buffer_size` includes `allocated_buffer_size`.
+
+Java's summaries are histograms here, so quantiles come from `histogram_quantile`. Times on the way (`…_transport_latency`)
+compare the clocks of two machines: what is negative or longer than an hour is dropped, and a request without a timestamp
+does not count (that of the local index has none). Not exported is what has no counterpart here: Java's `jvm_*` and
+`JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, commits and threads of its executor; riffle's event bus,
+permits and alignment pool.
+
+Those of `tiers::hdfs` are there where the store type has HDFS, those of `coordinator::embedded` where there is no
+`coordinator_quorum`, and those of `coordinator::heartbeat` where there is one.
+";
+
+/// All of them: those of the tables, and the process's, which the client library brings along.
+fn described() -> Vec<Description> {
+    let process = uniffle_worker::metrics::registry().expect("a registry").gather();
+    let process = process.iter().map(|family| Description {
+        name: family.name().to_owned(),
+        kind: kind(family),
+        label: None,
+        help: family.help().to_owned(),
+        module: "prometheus",
+    });
+    metric_descriptions().into_iter().chain(process).collect()
 }
 
-/// Timestamps of which only the first says how long a request was on its way: none, clocks ahead and far behind.
-fn timestamps() -> [i64; 6] {
-    let now = now_ms();
-    [now - ON_THE_WAY_MS, 0, -1, now + 3_600_000, i64::MAX, 1]
-}
-
-/// Count and sum of a histogram.
-fn histogram(world: &World, name: &str) -> (u64, f64) {
-    let families = world.worker.registry().gather();
-    let family = families.iter().find(|family| family.name() == name);
-    let family = family.unwrap_or_else(|| panic!("no metric {name}"));
-    let [metric] = family.get_metric() else { panic!("{name} has labels") };
-    let histogram = metric.get_histogram();
-    (histogram.get_sample_count(), histogram.get_sample_sum())
-}
-
-/// One time was told, and it is the claimed one (and what the request really took).
-fn assert_on_the_way(world: &World, name: &str, in_a_second: f64) {
-    let (count, sum) = histogram(world, name);
-    assert_eq!(count, 1, "{name}");
-    let ms = sum * 1000.0 / in_a_second;
-    assert!((5_000.0..3_600_000.0).contains(&ms), "{name}: {ms} ms");
-}
-
-/// The requests of one session, each with every one of [`timestamps`]: sends, then reads of memory, of disk (one that
-/// fails, too), and of what is not there.
-trait Session {
-    async fn send(&self, world: &World, timestamp: i64, sequence: u32);
-    async fn memory(&self, timestamp: i64);
-    async fn data(&self, timestamp: i64);
-    async fn sorted(&self, timestamp: i64);
-
-    async fn run(&self, world: &World) {
-        for (timestamp, sequence) in timestamps().into_iter().zip(0..) {
-            self.send(world, timestamp, sequence).await;
-            self.memory(timestamp).await;
-            self.sorted(timestamp).await;
-        }
-        world.flush().await;
-        for timestamp in timestamps() {
-            self.data(timestamp).await;
-        }
+fn kind(family: &MetricFamily) -> &'static str {
+    match family.get_field_type() {
+        MetricType::COUNTER => "counter",
+        MetricType::GAUGE => "gauge",
+        MetricType::HISTOGRAM => "histogram",
+        other => panic!("{other:?} of {}", family.name()),
     }
 }
 
-struct Grpc<'w>(&'w World, ShuffleKey);
-
-impl Session for Grpc<'_> {
-    async fn send(&self, world: &World, timestamp: i64, sequence: u32) {
-        let batch = [(P, vec![block(0, 1, sequence, BLOCK_BYTES)])];
-        let ticket = world.ticket(&self.1, send::require_size(&batch).unwrap()).await;
-        let mut request = send::request(&self.1, ticket, SendForm::Classic, &batch);
-        request.timestamp = timestamp;
-        let answer = self.0.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-    }
-
-    async fn memory(&self, timestamp: i64) {
-        let request = GetMemoryShuffleDataRequest {
-            app_id: APP.into(),
-            shuffle_id: 1,
-            last_block_id: -1,
-            read_buffer_size: 1 << 20,
-            timestamp,
-            ..Default::default()
-        };
-        let answer = self.0.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-    }
-
-    async fn data(&self, timestamp: i64) {
-        let length = i32::try_from(BLOCK_BYTES).unwrap();
-        let request = GetLocalShuffleDataRequest {
-            app_id: APP.into(),
-            shuffle_id: 1,
-            length,
-            timestamp,
-            ..Default::default()
-        };
-        let answer = self.0.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-    }
-
-    async fn sorted(&self, timestamp: i64) {
-        let request = GetSortedShuffleDataRequest { app_id: APP.into(), timestamp, ..Default::default() };
-        let answer = self.0.client.raw().get_sorted_shuffle_data(request).await.unwrap().into_inner();
-        assert_eq!(answer.status(), StatusCode::InternalError);
-    }
-}
-
-struct Tcp(TcpClient, ShuffleKey);
-
-impl Tcp {
-    fn target(&self) -> Target<'_> {
-        Target { request_id: self.0.next_request_id(), app: APP, shuffle: 1, partition: P.0 }
-    }
-}
-
-impl Session for Tcp {
-    async fn send(&self, world: &World, timestamp_ms: i64, sequence: u32) {
-        let block = block(0, 1, sequence, BLOCK_BYTES);
-        let ticket = world.ticket(&self.1, i32::try_from(BLOCK_BYTES).unwrap() + 1000).await;
-        let request_id = self.0.next_request_id();
-        let sent = SendBlock {
-            block_id: block.meta.block_id.0,
-            crc: i64::from(block.meta.crc),
-            task_attempt_id: block.meta.task_attempt_id.0,
-            data: block.data.clone(),
-            servers: Vec::new(),
-            uncompressed_length: i32::try_from(BLOCK_BYTES).unwrap(),
-            free_memory: 0,
-        };
-        let request = SendRequest {
-            request_id,
-            app: APP.to_owned(),
-            shuffle: 1,
-            ticket: ticket.0,
-            partitions: vec![(P.0, vec![sent])],
-            timestamp_ms,
-        };
-        let mut frame = BytesMut::new();
-        request.encode_frame(&mut frame);
-        let reply = self.0.exchange(request_id, frame.freeze()).await.unwrap();
-        assert_eq!(reply.status, i32::from(StatusCode::Success), "{reply:?}");
-    }
-
-    async fn memory(&self, timestamp_ms: i64) {
-        let request = MemoryRequest {
-            target: self.target(),
-            last_block_id: -1,
-            read_buffer_size: 1 << 20,
-            timestamp_ms,
-            task_filter: None,
-        };
-        self.0.read(&ReadRequest::Memory(request)).await.unwrap();
-    }
-
-    async fn data(&self, timestamp_ms: i64) {
-        let request = LocalDataRequest {
-            target: self.target(),
-            placement: Placement { partitions_per_range: 1, partitions: 1 },
-            offset: 0,
-            length: i32::try_from(BLOCK_BYTES).unwrap(),
-            timestamp_ms,
-            version: LocalDataVersion::V1,
-        };
-        let reply = self.0.read(&ReadRequest::LocalData(request)).await.unwrap();
-        assert_eq!(reply.body.len(), BLOCK_BYTES as usize);
-    }
-
-    async fn sorted(&self, timestamp_ms: i64) {
-        let request = SortedRequest { target: self.target(), block_id: -1, length: 1, timestamp_ms };
-        let refused: TcpClientError = self.0.read(&ReadRequest::Sorted(request)).await.unwrap_err();
-        assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    }
-}
-
-/// Everything that both sessions leave in the tiers' metrics; the shuffle is gone at the end.
-async fn assert_tiers(world: World) {
-    let requests = timestamps().len() as f64;
-    let sent = requests * f64::from(BLOCK_BYTES);
-    assert!(world.metric("total_read_time") > 0.0);
-    assert!(world.metric("total_write_time") > 0.0);
-    assert_eq!(world.metric("total_write_slow"), 0.0);
-    assert_eq!(world.metric("total_memory_spill_to_localfile"), sent);
-    assert_eq!(world.metric("total_memory_spill_in_flushing_operations"), 1.0);
-    for now in [
-        "read_memory_data_thread_num",
-        "read_memory_data_buffer_size",
-        "read_local_data_file_thread_num",
-        "read_local_data_file_buffer_size",
-        "read_local_index_file_thread_num",
-        "memory_spill_in_flushing_operations",
-        "memory_spill_in_flushing_bytes",
-    ] {
-        eventually(now, || match world.metric(now) {
-            0.0 => Ok(()),
-            left => Err(left.to_string()),
-        })
-        .await;
-    }
-    assert_eq!(world.metric("total_delete_data"), 0.0);
-    world.client.unregister(&key(APP, 1)).await.unwrap();
-    eventually("the files are gone", || {
-        let told = (
-            world.metric("total_delete_data"),
-            histogram(&world, "total_remove_resource_by_shuffle_ids_time").0,
-            histogram(&world, "total_remove_resource_time").0,
-        );
-        if told == (sent, 1, 0) { Ok(()) } else { Err(format!("{told:?}")) }
-    })
-    .await;
-    world.client.unregister_app(APP).await.unwrap();
-    eventually("the application is gone", || match histogram(&world, "total_remove_resource_time").0 {
-        1 => Ok(()),
-        other => Err(other.to_string()),
-    })
-    .await;
-    world.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
-    let (world, key) = (World::start().await, key(APP, 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    Grpc(&world, key).run(&world).await;
-    let index = GetLocalShuffleIndexRequest { app_id: APP.into(), shuffle_id: 1, ..Default::default() };
-    let index = world.client.raw().get_local_shuffle_index(index).await.unwrap().into_inner();
-    let (records, sent) = (index.index_data.len() / 40, timestamps().len());
-    assert_eq!((index.status(), records), (StatusCode::Success, sent));
-    assert!(index.storage_ids.is_empty(), "a partition on several disks is one stream to clients");
-    let requests = timestamps().len() as u64;
-    for (stem, riffle) in [
-        ("send_shuffle_data", Some("grpc_send_data")),
-        ("get_memory_shuffle_data", Some("grpc_get_memory_data")),
-        ("get_local_shuffle_data", Some("grpc_get_localfile_data")),
-        ("get_sorted_shuffle_data", None),
-    ] {
-        assert_on_the_way(&world, &format!("grpc_{stem}_transport_latency"), 1000.0);
-        let java = format!("grpc_{stem}_process_latency");
-        eventually("the calls have ended", || match histogram(&world, &java).0 {
-            count if count == requests => Ok(()),
-            count => Err(format!("{java}: {count}")),
-        })
-        .await;
-        assert_eq!(world.metric(&format!("grpc_{stem}_total")), requests as f64);
-        assert_eq!(world.metric(&format!("grpc_{stem}")), 0.0);
-        if let Some(riffle) = riffle {
-            assert_on_the_way(&world, &format!("{riffle}_transport_time"), 1.0);
-            let (count, seconds) = histogram(&world, &format!("{riffle}_process_time"));
-            assert_eq!(count, requests);
-            assert!((seconds * 1000.0 - histogram(&world, &java).1).abs() < 1e-6, "milliseconds and seconds");
+/// The page, a table per module.
+fn page(metrics: &[Description]) -> String {
+    let mut page = INTRODUCTION.to_owned();
+    let module =
+        |it: &Description| it.module.trim_start_matches("uniffle_worker::").trim_end_matches("::metrics");
+    for of_module in metrics.chunk_by(|a, b| module(a) == module(b)) {
+        let head = "| name | type | label | |\n| --- | --- | --- | --- |\n";
+        write!(page, "\n## {}\n\n{head}", module(&of_module[0])).expect("a string takes it");
+        let mut rows: Vec<_> = of_module.iter().collect();
+        rows.sort_by_key(|it| &it.name);
+        for Description { name, kind, label, help, .. } in rows {
+            let label = label.unwrap_or_default();
+            writeln!(page, "| `{name}` | {kind} | {label} | {help} |").expect("a string takes it");
         }
     }
-    assert_eq!(histogram(&world, "netty_send_shuffle_data_request_transport_latency").0, 0);
-    assert_tiers(world).await;
+    page
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
-    let (world, key) = (World::start().await, key(APP, 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    let (tcp, driver) = TcpClient::connect(world.worker.addresses().urpc.unwrap()).await.unwrap();
-    let clients = Tasks::new();
-    clients.spawn("tcp client", driver);
-    let session = Tcp(tcp, key.clone());
-    session.run(&world).await;
-    session.0.read_index(&key, P).await.unwrap();
-    let requests = timestamps().len() as u64;
-    for (stem, riffle) in [
-        ("send_shuffle_data", Some("urpc_send_data")),
-        ("get_memory_shuffle_data", None),
-        ("get_local_shuffle_data", Some("urpc_get_localfile_data")),
-        ("get_sorted_shuffle_data", None),
-        ("get_local_shuffle_index", None),
-    ] {
-        let of_index = stem.ends_with("index");
-        let expected = if of_index { 1 } else { requests };
-        let java = format!("netty_{stem}_request_process_latency");
-        let now = format!("netty_{stem}_request");
-        eventually("all is answered", || match (histogram(&world, &java).0, world.metric(&now)) {
-            (count, 0.0) if count == expected => Ok(()),
-            other => Err(format!("{java}: {other:?}")),
-        })
-        .await;
-        assert_eq!(world.metric(&format!("netty_{stem}_request_total")), expected as f64);
-        let on_the_way = format!("netty_{stem}_request_transport_latency");
-        if of_index {
-            assert_eq!(histogram(&world, &on_the_way).0, 0, "its request does not say when it was sent");
-        } else {
-            assert_on_the_way(&world, &on_the_way, 1000.0);
-        }
-        if let Some(riffle) = riffle {
-            assert_on_the_way(&world, &format!("{riffle}_transport_time"), 1.0);
-            let (count, seconds) = histogram(&world, &format!("{riffle}_process_time"));
-            assert_eq!(count, requests);
-            assert!((seconds * 1000.0 - histogram(&world, &java).1).abs() < 1e-6, "milliseconds and seconds");
+#[test]
+fn the_page_is_current() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE);
+    let page = page(&described());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        return std::fs::write(path, page).expect("written");
+    }
+    let current = std::fs::read_to_string(path).unwrap_or_default() == page;
+    assert!(current, "{PAGE} is not what the tables say: UPDATE_DOCS=1 cargo test --test contract metrics");
+}
+
+/// What the worker answers: name, type and help, and how often each stands there.
+async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
+    let mut stream = tokio::net::TcpStream::connect(worker.addresses().http).await.expect("a connection");
+    stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n").await.expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("an answer");
+    let mut exported = BTreeMap::new();
+    let mut helps = HashMap::new();
+    for line in answer.lines() {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            helps.insert(name, help);
+        } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' '))
+        {
+            let help = helps.get(name).copied().unwrap_or_default();
+            *exported.entry((name.to_owned(), kind.to_owned(), help.to_owned())).or_insert(0) += 1;
         }
     }
-    assert_eq!(world.metric("urpc_request_number"), 0.0);
-    assert_eq!(histogram(&world, "grpc_send_shuffle_data_transport_latency").0, 0);
-    drop(session);
-    clients.drained().await;
-    assert_tiers(world).await;
+    exported
+}
+
+async fn worker(directory: &std::path::Path, top: &str) -> Worker {
+    let text = format!(
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}\n\
+         [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n\
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\nsync = \"group\"\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
+        directory.join("data")
+    );
+    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
+    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
+}
+
+/// A shuffle is written, flushed, read from disk, and forgotten. Returns what was exported while its app was known.
+async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
+    let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
+    let key = ShuffleKey::new(AppId::parse("app").expect("an id"), ShuffleId(1));
+    let partition = PartitionId(0);
+    client.register(&key, &[(0, 0)]).await.expect("registered");
+    let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
+    client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
+    let mut exported = scrape(worker).await;
+    let tiers = worker.tiers().expect("tiers");
+    let local = tiers.local.as_ref().expect("a local tier");
+    tiers.flusher.flush_all();
+    let start = Instant::now();
+    while local.partition_bytes(&key, partition) == 0 {
+        assert!(start.elapsed() < PATIENCE, "not flushed");
+        sleep(Duration::from_millis(10)).await;
+    }
+    let read = client.read_partition(&key, partition, &ReadOptions::default()).await.expect("read");
+    assert_eq!(read.blocks.len(), 1);
+    exported.extend(scrape(worker).await);
+    client.unregister_app("app").await.expect("unregistered");
+    let channel = format!("http://{}", worker.addresses().grpc);
+    let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("a connection");
+    let info = ApplicationInfoRequest { app_id: "app".into(), user: "u".into(), ..Default::default() };
+    coordinator.register_application_info(info).await.expect("registered");
+    // The gauges of users are set at the coordinator's next sweep, and those of removed files by then too.
+    sleep(Duration::from_millis(300)).await;
+    exported
+}
+
+#[tokio::test]
+async fn the_page_and_the_worker_name_the_same_metrics() {
+    // The others are exported once their placeholders are known.
+    let fixed = described().into_iter().filter(|it| !it.name.contains('{'));
+    let described: Vec<_> = fixed.map(|it| (it.name, it.kind.to_owned(), it.help)).collect();
+    let names: BTreeSet<&String> = described.iter().map(|(name, ..)| name).collect();
+    assert_eq!(names.len(), described.len(), "a name is described more than once");
+
+    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let a = worker(dir_a.path(), "").await;
+    let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
+    let b = worker(dir_b.path(), &format!("{quorum}\nstore_type = \"MEMORY_LOCALFILE_HDFS\"")).await;
+    // A remote store has metrics as soon as an application has named it; nobody connects yet.
+    let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
+    let storage = RemoteStorage { path, ..RemoteStorage::default() };
+    let hdfs = b.tiers().and_then(|tiers| tiers.hdfs.clone()).expect("a remote tier");
+    let named = hdfs.prepare(&storage).expect("a sound path");
+    let mut exported = traffic(&a).await;
+    // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's.
+    for answer in [scrape(&a).await, scrape(&b).await] {
+        for (name, count) in answer {
+            let most = exported.entry(name).or_insert(0);
+            *most = count.max(*most);
+        }
+    }
+    let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
+    assert!(repeated.is_empty(), "exported more than once: {repeated:?}");
+    let undescribed: Vec<_> = exported.keys().filter(|it| !described.contains(it)).collect();
+    let missing = described.iter().filter(|it| it.0 != OF_DATA_IN_HDFS && !exported.contains_key(*it));
+    let missing: Vec<_> = missing.collect();
+    assert!(undescribed.is_empty() && missing.is_empty(), "undescribed {undescribed:?}\nmissing {missing:?}");
+    drop(named);
+    assert_eq!(b.stop().await + a.stop().await, 0);
 }

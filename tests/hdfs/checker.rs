@@ -17,10 +17,10 @@ use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use crate::reader::try_read_directory;
 use crate::real::real;
 use crate::rig::{open, plain_connector};
-use crate::support::checker::{Checker, End, Remote, RemoteRead, run_of};
-use crate::support::clients::client_of;
-use crate::support::hdfs::MiniHdfs;
-use crate::support::worker::{Setup, Worker};
+use uniffle_testkit::checker::{Checker, End, Remote, RemoteRead, run_of};
+use uniffle_testkit::clients::client_of;
+use uniffle_testkit::hdfs::MiniHdfs;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const ROUNDS: u64 = PLAN.len() as u64;
 

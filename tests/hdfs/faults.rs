@@ -13,7 +13,7 @@ use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKin
 
 use crate::real::real;
 use crate::rig::{Rig, SERVER_ID, Setup, open, plain_connector};
-use crate::support::hdfs::MiniHdfs;
+use uniffle_testkit::hdfs::MiniHdfs;
 
 /// Names of the files in a partition's directory, in memory.
 fn names(files: impl IntoIterator<Item = String>) -> Vec<String> {

@@ -15,16 +15,17 @@ use uniffle_worker::tiers::hdfs::{RemoteLocation, RemoteTarget};
 use crate::reader::read_directory;
 use crate::real::SETTLE_DEADLINE;
 use crate::rig::plain_connector;
-use crate::support::hdfs::{self, MiniHdfs};
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
+use uniffle_testkit::hdfs::MiniHdfs;
+use uniffle_testkit::maven;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const PARTITIONS: i32 = 6;
 const PATH: &str = "hdfs://ns1/uniffle";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn when_the_active_namenode_dies_the_other_one_is_written_to() {
-    if !hdfs::is_available() {
+    if !maven::is_available() {
         return;
     }
     let hdfs = MiniHdfs::start(&["ha=true"]);

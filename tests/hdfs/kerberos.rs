@@ -15,10 +15,11 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegisterRequest};
 
-use crate::support::hdfs::{self, Listed, MiniHdfs};
-use crate::support::ports::free_port;
-use crate::support::worker::{Setup, Worker};
-use crate::support::{in_ci, say, wait_until};
+use uniffle_testkit::hdfs::{Listed, MiniHdfs};
+use uniffle_testkit::ports::free_port;
+use uniffle_testkit::tools::{available, find};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const REALM: &str = "UNIFFLE.TEST";
 const WORKER: &str = "uniffle/localhost@UNIFFLE.TEST";
@@ -44,24 +45,8 @@ impl Drop for Kdc {
     }
 }
 
-fn tool(name: &str) -> Option<PathBuf> {
-    let places = ["/usr/sbin", "/usr/bin", "/sbin", "/bin"];
-    places.iter().map(|place| Path::new(place).join(name)).find(|path| path.exists())
-}
-
 fn is_available() -> bool {
-    if !hdfs::is_available() {
-        return false;
-    }
-    let Some(missing) =
-        ["krb5kdc", "kdb5_util", "kadmin.local", "kinit"].into_iter().find(|it| tool(it).is_none())
-    else {
-        return true;
-    };
-    let line = format!("SKIPPED: no `{missing}` here, so nothing was tried with Kerberos");
-    assert!(!in_ci(), "{line} (and CI=true)");
-    say(&line);
-    false
+    available("Kerberos", &["java", "mvn", "krb5kdc", "kdb5_util", "kadmin.local", "kinit"])
 }
 
 impl Kdc {
@@ -89,7 +74,7 @@ impl Kdc {
         )
         .unwrap();
         let with = |name: &str| {
-            let mut command = Command::new(tool(name).unwrap());
+            let mut command = Command::new(find(name).unwrap());
             command
                 .env("KRB5_CONFIG", dir.path().join("krb5.conf"))
                 .env("KRB5_KDC_PROFILE", dir.path().join("kdc.conf"))
@@ -126,7 +111,7 @@ impl Kdc {
     /// Takes a ticket for so long into a cache, as an administrator would.
     fn kinit(&self, cache: &str, name: &str, life: &str) -> Result<PathBuf, String> {
         let path = self.path(cache);
-        let output = Command::new(tool("kinit").unwrap())
+        let output = Command::new(find("kinit").unwrap())
             .env("KRB5_CONFIG", self.path("krb5.conf"))
             .args(["-l", life, "-k", "-t"])
             .arg(self.path(&format!("{name}.keytab")))

@@ -13,9 +13,9 @@ use uniffle_worker::proto::{RemoteStorage, StatusCode};
 use crate::reader::read_directory;
 use crate::real::{SETTLE_DEADLINE, real};
 use crate::rig::{open, plain_connector};
-use crate::support::hdfs::MiniHdfs;
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
+use uniffle_testkit::hdfs::MiniHdfs;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// Its partition is cold when it is flushed, so it goes to HDFS.
 const COLD: i32 = 0;

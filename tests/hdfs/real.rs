@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tokio::sync::{Mutex, MutexGuard};
 
-use crate::support::hdfs::{self, MiniHdfs};
+use uniffle_testkit::hdfs::MiniHdfs;
+use uniffle_testkit::maven;
 
 /// What waits for a NameNode that has just come back.
 pub(crate) const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
@@ -15,7 +16,7 @@ static HDFS: LazyLock<Mutex<MiniHdfs>> = LazyLock::new(|| Mutex::new(MiniHdfs::s
 
 /// The next turn. `None` when Java or Maven is missing.
 pub(crate) async fn real() -> Option<MutexGuard<'static, MiniHdfs>> {
-    if !hdfs::is_available() {
+    if !maven::is_available() {
         return None;
     }
     Some(HDFS.lock().await)

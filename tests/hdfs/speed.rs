@@ -15,8 +15,8 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::proto::RemoteStorage;
 
 use crate::real::real;
-use crate::support::worker::{Setup, Worker};
-use crate::support::{say, wait_until};
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{say, wait_until};
 
 const PARTITIONS: i32 = 32;
 /// Just below the threshold from which on a partition is spilled.

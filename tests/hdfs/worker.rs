@@ -9,11 +9,11 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, ServerStatus};
 
-use crate::coordinator::{CoordinatorDouble, Manner};
 use crate::real::{SETTLE_DEADLINE, real};
-use crate::support::ports::free_port;
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
+use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_testkit::ports::free_port;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// A worker with nothing but HDFS below memory, and `more` in its section.
 fn only_hdfs(name: &'static str, more: &str) -> Setup {

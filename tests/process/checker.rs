@@ -1,11 +1,11 @@
-//! Random writers and readers against a worker over local disks: `support::checker` says what must hold.
+//! Random writers and readers against a worker over local disks: `uniffle_testkit::checker` says what must hold.
 
 use rand::RngExt as _;
 use tokio::task::block_in_place;
 
-use crate::support::checker::{Checker, End, run_of};
-use crate::support::clients::client_of;
-use crate::support::worker::{Setup, Worker};
+use uniffle_testkit::checker::{Checker, End, run_of};
+use uniffle_testkit::clients::client_of;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const ROUNDS: u64 = 30;
 

@@ -15,8 +15,8 @@ use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
 
-use crate::support::worker::{Setup, Worker};
 use crate::writes::{Written, client_of, key, local};
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// Bytes of the data logs below the worker's disks.
 fn data_bytes(worker: &Worker) -> u64 {

@@ -22,9 +22,9 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::runtime::Tasks;
 
-use crate::support::say;
-use crate::support::worker::{Setup, Worker};
 use crate::writes::{client_of, key, local, patient};
+use uniffle_testkit::say;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const WRITERS: u64 = 8;
 const TASKS: i64 = 25;

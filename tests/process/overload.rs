@@ -20,9 +20,9 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::request::{MemoryRequest, ReadRequest, SendBlock, SendRequest, Target};
 use uniffle_wire::types::{PartitionId, TaskAttemptId, TicketId};
 
-use crate::support::say;
-use crate::support::worker::{Setup, Worker};
 use crate::writes::{Written, client_of, key, local};
+use uniffle_testkit::say;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const CAPACITY_BYTES: u64 = 64 << 20;
 const ALLOWANCE_BYTES: u64 = 256 << 20;

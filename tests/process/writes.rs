@@ -9,7 +9,7 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 
-pub(crate) use crate::support::clients::{client_of, key, local, patient};
+pub(crate) use uniffle_testkit::clients::{client_of, key, local, patient};
 
 /// One shuffle with `partitions` partitions, of which a test writes blocks.
 #[derive(Debug)]

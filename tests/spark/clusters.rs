@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::support::spark::Kind;
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, spark};
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// A worker tells the coordinator of itself as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);

@@ -1,10 +1,10 @@
 //! Workers that spill to a real HDFS, which the client reads by itself.
 
-use crate::support::hdfs::{Listed, MiniHdfs};
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, spark};
 use std::time::Duration;
+use uniffle_testkit::hdfs::{Listed, MiniHdfs};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// The client has no Hadoop settings but Spark's defaults; the worker needs none but the path.
 const WORDS: &str = "spark.rss.client.remote.storage.useLocalConfAsDefault=true";

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::support::spark::Kind;
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, Spark, spark};
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// A map stage of seconds, on a machine that others use as well.
 const STAGE_DEADLINE: Duration = Duration::from_secs(120);

@@ -1,8 +1,8 @@
 //! Scenarios of one application and one worker, over gRPC.
 
-use crate::support::spark::Kind;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, spark};
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
 fn a_sort_of_a_gigabyte_is_in_order_and_complete() {

@@ -8,11 +8,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::support::metrics::Metrics;
-use crate::support::spark::Kind;
-use crate::support::worker::{Setup, Worker};
-use crate::support::{say, wait_until};
 use crate::{Application, spark};
+use uniffle_testkit::metrics::Metrics;
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{say, wait_until};
 
 /// The job on a machine that others use as well.
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);

@@ -1,9 +1,9 @@
 //! The client type GRPC_NETTY: data over the raw TCP listener, the rest over gRPC.
 
-use crate::support::metrics::Metrics;
-use crate::support::spark::Kind;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, spark};
+use uniffle_testkit::metrics::Metrics;
+use uniffle_testkit::spark::Kind;
+use uniffle_testkit::worker::{Setup, Worker};
 
 const TCP: Application<'_> =
     Application { jvm: Kind::NoUnsafe, scenarios: "", words: "spark.rss.client.type=GRPC_NETTY" };

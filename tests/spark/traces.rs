@@ -2,12 +2,10 @@
 
 use std::time::Duration;
 
-use opentelemetry_proto::tonic::trace::v1::Span;
-
-use crate::support::otlp::Receiver;
-use crate::support::wait_until;
-use crate::support::worker::{Setup, Worker};
 use crate::{Application, interval, spark};
+use uniffle_testkit::otlp::{Receiver, Span};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
 fn an_otlp_receiver_gets_the_spans_of_a_job() {

@@ -101,7 +101,7 @@ pub(crate) enum Tier {
 /// What is written and read.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
-    /// Write as a recorded client did (tests/replay/*.rec): its blocks, messages, partitions, tasks and connections
+    /// Write as a recorded client did (tests/contract/replay/*.rec): its blocks, messages, partitions, tasks and connections
     #[arg(long, value_name = "FILE", conflicts_with_all = ["blocks", "message_size", "message_partitions",
         "partitions", "skew", "writers", "connections", "tasks"])]
     pub(crate) shape: Option<PathBuf>,

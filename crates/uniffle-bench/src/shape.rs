@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     fn recording(name: &str) -> std::path::PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/replay").join(name)
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/contract/replay").join(name)
     }
 
     #[test]

@@ -1,13 +1,81 @@
-//! What the tests of the worker share: disks that fail on purpose, blocks from a seed, recorded sessions.
+//! What the tests of the workspace share. Nothing here knows what a test is about: no expectations, only means, and
+//! every wait has a deadline.
 //!
-//! | disk | for |
+//! | a test of | takes |
 //! | --- | --- |
-//! | [`memory_disk::MemoryDisk`] | a tree in memory with an optional capacity, and power loss |
-//! | [`fault::FaultDisk`] | any disk, with faults on purpose |
+//! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
+//! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
+//! | what survives kills, stops and upgrades | [`checker::Checker`] |
+//! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
+//! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
+//! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
+//! | what real clients once said | [`replay::Recorder`], [`replay::Player`], of files that [`recording`] reads and writes |
+//! | spans | [`otlp::Receiver`] |
+//! | components that need a port told | [`ports::free_port`] |
 //!
-//! [`block_generator`] makes blocks that another process can verify; [`recording`] is a real client's session in a file.
+//! Unit tests of the server's crate take the disks only: this crate links the server as other crates see it, so its
+//! types are not those of a unit test. What needs a whole service belongs into `tests/contract`.
+
+#![allow(
+    clippy::panic,
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a fixture that cannot do its work fails the test"
+)]
 
 pub mod block_generator;
+pub mod checker;
+pub mod clients;
+pub mod coordinator;
 pub mod fault;
+pub mod hdfs;
+pub mod maven;
 pub mod memory_disk;
+pub mod metrics;
+pub mod otlp;
+pub mod ports;
 pub mod recording;
+pub mod replay;
+pub mod spark;
+pub mod tools;
+pub mod worker;
+
+use std::io::Write as _;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// A wait that takes longer is told even though it ends well: it is time of every run of the tests.
+const LONG_WAIT: Duration = Duration::from_secs(2);
+
+/// Polls `look` until it gives a value. Panics with `what` and what `look` last complained of when time is up.
+pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> T {
+    let start = Instant::now();
+    let mut last_complaint = String::new();
+    loop {
+        match look() {
+            Ok(value) => {
+                if start.elapsed() > LONG_WAIT {
+                    let seconds = start.elapsed().as_secs_f32();
+                    say(&format!("{what}: only after {seconds:.1} s, before it was: {last_complaint}"));
+                }
+                return value;
+            }
+            Err(complaint) if start.elapsed() > deadline => {
+                panic!("{what}: not within {deadline:?}: {complaint}")
+            }
+            Err(complaint) => last_complaint = complaint,
+        }
+        pause(Duration::from_millis(20));
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "no runtime here: the thread waits for another process")]
+fn pause(duration: Duration) {
+    std::thread::sleep(duration);
+}
+
+/// A line that is seen even when the test passes and its output is captured.
+pub fn say(line: &str) {
+    drop(writeln!(std::io::stderr(), "{line}"));
+}

@@ -1,6 +1,6 @@
 //! A recorded client session as a file: what one real client said to a worker and what it was told.
 //!
-//! `tests/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes.
+//! `tests/contract/replay/README.md` describes the format; sessions are replayed there, and give `uniffle-bench` its shapes.
 //! Pure: bytes in, values out. Integers are big-endian. A file that is cut, or has bytes behind its end, is an error.
 
 use bytes::{Buf, BufMut, Bytes};

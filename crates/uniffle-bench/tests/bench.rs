@@ -1,0 +1,263 @@
+//! `uniffle-bench`, each sub-command small, against a worker process; and what it says when something is wrong.
+//!
+//! The figures are of no interest here, only that they are there, that every byte was compared, and that a failure is
+//! one line and a non-zero exit.
+
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
+use std::io::{Read as _, Write as _};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::spawn;
+use std::time::Duration;
+
+use serde_json::Value;
+use socket2::{Domain, Socket, Type};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+
+/// A worker that holds 64 MB, so that 100 MB go to disk in part.
+fn worker(name: &'static str) -> Worker {
+    Worker::start(&Setup { name, capacity: "64MB", ..Setup::default() })
+}
+
+fn command(line: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-bench"));
+    command.args(line).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn bench(line: &[&str]) -> Output {
+    command(line).output().expect("the bench was built with this test")
+}
+
+/// Runs with `--json`, and returns what it says there.
+fn figures(line: &[&str]) -> Value {
+    let file = tempfile::NamedTempFile::new().expect("a temp file");
+    let path = file.path().to_str().expect("temp dirs are text");
+    let output = bench(&[line, &["--json", path]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{line:?}: {stderr}");
+    assert!(!output.stdout.is_empty(), "{line:?} says nothing");
+    serde_json::from_slice(&std::fs::read(path).expect("it was written")).expect("it is JSON")
+}
+
+/// It must fail with exit code 1 and one line with `expected` in it.
+fn fails_with(output: &Output, expected: &str) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("uniffle-bench: ")).collect();
+    assert_eq!(lines.len(), 1, "{stderr}");
+    assert!(lines[0].contains(expected), "{expected:?} is not in {:?}", lines[0]);
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}
+
+/// Sum of a counter over all phases of all runs.
+fn sum(report: &Value, counter: &str) -> u64 {
+    let runs = report["runs"].as_array().expect("runs");
+    let phases = runs.iter().flat_map(|run| run["phases"].as_array().expect("phases"));
+    phases.map(|phase| phase[counter].as_u64().expect("a count")).sum()
+}
+
+#[test]
+fn what_is_written_is_read_back_through_memory_and_disk() {
+    let worker = worker("bench-read");
+    let port = worker.ready().grpc_port.to_string();
+    let report = figures(&[
+        "read",
+        "--port",
+        &port,
+        "--bytes",
+        "100MB",
+        "--message-size",
+        "2MiB",
+        "--partitions",
+        "50",
+        "--blocks",
+        "spark-mix",
+        "--tasks",
+        "7",
+        "--skew",
+        "0.5",
+    ]);
+    assert!(sum(&report, "written_bytes") >= 100_000_000);
+    let (memory, disk) = (sum(&report, "blocks_from_memory"), sum(&report, "blocks_from_disk"));
+    assert_eq!(memory + disk, sum(&report, "blocks_written"));
+    assert!(disk > 0, "100 MB do not fit into 64 MB");
+    let phase = &report["runs"][0]["phases"][0];
+    assert!(phase["server"]["cpu_seconds"].as_f64().expect("the process was found") > 0.0);
+    assert!(phase["latencies"].as_array().is_some_and(|calls| calls.len() >= 4));
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+}
+
+#[test]
+fn every_other_way_to_write_and_read_works() {
+    let worker = worker("bench-ways");
+    let port = worker.ready().grpc_port.to_string();
+    let small = ["--port", &port, "--bytes", "8MB", "--message-size", "256KiB", "--partitions", "20"];
+    let way = |line: &[&str]| figures(&[line, &small].concat());
+
+    let report = way(&["write", "--replicas", "2", "--rounds", "2"]);
+    assert!(sum(&report, "written_bytes") >= 32_000_000);
+    let report = way(&["read", "--transport", "contiguous", "--blocks", "tiny", "--tier", "memory"]);
+    assert_eq!(sum(&report, "blocks_from_memory"), sum(&report, "blocks_written"));
+    way(&["read", "--replicas", "2", "--local-order", "--reads", "1.5"]);
+    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
+    let report = way(&["read", "--transport", "tcp", "--tcp-port", &raw]);
+    assert!(sum(&report, "read_bytes") >= 8_000_000);
+    let report = way(&["mixed", "--rounds", "2"]);
+    assert!(sum(&report, "read_bytes") >= sum(&report, "written_bytes"));
+    way(&["write", "--duration", "1s", "--rate", "4MB"]);
+    let report = way(&["compare", "--b-transport", "contiguous", "--turns", "1"]);
+    assert!(report["comparison"].as_array().is_some_and(|lines| lines.len() >= 4), "{report}");
+    let recording = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/contract/replay/spark-3.5.6-client-0.9.2-tcp-local.rec"
+    );
+    let recorded = ["read", "--port", &port, "--shape", recording, "--executors", "3", "--bytes", "4MB"];
+    assert!(sum(&figures(&recorded), "written_bytes") >= 4_000_000);
+    for preset in ["scale", "terasort", "tpcds-stress"] {
+        let report = figures(&[preset, "--port", &port, "--size", "0.004", "--connections", "2"]);
+        assert!(sum(&report, "written_bytes") > 0, "{preset}");
+    }
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+}
+
+#[test]
+fn the_page_and_the_floors_are_made() {
+    let dir = tempfile::tempdir().expect("a temp dir");
+    let path = |name: &str| dir.path().join(name).to_str().expect("temp dirs are text").to_owned();
+    let page = path("page.html");
+    let here = dir.path().to_str().expect("temp dirs are text");
+    let report = figures(&["floor", "--bytes", "16MB", "--dir", here, "--html", &page]);
+    assert!(report["floor"].as_array().is_some_and(|lines| lines.len() >= 5));
+    let text = std::fs::read_to_string(&page).expect("the page was written");
+    assert!(text.starts_with("<!doctype html>") && text.contains("<svg"));
+    let report = figures(&["hdd", "--bytes", "8MiB", "--partitions", "20,200"]);
+    assert!(report["hdd"].as_array().is_some_and(|lines| lines.len() == 4));
+    fails_with(&bench(&["floor", "--dir", &path("missing")]), "is no directory");
+    fails_with(&bench(&["write", "--html", "/nowhere/page.html"]), "cannot write");
+}
+
+#[test]
+fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
+    // Bound, so that nobody else gets it, but without a listener.
+    let nobody = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
+    nobody.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
+    let nobody_port =
+        nobody.local_addr().ok().and_then(|address| address.as_socket()).expect("it is bound").port();
+    fails_with(&bench(&["write", "--port", &nobody_port.to_string()]), "Connection refused");
+    let worker = worker("bench-wrong-port");
+    let http = worker.ready().http_port.to_string();
+    fails_with(&bench(&["write", "--port", &http]), "does not speak gRPC on this port");
+    let grpc = worker.ready().grpc_port.to_string();
+    let tcp = ["write", "--port", &grpc, "--transport", "tcp"];
+    fails_with(&bench(&tcp), "--tcp-port");
+    let wrong = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &http, "--bytes", "1MB"];
+    fails_with(&bench(&wrong), "does not speak this protocol");
+    let raw = worker.ready().urpc_port.expect("the listener is open").to_string();
+    fails_with(&bench(&["write", "--port", &raw]), "does not speak gRPC on this port");
+    let swapped = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &grpc, "--bytes", "1MB"];
+    fails_with(&bench(&swapped), "does not speak this protocol");
+    fails_with(&bench(&["write", "--port", &grpc, "--server-cmd", "true"]), "is in use");
+    let port = nobody_port.to_string();
+    fails_with(&bench(&["write", "--port", &port, "--server-cmd", "false"]), "before it opened");
+    fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
+    // A peer that takes connections and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = silent.local_addr().expect("it is bound").port().to_string();
+    fails_with(&bench(&["write", "--port", &port, "--rpc-timeout", "300ms"]), "no answer");
+    worker.assert_clean();
+}
+
+#[test]
+fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent() {
+    fails_with(
+        &bench(&["write", "--shape", concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")]),
+        "no recorded session",
+    );
+    fails_with(&bench(&["write", "--connections", "90000"]), "descriptors");
+    fails_with(&bench(&["write", "--bytes", "1EB", "--blocks", "tiny"]), "memory");
+    fails_with(&bench(&["write", "--readers", "90000", "--bytes", "1PB"]), "memory");
+    // The presets check what they really ask for: `scale` opens 112 connections.
+    let few = format!("ulimit -n 128 && exec {} scale", env!("CARGO_BIN_EXE_uniffle-bench"));
+    fails_with(&Command::new("/bin/sh").args(["-c", &few]).output().expect("sh runs"), "descriptors");
+    fails_with(&bench(&["scale", "--size", "2"]), "--size");
+}
+
+#[test]
+fn a_server_that_dies_ends_the_run() {
+    for transport in ["grpc", "tcp"] {
+        dies_under(transport, &["write", "--rate", "2MB", "--bytes", "1GB"], "write failed");
+        // Few bytes and an endless number of reads of them.
+        dies_under(transport, &["read", "--bytes", "4MB", "--reads", "1000"], "read failed");
+    }
+}
+
+/// Kills the worker when the bench has stored something, or reads.
+fn dies_under(transport: &str, line: &[&str], expected: &str) {
+    let worker = worker("bench-dies");
+    let (port, raw) =
+        (worker.ready().grpc_port.to_string(), worker.ready().urpc_port.unwrap_or(0).to_string());
+    let common = ["--port", &port, "--tcp-port", &raw, "--transport", transport, "--message-size", "64KiB"];
+    let running: Child =
+        command(&[line, &common].concat()).spawn().expect("the bench was built with this test");
+    let counter = if line[0] == "read" { "total_read_data" } else { "memory_used" };
+    wait_until("the bench is at work", Duration::from_secs(20), || {
+        let seen = worker.metrics().total(counter).unwrap_or(0.0);
+        if seen > 0.0 { Ok(()) } else { Err(format!("{counter} is {seen}")) }
+    });
+    drop(worker);
+    fails_with(&running.wait_with_output().expect("it ends"), expected);
+}
+
+#[test]
+fn a_single_wrong_byte_is_found() {
+    let worker = worker("bench-corrupt");
+    let (grpc, raw) = (worker.ready().grpc_port, worker.ready().urpc_port.expect("the listener is open"));
+    let line =
+        ["read", "--bytes", "4MB", "--message-size", "1MiB", "--partitions", "4", "--connections", "1"];
+    let one = ["--readers", "1"];
+    let through = corrupting_proxy(grpc, 500_000).to_string();
+    fails_with(
+        &bench(&[&line[..], &one, &["--port", &through]].concat()),
+        "differs from what was written at byte",
+    );
+    let (port, through) = (grpc.to_string(), corrupting_proxy(raw, 500_000).to_string());
+    let over_tcp = ["--port", &port, "--transport", "tcp", "--tcp-port", &through];
+    fails_with(&bench(&[&line[..], &one, &over_tcp].concat()), "differs from what was written at byte");
+}
+
+/// Hands connections through to `port`, and turns one bit of byte number `wrong` of each connection's answers.
+fn corrupting_proxy(port: u16, wrong: usize) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let here = listener.local_addr().expect("it is bound").port();
+    spawn(move || {
+        for near in listener.incoming() {
+            let near = near.expect("a connection");
+            let far = TcpStream::connect(("127.0.0.1", port)).expect("the worker listens");
+            let (near_again, far_again) =
+                (near.try_clone().expect("a handle"), far.try_clone().expect("a handle"));
+            spawn(move || pass(near, far, usize::MAX));
+            spawn(move || pass(far_again, near_again, wrong));
+        }
+    });
+    here
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, wrong: usize) {
+    let mut buffer = vec![0; 64 << 10];
+    let mut passed = 0;
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        if (passed..passed + count).contains(&wrong) {
+            buffer[wrong - passed] ^= 1;
+        }
+        passed += count;
+        if to.write_all(&buffer[..count]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}

@@ -1,0 +1,27 @@
+//! Clients of worker processes.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use uniffle_client::grpc::{Backoff, ShuffleClient};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use crate::worker::Worker;
+
+/// Patience in milliseconds instead of Java's seconds, for about a minute.
+pub fn patient() -> Backoff {
+    Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
+}
+
+pub fn local(port: u16) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], port))
+}
+
+pub fn key(app: &str, shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(shuffle))
+}
+
+pub async fn client_of(worker: &Worker) -> ShuffleClient {
+    let client = ShuffleClient::connect(local(worker.ready().grpc_port)).await.expect("the listener is open");
+    client.with_backoff(patient())
+}

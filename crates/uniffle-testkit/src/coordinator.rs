@@ -1,0 +1,163 @@
+//! A coordinator double: shows the heartbeats it gets, and answers them as well or as badly as a test wants.
+//!
+//! Everything but heartbeats is UNIMPLEMENTED: workers call nothing else.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+use uniffle_worker::proto::coordinator_server_server::{CoordinatorServer, CoordinatorServerServer};
+use uniffle_worker::proto::{self, ShuffleServerHeartBeatRequest, StatusCode};
+use uniffle_worker::runtime::Tasks;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How heartbeats are answered.
+#[derive(Debug, Clone, Copy)]
+pub enum Manner {
+    /// With SUCCESS.
+    Well,
+    /// With this status and no effect.
+    Refusing(StatusCode),
+    /// With a gRPC error.
+    Failing,
+    /// With SUCCESS after so long.
+    Slow(Duration),
+}
+
+/// A coordinator on a port of its own; ends with [`CoordinatorDouble::stop`].
+#[derive(Debug)]
+pub struct CoordinatorDouble {
+    pub address: SocketAddr,
+    manner: watch::Sender<Manner>,
+    seen: watch::Receiver<Seen>,
+    tasks: Tasks,
+}
+
+/// What has come so far.
+#[derive(Debug, Default)]
+struct Seen {
+    count: u64,
+    last: Option<ShuffleServerHeartBeatRequest>,
+}
+
+impl CoordinatorDouble {
+    pub async fn start(manner: Manner) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let (manner, current) = watch::channel(manner);
+        let (seen_by_rpc, seen) = watch::channel(Seen::default());
+        let tasks = Tasks::new();
+        let service = CoordinatorServerServer::new(Rpc { manner: current, seen: seen_by_rpc });
+        let stop = tasks.cancelled();
+        tasks.spawn("coordinator double", async move {
+            let server = Server::builder().add_service(service);
+            let ended = server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), stop).await;
+            ended.expect("a server");
+        });
+        Self { address, manner, seen, tasks }
+    }
+
+    /// From the next heartbeat on.
+    pub fn behave(&self, manner: Manner) {
+        self.manner.send_replace(manner);
+    }
+
+    /// Waits for `count` more heartbeats.
+    pub async fn beats(&mut self, count: u64) {
+        let wanted = self.seen.borrow().count + count;
+        self.until(|_, total| total >= wanted).await;
+    }
+
+    /// Waits for a heartbeat that says what `holds` wants, and returns it.
+    pub async fn heartbeat(
+        &mut self,
+        holds: impl Fn(&ShuffleServerHeartBeatRequest) -> bool,
+    ) -> ShuffleServerHeartBeatRequest {
+        self.until(|last, _| holds(last)).await
+    }
+
+    async fn until(
+        &mut self,
+        holds: impl Fn(&ShuffleServerHeartBeatRequest, u64) -> bool,
+    ) -> ShuffleServerHeartBeatRequest {
+        let reached = self.seen.wait_for(|seen| seen.last.as_ref().is_some_and(|it| holds(it, seen.count)));
+        let reached = timeout(PATIENCE, reached).await.map(|seen| seen.expect("it runs").last.clone());
+        let Ok(heartbeat) = reached else { panic!("no such heartbeat, but {:?}", self.seen.borrow()) };
+        heartbeat.expect("just looked at")
+    }
+
+    pub async fn stop(self) {
+        self.tasks.cancel();
+        timeout(PATIENCE, self.tasks.drained()).await.expect("it ends when its clients are gone");
+    }
+}
+
+struct Rpc {
+    manner: watch::Receiver<Manner>,
+    seen: watch::Sender<Seen>,
+}
+
+type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<Response<T>, Status>> + Send + 'a>>;
+
+/// What `async_trait` would have made of methods that only say no.
+macro_rules! unimplemented {
+    ($($name:ident($request:ty) -> $response:ty;)*) => {$(
+        fn $name<'life0, 'async_trait>(&'life0 self, _: Request<$request>) -> Answer<'async_trait, $response>
+        where
+            'life0: 'async_trait,
+            Self: 'async_trait,
+        {
+            Box::pin(std::future::ready(Err(Status::unimplemented(stringify!($name)))))
+        }
+    )*};
+}
+
+impl CoordinatorServer for Rpc {
+    fn heartbeat<'life0, 'async_trait>(
+        &'life0 self,
+        request: Request<ShuffleServerHeartBeatRequest>,
+    ) -> Answer<'async_trait, proto::ShuffleServerHeartBeatResponse>
+    where
+        'life0: 'async_trait,
+        Self: 'async_trait,
+    {
+        let manner = *self.manner.borrow();
+        self.seen.send_modify(|seen| {
+            seen.count += 1;
+            seen.last = Some(request.into_inner());
+        });
+        Box::pin(async move {
+            let mut answer = proto::ShuffleServerHeartBeatResponse::default();
+            match manner {
+                Manner::Well => {}
+                Manner::Refusing(status) => answer.set_status(status),
+                Manner::Failing => return Err(Status::internal("as the test wants it")),
+                Manner::Slow(time) => sleep(time).await,
+            }
+            Ok(Response::new(answer))
+        })
+    }
+
+    unimplemented! {
+        get_shuffle_server_list(()) -> proto::GetShuffleServerListResponse;
+        get_shuffle_server_num(()) -> proto::GetShuffleServerNumResponse;
+        get_shuffle_assignments(proto::GetShuffleServerRequest) -> proto::GetShuffleAssignmentsResponse;
+        get_shuffle_data_storage_info(()) -> proto::GetShuffleDataStorageInfoResponse;
+        check_service_available(()) -> proto::CheckServiceAvailableResponse;
+        app_heartbeat(proto::AppHeartBeatRequest) -> proto::AppHeartBeatResponse;
+        report_client_operation(proto::ReportShuffleClientOpRequest) -> proto::ReportShuffleClientOpResponse;
+        register_application_info(proto::ApplicationInfoRequest) -> proto::ApplicationInfoResponse;
+        access_cluster(proto::AccessClusterRequest) -> proto::AccessClusterResponse;
+        fetch_client_conf(()) -> proto::FetchClientConfResponse;
+        fetch_client_conf_v2(proto::FetchClientConfRequest) -> proto::FetchClientConfResponse;
+        fetch_remote_storage(proto::FetchRemoteStorageRequest) -> proto::FetchRemoteStorageResponse;
+    }
+}

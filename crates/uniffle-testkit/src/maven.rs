@@ -1,0 +1,67 @@
+//! Projects below `tests/` that Maven builds, and whether there is a Java to run them.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use tokio::time::Instant;
+
+use crate::say;
+use crate::tools::available;
+
+/// Whether there is a Java and a Maven.
+pub fn is_available() -> bool {
+    available("the Java client", &["java", "mvn"])
+}
+
+/// Packages `project` into `output`, unless its sources are those that were built there last. The first time Maven
+/// downloads what the project needs.
+pub fn build(project: &Path, output: &Path, properties: &[String]) {
+    let stamp_file = output.join("built-from");
+    let stamp = sources_stamp(project);
+    if std::fs::read_to_string(&stamp_file).is_ok_and(|built| built == stamp) {
+        return;
+    }
+    let start = Instant::now();
+    let name = project.display();
+    say(&format!("building {name} with Maven {properties:?}; the first time it downloads up to 280 MB"));
+    let build = || {
+        Command::new("mvn")
+            .args(["-B", "-ntp", "-q", "-f"])
+            .arg(project)
+            .arg("package")
+            .args(properties)
+            .stdin(Stdio::null())
+            .output()
+            .expect("mvn runs")
+    };
+    let mut result = build();
+    if !result.status.success() {
+        say("mvn failed; once more, since the network may have been at fault");
+        result = build();
+    }
+    assert!(
+        result.status.success(),
+        "mvn: {}\n{}\n{}",
+        result.status,
+        String::from_utf8_lossy(&result.stdout),
+        String::from_utf8_lossy(&result.stderr)
+    );
+    std::fs::write(&stamp_file, stamp).expect("the output directory was just made");
+    say(&format!("{name} was built in {:.0} s", start.elapsed().as_secs_f32()));
+}
+
+/// Path and checksum of every source, one per line.
+fn sources_stamp(project: &Path) -> String {
+    let mut lines = Vec::new();
+    let mut open = vec![project.join("pom.xml"), project.join("src")];
+    while let Some(path) = open.pop() {
+        if path.is_dir() {
+            open.extend(std::fs::read_dir(&path).expect("readable").flatten().map(|entry| entry.path()));
+        } else {
+            let bytes = std::fs::read(&path).expect("readable");
+            lines.push(format!("{} {:08x}", path.display(), crc32fast::hash(&bytes)));
+        }
+    }
+    lines.sort();
+    lines.join("\n")
+}

@@ -1,0 +1,32 @@
+//! Ports for components that cannot say which one they took.
+
+use std::net::{TcpListener, UdpSocket};
+use std::ops::Range;
+
+/// Below these the system's own services are.
+const FIRST: u16 = 10_000;
+
+/// A port that nobody has, by TCP and UDP, and that the system gives to nobody who does not ask for it: between this
+/// look and the component's own, other tests open connections and listeners by the hundred.
+pub fn free_port() -> u16 {
+    let not_given = outside_of(&given_by_the_system());
+    let free = |port: &u16| {
+        TcpListener::bind(("127.0.0.1", *port)).is_ok() && UdpSocket::bind(("127.0.0.1", *port)).is_ok()
+    };
+    let mut tries = std::iter::repeat_with(|| rand::random_range(not_given.clone())).take(1000);
+    tries.find(free).expect("a free port")
+}
+
+fn given_by_the_system() -> Range<u16> {
+    let text = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").expect("Linux has it");
+    let mut ends = text.split_whitespace().map(|end| end.parse().expect("a port"));
+    let mut end = || ends.next().expect("two ports");
+    end()..end()
+}
+
+fn outside_of(given: &Range<u16>) -> Range<u16> {
+    let (below, above) = (FIRST..given.start, given.end.saturating_add(1)..u16::MAX);
+    let longer = if below.len() >= above.len() { below } else { above };
+    // A system that gives them all leaves no choice.
+    if longer.is_empty() { FIRST..u16::MAX } else { longer }
+}

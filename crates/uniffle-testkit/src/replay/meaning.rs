@@ -1,0 +1,328 @@
+//! What an exchange of either plane says, as far as a replay has to know.
+//!
+//! The two planes meet here: behind this file nobody asks which one it was. Recorded bytes must be well-formed.
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+
+use crate::recording::{Exchange, Plane, Sent};
+use uniffle_client::block::Block;
+use uniffle_client::read::{self, IndexRecord};
+use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
+use uniffle_wire::reply::{self, Reply};
+use uniffle_wire::request::{LocalDataRequest, ReadRequest};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_worker::proto;
+
+use super::call::{varint, with_varint};
+
+/// One partition of one shuffle.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Place {
+    pub key: ShuffleKey,
+    pub partition: PartitionId,
+}
+
+/// What a request asks for.
+#[derive(Debug)]
+pub enum Request {
+    Ticket,
+    Send {
+        ticket: u64,
+        blocks: Vec<(Place, Block)>,
+    },
+    Memory {
+        place: Place,
+        cursor: i64,
+        filter: Option<Bytes>,
+    },
+    Index {
+        place: Place,
+    },
+    Data {
+        place: Place,
+        offset: u64,
+        length: u64,
+    },
+    /// Block ids of partitions.
+    Result,
+    Assignments,
+    /// Of one shuffle or of all.
+    Unregister {
+        app: AppId,
+        shuffle: Option<ShuffleId>,
+    },
+    /// Only the status matters.
+    Other,
+}
+
+/// An answer, recorded or new.
+#[derive(Debug)]
+pub enum Answer {
+    Grpc { path: String, status: u32, message: Bytes },
+    Tcp(Reply),
+}
+
+fn key(app: &str, shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse(app).expect("a client's application id"), ShuffleId(shuffle))
+}
+
+fn place(app: &str, shuffle: i32, partition: i32) -> Place {
+    Place { key: key(app, shuffle), partition: PartitionId(partition) }
+}
+
+fn unsigned(value: i64) -> u64 {
+    u64::try_from(value).expect("not negative")
+}
+
+/// A message of the generated types out of recorded bytes.
+fn grpc<T: prost::Message + Default>(message: &Bytes) -> T {
+    T::decode(message.clone()).expect("well-formed")
+}
+
+/// The last part of a path.
+fn method(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or_default()
+}
+
+/// What an exchange means.
+pub trait Meaning {
+    /// What it asks for.
+    fn asks(&self) -> Request;
+    /// What it was told when it was recorded.
+    fn was_told(&self) -> Answer;
+    /// The request with another ticket; it must be a send.
+    fn with_ticket(&self, ticket: u64) -> Bytes;
+    /// The request with another `lastBlockId`; it must be a read of memory.
+    fn with_cursor(&self, cursor: i64) -> Bytes;
+    /// The request for another range; it must be a read of local data.
+    fn with_range(&self, offset: u64, length: u64) -> Bytes;
+}
+
+impl Meaning for Exchange {
+    fn asks(&self) -> Request {
+        if let Some(sent) = self.sent().expect("well-formed") {
+            return send_request(sent);
+        }
+        match &self.plane {
+            Plane::Grpc { path, .. } => grpc_request(method(path), &self.request),
+            Plane::Tcp => {
+                let header = header(&self.request);
+                tcp_request(header.kind, &self.request[HEADER_BYTES..])
+            }
+        }
+    }
+
+    fn was_told(&self) -> Answer {
+        match &self.plane {
+            Plane::Grpc { path, status } => {
+                Answer::Grpc { path: path.clone(), status: *status, message: self.answer.clone() }
+            }
+            Plane::Tcp => {
+                let header = header(&self.answer);
+                let body_at = HEADER_BYTES + header.message_bytes as usize;
+                let message = &self.answer[HEADER_BYTES..body_at];
+                let reply = Reply::decode(header.kind, message, self.answer.slice(body_at..));
+                Answer::Tcp(reply.expect("well-formed"))
+            }
+        }
+    }
+
+    fn with_ticket(&self, ticket: u64) -> Bytes {
+        match self.plane {
+            Plane::Grpc { .. } => with_varint(&self.request, 3, ticket),
+            Plane::Tcp => overwritten(self, 0, &ticket.to_be_bytes()),
+        }
+    }
+
+    fn with_cursor(&self, cursor: i64) -> Bytes {
+        match self.plane {
+            Plane::Grpc { .. } => with_varint(&self.request, 4, cursor.cast_unsigned()),
+            Plane::Tcp => overwritten(self, 4, &cursor.to_be_bytes()),
+        }
+    }
+
+    fn with_range(&self, offset: u64, length: u64) -> Bytes {
+        match self.plane {
+            Plane::Grpc { .. } => with_varint(&with_varint(&self.request, 6, offset), 7, length),
+            Plane::Tcp => {
+                let mut range = BytesMut::new();
+                range.put_u64(offset);
+                range.put_u32(u32::try_from(length).expect("a read"));
+                overwritten(self, 12, &range)
+            }
+        }
+    }
+}
+
+/// A frame with other bytes, `at` bytes behind request id, application and shuffle (docs/protocol.md §7.4).
+fn overwritten(exchange: &Exchange, at: usize, bytes: &[u8]) -> Bytes {
+    let app_at = HEADER_BYTES + 8;
+    let app_bytes = exchange.request[app_at..].first_chunk().map(|length| u32::from_be_bytes(*length));
+    let start = app_at + 4 + app_bytes.expect("a request") as usize + 4 + at;
+    let mut frame = BytesMut::from(&exchange.request[..]);
+    frame[start..start + bytes.len()].copy_from_slice(bytes);
+    frame.freeze()
+}
+
+fn header(frame: &Bytes) -> FrameHeader {
+    let bytes = frame.first_chunk().expect("a whole frame");
+    FrameHeader::decode(bytes, FRAME_BYTES_LIMIT).expect("well-formed")
+}
+
+fn send_request(sent: Sent) -> Request {
+    let mut blocks = Vec::new();
+    for (partition, part) in sent.partitions {
+        let place = place(&sent.app, sent.shuffle, partition);
+        blocks.extend(part.into_iter().map(|block| (place.clone(), block)));
+    }
+    Request::Send { ticket: sent.ticket.cast_unsigned(), blocks }
+}
+
+fn grpc_request(method: &str, message: &Bytes) -> Request {
+    match method {
+        "requireBuffer" => Request::Ticket,
+        "getMemoryShuffleData" => {
+            let read: proto::GetMemoryShuffleDataRequest = grpc(message);
+            let place = place(&read.app_id, read.shuffle_id, read.partition_id);
+            // 0.9.2 sends an empty one for none.
+            let filter = read.serialized_expected_task_ids_bitmap.filter(|bytes| !bytes.is_empty());
+            Request::Memory { place, cursor: read.last_block_id, filter }
+        }
+        "getLocalShuffleIndex" => {
+            let read: proto::GetLocalShuffleIndexRequest = grpc(message);
+            Request::Index { place: place(&read.app_id, read.shuffle_id, read.partition_id) }
+        }
+        "getLocalShuffleData" => {
+            let read: proto::GetLocalShuffleDataRequest = grpc(message);
+            let place = place(&read.app_id, read.shuffle_id, read.partition_id);
+            Request::Data { place, offset: unsigned(read.offset), length: unsigned(read.length.into()) }
+        }
+        "getShuffleResult" | "getShuffleResultForMultiPart" => Request::Result,
+        "getShuffleAssignments" => Request::Assignments,
+        "unregisterShuffle" => {
+            let request: proto::ShuffleUnregisterRequest = grpc(message);
+            let ShuffleKey { app, shuffle } = key(&request.app_id, request.shuffle_id);
+            Request::Unregister { app, shuffle: Some(shuffle) }
+        }
+        "unregisterShuffleByAppId" => {
+            let request: proto::ShuffleUnregisterByAppIdRequest = grpc(message);
+            Request::Unregister { app: key(&request.app_id, 0).app, shuffle: None }
+        }
+        _ => Request::Other,
+    }
+}
+
+fn tcp_request(kind: FrameType, message: &[u8]) -> Request {
+    let read = ReadRequest::decode(kind, message).expect("well-formed");
+    let target = read.target();
+    let place = place(target.app, target.shuffle, target.partition);
+    match read {
+        ReadRequest::LocalIndex(_) => Request::Index { place },
+        ReadRequest::LocalData(LocalDataRequest { offset, length, .. }) => {
+            Request::Data { place, offset: unsigned(offset), length: unsigned(length.into()) }
+        }
+        ReadRequest::Memory(read) => {
+            let filter = read.task_filter.map(Bytes::copy_from_slice);
+            Request::Memory { place, cursor: read.last_block_id, filter }
+        }
+        ReadRequest::Sorted(_) => Request::Other,
+    }
+}
+
+impl Answer {
+    /// `grpc-status` and the protocol's own, which is 0 for SUCCESS.
+    pub fn status(&self) -> (u32, i32) {
+        match self {
+            Self::Grpc { path, status, message } => {
+                let field = match method(path) {
+                    "requireBuffer" | "getLocalShuffleIndex" | "getLocalShuffleData" => 2,
+                    "getMemoryShuffleData" => 3,
+                    _ => 1,
+                };
+                (*status, i32::try_from(varint(message, field)).expect("a status code"))
+            }
+            Self::Tcp(reply) => (0, reply.status),
+        }
+    }
+
+    /// True when the protocol's status is `code`.
+    pub fn is(&self, code: proto::StatusCode) -> bool {
+        self.status() == (0, code.into())
+    }
+
+    /// The ticket that was granted.
+    pub fn ticket(&self) -> u64 {
+        varint(self.message(), 1)
+    }
+
+    /// Set of block ids.
+    pub fn block_ids(&self) -> Result<croaring::Treemap, String> {
+        // Both forms of the answer have it in the same field.
+        let answer: proto::GetShuffleResultResponse = grpc(self.message());
+        read::decode_bitmap(&answer.serialized_bitmap).map_err(|error| error.to_string())
+    }
+
+    /// First and last partition and number of servers of each range, in order.
+    pub fn assigned(&self) -> Vec<(i32, i32, usize)> {
+        let answer: proto::GetShuffleAssignmentsResponse = grpc(self.message());
+        let range = |range: &proto::PartitionRangeAssignment| {
+            (range.start_partition, range.end_partition, range.server.len())
+        };
+        let mut ranges: Vec<_> = answer.assignments.iter().map(range).collect();
+        ranges.sort_unstable();
+        ranges
+    }
+
+    /// Blocks of a read of memory.
+    pub fn memory_blocks(&self) -> Result<Vec<Block>, String> {
+        let blocks = match self {
+            Self::Grpc { message, .. } => {
+                let answer: proto::GetMemoryShuffleDataResponse = grpc(message);
+                read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data)
+            }
+            Self::Tcp(reply) => {
+                let reply::Answer::Memory(segments) = &reply.answer else {
+                    return Err(format!("a read of memory was answered with {reply:?}"));
+                };
+                let segments: Vec<_> = segments.iter().map(grpc_segment).collect();
+                read::memory_blocks(&segments, &reply.body)
+            }
+        };
+        blocks.map_err(|error| error.to_string())
+    }
+
+    /// The index of a partition.
+    pub fn index(&self) -> Result<Vec<IndexRecord>, String> {
+        let bytes = match self {
+            Self::Grpc { message, .. } => grpc::<proto::GetLocalShuffleIndexResponse>(message).index_data,
+            Self::Tcp(reply) => reply.body.clone(),
+        };
+        read::decode_index(&bytes).map_err(|error| error.to_string())
+    }
+
+    /// Bytes of a partition.
+    pub fn data(&self) -> Bytes {
+        match self {
+            Self::Grpc { message, .. } => grpc::<proto::GetLocalShuffleDataResponse>(message).data,
+            Self::Tcp(reply) => reply.body.clone(),
+        }
+    }
+
+    fn message(&self) -> &Bytes {
+        match self {
+            Self::Grpc { message, .. } => message,
+            Self::Tcp(reply) => panic!("this is not asked over TCP: {reply:?}"),
+        }
+    }
+}
+
+fn grpc_segment(segment: &reply::Segment) -> proto::ShuffleDataBlockSegment {
+    proto::ShuffleDataBlockSegment {
+        block_id: segment.block_id,
+        offset: segment.offset.into(),
+        length: segment.length,
+        uncompress_length: segment.uncompressed_length,
+        crc: segment.crc,
+        task_attempt_id: segment.task_attempt_id,
+    }
+}

@@ -1,0 +1,224 @@
+//! Replays a recorded session against a fresh worker in this process.
+//!
+//! Requests go out one after another in the order of their recording, with the bytes that were recorded; only tickets,
+//! read cursors and offsets of local data are exchanged for the new worker's. Statuses, assignments, sets of block
+//! ids and blocks must be those of the recording; times, texts and the split between memory and disk need not.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::sleep;
+use tonic::transport::{Channel, Endpoint};
+
+use uniffle_client::block::Block;
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{BlockId, BlockMeta};
+use uniffle_worker::proto::StatusCode;
+use uniffle_worker::runtime::Tasks;
+
+use super::call::call;
+use super::meaning::{Answer, Meaning as _, Place, Request};
+use super::reads::PartitionReads;
+use crate::recording::{Exchange, Plane, Session};
+
+/// NO_BUFFER is a matter of time too; clients repeat it.
+const NO_BUFFER_PAUSE: Duration = Duration::from_millis(10);
+const NO_BUFFER_TRIES: u32 = 1_000;
+
+/// What a replay did, so that one that compares nothing is noticed.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Summary {
+    pub exchanges: usize,
+    pub blocks_sent: usize,
+    pub from_memory: usize,
+    /// Reads of memory that name tasks.
+    pub filtered_reads: usize,
+    pub from_disk: usize,
+    /// Blocks that are on another tier than they were, read as a client would have gone on.
+    pub caught_up: usize,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Player {
+    channel: Channel,
+    tcp: TcpClient,
+    tcp_tasks: Tasks,
+    client: ShuffleClient,
+    tickets: HashMap<u64, u64>,
+    sent: HashMap<Place, HashMap<BlockId, BlockMeta>>,
+    reads: HashMap<Place, PartitionReads>,
+    summary: Summary,
+}
+
+impl Player {
+    /// Connects to a worker.
+    pub async fn connect(grpc: SocketAddr, tcp: SocketAddr) -> io::Result<Self> {
+        let endpoint = Endpoint::from_shared(format!("http://{grpc}")).map_err(io::Error::other)?;
+        let channel = endpoint.connect().await.map_err(io::Error::other)?;
+        let (tcp, driver) = TcpClient::connect(tcp).await?;
+        let tcp_tasks = Tasks::new();
+        tcp_tasks.spawn("tcp client", driver);
+        Ok(Self {
+            client: ShuffleClient::on(channel.clone()),
+            channel,
+            tcp,
+            tcp_tasks,
+            tickets: HashMap::new(),
+            sent: HashMap::new(),
+            reads: HashMap::new(),
+            summary: Summary::default(),
+        })
+    }
+
+    /// Replays `session` to its end.
+    pub async fn play(mut self, session: &Session) -> Result<Summary, String> {
+        for (number, exchange) in session.exchanges.iter().enumerate() {
+            let asks = exchange.asks();
+            let told = self.exchange(exchange, &asks).await;
+            told.map_err(|error| format!("exchange {number}, {:?}: {error}\n{asks:?}", exchange.plane))?;
+            self.summary.exchanges += 1;
+        }
+        self.close(|_| true).await?;
+        drop(self.tcp);
+        self.tcp_tasks.drained().await;
+        Ok(self.summary)
+    }
+
+    async fn exchange(&mut self, exchange: &Exchange, asks: &Request) -> Result<(), String> {
+        let recorded = exchange.was_told();
+        if recorded.is(StatusCode::NoBuffer) {
+            return Ok(()); // the client asked again
+        }
+        match asks {
+            Request::Ticket => {
+                let told = self.ask(exchange, &exchange.request, &recorded).await?;
+                self.tickets.insert(recorded.ticket(), told.ticket());
+            }
+            Request::Send { ticket, blocks } => {
+                let ticket = self.tickets.get(ticket).copied().ok_or("no such ticket was granted")?;
+                self.ask(exchange, &exchange.with_ticket(ticket), &recorded).await?;
+                for (place, Block { meta, .. }) in blocks {
+                    self.sent.entry(place.clone()).or_default().insert(meta.block_id, *meta);
+                }
+                self.summary.blocks_sent += blocks.len();
+            }
+            Request::Memory { place, cursor, filter } => {
+                let cursor = self.reads.entry(place.clone()).or_default().cursor(filter.as_ref(), *cursor);
+                let told = self.ask(exchange, &exchange.with_cursor(cursor), &recorded).await?;
+                let (before, now) = (recorded.memory_blocks()?, told.memory_blocks()?);
+                self.summary.from_memory += now.len();
+                self.summary.filtered_reads += usize::from(filter.is_some());
+                let reads = self.reads.entry(place.clone()).or_default();
+                reads.memory(filter.as_ref(), &before, &now)?;
+            }
+            Request::Index { place } => {
+                let told = self.ask(exchange, &exchange.request, &recorded).await?;
+                self.reads.entry(place.clone()).or_default().index(recorded.index()?, told.index()?);
+            }
+            Request::Data { place, offset, length } => {
+                let pieces = self.reads.entry(place.clone()).or_default().data(*offset, *length);
+                for piece in pieces {
+                    let request = exchange.with_range(piece.offset, piece.length);
+                    let told = self.ask(exchange, &request, &recorded).await?;
+                    let reads = self.reads.entry(place.clone()).or_default();
+                    self.summary.from_disk += reads.piece(piece, &told.data())?;
+                }
+            }
+            Request::Result => {
+                let told = self.ask(exchange, &exchange.request, &recorded).await?;
+                let (before, now) = (recorded.block_ids()?, told.block_ids()?);
+                same("block ids", before.iter().collect::<Vec<_>>(), now.iter().collect())?;
+            }
+            Request::Assignments => {
+                let told = self.ask(exchange, &exchange.request, &recorded).await?;
+                same("ranges", recorded.assigned(), told.assigned())?;
+            }
+            Request::Unregister { app, shuffle } => {
+                self.close(|place| {
+                    place.key.app == *app && shuffle.is_none_or(|shuffle| place.key.shuffle == shuffle)
+                })
+                .await?;
+                self.ask(exchange, &exchange.request, &recorded).await?;
+            }
+            Request::Other => drop(self.ask(exchange, &exchange.request, &recorded).await?),
+        }
+        Ok(())
+    }
+
+    /// Sends `request` as `exchange` was; the answer must have the recorded status.
+    async fn ask(&self, exchange: &Exchange, request: &Bytes, recorded: &Answer) -> Result<Answer, String> {
+        let mut tries = 0;
+        loop {
+            let answer = self.send(exchange, request).await?;
+            tries += 1;
+            if answer.is(StatusCode::NoBuffer) && tries < NO_BUFFER_TRIES {
+                sleep(NO_BUFFER_PAUSE).await;
+                continue;
+            }
+            if answer.status() == recorded.status() {
+                return Ok(answer);
+            }
+            return Err(format!(
+                "status {:?} instead of {:?}: {answer:?}",
+                answer.status(),
+                recorded.status()
+            ));
+        }
+    }
+
+    async fn send(&self, exchange: &Exchange, request: &Bytes) -> Result<Answer, String> {
+        match &exchange.plane {
+            Plane::Grpc { path, .. } => {
+                let answer = call(&self.channel, path, request).await;
+                let (status, message) = answer.map_err(|error| error.to_string())?;
+                Ok(Answer::Grpc { path: path.clone(), status, message })
+            }
+            Plane::Tcp => {
+                let id = super::recorder::request_id(request);
+                let answer = self.tcp.exchange(id, request.clone()).await;
+                Ok(Answer::Tcp(answer.map_err(|error| error.to_string())?))
+            }
+        }
+    }
+
+    /// Nothing more will be read of these partitions: fetches what is on another tier than it was, and compares.
+    async fn close(&mut self, done: impl Fn(&Place) -> bool) -> Result<(), String> {
+        let places: Vec<_> = self.reads.keys().filter(|place| done(place)).cloned().collect();
+        for place in places {
+            let mut reads = self.reads.remove(&place).expect("one of its keys");
+            let missing = reads.missing();
+            if !missing.is_empty() {
+                self.catch_up(&place, &mut reads).await?;
+                self.summary.caught_up += missing.len();
+            }
+            let missing = reads.missing();
+            if !missing.is_empty() {
+                return Err(format!("{place:?}: not read: {missing:?}"));
+            }
+            let sent = self.sent.entry(place.clone()).or_default();
+            reads.compare(sent).map_err(|error| format!("{place:?}: {error}"))?;
+        }
+        Ok(())
+    }
+
+    async fn catch_up(&self, place: &Place, reads: &mut PartitionReads) -> Result<(), String> {
+        let all = self.client.read_partition(&place.key, place.partition, &ReadOptions::default()).await;
+        let all = all.map_err(|error| format!("{place:?}: {error}"))?;
+        let sent = self.sent.get(place);
+        for (id, data) in all.blocks {
+            let meta = sent.and_then(|sent| sent.get(&id)).copied();
+            let meta = meta.ok_or_else(|| format!("{place:?}: {id} was never sent"))?;
+            reads.take(&Block { meta, data }, None)?;
+        }
+        Ok(())
+    }
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, before: T, now: T) -> Result<(), String> {
+    if before == now { Ok(()) } else { Err(format!("{what}: {before:?} was recorded, {now:?} replayed")) }
+}

@@ -1,0 +1,127 @@
+//! What was read of one partition, in the recording and in the replay.
+//!
+//! When a block leaves memory for a disk is a matter of time, so answers are not compared one by one: what counts is
+//! that the replay has, by all its reads together, every block that the recording had, unchanged.
+
+use std::collections::{BTreeMap, HashMap};
+
+use bytes::Bytes;
+use croaring::Treemap;
+
+use uniffle_client::block::Block;
+use uniffle_client::read::{self, IndexRecord};
+use uniffle_wire::types::{BlockId, BlockMeta};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct PartitionReads {
+    recorded: BTreeMap<BlockId, BlockMeta>,
+    replayed: BTreeMap<BlockId, BlockMeta>,
+    recorded_index: Vec<IndexRecord>,
+    replayed_index: Vec<IndexRecord>,
+    /// Last block of the replay's last answer, by task filter: each is one reader of memory.
+    cursors: HashMap<Option<Bytes>, BlockId>,
+}
+
+/// A piece of a partition's data with the blocks in it.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    records: Vec<IndexRecord>,
+}
+
+impl PartitionReads {
+    /// Where the replay's reader goes on, when the recording's reader is at `recorded`.
+    pub(super) fn cursor(&mut self, filter: Option<&Bytes>, recorded: i64) -> i64 {
+        let reader = filter.cloned();
+        if recorded == -1 {
+            self.cursors.remove(&reader);
+        }
+        self.cursors.get(&reader).map_or(-1, |last| last.0)
+    }
+
+    /// Both answers to a read of memory.
+    pub(super) fn memory(
+        &mut self,
+        filter: Option<&Bytes>,
+        recorded: &[Block],
+        replayed: &[Block],
+    ) -> Result<(), String> {
+        let wanted = filter.map(|bytes| read::decode_bitmap(bytes)).transpose();
+        let wanted = wanted.map_err(|error| error.to_string())?;
+        if let Some(last) = replayed.last() {
+            self.cursors.insert(filter.cloned(), last.meta.block_id);
+        }
+        self.recorded.extend(recorded.iter().map(|block| (block.meta.block_id, block.meta)));
+        replayed.iter().try_for_each(|block| self.take(block, wanted.as_ref()))
+    }
+
+    /// Both answers to a read of the index.
+    pub(super) fn index(&mut self, recorded: Vec<IndexRecord>, replayed: Vec<IndexRecord>) {
+        self.recorded_index = recorded;
+        self.replayed_index = replayed;
+    }
+
+    /// Where the replay has the blocks that the recording read at `offset`; what is still in its memory is left out.
+    pub(super) fn data(&mut self, offset: u64, length: u64) -> Vec<Piece> {
+        let range = offset..offset + length;
+        let wanted: Vec<BlockMeta> = self
+            .recorded_index
+            .iter()
+            .filter(|record| range.contains(&record.offset))
+            .map(|record| record.meta)
+            .collect();
+        self.recorded.extend(wanted.iter().map(|meta| (meta.block_id, *meta)));
+        let mut pieces: Vec<Piece> = Vec::new();
+        for record in &self.replayed_index {
+            if !wanted.iter().any(|meta| meta.block_id == record.meta.block_id) {
+                continue;
+            }
+            let length = u64::from(record.meta.length);
+            match pieces.last_mut() {
+                Some(piece) if piece.offset + piece.length == record.offset => {
+                    piece.length += length;
+                    piece.records.push(*record);
+                }
+                _ => pieces.push(Piece { offset: record.offset, length, records: vec![*record] }),
+            }
+        }
+        pieces
+    }
+
+    /// The replay's answer to the read of a piece.
+    pub(super) fn piece(&mut self, piece: Piece, data: &Bytes) -> Result<usize, String> {
+        let segment = read::Segment { offset: piece.offset, length: piece.length, records: piece.records };
+        let blocks = read::segment_blocks(&segment, data).map_err(|error| error.to_string())?;
+        blocks.iter().try_for_each(|block| self.take(block, None))?;
+        Ok(blocks.len())
+    }
+
+    /// Blocks that the recording had and the replay has not.
+    pub(super) fn missing(&self) -> Vec<BlockId> {
+        self.recorded.keys().filter(|id| !self.replayed.contains_key(id)).copied().collect()
+    }
+
+    /// A block that the replay got. Its bytes are those of its checksum, its checksum is compared with what was sent.
+    pub(super) fn take(&mut self, block: &Block, wanted: Option<&Treemap>) -> Result<(), String> {
+        read::check_crc(block).map_err(|error| error.to_string())?;
+        let task = block.meta.task_attempt_id.0.cast_unsigned();
+        if wanted.is_some_and(|wanted| !wanted.contains(task)) {
+            return Err(format!("{:?} is of a task that was not asked for", block.meta));
+        }
+        self.replayed.insert(block.meta.block_id, block.meta);
+        Ok(())
+    }
+
+    /// Every block that either had is as it was sent.
+    pub(super) fn compare(&self, sent: &HashMap<BlockId, BlockMeta>) -> Result<(), String> {
+        for meta in self.recorded.values().chain(self.replayed.values()) {
+            let sent = sent.get(&meta.block_id);
+            if sent != Some(meta) {
+                return Err(format!("{sent:?} was sent and {meta:?} read"));
+            }
+        }
+        Ok(())
+    }
+}

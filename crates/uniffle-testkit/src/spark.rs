@@ -1,0 +1,169 @@
+//! The Spark application of `tests/spark/`, built by Maven and kept running in JVMs that take commands.
+//!
+//! A JVM prints one JSON object per line on stdout; see `uniffle.Main` for commands and answers. It ends when its
+//! standard input does, so it cannot outlive the test.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::Instant;
+
+use crate::tools::{WORKSPACE, kept_dir};
+use crate::{maven, say};
+
+/// All scenarios in vanilla mode take a minute on two idle cores.
+const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
+
+/// Which JVM. Each has its own flags and files, so that all can run at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Spark 3.5.
+    Main,
+    /// Spark 3.5 with the flag that a client of type GRPC_NETTY needs on JDK 9 and later (docs/protocol.md §13).
+    NoUnsafe,
+    /// Spark 3.3.
+    Spark33,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Main => "main",
+            Self::NoUnsafe => "no-unsafe",
+            Self::Spark33 => "spark-3.3",
+        }
+    }
+
+    /// The version of Spark. The first is the default of the pom, whose output is at the pom's default place.
+    pub fn spark_version(self) -> &'static str {
+        match self {
+            Self::Main | Self::NoUnsafe => "3.5.6",
+            Self::Spark33 => "3.3.4",
+        }
+    }
+
+    /// Where Maven builds, a directory for each version of Spark: classes, jars.
+    fn home(self) -> PathBuf {
+        let name = match self {
+            Self::Main | Self::NoUnsafe => "spark".to_owned(),
+            Self::Spark33 => format!("spark-{}", self.spark_version()),
+        };
+        kept_dir().join(name)
+    }
+
+    fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Main | Self::Spark33 => &[],
+            Self::NoUnsafe => &["-Dorg.apache.uniffle.shaded.io.netty.noUnsafe=true"],
+        }
+    }
+}
+
+/// A JVM that waits for commands.
+#[derive(Debug)]
+pub struct Jvm {
+    child: Child,
+    commands: ChildStdin,
+    answers: Receiver<String>,
+    log: PathBuf,
+}
+
+impl Jvm {
+    /// Builds the application unless it is up to date, and starts it.
+    pub fn start(kind: Kind) -> Self {
+        build(kind);
+        let home = kind.home();
+        let log = home.join(format!("{}.log", kind.name()));
+        let temp = home.join("tmp").join(kind.name());
+        // Shuffle files of vanilla Spark, also those of a JVM that was killed.
+        drop(std::fs::remove_dir_all(&temp));
+        std::fs::create_dir_all(&temp).expect("a directory for Spark's own files");
+        let mut child = Command::new("java")
+            .arg(format!("@{WORKSPACE}/tests/spark/jvm.options"))
+            .args(kind.flags())
+            .arg(format!("-Djava.io.tmpdir={}", temp.display()))
+            .args(["-cp", &format!("{0}/classes:{0}/jars/*", home.display()), "uniffle.Main"])
+            .env("SPARK_LOCAL_IP", "127.0.0.1")
+            // Executors of local-cluster are started from there.
+            .env("SPARK_HOME", &home)
+            .env("SPARK_SCALA_VERSION", "2.12")
+            .env_remove("SPARK_LOCAL_DIRS")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(&log).expect("the log"))
+            .spawn()
+            .expect("java runs");
+        let stdout = BufReader::new(child.stdout.take().expect("piped above"));
+        let (send, answers) = channel();
+        // Ends with the JVM, or with the receiver.
+        std::thread::spawn(move || {
+            stdout.lines().map_while(Result::ok).try_for_each(|line| send.send(line)).ok();
+        });
+        let commands = child.stdin.take().expect("piped above");
+        Self { child, commands, answers, log }
+    }
+
+    /// Starts one application; [`Jvm::finish`] waits for it.
+    ///
+    /// # Errors
+    /// The JVM is gone; then no further command makes sense.
+    pub fn begin(&mut self, mode: &str, words: &str) -> Result<(), String> {
+        writeln!(self.commands, "modes={mode} {words}").map_err(|error| self.lost(&error.to_string()))
+    }
+
+    /// Waits for the end of the application and returns the lines of its scenarios.
+    ///
+    /// # Errors
+    /// No answer in time, or the JVM is gone; then no further command makes sense.
+    pub fn finish(&mut self) -> Result<Vec<Value>, String> {
+        let deadline = Instant::now() + COMMAND_DEADLINE;
+        let mut scenarios = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let line = self.answers.recv_timeout(left).map_err(|error| match error {
+                RecvTimeoutError::Timeout => self.lost("no answer in time"),
+                RecvTimeoutError::Disconnected => self.lost("it has ended"),
+            })?;
+            say(&line);
+            let answer: Value =
+                serde_json::from_str(&line).map_err(|error| self.lost(&format!("{error} in {line}")))?;
+            if answer.get("event").is_some_and(|event| event == "stopped") {
+                return Ok(scenarios);
+            }
+            let refused = answer.get("scenario").is_some_and(|name| name == "command");
+            scenarios.push(answer);
+            if refused {
+                return Ok(scenarios);
+            }
+        }
+    }
+
+    /// The end of what Spark and the client logged.
+    pub fn log_tail(&self) -> String {
+        let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<_> = log.lines().collect();
+        lines[lines.len().saturating_sub(120)..].join("\n")
+    }
+
+    fn lost(&self, why: &str) -> String {
+        format!("the JVM is lost: {why}\n--- end of its log\n{}", self.log_tail())
+    }
+}
+
+impl Drop for Jvm {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Runs Maven when the sources are not those that were built last. Its first run downloads 280 MB per Spark version.
+pub fn build(kind: Kind) {
+    let version = format!("-Dspark.version={}", kind.spark_version());
+    let output = format!("-Dscenarios.target={}", kind.home().display());
+    maven::build(&Path::new(WORKSPACE).join("tests/spark"), &kind.home(), &[output, version]);
+}

@@ -1,0 +1,67 @@
+//! Where things are that tests start: the workspace's own binaries, and programs that a machine may lack.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::say;
+
+/// The root of the sources.
+pub const WORKSPACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+/// Whether the pipeline runs: then a missing component is a failure and not a reason to skip.
+pub fn in_ci() -> bool {
+    std::env::var("CI").is_ok_and(|value| value == "true")
+}
+
+/// Whether all of `tools` are here. If one is not, a line says what is not `tried` for lack of it, and in the pipeline
+/// that is a failure.
+pub fn available(tried: &str, tools: &[&str]) -> bool {
+    let Some(missing) = tools.iter().find(|tool| find(tool).is_none()) else { return true };
+    lacking(tried, &format!("no `{missing}` here"));
+    false
+}
+
+/// Where a program is. The system's own places are looked at too: a KDC is in none that users search.
+pub fn find(tool: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
+    places.map(|place| place.join(tool)).find(|file| file.is_file())
+}
+
+/// Says why `tried` is not, which is a failure in the pipeline.
+pub fn lacking(tried: &str, why: &str) {
+    let line = format!("SKIPPED: {why}, so not tried: {tried}");
+    assert!(!in_ci(), "{line} (and CI=true)");
+    say(&line);
+}
+
+/// A binary of the workspace as `cargo test` at the top builds it, beside the binary of this test.
+pub fn binary(name: &str) -> PathBuf {
+    let path = profile_dir().join(name);
+    assert!(path.exists(), "{} is missing: `cargo build --workspace --bins` makes it", path.display());
+    path
+}
+
+/// What tests may keep from one run to the next, as `CARGO_TARGET_TMPDIR`.
+pub fn kept_dir() -> PathBuf {
+    profile_dir().parent().expect("cargo's target directory").join("tmp")
+}
+
+/// Where cargo puts binaries: tests are in `deps` below it.
+fn profile_dir() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows where it is");
+    test.ancestors().nth(2).map(Path::to_owned).expect("in the directory of a profile")
+}
+
+/// Runs the calling test, `test` by its full name, once more in a process of its own, for what counts in a whole process.
+/// True in that process, which is to go on; in the caller the test is over.
+pub fn alone(test: &str) -> bool {
+    const ALONE: &str = "UNIFFLE_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let mut again = Command::new(std::env::current_exe().expect("a test knows where it is"));
+    let status = again.args(["--exact", test, "--nocapture"]).env(ALONE, "1").status().expect("it starts");
+    assert!(status.success(), "{test} in a process of its own: {status}");
+    false
+}

@@ -1,0 +1,504 @@
+//! A worker process: started with a configuration in a directory of its own, killed on drop.
+//!
+//! The worker says that it is ready by the file that `WORKER_READY_FILE` names, one JSON object with the ports it got.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::metrics::{self, Metrics};
+use crate::tools::binary;
+use crate::wait_until;
+
+/// Start-up claims directories and maps memory, but moves no data; a debug build on a busy machine gets time.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+/// An orderly stop waits for tasks that are given up after a few seconds.
+const STOP_DEADLINE: Duration = Duration::from_secs(30);
+/// Purges run behind the answer to an unregistration.
+const CLEAN_DEADLINE: Duration = Duration::from_secs(20);
+
+/// Gauges that must be zero when no application is left, of all those that the worker has.
+const ZERO_WHEN_IDLE: &[&str] = &[
+    "app_num_with_node",
+    "partition_num_with_node",
+    "reported_block_count",
+    "memory_used",
+    "memory_allocated",
+    "memory_allocated_tickets_num",
+    "used_buffer_size",
+    "read_used_buffer_size",
+    "in_flush_buffer_size",
+    "total_in_memory_block_count",
+    "local_extents",
+    "local_storage_service_used_space",
+    "storage_used_bytes",
+    "flush_file_num",
+];
+/// Without these nothing would be asserted.
+const NEVER_MISSING: &[&str] = &[
+    "app_num_with_node",
+    "partition_num_with_node",
+    "reported_block_count",
+    "memory_used",
+    "memory_allocated",
+    "used_buffer_size",
+    "total_in_memory_block_count",
+];
+
+/// Named by `WORKER_READY_FILE`.
+const READY_FILE: &str = "ready.json";
+
+/// The marker by which a worker claims a data directory, and its list of them: the files that stay.
+const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
+
+/// What a test chooses; everything else is the worker's default or belongs to the harness.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// Shown in messages.
+    pub name: &'static str,
+    /// `memory_store.capacity`.
+    pub capacity: &'static str,
+    /// How many data directories it gets.
+    pub disks: usize,
+    /// The coordinator, or none: then it is its own.
+    pub quorum: Option<String>,
+    /// Lines before the first table.
+    pub top: &'static str,
+    /// More lines of `[memory_store]`.
+    pub memory: &'static str,
+    /// More lines of `[localfile_store]`, then whole tables.
+    pub tables: &'static str,
+    /// More whole tables, made by the test.
+    pub made_tables: String,
+    /// A command that executes the worker, with its first arguments; none = directly.
+    pub wrapper: Vec<String>,
+    /// Another file than the one that cargo built.
+    pub binary: Option<PathBuf>,
+    /// `store_type`.
+    pub store_type: &'static str,
+    /// More of the environment.
+    pub env: Vec<(&'static str, String)>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            name: "worker",
+            capacity: "256M",
+            disks: 1,
+            quorum: None,
+            top: "",
+            memory: "",
+            tables: "",
+            made_tables: String::new(),
+            wrapper: Vec::new(),
+            binary: None,
+            store_type: "MEMORY_LOCALFILE",
+            env: Vec::new(),
+        }
+    }
+}
+
+/// A running worker.
+#[derive(Debug)]
+pub struct Worker {
+    setup: Setup,
+    child: Child,
+    dir: tempfile::TempDir,
+    data_paths: Vec<PathBuf>,
+    ready: Ready,
+}
+
+/// What the worker writes once all its listeners are bound.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Ready {
+    /// Port of the shuffle server and of the embedded coordinator.
+    pub grpc_port: u16,
+    /// Port of `/metrics` and `/health`.
+    pub http_port: u16,
+    /// Port of the administration, when it is open.
+    pub admin_port: Option<u16>,
+    /// Port of the raw TCP listener, when it is open.
+    pub urpc_port: Option<u16>,
+    /// The process that wrote it.
+    pub pid: u32,
+    /// How long nobody accepted, after an upgrade.
+    pub upgrade_gap_ms: Option<u64>,
+}
+
+impl Worker {
+    /// Starts the worker and waits until its listeners are bound.
+    pub fn start(setup: &Setup) -> Self {
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        let data_paths: Vec<PathBuf> =
+            (0..setup.disks).map(|disk| dir.path().join(format!("disk{disk}"))).collect();
+        for path in &data_paths {
+            std::fs::create_dir(path).expect("a data dir");
+        }
+        Self::start_in(setup, dir, data_paths)
+    }
+
+    /// The same in a directory that was prepared.
+    pub fn start_in(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>) -> Self {
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, None))
+            .expect("the configuration");
+        let child = launch(setup, dir.path());
+        // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
+        let nothing = Ready {
+            grpc_port: 0,
+            http_port: 0,
+            admin_port: None,
+            urpc_port: None,
+            pid: child.id(),
+            upgrade_gap_ms: None,
+        };
+        let mut worker = Self { setup: setup.clone(), child, dir, data_paths, ready: nothing };
+        worker.ready = worker.wait_ready();
+        worker
+    }
+
+    /// What a worker says that does not start; an error while one does.
+    pub fn refused(setup: &Setup) -> Result<String, String> {
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &[], None))
+            .expect("the configuration");
+        let child = launch(setup, dir.path());
+        let ready = Ready {
+            grpc_port: 0,
+            http_port: 0,
+            admin_port: None,
+            urpc_port: None,
+            pid: child.id(),
+            upgrade_gap_ms: None,
+        };
+        let mut worker = Self { setup: setup.clone(), child, dir, data_paths: Vec::new(), ready };
+        let what = format!("worker {} ends or gets ready", setup.name);
+        let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {
+            Ok(Some(status)) => Ok(Some(status)),
+            _ if worker.dir.path().join(READY_FILE).exists() => Ok(None),
+            other => Err(format!("{other:?}")),
+        });
+        let Some(status) = status else { return Err("it has started".to_owned()) };
+        assert_eq!(status.code(), Some(1), "{}", worker.log());
+        Ok(worker.log())
+    }
+
+    /// Waits for the ready file of this process.
+    fn wait_ready(&mut self) -> Ready {
+        let ready_file = self.dir.path().join(READY_FILE);
+        let (what, child) = (format!("worker {} gets ready", self.setup.name), &mut self.child);
+        let ready: Ready = wait_until(&what, START_DEADLINE, || {
+            if let Ok(Some(status)) = child.try_wait() {
+                panic!("{what}: it ended: {status}");
+            }
+            let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
+            // Half a file is not JSON, so that a write that is seen in the middle is seen again.
+            serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
+        });
+        assert_eq!(ready.pid, self.child.id(), "another process wrote the ready file");
+        ready
+    }
+
+    fn forget_ready(&self) {
+        drop(std::fs::remove_file(self.dir.path().join(READY_FILE)));
+    }
+
+    /// SIGKILL, and waits for the end.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("our own child");
+        self.child.wait().expect("our own child");
+    }
+
+    /// Starts it again after its end, on the ports that it had.
+    pub fn start_again(&mut self) {
+        let text = config_text(&self.setup, &self.data_paths, Some(&self.ready));
+        self.start_again_with(&text);
+    }
+
+    /// The same with another configuration.
+    pub fn start_again_with(&mut self, config: &str) {
+        self.launch_again_with(config);
+        self.ready = self.wait_ready();
+    }
+
+    /// The same, without waiting for it.
+    pub fn launch_again_with(&mut self, config: &str) {
+        self.write_config(config);
+        self.forget_ready();
+        self.child = launch(&self.setup, self.dir.path());
+    }
+
+    /// Its configuration with the ports that it has.
+    pub fn config(&self) -> String {
+        config_text(&self.setup, &self.data_paths, Some(&self.ready))
+    }
+
+    /// Replaces the configuration; it is read at the next start or upgrade.
+    pub fn write_config(&self, text: &str) {
+        std::fs::write(self.dir.path().join("config.toml"), text).expect("the configuration");
+    }
+
+    /// SIGUSR2.
+    pub fn begin_upgrade(&self) {
+        self.forget_ready();
+        self.signal(rustix::process::Signal::USR2);
+    }
+
+    /// Waits until the successor is ready; the ports are the same.
+    pub fn finish_upgrade(&mut self) {
+        let ready = self.wait_ready();
+        let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
+        assert_eq!(ports(&ready), ports(&self.ready), "an upgrade keeps the ports");
+        self.ready = ready;
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).expect("our own child");
+    }
+
+    /// Whether the process lives.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().is_ok_and(|ended| ended.is_none())
+    }
+
+    /// Waits for the end of the process.
+    pub fn wait_end(&mut self) -> ExitStatus {
+        let what = format!("worker {} ends", self.setup.name);
+        wait_until(&what, STOP_DEADLINE, || {
+            self.child.try_wait().map_err(|error| error.to_string())?.ok_or_else(|| "it runs".to_owned())
+        })
+    }
+
+    /// Waits until its log has a line with `text`.
+    pub fn wait_log(&self, text: &str) {
+        wait_until(&format!("worker {} logs {text:?}", self.setup.name), START_DEADLINE, || {
+            if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
+        });
+    }
+
+    /// Its directory: configuration, log, disks.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What `spark.rss.coordinator.quorum` is set to.
+    pub fn quorum(&self) -> String {
+        format!("127.0.0.1:{}", self.ready.grpc_port)
+    }
+
+    /// The ports.
+    pub fn ready(&self) -> &Ready {
+        &self.ready
+    }
+
+    /// Its data directories.
+    pub fn data_paths(&self) -> &[PathBuf] {
+        &self.data_paths
+    }
+
+    /// Its metrics now.
+    pub fn metrics(&self) -> Metrics {
+        Metrics::fetch(self.ready.http_port)
+            .unwrap_or_else(|error| panic!("worker {}: {error}", self.setup.name))
+    }
+
+    /// The body of a page of its HTTP listener.
+    pub fn page(&self, path: &str) -> Result<String, String> {
+        metrics::get(self.ready.http_port, path)
+    }
+
+    /// What it has logged so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("worker.log")).unwrap_or_default()
+    }
+
+    /// Processor time of the process so far, in seconds.
+    pub fn cpu_seconds(&self) -> f64 {
+        let stat =
+            std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("the process lives");
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        // utime and stime are the 14th and 15th field of all, in ticks of 10 ms.
+        let ticks: f64 = fields.skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
+        ticks / 100.0
+    }
+
+    /// The largest resident size that the process ever had, from the kernel.
+    pub fn peak_resident_bytes(&self) -> u64 {
+        peak_resident_bytes(self.child.id())
+    }
+
+    /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
+    /// memory counter is zero, and the data directories hold the claim and no more.
+    pub fn assert_clean(&self) {
+        wait_until(&format!("worker {} is clean", self.setup.name), CLEAN_DEADLINE, || {
+            let metrics = Metrics::fetch(self.ready.http_port)?;
+            let missing: Vec<_> = NEVER_MISSING.iter().filter(|name| metrics.total(name).is_none()).collect();
+            if !missing.is_empty() {
+                return Err(format!("no metrics named {missing:?} among {:?}", metrics.names()));
+            }
+            let left: Vec<_> = ZERO_WHEN_IDLE
+                .iter()
+                .filter_map(|name| metrics.total(name).map(|value| (name, value)))
+                .filter(|(_, value)| *value != 0.0)
+                .collect();
+            if !left.is_empty() {
+                return Err(format!("not zero: {left:?}"));
+            }
+            let files: Vec<_> = self.data_paths.iter().flat_map(|path| leftovers(path)).collect();
+            if !files.is_empty() {
+                return Err(format!("files left: {files:?}"));
+            }
+            Ok(())
+        });
+    }
+
+    /// The Spark settings that a worker with an embedded coordinator prints for its user, separated by blanks.
+    pub fn printed_settings(&self) -> String {
+        let log = self.log();
+        // An upgraded or restarted worker prints them again.
+        let last = log.rfind("spark-submit \\\n").expect("a worker with an embedded coordinator prints them");
+        let command = log[last..].lines().take_while(|line| !line.contains("YOUR_APPLICATION"));
+        let settings: Vec<_> =
+            command.filter_map(|line| line.trim().strip_prefix("--conf ")?.strip_suffix(" \\")).collect();
+        assert!(settings.iter().any(|setting| setting.contains("RssShuffleManager")), "{settings:?}");
+        settings.join(" ")
+    }
+
+    /// No line of level ERROR and no panic so far.
+    pub fn assert_no_error_logged(&self) {
+        let log = self.log();
+        let bad: Vec<_> = log
+            .lines()
+            .filter(|line| line.contains(" ERROR ") || line.contains("panicked at"))
+            .take(20)
+            .collect();
+        assert!(bad.is_empty(), "worker {} logged errors:\n{}", self.setup.name, bad.join("\n"));
+    }
+
+    /// SIGTERM; it must end by itself with exit code 0.
+    pub fn stop(mut self) {
+        self.terminate();
+    }
+
+    /// Waits until it ends by itself, which must be with exit code 0.
+    pub fn ends(mut self, why: &str) {
+        let status = self.wait_end();
+        assert_eq!(status.code(), Some(0), "worker {} ends {why}: {status}", self.setup.name);
+    }
+
+    /// The same, and it can be started again.
+    pub fn terminate(&mut self) {
+        self.signal(rustix::process::Signal::TERM);
+        let status = self.wait_end();
+        assert_eq!(status.code(), Some(0), "worker {}: {status}", self.setup.name);
+    }
+}
+
+/// The binary as a user starts it, with its configuration and files in `dir`.
+fn launch(setup: &Setup, dir: &Path) -> Child {
+    let log = std::fs::File::options().create(true).append(true).open(dir.join("worker.log"));
+    let log = log.expect("the log");
+    let path = setup.binary.clone().unwrap_or_else(|| binary("uniffle-worker"));
+    let mut command = match setup.wrapper.split_first() {
+        None => Command::new(path),
+        Some((program, arguments)) => {
+            let mut command = Command::new(program);
+            command.args(arguments).arg(path);
+            command
+        }
+    };
+    command
+        .arg("-c")
+        .arg(dir.join("config.toml"))
+        .env("WORKER_READY_FILE", dir.join(READY_FILE))
+        .env("WORKER_IP", "127.0.0.1")
+        .env("RUST_LOG", std::env::var("WORKER_TEST_LOG").unwrap_or_else(|_| "info".to_owned()))
+        .env("NO_COLOR", "1")
+        .envs(setup.env.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().expect("a second handle of the log"))
+        .stderr(log)
+        .spawn()
+        .expect("the worker's binary was built with this test")
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After stop() it has been waited for, and these do nothing.
+        drop(self.child.kill());
+        drop(self.child.wait());
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<_> = log.lines().collect();
+            let shown = &lines[lines.len().saturating_sub(100)..];
+            eprintln!(
+                "--- last {} of {} lines of worker {}\n{}",
+                shown.len(),
+                lines.len(),
+                self.setup.name,
+                shown.join("\n")
+            );
+        }
+    }
+}
+
+/// The largest resident size that a process ever had, from the kernel.
+pub fn peak_resident_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process lives");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM is always there");
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of kB");
+    kib << 10
+}
+
+fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> String {
+    let port = |of: fn(&Ready) -> u16| ports.map_or(0, of);
+    let grpc_port = port(|ready| ready.grpc_port);
+    let http_port = port(|ready| ready.http_port);
+    let urpc_port = port(|ready| ready.urpc_port.unwrap_or(0));
+    // A debug string of a path is a TOML string as long as it is printable ASCII, which a temp dir is.
+    let quorum: Vec<_> = setup.quorum.iter().collect();
+    format!(
+        "store_type = \"{}\"\n\
+         grpc_port = {grpc_port}\n\
+         http_port = {http_port}\n\
+         urpc_port = {urpc_port}\n\
+         heartbeat_interval_seconds = 1\n\
+         coordinator_quorum = {quorum:?}\n\
+         {}\n\
+         [memory_store]\n\
+         capacity = \"{}\"\n\
+         {}\n\
+         [localfile_store]\n\
+         data_paths = {data_paths:?}\n\
+         {}\n\
+         {}\n",
+        setup.store_type, setup.top, setup.capacity, setup.memory, setup.tables, setup.made_tables
+    )
+}
+
+/// Everything below a data directory but its claim and the empty directories of applications and of what is deleted.
+fn leftovers(base: &Path) -> Vec<PathBuf> {
+    let mut left = Vec::new();
+    let mut open = vec![base.to_owned()];
+    while let Some(dir) = open.pop() {
+        // A directory that a purge removes meanwhile is not left.
+        for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if path == base.join("apps") || path == base.join("trash") {
+                open.push(path);
+            } else if OWN_FILES.iter().all(|name| path != base.join(name)) {
+                left.push(path);
+            }
+        }
+    }
+    left
+}

@@ -1,0 +1,205 @@
+//! Workers and coordinators together: two workers of which one is the other's coordinator, and a worker whose
+//! coordinators misbehave. All in this process, over real sockets; every wait has a deadline.
+
+use std::collections::{HashMap, HashSet};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::time::{Instant, sleep};
+use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{self, GetShuffleServerRequest, StatusCode};
+use uniffle_worker::server::Worker;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A worker on ports and in a directory of its own; `more` is TOML: top-level keys, then tables.
+async fn worker(directory: &std::path::Path, more: &str) -> Worker {
+    let text = format!(
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{more}\n\
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\nhealthy_check_min_disks = 1\n",
+        directory.join("data")
+    );
+    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
+    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
+}
+
+type Coordinator = CoordinatorServerClient<tonic::transport::Channel>;
+
+async fn coordinator_of(worker: &Worker) -> Coordinator {
+    CoordinatorServerClient::connect(format!("http://{}", worker.addresses().grpc))
+        .await
+        .expect("a connection")
+}
+
+async fn node_ids(coordinator: &mut Coordinator) -> HashSet<String> {
+    let list = coordinator.get_shuffle_server_list(()).await.expect("an answer").into_inner();
+    list.servers.into_iter().map(|server| server.id).collect()
+}
+
+async fn until_nodes(coordinator: &mut Coordinator, count: usize) -> HashSet<String> {
+    let start = Instant::now();
+    loop {
+        let ids = node_ids(coordinator).await;
+        if ids.len() == count {
+            return ids;
+        }
+        assert!(start.elapsed() < PATIENCE, "{ids:?}");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn assign(
+    coordinator: &mut Coordinator,
+    replicas: i32,
+    faulty: &[&str],
+) -> proto::GetShuffleAssignmentsResponse {
+    let request = GetShuffleServerRequest {
+        application_id: "app".into(),
+        partition_num: 10,
+        partition_num_per_range: 1,
+        data_replica: replicas,
+        require_tags: vec!["ss_v5".into(), "GRPC".into()],
+        assignment_shuffle_server_number: -1,
+        faulty_server_ids: faulty.iter().map(|&id| id.to_owned()).collect(),
+        ..Default::default()
+    };
+    coordinator.get_shuffle_assignments(request).await.expect("an answer").into_inner()
+}
+
+fn servers(answer: &proto::GetShuffleAssignmentsResponse) -> HashSet<String> {
+    answer.assignments.iter().flat_map(|it| &it.server).map(|server| server.id.clone()).collect()
+}
+
+#[tokio::test]
+async fn a_worker_is_the_coordinator_of_another() {
+    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    let embedded = "[embedded_coordinator]\nnode_timeout_sec = 2\nremote_storage_path = [\"hdfs://nn:8020/rss\"]\n\
+                    remote_storage_conf = { nn = \"a=b,c\" }\nclient_conf = { \"rss.x.y\" = 5 }\n";
+    let a = worker(dir_a.path(), embedded).await;
+    let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
+    let b = worker(dir_b.path(), &quorum).await;
+    let mut coordinator = coordinator_of(&a).await;
+    let ids = until_nodes(&mut coordinator, 2).await;
+    let id_of = |worker: &Worker| {
+        let addresses = worker.addresses();
+        let id = format!("127.0.0.1-{}", addresses.grpc.port());
+        addresses.urpc.map_or(id.clone(), |urpc| format!("{id}-{}", urpc.port()))
+    };
+    assert_eq!(ids, HashSet::from([id_of(&a), id_of(&b)]));
+
+    let spread = assign(&mut coordinator, 1, &[]).await;
+    assert_eq!((servers(&spread), spread.assignments.len()), (ids.clone(), 10));
+    let replicated = assign(&mut coordinator, 2, &[]).await;
+    assert!(
+        replicated.assignments.iter().all(|it| it.server.len() == 2 && it.server[0].id != it.server[1].id)
+    );
+    let without_b = assign(&mut coordinator, 1, &[&id_of(&b)]).await;
+    assert_eq!(servers(&without_b), HashSet::from([id_of(&a)]));
+    assert_eq!(assign(&mut coordinator, 3, &[]).await.status(), StatusCode::InternalError);
+
+    let conf = coordinator.fetch_client_conf(()).await.expect("an answer").into_inner().client_conf;
+    let conf: HashMap<_, _> = conf.into_iter().map(|item| (item.key, item.value)).collect();
+    assert_eq!((conf["rss.storage.type"].as_str(), conf["rss.x.y"].as_str()), ("MEMORY_LOCALFILE", "5"));
+    let request = proto::FetchRemoteStorageRequest { app_id: "app".into() };
+    let storage = coordinator.fetch_remote_storage(request).await.expect("an answer").into_inner();
+    let storage = storage.remote_storage.expect("one is configured");
+    assert_eq!(storage.path, "hdfs://nn:8020/rss");
+    assert_eq!(storage.remote_storage_conf[0].value, "b,c");
+
+    // A decommissioned worker gets nothing new, and a stopped one is forgotten.
+    let address = format!("http://{}", b.addresses().grpc);
+    let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
+    internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
+    let start = Instant::now();
+    while servers(&assign(&mut coordinator, 1, &[]).await).len() > 1 {
+        assert!(start.elapsed() < PATIENCE);
+        sleep(Duration::from_millis(20)).await;
+    }
+    drop(internal);
+    assert_eq!(b.stop().await, 0);
+    assert_eq!(until_nodes(&mut coordinator, 1).await, HashSet::from([id_of(&a)]));
+    drop(coordinator);
+    assert_eq!(a.stop().await, 0);
+}
+
+/// A port of our own.
+async fn listener() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    (listener, address)
+}
+
+#[tokio::test]
+async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
+    let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
+    // Accepted by the kernel and never read: half open. Closed again: refusing. And one that comes late.
+    let (_half_open, silent) = listener().await;
+    let (closed, refusing) = listener().await;
+    drop(closed);
+    let (reserved, late) = listener().await;
+    let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
+    let b = worker(dir_b.path(), &quorum).await;
+    // It serves although no coordinator ever answered.
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
+        .expect("an address");
+    channel.connect().await.expect("the listener is open");
+    drop(reserved);
+    let a = late_worker(dir_a.path(), late.port()).await;
+    let mut coordinator = coordinator_of(&a).await;
+    until_nodes(&mut coordinator, 2).await;
+    drop(coordinator);
+    assert_eq!(b.stop().await, 0);
+    assert_eq!(a.stop().await, 0);
+}
+
+#[tokio::test]
+async fn coordinators_that_answer_badly_are_told_again_and_delay_nobody() {
+    let mut good = CoordinatorDouble::start(Manner::Well).await;
+    let mut refusing = CoordinatorDouble::start(Manner::Refusing(StatusCode::AccessDenied)).await;
+    let mut failing = CoordinatorDouble::start(Manner::Failing).await;
+    // Longer than the interval, which is the deadline of a heartbeat: its answers come to nobody.
+    let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
+    let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
+    let directory = tempfile::tempdir().expect("a dir");
+    let worker = worker(directory.path(), &format!("coordinator_quorum = [{}]", doubles.join(", "))).await;
+    let accepting = || {
+        let families = worker.registry().gather();
+        let family = families.iter().find(|family| family.name() == "coordinators_up").expect("a metric");
+        family.get_metric()[0].get_gauge().get_value()
+    };
+    for double in [&mut good, &mut refusing, &mut failing, &mut slow] {
+        double.beats(5).await;
+    }
+    good.beats(1).await;
+    assert_eq!(accepting(), 1.0);
+    for double in [&refusing, &failing, &slow] {
+        double.behave(Manner::Well);
+    }
+    let start = Instant::now();
+    while accepting() < 4.0 {
+        assert!(start.elapsed() < PATIENCE, "{} of 4 accept", accepting());
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(worker.stop().await, 0);
+    for double in [good, refusing, failing, slow] {
+        double.stop().await;
+    }
+}
+
+/// A worker whose port was chosen before.
+async fn late_worker(directory: &std::path::Path, grpc_port: u16) -> Worker {
+    let text = format!(
+        "bind_address = \"127.0.0.1\"\ngrpc_port = {grpc_port}\nhttp_port = 0\nstore_type = \"MEMORY\"\n\
+         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n",
+        directory.join("data")
+    );
+    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
+    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
+}

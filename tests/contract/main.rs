@@ -1,0 +1,69 @@
+//! The worker's contract over both transports, against workers and their parts in this process.
+//!
+//! | module | against what |
+//! | --- | --- |
+//! | `grpc` | docs/protocol.md §12, row by row: [`grpc::world::World`] is a whole worker as a user configures it, [`grpc::rig::Rig`] the same parts over disks that can be made to hang or fail, with a clock that can be paused |
+//! | `tcp`, `per_core` | the raw TCP listener over real sockets, each way to run it |
+//! | `replay` | recorded sessions of real clients |
+//! | `life` | seeded histories of blocks under paused time, against a model |
+//! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
+//!
+//! Tests end with the common check: nothing reserved, nothing stored, nothing in flight, no files, no tasks. No
+//! expectation lives in a fixture.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
+
+mod cluster;
+mod life;
+mod metrics;
+mod replay;
+
+mod grpc {
+    pub(crate) mod bad_input;
+    pub(crate) mod blocks;
+    pub(crate) mod decommission;
+    pub(crate) mod faults;
+    pub(crate) mod forms;
+    pub(crate) mod health;
+    pub(crate) mod hostile_frames;
+    pub(crate) mod lifecycle;
+    pub(crate) mod metrics;
+    pub(crate) mod outages;
+    pub(crate) mod panics;
+    pub(crate) mod races;
+    pub(crate) mod raw;
+    pub(crate) mod read_memory;
+    pub(crate) mod restarts;
+    pub(crate) mod results;
+    pub(crate) mod rig;
+    pub(crate) mod sizes;
+    pub(crate) mod tickets;
+    pub(crate) mod tiers;
+    pub(crate) mod world;
+}
+
+/// Connections are tasks of the shared runtime: `urpc_runtime = "shared"`.
+mod tcp {
+    /// Runtimes of the listener's own.
+    pub(crate) const OWN_THREADS: usize = 0;
+
+    pub(crate) mod bad_input;
+    pub(crate) mod deadlines;
+    pub(crate) mod local;
+    pub(crate) mod requests;
+    pub(crate) mod world;
+}
+
+/// Connections live on threads with a runtime each, as by default. Not the deadlines, which need the
+/// test's own paused clock.
+#[allow(dead_code, reason = "some of the world is for the deadlines")]
+#[path = "tcp"]
+mod per_core {
+    pub(crate) const OWN_THREADS: usize = 2;
+
+    pub(crate) mod bad_input;
+    pub(crate) mod local;
+    pub(crate) mod requests;
+    pub(crate) mod world;
+}

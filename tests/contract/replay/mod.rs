@@ -1,0 +1,164 @@
+//! Sessions of real clients, recorded once (tests/contract/replay/*.rec, see README.md there), replayed in seconds.
+//!
+//! Each runs twice: with all blocks in memory, and with a worker that spills whatever it gets. To record:
+//! `cargo test --test contract -- --ignored --nocapture record_spark` (needs Java and Maven).
+
+mod record;
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use uniffle_testkit::recording::{Plane, Session};
+use uniffle_testkit::replay::{Player, Summary};
+use uniffle_testkit::say;
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::server::Worker;
+
+const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/contract/replay");
+/// All recordings together, so that they stay what belongs into git.
+const RECORDINGS_BYTES_MAX: usize = 300_000;
+/// Purges run behind the answer to an unregistration.
+const CLEAN_DEADLINE: Duration = Duration::from_secs(10);
+
+const MEMORY: &str = "";
+/// Whatever arrives is spilled as soon as the flusher sees it.
+const SPILLING: &str =
+    "[hybrid_store]\nmemory_spill_high_watermark = 0.000001\nmemory_spill_low_watermark = 0.0\n";
+
+/// The TCP listener on the threads of everything else.
+const SHARED: &str = "[runtime_config]\nurpc_runtime = \"shared\"\n";
+
+/// A worker in this process, with its data in a directory that goes with it.
+struct Server {
+    worker: Worker,
+    _dir: tempfile::TempDir,
+}
+
+impl Server {
+    async fn start(tables: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a temp dir");
+        let config = format!(
+            "store_type = \"MEMORY_LOCALFILE\"\nbind_address = \"127.0.0.1\"\n\
+             grpc_port = 0\nurpc_port = 0\nhttp_port = 0\n\
+             [memory_store]\ncapacity = \"64MiB\"\n\
+             [localfile_store]\ndata_paths = [{:?}]\n{tables}",
+            dir.path()
+        );
+        let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
+        let config = Config::parse(&config, &env, &Machine::detect(&env)).expect("a good configuration");
+        Self { worker: Worker::start(&config).await.expect("it starts"), _dir: dir }
+    }
+
+    fn addresses(&self) -> (SocketAddr, SocketAddr) {
+        let local = |address: SocketAddr| SocketAddr::from((Ipv4Addr::LOCALHOST, address.port()));
+        let addresses = self.worker.addresses();
+        (local(addresses.grpc), local(addresses.urpc.expect("configured")))
+    }
+
+    /// Waits until nothing of any application is left, and stops.
+    async fn stop_clean(self) {
+        let start = Instant::now();
+        loop {
+            let used = self.worker.memory().budget().used();
+            if used == 0 {
+                break;
+            }
+            assert!(start.elapsed() < CLEAN_DEADLINE, "{used} bytes are in use after the last session");
+            sleep(Duration::from_millis(10)).await;
+        }
+        assert_eq!(self.worker.stop().await, 0, "tasks were left");
+    }
+}
+
+async fn replay(session: &Session, tables: &str) -> Result<Summary, String> {
+    let server = Server::start(tables).await;
+    let (grpc, tcp) = server.addresses();
+    let player = Player::connect(grpc, tcp).await.expect("the worker listens");
+    let played = player.play(session).await;
+    if played.is_ok() {
+        server.stop_clean().await;
+    }
+    played
+}
+
+fn recordings() -> Vec<(PathBuf, Session)> {
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(RECORDINGS)
+        .expect("the directory")
+        .map(|entry| entry.expect("readable").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rec"))
+        .collect();
+    paths.sort();
+    assert!(!paths.is_empty(), "no recordings in {RECORDINGS}");
+    let read = |path: PathBuf| {
+        let file = std::fs::read(&path).expect("readable");
+        let session = Session::decode(file).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        (path, session)
+    };
+    paths.into_iter().map(read).collect()
+}
+
+fn show(path: &Path, session: &Session, summary: &Summary) {
+    say(&format!("{}: {}: {summary:?}", path.display(), session.title));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_sessions_replay_in_memory() {
+    for (path, session) in recordings() {
+        let summary = replay(&session, MEMORY).await;
+        let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        show(&path, &session, &summary);
+        assert!(summary.filtered_reads > 0, "the skewed join was not split: {summary:?}");
+        assert!(summary.blocks_sent > 0 && summary.from_memory + summary.caught_up > 0, "{summary:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_sessions_replay_with_everything_spilled() {
+    let mut from_disk = 0;
+    for (path, session) in recordings() {
+        let summary = replay(&session, SPILLING).await;
+        let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        show(&path, &session, &summary);
+        from_disk += summary.from_disk + summary.caught_up;
+    }
+    assert!(from_disk > 0, "nothing came from disk");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_tcp_sessions_replay_on_the_shared_runtime() {
+    let mut blocks = 0;
+    for (path, session) in recordings() {
+        if !session.exchanges.iter().any(|exchange| exchange.plane == Plane::Tcp) {
+            continue;
+        }
+        let summary = replay(&session, &format!("{SPILLING}{SHARED}")).await;
+        let summary = summary.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        show(&path, &session, &summary);
+        blocks += summary.blocks_sent;
+    }
+    assert!(blocks > 0, "no session over TCP");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_loses_a_block_fails_the_replay() {
+    let (_, session) = recordings().remove(0);
+    let is_send = |path: &str| path.ends_with("/sendShuffleData");
+    let mut lossy = session.clone();
+    let send = lossy
+        .exchanges
+        .iter()
+        .position(|exchange| matches!(&exchange.plane, Plane::Grpc { path, .. } if is_send(path)));
+    // As if it had acknowledged a send and forgotten it.
+    lossy.exchanges.remove(send.expect("the first recording has sends over gRPC"));
+    let error = replay(&lossy, MEMORY).await.expect_err("blocks are missing");
+    assert!(error.contains("never sent") || error.contains("not read"), "{error}");
+}
+
+#[test]
+fn recordings_are_small() {
+    let bytes: usize = recordings().iter().map(|(_, session)| session.encode().len()).sum();
+    assert!(bytes <= RECORDINGS_BYTES_MAX, "{bytes} bytes");
+}

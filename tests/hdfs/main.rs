@@ -1,0 +1,21 @@
+//! The HDFS tier: over a file system in memory, and over a real NameNode and DataNode.
+//!
+//! Whatever fails, a block that was acknowledged is visible in a tier at every moment: `rig` reads all of them the way
+//! clients do, and every test asks it.
+
+#![cfg(feature = "hdfs")]
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, reason = "the same")]
+
+mod checker;
+mod contract;
+mod faults;
+mod ha;
+mod kerberos;
+mod losses;
+mod reader;
+mod real;
+mod rig;
+mod speed;
+mod tiers;
+mod worker;

@@ -1,0 +1,134 @@
+//! The command line of the real binary: what it prints, how it exits.
+
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
+use uniffle_worker::proto::{DecommissionRequest, StatusCode};
+
+fn worker(arguments: &[&str], config: &str) -> Output {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("config.toml");
+    std::fs::write(&path, config).expect("the configuration is written");
+    Command::new(env!("CARGO_BIN_EXE_uniffle-worker"))
+        .args(arguments)
+        .arg("-c")
+        .arg(&path)
+        .env_remove("WORKER_CONFIG_PATH")
+        .env("XDG_STATE_HOME", dir.path())
+        .output()
+        .expect("the binary starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_valid_configuration_is_said_to_be_valid() {
+    let output = worker(&["--check"], "grpc_port = 0\nhttp_port = 0\n");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("is valid"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn every_problem_of_a_configuration_is_told_at_once() {
+    let config = "grcp_port = 1\ncapacity = \"1G\"\n[memory_store]\ncapacity = \"tiny\"\n\
+                  [hybrid_store]\nmemory_spill_high_watermark = 0.1\nmemory_spill_low_watermark = 0.5\n";
+    for arguments in [&["--check"][..], &[]] {
+        let output = worker(arguments, config);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        for part in ["grpc_port", "memory_store", "tiny", "memory_spill_low_watermark"] {
+            assert!(stderr.contains(part), "{part} in {stderr}");
+        }
+    }
+}
+
+#[test]
+fn the_printed_configuration_is_a_configuration() {
+    let first = worker(&["--print-config"], "grpc_port = 1234\n");
+    assert!(first.status.success());
+    let printed = text(&first.stdout);
+    assert!(printed.contains("grpc_port = 1234"), "{printed}");
+    let second = worker(&["--print-config"], &printed);
+    assert_eq!(text(&second.stdout), printed);
+}
+
+#[test]
+fn without_the_feature_hdfs_is_refused_by_name() {
+    for store_type in ["MEMORY_HDFS", "MEMORY_LOCALFILE_HDFS"] {
+        let output = worker(&["--check"], &format!("store_type = \"{store_type}\"\n"));
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.success(), cfg!(feature = "hdfs"), "{stderr}");
+        let told = stderr.contains("store_type") && stderr.contains("this build has no HDFS");
+        assert_eq!(told, cfg!(not(feature = "hdfs")), "{stderr}");
+    }
+}
+
+#[test]
+fn a_port_in_use_and_a_foreign_directory_are_told_in_one_line() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let output = worker(&[], &format!("bind_address = \"127.0.0.1\"\ngrpc_port = {port}\nhttp_port = 0\n"));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output.stderr).contains(&format!("grpc_port = 127.0.0.1:{port}")),
+        "{}",
+        text(&output.stderr)
+    );
+
+    let foreign = tempfile::tempdir().expect("a temporary directory");
+    std::fs::write(foreign.path().join("thesis.doc"), "precious").expect("a file");
+    let config =
+        format!("grpc_port = 0\nhttp_port = 0\n[localfile_store]\ndata_paths = [{:?}]\n", foreign.path());
+    let output = worker(&[], &config);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("data_paths"), "{}", text(&output.stderr));
+    assert_eq!(std::fs::read_to_string(foreign.path().join("thesis.doc")).expect("still there"), "precious");
+}
+
+#[test]
+fn the_version_names_the_commit() {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("--version").output().expect("it starts");
+    let git = Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output();
+    // A tarball has no commit; a checkout has exactly this one.
+    let commit =
+        git.ok().filter(|git| git.status.success()).map_or("unknown".to_owned(), |git| text(&git.stdout));
+    let expected = format!("uniffle-worker {} ({})", env!("CARGO_PKG_VERSION"), commit.trim());
+    assert_eq!(text(&output.stdout).trim(), expected);
+}
+
+#[test]
+fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
+    let top = "decommission_shutdown = true\ndecommission_check_interval_sec = 1";
+    let made_tables = "[admin]\ngrpc_decommission = \"loopback\"".to_owned();
+    let worker = Worker::start(&Setup { name: "retiring", top, made_tables, ..Setup::default() });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let port = worker.ready().grpc_port;
+    let client = runtime.block_on(async {
+        let client = ShuffleClient::connect(([127, 0, 0, 1], port).into()).await.expect("a connection");
+        let key = ShuffleKey::new(AppId::parse("app-1").expect("an id"), ShuffleId(1));
+        client.register(&key, &[(0, 0)]).await.expect("registered");
+        let address = format!("http://127.0.0.1:{port}");
+        let mut internal = ShuffleServerInternalClient::connect(address).await.expect("a connection");
+        let answer = internal.decommission(DecommissionRequest {}).await.expect("an answer").into_inner();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        client
+    });
+    wait_until("it has looked and found the application", Duration::from_secs(20), || {
+        let log = worker.log();
+        if log.contains("applications are left") { Ok(()) } else { Err(log) }
+    });
+    runtime.block_on(client.unregister_app("app-1")).expect("unregistered");
+    drop(client);
+    // With the connections that it drives.
+    drop(runtime);
+    worker.assert_no_error_logged();
+    worker.ends("once it is decommissioned");
+}

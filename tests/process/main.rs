@@ -1,0 +1,16 @@
+//! The worker as a process: stopped, killed, upgraded in place, out of memory, cut off.
+//!
+//! Each test has a process of its own, started with the binary as a user starts it, and looks at it through its listeners.
+
+#![allow(clippy::panic, reason = "to panic is how a test fails")]
+
+mod checker;
+mod cli;
+mod lifecycle;
+mod network;
+mod observe;
+mod operations;
+mod overload;
+mod rss;
+mod tcp_rss;
+mod writes;

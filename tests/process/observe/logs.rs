@@ -1,0 +1,82 @@
+//! Log files of a worker process.
+
+use std::path::Path;
+
+use std::io::{Read as _, Write as _};
+
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_worker::proto::{AppHeartBeatRequest, ShuffleRegisterRequest, StatusCode};
+
+use super::tools::Load;
+use uniffle_testkit::worker::{Setup, Worker};
+
+/// The text of the file in `directory` whose name begins with `name`.
+fn file(directory: &Path, name: &str) -> String {
+    let mut entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let path = entries.find(|path| path.file_name().unwrap().to_str().unwrap().starts_with(name));
+    std::fs::read_to_string(path.unwrap_or_else(|| panic!("no {name}*"))).unwrap()
+}
+
+#[test]
+fn the_audit_log_names_who_came_and_went() {
+    let directory = tempfile::tempdir().unwrap();
+    let more = format!("[log]\npath = {:?}\nformat = \"json\"\nrotation = \"Never\"", directory.path());
+    // The filter is the other log's.
+    let worker = Worker::start(&Setup {
+        made_tables: more,
+        env: vec![("RUST_LOG", "warn".to_owned())],
+        ..Setup::default()
+    });
+    Load::start(&worker, "5MB", 1).finish();
+    worker.assert_clean();
+    worker.stop();
+    let audit = file(directory.path(), "uniffle-audit");
+    let lines: Vec<serde_json::Value> =
+        audit.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let has = |message: &str| {
+        lines.iter().any(|line| {
+            line["message"] == message
+                && line["app"].as_str().is_some_and(|app| app.starts_with("uniffle-bench"))
+        })
+    };
+    assert!(has("registered") && has("unregistered"), "{audit}");
+    assert!(lines.iter().all(|line| line["target"] == "audit"), "{audit}");
+    assert_eq!(file(directory.path(), "uniffle-worker"), "", "nothing was worth a warning");
+}
+
+/// Hundreds of requests that are wrong in two ways, through both listeners, make six lines.
+#[test]
+fn what_clients_do_wrong_is_told_a_few_times_and_no_more() {
+    let directory = tempfile::tempdir().unwrap();
+    let worker = Worker::start(&Setup {
+        made_tables: format!("[log]\npath = {:?}\nrotation = \"Never\"", directory.path()),
+        ..Setup::default()
+    });
+    let ready = worker.ready();
+    let (grpc, urpc) = (ready.grpc_port, ready.urpc_port.expect("a TCP listener"));
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let client = ShuffleClient::connect(([127, 0, 0, 1], grpc).into()).await.unwrap();
+        for _ in 0..100 {
+            let app_id = "../x\nWARN nothing is left".to_owned();
+            let request = ShuffleRegisterRequest { app_id, ..Default::default() };
+            let answer = client.raw().register_shuffle(request).await.unwrap().into_inner();
+            assert_eq!(answer.status(), StatusCode::InvalidRequest);
+            // Everyday: the application is gone.
+            let late = AppHeartBeatRequest { app_id: "gone".to_owned() };
+            let answer = client.raw().app_heartbeat(late).await.unwrap().into_inner();
+            assert_eq!(answer.status(), StatusCode::NoRegister);
+        }
+    });
+    for _ in 0..100 {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", urpc)).unwrap();
+        // A frame of a type that does not exist.
+        stream.write_all(&[0, 0, 0, 8, 99, 0, 0, 0, 0]).unwrap();
+        assert!(!matches!(stream.read(&mut [0; 1]), Ok(1..)), "the worker closes");
+    }
+    worker.stop();
+    let log = file(directory.path(), "uniffle-worker");
+    let count = |kind: &str| log.lines().filter(|line| line.contains(kind)).count();
+    assert_eq!(count("kind=\"invalid value\""), 3, "{log}");
+    assert_eq!(count("kind=\"malformed request\""), 3, "{log}");
+    assert_eq!(count("WARN"), 6, "{log}");
+}

@@ -1,0 +1,143 @@
+//! CPU and heap profiles of a worker under load, read by `go tool pprof`; the dump of its tasks.
+
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use super::tools::{Load, ask, ask_text, run};
+use uniffle_testkit::tools::available;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+
+/// The functions of a profile, the one with the most below it first.
+fn functions(profile: &[u8]) -> String {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), profile).unwrap();
+    let mut pprof = Command::new("go");
+    // Symbols come from the profile alone.
+    pprof.args(["tool", "pprof", "-symbolize=none", "-top", "-cum", "-nodecount=2000"]).arg(file.path());
+    run(&mut pprof)
+}
+
+#[test]
+fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
+    let worker = Worker::start(&Setup::default());
+    let port = worker.ready().http_port;
+    // More than is needed: it ends with the profiles.
+    let load = Load::start(&worker, "300MB", 10_000);
+    let first = thread::spawn(move || {
+        wait_until("the profile", Duration::from_secs(60), || {
+            let (status, profile) = ask(port, "GET", "/debug/pprof/profile?seconds=5&frequency=250");
+            if status == 200 { Ok(profile) } else { Err(format!("{status}")) }
+        })
+    });
+    // Whichever comes second is refused; sooner or later that is this one.
+    let busy = wait_until("a second profile is refused", Duration::from_secs(60), || {
+        let (status, text) = ask(port, "GET", "/debug/pprof/profile?seconds=1&frequency=1");
+        let text = String::from_utf8_lossy(&text).into_owned();
+        if status == 409 { Ok(text) } else { Err(format!("{status}")) }
+    });
+    assert_eq!(busy, "another profile is being taken; there can be one at a time\n");
+    let profile = first.join().unwrap();
+    let (status, svg) = ask_text(port, "GET", "/debug/pprof/profile?seconds=1&frequency=500&format=svg");
+    assert_eq!(status, 200);
+    assert!(svg.starts_with("<?xml") && svg.contains("<svg"), "{}", &svg[..200.min(svg.len())]);
+    assert!(!svg.contains("No samples"), "{svg}");
+    drop(load);
+    if available("go tool pprof", &["go"]) {
+        let functions = functions(&profile);
+        assert!(functions.contains("Type: cpu"), "{functions}");
+        assert!(functions.contains("uniffle_worker::"), "no function of ours: {functions}");
+    }
+    // The load went in the middle of its work, so that its application is still there.
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+/// The variable that the first Rust server and riffle document.
+#[test]
+fn heap_profiles_work_as_documented() {
+    let setup = Setup {
+        env: vec![("_RJEM_MALLOC_CONF", "prof:true,prof_prefix:jeprof.out,lg_prof_sample:12".to_owned())],
+        ..Setup::default()
+    };
+    let worker = Worker::start(&setup);
+    let port = worker.ready().http_port;
+    Load::start(&worker, "50MB", 1).finish();
+    for path in ["/debug/pprof/heap", "/debug/heap/profile"] {
+        let (status, profile) = ask(port, "GET", path);
+        assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
+        if available("go tool pprof", &["go"]) {
+            let functions = functions(&profile);
+            assert!(functions.contains("Type: inuse_space"), "{functions}");
+            assert!(functions.contains("uniffle_worker::"), "no function of ours: {functions}");
+        }
+    }
+    let (status, svg) = ask_text(port, "GET", "/debug/pprof/heap?format=svg");
+    assert!(status == 200 && svg.contains("<svg"));
+    worker.assert_clean();
+    worker.stop();
+}
+
+#[test]
+fn heap_profiles_are_off_by_default_and_say_so() {
+    let worker = Worker::start(&Setup::default());
+    let (status, text) = ask_text(worker.ready().http_port, "GET", "/debug/pprof/heap");
+    assert_eq!(status, 409, "{text}");
+    assert!(text.starts_with("heap profiling is not active"), "{text}");
+    worker.stop();
+}
+
+/// At run time, by the administration and nobody else. The sampling is finer than by default, so that a small load shows.
+#[test]
+fn heap_profiles_are_switched_on_and_off_by_a_call() {
+    let setup = Setup {
+        env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())],
+        made_tables: "[admin]\nport = 0".to_owned(),
+        ..Setup::default()
+    };
+    let worker = Worker::start(&setup);
+    let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
+    let profile = || ask(http, "GET", "/debug/pprof/heap");
+    let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
+    assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open listener");
+    assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
+    assert_eq!(profile().0, 409);
+    for _ in 0..2 {
+        assert_eq!(switch("activate"), (200, "{\"heap_profiling\":\"active\"}".to_owned()));
+    }
+    let load = Load::start(&worker, "100MB", 1);
+    let held = wait_until("allocations of ours are in the profile", Duration::from_secs(60), || {
+        let (status, profile) = profile();
+        assert_eq!(status, 200, "{}", String::from_utf8_lossy(&profile));
+        if available("go tool pprof", &["go"]) && !functions(&profile).contains("uniffle_worker::") {
+            return Err("none yet".to_owned());
+        }
+        Ok(profile)
+    });
+    assert!(!held.is_empty());
+    load.finish();
+    for _ in 0..2 {
+        assert_eq!(switch("deactivate"), (200, "{\"heap_profiling\":\"inactive\"}".to_owned()));
+    }
+    let (status, text) = ask_text(http, "GET", "/debug/pprof/heap");
+    assert!(status == 409 && text.starts_with("heap profiling is not active"), "{status} {text}");
+    let calls = worker.log().matches("call=/admin/heap-profile/").count();
+    assert_eq!(calls, 4, "{}", worker.log());
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
+fn the_task_dump_says_where_each_task_waits() {
+    let worker = Worker::start(&Setup::default());
+    let (status, text) = ask_text(worker.ready().http_port, "GET", "/debug/tasks");
+    assert_eq!(status, 200, "{text}");
+    for name in ["grpc accept", "flush scheduler", "flush worker", "store maintenance"] {
+        assert!(text.contains(&format!("{name} (oldest ")), "{name}: {text}");
+        assert!(text.contains(&format!("× {name}\n")), "{name} has no stack: {text}");
+    }
+    assert!(text.contains("uniffle_worker::flush::"), "{text}");
+    worker.stop();
+}

@@ -1,0 +1,262 @@
+//! A real Prometheus scrapes the worker, evaluates the alert rules and answers every query of the dashboard; promtool
+//! checks both files and the exposition; a real pushgateway takes what is pushed.
+
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::tools::{Load, Running, ask_text, run};
+use uniffle_testkit::metrics::Metrics;
+use uniffle_testkit::ports::free_port;
+use uniffle_testkit::tools::available;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const DASHBOARD: &str = include_str!("../../../deploy/grafana/uniffle-worker.json");
+const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/prometheus/uniffle-worker.rules.yml");
+const METRICS: &str = include_str!("../../../docs/metrics.md");
+
+/// Every expression of the dashboard.
+fn dashboard_queries() -> Vec<String> {
+    fn walk(value: &Value, found: &mut Vec<String>) {
+        match value {
+            Value::Object(fields) => {
+                for (name, value) in fields {
+                    match value {
+                        Value::String(text) if name == "expr" => found.push(text.clone()),
+                        _ => walk(value, found),
+                    }
+                }
+            }
+            Value::Array(values) => values.iter().for_each(|value| walk(value, found)),
+            _ => {}
+        }
+    }
+    let mut found = Vec::new();
+    walk(&serde_json::from_str(DASHBOARD).expect("JSON"), &mut found);
+    assert!(found.len() > 20, "only {} queries: the search is broken", found.len());
+    found
+}
+
+/// The names in the tables of docs/metrics.md, with what histograms add.
+fn documented() -> BTreeSet<String> {
+    let rows = METRICS.lines().filter_map(|line| line.strip_prefix("| `"));
+    let mut names = BTreeSet::new();
+    for row in rows {
+        let (name, rest) = row.split_once('`').expect("a code span ends");
+        names.insert(name.to_owned());
+        if rest.contains("| histogram |") {
+            for suffix in ["_bucket", "_sum", "_count"] {
+                names.insert(format!("{name}{suffix}"));
+            }
+        }
+    }
+    names
+}
+
+/// Words of an expression that may be metrics: no labels, no strings, no functions, no keywords.
+fn words(query: &str) -> Vec<String> {
+    let mut plain = String::new();
+    let (mut braces, mut quoted) = (0, false);
+    for c in query.chars() {
+        match c {
+            '"' => quoted = !quoted,
+            '{' | '[' if !quoted => braces += 1,
+            '}' | ']' if !quoted => braces -= 1,
+            c if braces == 0 && !quoted => {
+                plain.push(c);
+                continue;
+            }
+            _ => {}
+        }
+        plain.push(' ');
+    }
+    let is_word = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    let mut found = Vec::new();
+    let mut rest = plain.as_str();
+    while let Some(start) = rest.find(is_word) {
+        let end = rest[start..].find(|c| !is_word(c)).map_or(rest.len(), |end| start + end);
+        let (word, after) = (&rest[start..end], rest[end..].trim_start());
+        let is_metric =
+            word.contains('_') && !after.starts_with('(') && !word.starts_with(|c: char| c.is_ascii_digit());
+        if is_metric {
+            found.push(word.to_owned());
+        }
+        rest = &rest[end..];
+    }
+    found
+}
+
+#[test]
+fn every_query_of_the_dashboard_names_metrics_that_exist() {
+    let documented = documented();
+    let rules = std::fs::read_to_string(RULES).unwrap();
+    let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).map(str::to_owned);
+    for query in dashboard_queries().into_iter().chain(alerts) {
+        let words = words(&query);
+        // By and without name labels; those of ours are listed.
+        const LABELS: [&str; 2] = ["app_id", "local_disk_path"];
+        let unknown: Vec<_> = words
+            .iter()
+            .filter(|word| !documented.contains(*word) && !LABELS.contains(&word.as_str()))
+            .collect();
+        assert!(
+            unknown.is_empty() && (!words.is_empty() || query.starts_with("up{")),
+            "{query}: {unknown:?}"
+        );
+    }
+}
+
+#[test]
+fn words_of_queries_are_found() {
+    let query = "sum by (path) (rate(a_total{path=~\"x_y\"}[5m])) / on (instance) b_bytes > 1e_3";
+    assert_eq!(words(query), ["a_total", "b_bytes"]);
+}
+
+#[test]
+fn promtool_finds_nothing_wrong() {
+    if !available("the rules", &["promtool"]) {
+        return;
+    }
+    let report = run(Command::new("promtool").args(["check", "rules", RULES]));
+    assert!(report.contains("SUCCESS: 5 rules found"), "{report}");
+    let worker = Worker::start(&Setup::default());
+    Load::start(&worker, "5MB", 1).finish();
+    let text = worker.page("/metrics").unwrap();
+    let mut check = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    check.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = check.wait_with_output().unwrap();
+    let report = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    // Names and their style are those of the Java server and of riffle; what cannot be read is an error.
+    let errors: Vec<_> = report.lines().filter(|line| line.contains("error")).collect();
+    assert!(errors.is_empty() && matches!(output.status.code(), Some(0 | 3)), "{report}");
+    worker.stop();
+}
+
+/// Asks the API of a Prometheus.
+fn query(port: u16, query: &str) -> Result<Value, String> {
+    let encoded: String =
+        query
+            .bytes()
+            .map(|byte| {
+                if byte.is_ascii_alphanumeric() {
+                    char::from(byte).to_string()
+                } else {
+                    format!("%{byte:02X}")
+                }
+            })
+            .collect();
+    let (status, text) = ask_text(port, "GET", &format!("/api/v1/query?query={encoded}"));
+    let answer: Value = serde_json::from_str(&text).map_err(|error| format!("{status}: {error}: {text}"))?;
+    if answer["status"] == "success" { Ok(answer["data"]["result"].clone()) } else { Err(text) }
+}
+
+fn is_listening(port: u16) -> Result<(), String> {
+    std::net::TcpStream::connect(("127.0.0.1", port)).map(drop).map_err(|error| error.to_string())
+}
+
+fn prometheus(directory: &Path, target: u16) -> (Running, u16) {
+    let config = format!(
+        "global:\n  scrape_interval: 1s\n  evaluation_interval: 1s\nrule_files: [{RULES:?}]\nscrape_configs:\n\
+         - job_name: uniffle-worker\n  static_configs:\n  - targets: [\"127.0.0.1:{target}\"]\n"
+    );
+    let file = directory.join("prometheus.yml");
+    std::fs::write(&file, config).unwrap();
+    run(Command::new("promtool").args(["check", "config"]).arg(&file));
+    let port = free_port();
+    let mut command = Command::new("prometheus");
+    command
+        .arg(format!("--config.file={}", file.display()))
+        .arg(format!("--storage.tsdb.path={}", directory.join("data").display()))
+        .arg(format!("--web.listen-address=127.0.0.1:{port}"));
+    let running = Running::start(&mut command, &directory.join("prometheus.log"));
+    (running, port)
+}
+
+#[test]
+fn a_real_prometheus_scrapes_and_answers_the_dashboard() {
+    if !available("scrapes", &["prometheus"]) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let worker = Worker::start(&Setup::default());
+    let (_prometheus, port) = prometheus(directory.path(), worker.ready().http_port);
+    wait_until("prometheus listens", PATIENCE, || is_listening(port));
+    let load = Load::start(&worker, "100MB", 2);
+    wait_until("prometheus has seen data", PATIENCE, || {
+        let result = query(port, "total_received_data > 0 and on (instance) up == 1")?;
+        if result.as_array().is_some_and(|rows| !rows.is_empty()) { Ok(()) } else { Err(result.to_string()) }
+    });
+    load.finish();
+    for expression in dashboard_queries() {
+        let plain = expression.replace("$instance", ".*").replace("$__rate_interval", "1m");
+        query(port, &plain).unwrap_or_else(|error| panic!("{expression}: {error}"));
+    }
+    let (_, text) = ask_text(port, "GET", "/api/v1/rules");
+    let rules: Value = serde_json::from_str(&text).unwrap();
+    let alerts: Vec<&Value> = rules["data"]["groups"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|g| g["rules"].as_array().unwrap())
+        .collect();
+    assert_eq!(alerts.len(), 5, "{text}");
+    for alert in alerts {
+        assert_ne!(alert["health"], "err", "{alert}");
+        assert_ne!(alert["state"], "firing", "{alert}");
+    }
+    worker.assert_clean();
+    worker.stop();
+}
+
+#[test]
+fn a_real_pushgateway_is_waited_for_and_gets_the_last_word() {
+    if !available("pushed metrics", &["prometheus-pushgateway"]) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let port = free_port();
+    // Far apart, so that of the two pushes one is the first, to nobody, and the other the last.
+    let more = format!(
+        "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:{port}/behind/proxy/\"\npush_interval_sec = 3600\n\
+         labels = {{ env = \"test\" }}"
+    );
+    let worker = Worker::start(&Setup { made_tables: more, ..Setup::default() });
+    wait_until("the first push fails", PATIENCE, || {
+        let failed = worker.metrics().expect("pushgateway_push_failed_total");
+        if failed > 0.0 { Ok(()) } else { Err("it did not".to_owned()) }
+    });
+    assert!(worker.log().contains("the pushgateway does not take metrics"), "{}", worker.log());
+    worker.assert_no_error_logged();
+    let mut gateway = Command::new("prometheus-pushgateway");
+    gateway.arg(format!("--web.listen-address=127.0.0.1:{port}")).arg("--web.route-prefix=/behind/proxy");
+    let _gateway = Running::start(&mut gateway, &directory.path().join("gateway.log"));
+    wait_until("the gateway listens", PATIENCE, || is_listening(port));
+    Load::start(&worker, "5MB", 1).finish();
+    worker.assert_clean();
+    let instance = format!(
+        "127.0.0.1-{}-{}",
+        worker.ready().grpc_port,
+        worker.ready().urpc_port.expect("the TCP listener is open")
+    );
+    worker.stop();
+    let (status, text) = ask_text(port, "GET", "/behind/proxy/metrics");
+    assert_eq!(status, 200);
+    let pushed = Metrics::parse(&text);
+    let group = format!("instance=\"{instance}\"");
+    let received = pushed.total_of("total_received_data", &group);
+    assert!(received.is_some_and(|bytes| bytes > 4e6), "{received:?} in {text}");
+    let line = text.lines().find(|line| line.starts_with("total_received_data{")).unwrap();
+    assert!(line.contains("env=\"test\"") && line.contains("job=\"uniffle-worker\""), "{line}");
+}

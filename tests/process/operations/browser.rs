@@ -1,0 +1,156 @@
+//! A headless Chromium, driven over WebDriver by plain HTTP.
+
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use reqwest::Method;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use uniffle_testkit::tools::{available, find};
+
+/// What a browser needs to stay on this machine, in a container, as root.
+const FLAGS: &[&str] = &[
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+];
+
+/// One browser with one window. It ends with this value.
+pub(crate) struct Browser {
+    driver: Child,
+    session: String,
+    http: reqwest::Client,
+    _profile: TempDir,
+}
+
+impl Browser {
+    /// Starts one, or says in a line what is missing; that is a failure in the pipeline.
+    pub(crate) async fn start() -> Option<Self> {
+        if !available("the status page in a browser", &["chromium", "chromedriver"]) {
+            return None;
+        }
+        let mut driver = Command::new("chromedriver")
+            .arg("--port=0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            // A group of its own: a driver that is killed leaves its browser behind.
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        let stdout = BufReader::new(driver.stdout.take().unwrap());
+        let port = tokio::task::spawn_blocking(move || {
+            let mut lines = stdout.lines().map_while(Result::ok);
+            let port = lines
+                .find_map(|line| line.split_once("successfully on port ").map(|(_, rest)| rest.to_owned()));
+            // What it says later has nowhere to go: chromedriver says little, and a pipe holds 64 KiB.
+            port.unwrap().trim_end_matches('.').to_owned()
+        });
+        let port = port.await.unwrap();
+        let profile = tempfile::tempdir().unwrap();
+        let mut flags: Vec<String> = FLAGS.iter().map(|&flag| flag.to_owned()).collect();
+        flags.push(format!("--user-data-dir={}", profile.path().display()));
+        let capabilities = json!({ "capabilities": { "alwaysMatch": {
+            "goog:chromeOptions": { "args": flags, "binary": find("chromium") },
+            "goog:loggingPrefs": { "browser": "ALL" },
+            "unhandledPromptBehavior": "ignore",
+        } } });
+        let mut browser = Self {
+            driver,
+            session: format!("http://127.0.0.1:{port}/session"),
+            http: reqwest::Client::new(),
+            _profile: profile,
+        };
+        let answer = browser.ask(Method::POST, "", &capabilities).await;
+        let id = answer["sessionId"].as_str().unwrap_or_else(|| panic!("no session: {answer}")).to_owned();
+        browser.session = format!("{}/{id}", browser.session);
+        Some(browser)
+    }
+
+    /// Opens `url` and waits until it is loaded.
+    pub(crate) async fn open(&self, url: &str) {
+        self.ask(Method::POST, "/url", &json!({ "url": url })).await;
+    }
+
+    /// What `script` returns; a dialog that is open makes this fail.
+    pub(crate) async fn run(&self, script: &str) -> Value {
+        self.ask(Method::POST, "/execute/sync", &json!({ "script": script, "args": [] })).await
+    }
+
+    /// Everything that the page and the browser have put on the console.
+    pub(crate) async fn console(&self) -> Vec<Value> {
+        let log = self.ask(Method::POST, "/se/log", &json!({ "type": "browser" })).await;
+        log.as_array().cloned().unwrap_or_default()
+    }
+
+    /// How large the window is, and whether the person likes it dark.
+    pub(crate) async fn look(&self, width: u32, height: u32, is_phone: bool, scheme: &str) {
+        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone });
+        self.devtools("Emulation.setDeviceMetricsOverride", &size).await;
+        let media = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
+        self.devtools("Emulation.setEmulatedMedia", &media).await;
+    }
+
+    /// Keeps a picture of the whole page, or of what is in the window.
+    pub(crate) async fn picture(&self, path: &Path, is_whole: bool) {
+        let whole = json!({ "format": "png", "captureBeyondViewport": is_whole });
+        let picture = self.devtools("Page.captureScreenshot", &whole).await;
+        let bytes = base64(picture["data"].as_str().unwrap());
+        assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000, "{} bytes", bytes.len());
+        std::fs::write(path, bytes).unwrap();
+    }
+
+    async fn devtools(&self, command: &str, params: &Value) -> Value {
+        self.ask(Method::POST, "/goog/cdp/execute", &json!({ "cmd": command, "params": params })).await
+    }
+
+    async fn ask(&self, method: Method, path: &str, body: &Value) -> Value {
+        let url = format!("{}{path}", self.session);
+        let answer = self.http.request(method, url).body(body.to_string()).send().await.unwrap();
+        let status = answer.status();
+        let mut answer: Value = serde_json::from_str(&answer.text().await.unwrap()).unwrap();
+        assert!(status.is_success(), "{path}: {answer}");
+        answer["value"].take()
+    }
+
+    /// Ends the browser in order; a drop alone kills the driver, which ends it too.
+    pub(crate) async fn close(self) {
+        self.ask(Method::DELETE, "", &json!({})).await;
+    }
+}
+
+impl Drop for Browser {
+    fn drop(&mut self) {
+        let group = rustix::process::Pid::from_child(&self.driver);
+        // It may have ended already.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        drop(self.driver.wait());
+    }
+}
+
+/// As WebDriver writes it: the ordinary alphabet, padded, without blanks.
+fn base64(text: &str) -> Vec<u8> {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    let (mut held, mut bits) = (0_u32, 0);
+    for letter in text.bytes().take_while(|letter| *letter != b'=') {
+        let value = ALPHABET.iter().position(|known| *known == letter).expect("base64");
+        held = held << 6 | u32::try_from(value).unwrap();
+        bits += 6;
+        if bits >= 8 {
+            bits -= 8;
+            bytes.push(u8::try_from(held >> bits & 0xff).unwrap());
+        }
+    }
+    bytes
+}

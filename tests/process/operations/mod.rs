@@ -1,0 +1,9 @@
+//! A whole worker as the people see it who run it: administration, status, reload, TLS, and what `deploy/` holds.
+
+mod admin;
+mod api;
+mod browser;
+mod page;
+mod reload;
+mod tls;
+mod world;

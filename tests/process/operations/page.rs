@@ -1,0 +1,144 @@
+//! The status page in a real browser, with data on it.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+use uniffle_testkit::tools::kept_dir;
+
+use super::browser::Browser;
+use super::world::World;
+
+/// A name that would run if any of it became markup.
+const NASTY: &str = "<img src=x onerror=alert(1)>";
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Points of the shortest curve of both charts; names as the table shows them; what would be there of a name that had
+/// become markup.
+const LOOK: &str = "return {
+  points: Math.min(...['throughput', 'memory'].map(id => Math.min(...[...document.querySelectorAll(`#${id} path.series`)]
+    .map(path => path.getAttribute('d').split('L').length), 1e9))),
+  curves: document.querySelectorAll('path.series').length,
+  apps: [...document.querySelectorAll('#apps tbody td.app button')].map(it => it.textContent),
+  images: document.images.length,
+  state: document.getElementById('state-text').textContent,
+  alarm: document.getElementById('alarm').hidden,
+  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+  asked: performance.getEntriesByType('resource').map(it => new URL(it.name).origin),
+};";
+
+/// The text with the least contrast to what is behind it, as WCAG counts it; and what is wider than its box.
+const LEGIBLE: &str = r"
+const rgb = text => (text.match(/[\d.]+/g) || []).map(Number);
+const light = colour => colour.slice(0, 3).map(v => v / 255)
+  .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, v, n) => sum + v * [0.2126, 0.7152, 0.0722][n], 0);
+const ground = it => {
+  for (; it; it = it.parentElement) {
+    const colour = rgb(getComputedStyle(it).backgroundColor);
+    if (colour.length === 3 || colour[3] === 1) return colour;
+  }
+  return [255, 255, 255];
+};
+const contrast = it => {
+  const style = getComputedStyle(it);
+  const both = [light(rgb(it instanceof SVGElement ? style.fill : style.color)), light(ground(it))];
+  return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+};
+const hasText = it => [...it.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+const texts = [...document.querySelectorAll('body *')].filter(it => it.checkVisibility() && hasText(it));
+const worst = texts.map(it => [contrast(it), it.textContent.slice(0, 40)]).sort((a, b) => a[0] - b[0])[0];
+const boxes = [...document.querySelectorAll('.tile, .card, .disk, .pill, dialog[open], td, th, dd')];
+const cut = boxes.filter(it => it.checkVisibility() && it.scrollWidth > it.clientWidth + 1).map(it => it.textContent.slice(0, 40));
+return { contrast: worst[0], of: worst[1], texts: texts.length, cut };";
+
+/// 4.5 is what WCAG wants of small text.
+async fn assert_legible(browser: &Browser, what: &str) {
+    let seen = browser.run(LEGIBLE).await;
+    assert!(seen["texts"].as_u64().unwrap() > 20, "{what}: {seen}");
+    assert!(seen["contrast"].as_f64().unwrap() >= 4.5, "{what}: {seen}");
+    assert_eq!(seen["cut"], json!([]), "{what}");
+}
+
+async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -> Value {
+    let start = Instant::now();
+    loop {
+        let seen = browser.run(LOOK).await;
+        if enough(&seen) {
+            return seen;
+        }
+        assert!(start.elapsed() < PATIENCE, "{what}: not yet: {seen}");
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
+    let Some(browser) = Browser::start().await else { return };
+    let world = World::start().await;
+    world.push(NASTY, 4).await;
+    let origin = format!("http://{}", world.worker.addresses().http);
+    browser.look(1280, 900, false, "light").await;
+    browser.open(&format!("{origin}/")).await;
+    until(&browser, "the charts have a curve of some points", |seen| {
+        seen["points"].as_u64().is_some_and(|points| (4..1_000_000).contains(&points))
+    })
+    .await;
+    world.push("application_1700000000000_0001_1700000000000", 30).await;
+    let seen =
+        until(&browser, "both applications are there", |seen| seen["apps"].as_array().unwrap().len() == 2)
+            .await;
+    assert_eq!(seen["curves"], json!(6));
+    assert_eq!(seen["apps"], json!(["application_1700000000000_0001_1700000000000", NASTY]));
+    assert_eq!(
+        (&seen["images"], &seen["state"], &seen["alarm"]),
+        (&json!(0), &json!("active"), &json!(true))
+    );
+    assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
+
+    let pictures = kept_dir().join("status-page");
+    std::fs::create_dir_all(&pictures).unwrap();
+    for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {
+        for scheme in ["light", "dark"] {
+            browser.look(width, height, is_phone, scheme).await;
+            let seen = until(&browser, "it is drawn anew", |seen| seen["curves"] == json!(6)).await;
+            assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
+            assert_legible(&browser, &format!("{name}, {scheme}")).await;
+            browser.picture(&pictures.join(format!("{name}-{scheme}.png")), true).await;
+        }
+    }
+    browser.run("[...document.querySelectorAll('#apps button')].at(-1).click()").await;
+    let title = "return document.getElementById('explain').open ? document.getElementById('explain-title').textContent : ''";
+    let start = Instant::now();
+    while browser.run(title).await != json!(NASTY) {
+        assert!(start.elapsed() < PATIENCE, "the application is not explained");
+        sleep(Duration::from_millis(100)).await;
+    }
+    browser.picture(&pictures.join("explain-phone-dark.png"), false).await;
+    assert_legible(&browser, "an application on a phone").await;
+    assert_eq!(browser.run("return document.images.length").await, json!(0));
+    // Nothing to show, and something to say.
+    browser.run("document.getElementById('explain-close').click()").await;
+    for app in world.worker.apps().apps() {
+        world.worker.service().unregister_app(app.id().as_str()).unwrap();
+    }
+    world.call("/admin/decommission", "").await;
+    for (name, width, height, is_phone, scheme) in
+        [("empty-phone-light", 390, 844, true, "light"), ("empty-desktop-dark", 1280, 900, false, "dark")]
+    {
+        browser.look(width, height, is_phone, scheme).await;
+        let seen = until(&browser, "the applications are gone and it says why it takes none", |seen| {
+            seen["apps"] == json!([]) && seen["alarm"] == json!(false) && seen["curves"] == json!(6)
+        })
+        .await;
+        assert!(seen["state"].as_str().unwrap().starts_with("decommission"), "{seen}");
+        assert_eq!(seen["wide"], json!(false), "{name} has to be scrolled sideways");
+        assert_legible(&browser, name).await;
+        browser.picture(&pictures.join(format!("{name}.png")), true).await;
+    }
+    let console = browser.console().await;
+    assert!(console.is_empty(), "{console:?}");
+    browser.close().await;
+    world.finish().await;
+}

@@ -1,0 +1,162 @@
+//! The configuration is read again: what changes, what waits, and what happens to a file that is wrong.
+
+use std::io::Write as _;
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::json;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use super::world::{World, eventually};
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+
+const NEW: &str = "[hybrid_store]\nmemory_spill_high_watermark = 0.5\nmemory_spill_low_watermark = 0.1\n\
+    [app_config]\napp_heartbeat_timeout_min = \"77s\"\npartition_limit_threshold = \"2MiB\"\n\
+    [log]\nfilter = \"info\"\nmax_files = 3\n";
+
+#[tokio::test]
+async fn what_can_change_does_and_the_rest_is_named() {
+    let world = World::with_file("tags = [\"old\"]", "").await;
+    let service = world.worker.service();
+    world.rewrite("tags = [\"new\"]\nurpc_port = 1", NEW);
+    let (status, answer) = world.call("/admin/reload", "").await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    let expected = json!({
+        "changed": [
+            "app_config.app_heartbeat_timeout_min", "app_config.partition_limit_threshold",
+            "hybrid_store.memory_spill_high_watermark", "hybrid_store.memory_spill_low_watermark", "tags",
+        ],
+        "waiting_for_restart": ["log.max_files", "urpc_port"],
+    });
+    assert_eq!(answer, expected);
+    let limits = service.tiers().unwrap().flusher.limits();
+    assert_eq!(
+        (limits.high_watermark, limits.low_watermark, limits.huge_partition_bytes),
+        (0.5, 0.1, 2 << 20)
+    );
+    assert_eq!(service.partition_limits().huge_bytes, Some(2 << 20));
+    let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
+    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    assert_eq!(service.apps().find(&key.app).unwrap().heartbeat_timeout(), Duration::from_secs(77));
+
+    // What waits is named again, what an operator has set stays until the file's own value changes.
+    world.call("/admin/tags", r#"{"tags": ["mine"]}"#).await;
+    let (_, answer) = world.call("/admin/reload", "").await;
+    assert_eq!(answer, json!({ "changed": [], "waiting_for_restart": ["log.max_files", "urpc_port"] }));
+    let tags = || async {
+        let url = format!("http://{}/api/v1/node", world.worker.addresses().http);
+        let text = reqwest::get(url).await.unwrap().text().await.unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()["tags"].clone()
+    };
+    assert_eq!(tags().await, json!(["mine"]));
+    world.rewrite("tags = [\"newer\"]", "");
+    world.call("/admin/reload", "").await;
+    assert_eq!(tags().await, json!(["newer"]));
+    // The watch may have seen the file too.
+    assert!(world.metric("config_reloads_total", "ok") >= 3.0);
+    world.finish().await;
+}
+
+#[tokio::test]
+async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
+    let world = World::with_file("tags = [\"old\"]", "").await;
+    let before = world.worker.service().tiers().unwrap().flusher.limits();
+    world.rewrite("tags = [\"new\"]", NEW);
+    let whole = world.written();
+    // A good beginning of a file is no file: everything that the write had not reached yet is missing or torn.
+    let torn: Vec<String> = (1..whole.len()).step_by(17).map(|end| whole[..end].to_owned()).collect();
+    let wrong =
+        "tags = [\"new\"]\n[hybrid_store]\nmemory_spill_high_watermark = 7.0\n[memory_store]\ncapasity = 1\n";
+    world.write(wrong);
+    let (status, answer) = world.call("/admin/reload", "").await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    let reasons = answer["error"].as_str().unwrap();
+    assert!(reasons.contains("memory_spill_high_watermark") && reasons.contains("capasity"), "{reasons}");
+    // Good in itself, but the time after which a worker is lost cannot change while it runs.
+    world.rewrite("", "[embedded_coordinator]\nnode_timeout_sec = 600");
+    let text = world.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = 300");
+    world.write(&text);
+    let (status, answer) = world.call("/admin/reload", "").await;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
+    let reasons = answer["error"].as_str().unwrap();
+    assert!(reasons.contains("cannot change") && reasons.contains("node_timeout_sec"), "{reasons}");
+    let mut refused = 2;
+    for text in torn {
+        world.write(&text);
+        let (status, answer) = world.call("/admin/reload", "").await;
+        if status == StatusCode::BAD_REQUEST {
+            refused += 1;
+            continue;
+        }
+        // The tail that is missing was not needed: then what was read is a whole configuration of its own.
+        assert_eq!(status, StatusCode::OK, "{answer}");
+    }
+    assert!(refused > 10, "{refused} torn files were refused");
+    assert!(world.metric("config_reloads_total", "refused") >= f64::from(refused));
+    world.rewrite("tags = [\"old\"]", "");
+    let (status, _) = world.call("/admin/reload", "").await;
+    assert_eq!(status, StatusCode::OK);
+    assert_eq!(world.worker.service().tiers().unwrap().flusher.limits(), before);
+    world.finish().await;
+}
+
+/// Heartbeats come as often as the file says, also while the worker runs.
+#[tokio::test]
+async fn the_heartbeat_interval_changes() {
+    let coordinator = World::start().await;
+    let quorum = format!("coordinator_quorum = [\"{}\"]", coordinator.worker.addresses().grpc);
+    let world = World::with_file(&quorum, "").await;
+    let beats = || world.metric("coordinator_heartbeats_total", "ok");
+    eventually("the first heartbeat", || if beats() > 0.0 { Ok(()) } else { Err(String::new()) }).await;
+    let text =
+        world.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = \"100ms\"");
+    world.write(&text);
+    world.call("/admin/reload", "").await;
+    let before = beats();
+    eventually("twenty more", || if beats() > before + 20.0 { Ok(()) } else { Err(format!("{}", beats())) })
+        .await;
+    world.finish().await;
+    coordinator.finish().await;
+}
+
+/// A process, as init systems and configuration management handle it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_signal_and_a_changed_file_do_the_same() {
+    // The environment has the last word on the log filter, so that it must have none.
+    let env = vec![("RUST_LOG", String::new())];
+    let setup = Setup { name: "reloaded", capacity: "32M", env, ..Setup::default() };
+    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let worker = tokio::task::spawn_blocking(move || {
+        let path = worker.dir().join("config.toml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let said = |what: &str, parts: &[&str]| {
+            wait_until(what, Duration::from_secs(20), || {
+                let log = worker.log();
+                let there = log.lines().any(|line| parts.iter().all(|part| line.contains(part)));
+                there.then_some(()).ok_or_else(|| format!("{parts:?} is not in {log}"))
+            });
+        };
+        // By the file alone: first half of it, which must not be taken, then all.
+        std::fs::write(&path, &text[..text.len() / 2]).unwrap();
+        std::fs::write(&path, format!("tags = [\"by-file\"]\n{text}\n[log]\nfilter = \"debug\"")).unwrap();
+        said("the file is seen", &["trigger=\"file\"", "result=\"ok\"", "tags", "log.filter"]);
+        let mut stranger = std::net::TcpStream::connect(("127.0.0.1", worker.ready().http_port)).unwrap();
+        stranger.write_all(b"nonsense\r\n\r\n").unwrap();
+        said("more is logged", &["DEBUG", "http connection"]);
+        // By the signal, with a file that is wrong.
+        std::fs::write(&path, format!("tags = [\"a,b\"]\nnonsense = 1\n{text}")).unwrap();
+        let pid = rustix::process::Pid::from_raw(i32::try_from(worker.ready().pid).unwrap()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+        said(
+            "the signal is heard",
+            &["trigger=\"signal\"", "result=\"refused\"", "the old configuration stays"],
+        );
+        assert!(worker.log().contains("nonsense"));
+        assert!(worker.page("/api/v1/node").unwrap().contains("by-file"));
+        worker
+    })
+    .await
+    .unwrap();
+    tokio::task::spawn_blocking(move || worker.stop()).await.unwrap();
+}

@@ -1,0 +1,292 @@
+//! TLS on the listeners, with certificates made for the test.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tonic::transport::Endpoint;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_worker::config::Config;
+use uniffle_worker::proto::AppHeartBeatRequest;
+use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
+use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
+
+use super::world::{env, machine, parse};
+use uniffle_testkit::worker::{self, Setup};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// An authority, a server's certificate and a client's, as PEM files.
+struct Certificates {
+    dir: TempDir,
+}
+
+impl Certificates {
+    fn make() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let write = |name: &str, text: String| std::fs::write(dir.path().join(name), text).unwrap();
+        write("ca.pem", authority.pem());
+        for name in ["server", "client"] {
+            let key = KeyPair::generate().unwrap();
+            let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+            write(&format!("{name}.pem"), params.signed_by(&key, &authority).unwrap().pem());
+            write(&format!("{name}.key"), key.serialize_pem());
+        }
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Lines of `[tls]`.
+    fn table(&self) -> String {
+        let (cert, key) = (self.path("server.pem"), self.path("server.key"));
+        format!("cert_file = {cert:?}\nkey_file = {key:?}\n")
+    }
+
+    fn connector(&self, client: Option<&str>, protocol: &str) -> TlsConnector {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(self.path("ca.pem")).unwrap()).unwrap();
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots);
+        let mut config = match client {
+            None => builder.with_no_client_auth(),
+            Some(name) => {
+                let chain = vec![CertificateDer::from_pem_file(self.path(&format!("{name}.pem"))).unwrap()];
+                let key = PrivateKeyDer::from_pem_file(self.path(&format!("{name}.key"))).unwrap();
+                builder.with_client_auth_cert(chain, key).unwrap()
+            }
+        };
+        config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        Arc::new(config).into()
+    }
+}
+
+fn config(dir: &Path, tls: &str) -> String {
+    format!(
+        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\n[memory_store]\ncapacity = \"32MiB\"\n\
+         [localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n[tls]\n{tls}\n",
+        dir.join("data")
+    )
+}
+
+async fn connect(connector: &TlsConnector, port: u16) -> std::io::Result<TlsStream<TcpStream>> {
+    let socket = TcpStream::connect(("127.0.0.1", port)).await?;
+    connector.connect(host(), socket).await
+}
+
+fn host() -> ServerName<'static> {
+    ServerName::try_from("localhost").unwrap()
+}
+
+/// The first line of the answer to a request over TLS; with TLS 1.3 a refused certificate shows only here.
+async fn ask(connector: &TlsConnector, port: u16, request: &str) -> std::io::Result<String> {
+    let mut stream = connect(connector, port).await?;
+    stream.write_all(format!("{request} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    Ok(String::from_utf8_lossy(&answer).lines().next().unwrap_or_default().to_owned())
+}
+
+async fn heartbeat(connector: TlsConnector, port: u16) -> Result<i32, String> {
+    let socket = TcpStream::connect(("127.0.0.1", port)).await.map_err(|error| error.to_string())?;
+    heartbeat_on(connector, socket).await
+}
+
+/// The status in the answer.
+async fn heartbeat_on(connector: TlsConnector, socket: TcpStream) -> Result<i32, String> {
+    let mut socket = Some(socket);
+    let connect = tower::service_fn(move |_| {
+        let handshake = socket.take().map(|socket| connector.connect(host(), socket));
+        async move {
+            match handshake {
+                Some(handshake) => handshake.await.map(TokioIo::new),
+                None => Err(std::io::ErrorKind::ConnectionAborted.into()),
+            }
+        }
+    });
+    let channel = Endpoint::from_static("http://localhost").connect_with_connector(connect).await;
+    let mut client = ShuffleServerClient::new(channel.map_err(|error| format!("{error:?}"))?);
+    let request = AppHeartBeatRequest { app_id: "unknown".to_owned() };
+    client
+        .app_heartbeat(request)
+        .await
+        .map(|answer| answer.into_inner().status)
+        .map_err(|status| format!("{status:?}"))
+}
+
+#[tokio::test]
+async fn every_listener_speaks_tls_and_refuses_plain_text() {
+    let certificates = Certificates::make();
+    let dir = tempfile::tempdir().unwrap();
+    let worker = Worker::start(&parse(&config(dir.path(), &certificates.table()))).await.unwrap();
+    let addresses = worker.addresses();
+    let http = certificates.connector(None, "http/1.1");
+    assert_eq!(ask(&http, addresses.http.port(), "GET /health/live").await.unwrap(), "HTTP/1.1 200 OK");
+    let admin = addresses.admin.unwrap().port();
+    assert_eq!(ask(&http, admin, "POST /admin/flush").await.unwrap(), "HTTP/1.1 200 OK");
+    // NO_REGISTER: the call has come through.
+    assert_eq!(heartbeat(certificates.connector(None, "h2"), addresses.grpc.port()).await, Ok(4));
+    for port in [addresses.http.port(), admin] {
+        let answer = reqwest::get(format!("http://127.0.0.1:{port}/health/live")).await;
+        assert!(answer.is_err(), "{answer:?}");
+    }
+    let channel = Endpoint::from_shared(format!("http://{}", addresses.grpc)).unwrap().connect_lazy();
+    let request = AppHeartBeatRequest { app_id: "unknown".to_owned() };
+    ShuffleServerClient::new(channel).app_heartbeat(request).await.unwrap_err();
+    assert_eq!(worker.stop().await, 0);
+}
+
+#[tokio::test]
+async fn a_client_without_the_right_certificate_is_not_let_in() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let dir = tempfile::tempdir().unwrap();
+    let tls = certificates.table() + &format!("client_ca_file = {:?}", certificates.path("ca.pem"));
+    let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
+    let addresses = worker.addresses();
+    // A certificate of another authority under the same name.
+    for name in ["client.pem", "client.key"] {
+        std::fs::copy(others.path(name), certificates.path(&format!("other-{name}"))).unwrap();
+    }
+    let listeners = [(addresses.http, "GET /health/live"), (addresses.admin.unwrap(), "POST /admin/flush")];
+    for (address, request) in listeners {
+        let asked = |client| {
+            let connector = certificates.connector(client, "http/1.1");
+            async move { ask(&connector, address.port(), request).await }
+        };
+        assert_eq!(asked(Some("client")).await.unwrap(), "HTTP/1.1 200 OK", "{request}");
+        for refused in [None, Some("other-client")] {
+            let answer = asked(refused).await;
+            assert!(answer.is_err(), "{request} with {refused:?}: {answer:?}");
+        }
+    }
+    let beaten = |client| heartbeat(certificates.connector(client, "h2"), addresses.grpc.port());
+    assert_eq!(beaten(Some("client")).await, Ok(4));
+    for refused in [None, Some("other-client")] {
+        assert!(beaten(refused).await.is_err(), "{refused:?}");
+    }
+    assert_eq!(worker.stop().await, 0);
+}
+
+#[tokio::test]
+async fn a_listener_can_be_left_out() {
+    let certificates = Certificates::make();
+    let dir = tempfile::tempdir().unwrap();
+    let tls = certificates.table() + "doors = [\"http\"]";
+    let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
+    let (http, admin) = (worker.addresses().http, worker.addresses().admin.unwrap());
+    let known = certificates.connector(None, "http/1.1");
+    assert_eq!(ask(&known, http.port(), "GET /health/live").await.unwrap(), "HTTP/1.1 200 OK");
+    let admin = format!("http://{admin}/admin/flush");
+    assert_eq!(reqwest::Client::new().post(admin).send().await.unwrap().status(), 200);
+    ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
+    assert_eq!(worker.stop().await, 0);
+}
+
+/// By whoever renews certificates, without a word to the worker; a key that does not fit is not taken.
+#[tokio::test]
+async fn certificates_are_read_again_while_the_worker_runs() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, config(dir.path(), &certificates.table())).unwrap();
+    let origin = Origin { env: env(), machine: machine() };
+    let config = Config::load(Some(&file), &origin.env, &origin.machine).unwrap();
+    let surroundings = Surroundings { origin: Some(origin), log: None };
+    let worker = Worker::start_in(surroundings, Inherited::default(), &config).await.unwrap();
+    let port = worker.addresses().http.port();
+    let works = |of: &Certificates| {
+        let connector = of.connector(None, "http/1.1");
+        async move { ask(&connector, port, "GET /health/live").await.is_ok() }
+    };
+    assert!(works(&certificates).await && !works(&others).await);
+
+    std::fs::copy(others.path("server.key"), certificates.path("server.key")).unwrap();
+    let reasons = worker.reload("test").await.unwrap_err();
+    assert!(reasons.contains("tls.key_file") && reasons.contains("does not go together"), "{reasons}");
+    assert!(works(&certificates).await, "the old ones stay");
+
+    std::fs::copy(others.path("server.pem"), certificates.path("server.pem")).unwrap();
+    let began = tokio::time::Instant::now();
+    while !works(&others).await {
+        assert!(began.elapsed() < PATIENCE, "the new certificate is not shown");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(!works(&certificates).await);
+    let same = worker.reload("test").await.unwrap();
+    assert_eq!((same.changed.len(), same.waiting.len()), (0, 0), "{same:?}");
+    assert_eq!(worker.stop().await, 0);
+}
+
+/// Two processes one after the other in the same one: the listeners stay encrypted, and a connection that has not begun
+/// its handshake goes over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upgrade_in_place_keeps_the_listeners_and_needs_certificates_that_can_be_read() {
+    let certificates = Certificates::make();
+    let tls = format!("[admin]\nport = 0\n[tls]\n{}doors = [\"grpc\", \"admin\"]", certificates.table());
+    let setup = Setup { name: "upgraded with tls", capacity: "32M", made_tables: tls, ..Setup::default() };
+    let mut worker = tokio::task::block_in_place(|| worker::Worker::start(&setup));
+    let port = worker.ready().grpc_port;
+    let connector = certificates.connector(None, "h2");
+    assert_eq!(heartbeat(connector.clone(), port).await, Ok(4));
+    let silent = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    tokio::task::block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    assert_eq!(heartbeat_on(connector.clone(), silent).await, Ok(4));
+    assert_eq!(heartbeat(connector.clone(), port).await, Ok(4));
+
+    std::fs::write(certificates.path("server.pem"), "nothing").unwrap();
+    tokio::task::block_in_place(|| {
+        worker.begin_upgrade();
+        worker.wait_log("upgrade refused, going on as before");
+    });
+    assert!(worker.log().contains("tls.cert_file"), "{}", worker.log());
+    assert_eq!(heartbeat(connector, port).await, Ok(4));
+    tokio::task::block_in_place(|| worker.stop());
+
+    let diskless = Setup { store_type: "MEMORY", ..setup };
+    let said = tokio::task::block_in_place(|| worker::Worker::refused(&diskless));
+    assert!(said.as_ref().is_ok_and(|said| said.contains("tls.cert_file")), "{said:?}");
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_a_file_is_said_with_its_key() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let (cert, key) = (certificates.path("server.pem"), certificates.path("server.key"));
+    let (missing, empty) = (certificates.path("missing.pem"), certificates.path("empty.pem"));
+    std::fs::write(&empty, "nothing\n").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    for (cert, key, client_ca, parts) in [
+        (&missing, &key, None, ["tls.cert_file", "missing.pem"]),
+        (&empty, &key, None, ["tls.cert_file", "no certificate"]),
+        (&cert, &missing, None, ["tls.key_file", "missing.pem"]),
+        (&cert, &cert, None, ["tls.key_file", "no private key"]),
+        (&cert, &others.path("server.key"), None, ["tls.key_file", "does not go together"]),
+        (&cert, &key, Some(&empty), ["tls.client_ca_file", "no certificate"]),
+    ] {
+        let ca = client_ca.map(|path| format!("client_ca_file = {path:?}")).unwrap_or_default();
+        let tls = format!("cert_file = {cert:?}\nkey_file = {key:?}\n{ca}");
+        let error = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap_err();
+        let text = format!("{error:#}");
+        assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in {text}");
+    }
+}

@@ -1,0 +1,97 @@
+//! The worker's resident memory stays bounded by its configuration while a writer pushes four times the capacity in
+//! the shape that costs most: 1 KiB blocks, one per partition and task, over 10,000 partitions.
+//!
+//! `cargo test --test process rss -- --nocapture` prints the figures of docs/benchmarks.md. The bound is the goal's: capacity × 1.05
+//! plus 200 MiB for everything that is no shuffle data.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::say;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+const CAPACITY_BYTES: u64 = 200_000_000;
+const BLOCK_BYTES: u32 = 1024;
+const PARTITIONS: i32 = 10_000;
+/// Each writes one block to every partition: 80 × 10,000 KiB are 4.1 times the capacity.
+const TASKS: i64 = 80;
+/// Partitions of one request, so that its ticket (a page per partition on top of the data) is a part of the capacity.
+const REQUEST_PARTITIONS: i32 = 2500;
+/// Tasks that write at once.
+const WRITERS: i64 = 4;
+/// The machine's own disk may be fuller than a data disk should be; that is no matter here.
+const ROOMY_DISKS: &str = "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99";
+
+fn block(partition: i32, task: i64) -> Block {
+    let generator = BlockGenerator::new(7, IdLayout::SPARK);
+    generator.block(PartitionId(partition), TaskAttemptId(task), 0, BLOCK_BYTES)
+}
+
+/// Writes the output of every `WRITERS`th task.
+async fn write(client: ShuffleClient, key: ShuffleKey, first_task: i64) {
+    for task in (first_task..TASKS).step_by(usize::try_from(WRITERS).unwrap()) {
+        for first in (0..PARTITIONS).step_by(usize::try_from(REQUEST_PARTITIONS).unwrap()) {
+            let partitions = first..first + REQUEST_PARTITIONS;
+            let batch: Vec<_> = partitions.map(|p| (PartitionId(p), vec![block(p, task)])).collect();
+            client.push(&key, SendForm::Classic, &batch).await.unwrap();
+        }
+    }
+}
+
+async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usize {
+    let read = client.read_partition(key, PartitionId(partition), &ReadOptions::default()).await.unwrap();
+    assert_eq!(read.blocks.len(), usize::try_from(TASKS).unwrap(), "partition {partition}");
+    for task in 0..TASKS {
+        let expected = block(partition, task);
+        assert!(read.blocks[&expected.meta.block_id] == expected.data, "partition {partition} task {task}");
+    }
+    read.from_disk
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
+    let setup = Setup { name: "rss", capacity: "200M", disks: 2, tables: ROOMY_DISKS, ..Setup::default() };
+    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
+    let patience =
+        Backoff { attempts: 5000, first: Duration::from_millis(5), longest: Duration::from_millis(20) };
+    let client = ShuffleClient::connect(address).await.unwrap().with_backoff(patience);
+    let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
+    client.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
+
+    let started = Instant::now();
+    futures::future::join_all((0..WRITERS).map(|first| write(client.clone(), key.clone(), first))).await;
+    let seconds = started.elapsed().as_secs_f64();
+    let mut from_disk = 0;
+    for partition in [0, 1, 2499, 2500, 4999, 5000, 7777, PARTITIONS - 1] {
+        from_disk += check(&client, &key, partition).await;
+    }
+    assert!(from_disk > 0, "nothing was spilled, so nothing was tested");
+
+    let peak = worker.peak_resident_bytes();
+    let written = TASKS.unsigned_abs() * u64::from(PARTITIONS.unsigned_abs()) * u64::from(BLOCK_BYTES);
+    assert!(written >= 4 * CAPACITY_BYTES);
+    say(&format!(
+        "rss: {} MiB written in {seconds:.1} s through a capacity of {} MiB; largest resident size {} MiB",
+        written >> 20,
+        CAPACITY_BYTES >> 20,
+        peak >> 20
+    ));
+    let bound = CAPACITY_BYTES / 100 * 105 + (200 << 20);
+    assert!(peak <= bound, "{} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
+
+    client.unregister_app("app-1").await.unwrap();
+    drop(client);
+    tokio::task::spawn_blocking(move || {
+        worker.assert_clean();
+        worker.assert_no_error_logged();
+        worker.stop();
+    })
+    .await
+    .unwrap();
+}

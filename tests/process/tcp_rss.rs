@@ -1,0 +1,211 @@
+//! Resident memory when a thousand connections are in the middle of a 4 MiB frame at once and nothing can be spilled.
+//!
+//! The bound (docs/architecture.md §2.2) is the capacity and a twentieth, and 200 MiB. One worker is the real binary
+//! with a disk that takes nothing because it counts as full from the start; the other is in this process with a disk
+//! whose calls hang. Whatever was accepted stays in memory. Most frames come without a ticket, because there is none
+//! left: those must be drained, not kept. Not here: times.
+
+#[allow(dead_code, reason = "made for the tests of the TCP listener")]
+#[path = "../contract/tcp/world.rs"]
+mod world;
+
+/// For `world`: connections on the shared runtime.
+const OWN_THREADS: usize = 0;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::sync::Barrier;
+use uniffle_client::block::IdLayout;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::tcp::read_reply;
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_testkit::tools::alone;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_wire::request::{SendBlock, SendRequest};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::{RequireBufferRequest, StatusCode};
+use uniffle_worker::service::RequireRequest;
+
+const CONNECTIONS: usize = 1000;
+const BLOCK_BYTES: u32 = 4 << 20;
+const CAPACITY_BYTES: u64 = 256 << 20;
+const APP: &str = "application_1_1";
+/// Stands for the ticket until it is known; no other bytes of the frame's head look like it.
+const TICKET: i64 = 0x1122_3344_5566_7788;
+/// Stands for the partition in the same way.
+const PARTITION: i32 = 0x0765_4321;
+const PARTITIONS: i32 = 100;
+/// More than what stands in front of a frame's payload.
+const HEAD_BYTES: usize = 256;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_frames_at_once_and_a_stalled_disk_stay_within_the_bound() {
+    let setup = Setup {
+        name: "tcp_rss",
+        capacity: "256MiB",
+        disks: 1,
+        // The first two belong to `[localfile_store]`, the table before: every disk is fuller than this.
+        tables: "disk_high_watermark = 0.0002\ndisk_low_watermark = 0.0001\n",
+        ..Setup::default()
+    };
+    let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
+    let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let control = ShuffleClient::connect(address(worker.ready().grpc_port)).await.unwrap();
+    let key = ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(0));
+    control.register(&key, &[(0, PARTITIONS - 1)]).await.unwrap();
+
+    let frame = frame(APP, 0);
+    let halfway = Arc::new(Barrier::new(CONNECTIONS));
+    let tcp = address(worker.ready().urpc_port.expect("embedded mode opens the TCP listener"));
+    let mut sends = tokio::task::JoinSet::new();
+    // A block that is in a partition already would be dropped as a repeat: hence as many partitions.
+    for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {
+        let stream = TcpStream::connect(tcp).await.unwrap();
+        let ticket = ticket(&control, partition, frame.len()).await;
+        sends.spawn(send(ticket, stream, (partition, frame.clone()), Arc::clone(&halfway)));
+    }
+    let (stored, refused) = answers(sends).await;
+    let used = worker.metrics().expect("memory_used");
+    let peak = worker.peak_resident_bytes();
+    uniffle_testkit::say(&format!(
+        "{stored} sends stored, {refused} refused, {used} bytes used, peak {peak} bytes resident"
+    ));
+    assert!(
+        stored * u64::from(BLOCK_BYTES) > CAPACITY_BYTES / 2,
+        "{stored} sends stored: memory was not full"
+    );
+    assert_eq!(stored + refused, CONNECTIONS as u64);
+    assert_bounded(peak, CAPACITY_BYTES);
+    worker.assert_no_error_logged();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_bound() {
+    let this = "tcp_rss::a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_bound";
+    if !tokio::task::block_in_place(|| alone(this)) {
+        return;
+    }
+    let world = world::World::new().await;
+    let capacity = world.memory.capacity_bytes();
+    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    let frame = frame(world::APP, world::SHUFFLE);
+    let size = i32::try_from(frame.len()).unwrap();
+    let halfway = Arc::new(Barrier::new(CONNECTIONS));
+    let mut sends = tokio::task::JoinSet::new();
+    for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {
+        let stream = TcpStream::connect(world.address).await.unwrap();
+        let request = RequireRequest {
+            app: world::APP,
+            shuffle: world::SHUFFLE,
+            bytes: size,
+            partitions: &[partition],
+            partition_sizes: &[size],
+        };
+        let ticket = world.service.require_buffer(request).ok().map(|grant| grant.ticket);
+        sends.spawn(send(ticket, stream, (partition, frame.clone()), Arc::clone(&halfway)));
+    }
+    let (stored, refused) = answers(sends).await;
+    // The refusals have asked for room, and whatever is written for that hangs.
+    world.until("a write hangs", |world| world.faults.hung() > 0).await;
+    let peak = uniffle_testkit::worker::peak_resident_bytes(std::process::id());
+    uniffle_testkit::say(&format!("{stored} sends stored, {refused} refused, peak {peak} bytes resident"));
+    assert!(stored * u64::from(BLOCK_BYTES) > capacity / 2, "{stored} sends stored: memory was not full");
+    assert_eq!(stored + refused, CONNECTIONS as u64);
+    assert_bounded(peak, capacity);
+    world.faults.clear();
+    world.faults.release().await;
+    world.finish().await;
+}
+
+fn assert_bounded(peak: u64, capacity: u64) {
+    let bound = capacity + capacity / 20 + (200 << 20);
+    assert!(peak <= bound, "{} MiB resident, {} MiB allowed", peak >> 20, bound >> 20);
+}
+
+/// How many were stored and how many refused; only those with a ticket may be stored.
+async fn answers(mut sends: tokio::task::JoinSet<(bool, StatusCode, String)>) -> (u64, u64) {
+    let (mut stored, mut refused) = (0, 0);
+    while let Some(answer) = sends.join_next().await {
+        let (had_ticket, status, text) = answer.unwrap();
+        assert_eq!(had_ticket, status == StatusCode::Success, "{status:?}: {text}");
+        if had_ticket { stored += 1 } else { refused += 1 }
+    }
+    (stored, refused)
+}
+
+/// A ticket for a frame of `bytes`, if there is one left.
+async fn ticket(control: &ShuffleClient, partition: i32, bytes: usize) -> Option<i64> {
+    let size = i32::try_from(bytes).unwrap();
+    let request = RequireBufferRequest {
+        require_size: size,
+        app_id: APP.to_owned(),
+        shuffle_id: 0,
+        partition_ids: vec![partition],
+        partition_require_sizes: vec![size],
+    };
+    let grant = control.require_raw(request).await.unwrap();
+    (grant.status() == StatusCode::Success).then_some(grant.require_buffer_id)
+}
+
+/// A frame of one block, with [`TICKET`] and [`PARTITION`] where those belong.
+fn frame(app: &str, shuffle: i32) -> Bytes {
+    let block =
+        BlockGenerator::new(7, IdLayout::SPARK).block(PartitionId(0), TaskAttemptId(1), 0, BLOCK_BYTES);
+    let block = SendBlock {
+        block_id: block.meta.block_id.0,
+        crc: i64::from(block.meta.crc),
+        task_attempt_id: block.meta.task_attempt_id.0,
+        data: block.data,
+        servers: Vec::new(),
+        uncompressed_length: i32::try_from(BLOCK_BYTES).unwrap(),
+        free_memory: 0,
+    };
+    let request = SendRequest {
+        request_id: 1,
+        app: app.to_owned(),
+        shuffle,
+        ticket: TICKET,
+        partitions: vec![(PARTITION, vec![block])],
+        timestamp_ms: 0,
+    };
+    let mut frame = BytesMut::new();
+    request.encode_frame(&mut frame);
+    frame.freeze()
+}
+
+/// Sends the frame in two halves, between which everybody waits for everybody; whether it had a ticket, and the
+/// answer's status and text.
+async fn send(
+    ticket: Option<i64>,
+    mut stream: TcpStream,
+    (partition, frame): (i32, Bytes),
+    halfway: Arc<Barrier>,
+) -> (bool, StatusCode, String) {
+    // Without one the frame names a ticket that nobody was given.
+    let (had_ticket, ticket) = (ticket.is_some(), ticket.unwrap_or(-1));
+    let mut head = frame[..HEAD_BYTES].to_vec();
+    put(&mut head, TICKET.to_be_bytes(), ticket.to_be_bytes());
+    put(&mut head, PARTITION.to_be_bytes(), partition.to_be_bytes());
+    stream.write_all(&head).await.unwrap();
+    let half = frame.len() / 2;
+    stream.write_all(&frame[HEAD_BYTES..half]).await.unwrap();
+    halfway.wait().await;
+    stream.write_all(&frame[half..]).await.unwrap();
+    let reply = read_reply(&mut stream).await.unwrap();
+    (had_ticket, StatusCode::try_from(reply.status).unwrap(), reply.message)
+}
+
+/// Puts `value` wherever `place` stands; each block names its partition again.
+fn put<const N: usize>(head: &mut [u8], place: [u8; N], value: [u8; N]) {
+    let mut found = 0;
+    while let Some(at) = head.windows(N).position(|bytes| bytes == place) {
+        head[at..at + N].copy_from_slice(&value);
+        found += 1;
+    }
+    assert!(found > 0, "the frame's head is longer than {HEAD_BYTES} bytes");
+}

@@ -1,0 +1,145 @@
+//! The published Java client library without Spark (`tests/driver/`), against a worker process: everything written is
+//! read back by the client's own composed reader and compared, byte by byte, with what was written.
+//!
+//! Small here, in the shape of the field's own figures when asked for (docs/benchmarks.md):
+//! ```text
+//! DRIVER=full cargo test --release --test spark -- driver --nocapture --test-threads 1
+//! ```
+//! By hand, against any server that runs on this machine (`uniffle.driver.Main` has the words):
+//! ```text
+//! mvn -q -f tests/driver package
+//! java @tests/driver/jvm.options -cp 'target/tmp/driver/classes:target/tmp/driver/jars/*' uniffle.driver.Main \
+//!     grpc=21100 tcp=21200 pid=PID client=GRPC_NETTY
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use parking_lot::Mutex;
+use serde_json::Value;
+use uniffle_testkit::tools::kept_dir;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{maven, say};
+
+const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/driver");
+/// The machine's own disk may be fuller than a data disk should be.
+const ROOMY_DISKS: &str = "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99";
+
+/// Maven is not made for two builds of one project at once.
+static BUILDING: Mutex<()> = Mutex::new(());
+
+/// How much is written through how much memory.
+struct Size {
+    capacity: &'static str,
+    words: &'static [&'static str],
+    rounds: usize,
+    /// Measure the bare machine before and after.
+    floor: bool,
+}
+
+/// A second of work.
+const SMALL: Size = Size {
+    capacity: "24MB",
+    words: &["rounds=2", "bytes=60000000", "send=1048576", "wait=200"],
+    rounds: 2,
+    floor: false,
+};
+/// 3.14 GB of 14 KiB blocks in 14 MiB sends by 4 threads to 200 partitions, through 1 GB of memory.
+const FULL: Size = Size { capacity: "1GB", words: &["rounds=5"], rounds: 5, floor: true };
+
+fn run(name: &'static str, client: &str) {
+    if !maven::is_available() {
+        return;
+    }
+    let size = if std::env::var("DRIVER").is_ok_and(|value| value == "full") { FULL } else { SMALL };
+    let output = build();
+    let worker = Worker::start(&Setup {
+        name,
+        capacity: size.capacity,
+        disks: 2,
+        tables: ROOMY_DISKS,
+        ..Setup::default()
+    });
+    floor(&worker, &size);
+    let ready = worker.ready();
+    let driver = Command::new("java")
+        .arg(format!("@{PROJECT}/jvm.options"))
+        .args(["-cp", &format!("{0}/classes:{0}/jars/*", output.display()), "uniffle.driver.Main"])
+        .args([format!("grpc={}", ready.grpc_port), format!("pid={}", ready.pid), format!("client={client}")])
+        .args(ready.urpc_port.map(|port| format!("tcp={port}")))
+        .args(size.words)
+        .stdin(Stdio::null())
+        .output()
+        .expect("java runs");
+    let (stdout, stderr) = (String::from_utf8_lossy(&driver.stdout), String::from_utf8_lossy(&driver.stderr));
+    assert!(driver.status.success(), "{}\n{stdout}\n{stderr}", driver.status);
+    floor(&worker, &size);
+
+    let rounds: Vec<Value> = stdout
+        .lines()
+        .map(|line| {
+            say(line);
+            serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"))
+        })
+        .collect();
+    assert_eq!(rounds.len(), size.rounds, "{stdout}\n{stderr}");
+    for figure in ["write_cpu_s_per_gb", "read_cpu_s_per_gb", "peak_rss_mib"] {
+        say(&format!("{client} {figure}: median {:.3}", median(&rounds, figure)));
+    }
+    let bytes: f64 = rounds.iter().filter_map(|round| round["bytes"].as_f64()).sum();
+    let metrics = worker.metrics();
+    let blocks: f64 = rounds.iter().filter_map(|round| round["blocks"].as_f64()).sum();
+    assert!(metrics.expect("total_received_data") >= bytes, "{bytes} were sent");
+    let (local, memory) = (metrics.expect("total_write_block"), metrics.expect("total_read_memory_data"));
+    assert!(local > 0.0 && local <= blocks && memory > 0.0, "{local} blocks spilled of {blocks}, {memory}");
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+}
+
+/// Returns where it is.
+fn build() -> PathBuf {
+    let output = kept_dir().join("driver");
+    let _one_at_a_time = BUILDING.lock();
+    maven::build(Path::new(PROJECT), &output, &[format!("-Ddriver.target={}", output.display())]);
+    output
+}
+
+/// The bare machine in the same minute, with the command that anyone else has.
+fn floor(worker: &Worker, size: &Size) {
+    if !size.floor {
+        return;
+    }
+    let output = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
+        .args(["floor", "--bytes", "2GB", "--dir"])
+        .arg(worker.data_paths()[0].parent().expect("it is below a temp dir"))
+        .output()
+        .expect("the bench was built with this test");
+    say(&String::from_utf8_lossy(&output.stdout));
+}
+
+fn median(rounds: &[Value], figure: &str) -> f64 {
+    let mut values: Vec<f64> = rounds
+        .iter()
+        .map(|round| round[figure].as_f64().unwrap_or_else(|| panic!("{figure} in {round}")))
+        .collect();
+    values.sort_unstable_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// What `.ci/run` does first, so that downloads and Maven are no part of the time of a test.
+#[test]
+fn the_driver_builds() {
+    if maven::is_available() {
+        build();
+    }
+}
+
+#[test]
+fn the_java_client_reads_back_what_it_wrote_over_grpc() {
+    run("driver-grpc", "GRPC");
+}
+
+#[test]
+fn the_java_client_reads_back_what_it_wrote_over_raw_tcp() {
+    run("driver-tcp", "GRPC_NETTY");
+}

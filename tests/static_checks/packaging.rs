@@ -1,0 +1,104 @@
+//! `deploy/` is what its tools accept, and what it says of the worker is so.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::process::Command;
+
+use uniffle_testkit::tools::available;
+use uniffle_worker::config::{Config, Machine};
+
+const UNIT: &str = include_str!("../../deploy/systemd/uniffle-worker.service");
+const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
+const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
+
+/// Runs `tool`; says in a line when it is missing, which is a failure in the pipeline.
+fn accepts(tool: &str, arguments: &[&str]) {
+    if !available(&format!("{tool} on deploy/"), &[tool]) {
+        return;
+    }
+    let output = Command::new(tool).args(arguments).output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{tool}: {}", String::from_utf8_lossy(&said));
+}
+
+fn deploy(path: &str) -> String {
+    format!("{}/deploy/{path}", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The binary and the user are not installed where the test runs: stand-ins take their places, the rest is as shipped.
+#[test]
+fn systemd_takes_the_unit() {
+    let dir = tempfile::tempdir().unwrap();
+    let unit: String = UNIT
+        .lines()
+        .filter(|line| !line.starts_with("User=") && !line.starts_with("Group="))
+        .map(|line| line.replace("/usr/local/bin/uniffle-worker", "/bin/true") + "\n")
+        .collect();
+    let path = dir.path().join("uniffle-worker.service");
+    std::fs::write(&path, unit).unwrap();
+    accepts("systemd-analyze", &["verify", "--man=no", path.to_str().unwrap()]);
+}
+
+#[test]
+fn yamllint_takes_the_manifests() {
+    let rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable}}";
+    accepts("yamllint", &["-d", rules, &deploy("kubernetes")]);
+}
+
+/// What an operator relies on at night.
+#[test]
+fn the_unit_reloads_restarts_and_stops_in_order() {
+    for line in [
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        "Restart=on-failure",
+        "RestartPreventExitStatus=2",
+        "TimeoutStopSec=360",
+        "LimitNOFILE=1048576",
+        "KillSignal=SIGTERM",
+    ] {
+        assert!(UNIT.lines().any(|it| it == line), "{line}");
+    }
+}
+
+/// No engine is needed to see that the image runs as nobody in particular, without a shell between it and its signals.
+#[test]
+fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
+    let instructions: Vec<&str> = DOCKERFILE
+        .lines()
+        .filter_map(|line| line.split_once(' ').map(|(word, _)| word))
+        .filter(|word| word.chars().all(|c| c.is_ascii_uppercase()) && word.len() > 2)
+        .collect();
+    assert_eq!(instructions.iter().filter(|word| **word == "FROM").count(), 2);
+    assert!(!DOCKERFILE.contains(":latest"));
+    assert!(DOCKERFILE.contains("cargo build --release --locked"));
+    let user = DOCKERFILE.find("\nUSER 10001").expect("a user");
+    assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("an entry point in the exec form") > user);
+    for port in ["21100", "21200", "19998"] {
+        assert!(DOCKERFILE.lines().any(|line| line.starts_with("EXPOSE") && line.contains(port)), "{port}");
+    }
+}
+
+/// The configuration inside the manifests is one, and ports and paths are those of the rest of the file.
+#[test]
+fn the_manifests_configure_the_worker_that_they_start() {
+    let begin = MANIFESTS.find("config.toml: |\n").unwrap() + "config.toml: |\n".len();
+    let text: String = MANIFESTS[begin..]
+        .lines()
+        .take_while(|line| line.is_empty() || line.starts_with("    "))
+        .map(|line| line.strip_prefix("    ").unwrap_or("").to_owned() + "\n")
+        .collect();
+    let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
+    let config = Config::parse(&text, &HashMap::new(), &machine).unwrap();
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    for port in [config.grpc_port, config.urpc_port.unwrap(), config.http_port] {
+        assert!(MANIFESTS.contains(&format!("containerPort: {port}")), "{port}");
+    }
+    let admin = config.admin.port.unwrap();
+    assert!(MANIFESTS.contains(&format!("ask {admin} 'POST /admin/decommission'")), "{admin}");
+    for needed in
+        ["kind: StatefulSet", "volumeClaimTemplates:", "preStop:", "readinessProbe:", "livenessProbe:"]
+    {
+        assert!(MANIFESTS.contains(needed), "{needed}");
+    }
+    assert!(config.localfile.data_paths.iter().all(|path| path.starts_with("/data")));
+}
