@@ -7,7 +7,7 @@
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → tiers, at its own pace |
 //! | state | [`app`], [`memory`], [`tiers`], [`metadata_log`] | siblings that do not know each other |
-//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`] | used everywhere |
+//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
 //! are crates below all of it.
@@ -41,3 +41,4 @@ pub mod telemetry;
 
 pub mod metrics;
 pub mod proto;
+pub mod schema;

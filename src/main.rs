@@ -137,8 +137,8 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     let surroundings = Surroundings { log: Some(telemetry.filter().clone()), origin: Some(origin) };
     loop {
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(config.runtime.worker_threads)
-            .max_blocking_threads(config.runtime.blocking_threads)
+            .worker_threads(config.worker.threads)
+            .max_blocking_threads(config.worker.blocking_threads)
             .thread_name("uniffle")
             .enable_all()
             .build()

@@ -10,6 +10,11 @@ mod quota;
 mod ranges;
 mod registry;
 
+use std::time::Duration;
+
+use crate::schema::kind::{DAY, SECOND, minutes};
+use crate::schema::section;
+
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
 pub use losses::{Loss, Losses, ranges};
@@ -17,29 +22,30 @@ pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
 pub use registry::{App, AppRegistry, Registration, ShuffleState};
 
-/// Limits of the registry.
-#[derive(Debug, Clone)]
-pub struct AppConfig {
-    /// An app that was not used for this long is purged. Default: 5 min.
-    pub heartbeat_timeout: std::time::Duration,
-    /// Reported block ids held for all apps together. Default: 100,000,000.
-    pub reported_blocks_max: u64,
-    /// Losses listed for all apps together; beyond it they are only counted. Default: 10,000.
-    pub loss_entries_max: u64,
-    /// Apps known at a time. Default: 100,000.
-    pub apps_max: usize,
-    /// Shuffles of one app at a time. Default: 100,000.
-    pub shuffles_per_app_max: usize,
+section! {
+    /// Limits of the registry.
+    #[table("app_config", "Applications and their partitions.")]
+    pub struct AppConfig {
+        /// An application without a heartbeat for this long is purged. Applications may choose another, 1 min to 7 d, by the
+        /// client's setting spark.rss.riffle.appHeartbeatTimeoutMinutes. A change is for applications that register
+        /// afterwards.
+        #[key("app_config.app_heartbeat_timeout_min", minutes(10 * SECOND..=7 * DAY), NextUse)]
+        pub heartbeat_timeout: Duration = 300 * SECOND,
+        /// Reported block ids held for all apps together.
+        pub reported_blocks_max: u64 = 100_000_000,
+        /// Losses listed for all apps together; beyond it they are only counted.
+        pub loss_entries_max: u64 = 10_000,
+        /// Apps known at a time.
+        pub apps_max: usize = 100_000,
+        /// Shuffles of one app at a time.
+        pub shuffles_per_app_max: usize = 100_000,
+    }
 }
 
-impl Default for AppConfig {
-    fn default() -> Self {
-        Self {
-            heartbeat_timeout: std::time::Duration::from_secs(300),
-            reported_blocks_max: 100_000_000,
-            loss_entries_max: 10_000,
-            apps_max: 100_000,
-            shuffles_per_app_max: 100_000,
-        }
+impl AppConfig {
+    /// Apps are looked at often enough that one outlives its timeout by a tenth at most.
+    #[must_use]
+    pub fn check_interval(&self) -> Duration {
+        (self.heartbeat_timeout / 10).clamp(Duration::from_millis(100), 30 * SECOND)
     }
 }

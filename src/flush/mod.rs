@@ -19,6 +19,8 @@ use std::time::Duration;
 
 pub use scheduler::Flusher;
 
+use crate::schema::kind::{MIB, SECOND, TIB, count, size};
+use crate::schema::section;
 use crate::telemetry::traces::Traces;
 use crate::tiers::{HdfsStore, LocalStore};
 
@@ -36,25 +38,30 @@ impl From<Arc<LocalStore>> for Stores {
         Self { local: Some(store), hdfs: None }
     }
 }
-/// Pace and bounds of the flusher.
-#[derive(Debug, Clone)]
-pub struct FlushConfig {
-    /// Watermarks and per-buffer bounds.
-    pub limits: policy::Limits,
-    /// Batches written to local disks at a time. Default: disks × write concurrency per disk.
-    pub workers: usize,
-    /// Batches for HDFS in flight at a time; with local disks too, more go there. Default: 500.
-    pub hdfs_in_flight_max: usize,
-    /// A partition's chain of more bytes is cold: it goes to HDFS where there are both tiers. Default: 128 MB.
-    pub cold_bytes: u64,
-    /// Bytes after which a batch of several partitions is closed; one partition's chain may be larger.
-    pub batch_bytes_max: u64,
-    /// The scheduler looks at least this often.
-    pub tick: Duration,
-    /// First pause after a batch could not be written; doubles up to `retry_pause_max`.
-    pub retry_pause_min: Duration,
-    /// Longest pause.
-    pub retry_pause_max: Duration,
-    /// Which flushes are traced.
-    pub traces: Traces,
+
+section! {
+    /// Pace and bounds of the flusher.
+    pub struct FlushConfig {
+        /// Watermarks and per-buffer bounds at the start; see [`Flusher::limits`].
+        #[section(policy::Limits)]
+        pub limits: policy::Limits,
+        /// MEMORY_LOCALFILE_HDFS: a partition spilled with more than this goes to HDFS; so do huge ones.
+        #[key("hybrid_store.memory_spill_to_cold_threshold_size", size(1..=TIB), Restart)]
+        pub cold_bytes: u64 = 128_000_000,
+        /// Partitions on their way to HDFS at once. More than that go to local disks where there are any.
+        #[key("hybrid_store.memory_spill_to_hdfs_concurrency", count(1..=10_000), Restart)]
+        pub hdfs_in_flight_max: usize = 500,
+        /// Batches written to local disks at a time: disks × write concurrency per disk.
+        pub workers: usize = 4,
+        /// Bytes after which a batch of several partitions is closed; one partition's chain may be larger.
+        pub batch_bytes_max: u64 = 64 * MIB,
+        /// The scheduler looks at least this often.
+        pub tick: Duration = SECOND,
+        /// First pause after a batch could not be written; doubles up to `retry_pause_max`.
+        pub retry_pause_min: Duration = SECOND / 10,
+        /// Longest pause.
+        pub retry_pause_max: Duration = 10 * SECOND,
+        /// Which flushes are traced.
+        pub traces: Traces = Traces::off(),
+    }
 }

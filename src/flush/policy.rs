@@ -6,25 +6,38 @@
 
 use std::collections::{BinaryHeap, HashSet};
 
-/// Watermarks and bounds.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
-    /// Flush when settled bytes pass this share. Default: 0.8.
-    pub high_watermark: f64,
-    /// Flush down to this share. Default: 0.2.
-    pub low_watermark: f64,
-    /// A buffer that holds more is flushed by itself. Default: 256 MiB.
-    pub single_buffer_bytes_max: u64,
-    /// A partition that has received more in all is huge (docs/protocol.md §4.7). Default: 20 GB.
-    pub huge_partition_bytes: u64,
-    /// As `single_buffer_bytes_max`, for huge partitions. Default: 128 MB.
-    pub huge_buffer_bytes_max: u64,
-    /// Batches of one buffer in flight at a time (docs/protocol.md §4.2). Default: 5.
-    pub in_flight_batches_max: usize,
-    /// Settled blocks, all buffers together, beyond which a flush starts. Default: 0.8 of the limit on blocks.
-    pub blocks_high: u64,
-    /// Flush down to so many. Default: 0.2 of it.
-    pub blocks_low: u64,
+use crate::schema::kind::{MIB, TIB, ratio, size};
+use crate::schema::section;
+
+section! {
+    /// Watermarks and bounds.
+    #[table("hybrid_store", "When memory is spilled to the tiers below it, and to which.")]
+    #[derive(Copy)]
+    pub struct Limits {
+        /// Spilling starts when this share of the capacity is in use (settled bytes) ...
+        #[key("hybrid_store.memory_spill_high_watermark", ratio(), AtOnce)]
+        pub high_watermark: f64 = 0.8,
+        /// ... and goes on down to this one.
+        #[key("hybrid_store.memory_spill_low_watermark", ratio(), AtOnce)]
+        pub low_watermark: f64 = 0.2,
+        /// A single partition larger than this is spilled at once.
+        #[key("hybrid_store.memory_single_buffer_max_spill_size", size(MIB..=TIB), AtOnce)]
+        pub single_buffer_bytes_max: u64 = 256 * MIB,
+        /// ... and one that is huge (see app_config) when it is larger than this. It is lowered to half of the memory that
+        /// a huge partition may fill, so that one half is written while the other fills.
+        #[key("hybrid_store.huge_partition_memory_single_buffer_max_spill_size", size(MIB..=TIB), AtOnce)]
+        pub huge_buffer_bytes_max: u64 = 128_000_000,
+        /// Memory that a huge partition may fill.
+        pub huge_share_bytes: u64 = u64::MAX,
+        /// A partition that has received more in all is huge (docs/protocol.md §4.7).
+        pub huge_partition_bytes: u64 = 20_000_000_000,
+        /// Batches of one buffer in flight at a time (docs/protocol.md §4.2).
+        pub in_flight_batches_max: usize = 5,
+        /// Settled blocks, all buffers together, beyond which a flush starts.
+        pub blocks_high: u64 = u64::MAX,
+        /// Flush down to so many.
+        pub blocks_low: u64 = u64::MAX,
+    }
 }
 
 /// State of the memory tier at one moment, in bytes.
@@ -144,7 +157,7 @@ pub fn victims(candidates: &[Candidate], goal: Goal, limits: &Limits) -> Vec<usi
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
     let bytes_max = match is_huge {
-        true => limits.huge_buffer_bytes_max.min(limits.single_buffer_bytes_max),
+        true => limits.huge_buffer_bytes_max.min(limits.huge_share_bytes / 2).min(limits.single_buffer_bytes_max),
         false => limits.single_buffer_bytes_max,
     };
     candidate.payload_bytes > bytes_max && has_room_in_flight(&candidate, limits)
@@ -182,6 +195,7 @@ mod tests {
         single_buffer_bytes_max: 100,
         huge_partition_bytes: 1_000,
         huge_buffer_bytes_max: 50,
+        huge_share_bytes: u64::MAX,
         in_flight_batches_max: 5,
         blocks_high: 800,
         blocks_low: 200,

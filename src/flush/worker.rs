@@ -100,7 +100,7 @@ impl Flusher {
                 for (extent, (buffer, _)) in extents.into_iter().zip(&batch.parts) {
                     let bytes = extent.length;
                     store.write_to(handle, extent).await?;
-                    if buffer.received_bytes() > self.config.limits.huge_partition_bytes {
+                    if buffer.received_bytes() > self.limits().huge_partition_bytes {
                         handle.count_huge(bytes);
                     }
                 }

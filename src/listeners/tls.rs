@@ -20,6 +20,9 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{RootCertStore, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
+use crate::schema::kind::{Word as _, list, optional, path, word};
+use crate::schema::{section, words};
+
 /// A peer that has not finished its handshake by then is none.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -32,6 +35,53 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// `tls.client_ca_file`: who must have signed a client's certificate; none = clients need none.
     pub client_ca: Option<PathBuf>,
+}
+
+words! {
+    /// A listener that can be encrypted.
+    pub enum TlsListener {
+        /// gRPC, with the embedded coordinator.
+        Grpc = "grpc",
+        /// Metrics, health, status.
+        Http = "http",
+        /// Administration.
+        Admin = "admin",
+    }
+}
+
+section! {
+    /// What is encrypted, and with what.
+    #[table("tls", "TLS, when there is a certificate. Default: none.")]
+    pub struct TlsConfig {
+        /// PEM file: the certificate with its chain behind it. What is in this and the other files is read again too; new
+        /// connections use it.
+        #[key("tls.cert_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.crt\"")]
+        pub cert_file: Option<PathBuf> = None,
+        /// PEM file: its private key.
+        #[key("tls.key_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/tls.key\"")]
+        pub key_file: Option<PathBuf> = None,
+        /// With it callers must show a certificate that it has signed.
+        #[key("tls.client_ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/clients.crt\"")]
+        pub client_ca_file: Option<PathBuf> = None,
+        /// Listeners that speak TLS and nothing else. The raw TCP protocol knows no TLS.
+        #[key("tls.listeners" or "tls.doors", list(3, word()), Restart)]
+        pub listeners: Vec<TlsListener> = TlsListener::ALL.to_vec(),
+    }
+}
+
+impl TlsConfig {
+    /// The files, if anything is encrypted.
+    #[must_use]
+    pub fn files(&self) -> Option<TlsFiles> {
+        let (cert, key) = self.cert_file.clone().zip(self.key_file.clone())?;
+        Some(TlsFiles { cert, key, client_ca: self.client_ca_file.clone() })
+    }
+
+    /// The files of `listener`, if it is to be encrypted.
+    #[must_use]
+    pub fn of(&self, listener: TlsListener) -> Option<TlsFiles> {
+        self.files().filter(|_| self.listeners.contains(&listener))
+    }
 }
 
 /// Why there is no TLS.

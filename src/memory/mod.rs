@@ -47,6 +47,9 @@ pub use read::MemoryRead;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::{Reservation, Tickets};
 
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
+use crate::schema::section;
+
 use buffer::Shared;
 use metrics::MemoryMetrics;
 use region::Region;
@@ -60,19 +63,41 @@ use crate::metrics::clamped;
 const SLACK_DIVISOR: u64 = 64;
 const SLACK_BYTES_MAX: u64 = 64 << 20;
 
-/// How much memory there is and how it is promised.
-#[derive(Debug, Clone)]
-pub struct MemoryConfig {
-    /// Bytes for shuffle data, reserved or stored.
-    pub capacity_bytes: u64,
-    /// Bytes for buffers of reads from disk.
-    pub read_capacity_bytes: u64,
-    /// How long a ticket may wait for its send.
-    pub ticket_timeout: Duration,
-    /// Tickets outstanding at once.
-    pub tickets_max: usize,
-    /// Blocks in memory at once; bounds their metadata.
-    pub blocks_max: u64,
+/// Least capacity: room for a handful of the largest segments.
+const CAPACITY_BYTES_MIN: u64 = 16 << 20;
+
+section! {
+    /// How much memory there is and how it is promised.
+    #[table("memory_store", "Memory for shuffle blocks, and for reads from disk.")]
+    pub struct MemoryConfig |machine| {
+        /// Bytes for shuffle blocks, reserved or stored. Default: 40 % of the machine's (or container's) memory, at least
+        /// 256 MiB, at most 16 GiB, never more than half of it.
+        #[key("memory_store.capacity", size(CAPACITY_BYTES_MIN..=16 * TIB), Restart, example "\"10G\"")]
+        pub capacity_bytes: u64 = default_capacity_bytes(machine.memory_bytes),
+        /// Bytes for reads from disk under way. Not part of the capacity.
+        #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart)]
+        pub read_capacity_bytes: u64 = 64 * MIB,
+        /// Life of a granted buffer ticket that is not used.
+        #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
+        pub ticket_timeout: Duration = 300 * SECOND,
+        /// Tickets outstanding at once.
+        #[key("memory_store.buffer_ticket_max_count", count(1..=100_000_000), NextUse)]
+        pub tickets_max: usize = 1_000_000,
+        /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
+        #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
+        pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
+    }
+}
+
+/// 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks. A small machine gets less than the lower bound
+/// rather than more than half of its memory.
+fn default_capacity_bytes(memory_bytes: u64) -> u64 {
+    const LEAST: u64 = 256 << 20;
+    const MOST: u64 = 16 << 30;
+    const BLOCK: u64 = 2 << 20;
+    let share = (memory_bytes / 5).saturating_mul(2).clamp(LEAST, MOST);
+    let capacity = share.min(memory_bytes / 2).max(CAPACITY_BYTES_MIN);
+    capacity / BLOCK * BLOCK
 }
 
 /// All shuffle data in memory.
@@ -362,5 +387,19 @@ impl ShuffleBuffers {
         for buffer in buffers.iter().flat_map(HashMap::values) {
             buffer.evict();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capacity_is_a_share_within_bounds() {
+        assert_eq!(default_capacity_bytes(10 << 30), 4 << 30);
+        assert_eq!(default_capacity_bytes(1 << 40), 16 << 30);
+        assert_eq!(default_capacity_bytes(600 << 20), 256 << 20);
+        assert_eq!(default_capacity_bytes(256 << 20), 128 << 20);
+        assert_eq!(default_capacity_bytes(0), CAPACITY_BYTES_MIN);
     }
 }

@@ -43,11 +43,11 @@ pub(super) enum Pace {
 impl Live {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
         Self {
-            tags: RwLock::new(config.tags.clone()),
+            tags: RwLock::new(config.worker.tags.clone()),
             changed: Notify::new(),
             log,
             pace: OnceLock::new(),
-            min_disks: AtomicUsize::new(config.localfile.healthy_check_min_disks),
+            min_disks: AtomicUsize::new(config.local.min_disks),
         }
     }
 

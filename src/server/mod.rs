@@ -9,7 +9,6 @@ mod health;
 mod inspect;
 mod metrics;
 mod notify;
-mod parts;
 mod reload;
 mod report;
 mod run;
@@ -137,7 +136,7 @@ impl Worker {
         let tls = Tls::load(config)?;
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
-        let ip = match config.advertised_ip {
+        let ip = match config.worker.advertised_ip {
             Some(ip) => ip,
             None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
         };
@@ -148,14 +147,14 @@ impl Worker {
             runtime: RuntimeMetrics::new(listeners.clone(), &registry)?,
             allocator: AllocatorMetrics::new(&registry)?,
         });
-        let memory = Memory::new(&parts::memory(config), &registry).with_context(|| {
+        let memory = Memory::new(&config.memory, &registry).with_context(|| {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let server_id = server_id(ip, &addresses);
         let tiers = tiers::start(config, server_id, &memory, &background, &registry).await?;
-        let apps = Arc::new(AppRegistry::new(parts::app(config)));
+        let apps = Arc::new(AppRegistry::new(config.app.clone()));
         let service = Service::new(
-            parts::service(config),
+            config.service.clone(),
             Arc::clone(&apps),
             Arc::clone(&memory),
             tiers.clone(),
@@ -186,7 +185,7 @@ impl Worker {
             held: sockets.duplicate().context("cannot duplicate a listener")?,
             grpc_handover: Handover::default(),
             urpc_handover: Handover::default(),
-            flush_timeout: config.shutdown_flush_timeout,
+            flush_timeout: config.worker.flush_timeout,
         };
         worker.open_listeners(config, sockets, tls)?;
         Ok(worker)
@@ -195,7 +194,7 @@ impl Worker {
     fn open_listeners(&self, config: &Config, sockets: Sockets, tls: Tls) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
         let (tickets_every, apps_every) =
-            (config.memory.ticket_check_interval, parts::app_check_interval(config));
+            (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
         let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
@@ -203,8 +202,8 @@ impl Worker {
         self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
         self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
-        let embedded = if config.coordinator_quorum.is_empty() {
-            Some(EmbeddedCoordinator::new(parts::embedded(config), &self.registry)?)
+        let embedded = if config.is_embedded() {
+            Some(EmbeddedCoordinator::new(config.embedded.clone(), &self.registry)?)
         } else {
             None
         };
@@ -220,7 +219,7 @@ impl Worker {
             kept: sockets.grpc_connections,
         };
         let tasks = self.listeners.clone();
-        GrpcServer::start(parts::grpc(config), binding, routes, service, tasks, &self.registry)?;
+        GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
         if let Some(listener) = sockets.urpc {
             let binding = Binding {
                 handover: self.urpc_handover.clone(),
@@ -228,13 +227,13 @@ impl Worker {
                 ..Binding::from(accepting(listener)?)
             };
             let service = Arc::clone(&self.service);
-            TcpServer::start(parts::tcp(config), binding, service, &self.listeners, &self.registry)?;
+            TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)?;
         }
         let refresh: Refresh = Arc::new(self.refresher());
-        if let Some(push) = parts::push(config) {
+        if let Some(gateway) = &config.push.endpoint {
             let instance = server_id(self.ip, &self.addresses);
             let registry = self.registry.clone();
-            Pusher::start(push, &instance, registry, Arc::clone(&refresh), &self.background)?;
+            Pusher::start(&config.push, gateway, &instance, registry, Arc::clone(&refresh), &self.background)?;
         }
         let pages = Pages {
             registry: self.registry.clone(),
@@ -245,7 +244,7 @@ impl Worker {
         };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
-        HttpServer::start(parts::http(config), binding, pages, &self.background)?;
+        HttpServer::start(config.http, binding, pages, &self.background)?;
         if let Some(listener) = sockets.admin {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             let hooks = admin::hooks(Arc::clone(&self.service), &self.live, Arc::clone(&self.reloader));
@@ -338,7 +337,7 @@ impl Worker {
     fn api(&self, config: &Config) -> Router {
         let inspector = Inspector {
             fixed: self.report(),
-            store_type: config.store_type.as_str(),
+            store_type: config.worker.store_type.as_str(),
             service: Arc::clone(&self.service),
             live: Arc::clone(&self.live),
             registry: self.registry.clone(),
@@ -384,14 +383,14 @@ impl Worker {
         match embedded {
             Some(embedded) => {
                 let pace =
-                    embedded.keep_reporting(source.clone(), config.heartbeat_interval, &self.background);
+                    embedded.keep_reporting(source.clone(), config.heartbeat.interval, &self.background);
                 self.live.beating(Pace::Embedded(pace));
                 let tell = move || embedded.report_now(&source);
                 self.background.spawn("state watch", watch.run(tell, stop));
             }
             None => {
                 let heartbeats =
-                    heartbeat::start(parts::heartbeat(config)?, &source, &self.background, &self.registry)?;
+                    heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?;
                 self.live.beating(Pace::Quorum(heartbeats.clone()));
                 let tell = move || heartbeats.beat_now();
                 self.background.spawn("state watch", watch.run(tell, stop));

@@ -1,12 +1,12 @@
 //! A configuration that is read again while the worker runs.
 //!
 //! The file is taken whole or not at all: what is wrong with it is logged with all reasons, and everything stays as it
-//! is. Keys that can change are brought into the running configuration ([`with_changeable`]), which must be a valid one
+//! is. Keys that can change are brought into the running configuration ([`Config::renewed`]), which must be a valid one
 //! with the keys that cannot, and handed to the parts; the others are named, they wait for the next start.
 //! Certificates are read again each time. What an operator has changed by a call stays until the file's own value of it
 //! changes.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -15,13 +15,12 @@ use parking_lot::Mutex;
 use prometheus::{IntCounterVec, Registry};
 use tokio::time::{MissedTickBehavior, interval};
 
-use crate::config::{self, Config, HybridStore, LocalfileStore, Machine, MemoryStore};
+use crate::config::{Config, Machine};
 use crate::metrics;
 use crate::service::Service;
-use crate::telemetry::{AUDIT, TelemetryConfig};
+use crate::telemetry::AUDIT;
 
 use super::admin::Live;
-use super::parts;
 use super::tls::Tls;
 
 /// How often the file is looked at.
@@ -146,7 +145,7 @@ impl Reloader {
 
     /// Everything that can fail.
     fn prepare(&self, running: &Config, new: &Config) -> Result<Next, String> {
-        let config = with_changeable(running, new);
+        let config = running.renewed(new);
         let Origin { env, machine } = self.origin()?;
         if let Err(error) = Config::parse(&config.to_toml(), env, machine) {
             return Err(format!("with the keys that cannot change while the worker runs, {error}"));
@@ -173,7 +172,7 @@ impl Reloader {
     fn apply(&self, config: &Config, changed: &[String]) {
         let has_changed = |prefix: &str| changed.iter().any(|key| key.starts_with(prefix));
         if has_changed("tags") {
-            self.live.set_tags(config.tags.clone());
+            self.live.set_tags(config.worker.tags.clone());
         }
         if has_changed("log.filter")
             && let Err(error) = self.live.set_log_filter(&config.log.filter)
@@ -181,19 +180,18 @@ impl Reloader {
             tracing::warn!(%error, "log.filter");
         }
         if has_changed("heartbeat_interval_seconds") {
-            self.live.set_heartbeat_interval(config.heartbeat_interval);
+            self.live.set_heartbeat_interval(config.heartbeat.interval);
         }
-        self.live.set_min_disks(config.localfile.healthy_check_min_disks);
+        self.live.set_min_disks(config.local.min_disks);
         let service = &self.service;
-        service.memory().tickets().set_max_count(config.memory.ticket_max_count);
+        service.memory().tickets().set_max_count(config.memory.tickets_max);
         service.apps().set_heartbeat_timeout(config.app.heartbeat_timeout);
-        service.set_partition_limits(parts::service(config).partition_limits);
+        service.set_partition_limits(config.service.partition_limits);
         if let Some(tiers) = service.tiers() {
-            tiers.flusher.set_limits(parts::flush(config, config.localfile.data_paths.len()).limits);
+            tiers.flusher.set_limits(config.flush.limits);
         }
         if let Some(store) = service.local() {
-            let local = &config.localfile;
-            store.set_watermarks(local.disk_high_watermark, local.disk_low_watermark);
+            store.set_watermarks(config.local.high_watermark, config.local.low_watermark);
         }
     }
 
@@ -239,9 +237,9 @@ impl Reloader {
     fn watched(&self) -> Vec<PathBuf> {
         let running = self.running.lock();
         let Some(source) = &running.source else { return Vec::new() };
-        let tls = running.tls.files.iter();
-        let tls = tls.flat_map(|files| [Some(&files.cert), Some(&files.key), files.client_ca.as_ref()]);
-        std::iter::once(source).chain(tls.flatten()).cloned().collect()
+        let tls = &running.tls;
+        let tls = [&tls.cert_file, &tls.key_file, &tls.client_ca_file].into_iter().flatten();
+        std::iter::once(source).chain(tls).cloned().collect()
     }
 }
 
@@ -261,45 +259,11 @@ impl Mark {
     }
 }
 
-/// `running` with what can change taken from `new`.
-fn with_changeable(running: &Config, new: &Config) -> Config {
-    let paths = running.localfile.data_paths.len();
-    Config {
-        tags: new.tags.clone(),
-        heartbeat_interval: new.heartbeat_interval,
-        memory: MemoryStore { ticket_max_count: new.memory.ticket_max_count, ..running.memory.clone() },
-        localfile: LocalfileStore {
-            healthy_check_min_disks: new.localfile.healthy_check_min_disks.min(paths),
-            disk_high_watermark: new.localfile.disk_high_watermark,
-            disk_low_watermark: new.localfile.disk_low_watermark,
-            ..running.localfile.clone()
-        },
-        hybrid: HybridStore {
-            memory_spill_high_watermark: new.hybrid.memory_spill_high_watermark,
-            memory_spill_low_watermark: new.hybrid.memory_spill_low_watermark,
-            memory_single_buffer_max_spill_size_bytes: new.hybrid.memory_single_buffer_max_spill_size_bytes,
-            huge_partition_memory_single_buffer_max_spill_size_bytes: new
-                .hybrid
-                .huge_partition_memory_single_buffer_max_spill_size_bytes,
-            ..running.hybrid.clone()
-        },
-        log: TelemetryConfig { filter: new.log.filter.clone(), ..running.log.clone() },
-        app: new.app.clone(),
-        // Whether a listener is encrypted is decided when it opens.
-        tls: config::Tls {
-            files: running.tls.files.as_ref().and(new.tls.files.clone()).or(running.tls.files.clone()),
-            ..running.tls.clone()
-        },
-        warnings: new.warnings.clone(),
-        ..running.clone()
-    }
-}
-
 /// Keys whose values differ.
 fn different(left: &Config, right: &Config) -> Vec<String> {
-    let (left, right): (BTreeMap<_, _>, BTreeMap<_, _>) = (left.entries(), right.entries());
-    let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
-    keys.into_iter().filter(|key| left.get(*key) != right.get(*key)).cloned().collect()
+    let (left, right) = (left.entries(), right.entries());
+    let keys: BTreeSet<&str> = left.keys().chain(right.keys()).copied().collect();
+    keys.into_iter().filter(|key| left.get(key) != right.get(key)).map(str::to_owned).collect()
 }
 
 #[cfg(test)]
@@ -316,7 +280,7 @@ mod tests {
         let files = |name: &str| format!("[tls]\ncert_file = \"/{name}\"\nkey_file = \"/key\"\n");
         let next = |running: &str, new: &str| {
             let (running, new) = (parse(running), parse(new));
-            let next = with_changeable(&running, &new);
+            let next = running.renewed(&new);
             (different(&running, &next), different(&next, &new))
         };
         let keys = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
@@ -324,8 +288,8 @@ mod tests {
         let both = keys(&["tls.cert_file", "tls.key_file"]);
         assert_eq!(next(&files("a"), ""), (keys(&[]), both.clone()));
         assert_eq!(next("", &files("a")), (keys(&[]), both));
-        let fewer = files("a") + "doors = [\"http\"]";
-        assert_eq!(next(&files("a"), &fewer), (keys(&[]), keys(&["tls.doors"])));
+        let fewer = files("a") + "listeners = [\"http\"]";
+        assert_eq!(next(&files("a"), &fewer), (keys(&[]), keys(&["tls.listeners"])));
     }
 
     #[test]
@@ -336,7 +300,7 @@ mod tests {
              [hybrid_store]\nmemory_spill_high_watermark = 0.5\n[app_config]\npartition_hard_limit = \"1TB\"\n\
              [log]\nfilter = \"debug\"\nmax_files = 3",
         );
-        let next = with_changeable(&running, &new);
+        let next = running.renewed(&new);
         let changed = different(&running, &next);
         assert_eq!(
             changed,

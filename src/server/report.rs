@@ -9,8 +9,8 @@ use crate::coordinator::{NodeReport, ReportSource, identity};
 use crate::memory::Memory;
 use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
-use crate::proto::{ServerStatus, StorageInfo};
-use crate::service::{Service, Tiers, WorkerState};
+use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
+use crate::service::{AppStatistics, Service, Tiers, WorkerState};
 use crate::tiers::{DiskCondition, MountUsage};
 use uniffle_io::Media;
 
@@ -40,7 +40,7 @@ pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
             report.events_in_flush = u32::try_from(tiers.flusher.unfinished()).unwrap_or(u32::MAX);
         }
         report.storage = store.map(|store| storage(&store.mounts())).unwrap_or_default();
-        report.applications = super::parts::application_info(&service.app_statistics());
+        report.applications = application_info(&service.app_statistics());
         report
     })
 }
@@ -80,6 +80,26 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
         (mount_point, info)
     };
     mounts.iter().map(info).collect()
+}
+
+/// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.
+const REPORTED_APPS_MAX: usize = 1_000;
+
+fn application_info(apps: &[AppStatistics]) -> Vec<ApplicationInfo> {
+    let mut largest: Vec<&AppStatistics> = apps.iter().collect();
+    largest.sort_unstable_by_key(|app| std::cmp::Reverse(app.received_bytes));
+    largest.truncate(REPORTED_APPS_MAX);
+    let info = |app: &&AppStatistics| ApplicationInfo {
+        app_id: app.app.to_string(),
+        partition_num: clamped(app.partitions),
+        memory_size: clamped(app.in_memory_bytes),
+        local_file_num: clamped(app.local_files),
+        local_total_size: clamped(app.local_bytes),
+        hadoop_file_num: clamped(app.remote_files),
+        hadoop_total_size: clamped(app.remote_bytes),
+        total_size: clamped(app.received_bytes),
+    };
+    largest.iter().map(info).collect()
 }
 
 #[cfg(test)]

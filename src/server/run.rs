@@ -54,7 +54,7 @@ pub async fn run(
     let worker = Worker::start_in(surroundings, inherited, config).await?;
     tell_ready(config, &worker, gap_began_ms)?;
     loop {
-        let told = match config.decommission_shutdown {
+        let told = match config.worker.decommission_shutdown {
             true => told_or_retired(&worker, &mut commands).await,
             false => commands.recv().await,
         };
@@ -83,7 +83,7 @@ pub async fn run(
             Prepared::Stop => break,
         }
     }
-    notify::stopping(config.shutdown_flush_timeout + std::time::Duration::from_secs(55));
+    notify::stopping(config.worker.flush_timeout + std::time::Duration::from_secs(55));
     let tasks_left = worker.stop().await;
     tracing::info!(tasks_left, "stopped");
     Ok(Ended::Stopped)
@@ -169,14 +169,14 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;
     }
-    if config.coordinator_quorum.is_empty() && gap_ms.is_none() {
+    if config.is_embedded() && gap_ms.is_none() {
         let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
         banner(&startup_banner(
             host,
             addresses.grpc,
             addresses.http,
             addresses.urpc.is_some(),
-            config.store_type,
+            config.worker.store_type,
         ));
     }
     notify::ready(&worker.held);

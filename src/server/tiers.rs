@@ -5,13 +5,12 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use prometheus::Registry;
 
-use super::parts;
 use crate::config::Config;
-use crate::flush::{Flusher, Stores};
+use crate::flush::{FlushConfig, Flusher, Stores};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::service::Tiers;
-use crate::tiers::{HdfsStore, LocalStore};
+use crate::tiers::{HdfsStore, LocalConfig, LocalStore};
 
 /// Starts the tiers; none for store type MEMORY. `server_id` is what coordinators are told, and names remote files.
 pub(super) async fn start(
@@ -22,8 +21,8 @@ pub(super) async fn start(
     registry: &Registry,
 ) -> anyhow::Result<Option<Tiers>> {
     let (mut local, mut disks) = (None, 0);
-    if config.store_type.has_local() {
-        let settings = parts::store(config);
+    if config.worker.store_type.has_local() {
+        let settings = LocalConfig { boot: boot_id(), ..config.local.clone() };
         let opened = settings.real_disks();
         disks = opened.len();
         let store =
@@ -31,7 +30,7 @@ pub(super) async fn start(
         tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
         local = Some(store);
     }
-    let hdfs = match config.store_type.has_hdfs() {
+    let hdfs = match config.worker.store_type.has_hdfs() {
         true => Some(start_hdfs(config, server_id, tasks, registry).await?),
         false => None,
     };
@@ -39,9 +38,15 @@ pub(super) async fn start(
         return Ok(None);
     }
     let stores = Stores { local: local.clone(), hdfs: hdfs.clone() };
-    let settings = parts::flush(config, disks);
+    let settings = FlushConfig { workers: disks * config.local.write_concurrency_per_disk, ..config.flush.clone() };
     let flusher = Flusher::start(settings, Arc::clone(memory), stores, tasks.clone(), registry)?;
     Ok(Some(Tiers { local, hdfs, flusher }))
+}
+
+/// The id that Linux gives to each start of its own; empty where there is none.
+fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.split_whitespace().collect()
 }
 
 #[cfg(feature = "hdfs")]
@@ -51,6 +56,7 @@ async fn start_hdfs(
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
+    use crate::tiers::HdfsConfig;
     use crate::tiers::hdfs::client::HdfsConnector;
     use crate::tiers::hdfs::hadoop::HadoopConf;
     use crate::tiers::hdfs::kerberos::Login;
@@ -62,18 +68,18 @@ async fn start_hdfs(
     };
     let mut login = Login {
         keytab: section.keytab_path.clone().zip(section.principal.clone()),
-        act_as_users: section.proxy_user_enable,
+        act_as_users: section.proxy_user,
         cache_user: None,
     };
     if login.is_required() || conf.is_secure() {
         login.check(section.ticket_cache.as_deref()).context("Hadoop's security is on")?;
     }
     let connector = Arc::new(HdfsConnector { conf, login });
-    let store = HdfsStore::new(parts::hdfs(config, server_id), connector, tasks.clone(), registry)?;
+    let store = HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
     tasks.spawn("remote probe", Arc::clone(&store).keep_probing());
-    if section.precheck_enable {
-        for location in config.allowed_remote_paths() {
-            store.precheck(&location).await.map_err(|error| {
+    if section.precheck {
+        for location in &section.allowed.0 {
+            store.precheck(location).await.map_err(|error| {
                 anyhow::anyhow!("hdfs_store.precheck_enable: {location} cannot be used: {error}")
             })?;
         }

@@ -1,7 +1,7 @@
 //! What encrypts each listener, and the same again when the files have changed.
 
-use crate::config::{Config, TlsListener};
-use crate::listeners::tls::{TlsAcceptor, TlsError};
+use crate::config::Config;
+use crate::listeners::tls::{TlsAcceptor, TlsError, TlsListener};
 
 /// `None` where nothing does. Clones share the acceptors.
 #[derive(Debug, Clone)]
@@ -15,7 +15,7 @@ impl Tls {
     /// Reads certificate and key.
     pub(super) fn load(config: &Config) -> Result<Self, TlsError> {
         let of = |listener, protocol: &str| {
-            config.tls.of(listener).map(|files| TlsAcceptor::load(files, protocol)).transpose()
+            config.tls.of(listener).map(|files| TlsAcceptor::load(&files, protocol)).transpose()
         };
         Ok(Self {
             grpc: of(TlsListener::Grpc, "h2")?,

@@ -33,9 +33,9 @@ impl Facts {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
             urpc_port: addresses.urpc.map(|address| address.port()),
-            bind_address: config.bind_address,
-            data_paths: if config.store_type.has_local() {
-                config.localfile.data_paths.clone()
+            bind_address: config.worker.bind_address,
+            data_paths: if config.worker.store_type.has_local() {
+                config.local.paths.clone()
             } else {
                 Vec::new()
             },
@@ -69,15 +69,15 @@ pub fn problems(config: &Config, facts: &str) -> Vec<String> {
             problems.push(format!("{key} = {wanted}: the running worker has {running}, and clients know it"));
         }
     };
-    port("grpc_port", Some(config.grpc_port), Some(facts.grpc_port));
-    port("urpc_port", config.urpc_port, facts.urpc_port);
-    port("http_port", Some(config.http_port), Some(facts.http_port));
-    if config.bind_address != facts.bind_address {
-        let (wanted, running) = (config.bind_address, facts.bind_address);
+    port("grpc_port", Some(config.worker.grpc_port), Some(facts.grpc_port));
+    port("urpc_port", config.worker.urpc_port, facts.urpc_port);
+    port("http_port", Some(config.worker.http_port), Some(facts.http_port));
+    if config.worker.bind_address != facts.bind_address {
+        let (wanted, running) = (config.worker.bind_address, facts.bind_address);
         problems.push(format!("bind_address = {wanted}: the running worker listens on {running}"));
     }
     let kept =
-        |path: &&PathBuf| !config.store_type.has_local() || !config.localfile.data_paths.contains(path);
+        |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
     for gone in facts.data_paths.iter().filter(kept) {
         let path = gone.display();
         problems.push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
@@ -100,10 +100,10 @@ mod tests {
 
     fn running(text: &str) -> String {
         let config = config(text);
-        let address = |port| std::net::SocketAddr::new(config.bind_address, port);
-        let urpc = config.urpc_port.map(address);
+        let address = |port| std::net::SocketAddr::new(config.worker.bind_address, port);
+        let urpc = config.worker.urpc_port.map(address);
         let addresses =
-            Addresses { grpc: address(config.grpc_port), http: address(config.http_port), urpc, admin: None };
+            Addresses { grpc: address(config.worker.grpc_port), http: address(config.worker.http_port), urpc, admin: None };
         Facts::of(&config, addresses).to_text()
     }
 

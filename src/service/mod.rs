@@ -37,7 +37,7 @@ pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use lifecycle::RegisterRequest;
 pub use losses::{LossReport, ShuffleLoss};
-pub use partition_limit::PartitionLimits;
+pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
@@ -53,34 +53,30 @@ use history::History;
 use crate::app::{App, AppRegistry, ShuffleState};
 use crate::flush::Flusher;
 use crate::memory::Memory;
+use crate::schema::kind::{HOUR, SECOND, seconds};
+use crate::schema::section;
 use crate::telemetry::Refusals;
 use crate::tiers::{HdfsStore, LocalStore};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-/// Limits of the service.
-#[derive(Debug, Clone)]
-pub struct ServiceConfig {
-    /// Partitions one `requireBuffer` may name. Default: 1,000,000.
-    pub partitions_per_request_max: usize,
-    /// How long a local read waits for read memory before NO_BUFFER. Default: 10 s.
-    pub read_memory_wait: Duration,
-    /// Whether a block's CRC-32 is checked as it arrives. Default: true.
-    pub verify_crc: bool,
-    /// Bounds of one partition. Default: none.
-    pub partition_limits: PartitionLimits,
-    /// How often a decommissioning worker looks whether an app is left. Default: 60 s.
-    pub decommission_check_interval: Duration,
-}
-
-impl Default for ServiceConfig {
-    fn default() -> Self {
-        Self {
-            partitions_per_request_max: 1_000_000,
-            read_memory_wait: Duration::from_secs(10),
-            verify_crc: true,
-            partition_limits: PartitionLimits::default(),
-            decommission_check_interval: Duration::from_secs(60),
-        }
+section! {
+    /// Limits of the service.
+    pub struct ServiceConfig {
+        /// A worker that is decommissioned gets no new shuffles and serves those it has: how often it looks whether an
+        /// application is left.
+        #[key("decommission_check_interval_sec", seconds(SECOND..=HOUR), Restart)]
+        pub decommission_check_interval: Duration = 60 * SECOND,
+        /// How often expired tickets are looked for; at most the timeout.
+        #[key("memory_store.buffer_ticket_check_interval_sec", seconds(SECOND / 10..=HOUR), Restart)]
+        pub ticket_check_interval: Duration = 10 * SECOND,
+        /// Partitions one `requireBuffer` may name.
+        pub partitions_per_request_max: usize = 1_000_000,
+        /// How long a local read waits for read memory before NO_BUFFER.
+        pub read_memory_wait: Duration = 10 * SECOND,
+        /// Whether a block's CRC-32 is checked as it arrives.
+        pub verify_crc: bool = true,
+        /// Bounds of one partition.
+        pub partition_limits: PartitionLimits = PartitionLimits::default(),
     }
 }
 

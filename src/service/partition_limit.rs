@@ -5,6 +5,58 @@
 //! slow disks would defeat the limit (docs/protocol.md §2.4, §4.7). Two further bounds are off by default: beyond one
 //! the client is told to split the partition, beyond the other it is refused for good.
 
+use crate::schema::kind::{MIB, TIB, flag, optional, ratio, size};
+use crate::schema::section;
+
+section! {
+    /// Bounds of one partition, as configured.
+    pub struct PartitionConfig {
+        /// Whether a huge partition that fills its share of the memory must wait for the disks before it gets more.
+        #[key("app_config.partition_limit_enable", flag(), NextUse)]
+        pub limit: bool = true,
+        /// A partition that has received more is huge.
+        #[key("app_config.partition_limit_threshold", size(MIB..=1024 * TIB), NextUse)]
+        pub huge_bytes: u64 = 20_000_000_000,
+        /// Share of the memory that a huge partition may fill; above 0.0.
+        #[key("app_config.partition_limit_memory_backpressure_ratio", ratio(), NextUse)]
+        pub memory_ratio: f64 = 0.2,
+        /// Whether clients are told to move a partition elsewhere that would get larger than the threshold.
+        #[key("app_config.partition_split_enable", flag(), NextUse)]
+        pub split: bool = false,
+        /// The threshold of splitting.
+        #[key("app_config.partition_split_threshold", size(MIB..=1024 * TIB), NextUse)]
+        pub split_bytes: u64 = 40_000_000_000,
+        /// A partition that would get larger than this is refused for good and its job fails. Default: none.
+        #[key("app_config.partition_hard_limit", optional(size(MIB..=1024 * TIB)), NextUse, example "\"1TB\"")]
+        pub bytes_max: Option<u64> = None,
+    }
+}
+
+impl PartitionConfig {
+    /// Memory that one huge partition may fill, of so much.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a ratio of 0..=1 of a byte count; a few bytes of rounding do not matter"
+    )]
+    pub fn huge_share_bytes(&self, capacity_bytes: u64) -> u64 {
+        (capacity_bytes as f64 * self.memory_ratio) as u64
+    }
+
+    /// The bounds in a memory of so many bytes.
+    #[must_use]
+    pub fn limits(&self, capacity_bytes: u64) -> PartitionLimits {
+        PartitionLimits {
+            huge_bytes: Some(self.huge_bytes),
+            huge_in_memory_bytes_max: self.limit.then(|| self.huge_share_bytes(capacity_bytes)),
+            split_bytes: self.split.then_some(self.split_bytes),
+            bytes_max: self.bytes_max,
+        }
+    }
+}
+
 /// Bounds of one partition, in payload bytes. The default has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PartitionLimits {

@@ -43,6 +43,7 @@ fn quiet() -> policy::Limits {
         single_buffer_bytes_max: u64::MAX,
         huge_partition_bytes: HUGE,
         huge_buffer_bytes_max: u64::MAX,
+        huge_share_bytes: u64::MAX,
         in_flight_batches_max: BATCHES_MAX,
         blocks_high: 9_000,
         blocks_low: 2_000,

@@ -18,7 +18,6 @@ use std::io::IsTerminal as _;
 
 use anyhow::Context as _;
 use tracing::Subscriber;
-use tracing_subscriber::filter::ParseError;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
@@ -31,7 +30,7 @@ pub use log_limiter::LogLimiter;
 pub(crate) use panics::PanicMetrics;
 pub use panics::panic_count;
 pub use refusals::Refusals;
-pub use settings::{LogFormat, Rotation, TelemetryConfig};
+pub use settings::{LogFormat, Rotation, TelemetryConfig, parse_filter};
 
 /// Keeps the log writers alive; what is still queued is written when this is dropped.
 #[derive(Debug)]
@@ -67,14 +66,6 @@ impl LogFilter {
         let filter = parse_filter(text).map_err(|error| error.to_string())?;
         self.0.reload(filter).map_err(|error| error.to_string())
     }
-}
-
-/// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
-///
-/// # Errors
-/// When a directive is not `target=level` or a level.
-pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
-    EnvFilter::builder().parse(text)
 }
 
 /// Installs the process's subscriber and panic hook.

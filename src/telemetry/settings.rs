@@ -1,38 +1,69 @@
-//! Where logs go and what they look like, already validated.
+//! Where logs go and what they look like.
 
 use std::path::PathBuf;
 
-/// When a log file is closed and the next one opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rotation {
-    /// At midnight (UTC).
-    Daily,
-    /// At the full hour.
-    Hourly,
-    /// Never.
-    Never,
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
+
+use crate::schema::kind::{Kind, count, optional, parsed, path, word};
+use crate::schema::{section, words};
+
+words! {
+    /// When a log file is closed and the next one opened.
+    pub enum Rotation {
+        /// At midnight (UTC).
+        Daily = "Daily",
+        /// At the full hour.
+        Hourly = "Hourly",
+        /// Never.
+        Never = "Never",
+    }
 }
 
-/// How a line of the log looks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object per line.
-    Json,
+words! {
+    /// How a line of the log looks.
+    pub enum LogFormat {
+        /// For people.
+        Text = "text",
+        /// One JSON object per line.
+        Json = "json",
+    }
 }
 
-/// Settings of the process's log.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TelemetryConfig {
-    /// Directory of the log files; none = stderr.
-    pub directory: Option<PathBuf>,
-    /// When files are changed.
-    pub rotation: Rotation,
-    /// Files kept of each kind.
-    pub files_max: usize,
-    /// How lines look.
-    pub format: LogFormat,
-    /// Text for [`parse_filter`](super::parse_filter).
-    pub filter: String,
+section! {
+    /// Where logs go.
+    #[table("log", "Logs.")]
+    pub struct TelemetryConfig {
+        /// What is logged: a level, or levels by target as in "info,uniffle_worker=debug". RUST_LOG and LOG come first.
+        #[key("log.filter" or "log.log_level", filter(), AtOnce, env "RUST_LOG" "LOG")]
+        pub filter: String = "info".to_owned(),
+        /// Directory for log files, uniffle-worker.*.log and uniffle-audit.*.log. Default: none, both go to stderr.
+        #[key("log.path", optional(path()), Restart, example "\"/var/log/uniffle\"")]
+        pub directory: Option<PathBuf> = None,
+        /// When a log file is closed and the next one opened.
+        #[key("log.rotation", word(), Restart)]
+        pub rotation: Rotation = Rotation::Daily,
+        /// Log files kept of each kind.
+        #[key("log.max_files" or "log.max_log_files", count(1..=10_000), Restart)]
+        pub files_max: usize = 14,
+        /// text, or json: one object per line.
+        #[key("log.format", word(), Restart)]
+        pub format: LogFormat = LogFormat::Text,
+    }
+}
+
+fn filter() -> Kind<String> {
+    let check = |text: &str| match parse_filter(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(format!("a filter such as \"info\" or \"uniffle_worker=debug\" ({error})")),
+    };
+    parsed("a filter such as info or uniffle_worker=debug", check)
+}
+
+/// Parses a filter such as `info` or `uniffle_worker=debug,h2=warn`.
+///
+/// # Errors
+/// When a directive is not `target=level` or a level.
+pub fn parse_filter(text: &str) -> Result<EnvFilter, ParseError> {
+    EnvFilter::builder().parse(text)
 }

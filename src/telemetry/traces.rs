@@ -7,8 +7,50 @@
 use fastrace::Span;
 use fastrace::collector::SpanContext;
 
+use crate::schema::kind::{optional, parsed, ratio};
+use crate::schema::section;
+
+section! {
+    /// Which calls are traced, and where traces go.
+    #[table("tracing", "Traces of calls and flushes.")]
+    pub struct TracingConfig {
+        /// OTLP collector (gRPC). Default: none, nothing is traced. Jaeger speaks OTLP.
+        #[key(
+            "tracing.otlp_endpoint" or "tracing.jaeger_reporter_endpoint",
+            optional(parsed("a URL such as http://collector:4317", otlp_endpoint)), Restart,
+            example "\"http://collector:4317\""
+        )]
+        pub otlp_endpoint: Option<String> = None,
+        /// Share of the calls that are traced. Calls with a W3C traceparent are traced when that says so.
+        #[key("tracing.sampling_ratio", ratio(), Restart)]
+        pub sampling_ratio: f64 = 0.01,
+    }
+}
+
+impl TracingConfig {
+    /// Which calls are traced; without a collector none.
+    #[must_use]
+    pub fn traces(&self) -> Traces {
+        self.otlp_endpoint.as_ref().map_or_else(Traces::off, |_| Traces::sampled(self.sampling_ratio))
+    }
+}
+
+/// OTLP over gRPC without TLS. What the URL's path would mean is not defined there.
+fn otlp_endpoint(text: &str) -> Result<String, String> {
+    if !cfg!(feature = "otlp") {
+        return Err("this program was built without the feature otlp".to_owned());
+    }
+    let allowed = || "a URL such as \"http://collector:4317\" (OTLP over gRPC)".to_owned();
+    let uri: http::Uri = text.parse().map_err(|_| allowed())?;
+    let plain = uri.scheme_str() == Some("http") && uri.host().is_some_and(|host| !host.is_empty());
+    if !plain || uri.port_u16().is_none() || !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+        return Err(allowed());
+    }
+    Ok(text.trim_end_matches('/').to_owned())
+}
+
 /// Which calls are traced.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traces {
     /// None = off. Else the share, as a bound of a random `u64`.
     below: Option<u64>,
@@ -66,6 +108,15 @@ mod tests {
 
     fn is_traced(traces: Traces, parent: Option<&str>) -> bool {
         SpanContext::from_span(&traces.begin("test", parent)).is_some()
+    }
+
+    #[test]
+    #[cfg(feature = "otlp")]
+    fn collectors_are_plain_urls_with_a_port() {
+        assert_eq!(otlp_endpoint("http://c:4317/").as_deref(), Ok("http://c:4317"));
+        for bad in ["c:4317", "https://c:4317", "http://c", "http://c:4317/v1/traces", "http://:4317", ""] {
+            assert!(otlp_endpoint(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

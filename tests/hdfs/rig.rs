@@ -408,6 +408,7 @@ fn flush_config(setup: &Setup) -> FlushConfig {
             single_buffer_bytes_max: u64::MAX,
             huge_partition_bytes: setup.huge_partition_bytes,
             huge_buffer_bytes_max: u64::MAX,
+            huge_share_bytes: u64::MAX,
             in_flight_batches_max: 5,
             blocks_high: u64::MAX,
             blocks_low: 0,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::tiers::hdfs::fake::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
 use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
@@ -13,6 +14,19 @@ use crate::rig::{APP, Rig, SERVER_ID, Setup};
 
 fn both() -> Setup {
     Setup { local: true, ..Setup::default() }
+}
+
+/// `app_config.partition_limit_threshold` changes while the worker runs.
+#[tokio::test(start_paused = true)]
+async fn what_is_huge_follows_a_reload() {
+    let (mut rig, _) = Rig::fake(both()).await;
+    rig.flusher.set_limits(Limits { huge_partition_bytes: 50_000, ..rig.flusher.limits() });
+    rig.register(1).await;
+    rig.push(1, 0, 9, 10_000);
+    rig.flush().await;
+    assert_eq!(rig.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
+    rig.assert_nothing_missing().await;
+    rig.finish().await;
 }
 
 #[tokio::test(start_paused = true)]

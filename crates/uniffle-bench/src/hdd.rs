@@ -142,6 +142,7 @@ impl Bench {
             single_buffer_bytes_max: 256 << 20,
             huge_partition_bytes: u64::MAX,
             huge_buffer_bytes_max: u64::MAX,
+            huge_share_bytes: u64::MAX,
             in_flight_batches_max: 5,
             blocks_high: 8_000_000,
             blocks_low: 2_000_000,

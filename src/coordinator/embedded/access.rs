@@ -5,24 +5,27 @@
 use std::collections::HashMap;
 
 use super::assign::Candidate;
+use super::nodes::NODES_MAX;
+use crate::schema::kind::{count, ratio};
+use crate::schema::section;
 
 /// By this property a client says how many nodes it needs (`AccessClusterLoadChecker`).
 const REQUIRED_NODES_PROPERTY: &str = "access_info_required_shuffle_nodes_num";
 
-/// What `accessCluster` checks.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AccessRules {
-    /// Nodes with the client's tags and enough memory; the client's own wish counts where it is more. Default: 1.
-    pub nodes_min: usize,
-    /// Free share of its memory from which on a node counts. Default: 0.
-    pub memory_ratio_min: f64,
-    /// Applications of a user at a time; 0 = any number. Default: 0.
-    pub apps_per_user_max: usize,
-}
-
-impl Default for AccessRules {
-    fn default() -> Self {
-        Self { nodes_min: 1, memory_ratio_min: 0.0, apps_per_user_max: 0 }
+section! {
+    /// What `accessCluster` checks.
+    #[derive(Copy)]
+    pub struct AccessRules {
+        /// accessCluster (DelegationRssShuffleManager) says yes when so many workers have the client's tags; the client's
+        /// own wish counts where it is more ...
+        #[key("embedded_coordinator.access_min_nodes", count(1..=NODES_MAX), Restart)]
+        pub nodes_min: usize = 1,
+        /// ... with at least this share of their memory free ...
+        #[key("embedded_coordinator.access_min_memory_ratio", ratio(), Restart)]
+        pub memory_ratio_min: f64 = 0.0,
+        /// ... and the user has fewer applications than this; 0 is no limit.
+        #[key("embedded_coordinator.quota_apps_per_user", count(0..=100_000), Restart)]
+        pub apps_per_user_max: usize = 0,
     }
 }
 

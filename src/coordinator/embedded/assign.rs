@@ -6,24 +6,26 @@
 use std::cmp::Ordering;
 use std::collections::HashSet;
 
-/// How candidates are ordered before the first ones are taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum NodeOrder {
-    /// By free memory per partition that is, or is about to be, assigned to the node since its last heartbeat.
-    #[default]
-    PartitionBalance,
-    /// By free memory alone.
-    Basic,
+use crate::schema::words;
+
+words! {
+    /// How candidates are ordered before the first ones are taken.
+    pub enum NodeOrder {
+        /// By free memory per partition that is, or is about to be, assigned to the node since its last heartbeat.
+        PartitionBalance = "PARTITION_BALANCE",
+        /// By free memory alone.
+        Basic = "BASIC",
+    }
 }
 
-/// How ranges are dealt out to the chosen servers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PartitionSelection {
-    /// Neighbouring ranges in groups on one server, so that a task writes to few servers.
-    #[default]
-    Continuous,
-    /// One range after the other, servers in rotation.
-    Round,
+words! {
+    /// How ranges are dealt out to the chosen servers.
+    pub enum PartitionSelection {
+        /// Neighbouring ranges in groups on one server, so that a task writes to few servers.
+        Continuous = "CONTINUOUS",
+        /// One range after the other, servers in rotation.
+        Round = "ROUND",
+    }
 }
 
 /// What the ordering needs to know of a node.

@@ -14,7 +14,7 @@ pub(crate) mod metrics;
 mod nodes;
 mod rpc;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,6 +30,8 @@ use self::nodes::{NodeTable, TAGS_MAX};
 use super::{NodeReport, ReportSource};
 use crate::proto::{self, StatusCode};
 use crate::runtime::Tasks;
+use crate::schema::kind::{DAY, HOUR, Kind, SECOND, count, list, parsed, seconds, table, word};
+use crate::schema::section;
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
@@ -87,43 +89,84 @@ impl RemoteStorage {
     }
 }
 
-/// Settings of the embedded coordinator, already validated.
-#[derive(Debug, Clone)]
-pub struct EmbeddedConfig {
-    /// Handed to every client that asks for configuration. Default: `rss.storage.type` = `MEMORY_LOCALFILE`.
-    pub client_conf: Vec<(String, String)>,
-    /// Remote storages to choose from. Default: none.
-    pub remote_storages: Vec<RemoteStorage>,
-    /// A node that is silent for longer is lost. Default: 30 s.
-    pub node_timeout: Duration,
-    /// An application that is silent for longer is forgotten. Default: 60 s.
-    pub app_timeout: Duration,
-    /// Most servers given to one shuffle (`rss.coordinator.shuffle.nodes.max`). Default: 9, at least 1.
-    pub shuffle_nodes_max: usize,
-    /// Order of candidates. Default: partition balance.
-    pub node_order: NodeOrder,
-    /// Dealing of ranges. Default: continuous.
-    pub partition_selection: PartitionSelection,
-    /// Ids of servers that get no assignment. Default: none.
-    pub excluded_nodes: HashSet<String>,
-    /// When `accessCluster` says yes.
-    pub access: AccessRules,
+section! {
+    /// Settings of the embedded coordinator.
+    #[table("embedded_coordinator", "Used when there is no coordinator_quorum.")]
+    pub struct EmbeddedConfig {
+        /// A worker without a heartbeat for this long is lost; more than heartbeat_interval_seconds.
+        #[key("embedded_coordinator.node_timeout_sec", seconds(SECOND / 10..=HOUR), Restart)]
+        pub node_timeout: Duration = 30 * SECOND,
+        /// An application without a heartbeat for this long is forgotten.
+        #[key("embedded_coordinator.app_timeout_sec", seconds(SECOND..=DAY), Restart)]
+        pub app_timeout: Duration = 60 * SECOND,
+        /// Most workers given to one shuffle.
+        #[key("embedded_coordinator.shuffle_nodes_max", count(1..=NODES_MAX), Restart)]
+        pub shuffle_nodes_max: usize = 9,
+        /// PARTITION_BALANCE (free memory per assigned partition) or BASIC (free memory).
+        #[key("embedded_coordinator.assignment_strategy", word(), Restart)]
+        pub node_order: NodeOrder = NodeOrder::PartitionBalance,
+        /// CONTINUOUS (neighbouring partitions together) or ROUND (one after the other).
+        #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
+        pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
+        /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
+        #[key("embedded_coordinator.exclude_nodes", list(NODES_MAX, node_id()), Restart)]
+        pub excluded_nodes: Vec<String> = Vec::new(),
+        /// Who may use the cluster.
+        #[section(AccessRules)]
+        pub access: AccessRules,
+        /// Handed to clients as their remote storage, the one with the fewest applications. Default: none.
+        #[key(
+            "embedded_coordinator.remote_storage_path", list(64, remote_path()), Restart,
+            example "[\"hdfs://namenode:8020/uniffle\"]"
+        )]
+        pub remote_storage_paths: Vec<String> = Vec::new(),
+        /// Hadoop settings that go with a remote storage, by the host of its path, as "key=value,key=value".
+        #[key(
+            "embedded_coordinator.remote_storage_conf", table(64), Restart,
+            example "{ namenode = \"dfs.client.use.datanode.hostname=true\" }"
+        )]
+        pub remote_storage_conf: BTreeMap<String, String> = BTreeMap::new(),
+        /// Settings handed to every client; keys with dots need quotes.
+        #[key(
+            "embedded_coordinator.client_conf", table(256), Restart,
+            example "{ \"rss.client.read.buffer.size\" = \"14m\" }"
+        )]
+        pub client_conf: BTreeMap<String, String> = BTreeMap::new(),
+        /// The tiers, which clients are told unless `client_conf` says otherwise.
+        pub storage_type: String = "MEMORY_LOCALFILE".to_owned(),
+    }
 }
 
-impl Default for EmbeddedConfig {
-    fn default() -> Self {
-        Self {
-            client_conf: vec![("rss.storage.type".to_owned(), "MEMORY_LOCALFILE".to_owned())],
-            remote_storages: Vec::new(),
-            node_timeout: Duration::from_secs(30),
-            app_timeout: Duration::from_secs(60),
-            shuffle_nodes_max: 9,
-            node_order: NodeOrder::default(),
-            partition_selection: PartitionSelection::default(),
-            excluded_nodes: HashSet::new(),
-            access: AccessRules::default(),
-        }
+impl EmbeddedConfig {
+    /// Remote storages to choose from, each with its settings.
+    #[must_use]
+    pub fn remote_storages(&self) -> Vec<RemoteStorage> {
+        let storage = |path: &String| {
+            let mut storage = RemoteStorage { path: path.clone(), conf: Vec::new() };
+            let conf = self.remote_storage_conf.get(storage.host());
+            storage.conf = conf.map(|text| RemoteStorage::parse_conf(text)).unwrap_or_default();
+            storage
+        };
+        self.remote_storage_paths.iter().map(storage).collect()
     }
+}
+
+fn node_id() -> Kind<String> {
+    const BYTES_MAX: usize = 255;
+    let is_plain = |c: char| !c.is_control() && !c.is_whitespace();
+    let convert = move |text: &str| match (1..=BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain) {
+        true => Ok(text.to_owned()),
+        false => Err("server ids such as \"10.0.0.1-21100\"".to_owned()),
+    };
+    parsed("server ids", convert)
+}
+
+fn remote_path() -> Kind<String> {
+    let convert = |text: &str| match text.split_once("://") {
+        Some((scheme, rest)) if !scheme.is_empty() && !rest.is_empty() => Ok(text.to_owned()),
+        _ => Err("URIs such as \"hdfs://namenode:8020/uniffle\"".to_owned()),
+    };
+    parsed("URIs", convert)
 }
 
 /// Why there is no assignment. The text goes to the client.
@@ -178,6 +221,7 @@ pub struct EmbeddedCoordinator(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     config: EmbeddedConfig,
+    storages: Vec<RemoteStorage>,
     nodes: Mutex<NodeTable>,
     apps: Mutex<AppTable>,
     metrics: Metrics,
@@ -200,11 +244,12 @@ impl EmbeddedCoordinator {
     /// # Errors
     /// When a metric of the same name is registered already.
     pub fn new(config: EmbeddedConfig, registry: &Registry) -> Result<Self, prometheus::Error> {
-        let hosts: Vec<String> = config.remote_storages.iter().map(|s| s.host().to_owned()).collect();
-        let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.clone());
+        let storages = config.remote_storages();
+        let hosts: Vec<String> = storages.iter().map(|s| s.host().to_owned()).collect();
+        let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.iter().cloned().collect());
         let apps = AppTable::new(config.app_timeout);
         let metrics = Metrics::new(registry, &hosts)?;
-        Ok(Self(Arc::new(Inner { nodes: Mutex::new(nodes), apps: Mutex::new(apps), metrics, config })))
+        Ok(Self(Arc::new(Inner { storages, nodes: Mutex::new(nodes), apps: Mutex::new(apps), metrics, config })))
     }
 
     /// Takes the own worker's state, as if it had sent a heartbeat.
@@ -284,7 +329,7 @@ impl EmbeddedCoordinator {
         self.0.metrics.set_nodes(counts);
         let mut apps = self.0.apps.lock();
         apps.expire(now);
-        let storage_uses = apps.storage_uses(self.0.config.remote_storages.len());
+        let storage_uses = apps.storage_uses(self.0.storages.len());
         self.0.metrics.set_apps(apps.len(), &apps.users(), &storage_uses);
     }
 
@@ -319,7 +364,7 @@ impl EmbeddedCoordinator {
     }
 
     fn remote_storage(&self, id: &AppId) -> Option<proto::RemoteStorage> {
-        let storages = &self.0.config.remote_storages;
+        let storages = &self.0.storages;
         let at = self.0.apps.lock().storage(id, storages.len(), Instant::now())?;
         storages.get(at).map(RemoteStorage::to_message)
     }

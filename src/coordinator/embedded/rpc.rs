@@ -175,14 +175,16 @@ impl CoordinatorServer for EmbeddedCoordinator {
 
 impl EmbeddedCoordinator {
     fn client_conf(&self) -> proto::FetchClientConfResponse {
-        let item = |(key, value): &(String, String)| proto::ClientConfItem {
-            key: key.clone(),
-            value: value.clone(),
-        };
+        const STORAGE_TYPE: &str = "rss.storage.type";
+        let config = &self.0.config;
+        let own = [(STORAGE_TYPE, config.storage_type.as_str())];
+        let own = own.into_iter().filter(|(key, _)| !config.client_conf.contains_key(*key));
+        let configured = config.client_conf.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+        let item = |(key, value): (&str, &str)| proto::ClientConfItem { key: key.to_owned(), value: value.to_owned() };
         proto::FetchClientConfResponse {
             status: StatusCode::Success.into(),
             ret_msg: String::new(),
-            client_conf: self.0.config.client_conf.iter().map(item).collect(),
+            client_conf: own.chain(configured).map(item).collect(),
         }
     }
 }

@@ -244,9 +244,10 @@ async fn remote_storage_is_empty_or_sticky() {
     let none = fetch(&coordinator(EmbeddedConfig::default()), "a").await;
     assert_eq!((none.status(), none.remote_storage), (StatusCode::Success, Some(Default::default())));
 
-    let storage = |path: &str| RemoteStorage { path: path.into(), conf: vec![("k".into(), "v,w".into())] };
+    let settings = |host: &str| (host.to_owned(), "k=v,w".to_owned());
     let config = EmbeddedConfig {
-        remote_storages: vec![storage("hdfs://nn1:8020/rss"), storage("hdfs://nn2/rss")],
+        remote_storage_paths: vec!["hdfs://nn1:8020/rss".to_owned(), "hdfs://nn2/rss".to_owned()],
+        remote_storage_conf: ["nn1", "nn2"].map(settings).into(),
         ..Default::default()
     };
     let coordinator = coordinator(config);
@@ -259,7 +260,6 @@ async fn remote_storage_is_empty_or_sticky() {
     }
     assert_ne!(paths["a"], paths["b"]);
     assert_eq!(fetch(&coordinator, "../x").await.status(), StatusCode::InvalidRequest);
-    assert_eq!(storage("hdfs://nn1:8020/rss").host(), "nn1");
 }
 
 #[tokio::test(start_paused = true)]

@@ -5,6 +5,7 @@
 //! Invariants: a call has the interval as its deadline; heartbeats never stop; a change of state is logged once.
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +20,8 @@ use crate::metrics;
 use crate::proto::StatusCode;
 use crate::proto::coordinator_server_client::CoordinatorServerClient;
 use crate::runtime::Tasks;
+use crate::schema::kind::{HOUR, Kind, SECOND, list, parsed, seconds};
+use crate::schema::section;
 
 /// Where a coordinator listens: `host:port`, `1.2.3.4:port` or `[v6]:port`. The name is resolved at each connect.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -35,12 +38,25 @@ impl FromStr for CoordinatorAddress {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let text = text.trim();
         let invalid = || InvalidAddress(text.to_owned());
-        let authority: http::uri::Authority = text.parse().map_err(|_| invalid())?;
-        let has_user = text.contains('@');
-        match authority.port_u16() {
-            Some(port) if port > 0 && !authority.host().is_empty() && !has_user => Ok(Self(text.to_owned())),
-            _ => Err(invalid()),
-        }
+        let (host, port) = text.rsplit_once(':').ok_or_else(invalid)?;
+        let is_port = port.parse::<u16>().is_ok_and(|port| port != 0);
+        let is_host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+            Some(literal) => literal.parse::<Ipv6Addr>().is_ok(),
+            None => {
+                let is_host_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+                (1..=253).contains(&host.len()) && host.chars().all(is_host_char)
+            }
+        };
+        if is_port && is_host { Ok(Self(text.to_owned())) } else { Err(invalid()) }
+    }
+}
+
+impl CoordinatorAddress {
+    /// Host name or IP address, IPv6 without brackets.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        let host = self.0.rsplit_once(':').map_or("", |(host, _)| host);
+        host.trim_start_matches('[').trim_end_matches(']')
     }
 }
 
@@ -50,13 +66,24 @@ impl fmt::Display for CoordinatorAddress {
     }
 }
 
-/// Settings of the heartbeat client, already validated.
-#[derive(Debug, Clone)]
-pub struct HeartbeatConfig {
-    /// All coordinators of the quorum.
-    pub coordinators: Vec<CoordinatorAddress>,
-    /// Time between two heartbeats, and the deadline of one. Default: 10 s, at least 1 ms.
-    pub interval: Duration,
+section! {
+    /// Settings of the heartbeat client.
+    pub struct HeartbeatConfig {
+        /// Coordinators to register with. Default: none, the worker is its own (embedded) coordinator.
+        #[key(
+            "coordinator_quorum", list(16, address()), Restart,
+            example "[\"coordinator1:21000\", \"coordinator2:21000\"]"
+        )]
+        pub coordinators: Vec<CoordinatorAddress> = Vec::new(),
+        /// Time between two heartbeats, and the deadline of one.
+        #[key("heartbeat_interval_seconds", seconds(SECOND / 10..=HOUR), AtOnce)]
+        pub interval: Duration = 10 * SECOND,
+    }
+}
+
+fn address() -> Kind<CoordinatorAddress> {
+    let allowed = "entries of the form host:port, such as \"coordinator1:21000\"";
+    parsed("host:port", move |text| text.parse().map_err(|_| allowed.to_owned()))
 }
 
 /// Outcome of the latest heartbeat to a coordinator.

@@ -2,7 +2,6 @@
 //!
 //! No sleeps: each test waits for a state on a watch channel; the interval is short, so that a deadline is met soon.
 
-use std::collections::HashSet;
 use std::net::SocketAddr;
 
 use socket2::{Domain, Socket, Type};
@@ -36,7 +35,7 @@ fn listening(socket: Socket) -> TcpListener {
 
 /// The embedded coordinator as the other side: one implementation tests the other.
 fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
-    let excluded_nodes: HashSet<String> = excluded.iter().map(|&id| id.to_owned()).collect();
+    let excluded_nodes = excluded.iter().map(|&id| id.to_owned()).collect();
     let config = EmbeddedConfig { excluded_nodes, ..Default::default() };
     let coordinator = EmbeddedCoordinator::new(config, &Registry::new()).unwrap();
     let service = CoordinatorServerServer::new(coordinator.clone());

@@ -15,6 +15,7 @@ use crate::proto::{
     CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,
     StatusCode,
 };
+use crate::schema::words;
 use crate::service::{Service, ServiceError};
 use crate::telemetry::{AUDIT, LogLimiter};
 
@@ -24,17 +25,18 @@ const ADDRESSES_LAST: Duration = Duration::from_secs(10);
 /// Between two log lines about callers that were turned away; the others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Who may call `decommission` and `cancelDecommission`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DecommissionBy {
-    /// Nobody.
-    Nobody,
-    /// Programs on this machine.
-    ThisMachine,
-    /// The machines with these names or addresses.
-    Machines(Vec<String>),
-    /// Everybody, as with the Java server.
-    Everybody,
+words! {
+    /// Who may call `decommission` and `cancelDecommission`.
+    pub enum DecommissionBy {
+        /// The machines of the coordinators.
+        Coordinators = "coordinators",
+        /// Programs on this machine.
+        ThisMachine = "loopback",
+        /// Everybody, as with the Java server.
+        Everybody = "open",
+        /// Nobody.
+        Nobody = "off",
+    }
 }
 
 /// Who asks; in the extensions of calls of this service.
@@ -46,16 +48,19 @@ pub(super) struct Peer(pub(super) SocketAddr);
 pub(super) struct InternalCalls {
     service: Arc<Service>,
     by: DecommissionBy,
-    /// Of [`DecommissionBy::Machines`], and when they were looked up.
+    /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
+    coordinators: Vec<String>,
+    /// Theirs, and when they were looked up.
     addresses: tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>,
     denials: LogLimiter,
 }
 
 impl InternalCalls {
-    pub(super) fn new(service: Arc<Service>, by: DecommissionBy) -> Self {
+    pub(super) fn new(service: Arc<Service>, by: DecommissionBy, coordinators: Vec<String>) -> Self {
         Self {
             service,
             by,
+            coordinators,
             addresses: tokio::sync::Mutex::default(),
             denials: LogLimiter::new(1, DENIED_LOG_INTERVAL),
         }
@@ -88,15 +93,15 @@ impl InternalCalls {
     }
 
     async fn hears(&self, peer: IpAddr) -> bool {
-        match &self.by {
+        match self.by {
             DecommissionBy::Nobody => false,
             DecommissionBy::ThisMachine => peer.is_loopback(),
             DecommissionBy::Everybody => true,
-            DecommissionBy::Machines(names) => {
+            DecommissionBy::Coordinators => {
                 let mut known = self.addresses.lock().await;
                 let is_fresh = known.as_ref().is_some_and(|(since, _)| since.elapsed() < ADDRESSES_LAST);
                 if !is_fresh {
-                    *known = Some((Instant::now(), addresses(names).await));
+                    *known = Some((Instant::now(), addresses(&self.coordinators).await));
                 }
                 known.as_ref().is_some_and(|(_, addresses)| addresses.contains(&peer))
             }

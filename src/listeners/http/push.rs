@@ -3,6 +3,7 @@
 //! Each push replaces the group `job="uniffle-worker"`, `instance=<server id>` and the configured labels. A gateway that
 //! is away costs nothing but a warning now and then; the last push is made when the worker stops.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -18,6 +19,8 @@ use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
 use super::Refresh;
 use crate::metrics;
 use crate::runtime::Tasks;
+use crate::schema::kind::{HOUR, SECOND, optional, parsed, seconds, table};
+use crate::schema::section;
 use crate::telemetry::LogLimiter;
 
 /// The job that all workers push as.
@@ -35,15 +38,48 @@ const WARN_INTERVAL: Duration = Duration::from_secs(600);
 /// Of an error's text.
 const ANSWER_BYTES_MAX: usize = 4 << 10;
 
-/// Where to push, validated.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PushConfig {
-    /// The gateway: `http://host[:port][/prefix]`.
-    pub endpoint: Endpoint,
-    /// Time between two pushes.
-    pub interval: Duration,
-    /// More labels of the group; neither name nor value needs escaping in a URL.
-    pub labels: Vec<(String, String)>,
+section! {
+    /// Where to push.
+    #[table("metrics", "Metrics to a Prometheus pushgateway, as job uniffle-worker, instance = the worker's id.")]
+    pub struct PushConfig {
+        /// Prometheus pushgateway; a path prefix is kept. Default: none.
+        #[key(
+            "metrics.push_gateway_endpoint",
+            optional(parsed("a URL such as http://gateway:9091", Endpoint::parse)), Restart,
+            example "\"http://gateway:9091\""
+        )]
+        pub endpoint: Option<Endpoint> = None,
+        /// Time between two pushes.
+        #[key("metrics.push_interval_sec", seconds(SECOND..=HOUR), Restart)]
+        pub interval: Duration = 10 * SECOND,
+        /// More labels of what is pushed.
+        #[key("metrics.labels", table(16), Restart, example "{ env = \"production\" }")]
+        pub labels: BTreeMap<String, String> = BTreeMap::new(),
+    }
+}
+
+const LABEL_CHARS_MAX: usize = 128;
+
+/// Whether a label needs no escaping in the gateway's path, and is none of those that the worker sets.
+///
+/// # Errors
+/// What is allowed.
+pub fn check_label(name: &str, value: &str) -> Result<(), &'static str> {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let starts = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+    if !starts || !name.chars().all(is_name) || name.starts_with("__") || name.len() > LABEL_CHARS_MAX {
+        return Err(
+            "names of letters, digits and underscores, not beginning with a digit or two underscores",
+        );
+    }
+    if matches!(name, "job" | "instance") {
+        return Err("names other than job and instance, which the worker sets");
+    }
+    let is_value = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ':' | '~');
+    if value.is_empty() || value.len() > LABEL_CHARS_MAX || !value.chars().all(is_value) {
+        return Err("values of 1 to 128 letters, digits and any of _-.:~");
+    }
+    Ok(())
 }
 
 /// A parsed endpoint.
@@ -90,7 +126,8 @@ metrics::table! {
 
 /// Pushes until its tasks are cancelled.
 pub struct Pusher {
-    config: PushConfig,
+    gateway: Endpoint,
+    interval: Duration,
     path: String,
     registry: Registry,
     refresh: Refresh,
@@ -99,25 +136,27 @@ pub struct Pusher {
 
 impl std::fmt::Debug for Pusher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pusher").field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("Pusher").field("gateway", &self.gateway).finish_non_exhaustive()
     }
 }
 
 impl Pusher {
-    /// Starts pushing what `registry` gathers after `refresh`, as `instance`.
+    /// Starts pushing to `gateway` what `registry` gathers after `refresh`, as `instance`.
     ///
     /// # Errors
     /// A metric name that is taken in `registry`.
     pub fn start(
-        config: PushConfig,
+        config: &PushConfig,
+        gateway: &Endpoint,
         instance: &str,
         registry: Registry,
         refresh: Refresh,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let path = group_path(&config, instance);
+        let path = group_path(gateway, &config.labels, instance);
         let metrics = PushMetrics::new(&registry)?;
-        let pusher = Self { config, path, registry, refresh, metrics };
+        let (gateway, interval) = (gateway.clone(), config.interval);
+        let pusher = Self { gateway, interval, path, registry, refresh, metrics };
         tasks.spawn("metrics push", Arc::new(pusher).run(tasks.clone()));
         Ok(())
     }
@@ -125,7 +164,7 @@ impl Pusher {
     async fn run(self: Arc<Self>, tasks: Tasks) {
         let cancelled = tasks.cancelled();
         tokio::pin!(cancelled);
-        let mut ticks = interval(self.config.interval);
+        let mut ticks = interval(self.interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let warnings = LogLimiter::new(1, WARN_INTERVAL);
         loop {
@@ -145,7 +184,7 @@ impl Pusher {
     }
 
     fn tell(&self, result: Result<(), String>, warnings: &LogLimiter) {
-        let gateway = &self.config.endpoint;
+        let gateway = &self.gateway;
         match result {
             Ok(()) => {
                 self.metrics.pushed.inc();
@@ -166,15 +205,15 @@ impl Pusher {
         (self.refresh)();
         let mut text = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut text).map_err(|error| error.to_string())?;
-        let put = put(&self.config.endpoint.authority, &self.path, text);
+        let put = put(&self.gateway.authority, &self.path, text);
         timeout(deadline, put).await.unwrap_or_else(|_| Err(format!("no answer within {deadline:?}")))
     }
 }
 
 /// The path of the worker's group. The names and values were checked to need no escaping.
-fn group_path(config: &PushConfig, instance: &str) -> String {
-    let mut path = format!("{}/metrics/job/{JOB}/instance/{instance}", config.endpoint.prefix);
-    for (name, value) in &config.labels {
+fn group_path(gateway: &Endpoint, labels: &BTreeMap<String, String>, instance: &str) -> String {
+    let mut path = format!("{}/metrics/job/{JOB}/instance/{instance}", gateway.prefix);
+    for (name, value) in labels {
         path.extend(["/", name, "/", value]);
     }
     path
@@ -224,16 +263,30 @@ mod tests {
 
     #[test]
     fn a_path_prefix_is_kept_and_labels_follow() {
-        let config = |endpoint| PushConfig {
-            endpoint: Endpoint::parse(endpoint).unwrap(),
-            interval: PUSH_DEADLINE,
-            labels: vec![("env".to_owned(), "test".to_owned())],
-        };
-        let path = group_path(&config("http://proxy/pushgateway/"), "10.0.0.1-21100");
+        let labels = BTreeMap::from([("env".to_owned(), "test".to_owned())]);
+        let gateway = |text| Endpoint::parse(text).unwrap();
+        let path = group_path(&gateway("http://proxy/pushgateway/"), &labels, "10.0.0.1-21100");
         assert_eq!(path, "/pushgateway/metrics/job/uniffle-worker/instance/10.0.0.1-21100/env/test");
-        let path = group_path(&config("http://gateway:9091"), "a");
+        let path = group_path(&gateway("http://gateway:9091"), &labels, "a");
         assert_eq!(path, "/metrics/job/uniffle-worker/instance/a/env/test");
-        assert_eq!(config("http://[::1]").endpoint.to_string(), "http://[::1]:80");
+        assert_eq!(gateway("http://[::1]").to_string(), "http://[::1]:80");
+    }
+
+    #[test]
+    fn labels_need_no_escaping_anywhere() {
+        assert_eq!(check_label("env", "prod-7.eu:1"), Ok(()));
+        for (name, value) in [
+            ("", "x"),
+            ("1a", "x"),
+            ("__a", "x"),
+            ("job", "x"),
+            ("a b", "x"),
+            ("a", ""),
+            ("a", "x/y"),
+            ("a", "ü"),
+        ] {
+            assert!(check_label(name, value).is_err(), "{name:?} {value:?}");
+        }
     }
 
     #[test]

@@ -20,6 +20,8 @@ use tower::ServiceExt as _;
 
 use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, Stream, WhenFull};
 use crate::runtime::Tasks;
+use crate::schema::kind::{SECOND, count, seconds};
+use crate::schema::section;
 
 /// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
 const HEAD_BYTES_MAX: usize = 8 << 10;
@@ -33,13 +35,18 @@ const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
 /// What a connection gets to finish its answer after the group was cancelled.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
-/// Bounds of the listener.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HttpConfig {
-    /// Connections at once; more wait in the listener's backlog.
-    pub max_connections: usize,
-    /// From accept to the last byte of the answer.
-    pub request_timeout: Duration,
+section! {
+    /// Bounds of the listener.
+    #[table("http", "The HTTP listener.")]
+    #[derive(Copy)]
+    pub struct HttpConfig {
+        /// Connections at once; more wait in the listener's backlog.
+        #[key("http.max_connections", count(1..=10_000), Restart)]
+        pub max_connections: usize = 64,
+        /// A request is answered, from accept to the last byte, within this time.
+        #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
+        pub request_timeout: Duration = 30 * SECOND,
+    }
 }
 
 /// Who asks; in the extensions of every request.

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use prometheus::Registry;
 use tokio::net::TcpStream;
 
-pub use config::TcpConfig;
+pub use config::{TcpConfig, TcpThreads};
 use metrics::TcpMetrics;
 
 use crate::runtime::{Cores, Tasks};

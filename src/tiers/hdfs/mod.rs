@@ -40,6 +40,7 @@ mod writer;
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -64,6 +65,8 @@ use self::remote::Remote;
 use self::writer::Writers;
 use crate::metrics::{GaugeGuard, clamped};
 use crate::runtime::Tasks;
+use crate::schema::kind::{HOUR, Kind, SECOND, count, flag, list, optional, parsed, path, seconds, text};
+use crate::schema::section;
 use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
@@ -80,37 +83,75 @@ const RECOVERY_PAUSE: Duration = Duration::from_millis(500);
 const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(15);
 const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 
-/// How the tier works.
-#[derive(Debug, Clone, PartialEq)]
-pub struct HdfsConfig {
-    /// As told to coordinators: clients look for files that begin with it.
-    pub server_id: String,
-    /// What clients may name. Default: everything.
-    pub allowed: AllowList,
-    /// Files written at a time per file system. Default: 10. At least 1.
-    pub max_concurrency: usize,
-    /// Writers per partition, where the client does not ask for fewer. Default: 20. At least 1.
-    pub partition_write_max_concurrency: usize,
-    /// Time for a batch of no bytes; every MiB adds a second. Default: 60 s.
-    pub write_timeout: Duration,
-    /// Time for one call that moves no data. Default: 60 s.
-    pub call_timeout: Duration,
-    /// How long a deletion is tried. Default: 10 min.
-    pub purge_timeout: Duration,
+section! {
+    /// How the tier works.
+    #[table("hdfs_store", "HDFS. Remote paths and Hadoop settings come with each application; HADOOP_CONF_DIR names a directory with the worker's own core-site.xml and hdfs-site.xml, over which an application's settings are laid.")]
+    #[table("hdfs_store.kerberos_security_config", "Where Hadoop's security is on. Without a keytab the tickets of KRB5CCNAME are used, which somebody else must renew.")]
+    pub struct HdfsConfig {
+        /// Files written at a time per file system.
+        #[key("hdfs_store.max_concurrency", count(1..=10_000), Restart)]
+        pub max_concurrency: usize = 10,
+        /// Files of one partition written at a time; an application may ask for fewer.
+        #[key("hdfs_store.partition_write_max_concurrency", count(1..=1000), Restart)]
+        pub partition_write_max_concurrency: usize = 20,
+        /// Remote paths that applications may name, with everything below. None: those of the embedded coordinator's
+        /// remote_storage_path, else all, with a warning: the worker writes and deletes what applications name.
+        #[key("hdfs_store.allowed_paths", list(256, location()), Restart)]
+        pub allowed_paths: Vec<RemoteLocation> = Vec::new(),
+        /// Time to write a batch; every MiB of it adds a second. Then it goes to local disks, or is tried again.
+        #[key("hdfs_store.write_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub write_timeout: Duration = 60 * SECOND,
+        /// Write, read and delete a file in every allowed path at start, and do not start if that fails.
+        #[key("hdfs_store.precheck_enable", flag(), Restart)]
+        pub precheck: bool = false,
+        /// Keytab of the worker's login, with a principal.
+        #[key("hdfs_store.kerberos_security_config.keytab_path", optional(path()), Restart, example "\"/etc/uniffle.keytab\"")]
+        pub keytab_path: Option<PathBuf> = None,
+        /// Principal in the keytab.
+        #[key("hdfs_store.kerberos_security_config.principal", optional(principal()), Restart, example "\"uniffle/host@REALM\"")]
+        pub principal: Option<String> = None,
+        /// Write as the application's user; the NameNodes need hadoop.proxyuser settings for the principal.
+        #[key("hdfs_store.kerberos_security_config.proxy_user_enable", flag(), Restart)]
+        pub proxy_user: bool = true,
+        /// Directory with the worker's own core-site.xml and hdfs-site.xml.
+        #[env("HADOOP_CONF_DIR", optional(text("a directory", |text| Ok(PathBuf::from(text)), |path| path.display().to_string())))]
+        pub hadoop_conf_dir: Option<PathBuf> = None,
+        /// Where the Kerberos tickets are when there is no keytab; by default where Kerberos has them.
+        #[env("KRB5CCNAME", optional(parsed("a ticket cache", |text| Ok(text.to_owned()))))]
+        pub ticket_cache: Option<String> = None,
+        /// As told to coordinators: clients look for files that begin with it.
+        pub server_id: String = String::new(),
+        /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default: everything.
+        pub allowed: AllowList = AllowList::default(),
+        /// Time for one call that moves no data.
+        pub call_timeout: Duration = 60 * SECOND,
+        /// How long a deletion is tried.
+        pub purge_timeout: Duration = 600 * SECOND,
+    }
 }
 
-impl Default for HdfsConfig {
-    fn default() -> Self {
-        Self {
-            server_id: String::new(),
-            allowed: AllowList::default(),
-            max_concurrency: 10,
-            partition_write_max_concurrency: 20,
-            write_timeout: Duration::from_secs(60),
-            call_timeout: Duration::from_secs(60),
-            purge_timeout: Duration::from_secs(600),
+fn location() -> Kind<RemoteLocation> {
+    let convert = |text: &str| {
+        RemoteLocation::parse(text)
+            .map_err(|why| format!("paths such as \"hdfs://nameservice/uniffle\"; this one {why}"))
+    };
+    parsed("paths such as hdfs://nameservice/uniffle", convert)
+}
+
+const PRINCIPAL_BYTES_MAX: usize = 1024;
+
+fn principal() -> Kind<String> {
+    let convert = |text: &str| {
+        let is_plain = |c: char| !c.is_control() && !c.is_whitespace();
+        let is_principal =
+            text.split_once('@').is_some_and(|(name, realm)| !name.is_empty() && !realm.is_empty());
+        if is_principal && text.len() <= PRINCIPAL_BYTES_MAX && text.chars().all(is_plain) {
+            Ok(text.to_owned())
+        } else {
+            Err("a Kerberos principal such as \"uniffle/host@REALM\"".to_owned())
         }
-    }
+    };
+    parsed("a Kerberos principal", convert)
 }
 
 /// Makes clients of file systems.

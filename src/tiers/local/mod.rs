@@ -85,94 +85,108 @@ use self::placement::Candidate;
 use self::purge::Condemned;
 use self::records::RecordCache;
 use self::shuffle::Shuffle;
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
+use crate::schema::section;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::AlignedPool;
 use uniffle_io::{Disk, Engine};
 use uniffle_wire::types::{BlockMeta, PartitionId, ShuffleKey};
 
-/// How the local store works.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LocalConfig {
-    /// Data directories. At least one.
-    pub paths: Vec<PathBuf>,
-    /// Write calls per disk at a time. Default: 4. At least 1.
-    pub write_concurrency_per_disk: usize,
-    /// Read calls per disk at a time. Default: 16. At least 1.
-    pub read_concurrency_per_disk: usize,
-    /// Reads and writes per disk together at a time. Default: 2,000. At least 1.
-    pub max_concurrency_per_disk: usize,
-    /// Used share of the file system from which on a disk takes no batches. Default: 0.8. 0..=1.
-    pub high_watermark: f64,
-    /// Used share below which it takes them again. Default: 0.7. At most `high_watermark`.
-    pub low_watermark: f64,
-    /// Write around the page cache where the file system allows it. Default: true.
-    pub direct_io: bool,
-    /// Who makes the calls. Default: threads that wait.
-    pub engine: Engine,
-    /// Time for one write call of at most 16 MiB, queueing included. Default: 60 s.
-    pub write_timeout: Duration,
-    /// Time for one read call of at most 2 MiB, queueing included. Default: 60 s.
-    pub read_timeout: Duration,
-    /// Time to open, create or rename something. Default: 30 s.
-    pub name_timeout: Duration,
-    /// Time to delete a shuffle's files. Default: 10 min.
-    pub purge_timeout: Duration,
-    /// Between two measurements of free space. Default: 10 s.
-    pub space_interval: Duration,
-    /// Between two probes of the disks. Default: 60 s.
-    pub probe_interval: Duration,
-    /// Cached descriptors. Default: 1,024. At least 1.
-    pub descriptors_max: usize,
-    /// A cached descriptor that is not used for this long is closed. Default: 60 s.
-    pub descriptor_idle_timeout: Duration,
-    /// Memory for index records of published extents. 0 = none are kept. Default: 16 MiB.
-    pub index_cache_bytes: u64,
-    /// Whether what an earlier process left is taken over; else it is deleted. Default: true.
-    pub recovery: bool,
-    /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
-    /// missed. Default: empty.
-    pub boot: String,
-    /// Time to sync everything at an orderly end, and to write that down. Default: 10 s.
-    pub end_sync_timeout: Duration,
-    /// Which data reads have their blocks' CRC-32 checked. Default: all.
-    pub verify_reads: VerifyReads,
-    /// When what is written counts as written. Default: when the operating system has it.
-    pub sync: SyncWrites,
-    /// Time for one copy of a note to reach a disk. Default: 10 s.
-    pub note_timeout: Duration,
-    /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64. Default: 0.
-    pub staging_buffers: usize,
+section! {
+    /// How the local store works.
+    #[table("localfile_store", "Local disks.")]
+    pub struct LocalConfig |machine| {
+        /// One directory per disk: absolute, distinct, none inside another. Needed with a coordinator_quorum. Default:
+        /// $XDG_STATE_HOME/uniffle-worker/data, else ~/.local/state/uniffle-worker/data, else below the temp directory.
+        #[key("localfile_store.data_paths", list(64, path()), Restart, example "[\"/data1/uniffle\", \"/data2/uniffle\"]")]
+        pub paths: Vec<PathBuf> = vec![machine.state_dir.join("data")],
+        /// Fewer disks than this that take data (not full, hung or broken) make the worker unhealthy; 0 = never.
+        #[key(
+            "localfile_store.healthy_check_min_disks" or "localfile_store.min_number_of_available_disks",
+            count(0..=64), AtOnce
+        )]
+        pub min_disks: usize = 0,
+        /// A disk filled beyond this share gets no new data ...
+        #[key("localfile_store.disk_high_watermark", ratio(), AtOnce)]
+        pub high_watermark: f64 = 0.8,
+        /// ... until it is below this one.
+        #[key("localfile_store.disk_low_watermark", ratio(), AtOnce)]
+        pub low_watermark: f64 = 0.7,
+        /// Reads and writes together under way per disk.
+        #[key("localfile_store.disk_max_concurrency", count(1..=1_000_000), Restart)]
+        pub max_concurrency_per_disk: usize = 2000,
+        /// Writes under way per disk.
+        #[key("localfile_store.write_concurrency_per_disk", count(1..=256), Restart)]
+        pub write_concurrency_per_disk: usize = 4,
+        /// Between two probes of the disks.
+        #[key("localfile_store.disk_healthy_check_interval_sec", seconds(SECOND..=DAY), Restart)]
+        pub probe_interval: Duration = 60 * SECOND,
+        /// Write past the page cache where the file system allows it.
+        #[key("localfile_store.direct_io", flag(), Restart)]
+        pub direct_io: bool = true,
+        /// Take over at the start what an earlier process left in the data paths; false deletes it.
+        #[key("localfile_store.recovery", flag(), Restart)]
+        pub recovery: bool = true,
+        /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel
+        /// refuses it).
+        #[key("localfile_store.io_engine", word(), Restart)]
+        pub engine: Engine = Engine::Blocking,
+        /// Compare the checksums of blocks that are read from disk: always, sampled (one read in sixteen) or off. Clients
+        /// check in any case; here the disk is blamed and the loss entered. It costs 8 % of a read's CPU time: less than a
+        /// wrong block that nobody can place.
+        #[key("localfile_store.verify_reads", word(), Restart)]
+        pub verify_reads: VerifyReads = VerifyReads::Always,
+        /// What is on the disks before it counts: off = nothing, the page cache survives kill -9 and upgrades; group = data
+        /// before its index, both before memory is released, registrations and reports before they are acknowledged, so
+        /// that a power loss takes nothing that was published or reported and synced. One fdatasync serves all who wait
+        /// for it.
+        #[key("localfile_store.sync", word(), Restart)]
+        pub sync: SyncWrites = SyncWrites::Off,
+        /// Index records kept in memory, so that reducers' first question needs no disk.
+        #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
+        pub index_cache_bytes: u64 = 16 * MIB,
+        /// Read calls per disk at a time. At least 1.
+        pub read_concurrency_per_disk: usize = 16,
+        /// Time for one write call of at most 16 MiB, queueing included.
+        pub write_timeout: Duration = 60 * SECOND,
+        /// Time for one read call of at most 2 MiB, queueing included.
+        pub read_timeout: Duration = 60 * SECOND,
+        /// Time to open, create or rename something.
+        pub name_timeout: Duration = 30 * SECOND,
+        /// Time to delete a shuffle's files.
+        pub purge_timeout: Duration = 600 * SECOND,
+        /// Between two measurements of free space.
+        pub space_interval: Duration = 10 * SECOND,
+        /// Cached descriptors. At least 1.
+        pub descriptors_max: usize = 1024,
+        /// A cached descriptor that is not used for this long is closed.
+        pub descriptor_idle_timeout: Duration = 60 * SECOND,
+        /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
+        /// missed.
+        pub boot: String = String::new(),
+        /// Time to sync everything at an orderly end, and to write that down.
+        pub end_sync_timeout: Duration = 10 * SECOND,
+        /// Time for one copy of a note to reach a disk.
+        pub note_timeout: Duration = 10 * SECOND,
+        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
+        pub staging_buffers: usize = 0,
+    }
 }
 
-impl Default for LocalConfig {
-    fn default() -> Self {
-        Self {
-            paths: Vec::new(),
-            write_concurrency_per_disk: 4,
-            read_concurrency_per_disk: 16,
-            max_concurrency_per_disk: 2000,
-            high_watermark: 0.8,
-            low_watermark: 0.7,
-            direct_io: true,
-            engine: Engine::Blocking,
-            write_timeout: Duration::from_secs(60),
-            read_timeout: Duration::from_secs(60),
-            name_timeout: Duration::from_secs(30),
-            purge_timeout: Duration::from_secs(600),
-            space_interval: Duration::from_secs(10),
-            probe_interval: Duration::from_secs(60),
-            descriptors_max: 1024,
-            descriptor_idle_timeout: Duration::from_secs(60),
-            index_cache_bytes: 16 << 20,
-            recovery: true,
-            boot: String::new(),
-            end_sync_timeout: Duration::from_secs(10),
-            verify_reads: VerifyReads::Always,
-            sync: SyncWrites::Off,
-            note_timeout: Duration::from_secs(10),
-            staging_buffers: 0,
+impl Word for Engine {
+    const ALL: &'static [Self] = &[Self::Blocking, Self::Uring];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Blocking => "blocking",
+            Self::Uring => "io_uring",
         }
+    }
+
+    fn unusable(self) -> Option<&'static str> {
+        let is_missing = self == Self::Uring && !cfg!(feature = "io-uring");
+        is_missing.then_some("this program was built without the feature io-uring")
     }
 }
 

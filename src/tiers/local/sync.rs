@@ -19,14 +19,16 @@ use super::log::Log;
 use crate::tiers::StoreError;
 use uniffle_io::File;
 
-/// When what is written counts as written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SyncWrites {
-    /// When the operating system has it: safe from the end of the process.
-    #[default]
-    Off,
-    /// When the device has it: safe from the end of power. Writers share their syncs.
-    Group,
+use crate::schema::words;
+
+words! {
+    /// When what is written counts as written.
+    pub enum SyncWrites {
+        /// When the operating system has it: safe from the end of the process.
+        Off = "off",
+        /// When the device has it: safe from power loss. Writers share their syncs.
+        Group = "group",
+    }
 }
 
 /// The syncs of a log.

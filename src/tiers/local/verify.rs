@@ -10,19 +10,20 @@ use std::sync::Arc;
 use super::Core;
 use super::log::Log;
 use super::shuffle::{Extent, Shuffle};
+use crate::schema::words;
 use crate::tiers::StoreError;
 use uniffle_wire::index::{IndexRecord, records};
 
-/// Which data reads are checked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum VerifyReads {
-    /// Every one.
-    #[default]
-    Always,
-    /// One in sixteen.
-    Sampled,
-    /// None.
-    Off,
+words! {
+    /// Which data reads are checked.
+    pub enum VerifyReads {
+        /// Every one.
+        Always = "always",
+        /// One in sixteen.
+        Sampled = "sampled",
+        /// None.
+        Off = "off",
+    }
 }
 
 /// Of so many reads one is checked when sampling.

@@ -174,6 +174,7 @@ fn flush_config() -> FlushConfig {
             single_buffer_bytes_max: 1 << 40,
             huge_partition_bytes: 1 << 40,
             huge_buffer_bytes_max: 1 << 40,
+            huge_share_bytes: u64::MAX,
             in_flight_batches_max: 5,
             blocks_high: 9_000,
             blocks_low: 2_000,

@@ -118,6 +118,7 @@ fn limits() -> Limits {
         single_buffer_bytes_max: 200 << 10,
         huge_partition_bytes: 300 << 10,
         huge_buffer_bytes_max: 60 << 10,
+        huge_share_bytes: u64::MAX,
         in_flight_batches_max: 3,
         blocks_high: 9_000,
         blocks_low: 2_000,

@@ -269,6 +269,7 @@ fn flush_config() -> FlushConfig {
             in_flight_batches_max: 5,
             huge_partition_bytes: u64::MAX,
             huge_buffer_bytes_max: u64::MAX,
+            huge_share_bytes: u64::MAX,
             blocks_high: 1_000_000,
             blocks_low: 200_000,
         },

@@ -31,7 +31,7 @@ use crate::DecodeError;
 pub use decoder::Decoder;
 
 /// Bounds of one message.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Blocks in one message. A block of the classic form costs the decoder nothing; the bound is against floods.
     pub blocks_max: u64,

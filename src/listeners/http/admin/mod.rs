@@ -6,6 +6,7 @@
 //! composition root's ([`AdminHooks`]); here they are translated.
 
 mod calls;
+mod config;
 mod guard;
 mod token;
 
@@ -16,6 +17,7 @@ use std::time::Duration;
 use axum::Router;
 use prometheus::{IntCounterVec, IntGauge, Registry};
 
+pub use config::AdminConfig;
 pub use token::{InvalidToken, Token};
 
 use super::serve::{self, HttpConfig};

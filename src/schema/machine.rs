@@ -19,6 +19,13 @@ pub struct Machine {
 /// Assumed when the system does not say how much memory there is.
 const MEMORY_BYTES_FALLBACK: u64 = 1 << 30;
 
+impl Default for Machine {
+    /// A small machine that is the same everywhere: what modules' defaults follow in tests and documents.
+    fn default() -> Self {
+        Self { memory_bytes: MEMORY_BYTES_FALLBACK, cores: 1, state_dir: PathBuf::from("/var/lib/uniffle-worker") }
+    }
+}
+
 impl Machine {
     /// Looks at the running system. Never fails: what cannot be read is assumed small.
     #[must_use]
@@ -35,18 +42,6 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             state_dir: state_dir(env),
         }
-    }
-
-    /// Default capacity of the memory store: 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks.
-    /// A small machine gets less than the lower bound rather than more than half of its memory.
-    #[must_use]
-    pub fn default_capacity_bytes(&self) -> u64 {
-        const LEAST: u64 = 256 << 20;
-        const MOST: u64 = 16 << 30;
-        const BLOCK: u64 = 2 << 20;
-        let share = (self.memory_bytes / 5).saturating_mul(2).clamp(LEAST, MOST);
-        let capacity = share.min(self.memory_bytes / 2).max(super::CAPACITY_BYTES_MIN);
-        capacity / BLOCK * BLOCK
     }
 }
 
@@ -87,7 +82,7 @@ fn least_limit(root: &Path, group: &str, file: &str) -> Option<u64> {
 /// `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory (with the user's id, so that two users differ).
 fn state_dir(env: &HashMap<String, String>) -> PathBuf {
     let absolute =
-        |name: &str| env.get(name).map(PathBuf::from).filter(|path| super::reader::is_plain_absolute(path));
+        |name: &str| env.get(name).map(PathBuf::from).filter(|path| super::kind::is_plain_absolute(path));
     if let Some(state) = absolute("XDG_STATE_HOME") {
         return state.join("uniffle-worker");
     }
@@ -101,18 +96,6 @@ fn state_dir(env: &HashMap<String, String>) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn capacity_is_a_share_within_bounds() {
-        let capacity = |memory_bytes| {
-            Machine { memory_bytes, cores: 1, state_dir: PathBuf::new() }.default_capacity_bytes()
-        };
-        assert_eq!(capacity(10 << 30), 4 << 30);
-        assert_eq!(capacity(1 << 40), 16 << 30);
-        assert_eq!(capacity(600 << 20), 256 << 20);
-        assert_eq!(capacity(256 << 20), 128 << 20);
-        assert_eq!(capacity(0), crate::config::CAPACITY_BYTES_MIN);
-    }
 
     #[test]
     fn state_follows_the_platform() {

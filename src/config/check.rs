@@ -1,0 +1,219 @@
+//! Checks between keys, when each by itself is right: pure functions of a configuration.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use super::sections::Config;
+use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
+use crate::listeners::http::push;
+use crate::schema::kind::size_text;
+use crate::schema::{Problem, Reader};
+
+/// Problems and warnings.
+#[derive(Debug)]
+struct Found<'a> {
+    reader: &'a mut Reader,
+}
+
+impl Found<'_> {
+    fn refuse(&mut self, key: &str, value: impl Display, allowed: impl Into<String>) {
+        self.reader.problems.push(Problem::new(key, value, allowed));
+    }
+
+    fn warn(&mut self, text: impl Into<String>) {
+        self.reader.warnings.push(text.into());
+    }
+}
+
+/// Adds what is wrong between keys to the problems of `reader`, and what has no effect to its warnings.
+pub(super) fn check(config: &Config, reader: &mut Reader) {
+    let mut found = Found { reader };
+    check_ports(config, &mut found);
+    check_admin(config, &mut found);
+    check_order(config, &mut found);
+    check_localfile(config, &mut found);
+    check_partition_limits(config, &mut found);
+    check_coordinators(config, &mut found);
+    check_hdfs(config, &mut found);
+    check_tls(&mut found);
+    for (name, value) in &config.push.labels {
+        if let Err(allowed) = push::check_label(name, value) {
+            found.refuse("metrics.labels", format_args!("{name:?} = {value:?}"), allowed);
+        }
+    }
+}
+
+fn check_ports(config: &Config, found: &mut Found) {
+    let mut taken = HashMap::new();
+    let worker = &config.worker;
+    let ports = [
+        ("grpc_port", Some(worker.grpc_port)),
+        ("urpc_port", worker.urpc_port),
+        ("http_port", Some(worker.http_port)),
+        ("admin.port", config.admin.port),
+    ];
+    for (key, port) in ports {
+        let Some(port) = port.filter(|port| *port != 0) else { continue };
+        if let Some(other) = taken.insert(port, key) {
+            found.refuse(key, port, format!("a port other than that of {other}"));
+        }
+    }
+}
+
+/// The administration can stop the node's work: reaching it from another machine needs a token.
+fn check_admin(config: &Config, found: &mut Found) {
+    let admin = &config.admin;
+    let has_token = admin.token.is_some() || admin.token_file.is_some();
+    if !admin.bind_address.is_loopback() && !has_token {
+        let allowed = "a loopback address; any other needs admin.token_file or WORKER_ADMIN_TOKEN";
+        found.refuse("admin.bind_address", admin.bind_address, allowed);
+    }
+    if let (Some(_), Some(file)) = (&admin.token, &admin.token_file) {
+        found.refuse("admin.token_file", file.display(), "one of it and WORKER_ADMIN_TOKEN");
+    }
+}
+
+/// Values that bound each other.
+fn check_order(config: &Config, found: &mut Found) {
+    let (local, spill, grpc) = (&config.local, &config.flush.limits, &config.grpc);
+    let watermarks = [
+        ("localfile_store.disk_low", local.low_watermark, "localfile_store.disk_high", local.high_watermark),
+        ("hybrid_store.memory_spill_low", spill.low_watermark, "hybrid_store.memory_spill_high", spill.high_watermark),
+    ];
+    for (low_key, low, high_key, high) in watermarks {
+        if low >= high {
+            found.refuse(&format!("{low_key}_watermark"), low, format!("less than {high_key}_watermark ({high})"));
+        }
+    }
+    let windows = [
+        ("stream_window", grpc.stream_window_bytes.into(), "connection_window", grpc.connection_window_bytes.into()),
+        ("connection_window", grpc.connection_window_bytes.into(), "window_total", grpc.window_budget_bytes),
+    ];
+    for (key, bytes, outer_key, outer) in windows {
+        if bytes > outer {
+            let allowed = format!("at most grpc.{outer_key} ({})", size_text(outer));
+            found.refuse(&format!("grpc.{key}"), size_text(bytes), allowed);
+        }
+    }
+    if config.service.ticket_check_interval > config.memory.ticket_timeout {
+        let interval = humantime::format_duration(config.service.ticket_check_interval);
+        let key = "memory_store.buffer_ticket_check_interval_sec";
+        found.refuse(key, interval, "at most memory_store.buffer_ticket_timeout_sec");
+    }
+}
+
+fn check_localfile(config: &Config, found: &mut Found) {
+    if !config.worker.store_type.has_local() {
+        return;
+    }
+    let key = "localfile_store.data_paths";
+    let paths = &config.local.paths;
+    // The default directory is for a first try on one machine; a cluster's disks are to be named.
+    if !found.reader.given.contains(key) && !config.is_embedded() {
+        found.refuse(key, "(absent)", "needed with a coordinator_quorum: one directory per disk");
+    }
+    if paths.is_empty() {
+        found.refuse(key, "[]", "at least one directory for store_type MEMORY_LOCALFILE");
+    }
+    for (at, path) in paths.iter().enumerate() {
+        if path == Path::new("/") {
+            found.refuse(key, "/", "a directory of its own below the root");
+        }
+        let overlaps = |other: &&PathBuf| path.starts_with(other) || other.starts_with(path);
+        if let Some(other) = paths.iter().take(at).find(overlaps) {
+            let allowed =
+                format!("distinct directories, none inside another; {} is listed too", other.display());
+            found.refuse(key, path.display(), allowed);
+        }
+    }
+    if config.local.min_disks > paths.len() {
+        let allowed = format!("at most the number of data_paths, {}", paths.len());
+        found.refuse("localfile_store.healthy_check_min_disks", config.local.min_disks, allowed);
+    }
+}
+
+fn check_partition_limits(config: &Config, found: &mut Found) {
+    let partition = &config.partition;
+    if partition.memory_ratio <= 0.0 {
+        let key = "app_config.partition_limit_memory_backpressure_ratio";
+        found.refuse(key, partition.memory_ratio, "more than 0.0");
+    }
+    if let Some(hard_limit) = partition.bytes_max
+        && partition.split
+        && hard_limit < partition.split_bytes
+    {
+        let allowed = "at least app_config.partition_split_threshold, or no partition is ever split";
+        found.refuse("app_config.partition_hard_limit", size_text(hard_limit), allowed);
+    }
+}
+
+fn check_coordinators(config: &Config, found: &mut Found) {
+    let mut seen = HashSet::new();
+    for address in &config.heartbeat.coordinators {
+        if !seen.insert(address) {
+            found.refuse("coordinator_quorum", address, "each coordinator once");
+        }
+    }
+    let embedded = &config.embedded;
+    let is_default = *embedded == EmbeddedConfig { storage_type: embedded.storage_type.clone(), ..EmbeddedConfig::default() };
+    if !config.is_embedded() && !is_default {
+        found.warn("[embedded_coordinator] has no effect with a coordinator_quorum");
+    }
+    if config.is_embedded() && embedded.node_timeout <= config.heartbeat.interval {
+        // The worker's own reports come at that interval: it would be lost to itself.
+        let timeout = humantime::format_duration(embedded.node_timeout);
+        found.refuse("embedded_coordinator.node_timeout_sec", timeout, "more than heartbeat_interval_seconds");
+    }
+    let key = "embedded_coordinator.remote_storage_conf";
+    let storages = embedded.remote_storages();
+    for (host, conf) in &embedded.remote_storage_conf {
+        if !storages.iter().any(|storage| storage.host() == host) {
+            found.refuse(key, host, "hosts of embedded_coordinator.remote_storage_path");
+        }
+        if RemoteStorage::parse_conf(conf).is_empty() {
+            found.refuse(key, conf, "settings of the form \"key=value,key=value\"");
+        }
+    }
+}
+
+fn check_hdfs(config: &Config, found: &mut Found) {
+    let store_type = config.worker.store_type;
+    if store_type.has_hdfs() && !cfg!(feature = "hdfs") {
+        let allowed =
+            "MEMORY or MEMORY_LOCALFILE: this build has no HDFS (it was made without the feature `hdfs`)";
+        found.refuse("store_type", store_type.as_str(), allowed);
+    }
+    let hdfs = &config.hdfs;
+    let (keytab, principal) = (
+        "hdfs_store.kerberos_security_config.keytab_path",
+        "hdfs_store.kerberos_security_config.principal",
+    );
+    match (&hdfs.keytab_path, &hdfs.principal) {
+        (Some(_), None) => found.refuse(principal, "(absent)", "needed with a keytab_path"),
+        (None, Some(_)) => found.refuse(keytab, "(absent)", "needed with a principal"),
+        _ => {}
+    }
+    if store_type.has_hdfs() && hdfs.allowed.0.is_empty() {
+        if hdfs.precheck {
+            found.refuse("hdfs_store.precheck_enable", true, "false, or hdfs_store.allowed_paths to check");
+        }
+        found.warn(
+            "hdfs_store.allowed_paths is empty: clients may name any remote path, and the worker writes and deletes there",
+        );
+    }
+    if !store_type.has_hdfs() && (hdfs.keytab_path.is_some() || !hdfs.allowed_paths.is_empty()) {
+        found.warn(format!("[hdfs_store] has no effect with store_type {}", store_type.as_str()));
+    }
+}
+
+fn check_tls(found: &mut Found) {
+    let has = |key| found.reader.given.contains(key);
+    let (cert, key, client_ca) = (has("tls.cert_file"), has("tls.key_file"), has("tls.client_ca_file"));
+    if !cert && (key || client_ca) {
+        found.refuse("tls.cert_file", "(absent)", "needed with the other files of [tls]");
+    }
+    if cert && !key {
+        found.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
+    }
+}

@@ -1,0 +1,174 @@
+//! `config.toml.example` and `docs/configuration.md`, out of the schema. A test holds that the files are current.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use toml::Value;
+
+use super::sections::{Config, schema};
+use crate::schema::names::{leaf_of, table_of};
+use crate::schema::{Key, Reload, Schema};
+
+/// Longest line of the example.
+const COLUMNS: usize = 118;
+
+const EXAMPLE_HEAD: &str = "Configuration of uniffle-worker: every key, with its default. Start with `uniffle-worker -c \
+config.toml` (or WORKER_CONFIG_PATH); `--check` validates a file, `--print-config` shows what is in effect. Lines that \
+begin with \"#: \" are settings that are off by default or whose default follows the machine. Sizes are bytes or text: \
+\"10G\" is 10^10 bytes, \"10GiB\" is 10 x 2^30. Durations are integers in the unit of the key's name, or text such as \
+\"90s\" or \"5m\". Unknown keys are errors. docs/configuration.md has the same as tables, with what may change while the \
+worker runs, and the variables of the environment. This file is generated from the source.";
+
+const REFERENCE_HEAD: &str = "# Configuration
+
+Generated from the source: `UPDATE_DOCS=1 cargo test --lib config` writes this page and
+[`config.toml.example`](../config.toml.example).
+
+    uniffle-worker -c config.toml                  # or WORKER_CONFIG_PATH=config.toml
+    uniffle-worker -c config.toml --check          # validates, lists every problem at once
+    uniffle-worker -c config.toml --print-config   # what is in effect
+
+Without a file the worker starts on its defaults, with a coordinator of its own. Sizes are bytes or text: `\"10G\"` is 10^10
+bytes, `\"10GiB\"` is 10 × 2^30. Durations are integers in the unit of the key's name, or text such as `\"90s\"` or `\"5m\"`.
+Unknown keys are errors that name the nearest known one; a known key outside its table is an error that names the table.
+
+`urpc_port` is the port of Uniffle's raw TCP protocol (the published name of its clients' type is GRPC_NETTY); pages and
+metrics here call that listener *TCP*.
+
+A configuration is read again on SIGHUP, when the file changes, and on `POST /admin/reload`, whole or not at all. *Changes*
+says what a changed key needs: *at once* is in effect with the reload, *next use* for what begins afterwards (a request, an
+application, a connection), *restart* with the next start or upgrade; keys that wait for that are named in the log.
+";
+
+const ENVIRONMENT: &[(&str, &str)] = &[
+    ("WORKER_CONFIG_PATH", "The configuration file, where `-c` names none."),
+    ("WORKER_READY_FILE", "Written once the listeners are open: a line of JSON with the bound ports."),
+    ("KRB5_CONFIG", "Kerberos' own configuration file, as every Kerberos program reads it. Default: /etc/krb5.conf."),
+    ("MALLOC_CONF", "jemalloc's options; `_RJEM_MALLOC_CONF` means the same."),
+];
+
+/// Tables in the order of the file, the top first, each with its keys.
+fn tables(schema: &Schema) -> Vec<(&str, Vec<&Key>)> {
+    let mut tables: Vec<(&str, Vec<&Key>)> = vec![("", Vec::new())];
+    for key in schema.keys.iter().filter(|key| !key.path.is_empty()) {
+        let name = table_of(key.path);
+        match tables.iter_mut().find(|(table, _)| *table == name) {
+            Some((_, keys)) => keys.push(key),
+            None => tables.push((name, vec![key])),
+        }
+    }
+    tables
+}
+
+fn about<'a>(schema: &'a Schema, table: &str) -> Option<&'a str> {
+    schema.tables.iter().find(|(name, _)| *name == table).map(|(_, about)| *about)
+}
+
+/// The text above a field, as one line.
+fn text(key: &Key) -> String {
+    key.doc.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ").replace(['[', ']'], "")
+}
+
+/// What stands in a file that says nothing of it; none where that follows the machine.
+fn defaults() -> BTreeMap<&'static str, Value> {
+    let mut entries = Vec::new();
+    crate::schema::Section::print(&Config::default(), &mut entries);
+    entries.into_iter().collect()
+}
+
+/// `config.toml.example`.
+#[must_use]
+pub fn example() -> String {
+    let (schema, defaults) = (schema(), defaults());
+    let mut file = String::new();
+    comment(&mut file, EXAMPLE_HEAD);
+    for (table, keys) in tables(&schema) {
+        file.push('\n');
+        if !table.is_empty() {
+            if let Some(about) = about(&schema, table) {
+                comment(&mut file, about);
+            }
+            let _ = writeln!(file, "[{table}]");
+        }
+        for key in keys {
+            let mut text = format!("{} ({}", text(key), key.bounds);
+            for alias in key.aliases {
+                let _ = write!(text, "; also accepted as {alias}");
+            }
+            comment(&mut file, &(text + ")"));
+            let leaf = leaf_of(key.path);
+            let _ = match (key.example, defaults.get(key.path)) {
+                (Some(example), _) => writeln!(file, "#: {leaf} = {example}"),
+                (None, Some(default)) => writeln!(file, "{leaf} = {default}"),
+                (None, None) => writeln!(file, "#: {leaf} ="),
+            };
+        }
+    }
+    file
+}
+
+/// Adds `text` as a comment, in lines that are not too long.
+fn comment(file: &mut String, text: &str) {
+    let mut columns = 0;
+    for word in text.split_whitespace() {
+        let width = word.chars().count() + 1;
+        if columns == 0 || columns + width > COLUMNS {
+            file.push_str(if columns == 0 { "#" } else { "\n#" });
+            columns = 1;
+        }
+        columns += width;
+        let _ = write!(file, " {word}");
+    }
+    file.push('\n');
+}
+
+/// `docs/configuration.md`.
+#[must_use]
+pub fn reference() -> String {
+    let (schema, defaults) = (schema(), defaults());
+    let mut page = REFERENCE_HEAD.to_owned();
+    for (table, keys) in tables(&schema) {
+        let _ = match table {
+            "" => writeln!(page, "\n## Top level, before the first table"),
+            table => writeln!(page, "\n## `[{table}]`"),
+        };
+        if let Some(about) = about(&schema, table) {
+            let _ = writeln!(page, "\n{about}");
+        }
+        page.push_str("\n| key | default | allowed | changes | |\n| --- | --- | --- | --- | --- |\n");
+        for key in keys {
+            let default = match (key.example, defaults.get(key.path)) {
+                (None, Some(default)) => format!("`{default}`"),
+                _ => "–".to_owned(),
+            };
+            let changes = match key.reload {
+                Reload::AtOnce => "at once",
+                Reload::NextUse => "next use",
+                Reload::Restart => "restart",
+            };
+            let mut text = text(key);
+            for alias in key.aliases {
+                let _ = write!(text, " Also accepted as `{alias}`.");
+            }
+            let leaf = leaf_of(key.path);
+            let _ = writeln!(page, "| `{leaf}` | {default} | {} | {changes} | {text} |", key.bounds);
+        }
+    }
+    page.push_str("\n## Environment\n\n| variable | |\n| --- | --- |\n");
+    for (name, text) in ENVIRONMENT {
+        let _ = writeln!(page, "| `{name}` | {text} |");
+    }
+    for key in &schema.keys {
+        for name in key.env {
+            let _ = match key.path {
+                "" => writeln!(page, "| `{name}` | {} ({}) |", text(key), key.bounds),
+                path => writeln!(page, "| `{name}` | Comes before `{path}`. |"),
+            };
+        }
+    }
+    page.push_str("\n## Accepted without effect\n\nKeys of other servers; each is named once in the log.\n\n| key | why |\n| --- | --- |\n");
+    for (path, why) in schema.no_effect {
+        let _ = writeln!(page, "| `{path}` | {why} |");
+    }
+    page
+}

@@ -1,0 +1,214 @@
+//! The sections of all modules in one struct, what they take from each other, and other servers' keys.
+
+use std::path::PathBuf;
+
+use super::worker::WorkerConfig;
+use crate::app::AppConfig;
+use crate::coordinator::embedded::EmbeddedConfig;
+use crate::coordinator::heartbeat::HeartbeatConfig;
+use crate::flush::FlushConfig;
+use crate::listeners::grpc::GrpcConfig;
+use crate::listeners::http::HttpConfig;
+use crate::listeners::http::admin::AdminConfig;
+use crate::listeners::http::push::PushConfig;
+use crate::listeners::tcp::{TcpConfig, TcpThreads};
+use crate::listeners::tls::TlsConfig;
+use crate::memory::MemoryConfig;
+use crate::schema::{Schema, Section as _, section};
+use crate::service::{PartitionConfig, ServiceConfig};
+use crate::telemetry::TelemetryConfig;
+use crate::telemetry::traces::TracingConfig;
+use crate::tiers::hdfs::{AllowList, RemoteLocation};
+use crate::tiers::{HdfsConfig, LocalConfig};
+
+/// Port of the raw TCP listener with the embedded coordinator.
+const URPC_PORT: u16 = 21200;
+
+const THREADS: &str = "thread counts follow the machine's cores and disks";
+const BUFFERS: &str = "reads and writes bring their own buffers (see memory_store.read_buffer_capacity)";
+const SPILL: &str = "see the other keys of [hybrid_store]";
+const DIRECT_IO: &str = "see localfile_store.direct_io";
+const HEALTH: &str = "the worker finds out by itself whether it is healthy";
+const BUILT_IN: &str = "there is nothing to choose here";
+
+/// Keys of riffle and of the first Rust server without a counterpart here.
+pub(super) const NO_EFFECT: &[(&str, &str)] = &[
+    ("memory_store.dashmap_shard_amount", BUILT_IN),
+    ("localfile_store.disk_write_buf_capacity", BUFFERS),
+    ("localfile_store.disk_read_buf_capacity", BUFFERS),
+    ("localfile_store.launch_purge_enable", "localfile_store.recovery = false purges at the start"),
+    ("localfile_store.direct_io_enable", DIRECT_IO),
+    ("localfile_store.direct_io_read_enable", DIRECT_IO),
+    ("localfile_store.direct_io_append_enable", DIRECT_IO),
+    ("localfile_store.io_duration_threshold_sec", HEALTH),
+    ("localfile_store.index_consistency_detection_enable", "see localfile_store.verify_reads"),
+    ("localfile_store.io_limiter.capacity", BUILT_IN),
+    ("localfile_store.io_limiter.read_enable", BUILT_IN),
+    ("localfile_store.io_limiter.write_enable", BUILT_IN),
+    ("localfile_store.read_io_sendfile_enable", BUILT_IN),
+    ("localfile_store.read_ahead_options.batch_size", BUILT_IN),
+    ("localfile_store.read_ahead_options.batch_number", BUILT_IN),
+    ("hybrid_store.huge_partition_memory_spill_to_hdfs_threshold_size", SPILL),
+    ("hybrid_store.huge_partition_fallback_enable", SPILL),
+    ("hybrid_store.memory_spill_max_concurrency", SPILL),
+    ("hybrid_store.memory_spill_to_localfile_concurrency", "see localfile_store.write_concurrency_per_disk"),
+    ("hybrid_store.sensitive_watermark_spill_enable", SPILL),
+    ("hybrid_store.async_watermark_spill_trigger_enable", SPILL),
+    ("hybrid_store.async_watermark_spill_trigger_interval_ms", SPILL),
+    ("runtime_config.read_thread_num", THREADS),
+    ("runtime_config.write_thread_num", THREADS),
+    ("runtime_config.grpc_thread_num", THREADS),
+    ("runtime_config.localfile_write_thread_num", THREADS),
+    ("runtime_config.hdfs_write_thread_num", THREADS),
+    ("runtime_config.http_thread_num", THREADS),
+    ("runtime_config.default_thread_num", THREADS),
+    ("runtime_config.dispatch_thread_num", THREADS),
+    ("log.max_file_size", "files are changed by time, see log.rotation"),
+    ("app_config.block_id_manager_type", BUILT_IN),
+    ("tracing.jaeger_service_name", "the service is called uniffle-worker"),
+    ("health_service_config.alive_app_number_max_limit", HEALTH),
+    ("health_service_config.disk_used_ratio_health_threshold", "see localfile_store.disk_high_watermark"),
+    ("health_service_config.memory_allocated_threshold", HEALTH),
+    ("health_service_config.service_hang_of_mem_continuous_unchange_sec", HEALTH),
+    ("health_service_config.service_hang_of_app_valid_number", HEALTH),
+    ("historical_apps_config.retention_days", "the latest applications that are gone stay in memory"),
+    ("historical_apps_config.backend", "the latest applications that are gone stay in memory"),
+    ("historical_apps_config.db_path", "the latest applications that are gone stay in memory"),
+    ("fallback_random_ports_enable", "a port in use ends the start; port 0 takes any free one"),
+    ("initial_unhealthy_status_enable", "POST /admin calls change the status"),
+    ("conf_reload_enable", "the file is always looked at"),
+];
+
+section! {
+    /// Everything the worker can be told, checked.
+    pub struct Config {
+        /// Tiers, ports, threads, the end.
+        #[section(WorkerConfig)]
+        pub worker: WorkerConfig,
+        /// The coordinators of the quorum.
+        #[section(HeartbeatConfig)]
+        pub heartbeat: HeartbeatConfig,
+        /// The service.
+        #[section(ServiceConfig)]
+        pub service: ServiceConfig,
+        /// Memory.
+        #[section(MemoryConfig)]
+        pub memory: MemoryConfig,
+        /// Local disks.
+        #[section(LocalConfig)]
+        pub local: LocalConfig,
+        /// HDFS.
+        #[section(HdfsConfig)]
+        pub hdfs: HdfsConfig,
+        /// When memory is spilled.
+        #[section(FlushConfig)]
+        pub flush: FlushConfig,
+        /// Applications.
+        #[section(AppConfig)]
+        pub app: AppConfig,
+        /// Bounds of a partition.
+        #[section(PartitionConfig)]
+        pub partition: PartitionConfig,
+        /// The gRPC listener.
+        #[section(GrpcConfig)]
+        pub grpc: GrpcConfig,
+        /// The raw TCP listener.
+        #[section(TcpConfig)]
+        pub tcp: TcpConfig,
+        /// The HTTP listener.
+        #[section(HttpConfig)]
+        pub http: HttpConfig,
+        /// Administration.
+        #[section(AdminConfig)]
+        pub admin: AdminConfig,
+        /// TLS.
+        #[section(TlsConfig)]
+        pub tls: TlsConfig,
+        /// Metrics to a pushgateway.
+        #[section(PushConfig)]
+        pub push: PushConfig,
+        /// Traces.
+        #[section(TracingConfig)]
+        pub tracing: TracingConfig,
+        /// Logs.
+        #[section(TelemetryConfig)]
+        pub log: TelemetryConfig,
+        /// The coordinator within the worker.
+        #[section(EmbeddedConfig)]
+        pub embedded: EmbeddedConfig,
+        /// The file it came from; none for the embedded defaults.
+        pub source: Option<PathBuf> = None,
+        /// Things accepted that have no effect; to be logged once.
+        pub warnings: Vec<String> = Vec::new(),
+    }
+}
+
+impl Config {
+    /// Sets what sections take from each other.
+    pub(super) fn follow(&mut self) {
+        let worker = &mut self.worker;
+        if worker.urpc_port.is_none() && self.heartbeat.coordinators.is_empty() {
+            // A first user gets both transports; with any free gRPC port comes any free TCP port.
+            worker.urpc_port = Some(if worker.grpc_port == 0 { 0 } else { URPC_PORT });
+        }
+        let (capacity, traces) = (self.memory.capacity_bytes, self.tracing.traces());
+        self.service.partition_limits = self.partition.limits(capacity);
+
+        let limits = &mut self.flush.limits;
+        limits.huge_partition_bytes = self.partition.huge_bytes;
+        limits.huge_share_bytes = self.partition.huge_share_bytes(capacity);
+        limits.blocks_high = self.memory.blocks_max / 10 * 8;
+        limits.blocks_low = self.memory.blocks_max / 10 * 2;
+        self.flush.workers = self.local.paths.len() * self.local.write_concurrency_per_disk;
+        self.flush.traces = traces;
+
+        self.grpc.traces = traces;
+        self.grpc.coordinators =
+            self.heartbeat.coordinators.iter().map(|address| address.host().to_owned()).collect();
+        self.tcp.traces = traces;
+        self.tcp.local_reads_in_flight_max = TcpConfig::local_reads_for(self.memory.read_capacity_bytes);
+        self.tcp.blocking_threads = worker.blocking_threads;
+        self.tcp.own_threads = match self.tcp.threads {
+            TcpThreads::PerCore => worker.threads,
+            TcpThreads::Shared => 0,
+        };
+        self.embedded.storage_type = worker.store_type.as_str().to_owned();
+        self.hdfs.allowed = AllowList(self.allowed_remote_paths());
+    }
+
+    /// This configuration with what may change while the worker runs taken from `new`.
+    #[must_use]
+    pub fn renewed(&self, new: &Self) -> Self {
+        let mut next = self.clone();
+        next.renew(new);
+        next.local.min_disks = next.local.min_disks.min(next.local.paths.len());
+        if self.tls.files().is_none() || new.tls.files().is_none() {
+            next.tls = self.tls.clone(); // whether a listener is encrypted is decided when it opens
+        }
+        next.warnings.clone_from(&new.warnings);
+        next.follow();
+        next
+    }
+
+    /// True when no coordinator is configured, so that the worker is its own.
+    #[must_use]
+    pub fn is_embedded(&self) -> bool {
+        self.heartbeat.coordinators.is_empty()
+    }
+
+    /// Remote paths that clients may name: the keys' paths, else those that the embedded coordinator hands out; none = all.
+    fn allowed_remote_paths(&self) -> Vec<RemoteLocation> {
+        if !self.hdfs.allowed_paths.is_empty() || !self.is_embedded() {
+            return self.hdfs.allowed_paths.clone();
+        }
+        let paths = &self.embedded.remote_storage_paths;
+        paths.iter().filter_map(|path| RemoteLocation::parse(path).ok()).collect()
+    }
+}
+
+/// Every key that there is.
+pub(super) fn schema() -> Schema {
+    let mut schema = Schema { no_effect: NO_EFFECT, ..Schema::default() };
+    Config::describe(&mut schema);
+    schema
+}

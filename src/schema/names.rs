@@ -1,0 +1,120 @@
+//! Which keys a file may have, and what to say about the others. Names only: no value is looked at here.
+//!
+//! Invariant: every entry of the table ends in the values, in a problem or in a warning.
+
+use std::collections::BTreeMap;
+
+use toml::{Table, Value};
+
+use super::key::{Problem, Schema};
+
+/// How alike two names must be (Damerau-Levenshtein, normalised) before one is offered for the other.
+const LIKENESS_MIN: f64 = 0.5;
+
+/// Values by canonical path, problems, warnings.
+pub type Sorted = (BTreeMap<&'static str, Value>, Vec<Problem>, Vec<String>);
+
+/// Sorts the entries of `table` into known keys and problems.
+#[must_use]
+pub fn sort(schema: &Schema, table: Table) -> Sorted {
+    let mut sorted = Sorted::default();
+    walk(schema, "", table, &mut sorted);
+    sorted
+}
+
+fn walk(schema: &Schema, prefix: &str, table: Table, sorted: &mut Sorted) {
+    for (name, value) in table {
+        let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+        let (values, problems, warnings) = &mut *sorted;
+        if let Some((_, why)) = schema.no_effect.iter().find(|(known, _)| *known == path) {
+            warnings.push(format!("{path} has no effect: {why}"));
+            continue;
+        }
+        if let Some(known) = canonical(schema, &path) {
+            if values.contains_key(known) {
+                let allowed = format!("the same key is given twice, as {known} and as an alias of it");
+                problems.push(Problem::new(&path, &value, allowed));
+            } else {
+                values.insert(known, value);
+            }
+            continue;
+        }
+        match (value, is_table(schema, &path)) {
+            (Value::Table(inner), true) => walk(schema, &path, inner, sorted),
+            (Value::Table(_), false) => problems.push(Problem {
+                key: format!("[{path}]"),
+                value: None,
+                allowed: unknown_table(schema, &path),
+            }),
+            (value, true) => problems.push(Problem::new(&path, &value, "this is a table, not a value")),
+            (value, false) => problems.push(Problem::new(&path, &value, unknown_key(schema, &path, &name))),
+        }
+    }
+}
+
+fn canonical(schema: &Schema, path: &str) -> Option<&'static str> {
+    let known = schema.keys.iter().filter(|key| !key.path.is_empty());
+    known.filter(|key| key.path == path || key.aliases.contains(&path)).map(|key| key.path).next()
+}
+
+fn paths(schema: &Schema) -> impl Iterator<Item = &'static str> {
+    let all = schema.keys.iter().flat_map(|key| std::iter::once(key.path).chain(key.aliases.iter().copied()));
+    all.filter(|path| !path.is_empty())
+}
+
+/// The table of a dotted path; empty for the top.
+#[must_use]
+pub fn table_of(path: &str) -> &str {
+    path.rsplit_once('.').map_or("", |(table, _)| table)
+}
+
+/// The name of a dotted path within its table.
+#[must_use]
+pub fn leaf_of(path: &str) -> &str {
+    path.rsplit_once('.').map_or(path, |(_, leaf)| leaf)
+}
+
+fn is_table(schema: &Schema, path: &str) -> bool {
+    let no_effect = schema.no_effect.iter().map(|(path, _)| *path);
+    let is_inside = |known: &str| known.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'));
+    paths(schema).chain(no_effect).any(is_inside)
+}
+
+/// The most similar of `candidates`, when one is similar enough to be a likely slip of the pen.
+fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    candidates
+        .map(|candidate| (strsim::normalized_damerau_levenshtein(text, candidate), candidate))
+        .filter(|(likeness, _)| *likeness >= LIKENESS_MIN)
+        .max_by(|left, right| left.0.total_cmp(&right.0))
+        .map(|(_, candidate)| candidate)
+}
+
+fn unknown_table(schema: &Schema, path: &str) -> String {
+    match nearest(path, paths(schema).map(table_of).filter(|table| !table.is_empty())) {
+        Some(table) => format!("unknown table, did you mean [{table}]?"),
+        None => "unknown table".to_owned(),
+    }
+}
+
+/// A known name in the wrong table names its table; else the nearest key, preferring the same table.
+fn unknown_key(schema: &Schema, path: &str, name: &str) -> String {
+    let all = || paths(schema);
+    let homes: Vec<String> = all()
+        .filter(|known| leaf_of(known) == name)
+        .map(|known| match table_of(known) {
+            "" => "at the top level, before the first table".to_owned(),
+            table => format!("in the table [{table}]"),
+        })
+        .collect();
+    if !homes.is_empty() {
+        return format!("this key belongs {}", homes.join(" or "));
+    }
+    let siblings = all().filter(|known| table_of(known) == table_of(path));
+    let near = nearest(path, siblings)
+        .or_else(|| nearest(path, all()))
+        .or_else(|| all().find(|known| nearest(name, std::iter::once(leaf_of(known))).is_some()));
+    match near {
+        Some(known) => format!("unknown key, did you mean {known}?"),
+        None => "unknown key".to_owned(),
+    }
+}
