@@ -79,15 +79,29 @@ fn check_order(config: &Config, found: &mut Found) {
     let (local, spill, grpc) = (&config.local, &config.flush.limits, &config.grpc);
     let watermarks = [
         ("localfile_store.disk_low", local.low_watermark, "localfile_store.disk_high", local.high_watermark),
-        ("hybrid_store.memory_spill_low", spill.low_watermark, "hybrid_store.memory_spill_high", spill.high_watermark),
+        (
+            "hybrid_store.memory_spill_low",
+            spill.low_watermark,
+            "hybrid_store.memory_spill_high",
+            spill.high_watermark,
+        ),
     ];
     for (low_key, low, high_key, high) in watermarks {
         if low >= high {
-            found.refuse(&format!("{low_key}_watermark"), low, format!("less than {high_key}_watermark ({high})"));
+            found.refuse(
+                &format!("{low_key}_watermark"),
+                low,
+                format!("less than {high_key}_watermark ({high})"),
+            );
         }
     }
     let windows = [
-        ("stream_window", grpc.stream_window_bytes.into(), "connection_window", grpc.connection_window_bytes.into()),
+        (
+            "stream_window",
+            grpc.stream_window_bytes.into(),
+            "connection_window",
+            grpc.connection_window_bytes.into(),
+        ),
         ("connection_window", grpc.connection_window_bytes.into(), "window_total", grpc.window_budget_bytes),
     ];
     for (key, bytes, outer_key, outer) in windows {
@@ -156,14 +170,19 @@ fn check_coordinators(config: &Config, found: &mut Found) {
         }
     }
     let embedded = &config.embedded;
-    let is_default = *embedded == EmbeddedConfig { storage_type: embedded.storage_type.clone(), ..EmbeddedConfig::default() };
+    let is_default = *embedded
+        == EmbeddedConfig { storage_type: embedded.storage_type.clone(), ..EmbeddedConfig::default() };
     if !config.is_embedded() && !is_default {
         found.warn("[embedded_coordinator] has no effect with a coordinator_quorum");
     }
     if config.is_embedded() && embedded.node_timeout <= config.heartbeat.interval {
         // The worker's own reports come at that interval: it would be lost to itself.
         let timeout = humantime::format_duration(embedded.node_timeout);
-        found.refuse("embedded_coordinator.node_timeout_sec", timeout, "more than heartbeat_interval_seconds");
+        found.refuse(
+            "embedded_coordinator.node_timeout_sec",
+            timeout,
+            "more than heartbeat_interval_seconds",
+        );
     }
     let key = "embedded_coordinator.remote_storage_conf";
     let storages = embedded.remote_storages();
@@ -185,10 +204,8 @@ fn check_hdfs(config: &Config, found: &mut Found) {
         found.refuse("store_type", store_type.as_str(), allowed);
     }
     let hdfs = &config.hdfs;
-    let (keytab, principal) = (
-        "hdfs_store.kerberos_security_config.keytab_path",
-        "hdfs_store.kerberos_security_config.principal",
-    );
+    let (keytab, principal) =
+        ("hdfs_store.kerberos_security_config.keytab_path", "hdfs_store.kerberos_security_config.principal");
     match (&hdfs.keytab_path, &hdfs.principal) {
         (Some(_), None) => found.refuse(principal, "(absent)", "needed with a keytab_path"),
         (None, Some(_)) => found.refuse(keytab, "(absent)", "needed with a principal"),

@@ -43,7 +43,10 @@ application, a connection), *restart* with the next start or upgrade; keys that 
 const ENVIRONMENT: &[(&str, &str)] = &[
     ("WORKER_CONFIG_PATH", "The configuration file, where `-c` names none."),
     ("WORKER_READY_FILE", "Written once the listeners are open: a line of JSON with the bound ports."),
-    ("KRB5_CONFIG", "Kerberos' own configuration file, as every Kerberos program reads it. Default: /etc/krb5.conf."),
+    (
+        "KRB5_CONFIG",
+        "Kerberos' own configuration file, as every Kerberos program reads it. Default: /etc/krb5.conf.",
+    ),
     ("MALLOC_CONF", "jemalloc's options; `_RJEM_MALLOC_CONF` means the same."),
 ];
 

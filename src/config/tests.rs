@@ -42,7 +42,10 @@ fn defaults_are_an_embedded_worker_with_one_disk() {
     let config = parse("").unwrap();
     assert!(config.is_embedded());
     assert_eq!(config.worker.store_type, StoreType::MemoryLocalfile);
-    assert_eq!((config.worker.grpc_port, config.worker.http_port, config.worker.urpc_port), (21100, 19998, Some(21200)));
+    assert_eq!(
+        (config.worker.grpc_port, config.worker.http_port, config.worker.urpc_port),
+        (21100, 19998, Some(21200))
+    );
     assert_eq!(config.memory.capacity_bytes, 4 << 30);
     assert_eq!(config.local.paths, [PathBuf::from("/state/data")]);
     assert_eq!(config.worker.threads, 4);
@@ -338,7 +341,12 @@ fn a_riffle_configuration_with_every_option_is_read() {
     }
     let config = parse(&text).unwrap();
     let told = |path: &&(&str, &str)| {
-        config.warnings.iter().filter(|warning| warning.starts_with(&format!("{} has no effect", path.0))).count() != 1
+        config
+            .warnings
+            .iter()
+            .filter(|warning| warning.starts_with(&format!("{} has no effect", path.0)))
+            .count()
+            != 1
     };
     assert!(NO_EFFECT.iter().find(told).is_none(), "{:?}", config.warnings);
     assert_eq!((config.log.filter.as_str(), config.log.files_max), ("INFO", 10));

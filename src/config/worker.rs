@@ -3,7 +3,9 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use crate::schema::kind::{HOUR, Kind, SECOND, count, flag, ip_address, list, optional, parsed, port, seconds, word};
+use crate::schema::kind::{
+    HOUR, Kind, SECOND, count, flag, ip_address, list, optional, parsed, port, seconds, word,
+};
 use crate::schema::{section, words};
 
 words! {

@@ -157,7 +157,9 @@ pub fn victims(candidates: &[Candidate], goal: Goal, limits: &Limits) -> Vec<usi
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
     let bytes_max = match is_huge {
-        true => limits.huge_buffer_bytes_max.min(limits.huge_share_bytes / 2).min(limits.single_buffer_bytes_max),
+        true => {
+            limits.huge_buffer_bytes_max.min(limits.huge_share_bytes / 2).min(limits.single_buffer_bytes_max)
+        }
         false => limits.single_buffer_bytes_max,
     };
     candidate.payload_bytes > bytes_max && has_room_in_flight(&candidate, limits)

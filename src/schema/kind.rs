@@ -235,10 +235,7 @@ pub fn parsed<T: Display + 'static>(
 }
 
 /// Text that nobody may see.
-pub fn secret<T: 'static>(
-    bounds: &str,
-    convert: impl Fn(&str) -> Result<T, String> + 'static,
-) -> Kind<T> {
+pub fn secret<T: 'static>(bounds: &str, convert: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
     let kind = text(bounds, convert, |_| String::new());
     Kind { print: Box::new(|_| None), is_secret: true, ..kind }
 }
@@ -283,7 +280,9 @@ pub fn list<T: 'static>(max: usize, inner: Kind<T>) -> Kind<Vec<T>> {
         }
         texts.into_iter().map(|text| read_one(&Value::from(text))).collect()
     };
-    Kind::new(bounds, read, move |values: &Vec<T>| Value::Array(values.iter().filter_map(&print_one).collect()))
+    Kind::new(bounds, read, move |values: &Vec<T>| {
+        Value::Array(values.iter().filter_map(&print_one).collect())
+    })
 }
 
 /// A table of names to texts, at most `max`; numbers and booleans are taken as their text.

@@ -22,7 +22,11 @@ const MEMORY_BYTES_FALLBACK: u64 = 1 << 30;
 impl Default for Machine {
     /// A small machine that is the same everywhere: what modules' defaults follow in tests and documents.
     fn default() -> Self {
-        Self { memory_bytes: MEMORY_BYTES_FALLBACK, cores: 1, state_dir: PathBuf::from("/var/lib/uniffle-worker") }
+        Self {
+            memory_bytes: MEMORY_BYTES_FALLBACK,
+            cores: 1,
+            state_dir: PathBuf::from("/var/lib/uniffle-worker"),
+        }
     }
 }
 

@@ -193,8 +193,7 @@ impl Worker {
 
     fn open_listeners(&self, config: &Config, sockets: Sockets, tls: Tls) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
-        let (tickets_every, apps_every) =
-            (config.service.ticket_check_interval, config.app.check_interval());
+        let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
         let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
@@ -233,7 +232,14 @@ impl Worker {
         if let Some(gateway) = &config.push.endpoint {
             let instance = server_id(self.ip, &self.addresses);
             let registry = self.registry.clone();
-            Pusher::start(&config.push, gateway, &instance, registry, Arc::clone(&refresh), &self.background)?;
+            Pusher::start(
+                &config.push,
+                gateway,
+                &instance,
+                registry,
+                Arc::clone(&refresh),
+                &self.background,
+            )?;
         }
         let pages = Pages {
             registry: self.registry.clone(),

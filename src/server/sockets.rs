@@ -127,7 +127,8 @@ impl Sockets {
             inherited.take(name, port).map_or_else(|| bind(name, SocketAddr::new(address, port)), Ok)
         };
         let address = config.worker.bind_address;
-        let (grpc, http) = (open(GRPC, address, config.worker.grpc_port)?, open(HTTP, address, config.worker.http_port)?);
+        let (grpc, http) =
+            (open(GRPC, address, config.worker.grpc_port)?, open(HTTP, address, config.worker.http_port)?);
         let urpc = config.worker.urpc_port.map(|port| open(URPC, address, port)).transpose()?;
         let admin = config.admin.port.map(|port| open(ADMIN, config.admin.bind_address, port)).transpose()?;
         for (name, listener) in &inherited.listeners {

@@ -38,7 +38,8 @@ pub(super) async fn start(
         return Ok(None);
     }
     let stores = Stores { local: local.clone(), hdfs: hdfs.clone() };
-    let settings = FlushConfig { workers: disks * config.local.write_concurrency_per_disk, ..config.flush.clone() };
+    let settings =
+        FlushConfig { workers: disks * config.local.write_concurrency_per_disk, ..config.flush.clone() };
     let flusher = Flusher::start(settings, Arc::clone(memory), stores, tasks.clone(), registry)?;
     Ok(Some(Tiers { local, hdfs, flusher }))
 }
@@ -75,7 +76,8 @@ async fn start_hdfs(
         login.check(section.ticket_cache.as_deref()).context("Hadoop's security is on")?;
     }
     let connector = Arc::new(HdfsConnector { conf, login });
-    let store = HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
+    let store =
+        HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
     tasks.spawn("remote probe", Arc::clone(&store).keep_probing());
     if section.precheck {
         for location in &section.allowed.0 {

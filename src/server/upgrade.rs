@@ -76,8 +76,7 @@ pub fn problems(config: &Config, facts: &str) -> Vec<String> {
         let (wanted, running) = (config.worker.bind_address, facts.bind_address);
         problems.push(format!("bind_address = {wanted}: the running worker listens on {running}"));
     }
-    let kept =
-        |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
+    let kept = |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
     for gone in facts.data_paths.iter().filter(kept) {
         let path = gone.display();
         problems.push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
@@ -102,8 +101,12 @@ mod tests {
         let config = config(text);
         let address = |port| std::net::SocketAddr::new(config.worker.bind_address, port);
         let urpc = config.worker.urpc_port.map(address);
-        let addresses =
-            Addresses { grpc: address(config.worker.grpc_port), http: address(config.worker.http_port), urpc, admin: None };
+        let addresses = Addresses {
+            grpc: address(config.worker.grpc_port),
+            http: address(config.worker.http_port),
+            urpc,
+            admin: None,
+        };
         Facts::of(&config, addresses).to_text()
     }
 

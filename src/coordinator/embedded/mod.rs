@@ -154,7 +154,8 @@ impl EmbeddedConfig {
 fn node_id() -> Kind<String> {
     const BYTES_MAX: usize = 255;
     let is_plain = |c: char| !c.is_control() && !c.is_whitespace();
-    let convert = move |text: &str| match (1..=BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain) {
+    let convert = move |text: &str| match (1..=BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain)
+    {
         true => Ok(text.to_owned()),
         false => Err("server ids such as \"10.0.0.1-21100\"".to_owned()),
     };
@@ -249,7 +250,13 @@ impl EmbeddedCoordinator {
         let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.iter().cloned().collect());
         let apps = AppTable::new(config.app_timeout);
         let metrics = Metrics::new(registry, &hosts)?;
-        Ok(Self(Arc::new(Inner { storages, nodes: Mutex::new(nodes), apps: Mutex::new(apps), metrics, config })))
+        Ok(Self(Arc::new(Inner {
+            storages,
+            nodes: Mutex::new(nodes),
+            apps: Mutex::new(apps),
+            metrics,
+            config,
+        })))
     }
 
     /// Takes the own worker's state, as if it had sent a heartbeat.

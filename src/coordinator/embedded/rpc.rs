@@ -180,7 +180,10 @@ impl EmbeddedCoordinator {
         let own = [(STORAGE_TYPE, config.storage_type.as_str())];
         let own = own.into_iter().filter(|(key, _)| !config.client_conf.contains_key(*key));
         let configured = config.client_conf.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-        let item = |(key, value): (&str, &str)| proto::ClientConfItem { key: key.to_owned(), value: value.to_owned() };
+        let item = |(key, value): (&str, &str)| proto::ClientConfItem {
+            key: key.to_owned(),
+            value: value.to_owned(),
+        };
         proto::FetchClientConfResponse {
             status: StatusCode::Success.into(),
             ret_msg: String::new(),

@@ -65,7 +65,8 @@ impl GrpcServer {
         let metrics = GrpcMetrics::new(registry)?;
         let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
         let shuffle = ShuffleServerServer::new(calls);
-        let internal = InternalCalls::new(Arc::clone(&service), config.decommission_by, config.coordinators.clone());
+        let internal =
+            InternalCalls::new(Arc::clone(&service), config.decommission_by, config.coordinators.clone());
         let internal = ShuffleServerInternalServer::new(internal);
         // Answers are not limited here: a bitmap of a large shuffle may be larger than any request.
         routes.add_service(shuffle.max_decoding_message_size(small).max_encoding_message_size(usize::MAX));
