@@ -90,7 +90,7 @@ fn the_manifests_configure_the_worker_that_they_start() {
     let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
     let config = Config::parse(&text, &HashMap::new(), &machine).unwrap();
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
-    for port in [config.grpc_port, config.urpc_port.unwrap(), config.http_port] {
+    for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
         assert!(MANIFESTS.contains(&format!("containerPort: {port}")), "{port}");
     }
     let admin = config.admin.port.unwrap();
@@ -100,5 +100,5 @@ fn the_manifests_configure_the_worker_that_they_start() {
     {
         assert!(MANIFESTS.contains(needed), "{needed}");
     }
-    assert!(config.localfile.data_paths.iter().all(|path| path.starts_with("/data")));
+    assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
 }

@@ -189,7 +189,7 @@ async fn a_client_without_the_right_certificate_is_not_let_in() {
 async fn a_listener_can_be_left_out() {
     let certificates = Certificates::make();
     let dir = tempfile::tempdir().unwrap();
-    let tls = certificates.table() + "doors = [\"http\"]";
+    let tls = certificates.table() + "listeners = [\"http\"]";
     let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
     let (http, admin) = (worker.addresses().http, worker.addresses().admin.unwrap());
     let known = certificates.connector(None, "http/1.1");
