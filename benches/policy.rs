@@ -28,6 +28,7 @@ const LIMITS: Limits = Limits {
     single_buffer_bytes_max: 256 << 20,
     huge_partition_bytes: 20 << 30,
     huge_buffer_bytes_max: 128 << 20,
+    huge_share_bytes: u64::MAX,
     in_flight_batches_max: 5,
     blocks_high: 30_000_000,
     blocks_low: 8_000_000,

@@ -205,6 +205,8 @@ pub(crate) use words;
 
 #[cfg(test)]
 mod tests {
+    #![allow(unreachable_pub, reason = "the macros declare for other modules")]
+
     use super::*;
     use crate::schema::kind::{count, optional, ratio};
 
