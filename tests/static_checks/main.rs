@@ -1,6 +1,7 @@
-//! What holds of the sources and of `deploy/` without a worker that runs.
+//! What holds of the sources, the documents and `deploy/` without a worker that runs.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
+mod docs;
 mod layers;
 mod packaging;
