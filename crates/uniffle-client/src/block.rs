@@ -21,14 +21,41 @@ impl IdLayout {
     /// Spark 0.9+ with default settings.
     pub const SPARK: Self = Self { sequence_bits: 21, partition_bits: 20, task_bits: 22 };
 
+    /// What Spark's clients since 0.9 derive from `rss.blockId.maxPartitions`, `spark.task.maxFailures` and speculation;
+    /// `None` when the fields do not fit.
+    #[must_use]
+    pub fn for_spark(partitions_max: u32, failures_max: u32, speculation: bool) -> Option<Self> {
+        let partition_bits = bit_length(partitions_max.checked_sub(1)?);
+        let task_bits = partition_bits + Self::attempt_bits(failures_max, speculation);
+        let sequence_bits = 63_u32.checked_sub(partition_bits + task_bits)?;
+        // What the sequence number cannot use is split over the two others.
+        let surplus = sequence_bits.saturating_sub(31).next_multiple_of(2);
+        let layout = Self {
+            sequence_bits: sequence_bits - surplus,
+            partition_bits: partition_bits + surplus / 2,
+            task_bits: task_bits + surplus / 2,
+        };
+        layout.is_legal().then_some(layout)
+    }
+
+    /// Bits of a task attempt id that number the attempts of one task.
+    #[must_use]
+    pub fn attempt_bits(failures_max: u32, speculation: bool) -> u32 {
+        bit_length((failures_max.max(1) - 1).saturating_add(u32::from(speculation)))
+    }
+
+    /// Whether this is a layout: three fields of 1 to 31 bits, 63 in all.
+    #[must_use]
+    pub fn is_legal(self) -> bool {
+        let fields = [self.sequence_bits, self.partition_bits, self.task_bits];
+        fields.iter().all(|bits| (1..=31).contains(bits)) && fields.iter().sum::<u32>() == 63
+    }
+
     /// The id of these parts; `None` if one does not fit its bits or the layout is not legal.
     #[must_use]
     pub fn block_id(self, sequence: u32, partition: PartitionId, task: TaskAttemptId) -> Option<BlockId> {
         let Self { sequence_bits, partition_bits, task_bits } = self;
-        let legal = |bits: u32| (1..=31).contains(&bits);
-        if !(legal(sequence_bits) && legal(partition_bits) && legal(task_bits))
-            || sequence_bits + partition_bits + task_bits != 63
-        {
+        if !self.is_legal() {
             return None;
         }
         let fits = |part: i64, bits: u32| part >= 0 && part >> bits == 0;
@@ -43,6 +70,24 @@ impl IdLayout {
     pub fn partition_of(self, id: BlockId) -> i64 {
         (id.0 >> self.task_bits) & ((1 << self.partition_bits) - 1)
     }
+
+    /// The task attempt field of `id`.
+    #[must_use]
+    pub fn task_of(self, id: BlockId) -> TaskAttemptId {
+        TaskAttemptId(id.0 & ((1 << self.task_bits) - 1))
+    }
+}
+
+/// The id of attempt number `attempt` at task number `task`, as Spark's clients make it (docs/protocol.md §3.1); `None`
+/// when the attempt's number does not fit its bits.
+#[must_use]
+pub fn task_attempt_id(task: u32, attempt: u32, attempt_bits: u32) -> Option<TaskAttemptId> {
+    let fits = bit_length(attempt) <= attempt_bits && attempt_bits < 31;
+    fits.then(|| TaskAttemptId(i64::from(task) << attempt_bits | i64::from(attempt)))
+}
+
+fn bit_length(number: u32) -> u32 {
+    u32::BITS - number.leading_zeros()
 }
 
 /// A block as a writer has it.
@@ -87,6 +132,21 @@ mod tests {
         assert_eq!(id(IdLayout::HISTORIC), Some(BlockId(35_184_376_283_139)));
         assert_eq!(id(IdLayout::SPARK), Some(BlockId(4_398_054_899_715)));
         assert_eq!(IdLayout::SPARK.partition_of(BlockId(4_398_054_899_715)), 2);
+        assert_eq!(IdLayout::SPARK.task_of(BlockId(4_398_054_899_715)), TaskAttemptId(3));
+    }
+
+    #[test]
+    fn layouts_are_derived_as_by_spark() {
+        assert_eq!(IdLayout::for_spark(1 << 20, 4, false), Some(IdLayout::SPARK));
+        let speculating = IdLayout { sequence_bits: 20, partition_bits: 20, task_bits: 23 };
+        assert_eq!(IdLayout::for_spark(1 << 20, 4, true), Some(speculating));
+        // 10 + 12 bits leave 41 for the sequence number, of which 31 can be used.
+        let few = IdLayout { sequence_bits: 31, partition_bits: 15, task_bits: 17 };
+        assert_eq!(IdLayout::for_spark(1 << 10, 4, false), Some(few));
+        assert_eq!(IdLayout::for_spark(0, 4, false), None);
+        assert_eq!(IdLayout::for_spark(u32::MAX, 4, false), None);
+        assert_eq!(task_attempt_id(5, 3, 2), Some(TaskAttemptId(23)));
+        assert_eq!(task_attempt_id(5, 4, 2), None);
     }
 
     #[test]

@@ -1,9 +1,63 @@
-//! A small Rust client of the shuffle protocols, for tests and for the load generator.
+//! A client of Apache Uniffle's remote shuffle servers, for engines in Rust: this repository's worker, and the Java
+//! servers from 0.9 on.
 //!
-//! [`block`] has block ids, [`send`] and [`read`] are the codecs, [`grpc`] puts them on a connection and
-//! follows the Java client's way of reading. Not here: Spark's quorum, replicas and reassignment. It shares no codec
-//! with the server beyond the generated messages, so that a mistake on one side is seen by the other; [`tcp`]
-//! is the exception, its frames are pinned by golden vectors.
+//! ```no_run
+//! use uniffle_client::{ClientOptions, Cluster, Error, TaskFilter};
+//! use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
+//!
+//! # async fn example() -> Result<(), Error> {
+//! // The driver: an application with heartbeats, and a shuffle of 8 partitions.
+//! let cluster = Cluster::new(["coordinator1:21100", "coordinator2:21100"], ClientOptions::default())?;
+//! let application = cluster.application("my-job-0001").await?;
+//! let shuffle = application.register_shuffle(ShuffleId(0), 8).await?;
+//!
+//! // A map task, perhaps in another process: `cluster.attach(ShuffleHandle::decode(&bytes)?)`.
+//! let mut writer = shuffle.writer(TaskAttemptId(0))?;
+//! writer.write(PartitionId(3), &b"records of one partition, serialised and compressed by the engine"[..]).await?;
+//! writer.finish().await?;
+//!
+//! // A reduce task, after the map tasks.
+//! let mut reader = shuffle.reader(PartitionId(3), &TaskFilter::all()).await?;
+//! while let Some(block) = reader.next().await? {
+//!     println!("{} bytes of task {}", block.data.len(), block.meta.task_attempt_id);
+//! }
+//!
+//! shuffle.unregister().await?;
+//! application.unregister().await
+//! # }
+//! ```
+//!
+//! `examples/word_count.rs` is a whole program. What the client does by itself:
+//!
+//! - **Coordinators** ([`Coordinators`]): any of a quorum answers; the application and its heartbeats are told to all.
+//! - **Transports** ([`Transport`]): block data over gRPC or over the raw TCP protocol of Uniffle's Netty port.
+//! - **Writing** ([`ShuffleWriter`]): block ids in Java's layouts, checksums, batches of bounded size, waiting while a
+//!   server has no memory, resending what got lost, [`Replicas`], and the report that makes blocks visible.
+//! - **Reading** ([`ShuffleReader`]): which blocks were reported, by a quorum of replicas; memory, the servers' disks, and
+//!   remote files; each block once and undamaged; the next replica when one fails; an error that names missing blocks.
+//! - **Remote files** ([`RemoteFiles`]): the feature `hdfs` has them in HDFS (`hdfs::Hdfs`); or bring your own.
+//!
+//! Every call has a deadline and every retry a bound ([`ClientOptions`]). The engine's part: task scheduling, unique ids
+//! of task attempts ([`block::task_attempt_id`]), serialisation, compression, and which attempts of a task count
+//! ([`TaskFilter`]). Not here: reassignment of partitions while a shuffle is written, and server-side merge.
+//!
+//! Beneath it are the protocol's single calls, which tests and load generators use directly: [`send`] and [`read`] are
+//! codecs, [`grpc`] and [`tcp`] connections to one server, [`proto`] the generated messages and services.
+
+mod assignment;
+mod cluster;
+mod coordinators;
+mod error;
+mod options;
+mod reader;
+mod remote;
+mod results;
+mod server;
+mod shuffle;
+mod writer;
+
+#[cfg(feature = "hdfs")]
+pub mod hdfs;
 
 pub mod block;
 pub mod grpc;
@@ -11,3 +65,17 @@ pub mod proto;
 pub mod read;
 pub mod send;
 pub mod tcp;
+
+pub use uniffle_wire::types;
+
+pub use self::assignment::{Assignment, ServerAddress};
+pub use self::block::{Block, IdLayout};
+pub use self::cluster::{Application, Cluster};
+pub use self::coordinators::{Coordinators, RemoteStorage};
+pub use self::error::{Error, MissingBlocks};
+pub use self::grpc::{Backoff, ClientError};
+pub use self::options::{ClientOptions, Replicas, StorageType, Transport};
+pub use self::reader::{ShuffleReader, TaskFilter};
+pub use self::remote::{BoxFuture, RemoteFile, RemoteFiles};
+pub use self::shuffle::{Shuffle, ShuffleHandle};
+pub use self::writer::{ShuffleWriter, WriteTotals};

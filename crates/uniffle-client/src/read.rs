@@ -68,6 +68,9 @@ pub enum Malformed {
     /// Not a `Roaring64NavigableMap` in its legacy form.
     #[error("the bitmap of {0} bytes is not in Java's legacy form")]
     Bitmap(usize),
+    /// The answer is one to another request.
+    #[error("the answer belongs to another request")]
+    Answer,
     /// A status number that is none.
     #[error("unknown status {0}")]
     Status(i32),
@@ -204,6 +207,39 @@ pub fn segments(
     Ok(done)
 }
 
+/// Records that lie side by side on one disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run<'a> {
+    /// The disk's number; −1 where the server has one stream per partition.
+    pub storage: i32,
+    /// Each begins where the one before ends.
+    pub records: &'a [IndexRecord],
+}
+
+/// Cuts an index into runs that are read each by itself. A record that begins before the one ahead of it is the first of
+/// the next disk in `storage_ids` (docs/protocol.md §5.5); a gap, which an append that failed leaves behind, ends a run
+/// too. Records beyond `data_length` in all (`None` = unknown) are still being flushed and left out.
+#[must_use]
+pub fn runs<'a>(records: &'a [IndexRecord], data_length: Option<u64>, storage_ids: &[i32]) -> Vec<Run<'a>> {
+    let mut total = 0_u64;
+    let readable = records.iter().take_while(|record| {
+        total = total.saturating_add(u64::from(record.meta.length));
+        data_length.is_none_or(|data_length| total <= data_length)
+    });
+    let records = &records[..readable.count()];
+    let (mut disk, mut runs) = (0, Vec::new());
+    for run in
+        records.chunk_by(|one, next| one.offset.checked_add(one.meta.length.into()) == Some(next.offset))
+    {
+        let before = runs.last().and_then(|run: &Run<'_>| run.records.last());
+        if before.zip(run.first()).is_some_and(|(before, first)| first.offset <= before.offset) {
+            disk += 1;
+        }
+        runs.push(Run { storage: storage_ids.get(disk).copied().unwrap_or(-1), records: run });
+    }
+    runs
+}
+
 /// Cuts the blocks of `segment` out of the answer to its read.
 ///
 /// # Errors
@@ -336,6 +372,21 @@ mod tests {
         let cut = segments(&records, None, 100, |record| record.meta.task_attempt_id.0 == 1).unwrap();
         let shape: Vec<(u64, u64)> = cut.iter().map(|s| (s.offset, s.length)).collect();
         assert_eq!(shape, [(0, 10), (20, 20)]);
+    }
+
+    #[test]
+    fn an_index_is_cut_into_runs_at_disks_and_gaps() {
+        let records =
+            [record(0, 10, 1), record(10, 5, 2), record(20, 5, 3), record(0, 7, 4), record(7, 1, 5)];
+        let shape = |data_length, disks: &[i32]| -> Vec<(i32, u64, usize)> {
+            let runs = runs(&records, data_length, disks);
+            runs.iter().map(|run| (run.storage, run.records[0].offset, run.records.len())).collect()
+        };
+        assert_eq!(shape(None, &[4, 2]), [(4, 0, 2), (4, 20, 1), (2, 0, 2)]);
+        assert_eq!(shape(None, &[]), [(-1, 0, 2), (-1, 20, 1), (-1, 0, 2)]);
+        assert_eq!(shape(Some(27), &[4, 2]), [(4, 0, 2), (4, 20, 1), (2, 0, 1)]);
+        assert_eq!(shape(Some(9), &[4]), []);
+        assert_eq!(runs(&[], None, &[]), []);
     }
 
     #[test]

@@ -18,10 +18,12 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::block::Block;
 use super::send::Batch;
-use crate::proto::StatusCode;
+use crate::grpc::{ClientError, IndexAnswer, MemoryAnswer};
+use crate::proto::{ShuffleDataBlockSegment, StatusCode};
+use crate::read::{self, Malformed};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FRAME_BYTES_LIMIT, FrameHeader, HEADER_BYTES};
-use uniffle_wire::reply::Reply;
+use uniffle_wire::reply::{self, Answer, Reply};
 use uniffle_wire::request::{
     BlockServer, LocalDataRequest, LocalDataVersion, LocalIndexRequest, MemoryRequest, Placement,
     ReadRequest, SendBlock, SendRequest, Target,
@@ -30,8 +32,6 @@ use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 
 /// Requests that wait to be written, beyond which callers wait.
 const QUEUE_LENGTH: usize = 16;
-/// What a request says of Java's directories; this worker looks at neither.
-const PLACEMENT: Placement = Placement { partitions_per_range: 1, partitions: 1 };
 
 /// Why a request has no good answer.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +47,9 @@ pub enum TcpClientError {
         /// `retMessage`.
         text: String,
     },
+    /// The answer makes no sense.
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
 }
 
 impl TcpClientError {
@@ -54,6 +57,16 @@ impl TcpClientError {
     #[must_use]
     pub fn status(&self) -> Option<StatusCode> {
         if let Self::Refused { status, .. } = self { Some(*status) } else { None }
+    }
+
+    /// The same error as one of the call `rpc`.
+    #[must_use]
+    pub fn in_call(self, rpc: &'static str) -> ClientError {
+        match self {
+            Self::Closed => ClientError::Connection { source: io::ErrorKind::UnexpectedEof.into() },
+            Self::Refused { status, text } => ClientError::Refused { rpc, status, text },
+            Self::Malformed(source) => ClientError::Malformed { rpc, source },
+        }
     }
 }
 
@@ -78,6 +91,18 @@ impl TcpClient {
     pub async fn connect(
         address: SocketAddr,
     ) -> io::Result<(Self, impl Future<Output = ()> + Send + 'static)> {
+        Self::connect_bounded(address, FRAME_BYTES_LIMIT as usize).await
+    }
+
+    /// The same, ending the connection at an answer of more than `answer_bytes_max`.
+    ///
+    /// # Errors
+    /// No connection.
+    pub async fn connect_bounded(
+        address: SocketAddr,
+        answer_bytes_max: usize,
+    ) -> io::Result<(Self, impl Future<Output = ()> + Send + 'static)> {
+        let answer_bytes_max = u32::try_from(answer_bytes_max).unwrap_or(FRAME_BYTES_LIMIT);
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let (read_half, write_half) = stream.into_split();
@@ -87,9 +112,9 @@ impl TcpClient {
         let driver = async move {
             tokio::select! {
                 _ = write(write_half, queue) => {}
-                _ = read(read_half, &answers) => {}
+                _ = read(read_half, answer_bytes_max, &answers) => {}
             }
-            // The queue is gone, so nobody can add to this: whoever waits learns that no answer will come.
+            // The queue is gone, so nothing is added to this: callers that wait learn that no answer will come.
             answers.lock().clear();
         };
         // What a stock client repeats in every block.
@@ -111,11 +136,25 @@ impl TcpClient {
     pub async fn exchange(&self, request_id: i64, frame: Bytes) -> Result<Reply, TcpClientError> {
         let (answer, answered) = oneshot::channel();
         self.waiting.lock().insert(request_id, answer);
-        if self.outgoing.send(frame).await.is_err() {
-            self.waiting.lock().remove(&request_id);
-            return Err(TcpClientError::Closed);
-        }
+        let _forgets = Forgets { waiting: &self.waiting, request_id };
+        self.outgoing.send(frame).await.map_err(|_| TcpClientError::Closed)?;
         answered.await.map_err(|_| TcpClientError::Closed)
+    }
+
+    /// Whether the connection has ended.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.outgoing.is_closed()
+    }
+
+    /// Bytes of the message that sends `batch`, without its frame's header.
+    #[must_use]
+    pub fn send_message_bytes(&self, key: &ShuffleKey, batch: &Batch) -> u64 {
+        let servers: usize = self.servers.iter().map(|server| 16 + server.id.len() + server.host.len()).sum();
+        let blocks = batch.iter().flat_map(|(_, blocks)| blocks);
+        let blocks: u64 = blocks.map(|block| (56 + servers + block.data.len()) as u64).sum();
+        let around = 8 + (4 + key.app.as_str().len()) + 4 + 8 + 4 + 8 * batch.len() + 8;
+        around as u64 + blocks
     }
 
     /// Sends `batch` with a ticket.
@@ -191,7 +230,8 @@ impl TcpClient {
         key: &ShuffleKey,
         partition: PartitionId,
     ) -> Result<Reply, TcpClientError> {
-        let request = LocalIndexRequest { target: self.target(key, partition), placement: PLACEMENT };
+        let request =
+            LocalIndexRequest { target: self.target(key, partition), placement: placement(partition) };
         self.read(&ReadRequest::LocalIndex(request)).await
     }
 
@@ -206,15 +246,84 @@ impl TcpClient {
         offset: i64,
         length: i32,
     ) -> Result<Reply, TcpClientError> {
-        self.read(&ReadRequest::LocalData(LocalDataRequest {
-            target: self.target(key, partition),
-            placement: PLACEMENT,
-            offset,
-            length,
-            timestamp_ms: 0,
-            version: LocalDataVersion::V1,
-        }))
-        .await
+        self.read_range(key, partition, LocalDataVersion::V1, (offset, length)).await
+    }
+
+    /// Exactly `length` bytes of a partition's data on the disk with number `storage`, −1 where the server's index has
+    /// no storage ids.
+    ///
+    /// # Errors
+    /// See [`TcpClientError`]; an answer of another length is [`Malformed::DataLength`].
+    pub async fn read_data_of(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        storage: i32,
+        (offset, length): (u64, u64),
+    ) -> Result<Bytes, TcpClientError> {
+        let number = |what, value: u64| Malformed::Number { what, value: value.cast_signed() };
+        let range = (
+            i64::try_from(offset).map_err(|_| number("offset", offset))?,
+            i32::try_from(length).map_err(|_| number("length", length))?,
+        );
+        let version = match storage {
+            ..0 => LocalDataVersion::V1,
+            storage_id => LocalDataVersion::V2 { storage_id },
+        };
+        let reply = self.read_range(key, partition, version, range).await?;
+        if reply.body.len() as u64 != length {
+            return Err(Malformed::DataLength { expected: length, got: reply.body.len() }.into());
+        }
+        Ok(reply.body)
+    }
+
+    async fn read_range(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        version: LocalDataVersion<'_>,
+        (offset, length): (i64, i32),
+    ) -> Result<Reply, TcpClientError> {
+        let (target, placement) = (self.target(key, partition), placement(partition));
+        let request = LocalDataRequest { target, placement, offset, length, timestamp_ms: 0, version };
+        self.read(&ReadRequest::LocalData(request)).await
+    }
+
+    /// What the answer to a memory read says.
+    ///
+    /// # Errors
+    /// It is another answer, or contradicts itself.
+    pub fn memory_answer(reply: Reply) -> Result<MemoryAnswer, TcpClientError> {
+        let (segments, is_end) = match reply.answer {
+            Answer::Memory(segments) => (segments, None),
+            Answer::MemoryV2 { segments, is_end } => (segments, Some(is_end)),
+            _ => return Err(Malformed::Answer.into()),
+        };
+        let segment = |segment: &reply::Segment| ShuffleDataBlockSegment {
+            block_id: segment.block_id,
+            offset: i64::from(segment.offset),
+            length: segment.length,
+            uncompress_length: segment.uncompressed_length,
+            crc: segment.crc,
+            task_attempt_id: segment.task_attempt_id,
+        };
+        let segments: Vec<_> = segments.iter().map(segment).collect();
+        Ok(MemoryAnswer { blocks: read::memory_blocks(&segments, &reply.body)?, is_end })
+    }
+
+    /// What the answer to an index read says.
+    ///
+    /// # Errors
+    /// It is another answer, or contradicts itself.
+    pub fn index_answer(reply: Reply) -> Result<IndexAnswer, TcpClientError> {
+        let Answer::LocalIndex { data_length, storage_ids } = reply.answer else {
+            return Err(Malformed::Answer.into());
+        };
+        Ok(IndexAnswer {
+            records: read::decode_index(&reply.body)?,
+            data_length: u64::try_from(data_length).ok(),
+            storage_ids: storage_ids.unwrap_or_default(),
+        })
     }
 
     fn target<'a>(&self, key: &'a ShuffleKey, partition: PartitionId) -> Target<'a> {
@@ -225,6 +334,23 @@ impl TcpClient {
             partition: partition.0,
         }
     }
+}
+
+/// Ends the wait for an answer, also when the caller gave up.
+struct Forgets<'a> {
+    waiting: &'a Waiting,
+    request_id: i64,
+}
+
+impl Drop for Forgets<'_> {
+    fn drop(&mut self) {
+        self.waiting.lock().remove(&self.request_id);
+    }
+}
+
+/// What Java needs to find a partition's directory: each partition has its own.
+fn placement(partition: PartitionId) -> Placement {
+    Placement { partitions_per_range: 1, partitions: partition.0.saturating_add(1) }
 }
 
 fn success(reply: Reply) -> Result<Reply, TcpClientError> {
@@ -242,10 +368,10 @@ async fn write(mut socket: OwnedWriteHalf, mut queue: mpsc::Receiver<Bytes>) -> 
     Ok(())
 }
 
-async fn read(mut socket: OwnedReadHalf, waiting: &Waiting) -> io::Result<()> {
+async fn read(mut socket: OwnedReadHalf, answer_bytes_max: u32, waiting: &Waiting) -> io::Result<()> {
     loop {
-        let reply = read_reply(&mut socket).await?;
-        // An answer that nobody waits for any more is dropped, as Java's client does.
+        let reply = read_bounded(&mut socket, answer_bytes_max).await?;
+        // An answer that is not waited for any more is dropped, as Java's client does.
         if let Some(waits) = waiting.lock().remove(&reply.request_id) {
             let _ = waits.send(reply);
         }
@@ -257,10 +383,14 @@ async fn read(mut socket: OwnedReadHalf, waiting: &Waiting) -> io::Result<()> {
 /// # Errors
 /// The connection ends, or what comes is no reply.
 pub async fn read_reply(socket: &mut (impl AsyncReadExt + Unpin)) -> io::Result<Reply> {
+    read_bounded(socket, FRAME_BYTES_LIMIT).await
+}
+
+async fn read_bounded(socket: &mut (impl AsyncReadExt + Unpin), bytes_max: u32) -> io::Result<Reply> {
     let invalid = |error: DecodeError| io::Error::new(io::ErrorKind::InvalidData, error);
     let mut header = [0; HEADER_BYTES];
     socket.read_exact(&mut header).await?;
-    let header = FrameHeader::decode(&header, FRAME_BYTES_LIMIT).map_err(invalid)?;
+    let header = FrameHeader::decode(&header, bytes_max).map_err(invalid)?;
     let message_bytes = header.message_bytes as usize;
     let frame_bytes = message_bytes + header.body_bytes as usize;
     let mut frame = BytesMut::with_capacity(frame_bytes);
@@ -273,4 +403,59 @@ pub async fn read_reply(socket: &mut (impl AsyncReadExt + Unpin)) -> io::Result<
     }
     let message = frame.split_to(message_bytes);
     Reply::decode(header.kind, &message, frame.freeze()).map_err(invalid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::sample;
+    use tokio::net::TcpListener;
+    use uniffle_wire::types::{AppId, ShuffleId, TaskAttemptId};
+
+    fn key() -> ShuffleKey {
+        ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1))
+    }
+
+    #[tokio::test]
+    async fn the_message_of_a_send_has_the_bytes_that_a_ticket_counts() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, driver) = TcpClient::connect(listener.local_addr().unwrap()).await.unwrap();
+        let block = |p, s, len| sample(PartitionId(p), TaskAttemptId(4), s, len);
+        let batch = [
+            (PartitionId(3), vec![block(3, 0, 10), block(3, 1, 20)]),
+            (PartitionId(9), vec![block(9, 0, 5)]),
+        ];
+        let request_sent = async {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            let mut header = [0; HEADER_BYTES];
+            socket.read_exact(&mut header).await.unwrap();
+            FrameHeader::decode(&header, FRAME_BYTES_LIMIT).unwrap().message_bytes
+        };
+        let key = key();
+        tokio::select! {
+            bytes = request_sent => assert_eq!(u64::from(bytes), client.send_message_bytes(&key, &batch)),
+            sent = client.send(&key, TicketId(1), &batch) => panic!("{sent:?}"),
+            () = driver => panic!("the connection ended"),
+        }
+        assert!(client.waiting.lock().is_empty(), "a request that was given up is not waited for");
+    }
+
+    #[tokio::test]
+    async fn an_answer_over_the_bound_ends_the_connection_before_it_is_taken() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (client, driver) = TcpClient::connect_bounded(address, 1000).await.unwrap();
+        let serve = async {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            socket.write_all(&[0, 0, 0, 16, 15, 0x7f, 0, 0, 0]).await.unwrap();
+            std::future::pending::<()>().await;
+        };
+        let key = key();
+        let read = async { tokio::join!(client.read_index(&key, PartitionId(0)), driver) };
+        tokio::select! {
+            (answer, ()) = read => assert!(matches!(answer, Err(TcpClientError::Closed))),
+            () = serve => {}
+        }
+        assert!(client.is_closed());
+    }
 }

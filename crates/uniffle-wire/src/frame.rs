@@ -43,6 +43,9 @@ pub enum FrameType {
     LocalDataV2 = 24,
     /// `GET_LOCAL_SHUFFLE_DATA_V3_REQUEST`
     LocalDataV3 = 25,
+    /// `GET_MEMORY_SHUFFLE_DATA_V2_RESPONSE`, which servers of Java's master send and this worker does not: clients
+    /// before it would close the connection.
+    MemoryV2Reply = 26,
 }
 
 impl FrameType {
@@ -65,6 +68,7 @@ impl FrameType {
             23 => Self::LocalIndexV2Reply,
             24 => Self::LocalDataV2,
             25 => Self::LocalDataV3,
+            26 => Self::MemoryV2Reply,
             other => return Err(DecodeError::UnknownType(other)),
         })
     }
@@ -90,6 +94,7 @@ impl FrameType {
             | Self::LocalIndexReply
             | Self::LocalDataReply
             | Self::MemoryReply
+            | Self::MemoryV2Reply
             | Self::SortedReply
             | Self::LocalIndexV2Reply => false,
         }

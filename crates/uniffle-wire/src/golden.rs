@@ -246,6 +246,7 @@ fn golden_replies_decode_and_encode_byte_equal() {
                 meta = segments.iter().map(to_meta).collect();
                 ReplyFields::Memory(&meta)
             }
+            Answer::MemoryV2 { .. } => unreachable!("the worker does not send it"),
             Answer::Sorted { next_block_id, state } => {
                 ReplyFields::Sorted { next_block_id: *next_block_id, state: *state }
             }

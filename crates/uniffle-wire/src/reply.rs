@@ -187,6 +187,13 @@ pub enum Answer {
     LocalData,
     /// Type 16.
     Memory(Vec<Segment>),
+    /// Type 26.
+    MemoryV2 {
+        /// As of type 16.
+        segments: Vec<Segment>,
+        /// Nothing follows.
+        is_end: bool,
+    },
     /// Type 22.
     Sorted {
         /// Cursor.
@@ -217,10 +224,11 @@ impl Reply {
                 Answer::LocalIndex { data_length, storage_ids: Some(ids) }
             }
             FrameType::LocalDataReply => Answer::LocalData,
-            FrameType::MemoryReply => {
-                let count = fields.count("segment count", SEGMENT_BYTES)?;
-                Answer::Memory((0..count).map(|_| Segment::decode(&mut fields)).collect::<Result<_, _>>()?)
-            }
+            FrameType::MemoryReply => Answer::Memory(Segment::decode_all(&mut fields)?),
+            FrameType::MemoryV2Reply => Answer::MemoryV2 {
+                segments: Segment::decode_all(&mut fields)?,
+                is_end: fields.take(1)? == [1],
+            },
             FrameType::SortedReply => Answer::Sorted { next_block_id: fields.i64()?, state: fields.i32()? },
             FrameType::Send
             | FrameType::LocalIndex
@@ -236,6 +244,11 @@ impl Reply {
 }
 
 impl Segment {
+    fn decode_all(fields: &mut Fields<'_>) -> Result<Vec<Self>, DecodeError> {
+        let count = fields.count("segment count", SEGMENT_BYTES)?;
+        (0..count).map(|_| Self::decode(fields)).collect()
+    }
+
     fn decode(fields: &mut Fields<'_>) -> Result<Self, DecodeError> {
         Ok(Self {
             block_id: fields.i64()?,
@@ -263,6 +276,19 @@ mod tests {
         assert!(
             encode_head(prefix, ReplyFields::LocalData, u64::from(FRAME_BYTES_LIMIT) - 19, &mut out).is_ok()
         );
+    }
+
+    #[test]
+    fn the_memory_reply_of_javas_master_says_whether_it_is_the_last() {
+        let mut message = BytesMut::new();
+        message.put_i64(7);
+        message.put_i32(0);
+        put_string(&mut message, "OK");
+        encode_segments(&[], &mut message);
+        message.put_u8(1);
+        let reply = Reply::decode(FrameType::MemoryV2Reply, &message, Bytes::new()).unwrap();
+        assert_eq!(reply.answer, Answer::MemoryV2 { segments: Vec::new(), is_end: true });
+        assert!(Reply::decode(FrameType::MemoryV2Reply, &message[..20], Bytes::new()).is_err());
     }
 
     #[test]

@@ -159,6 +159,7 @@ impl<'a> ReadRequest<'a> {
             | FrameType::LocalIndexReply
             | FrameType::LocalDataReply
             | FrameType::MemoryReply
+            | FrameType::MemoryV2Reply
             | FrameType::SortedReply
             | FrameType::LocalIndexV2Reply => return Err(DecodeError::UnknownType(kind.id())),
         };

@@ -57,7 +57,7 @@ pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal
         | FrameType::LocalDataV2
         | FrameType::LocalDataV3
         | FrameType::LocalDataReply => ReplyFields::LocalData,
-        FrameType::Memory | FrameType::MemoryReply => ReplyFields::Memory(&[]),
+        FrameType::Memory | FrameType::MemoryReply | FrameType::MemoryV2Reply => ReplyFields::Memory(&[]),
         FrameType::Sorted | FrameType::SortedReply => {
             ReplyFields::Sorted { next_block_id: -1, state: MERGE_STATE_ERROR }
         }

@@ -182,7 +182,7 @@ impl TcpMetrics {
             | FrameType::LocalDataV2
             | FrameType::LocalDataV3
             | FrameType::LocalDataReply => &self.data,
-            FrameType::Memory | FrameType::MemoryReply => &self.memory,
+            FrameType::Memory | FrameType::MemoryReply | FrameType::MemoryV2Reply => &self.memory,
             FrameType::Sorted | FrameType::SortedReply => &self.sorted,
             FrameType::Send | FrameType::RpcReply => &self.send,
         }

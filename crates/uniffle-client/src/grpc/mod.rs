@@ -20,6 +20,7 @@ use crate::proto::shuffle_server_client::ShuffleServerClient;
 use crate::proto::{self, StatusCode};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId, TicketId};
 
+pub(crate) use self::reader::BARREN_ANSWERS_MAX;
 pub use self::reader::{PartitionRead, ReadOptions};
 
 /// Deadline of each RPC (`rss.client.rpc.timeout.ms`).
@@ -68,6 +69,20 @@ pub enum ClientError {
         /// How many.
         answers: u32,
     },
+    /// No answer in time.
+    #[error("{rpc}: no answer within {after:?}")]
+    Timeout {
+        /// Name of the RPC.
+        rpc: &'static str,
+        /// The deadline.
+        after: Duration,
+    },
+    /// The TCP connection could not be made, or ended before the answer.
+    #[error("TCP connection: {source}")]
+    Connection {
+        /// Why.
+        source: std::io::Error,
+    },
     /// The batch is too large for one request.
     #[error("the batch does not fit one request")]
     BatchTooLarge,
@@ -102,9 +117,9 @@ impl Default for Backoff {
 impl Backoff {
     /// The pause after refusal number `n`, counted from 0; up to `first` of it is chance, so that writers that were
     /// refused together do not come back together.
-    fn pause(&self, n: u32) -> Duration {
+    pub(crate) fn pause(&self, n: u32) -> Duration {
         let doubled = self.first.saturating_mul(1 << n.min(16));
-        (doubled + self.first.mul_f64(rand::random::<f64>())).min(self.longest)
+        doubled.saturating_add(self.first.min(self.longest).mul_f64(rand::random::<f64>())).min(self.longest)
     }
 }
 
@@ -141,11 +156,7 @@ impl ShuffleClient {
     /// # Errors
     /// When there is no connection.
     pub async fn connect(address: SocketAddr) -> Result<Self, ClientError> {
-        let endpoint = Endpoint::from_shared(format!("http://{address}"))?
-            .tcp_nodelay(true)
-            .timeout(RPC_TIMEOUT)
-            .initial_stream_window_size(STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+        let endpoint = tuned(Endpoint::from_shared(format!("http://{address}"))?).timeout(RPC_TIMEOUT);
         Ok(Self::on(endpoint.connect().await?))
     }
 
@@ -162,6 +173,12 @@ impl ShuffleClient {
     #[must_use]
     pub fn with_backoff(self, backoff: Backoff) -> Self {
         Self { backoff, ..self }
+    }
+
+    /// The same client, refusing answers with more bytes.
+    #[must_use]
+    pub fn with_answer_bytes_max(self, bytes: usize) -> Self {
+        Self { inner: self.inner.max_decoding_message_size(bytes), ..self }
     }
 
     /// The generated client: any request, any answer.
@@ -205,12 +222,17 @@ impl ShuffleClient {
     /// See [`ClientError`].
     pub async fn require_buffer(&self, key: &ShuffleKey, batch: &Batch) -> Result<TicketId, ClientError> {
         let request = require_request(key, batch)?;
-        self.patiently(|| async {
-            let answer = self.require_raw(request.clone()).await?;
-            check("requireBuffer", answer.status, answer.ret_msg)?;
-            Ok(TicketId(answer.require_buffer_id))
-        })
-        .await
+        self.patiently(|| self.require_once(request.clone())).await
+    }
+
+    /// A ticket for a request as given, or the server's refusal.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn require_once(&self, request: proto::RequireBufferRequest) -> Result<TicketId, ClientError> {
+        let answer = self.require_raw(request).await?;
+        check("requireBuffer", answer.status, answer.ret_msg)?;
+        Ok(TicketId(answer.require_buffer_id))
     }
 
     /// `sendShuffleData` with a ticket.
@@ -383,7 +405,15 @@ pub fn require_request(key: &ShuffleKey, batch: &Batch) -> Result<proto::Require
     })
 }
 
-fn check(rpc: &'static str, status: i32, text: String) -> Result<(), ClientError> {
+/// An endpoint whose connection is not paced by window updates or by Nagle.
+pub(crate) fn tuned(endpoint: Endpoint) -> Endpoint {
+    endpoint
+        .tcp_nodelay(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+}
+
+pub(crate) fn check(rpc: &'static str, status: i32, text: String) -> Result<(), ClientError> {
     match StatusCode::try_from(status) {
         Ok(StatusCode::Success) => Ok(()),
         Ok(status) => Err(ClientError::Refused { rpc, status, text }),
@@ -391,7 +421,7 @@ fn check(rpc: &'static str, status: i32, text: String) -> Result<(), ClientError
     }
 }
 
-fn failed(rpc: &'static str) -> impl FnOnce(tonic::Status) -> ClientError {
+pub(crate) fn failed(rpc: &'static str) -> impl FnOnce(tonic::Status) -> ClientError {
     move |status| ClientError::Rpc { rpc, status: Box::new(status) }
 }
 
@@ -400,4 +430,4 @@ fn malformed(rpc: &'static str) -> impl FnOnce(Malformed) -> ClientError {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -17,7 +17,7 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Memory answers in a row that bring nothing new, after which reading stops. A cursor that was flushed away starts
 /// again from the head, legally and rarely; this many times in a row it is a loop.
-const BARREN_ANSWERS_MAX: u32 = 1_000;
+pub(crate) const BARREN_ANSWERS_MAX: u32 = 1_000;
 
 /// How to read a partition.
 #[derive(Debug, Clone)]
@@ -141,6 +141,20 @@ impl ShuffleClient {
         offset: u64,
         length: u64,
     ) -> Result<Bytes, ClientError> {
+        self.read_data_of(key, partition, -1, (offset, length)).await
+    }
+
+    /// The same of the disk with number `storage`, of a server whose index has storage ids.
+    ///
+    /// # Errors
+    /// See [`ShuffleClient::read_data`].
+    pub async fn read_data_of(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        storage: i32,
+        (offset, length): (u64, u64),
+    ) -> Result<Bytes, ClientError> {
         const RPC: &str = "getLocalShuffleData";
         let number = |what, value: u64| Malformed::Number { what, value: value.cast_signed() };
         let request = proto::GetLocalShuffleDataRequest {
@@ -152,7 +166,7 @@ impl ShuffleClient {
             offset: i64::try_from(offset).map_err(|_| malformed(RPC)(number("offset", offset)))?,
             length: i32::try_from(length).map_err(|_| malformed(RPC)(number("length", length)))?,
             timestamp: 0,
-            storage_id: -1,
+            storage_id: storage,
             next_read_segments: Vec::new(),
         };
         self.patiently(|| async {

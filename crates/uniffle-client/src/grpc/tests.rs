@@ -18,10 +18,12 @@ use crate::proto::shuffle_server_server::{ShuffleServer, ShuffleServerServer};
 use uniffle_wire::types::{AppId, ShuffleId};
 
 #[derive(Debug, Default)]
-struct Script {
+pub(crate) struct Script {
     /// Refusals of requireBuffer before it is granted.
-    no_buffer: u32,
-    sent: Vec<proto::SendShuffleDataRequest>,
+    pub(crate) no_buffer: u32,
+    /// Sends that are answered with these first.
+    pub(crate) send_answers: VecDeque<StatusCode>,
+    pub(crate) sent: Vec<proto::SendShuffleDataRequest>,
     reported: Vec<u64>,
     memory: VecDeque<proto::GetMemoryShuffleDataResponse>,
     cursors: Vec<i64>,
@@ -31,7 +33,7 @@ struct Script {
 }
 
 #[derive(Debug, Clone, Default)]
-struct Double(Arc<Mutex<Script>>);
+pub(crate) struct Double(pub(crate) Arc<Mutex<Script>>);
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -73,8 +75,10 @@ impl ShuffleServer for Double {
         &self,
         request: Request<proto::SendShuffleDataRequest>,
     ) -> Answer<proto::SendShuffleDataResponse> {
-        self.0.lock().sent.push(request.into_inner());
-        Ok(Response::new(Default::default()))
+        let mut script = self.0.lock();
+        script.sent.push(request.into_inner());
+        let status = script.send_answers.pop_front().unwrap_or(StatusCode::Success);
+        Ok(Response::new(proto::SendShuffleDataResponse { status: status.into(), ..Default::default() }))
     }
 
     async fn report_shuffle_result(
@@ -150,13 +154,21 @@ impl ShuffleServer for Double {
 }
 
 /// The running server of a double. (No `runtime::Tasks`: the client knows nothing of the worker's runtime.)
-struct Running {
+pub(crate) struct Running {
     stop: oneshot::Sender<()>,
     server: JoinSet<()>,
 }
 
-/// A double, a client of it, and the server that runs it.
-async fn pair(script: Script) -> (Double, ShuffleClient, Running) {
+impl Running {
+    /// After its clients are gone.
+    pub(crate) async fn end(self) {
+        drop(self.stop);
+        self.server.join_all().await;
+    }
+}
+
+/// A double, and the server that runs it.
+pub(crate) async fn serve(script: Script) -> (Double, SocketAddr, Running) {
     let double = Double(Arc::new(Mutex::new(script)));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -169,14 +181,20 @@ async fn pair(script: Script) -> (Double, ShuffleClient, Running) {
         let server = Server::builder().add_service(service);
         server.serve_with_incoming_shutdown(incoming, stopped).await.unwrap();
     });
+    (double, address, Running { stop, server })
+}
+
+/// A double, a client of it, and the server that runs it.
+async fn pair(script: Script) -> (Double, ShuffleClient, Running) {
+    let (double, address, running) = serve(script).await;
     let client = ShuffleClient::connect(address).await.unwrap();
     let backoff = Backoff { attempts: 4, first: Duration::from_millis(1), longest: Duration::from_millis(2) };
-    (double, client.with_backoff(backoff), Running { stop, server })
+    (double, client.with_backoff(backoff), running)
 }
 
 async fn end(client: ShuffleClient, running: Running) {
-    drop((client, running.stop));
-    running.server.join_all().await;
+    drop(client);
+    running.end().await;
 }
 
 fn key() -> ShuffleKey {

@@ -1,0 +1,160 @@
+//! Counts words with a shuffle between the counting and the adding up, as an engine would: several map tasks write at
+//! once, one attempt fails half-way and is done again, one task runs twice, and the partitions are read in parallel.
+//!
+//! Start a worker, whose embedded coordinator listens on port 21100, and then this:
+//!
+//! ```text
+//! cargo run --release
+//! cargo run --release --package uniffle-client --example word_count -- localhost:21100
+//! ```
+
+#![allow(clippy::print_stdout, reason = "a program for the terminal")]
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::task::JoinSet;
+use uniffle_client::block::task_attempt_id;
+use uniffle_client::types::{PartitionId, ShuffleId, TaskAttemptId};
+use uniffle_client::{ClientOptions, Cluster, Error, IdLayout, Shuffle, TaskFilter};
+
+/// One map task each.
+const TEXTS: [&str; 4] = [
+    "the worker keeps blocks in memory and flushes them to disk",
+    "the client sends blocks and reports them to the worker",
+    "a failed attempt at a task leaves blocks that no reader wants",
+    "the reader asks for reported blocks and reads memory and then the disk",
+];
+const PARTITIONS: i32 = 3;
+/// As many attempts at a task as Spark allows.
+const ATTEMPTS_MAX: u32 = 4;
+/// Bytes of one block. A real engine has a thousand times as many.
+const BLOCK_BYTES: usize = 64;
+
+/// How often each word occurs.
+pub(crate) type Counts = BTreeMap<String, u64>;
+
+#[tokio::main]
+#[allow(dead_code, reason = "the example also is a module of a test")]
+async fn main() -> Result<(), Error> {
+    let coordinators = std::env::args().nth(1).unwrap_or_else(|| "localhost:21100".to_owned());
+    let counts = run(&coordinators, ClientOptions::default()).await?;
+    for (word, count) in &counts {
+        println!("{count:6} {word}");
+    }
+    assert_eq!(counts, count(&TEXTS.join(" ")), "the shuffle lost or repeated something");
+    println!("{} words, as counted without a shuffle", counts.len());
+    Ok(())
+}
+
+/// The whole job, against the coordinators at `addresses` (`host:port,host:port`).
+pub(crate) async fn run(addresses: &str, options: ClientOptions) -> Result<Counts, Error> {
+    let cluster = Cluster::new(addresses.split(','), options)?;
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let application = cluster.application(&format!("word_count_{}", started.as_millis())).await?;
+    let shuffle = application.register_shuffle(ShuffleId(0), PARTITIONS).await?;
+
+    let successful = map(&shuffle).await?;
+    let counts = reduce(&shuffle, &successful).await?;
+
+    shuffle.unregister().await?;
+    application.unregister().await?;
+    Ok(counts)
+}
+
+/// All map tasks; the attempts whose output counts.
+async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
+    // Task 2 fails at first. Both attempts at task 3 end well, and the first is taken: a scheduler's decision.
+    write(shuffle, attempt(2, 0)?, TEXTS[2], true).await?;
+    write(shuffle, attempt(3, 1)?, TEXTS[3], false).await?;
+    let successful = [attempt(0, 0)?, attempt(1, 0)?, attempt(2, 1)?, attempt(3, 0)?];
+    let mut tasks = JoinSet::new();
+    for (task, text) in successful.into_iter().zip(TEXTS) {
+        let shuffle = shuffle.clone();
+        tasks.spawn(async move { write(&shuffle, task, text, false).await });
+    }
+    for written in tasks.join_all().await {
+        written?;
+    }
+    Ok(successful.to_vec())
+}
+
+fn attempt(task: u32, number: u32) -> Result<TaskAttemptId, Error> {
+    let id = task_attempt_id(task, number, IdLayout::attempt_bits(ATTEMPTS_MAX, false));
+    id.ok_or_else(|| Error::Invalid(format!("attempt {number} at task {task} has no id")))
+}
+
+/// One attempt at a map task: counts the words of `text` and writes them by partition.
+async fn write(shuffle: &Shuffle, task: TaskAttemptId, text: &str, fails: bool) -> Result<(), Error> {
+    let mut writer = shuffle.writer(task)?;
+    let mut outputs: BTreeMap<PartitionId, String> = BTreeMap::new();
+    for (word, count) in count(text) {
+        let partition = partition_of(&word);
+        let output = outputs.entry(partition).or_default();
+        output.push_str(&format!("{word} {count}\n"));
+        if output.len() >= BLOCK_BYTES {
+            writer.write(partition, std::mem::take(output)).await?;
+        }
+    }
+    if fails {
+        // Dropped without `finish`: what it sent is never reported, and no reader looks for it.
+        return Ok(());
+    }
+    for (partition, output) in outputs.into_iter().filter(|(_, output)| !output.is_empty()) {
+        writer.write(partition, output).await?;
+    }
+    writer.finish().await.map(drop)
+}
+
+/// All reduce tasks: adds up what the map tasks counted.
+async fn reduce(shuffle: &Shuffle, successful: &[TaskAttemptId]) -> Result<Counts, Error> {
+    let partitions: Vec<PartitionId> = (0..PARTITIONS).map(PartitionId).collect();
+    let filter = TaskFilter::of(successful.iter().copied());
+    let mut tasks = JoinSet::new();
+    for mut reader in shuffle.readers(&partitions, &filter).await? {
+        tasks.spawn(async move {
+            let mut counts = Counts::new();
+            while let Some(block) = reader.next().await? {
+                add(&mut counts, &block.data)?;
+            }
+            Ok::<_, Error>(counts)
+        });
+    }
+    let mut all = Counts::new();
+    for counts in tasks.join_all().await {
+        all.extend(counts?);
+    }
+    Ok(all)
+}
+
+fn add(counts: &mut Counts, block: &[u8]) -> Result<(), Error> {
+    let invalid = || Error::Invalid("a block that is not of this program".to_owned());
+    for line in std::str::from_utf8(block).map_err(|_| invalid())?.lines() {
+        let (word, count) = line.split_once(' ').ok_or_else(invalid)?;
+        *counts.entry(word.to_owned()).or_default() += count.parse::<u64>().map_err(|_| invalid())?;
+    }
+    Ok(())
+}
+
+/// The words of `text`, counted here.
+pub(crate) fn count(text: &str) -> Counts {
+    let mut counts = Counts::new();
+    for word in text.split_whitespace() {
+        *counts.entry(word.to_owned()).or_default() += 1;
+    }
+    counts
+}
+
+/// What is expected of [`run`].
+#[allow(dead_code, reason = "for the test that runs the example")]
+pub(crate) fn expected() -> Counts {
+    count(&TEXTS.join(" "))
+}
+
+fn partition_of(word: &str) -> PartitionId {
+    let mut hasher = DefaultHasher::new();
+    word.hash(&mut hasher);
+    let partition = hasher.finish() % u64::from(PARTITIONS.unsigned_abs());
+    PartitionId(i32::try_from(partition).unwrap_or_default())
+}

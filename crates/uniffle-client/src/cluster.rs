@@ -1,0 +1,227 @@
+//! A cluster as an application sees it: its coordinators, the connections to its servers, and heartbeats.
+//!
+//! Not here: what is written and read (`shuffle`, `writer`, `reader`).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
+
+use crate::assignment::{Assignment, ServerAddress};
+use crate::coordinators::{Coordinators, RemoteStorage};
+use crate::error::Error;
+use crate::grpc::register_request;
+use crate::options::ClientOptions;
+use crate::server::Server;
+use crate::shuffle::{Shuffle, ShuffleHandle};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+/// The way into a cluster. Clones share connections.
+#[derive(Debug, Clone)]
+pub struct Cluster {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    coordinators: Coordinators,
+    options: Arc<ClientOptions>,
+    /// One per address; a client talks to the few servers that its shuffles were assigned to.
+    servers: Mutex<HashMap<ServerAddress, Arc<Server>>>,
+}
+
+impl Cluster {
+    /// The cluster of the coordinators at `addresses`, each `host:port`. Nothing is connected to yet. Must be called in a
+    /// tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`].
+    pub fn new(
+        addresses: impl IntoIterator<Item = impl AsRef<str>>,
+        options: ClientOptions,
+    ) -> Result<Self, Error> {
+        let coordinators = Coordinators::new(addresses, options.clone())?;
+        let inner = Inner { coordinators, options: Arc::new(options), servers: Mutex::default() };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The coordinators, to be asked directly.
+    #[must_use]
+    pub fn coordinators(&self) -> &Coordinators {
+        &self.inner.coordinators
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn options(&self) -> &ClientOptions {
+        &self.inner.options
+    }
+
+    /// Introduces an application, whose heartbeats begin now. One process of an application does this (its driver); the
+    /// others [`attach`](Cluster::attach) to the shuffles that it registers.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if `id` is none, or no coordinator answered.
+    pub async fn application(&self, id: &str) -> Result<Application, Error> {
+        let id = AppId::parse(id).map_err(|error| Error::Invalid(error.to_string()))?;
+        self.coordinators().register_application(&id).await?;
+        let servers = Arc::default();
+        let mut heartbeats = JoinSet::new();
+        heartbeats.spawn(send_heartbeats(self.clone(), id.clone(), Arc::clone(&servers)));
+        Ok(Application { cluster: self.clone(), id, servers, heartbeats })
+    }
+
+    /// A shuffle that another process registered.
+    ///
+    /// # Errors
+    /// [`Error::Assignment`]: its servers cannot be reached with these options.
+    pub fn attach(&self, handle: ShuffleHandle) -> Result<Shuffle, Error> {
+        let servers = self.servers(&handle.assignment)?;
+        Ok(Shuffle::new(Arc::clone(&self.inner.options), servers, handle))
+    }
+
+    fn servers(&self, assignment: &Assignment) -> Result<Vec<Arc<Server>>, Error> {
+        let mut known = self.inner.servers.lock();
+        let server = |address: &ServerAddress| {
+            if let Some(server) = known.get(address) {
+                return Ok(Arc::clone(server));
+            }
+            let server = Arc::new(Server::new(address.clone(), Arc::clone(&self.inner.options))?);
+            known.insert(address.clone(), Arc::clone(&server));
+            Ok(server)
+        };
+        assignment.servers().iter().map(server).collect()
+    }
+}
+
+/// An application that is alive: its heartbeats go on until it is unregistered or dropped. Dropped, its data stays until
+/// the servers miss the heartbeats (a minute or more by their configuration).
+#[derive(Debug)]
+pub struct Application {
+    cluster: Cluster,
+    id: AppId,
+    /// Every server that this application was ever assigned.
+    servers: Arc<Mutex<HashMap<String, Arc<Server>>>>,
+    heartbeats: JoinSet<()>,
+}
+
+impl Application {
+    /// The application's id.
+    #[must_use]
+    pub fn id(&self) -> &AppId {
+        &self.id
+    }
+
+    /// Registers a shuffle of `partitions` on servers of the coordinator's choice. A server that does not take it is
+    /// avoided in the next try, of which there are as many as failures are tolerated.
+    ///
+    /// # Errors
+    /// No assignment, or servers that could not be registered on.
+    pub async fn register_shuffle(&self, shuffle: ShuffleId, partitions: i32) -> Result<Shuffle, Error> {
+        let options = self.cluster.options();
+        let key = ShuffleKey::new(self.id.clone(), shuffle);
+        let remote_storage = match options.storage.has_hdfs() {
+            true => Some(self.remote_storage().await?),
+            false => None,
+        };
+        let mut faulty = Vec::new();
+        let mut failures = 0;
+        loop {
+            let assignment = self.cluster.coordinators().assignment(&key, partitions, &faulty).await?;
+            let handle =
+                ShuffleHandle { key: key.clone(), assignment, remote_storage: remote_storage.clone() };
+            let servers = self.cluster.servers(&handle.assignment)?;
+            let Some((server, error)) = register(options, &servers, &handle).await else {
+                let ids = servers.iter().map(|server| (server.id().to_owned(), Arc::clone(server)));
+                self.servers.lock().extend(ids);
+                return Ok(Shuffle::new(Arc::clone(&self.cluster.inner.options), servers, handle));
+            };
+            failures += 1;
+            if failures >= options.failures.attempts {
+                return Err(error);
+            }
+            tracing::warn!(server, %error, "a shuffle could not be registered, trying other servers");
+            faulty.push(server);
+            sleep(options.failures.pause(failures - 1)).await;
+        }
+    }
+
+    async fn remote_storage(&self) -> Result<RemoteStorage, Error> {
+        let storage = self.cluster.coordinators().remote_storage(&self.id).await?;
+        storage.ok_or_else(|| Error::Invalid("the coordinator has no remote storage".to_owned()))
+    }
+
+    /// Ends the application: its heartbeats stop, and its servers forget its data.
+    ///
+    /// # Errors
+    /// The first server that could not be told; all were tried. Such a server forgets the application by itself when it
+    /// misses the heartbeats.
+    pub async fn unregister(mut self) -> Result<(), Error> {
+        self.heartbeats.shutdown().await;
+        let mut calls = JoinSet::new();
+        for server in std::mem::take(&mut *self.servers.lock()).into_values() {
+            let app = self.id.clone();
+            calls.spawn(async move { server.unregister_app(app.as_str()).await });
+        }
+        first_error(calls).await
+    }
+}
+
+/// Waits for all; the first error.
+pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result<(), Error> {
+    let mut result = Ok(());
+    while let Some(ended) = calls.join_next().await {
+        // A task that did not end belongs to a runtime that does.
+        result = result.and(ended.unwrap_or(Ok(())));
+    }
+    result
+}
+
+/// Registers on all servers at once; a server that failed, and how.
+async fn register(
+    options: &ClientOptions,
+    servers: &[Arc<Server>],
+    handle: &ShuffleHandle,
+) -> Option<(String, Error)> {
+    let mut calls = JoinSet::new();
+    for (number, server) in servers.iter().enumerate() {
+        let mut request = register_request(&handle.key, &handle.assignment.ranges_of(number));
+        request.user.clone_from(&options.user);
+        request.properties = options.properties.clone().into_iter().collect();
+        request.remote_storage = handle.remote_storage.as_ref().map(RemoteStorage::to_message);
+        let server = Arc::clone(server);
+        calls.spawn(async move {
+            let result = server.register(request).await;
+            result.map_err(|error| (server.id().to_owned(), error)).err()
+        });
+    }
+    let mut failed = None;
+    while let Some(ended) = calls.join_next().await {
+        failed = failed.or(ended.unwrap_or_default());
+    }
+    failed
+}
+
+/// Tells coordinators and servers that the application lives, first after half an interval.
+async fn send_heartbeats(cluster: Cluster, app: AppId, servers: Arc<Mutex<HashMap<String, Arc<Server>>>>) {
+    let period = cluster.options().heartbeat_interval;
+    let mut ticks = interval_at(Instant::now() + period / 2, period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let mut calls = JoinSet::new();
+        for server in servers.lock().values().map(Arc::clone) {
+            let app = app.clone();
+            calls.spawn(async move { server.heartbeat(app.as_str()).await });
+        }
+        let (cluster, to_coordinators) = (cluster.clone(), app.clone());
+        calls.spawn(async move { cluster.coordinators().heartbeat(&to_coordinators).await });
+        while let Some(ended) = calls.join_next().await {
+            if let Ok(Err(error)) = ended {
+                tracing::warn!(%app, %error, "heartbeat failed");
+            }
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The coordinators of a cluster: a quorum of which any member may answer.
+//!
+//! What asks for something (assignments, configuration, remote storage) is asked of one member after the other until one
+//! answers, beginning with the one that answered last; what tells something (an application, its heartbeat) is told to
+//! all. Not here: what is done with the answers.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tonic::transport::{Channel, Endpoint};
+
+use crate::assignment::Assignment;
+use crate::error::Error;
+use crate::grpc::{ClientError, check, failed};
+use crate::options::ClientOptions;
+use crate::proto::coordinator_server_client::CoordinatorServerClient;
+use crate::proto::{self, StatusCode};
+use uniffle_wire::types::{AppId, ShuffleKey};
+
+/// Largest answer: an assignment of 2^20 ranges has about 60 MB.
+const ANSWER_BYTES_MAX: usize = 512 << 20;
+
+type Stub = CoordinatorServerClient<Channel>;
+
+/// A directory of remote files, and the Hadoop settings that belong to it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RemoteStorage {
+    /// URL, such as `hdfs://nameservice/uniffle`.
+    pub path: String,
+    /// Hadoop settings by name.
+    pub conf: Vec<(String, String)>,
+}
+
+impl RemoteStorage {
+    pub(crate) fn from_message(message: proto::RemoteStorage) -> Self {
+        let conf = message.remote_storage_conf.into_iter().map(|item| (item.key, item.value)).collect();
+        Self { path: message.path, conf }
+    }
+
+    pub(crate) fn to_message(&self) -> proto::RemoteStorage {
+        let item = |(key, value): &(String, String)| proto::RemoteStorageConfItem {
+            key: key.clone(),
+            value: value.clone(),
+        };
+        proto::RemoteStorage {
+            path: self.path.clone(),
+            remote_storage_conf: self.conf.iter().map(item).collect(),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Member {
+    address: String,
+    stub: Stub,
+}
+
+/// The quorum. Connections are made when they are needed, and again when they broke.
+#[derive(Debug)]
+pub struct Coordinators {
+    members: Vec<Member>,
+    /// The member that answered last.
+    preferred: AtomicUsize,
+    options: ClientOptions,
+}
+
+impl Coordinators {
+    /// The coordinators at `addresses`, each `host:port`. Must be called in a tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: no address, or one that is none.
+    pub fn new(
+        addresses: impl IntoIterator<Item = impl AsRef<str>>,
+        options: ClientOptions,
+    ) -> Result<Self, Error> {
+        options.validate()?;
+        let members = addresses.into_iter().map(|address| Member::new(address.as_ref(), &options));
+        let members = members.collect::<Result<Vec<_>, _>>()?;
+        if members.is_empty() {
+            return Err(Error::Invalid("no coordinator is given".to_owned()));
+        }
+        Ok(Self { members, preferred: AtomicUsize::new(0), options })
+    }
+
+    /// `registerApplicationInfo` at all coordinators.
+    ///
+    /// # Errors
+    /// If not a single one took it.
+    pub async fn register_application(&self, app: &AppId) -> Result<(), Error> {
+        const RPC: &str = "registerApplicationInfo";
+        let request = proto::ApplicationInfoRequest {
+            app_id: app.as_str().to_owned(),
+            user: self.options.user.clone(),
+            version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            git_commit_id: None,
+        };
+        self.all(RPC, self.options.rpc_timeout, |mut stub| {
+            let request = request.clone();
+            async move {
+                let answer = stub.register_application_info(request).await.map_err(failed(RPC))?.into_inner();
+                check(RPC, answer.status, answer.ret_msg)
+            }
+        })
+        .await
+    }
+
+    /// `appHeartbeat` at all coordinators.
+    ///
+    /// # Errors
+    /// If not a single one took it.
+    pub async fn heartbeat(&self, app: &AppId) -> Result<(), Error> {
+        const RPC: &str = "appHeartbeat";
+        let request = proto::AppHeartBeatRequest { app_id: app.as_str().to_owned() };
+        self.all(RPC, self.options.heartbeat_interval / 2, |mut stub| {
+            let request = request.clone();
+            async move {
+                let answer = stub.app_heartbeat(request).await.map_err(failed(RPC))?.into_inner();
+                check(RPC, answer.status, answer.ret_msg)
+            }
+        })
+        .await
+    }
+
+    /// `getShuffleAssignments` for a shuffle of `partitions`, without the servers whose ids are `faulty`.
+    ///
+    /// # Errors
+    /// No coordinator has an answer, or the answer cannot be used.
+    pub async fn assignment(
+        &self,
+        key: &ShuffleKey,
+        partitions: i32,
+        faulty: &[String],
+    ) -> Result<Assignment, Error> {
+        const RPC: &str = "getShuffleAssignments";
+        let servers = self.options.servers_per_shuffle.and_then(|servers| i32::try_from(servers).ok());
+        let request = proto::GetShuffleServerRequest {
+            application_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            partition_num: partitions,
+            partition_num_per_range: 1,
+            data_replica: i32::try_from(self.options.replicas.total).unwrap_or(i32::MAX),
+            require_tags: self.options.required_tags(),
+            assignment_shuffle_server_number: servers.unwrap_or(-1),
+            faulty_server_ids: faulty.to_vec(),
+            ..Default::default()
+        };
+        let answer = self
+            .first(RPC, |mut stub| {
+                let request = request.clone();
+                async move {
+                    let answer =
+                        stub.get_shuffle_assignments(request).await.map_err(failed(RPC))?.into_inner();
+                    check(RPC, answer.status, answer.ret_msg)?;
+                    Ok(answer.assignments)
+                }
+            })
+            .await?;
+        Assignment::new(partitions, self.options.replicas.total, &answer)
+    }
+
+    /// `fetchRemoteStorage`: where this application's remote files shall be, if the coordinator has a place.
+    ///
+    /// # Errors
+    /// No coordinator has an answer.
+    pub async fn remote_storage(&self, app: &AppId) -> Result<Option<RemoteStorage>, Error> {
+        const RPC: &str = "fetchRemoteStorage";
+        let request = proto::FetchRemoteStorageRequest { app_id: app.as_str().to_owned() };
+        let answer = self
+            .first(RPC, |mut stub| {
+                let request = request.clone();
+                async move {
+                    let answer = stub.fetch_remote_storage(request).await.map_err(failed(RPC))?.into_inner();
+                    check(RPC, answer.status, String::new())?;
+                    Ok(answer.remote_storage)
+                }
+            })
+            .await?;
+        Ok(answer.map(RemoteStorage::from_message).filter(|storage| !storage.path.is_empty()))
+    }
+
+    /// Settings that the cluster wants its clients to have, such as `rss.storage.type`: `fetchClientConfV2`, or
+    /// `fetchClientConf` of a coordinator before 0.10.
+    ///
+    /// # Errors
+    /// No coordinator has an answer.
+    pub async fn client_conf(&self) -> Result<Vec<(String, String)>, Error> {
+        const RPC: &str = "fetchClientConf";
+        let request = proto::FetchClientConfRequest {
+            user: self.options.user.clone(),
+            properties: self.options.properties.clone().into_iter().collect(),
+        };
+        let items = self
+            .first(RPC, |mut stub| {
+                let request = request.clone();
+                async move {
+                    let answer = match stub.fetch_client_conf_v2(request).await {
+                        Err(status) if status.code() == tonic::Code::Unimplemented => {
+                            stub.fetch_client_conf(()).await
+                        }
+                        answer => answer,
+                    };
+                    let answer = answer.map_err(failed(RPC))?.into_inner();
+                    check(RPC, answer.status, answer.ret_msg)?;
+                    Ok(answer.client_conf)
+                }
+            })
+            .await?;
+        Ok(items.into_iter().map(|item| (item.key, item.value)).collect())
+    }
+
+    /// Asks one member after the other, as many rounds as failures are tolerated.
+    async fn first<T, F>(&self, rpc: &'static str, call: impl Fn(Stub) -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, ClientError>>,
+    {
+        let mut round = 0;
+        loop {
+            let mut failure = None;
+            let preferred = self.preferred.load(Ordering::Relaxed);
+            for offset in 0..self.members.len() {
+                let at = (preferred + offset) % self.members.len();
+                let member = &self.members[at];
+                match within(rpc, self.options.rpc_timeout, call(member.stub.clone())).await {
+                    Ok(answer) => {
+                        self.preferred.store(at, Ordering::Relaxed);
+                        return Ok(answer);
+                    }
+                    Err(source) => failure = Some((&member.address, source)),
+                }
+            }
+            round += 1;
+            if round >= self.options.failures.attempts
+                && let Some((address, source)) = failure
+            {
+                return Err(Error::call(address)(source));
+            }
+            sleep(self.options.failures.pause(round - 1)).await;
+        }
+    }
+
+    /// Tells all members at once; one that took it is enough.
+    async fn all<F>(
+        &self,
+        rpc: &'static str,
+        deadline: std::time::Duration,
+        call: impl Fn(Stub) -> F,
+    ) -> Result<(), Error>
+    where
+        F: Future<Output = Result<(), ClientError>> + Send + 'static,
+    {
+        let mut calls = JoinSet::new();
+        for member in &self.members {
+            let (address, call) = (member.address.clone(), call(member.stub.clone()));
+            calls.spawn(async move { within(rpc, deadline, call).await.map_err(Error::call(&address)) });
+        }
+        let mut result = Err(Error::Invalid(format!("{rpc}: no coordinator")));
+        while let Some(ended) = calls.join_next().await {
+            match ended {
+                Ok(Ok(())) => result = Ok(()),
+                Ok(Err(error)) if result.is_err() => result = Err(error),
+                // Another member took it; or the runtime ends.
+                Ok(Err(_)) | Err(_) => {}
+            }
+        }
+        result
+    }
+}
+
+impl Member {
+    fn new(address: &str, options: &ClientOptions) -> Result<Self, Error> {
+        let invalid = |error| Error::Invalid(format!("coordinator {address:?}: {error}"));
+        let endpoint =
+            Endpoint::from_shared(format!("http://{address}")).map_err(|error| invalid(error.to_string()))?;
+        if endpoint.uri().port().is_none() {
+            return Err(invalid("host:port is expected".to_owned()));
+        }
+        let channel = endpoint.connect_timeout(options.connect_timeout).tcp_nodelay(true).connect_lazy();
+        let stub = Stub::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
+        Ok(Self { address: address.to_owned(), stub })
+    }
+}
+
+/// `call` with a deadline.
+pub(crate) async fn within<T>(
+    rpc: &'static str,
+    deadline: std::time::Duration,
+    call: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, ClientError> {
+    timeout(deadline, call).await.unwrap_or(Err(ClientError::Timeout { rpc, after: deadline }))
+}
+
+/// A status that every version of the protocol means as "do not try again".
+pub(crate) fn is_final(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::NoRegister
+            | StatusCode::AppNotFound
+            | StatusCode::InternalNotRetryError
+            | StatusCode::ExceedHugePartitionHardLimit
+            | StatusCode::HardSplitFromServer
+            | StatusCode::AccessDenied
+    )
+}

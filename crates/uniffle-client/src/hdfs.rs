@@ -1,0 +1,161 @@
+//! [`RemoteFiles`] in HDFS, by `hdfs-native`: no JVM, no libhdfs. Feature `hdfs`.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use hdfs_native::file::FileReader;
+use hdfs_native::{Client, ClientBuilder, HdfsError};
+use parking_lot::Mutex;
+
+use crate::coordinators::RemoteStorage;
+use crate::remote::{BoxFuture, RemoteFile, RemoteFiles};
+
+/// Where a NameNode listens when its address has no port.
+const NAMENODE_PORT: u16 = 8020;
+/// A NameNode that cannot be reached is tried so often within one call.
+const FAILOVER_ATTEMPTS: (&str, &str) = ("dfs.client.failover.max.attempts", "4");
+/// Storages that are kept connected to; a cluster has one or a few.
+const CLIENTS_MAX: usize = 16;
+
+/// HDFS as the environment configures it (`HADOOP_CONF_DIR`, `HADOOP_USER_NAME`, a Kerberos ticket), with the settings
+/// that a coordinator names for a storage on top.
+#[derive(Debug, Default)]
+pub struct Hdfs {
+    /// By the URL of the file system.
+    clients: Mutex<HashMap<String, Client>>,
+}
+
+impl Hdfs {
+    /// No connection yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    async fn client(&self, storage: &RemoteStorage) -> io::Result<Client> {
+        let url = file_system(storage)?;
+        if let Some(client) = self.clients.lock().get(&url) {
+            return Ok(client.clone());
+        }
+        let mut conf: HashMap<String, String> = storage.conf.iter().cloned().collect();
+        conf.entry(FAILOVER_ATTEMPTS.0.to_owned()).or_insert_with(|| FAILOVER_ATTEMPTS.1.to_owned());
+        let builder = ClientBuilder::new().with_url(&url).with_config(conf);
+        // Asks GSSAPI and resolvers, which block.
+        let client = tokio::task::spawn_blocking(move || builder.build()).await;
+        let client = client.map_err(io::Error::other)?.map_err(failed)?;
+        let mut clients = self.clients.lock();
+        if clients.len() >= CLIENTS_MAX {
+            clients.clear();
+        }
+        clients.insert(url, client.clone());
+        Ok(client)
+    }
+}
+
+impl RemoteFiles for Hdfs {
+    fn list<'a>(
+        &'a self,
+        storage: &'a RemoteStorage,
+        directory: &'a str,
+    ) -> BoxFuture<'a, io::Result<Vec<String>>> {
+        Box::pin(async move {
+            let client = self.client(storage).await?;
+            let entries = match client.list_status(path_of(directory), false).await {
+                Err(HdfsError::FileNotFound(_)) => return Ok(Vec::new()),
+                entries => entries.map_err(failed)?,
+            };
+            let name = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
+            Ok(entries.iter().filter(|entry| !entry.isdir).map(|entry| name(&entry.path)).collect())
+        })
+    }
+
+    fn open<'a>(
+        &'a self,
+        storage: &'a RemoteStorage,
+        path: &'a str,
+    ) -> BoxFuture<'a, io::Result<Arc<dyn RemoteFile>>> {
+        Box::pin(async move {
+            let client = self.client(storage).await?;
+            let reader = client.read(path_of(path)).await.map_err(failed)?;
+            Ok(Arc::new(HdfsFile(reader)) as Arc<dyn RemoteFile>)
+        })
+    }
+}
+
+struct HdfsFile(FileReader);
+
+impl std::fmt::Debug for HdfsFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HdfsFile").field("length", &self.0.file_length()).finish()
+    }
+}
+
+impl RemoteFile for HdfsFile {
+    fn length(&self) -> u64 {
+        self.0.file_length() as u64
+    }
+
+    fn read(&self, offset: u64, length: usize) -> BoxFuture<'_, io::Result<Bytes>> {
+        Box::pin(async move {
+            // The reader panics beyond the end.
+            let inside = |end: &usize| *end <= self.0.file_length();
+            let start = usize::try_from(offset).ok();
+            let start = start.filter(|start| start.checked_add(length).as_ref().is_some_and(inside));
+            let start = start.ok_or(io::ErrorKind::UnexpectedEof)?;
+            self.0.read_range(start, length).await.map_err(failed)
+        })
+    }
+}
+
+fn failed(error: HdfsError) -> io::Error {
+    match error {
+        HdfsError::IOError(error) => error,
+        HdfsError::FileNotFound(path) => io::Error::new(io::ErrorKind::NotFound, path),
+        error => io::Error::other(error),
+    }
+}
+
+/// The URL of a storage's file system. A name without port that is no nameservice is a NameNode's at the usual port.
+fn file_system(storage: &RemoteStorage) -> io::Result<String> {
+    let no_url = || io::Error::new(io::ErrorKind::InvalidInput, format!("{:?} is no HDFS URL", storage.path));
+    let (scheme, rest) = storage.path.split_once("://").ok_or_else(no_url)?;
+    let authority = rest.split('/').next().filter(|authority| !authority.is_empty()).ok_or_else(no_url)?;
+    let nameservice = format!("dfs.ha.namenodes.{authority}");
+    let is_nameservice = storage.conf.iter().any(|(key, _)| *key == nameservice);
+    let has_port = authority.contains(':');
+    // A nameservice of the environment's configuration has no port either, and is not seen here.
+    let from_environment = std::env::var_os("HADOOP_CONF_DIR").is_some();
+    if scheme == "hdfs" && !has_port && !is_nameservice && !from_environment {
+        return Ok(format!("hdfs://{authority}:{NAMENODE_PORT}"));
+    }
+    Ok(format!("{scheme}://{authority}"))
+}
+
+/// The path of a URL.
+fn path_of(url: &str) -> &str {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    rest.find('/').map_or("/", |at| &rest[at..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_taken_apart() {
+        let storage = |path: &str, conf: &[(&str, &str)]| RemoteStorage {
+            path: path.to_owned(),
+            conf: conf.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
+        };
+        let system = |storage: RemoteStorage| file_system(&storage).unwrap();
+        assert_eq!(system(storage("hdfs://nn:9000/rss", &[])), "hdfs://nn:9000");
+        assert_eq!(system(storage("hdfs://ns/rss", &[("dfs.ha.namenodes.ns", "a,b")])), "hdfs://ns");
+        assert!(
+            file_system(&storage("/rss", &[])).is_err() && file_system(&storage("hdfs:///x", &[])).is_err()
+        );
+        assert_eq!(path_of("hdfs://nn:9000/rss/app/0"), "/rss/app/0");
+        assert_eq!(path_of("hdfs://nn"), "/");
+    }
+}

@@ -1,0 +1,248 @@
+//! What a client is configured with; the defaults are those of the Java client (docs/protocol.md §2.15).
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::block::IdLayout;
+use crate::error::Error;
+use crate::grpc::Backoff;
+use crate::remote::RemoteFiles;
+use uniffle_wire::types::BLOCK_BYTES_MAX;
+
+/// Largest `send_bytes_max`: with a largest block on top, and twice that over TCP, the size still is an `i32`.
+const SEND_BYTES_LIMIT: u64 = 256 << 20;
+/// Largest `read_buffer_bytes`: an answer has up to one block more, which still fits a message.
+const READ_BUFFER_BYTES_LIMIT: u32 = 512 << 20;
+/// What an answer has besides the blocks that were asked for: the segments' metadata, or an index of six million blocks.
+const ANSWER_METADATA_BYTES: usize = 256 << 20;
+
+/// How block data travels. Registration, tickets, reports and heartbeats always use gRPC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Transport {
+    /// Over gRPC, like everything else (client type `GRPC`).
+    #[default]
+    Grpc,
+    /// Over the raw TCP protocol of Uniffle's Netty port (client type `GRPC_NETTY`).
+    Tcp,
+}
+
+impl Transport {
+    /// The tag that servers of this transport carry.
+    #[must_use]
+    pub fn tag(self) -> &'static str {
+        match self {
+            Self::Grpc => "GRPC",
+            Self::Tcp => "GRPC_NETTY",
+        }
+    }
+}
+
+/// Which tiers a reader visits behind the servers' memory (`rss.storage.type`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StorageType {
+    /// The servers' own disks.
+    #[default]
+    MemoryLocalfile,
+    /// Remote files, which readers open themselves.
+    MemoryHdfs,
+    /// Both, disks first.
+    MemoryLocalfileHdfs,
+}
+
+impl StorageType {
+    /// Whether servers keep data on disks of their own.
+    #[must_use]
+    pub fn has_localfile(self) -> bool {
+        matches!(self, Self::MemoryLocalfile | Self::MemoryLocalfileHdfs)
+    }
+
+    /// Whether data may be in remote files.
+    #[must_use]
+    pub fn has_hdfs(self) -> bool {
+        matches!(self, Self::MemoryHdfs | Self::MemoryLocalfileHdfs)
+    }
+}
+
+impl FromStr for StorageType {
+    type Err = Error;
+
+    /// From the value of `rss.storage.type`, which a coordinator may dictate.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "MEMORY_LOCALFILE" => Ok(Self::MemoryLocalfile),
+            "MEMORY_HDFS" => Ok(Self::MemoryHdfs),
+            "MEMORY_LOCALFILE_HDFS" => Ok(Self::MemoryLocalfileHdfs),
+            _ => Err(Error::Invalid(format!("rss.storage.type {text:?} is not supported"))),
+        }
+    }
+}
+
+/// On how many servers a block is stored (`rss.data.replica`, `.write`, `.read`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Replicas {
+    /// Servers assigned to each partition.
+    pub total: usize,
+    /// Servers that must have a block, and the report of it, before a write succeeds.
+    pub write: usize,
+    /// Servers that must answer which blocks there are before a read begins.
+    pub read: usize,
+}
+
+impl Default for Replicas {
+    fn default() -> Self {
+        Self { total: 1, write: 1, read: 1 }
+    }
+}
+
+/// Settings of a [`Cluster`](crate::Cluster).
+#[derive(Debug, Clone)]
+pub struct ClientOptions {
+    /// How block data travels. Default: gRPC.
+    pub transport: Transport,
+    /// Which tiers a reader visits. Default: memory and the servers' disks.
+    pub storage: StorageType,
+    /// Default: one server, no replicas.
+    pub replicas: Replicas,
+    /// How block ids are made and read. All tasks of a shuffle must use the same. Default: Spark's.
+    pub layout: IdLayout,
+    /// Tags that servers must have besides the protocol's version and the transport
+    /// (`rss.client.assignment.tags`). Default: none.
+    pub tags: Vec<String>,
+    /// Who owns the application; servers write remote files in this name. Default: `uniffle-client`.
+    pub user: String,
+    /// Told to servers and coordinators (`registerShuffle.properties`, `fetchClientConfV2.properties`). Default: none.
+    pub properties: BTreeMap<String, String>,
+    /// Servers asked for per shuffle; `None` leaves it to the coordinator. Default: `None`.
+    pub servers_per_shuffle: Option<u32>,
+    /// Deadline of each call (`rss.client.rpc.timeout.ms`). Default: 60 s.
+    pub rpc_timeout: Duration,
+    /// Deadline of each connect. Default: 10 s.
+    pub connect_timeout: Duration,
+    /// Deadline of each call that only tidies up (`rss.client.unregister.request.timeout.sec`). Default: 10 s.
+    pub unregister_timeout: Duration,
+    /// Pace of the application's heartbeats; each has half of it as its deadline. Default: 10 s.
+    pub heartbeat_interval: Duration,
+    /// Patience with NO_BUFFER. Default: 50 calls, 2 to 10 s apart.
+    pub no_buffer: Backoff,
+    /// Patience with calls that fail otherwise: sends, reports, assignments, and reads where there is one replica.
+    /// Default: 3 calls, 1 to 10 s apart.
+    pub failures: Backoff,
+    /// Bytes of blocks collected by a writer before they are sent (`rss.client.send.size.limit`). Default: 16 MiB.
+    pub send_bytes_max: u64,
+    /// Sends of one writer under way at once; a writer holds one more batch in memory. Default: 2.
+    pub sends_in_flight: usize,
+    /// Bytes asked for in one read (`rss.client.read.buffer.size`). Default: 14 MiB.
+    pub read_buffer_bytes: u32,
+    /// How remote files are read; needed where `storage` has HDFS. Default: none.
+    pub remote_files: Option<Arc<dyn RemoteFiles>>,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        Self {
+            transport: Transport::default(),
+            storage: StorageType::default(),
+            replicas: Replicas::default(),
+            layout: IdLayout::SPARK,
+            tags: Vec::new(),
+            user: "uniffle-client".to_owned(),
+            properties: BTreeMap::new(),
+            servers_per_shuffle: None,
+            rpc_timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(10),
+            unregister_timeout: Duration::from_secs(10),
+            heartbeat_interval: Duration::from_secs(10),
+            no_buffer: Backoff::default(),
+            failures: Backoff {
+                attempts: 3,
+                first: Duration::from_secs(1),
+                longest: Duration::from_secs(10),
+            },
+            send_bytes_max: 16 << 20,
+            sends_in_flight: 2,
+            read_buffer_bytes: 14 << 20,
+            remote_files: None,
+        }
+    }
+}
+
+impl ClientOptions {
+    /// Refuses settings that cannot work together.
+    pub(crate) fn validate(&self) -> Result<(), Error> {
+        let Replicas { total, write, read } = self.replicas;
+        let durations =
+            [self.rpc_timeout, self.connect_timeout, self.unregister_timeout, self.heartbeat_interval];
+        let rules = [
+            (
+                total >= 1 && (1..=total).contains(&write) && (1..=total).contains(&read),
+                "replicas: 1 ≤ write, read ≤ total",
+            ),
+            (write + read > total, "replicas: write + read must exceed total, or a read may miss a write"),
+            (self.layout.is_legal(), "layout: three fields of 1 to 31 bits that sum to 63"),
+            (
+                self.no_buffer.attempts >= 1 && self.failures.attempts >= 1,
+                "no_buffer, failures: at least one attempt",
+            ),
+            ((1..=SEND_BYTES_LIMIT).contains(&self.send_bytes_max), "send_bytes_max: 1 byte to 256 MiB"),
+            (self.sends_in_flight >= 1, "sends_in_flight: at least 1"),
+            (
+                (1..=READ_BUFFER_BYTES_LIMIT).contains(&self.read_buffer_bytes),
+                "read_buffer_bytes: 1 byte to 512 MiB",
+            ),
+            (durations.iter().all(|duration| !duration.is_zero()), "timeouts and intervals: more than 0"),
+            (!self.storage.has_hdfs() || self.remote_files.is_some(), "storage with HDFS needs remote_files"),
+        ];
+        match rules.into_iter().find(|(holds, _)| !holds) {
+            Some((_, rule)) => Err(Error::Invalid(rule.to_owned())),
+            None => Ok(()),
+        }
+    }
+
+    /// Largest answer taken from a server: what was asked for, up to one block more, and its metadata.
+    pub(crate) fn answer_bytes_max(&self) -> usize {
+        self.read_buffer_bytes as usize + BLOCK_BYTES_MAX as usize + ANSWER_METADATA_BYTES
+    }
+
+    /// Patience with reads that fail. With replicas the next one is asked instead.
+    pub(crate) fn read_failures(&self) -> Backoff {
+        let attempts = if self.replicas.total > 1 { 1 } else { self.failures.attempts };
+        Backoff { attempts, ..self.failures }
+    }
+
+    /// What a server must have: `ss_v5` is the protocol since 0.9.
+    pub(crate) fn required_tags(&self) -> Vec<String> {
+        let own = ["ss_v5", self.transport.tag()].map(str::to_owned);
+        own.into_iter().chain(self.tags.iter().cloned()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid_and_contradictions_are_refused() {
+        assert!(ClientOptions::default().validate().is_ok());
+        let wrong: [fn(&mut ClientOptions); 6] = [
+            |o| o.replicas = Replicas { total: 3, write: 1, read: 2 },
+            |o| o.replicas = Replicas { total: 2, write: 3, read: 1 },
+            |o| o.layout = IdLayout { sequence_bits: 40, partition_bits: 2, task_bits: 21 },
+            |o| o.send_bytes_max = 0,
+            |o| o.rpc_timeout = Duration::ZERO,
+            |o| o.storage = StorageType::MemoryHdfs,
+        ];
+        for make_wrong in wrong {
+            let mut options = ClientOptions::default();
+            make_wrong(&mut options);
+            assert!(matches!(options.validate(), Err(Error::Invalid(_))), "{options:?}");
+        }
+    }
+
+    #[test]
+    fn storage_types_have_javas_names() {
+        assert_eq!("MEMORY_LOCALFILE_HDFS".parse::<StorageType>().unwrap(), StorageType::MemoryLocalfileHdfs);
+        assert!("LOCALFILE".parse::<StorageType>().is_err());
+    }
+}

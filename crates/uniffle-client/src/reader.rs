@@ -1,0 +1,363 @@
+//! Reading a partition: replica after replica, and of each memory, then its disks, then remote files.
+//!
+//! Invariant: each expected block is delivered exactly once, with its checksum compared, and the end of a partition is
+//! said only when all were. What is not expected (failed attempts, duplicates, fillers) is dropped. A failing or
+//! damaged replica is left for the next; when there is none, the error names the blocks that are missing.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use tokio::time::timeout;
+
+use crate::block::Block;
+use crate::coordinators::RemoteStorage;
+use crate::error::{Error, MissingBlocks};
+use crate::grpc::{BARREN_ANSWERS_MAX, ClientError, IndexAnswer, MemoryAnswer};
+use crate::read::{self, IndexRecord, Malformed, Segment};
+use crate::remote::{self, FilePair, RemoteFile, RemoteFiles};
+use crate::server::Server;
+use crate::shuffle::Shuffle;
+use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
+
+/// Whose blocks a reader wants.
+#[derive(Debug, Clone, Default)]
+pub struct TaskFilter(Option<Treemap>);
+
+impl TaskFilter {
+    /// Those of every task attempt that reported.
+    #[must_use]
+    pub fn all() -> Self {
+        Self(None)
+    }
+
+    /// Those of these task attempts: the successful ones where several attempts of a task reported (speculation), or a
+    /// part of them where a large partition is read by several readers.
+    #[must_use]
+    pub fn of(tasks: impl IntoIterator<Item = TaskAttemptId>) -> Self {
+        Self(Some(tasks.into_iter().map(|task| task.0.cast_unsigned()).collect()))
+    }
+
+    pub(crate) fn accepts(&self, task: TaskAttemptId) -> bool {
+        self.0.as_ref().is_none_or(|tasks| tasks.contains(task.0.cast_unsigned()))
+    }
+}
+
+/// What is read next of the current replica.
+#[derive(Debug)]
+enum Stage {
+    /// Memory, after the last block that came.
+    Memory {
+        after: Option<BlockId>,
+        /// Answers in a row without anything new.
+        barren: u32,
+    },
+    Index,
+    Disk(VecDeque<DiskSegment>),
+    RemoteDirectory,
+    /// Files left, and what is left of the one that is open.
+    RemoteFiles(VecDeque<String>, Option<OpenFile>),
+    /// Nothing: the next replica's turn.
+    End,
+}
+
+#[derive(Debug)]
+struct DiskSegment {
+    storage: i32,
+    segment: Segment,
+}
+
+#[derive(Debug)]
+struct OpenFile {
+    stem: String,
+    data: Arc<dyn RemoteFile>,
+    segments: VecDeque<Segment>,
+}
+
+/// Reads one partition, block by block, in no particular order.
+#[derive(Debug)]
+pub struct ShuffleReader {
+    shuffle: Shuffle,
+    partition: PartitionId,
+    /// Given to servers, which then leave out of memory answers what is not wanted.
+    tasks: Option<Treemap>,
+    expected: u64,
+    missing: Treemap,
+    /// Read and not yet delivered.
+    ready: VecDeque<Block>,
+    /// The first is being read.
+    replicas: VecDeque<usize>,
+    stage: Stage,
+    failure: Option<Error>,
+}
+
+impl ShuffleReader {
+    pub(crate) fn new(
+        shuffle: Shuffle,
+        partition: PartitionId,
+        expected: Treemap,
+        filter: &TaskFilter,
+    ) -> Self {
+        // The partition was found to exist when its blocks were asked for.
+        let replicas = shuffle.replicas(partition).unwrap_or_default().into();
+        Self {
+            shuffle,
+            partition,
+            tasks: filter.0.clone(),
+            expected: expected.cardinality(),
+            missing: expected,
+            ready: VecDeque::new(),
+            replicas,
+            stage: Stage::Memory { after: None, barren: 0 },
+            failure: None,
+        }
+    }
+
+    /// The partition.
+    #[must_use]
+    pub fn partition(&self) -> PartitionId {
+        self.partition
+    }
+
+    /// Blocks that the partition has, for this reader's filter.
+    #[must_use]
+    pub fn expected_blocks(&self) -> u64 {
+        self.expected
+    }
+
+    /// The next block; `None` when all have been delivered. What was delivered before an error is right as far as it
+    /// goes, and the partition is not complete. Dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// [`Error::MissingBlocks`].
+    pub async fn next(&mut self) -> Result<Option<Block>, Error> {
+        loop {
+            if let Some(block) = self.ready.pop_front() {
+                return Ok(Some(block));
+            }
+            if self.missing.is_empty() {
+                return Ok(None);
+            }
+            let Some(&replica) = self.replicas.front() else {
+                return Err(Error::MissingBlocks {
+                    partition: self.partition,
+                    missing: MissingBlocks::of(&self.missing),
+                    expected: self.expected,
+                    source: self.failure.take().map(Box::new),
+                });
+            };
+            let server = Arc::clone(self.shuffle.server(replica));
+            if let Err(error) = self.step(&server).await {
+                tracing::debug!(partition = %self.partition, %error, "a replica could not be read");
+                self.failure = Some(error);
+                self.stage = self.after_failure();
+            }
+        }
+    }
+
+    /// All blocks at once.
+    ///
+    /// # Errors
+    /// See [`ShuffleReader::next`].
+    pub async fn read_all(mut self) -> Result<Vec<Block>, Error> {
+        let mut blocks = Vec::new();
+        while let Some(block) = self.next().await? {
+            blocks.push(block);
+        }
+        Ok(blocks)
+    }
+
+    /// One request, or one move to the next stage. The stage changes after the answer only.
+    async fn step(&mut self, server: &Server) -> Result<(), Error> {
+        let (key, partition) = (self.shuffle.key(), self.partition);
+        match &mut self.stage {
+            Stage::Memory { after, barren } => {
+                let (after, barren) = (*after, *barren);
+                let answer = server.read_memory(key, partition, after, self.tasks.as_ref()).await?;
+                self.take_memory(server, answer, barren)
+            }
+            Stage::Index => {
+                let index = server.read_index(key, partition).await?;
+                let segments = self.disk_segments(server, &index)?;
+                self.stage = Stage::Disk(segments);
+                Ok(())
+            }
+            Stage::Disk(segments) => {
+                let Some(DiskSegment { storage, segment }) = segments.front() else {
+                    self.stage = self.remote_stage();
+                    return Ok(());
+                };
+                let range = (segment.offset, segment.length);
+                let data = server.read_data(key, partition, *storage, range).await?;
+                if let Some(DiskSegment { segment, .. }) = segments.pop_front() {
+                    self.take_segment(server.id(), &segment, &data);
+                }
+                Ok(())
+            }
+            Stage::RemoteDirectory => self.list_remote(server).await,
+            Stage::RemoteFiles(..) => self.read_remote().await,
+            Stage::End => {
+                self.replicas.pop_front();
+                self.stage = Stage::Memory { after: None, barren: 0 };
+                Ok(())
+            }
+        }
+    }
+
+    fn take_memory(&mut self, server: &Server, answer: MemoryAnswer, barren: u32) -> Result<(), Error> {
+        let last = answer.blocks.last().map(|block| block.meta.block_id);
+        let found = self.take(server.id(), answer.blocks);
+        let barren = if found { 0 } else { barren + 1 };
+        if barren >= BARREN_ANSWERS_MAX {
+            return Err(Error::call(server.id())(ClientError::Endless { answers: barren }));
+        }
+        let has_more = last.is_some() && answer.is_end != Some(true);
+        self.stage = match has_more {
+            true => Stage::Memory { after: last, barren },
+            false if self.shuffle.options().storage.has_localfile() => Stage::Index,
+            false => self.remote_stage(),
+        };
+        Ok(())
+    }
+
+    /// Keeps the blocks that are expected and undamaged; whether there was one.
+    fn take(&mut self, peer: &str, blocks: impl IntoIterator<Item = Block>) -> bool {
+        let mut found = false;
+        for block in blocks {
+            let id = block.meta.block_id.0.cast_unsigned();
+            if !self.missing.contains(id) {
+                continue;
+            }
+            match read::check_crc(&block) {
+                Ok(()) => {
+                    self.missing.remove(id);
+                    self.ready.push_back(block);
+                    found = true;
+                }
+                // Another replica or tier may have it undamaged.
+                Err(source) => self.failure = Some(Error::call(peer)(malformed(source))),
+            }
+        }
+        found
+    }
+
+    fn take_segment(&mut self, peer: &str, segment: &Segment, data: &Bytes) {
+        match read::segment_blocks(segment, data) {
+            Ok(blocks) => drop(self.take(peer, blocks)),
+            Err(source) => self.failure = Some(Error::call(peer)(malformed(source))),
+        }
+    }
+
+    fn disk_segments(&self, server: &Server, index: &IndexAnswer) -> Result<VecDeque<DiskSegment>, Error> {
+        let mut all = VecDeque::new();
+        for run in read::runs(&index.records, index.data_length, &index.storage_ids) {
+            let segments = self.segments(run.records).map_err(malformed).map_err(Error::call(server.id()))?;
+            all.extend(segments.into_iter().map(|segment| DiskSegment { storage: run.storage, segment }));
+        }
+        Ok(all)
+    }
+
+    /// The reads that a run of records needs: those with a block that is missing.
+    fn segments(&self, records: &[IndexRecord]) -> Result<Vec<Segment>, Malformed> {
+        let wanted = |record: &IndexRecord| {
+            let task = record.meta.task_attempt_id.0.cast_unsigned();
+            self.tasks.as_ref().is_none_or(|tasks| tasks.contains(task))
+        };
+        let limit = u64::from(self.shuffle.options().read_buffer_bytes);
+        let mut segments = read::segments(records, None, limit, wanted)?;
+        let is_missing = |record: &IndexRecord| self.missing.contains(record.meta.block_id.0.cast_unsigned());
+        segments.retain(|segment| segment.length > 0 && segment.records.iter().any(is_missing));
+        Ok(segments)
+    }
+
+    fn remote(&self) -> Option<(Arc<dyn RemoteFiles>, RemoteStorage)> {
+        let files = self.shuffle.options().remote_files.as_ref().map(Arc::clone);
+        files.zip(self.shuffle.handle().remote_storage.clone())
+    }
+
+    fn remote_stage(&self) -> Stage {
+        let has_remote = self.shuffle.options().storage.has_hdfs() && self.remote().is_some();
+        if has_remote { Stage::RemoteDirectory } else { Stage::End }
+    }
+
+    /// A server that does not answer may have left remote files behind; one bad file is left for the next.
+    fn after_failure(&mut self) -> Stage {
+        match &mut self.stage {
+            Stage::Memory { .. } | Stage::Index | Stage::Disk(_) => self.remote_stage(),
+            Stage::RemoteFiles(stems, _) => Stage::RemoteFiles(std::mem::take(stems), None),
+            Stage::RemoteDirectory | Stage::End => Stage::End,
+        }
+    }
+
+    async fn list_remote(&mut self, server: &Server) -> Result<(), Error> {
+        let Some((files, storage)) = self.remote() else {
+            self.stage = Stage::End;
+            return Ok(());
+        };
+        let directory = remote::directory(&storage, self.shuffle.key(), self.partition);
+        let names = self.remote_call(&directory, files.list(&storage, &directory)).await?;
+        let stems = remote::files_of(server.id(), &names);
+        let stems = stems.into_iter().map(|stem| format!("{directory}/{stem}"));
+        self.stage = Stage::RemoteFiles(stems.collect(), None);
+        Ok(())
+    }
+
+    async fn read_remote(&mut self) -> Result<(), Error> {
+        let Stage::RemoteFiles(stems, open) = &self.stage else { return Ok(()) };
+        let Some(OpenFile { stem, data, segments }) = open else {
+            return self.open_remote(stems.front().cloned()).await;
+        };
+        let Some(segment) = segments.front() else {
+            self.set_open(None);
+            return Ok(());
+        };
+        let (stem, data, segment) = (stem.clone(), Arc::clone(data), segment.clone());
+        let length = usize::try_from(segment.length).unwrap_or(usize::MAX);
+        let bytes = self.remote_call(&stem, data.read(segment.offset, length)).await?;
+        self.take_segment(&stem, &segment, &bytes);
+        if let Stage::RemoteFiles(_, Some(open)) = &mut self.stage {
+            open.segments.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Opens the next file. It is off the list before, so that one that cannot be opened is not tried for ever.
+    async fn open_remote(&mut self, stem: Option<String>) -> Result<(), Error> {
+        let (Some(stem), Some((files, storage))) = (stem, self.remote()) else {
+            self.stage = Stage::End;
+            return Ok(());
+        };
+        let opened = self.remote_call(&stem, FilePair::open(files.as_ref(), &storage, &stem)).await;
+        if let Stage::RemoteFiles(stems, _) = &mut self.stage {
+            stems.pop_front();
+        }
+        let FilePair { data, records } = opened?;
+        let mut segments = VecDeque::new();
+        for run in read::runs(&records, Some(data.length()), &[]) {
+            segments.extend(self.segments(run.records).map_err(malformed).map_err(Error::call(&stem))?);
+        }
+        self.set_open(Some(OpenFile { stem, data, segments }));
+        Ok(())
+    }
+
+    fn set_open(&mut self, file: Option<OpenFile>) {
+        if let Stage::RemoteFiles(_, open) = &mut self.stage {
+            *open = file;
+        }
+    }
+
+    async fn remote_call<T>(
+        &self,
+        path: &str,
+        call: impl Future<Output = std::io::Result<T>>,
+    ) -> Result<T, Error> {
+        let ended = timeout(self.shuffle.options().rpc_timeout, call).await;
+        let result = ended.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
+        result.map_err(|source| Error::Remote { path: path.to_owned(), source })
+    }
+}
+
+fn malformed(source: Malformed) -> ClientError {
+    ClientError::Malformed { rpc: "read", source }
+}

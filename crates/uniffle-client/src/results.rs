@@ -1,0 +1,63 @@
+//! Which blocks a reader must find: the union of what enough replicas say was reported.
+
+use std::collections::BTreeMap;
+
+use croaring::Treemap;
+
+use crate::error::Error;
+use crate::reader::TaskFilter;
+use crate::shuffle::Shuffle;
+use uniffle_wire::types::{BlockId, PartitionId};
+
+/// The ids of each of `partitions`, in their order. Partitions with the same replicas are asked for together.
+pub(crate) async fn expected_blocks(
+    shuffle: &Shuffle,
+    partitions: &[PartitionId],
+    filter: &TaskFilter,
+) -> Result<Vec<Treemap>, Error> {
+    let mut by_replicas: BTreeMap<Vec<usize>, Vec<PartitionId>> = BTreeMap::new();
+    for &partition in partitions {
+        by_replicas.entry(shuffle.replicas(partition)?).or_default().push(partition);
+    }
+    let mut expected: BTreeMap<PartitionId, Treemap> = BTreeMap::new();
+    for (replicas, together) in by_replicas {
+        let layout = shuffle.options().layout;
+        for id in reported(shuffle, &replicas, &together).await?.iter() {
+            let id = BlockId(id.cast_signed());
+            let partition = i32::try_from(layout.partition_of(id)).map(PartitionId);
+            if filter.accepts(layout.task_of(id))
+                && let Ok(partition) = partition
+            {
+                expected.entry(partition).or_default().add(id.0.cast_unsigned());
+            }
+        }
+    }
+    // What a server says of other partitions has no reader and is dropped here.
+    Ok(partitions.iter().map(|partition| expected.get(partition).cloned().unwrap_or_default()).collect())
+}
+
+/// Asks replica after replica until enough have answered: a report was taken by `replicas.write` of them, so that one of
+/// any `replicas.read` knows of it.
+async fn reported(
+    shuffle: &Shuffle,
+    replicas: &[usize],
+    partitions: &[PartitionId],
+) -> Result<Treemap, Error> {
+    let options = shuffle.options();
+    let needed = options.replicas.read;
+    let (mut union, mut answered, mut failure) = (Treemap::new(), 0, None);
+    for &replica in replicas {
+        match shuffle.server(replica).results(shuffle.key(), partitions, options.layout).await {
+            Ok(ids) => {
+                union.or_inplace(&ids);
+                answered += 1;
+            }
+            Err(error) => failure = Some(Box::new(error)),
+        }
+        if answered == needed {
+            return Ok(union);
+        }
+    }
+    let partition = partitions.first().copied().unwrap_or(PartitionId(0));
+    Err(Error::ReadQuorum { partition, answered, needed, source: failure })
+}

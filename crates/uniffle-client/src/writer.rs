@@ -1,0 +1,304 @@
+//! Writing: blocks are collected, sent to enough replicas in bounded batches, and reported to all at the end.
+//!
+//! Invariant: nothing is reported unless every block of the task is on `replicas.write` servers. What a writer sent and
+//! never reported (a failed attempt) is ignored by every reader.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::task::JoinSet;
+
+use crate::block::Block;
+use crate::error::Error;
+use crate::shuffle::Shuffle;
+use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, PartitionId, TaskAttemptId};
+
+/// The blocks of one partition in one batch.
+type Part = (PartitionId, Vec<Block>);
+
+/// Writes the output of one task attempt.
+#[derive(Debug)]
+pub struct ShuffleWriter {
+    shuffle: Shuffle,
+    task: TaskAttemptId,
+    sequences: HashMap<PartitionId, u32>,
+    pending: BTreeMap<PartitionId, Vec<Block>>,
+    pending_bytes: u64,
+    sends: JoinSet<Result<(), Error>>,
+    written: BTreeMap<PartitionId, Vec<BlockId>>,
+    totals: WriteTotals,
+    /// A send failed, or was given up: the task's output is not complete.
+    is_broken: bool,
+}
+
+/// What a task attempt wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WriteTotals {
+    /// Blocks.
+    pub blocks: u64,
+    /// Their bytes, counted once.
+    pub bytes: u64,
+}
+
+impl ShuffleWriter {
+    pub(crate) fn new(shuffle: Shuffle, task: TaskAttemptId) -> Result<Self, Error> {
+        if shuffle.options().layout.block_id(0, PartitionId(0), task).is_none() {
+            return Err(Error::Invalid(format!("task attempt id {task} does not fit the block id layout")));
+        }
+        Ok(Self {
+            shuffle,
+            task,
+            sequences: HashMap::new(),
+            pending: BTreeMap::new(),
+            pending_bytes: 0,
+            sends: JoinSet::new(),
+            written: BTreeMap::new(),
+            totals: WriteTotals::default(),
+            is_broken: false,
+        })
+    }
+
+    /// Adds a block of `data` to `partition`, and sends a batch when there is enough of it. Blocks of a megabyte or so
+    /// serve servers and readers best.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a block that cannot be; otherwise an earlier batch could not be sent, and the attempt has
+    /// failed.
+    pub async fn write(&mut self, partition: PartitionId, data: impl Into<Bytes>) -> Result<(), Error> {
+        let data = data.into();
+        let length = data.len();
+        self.write_compressed(partition, data, length).await
+    }
+
+    /// The same for data that has `uncompressed_length` bytes after the reader has decompressed it.
+    ///
+    /// # Errors
+    /// See [`ShuffleWriter::write`].
+    pub async fn write_compressed(
+        &mut self,
+        partition: PartitionId,
+        data: Bytes,
+        uncompressed_length: usize,
+    ) -> Result<(), Error> {
+        self.refuse_if_broken()?;
+        let block = self.block(partition, data, uncompressed_length)?;
+        self.written.entry(partition).or_default().push(block.meta.block_id);
+        self.totals.blocks += 1;
+        self.totals.bytes += u64::from(block.meta.length);
+        self.pending_bytes += u64::from(block.meta.length);
+        self.pending.entry(partition).or_default().push(block);
+        if self.pending_bytes >= self.shuffle.options().send_bytes_max {
+            self.begin_send().await?;
+        }
+        Ok(())
+    }
+
+    /// Sends what is left, waits for all sends, and reports the blocks to all replicas: now readers find them.
+    ///
+    /// # Errors
+    /// [`Error::WriteQuorum`]: too few replicas took a block or the report. The attempt has failed; another one, with
+    /// another id, can do the work again.
+    pub async fn finish(mut self) -> Result<WriteTotals, Error> {
+        self.refuse_if_broken()?;
+        self.begin_send().await?;
+        while !self.sends.is_empty() {
+            self.join_send().await?;
+        }
+        report(&self.shuffle, self.task, &self.written).await?;
+        Ok(self.totals)
+    }
+
+    fn refuse_if_broken(&self) -> Result<(), Error> {
+        match self.is_broken {
+            true => Err(Error::Invalid("an earlier send of this writer failed".to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    fn block(
+        &mut self,
+        partition: PartitionId,
+        data: Bytes,
+        uncompressed_length: usize,
+    ) -> Result<Block, Error> {
+        self.shuffle.replicas(partition)?;
+        let invalid = |what: &str| Error::Invalid(format!("a block of partition {partition}: {what}"));
+        if data.is_empty() || data.len() > BLOCK_BYTES_MAX as usize {
+            return Err(invalid("it must have 1 byte to 512 MiB"));
+        }
+        let uncompressed =
+            i32::try_from(uncompressed_length).ok().and_then(|length| u32::try_from(length).ok());
+        let uncompressed = uncompressed.ok_or_else(|| invalid("more than 2 GiB after decompression"))?;
+        let sequence = self.sequences.entry(partition).or_default();
+        let id = self.shuffle.options().layout.block_id(*sequence, partition, self.task);
+        let id = id.ok_or_else(|| invalid("its layout has no more block ids for this task"))?;
+        *sequence = sequence.saturating_add(1);
+        let mut block = Block::new(id, self.task, data);
+        block.meta.uncompressed_length = uncompressed;
+        Ok(block)
+    }
+
+    /// Begins to send what is collected, after waiting for an earlier send where enough are under way.
+    async fn begin_send(&mut self) -> Result<(), Error> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        while self.sends.len() >= self.shuffle.options().sends_in_flight {
+            self.join_send().await?;
+        }
+        let batch: Vec<Part> = std::mem::take(&mut self.pending).into_iter().collect();
+        self.pending_bytes = 0;
+        self.sends.spawn(deliver(self.shuffle.clone(), batch));
+        Ok(())
+    }
+
+    async fn join_send(&mut self) -> Result<(), Error> {
+        let Some(ended) = self.sends.join_next().await else { return Ok(()) };
+        let result =
+            ended.unwrap_or_else(|error| Err(Error::Invalid(format!("a send was given up: {error}"))));
+        self.is_broken |= result.is_err();
+        result
+    }
+}
+
+/// How far a partition's blocks, or the report of them, have got.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Progress {
+    /// Servers to try, in order.
+    replicas: Vec<usize>,
+    /// How many of them were tried.
+    tried: usize,
+    acknowledged: usize,
+}
+
+impl Progress {
+    fn new(replicas: Vec<usize>) -> Self {
+        Self { replicas, tried: 0, acknowledged: 0 }
+    }
+}
+
+/// Which servers to try next, each with the numbers of its partitions: as many replicas of each partition as still are
+/// needed. Empty when no partition needs any, or has any left.
+fn next_round(progress: &mut [Progress], needed: usize) -> BTreeMap<usize, Vec<usize>> {
+    let mut round: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (number, partition) in progress.iter_mut().enumerate() {
+        let missing = needed.saturating_sub(partition.acknowledged);
+        let next = partition.replicas.iter().skip(partition.tried).take(missing);
+        let mut count = 0;
+        for &server in next {
+            round.entry(server).or_default().push(number);
+            count += 1;
+        }
+        partition.tried += count;
+    }
+    round
+}
+
+/// Sends a batch to `replicas.write` servers of each partition, and to others where one of those fails.
+async fn deliver(shuffle: Shuffle, batch: Vec<Part>) -> Result<(), Error> {
+    let needed = shuffle.options().replicas.write;
+    let replicas = batch.iter().map(|(partition, _)| shuffle.replicas(*partition).map(Progress::new));
+    let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
+    let mut failure = None;
+    loop {
+        let round = next_round(&mut progress, needed);
+        if round.is_empty() {
+            break;
+        }
+        let mut sends = JoinSet::new();
+        for (server, numbers) in round {
+            let part: Vec<Part> = numbers.iter().map(|&number| batch[number].clone()).collect();
+            let (server, key) = (Arc::clone(shuffle.server(server)), shuffle.key().clone());
+            sends.spawn(async move { (server.push(&key, &part).await, numbers) });
+        }
+        failure = count(sends, &mut progress).await.or(failure);
+    }
+    let partitions: Vec<PartitionId> = batch.iter().map(|(partition, _)| *partition).collect();
+    judge(&progress, &partitions, needed, failure)
+}
+
+/// Reports a task's blocks to all replicas of its partitions, of which `replicas.write` must take it.
+async fn report(
+    shuffle: &Shuffle,
+    task: TaskAttemptId,
+    written: &BTreeMap<PartitionId, Vec<BlockId>>,
+) -> Result<(), Error> {
+    let needed = shuffle.options().replicas.write;
+    let partitions: Vec<PartitionId> = written.keys().copied().collect();
+    let replicas = partitions.iter().map(|partition| shuffle.replicas(*partition).map(Progress::new));
+    let mut progress = replicas.collect::<Result<Vec<_>, _>>()?;
+    let mut reports = JoinSet::new();
+    for (server, numbers) in next_round(&mut progress, usize::MAX) {
+        let blocks = numbers.iter().map(|&number| partitions[number]);
+        let blocks: Vec<_> = blocks.map(|partition| (partition, written[&partition].clone())).collect();
+        let (server, key) = (Arc::clone(shuffle.server(server)), shuffle.key().clone());
+        reports.spawn(async move { (server.report(&key, task, &blocks).await, numbers) });
+    }
+    let failure = count(reports, &mut progress).await;
+    judge(&progress, &partitions, needed, failure)
+}
+
+/// Waits for calls that each are about some partitions, and counts them; the last failure.
+async fn count(
+    mut calls: JoinSet<(Result<(), Error>, Vec<usize>)>,
+    progress: &mut [Progress],
+) -> Option<Error> {
+    let mut failure = None;
+    while let Some(ended) = calls.join_next().await {
+        match ended {
+            Ok((Ok(()), numbers)) => numbers.iter().for_each(|&number| progress[number].acknowledged += 1),
+            Ok((Err(error), _)) => {
+                tracing::debug!(%error, "a replica failed");
+                failure = Some(error);
+            }
+            Err(error) => failure = Some(Error::Invalid(format!("a call was given up: {error}"))),
+        }
+    }
+    failure
+}
+
+fn judge(
+    progress: &[Progress],
+    partitions: &[PartitionId],
+    needed: usize,
+    failure: Option<Error>,
+) -> Result<(), Error> {
+    let short = progress.iter().zip(partitions).find(|(progress, _)| progress.acknowledged < needed);
+    match short {
+        None => Ok(()),
+        Some((progress, &partition)) => Err(Error::WriteQuorum {
+            partition,
+            acknowledged: progress.acknowledged,
+            needed,
+            source: failure.map(Box::new),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replicas_are_tried_until_enough_acknowledged() {
+        let mut progress = [Progress::new(vec![4, 5, 6]), Progress::new(vec![5, 6, 4])];
+        let round = |progress: &mut [Progress]| next_round(progress, 2).into_iter().collect::<Vec<_>>();
+        assert_eq!(round(&mut progress), [(4, vec![0]), (5, vec![0, 1]), (6, vec![1])]);
+        // Server 5 failed: each partition needs one more.
+        progress.iter_mut().for_each(|partition| partition.acknowledged = 1);
+        assert_eq!(round(&mut progress), [(4, vec![1]), (6, vec![0])]);
+        progress[0].acknowledged = 2;
+        // The second has no replica left.
+        assert_eq!(round(&mut progress), []);
+        let partitions = [PartitionId(7), PartitionId(8)];
+        let error = judge(&progress, &partitions, 2, None).unwrap_err();
+        let is_of_8 = matches!(
+            error,
+            Error::WriteQuorum { partition: PartitionId(8), acknowledged: 1, needed: 2, source: None }
+        );
+        assert!(is_of_8, "{error}");
+        progress[1].acknowledged = 2;
+        assert!(judge(&progress, &partitions, 2, None).is_ok());
+    }
+}
