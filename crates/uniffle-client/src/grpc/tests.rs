@@ -24,12 +24,12 @@ pub(crate) struct Script {
     /// Sends that are answered with these first.
     pub(crate) send_answers: VecDeque<StatusCode>,
     pub(crate) sent: Vec<proto::SendShuffleDataRequest>,
-    reported: Vec<u64>,
-    memory: VecDeque<proto::GetMemoryShuffleDataResponse>,
-    cursors: Vec<i64>,
-    index: proto::GetLocalShuffleIndexResponse,
-    file: Vec<u8>,
-    data_reads: Vec<(i64, i32)>,
+    pub(crate) reported: Vec<u64>,
+    pub(crate) memory: VecDeque<proto::GetMemoryShuffleDataResponse>,
+    pub(crate) cursors: Vec<i64>,
+    pub(crate) index: proto::GetLocalShuffleIndexResponse,
+    pub(crate) file: Vec<u8>,
+    pub(crate) data_reads: Vec<(i64, i32)>,
 }
 
 #[derive(Debug, Clone, Default)]
