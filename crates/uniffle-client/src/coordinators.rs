@@ -254,16 +254,20 @@ impl Coordinators {
             let (address, call) = (member.address.clone(), call(member.stub.clone()));
             calls.spawn(async move { within(rpc, deadline, call).await.map_err(Error::call(&address)) });
         }
-        let mut result = Err(Error::Invalid(format!("{rpc}: no coordinator")));
+        let mut failure = Error::Invalid(format!("{rpc}: no coordinator"));
         while let Some(ended) = calls.join_next().await {
             match ended {
-                Ok(Ok(())) => result = Ok(()),
-                Ok(Err(error)) if result.is_err() => result = Err(error),
-                // Another member took it; or the runtime ends.
-                Ok(Err(_)) | Err(_) => {}
+                Ok(Ok(())) => {
+                    // The others are told as well, without waiting for one that is silent; each call has its deadline.
+                    calls.detach_all();
+                    return Ok(());
+                }
+                Ok(Err(error)) => failure = error,
+                // The runtime ends.
+                Err(_) => {}
             }
         }
-        result
+        Err(failure)
     }
 }
 

@@ -116,11 +116,11 @@ async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks:
     }
 }
 
-/// More than the memory holds goes through memory and disk, over either transport.
+/// 32 MB go through a memory of 16 MiB, so a part of them is read from disk; over either transport.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_worker_over_both_transports_from_memory_and_disk() {
     const LENGTH: u32 = 100_000;
-    let node = Node::start("8MiB", "").await;
+    let node = Node::start("16MiB", "").await;
     for (transport, id) in [(Transport::Grpc, "both-grpc"), (Transport::Tcp, "both-tcp")] {
         let cluster = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
         let application = cluster.application(id).await.unwrap();
@@ -134,13 +134,13 @@ async fn one_worker_over_both_transports_from_memory_and_disk() {
         let elsewhere = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
         let large = elsewhere.attach(handle).unwrap();
         let (one, two) = (large.clone(), large.clone());
-        tokio::join!(write_task(&one, 1, 4, 30, LENGTH), write_task(&two, 2, 4, 30, LENGTH));
-        assert_reads(&large, &[1, 2], 4, 30, LENGTH).await;
+        tokio::join!(write_task(&one, 1, 4, 40, LENGTH), write_task(&two, 2, 4, 40, LENGTH));
+        assert_reads(&large, &[1, 2], 4, 40, LENGTH).await;
 
         // A reader of some tasks gets theirs.
         let filter = TaskFilter::of([TaskAttemptId(2)]);
         let read = large.reader(PartitionId(3), &filter).await.unwrap().read_all().await.unwrap();
-        assert_eq!(read.len(), 30);
+        assert_eq!(read.len(), 40);
         assert!(read.iter().all(|block| block.meta.task_attempt_id == TaskAttemptId(2)));
 
         large.unregister().await.unwrap();
