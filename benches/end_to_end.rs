@@ -65,7 +65,7 @@ impl Bench {
     }
 
     fn flush(&self) {
-        let flusher = &self.worker.tiers().unwrap().flusher;
+        let flusher = self.worker.flusher().unwrap();
         flusher.flush_all();
         self.runtime.block_on(async {
             while flusher.unfinished() > 0 {

@@ -134,7 +134,11 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
-    let surroundings = Surroundings { log: Some(telemetry.filter().clone()), origin: Some(origin) };
+    let surroundings = Surroundings {
+        log: Some(telemetry.filter().clone()),
+        origin: Some(origin),
+        ..Surroundings::default()
+    };
     loop {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(config.worker.threads)

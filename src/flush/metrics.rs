@@ -6,10 +6,8 @@ use prometheus::{
     Counter, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry,
 };
 
-use super::tier::Tier;
-use crate::metrics::{
-    self, BYTES_BUCKETS, Description, Fill, GaugeGuard, SECONDS_BUCKETS, clamped, exponential,
-};
+use crate::metrics::{self, BYTES_BUCKETS, Description, GaugeGuard, SECONDS_BUCKETS, clamped, exponential};
+use crate::tiers::{BUILT_IN, TierNames};
 
 /// What Java calls slow (`rss.server.write.slow.threshold`).
 const SLOW: Duration = Duration::from_secs(10);
@@ -48,8 +46,6 @@ metrics::table! {
             "Writes of batches, attempts that failed included";
         sizes: HistogramVec["storage_type"] = "memory_spill_in_flushing_bytes_histogram",
             "Payload bytes of one write of a batch", in BYTES_BUCKETS;
-        local_writing_bytes: IntGauge = "memory_spill_localfile_in_flushing_bytes",
-            "Payload bytes that are being written to local disks now";
     }
     with { batches: BatchSizes }
 }
@@ -64,7 +60,9 @@ metrics::table! {
         in_flight: IntGauge =
             "memory_spill_to_{spill}", "Batches that wait for {title} or are being written there";
         queued: IntGauge = "{queue}_flush_thread_pool_queue_size",
-            "Sealed batches that wait for a flush worker of {workers}";
+            "Sealed batches that wait for a flush worker of {title}";
+        writing_bytes: IntGauge = "memory_spill_{spill}_in_flushing_bytes",
+            "Payload bytes that are being written to {title} now";
     }
 }
 
@@ -85,34 +83,10 @@ metrics::table! {
     }
 }
 
-/// Label and names of each tier's metrics, in the order of [`Tier`].
-const TIERS: [(&str, Fill<'_>); 2] = [
-    (
-        "LOCALFILE",
-        &[
-            ("{title}", "local disks"),
-            ("{workers}", "the local disks"),
-            ("{spill}", "localfile"),
-            ("{events}", "local_file"),
-            ("{queue}", "localfile"),
-        ],
-    ),
-    (
-        "HDFS",
-        &[
-            ("{title}", "HDFS"),
-            ("{workers}", "HDFS"),
-            ("{spill}", "hdfs"),
-            ("{events}", "hadoop"),
-            ("{queue}", "hadoop"),
-        ],
-    ),
-];
-
 #[derive(Debug)]
 pub(crate) struct FlushMetrics {
     pub(super) all: All,
-    tiers: [TierMetrics; 2],
+    tiers: Vec<TierMetrics>,
 }
 
 #[derive(Debug)]
@@ -124,47 +98,47 @@ struct TierMetrics {
     sizes: Histogram,
 }
 
+/// What the names and texts of [`OfTier`] are filled with.
+fn fill(names: &TierNames) -> [(&'static str, &'static str); 4] {
+    let TierNames { title, spill, events, queue, .. } = *names;
+    [("{title}", title), ("{spill}", spill), ("{events}", events), ("{queue}", queue)]
+}
+
 impl FlushMetrics {
-    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
+    pub(super) fn new(registry: &Registry, tiers: &[TierNames]) -> prometheus::Result<Self> {
         let all = All::new(registry)?;
-        let of = |(label, fill): (&str, Fill<'_>)| -> prometheus::Result<TierMetrics> {
+        let of = |names: &TierNames| -> prometheus::Result<TierMetrics> {
+            let label = [names.label];
             Ok(TierMetrics {
-                named: OfTier::new(registry, fill)?,
-                writes: all.writes.with_label_values(&[label]),
-                bytes: all.bytes.with_label_values(&[label]),
-                started: all.started.with_label_values(&[label]),
-                sizes: all.sizes.with_label_values(&[label]),
+                named: OfTier::new(registry, &fill(names))?,
+                writes: all.writes.with_label_values(&label),
+                bytes: all.bytes.with_label_values(&label),
+                started: all.started.with_label_values(&label),
+                sizes: all.sizes.with_label_values(&label),
             })
         };
-        let [local, hdfs] = TIERS.map(of);
-        Ok(Self { tiers: [local?, hdfs?], all })
+        Ok(Self { tiers: tiers.iter().map(of).collect::<Result<_, _>>()?, all })
     }
 
     /// What it has, for the documentation.
     pub(crate) fn described() -> Vec<Description> {
-        [All::described(), TIERS.iter().flat_map(|(_, fill)| OfTier::described(fill)).collect()].concat()
-    }
-
-    fn of(&self, tier: Tier) -> &TierMetrics {
-        match tier {
-            Tier::Local => &self.tiers[0],
-            Tier::Hdfs => &self.tiers[1],
-        }
+        let of_tier = |names: &TierNames| OfTier::described(&fill(names));
+        [All::described(), BUILT_IN.iter().flat_map(of_tier).collect()].concat()
     }
 
     /// Counts a batch of `bytes` that was written.
-    pub(super) fn count_batch(&self, tier: Tier, bytes: u64) {
+    pub(super) fn count_batch(&self, tier: usize, bytes: u64) {
         self.all.spilled_bytes.inc_by(bytes);
         self.all.batches.count(bytes);
-        let tier = &self.of(tier).named;
+        let tier = &self.tiers[tier].named;
         tier.written.inc();
         tier.written_bytes.inc_by(bytes);
     }
 
     /// Counts a batch that `tier` did not take.
-    pub(super) fn count_failure(&self, tier: Tier) {
+    pub(super) fn count_failure(&self, tier: usize) {
         self.all.failed_writes.inc();
-        self.of(tier).named.failures.inc();
+        self.tiers[tier].named.failures.inc();
     }
 
     /// Counts the time of a write that succeeded.
@@ -175,23 +149,24 @@ impl FlushMetrics {
     }
 
     /// Counts a write of `bytes` until the returned value is dropped.
-    pub(super) fn writing(&self, tier: Tier, bytes: u64) -> [GaugeGuard; 2] {
-        let tier = self.of(tier);
+    pub(super) fn writing(&self, tier: usize, bytes: u64) -> [GaugeGuard; 2] {
+        let tier = &self.tiers[tier];
         tier.started.inc();
         #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
         tier.sizes.observe(bytes as f64);
         [GaugeGuard::one(&tier.writes), GaugeGuard::of(&tier.bytes, bytes)]
     }
 
-    /// Brings gauges of live values up to date: batches that wait for either tier, and all of HDFS's.
-    pub(super) fn refresh(&self, local_queued: usize, hdfs_queued: usize, hdfs_in_flight: usize) {
-        let [local, hdfs] = &self.tiers;
-        self.all.queued.set(clamped(local_queued + hdfs_queued));
-        local.named.queued.set(clamped(local_queued));
-        hdfs.named.queued.set(clamped(hdfs_queued));
-        hdfs.named.in_flight.set(clamped(hdfs_in_flight));
-        local.named.in_flight.set(local.named.queued.get() + local.writes.get());
-        self.all.local_writing_bytes.set(local.bytes.get());
+    /// Brings gauges of live values up to date: per tier, batches that wait, and these with those being written.
+    pub(super) fn refresh(&self, queues: impl Iterator<Item = (usize, usize)>) {
+        let mut all_queued = 0;
+        for (tier, (queued, in_flight)) in self.tiers.iter().zip(queues) {
+            all_queued += queued;
+            tier.named.queued.set(clamped(queued));
+            tier.named.in_flight.set(clamped(in_flight));
+            tier.named.writing_bytes.set(tier.bytes.get());
+        }
+        self.all.queued.set(clamped(all_queued));
     }
 }
 

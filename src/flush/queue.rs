@@ -10,17 +10,11 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::memory::{Buffer, SealedBatch};
-use crate::tiers::{RemoteHandle, ShuffleHandle};
+use crate::tiers::TierShuffle;
 use uniffle_wire::types::{Distribution, ShuffleKey};
 
-use super::tier::Tier;
-
-/// The incarnations that chains were sealed from: they cannot end up in a later shuffle of the same name.
-#[derive(Debug, Clone)]
-pub(super) struct Handles {
-    pub(super) local: Option<ShuffleHandle>,
-    pub(super) hdfs: Option<RemoteHandle>,
-}
+/// The registrations that chains were sealed from, by tier: they cannot end up in a later shuffle of the same name.
+pub(super) type Handles = Arc<[Option<Arc<dyn TierShuffle>>]>;
 
 /// Sealed chains of one shuffle that are written together.
 #[derive(Debug)]
@@ -37,8 +31,8 @@ pub(super) struct Batch {
     /// How often it could not be written.
     pub(super) failures: u32,
     /// The tier that failed it last.
-    pub(super) failed: Option<Tier>,
-    /// Counts it among those of HDFS while it is one.
+    pub(super) failed: Option<usize>,
+    /// Counts it among those of its tier while it waits for it or is being written.
     pub(super) in_flight: Option<Arc<()>>,
     /// Counts this batch as unfinished while it lives.
     pub(super) _token: Arc<()>,
@@ -51,14 +45,18 @@ impl Batch {
     }
 }
 
+/// The batches that wait for one tier.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     batches: Mutex<VecDeque<Batch>>,
     arrived: Notify,
+    /// Every batch that waits or is being written holds a clone.
+    in_flight: Arc<()>,
 }
 
 impl Queue {
-    pub(super) fn push(&self, batch: Batch) {
+    pub(super) fn push(&self, mut batch: Batch) {
+        batch.in_flight = Some(Arc::clone(&self.in_flight));
         self.batches.lock().push_back(batch);
         self.arrived.notify_one();
     }
@@ -74,6 +72,11 @@ impl Queue {
             }
             arrived.await;
         }
+    }
+
+    /// Batches that wait or are being written.
+    pub(super) fn in_flight(&self) -> usize {
+        Arc::strong_count(&self.in_flight) - 1
     }
 
     pub(super) fn len(&self) -> usize {

@@ -12,13 +12,14 @@ use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 use crate::app::{App, AppRegistry};
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
+use crate::tiers::{TierShuffle, Tiers};
 use uniffle_wire::types::{Distribution, ShuffleKey};
 
+use super::FlushConfig;
 use super::metrics::FlushMetrics;
+use super::placement::{self, Readiness, TierView};
 use super::policy::{self, Goal, Usage};
 use super::queue::{Batch, Handles, Queue};
-use super::tier::{self, Choice, Offer, Tier};
-use super::{FlushConfig, Stores};
 
 /// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
 const BATCH_PARTS_MAX: usize = 4096;
@@ -35,11 +36,9 @@ pub struct Flusher {
     pub(super) config: FlushConfig,
     limits: RwLock<policy::Limits>,
     pub(super) memory: Arc<Memory>,
-    pub(super) stores: Stores,
-    pub(super) local_queue: Queue,
-    pub(super) hdfs_queue: Queue,
-    /// Held by every batch that is queued for HDFS or being written there.
-    pub(super) hdfs_in_flight: Arc<()>,
+    pub(super) tiers: Tiers,
+    /// One per tier.
+    pub(super) queues: Vec<Queue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
@@ -61,19 +60,19 @@ impl Flusher {
     pub fn start(
         config: FlushConfig,
         memory: Arc<Memory>,
-        stores: impl Into<Stores>,
+        tiers: impl Into<Tiers>,
         tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
+        let tiers = tiers.into();
+        let names: Vec<_> = tiers.iter().map(|tier| tier.capability().names).collect();
         let flusher = Arc::new(Self {
-            metrics: FlushMetrics::new(registry)?,
+            metrics: FlushMetrics::new(registry, &names)?,
             limits: RwLock::new(config.limits),
             config,
             memory,
-            stores: stores.into(),
-            local_queue: Queue::default(),
-            hdfs_queue: Queue::default(),
-            hdfs_in_flight: Arc::new(()),
+            queues: tiers.iter().map(|_| Queue::default()).collect(),
+            tiers,
             tasks: tasks.clone(),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
@@ -83,14 +82,11 @@ impl Flusher {
         });
         let scheduler = Arc::clone(&flusher);
         tasks.spawn_again("flush scheduler", move || Arc::clone(&scheduler).schedule());
-        let workers = |present: bool, count: usize| if present { count } else { 0 };
-        for _ in 0..workers(flusher.stores.local.is_some(), flusher.config.workers) {
-            let worker = Arc::clone(&flusher);
-            tasks.spawn_again("flush worker", move || Arc::clone(&worker).work(Tier::Local));
-        }
-        for _ in 0..workers(flusher.stores.hdfs.is_some(), flusher.config.hdfs_in_flight_max) {
-            let worker = Arc::clone(&flusher);
-            tasks.spawn_again("hdfs flush worker", move || Arc::clone(&worker).work(Tier::Hdfs));
+        for (index, tier) in flusher.tiers.iter().enumerate() {
+            for _ in 0..tier.capability().writers {
+                let worker = Arc::clone(&flusher);
+                tasks.spawn_again("flush worker", move || Arc::clone(&worker).work(index));
+            }
         }
         Ok(flusher)
     }
@@ -117,7 +113,7 @@ impl Flusher {
     }
 
     /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
-    pub fn offer(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
+    pub fn flush_if_oversized(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         let candidate = policy_candidate(buffer);
         if policy::is_oversized(candidate, &self.limits()) {
             self.flush_one(shuffle, buffer);
@@ -125,7 +121,7 @@ impl Flusher {
     }
 
     /// Flushes `buffer` now if nothing of it is on its way: its partition has filled its share of the memory.
-    pub fn relieve(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
+    pub fn flush_if_stuck(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_stuck(policy_candidate(buffer)) {
             self.flush_one(shuffle, buffer);
         }
@@ -143,14 +139,16 @@ impl Flusher {
         }
     }
 
-    /// Where a shuffle's blocks can go; none when it is not known to any store, or has no place but memory.
+    /// The tiers that are filled.
+    #[must_use]
+    pub fn tiers(&self) -> &Tiers {
+        &self.tiers
+    }
+
+    /// Where a shuffle's blocks can go; none when it is not known to any tier, or has no place but memory.
     fn handles(&self, key: &ShuffleKey) -> Option<Handles> {
-        let Stores { local, hdfs } = &self.stores;
-        let handles = Handles {
-            local: local.as_ref().and_then(|store| store.handle(key)),
-            hdfs: hdfs.as_ref().and_then(|store| store.handle(key)),
-        };
-        (handles.local.is_some() || handles.hdfs.is_some()).then_some(handles)
+        let handles: Handles = self.tiers.iter().map(|tier| tier.shuffle(key)).collect();
+        handles.iter().any(Option::is_some).then_some(handles)
     }
 
     /// Wakes the scheduler if the watermarks ask for it. Cheap when they do not.
@@ -175,7 +173,7 @@ impl Flusher {
     /// Batches that wait for a worker.
     #[must_use]
     pub fn queued(&self) -> usize {
-        self.local_queue.len() + self.hdfs_queue.len()
+        self.queues.iter().map(Queue::len).sum()
     }
 
     /// Payload ever brought to the store.
@@ -217,7 +215,7 @@ impl Flusher {
 
     /// Brings gauges of live values up to date.
     pub fn refresh_metrics(&self) {
-        self.metrics.refresh(self.local_queue.len(), self.hdfs_queue.len(), self.hdfs_in_flight());
+        self.metrics.refresh(self.queues.iter().map(|queue| (queue.len(), queue.in_flight())));
     }
 
     async fn schedule(self: Arc<Self>) {
@@ -230,8 +228,7 @@ impl Flusher {
             tokio::select! {
                 biased;
                 () = &mut stopped => {
-                    self.local_queue.clear();
-                    self.hdfs_queue.clear();
+                    self.queues.iter().for_each(Queue::clear);
                     return;
                 }
                 () = self.wake.notified() => {}
@@ -291,13 +288,12 @@ impl Flusher {
         }
     }
 
-    /// Cuts a group into batches. What is to go to HDFS goes partition by partition: each has files of its own there,
-    /// and one that fails must not make the others be written twice.
+    /// Cuts a group into batches, those for a tier of files by partition partition by partition.
     fn enqueue_group(&self, key: &ShuffleKey, group: Group) {
         let Group { handles, distribution, parts } = group;
         let batch = |parts: Parts, is_cold: bool| Batch {
             key: key.clone(),
-            handles: handles.clone(),
+            handles: Arc::clone(&handles),
             is_cold,
             distribution,
             parts,
@@ -308,55 +304,50 @@ impl Flusher {
             in_flight: None,
             _token: Arc::clone(&self.batch_token),
         };
-        let limits = self.limits();
-        let goes_alone = |(buffer, sealed): &(Arc<Buffer>, Arc<SealedBatch>)| {
+        let huge_partition_bytes = self.limits().huge_partition_bytes;
+        let is_cold = |(buffer, sealed): &(Arc<Buffer>, Arc<SealedBatch>)| {
             let received = buffer.received_bytes();
-            let cold =
-                tier::is_cold(sealed.bytes(), received, self.config.cold_bytes, limits.huge_partition_bytes);
-            handles.hdfs.is_some() && (cold || handles.local.is_none())
+            placement::is_cold(sealed.bytes(), received, self.config.cold_bytes, huge_partition_bytes)
         };
-        let (alone, together): (Parts, Parts) = parts.into_iter().partition(goes_alone);
-        for part in alone {
-            self.enqueue(batch(vec![part], true));
-        }
-        for parts in cut_batches(together, self.config.batch_bytes_max) {
-            self.enqueue(batch(parts, false));
+        let (cold, rest): (Parts, Parts) = parts.into_iter().partition(is_cold);
+        for (parts, is_cold) in [(cold, true), (rest, false)] {
+            let parts_max = if self.goes_by_partition(&handles, is_cold) { 1 } else { BATCH_PARTS_MAX };
+            for parts in cut_batches(parts, (self.config.batch_bytes_max, parts_max)) {
+                self.enqueue(batch(parts, is_cold));
+            }
         }
     }
 
+    /// Whether a batch belongs to a tier of files by partition, whatever takes batches at the moment.
+    fn goes_by_partition(&self, handles: &Handles, is_cold: bool) -> bool {
+        let selected = placement::select(&self.views(handles, |_, _| true), is_cold, None);
+        selected.is_some_and(|index| self.tiers.at(index).capability().is_by_partition)
+    }
+
     /// Queues a batch for the tier that is to take it.
-    pub(super) fn enqueue(&self, mut batch: Batch) {
-        match self.tier_of(&batch) {
-            Some(Tier::Local) => {
-                batch.in_flight = None;
-                self.local_queue.push(batch);
-            }
-            Some(Tier::Hdfs) => {
-                batch.in_flight = Some(Arc::clone(&self.hdfs_in_flight));
-                self.hdfs_queue.push(batch);
-            }
+    pub(super) fn enqueue(&self, batch: Batch) {
+        let takes = |index: usize, shuffle: &dyn TierShuffle| {
+            let in_flight_max = self.tiers.at(index).capability().in_flight_max;
+            shuffle.is_accepting() && self.queues[index].in_flight() < in_flight_max
+        };
+        match placement::select(&self.views(&batch.handles, takes), batch.is_cold, batch.failed) {
+            Some(index) => self.queues[index].push(batch),
             // A batch is made with a handle, so there is a tier; dropping it would lose it silently.
             None => tracing::error!(shuffle = %batch.key, "a batch has no tier"),
         }
     }
 
-    fn tier_of(&self, batch: &Batch) -> Option<Tier> {
-        let offer = |is_ready: bool| if is_ready { Offer::Ready } else { Offer::Unavailable };
-        let local = match (&batch.handles.local, &self.stores.local) {
-            (Some(_), Some(store)) => offer(store.available_disks() > 0),
-            _ => Offer::Absent,
+    /// The tiers as placement sees them, for a shuffle with these handles.
+    fn views(&self, handles: &Handles, takes: impl Fn(usize, &dyn TierShuffle) -> bool) -> Vec<TierView> {
+        let view = |(index, handle): (usize, &Option<Arc<dyn TierShuffle>>)| TierView {
+            readiness: match handle {
+                None => Readiness::Absent,
+                Some(shuffle) if takes(index, &**shuffle) => Readiness::Ready,
+                Some(_) => Readiness::Unavailable,
+            },
+            is_for_cold: self.tiers.at(index).capability().is_for_cold,
         };
-        let hdfs = match &batch.handles.hdfs {
-            Some(handle) => {
-                offer(handle.is_available() && self.hdfs_in_flight() < self.config.hdfs_in_flight_max)
-            }
-            None => Offer::Absent,
-        };
-        tier::choose(Choice { local, hdfs, is_cold: batch.is_cold, failed: batch.failed })
-    }
-
-    fn hdfs_in_flight(&self) -> usize {
-        Arc::strong_count(&self.hdfs_in_flight) - 1
+        handles.iter().enumerate().map(view).collect()
     }
 }
 
@@ -381,14 +372,14 @@ fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
     }
 }
 
-/// Cuts `parts` into batches of about `bytes_max` payload bytes and at most [`BATCH_PARTS_MAX`] partitions.
-fn cut_batches(parts: Parts, bytes_max: u64) -> Vec<Parts> {
+/// Cuts `parts` into batches of about `bytes_max` payload bytes and at most `parts_max` partitions.
+fn cut_batches(parts: Parts, (bytes_max, parts_max): (u64, usize)) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
     let mut open_bytes = 0;
     for part in parts {
         let bytes = part.1.bytes();
-        let full = open_bytes + bytes > bytes_max || open.len() >= BATCH_PARTS_MAX;
+        let full = open_bytes + bytes > bytes_max || open.len() >= parts_max;
         if full && !open.is_empty() {
             batches.push(std::mem::take(&mut open));
             open_bytes = 0;

@@ -11,22 +11,17 @@ use futures::FutureExt as _;
 use tokio::time::Instant;
 
 use crate::app::Stage;
-use crate::memory::SealedData;
-use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use crate::memory::{Buffer, SealedData};
+use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
-use super::Stores;
-use super::queue::{Batch, Handles};
+use super::queue::Batch;
 use super::scheduler::Flusher;
-use super::tier::Tier;
 
 impl Flusher {
-    pub(super) async fn work(self: Arc<Self>, tier: Tier) {
+    pub(super) async fn work(self: Arc<Self>, tier: usize) {
         let stopped = self.tasks.cancelled();
         tokio::pin!(stopped);
-        let queue = match tier {
-            Tier::Local => &self.local_queue,
-            Tier::Hdfs => &self.hdfs_queue,
-        };
+        let queue = &self.queues[tier];
         loop {
             let batch = tokio::select! {
                 biased;
@@ -39,7 +34,7 @@ impl Flusher {
     }
 
     /// Writes one batch; memory is released only after the store has published it.
-    async fn flush(self: &Arc<Self>, batch: Batch, tier: Tier) {
+    async fn flush(self: &Arc<Self>, batch: Batch, tier: usize) {
         let bytes = batch.bytes();
         self.metrics.all.wait.observe(batch.sealed_at.elapsed().as_secs_f64());
         LocalSpan::add_properties(|| [("shuffle", batch.key.to_string()), ("bytes", bytes.to_string())]);
@@ -76,7 +71,7 @@ impl Flusher {
         }
     }
 
-    async fn write(&self, batch: &Arc<Batch>, tier: Tier) -> Result<(), StoreError> {
+    async fn write(&self, batch: &Arc<Batch>, tier: usize) -> Result<(), StoreError> {
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
@@ -87,54 +82,43 @@ impl Flusher {
         self.store(batch, tier, extents).in_span(Span::enter_with_local_parent("write and publish")).await
     }
 
-    async fn store(&self, batch: &Batch, tier: Tier, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
-        let Stores { local, hdfs } = &self.stores;
-        match (tier, local, hdfs, &batch.handles) {
-            (Tier::Local, Some(store), _, Handles { local: Some(handle), .. }) => {
-                store.write_to(handle, extents).await.map(drop)
-            }
-            (Tier::Hdfs, _, Some(store), Handles { hdfs: Some(handle), .. }) => {
-                if batch.failures > 0 {
-                    handle.count_retry();
-                }
-                for (extent, (buffer, _)) in extents.into_iter().zip(&batch.parts) {
-                    let bytes = extent.length;
-                    store.write_to(handle, extent).await?;
-                    if buffer.received_bytes() > self.limits().huge_partition_bytes {
-                        handle.count_huge(bytes);
-                    }
-                }
-                Ok(())
-            }
-            _ => Err(failed(batch, "it has no such tier")),
-        }
+    async fn store(&self, batch: &Batch, tier: usize, extents: Vec<ExtentWrite>) -> Result<(), StoreError> {
+        let Some(shuffle) = &batch.handles[tier] else { return Err(failed(batch, "it has no such tier")) };
+        let huge_partition_bytes = self.limits().huge_partition_bytes;
+        let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
+        let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
+        shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes }).await
     }
 
-    fn publish(&self, batch: Batch, bytes: u64, tier: Tier) {
+    fn publish(&self, batch: Batch, bytes: u64, tier: usize) {
         for (buffer, sealed) in batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(&sealed);
         }
         self.metrics.count_batch(tier, bytes);
-        tracing::debug!(shuffle = %batch.key, bytes, ?tier, "flushed");
+        tracing::debug!(shuffle = %batch.key, bytes, tier = self.name_of(tier), "flushed");
     }
 
-    /// A batch that a tier did not take goes to the other at once, or waits for a new attempt.
-    fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: Tier, error: &StoreError) {
+    fn name_of(&self, tier: usize) -> &'static str {
+        self.tiers.at(tier).capability().names.name
+    }
+
+    /// A batch that a tier did not take goes to the next at once, or waits for a new attempt when all have failed.
+    fn try_elsewhere(self: &Arc<Self>, mut batch: Batch, bytes: u64, tier: usize, error: &StoreError) {
         self.metrics.count_failure(tier);
         let pause = retry_pause(batch.failures, self.config.retry_pause_min, self.config.retry_pause_max);
-        let first_of_both =
-            batch.failures == 0 && batch.handles.local.is_some() && batch.handles.hdfs.is_some();
+        let tiers = batch.handles.iter().flatten().count();
+        let others_are_left = (batch.failures as usize) < tiers - 1;
         batch.failures = batch.failures.saturating_add(1);
         batch.failed = Some(tier);
         batch.in_flight = None;
         tracing::warn!(
-            shuffle = %batch.key, bytes, ?tier, failures = batch.failures, %error,
+            shuffle = %batch.key, bytes, tier = self.name_of(tier), failures = batch.failures, %error,
             "a batch was not written, it stays in memory and is tried again"
         );
-        batch.queued = Instant::now() + if first_of_both { Duration::ZERO } else { pause };
-        if first_of_both {
+        batch.queued = Instant::now() + if others_are_left { Duration::ZERO } else { pause };
+        if others_are_left {
             self.enqueue(batch);
             return;
         }

@@ -1,7 +1,6 @@
 //! What the administration changes beside the service: the tags and the log filter; and its token.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -28,7 +27,6 @@ pub(super) struct Live {
     changed: Notify,
     log: Option<LogFilter>,
     pace: OnceLock<Pace>,
-    min_disks: AtomicUsize,
 }
 
 /// Who sends heartbeats.
@@ -42,13 +40,7 @@ pub(super) enum Pace {
 
 impl Live {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
-        Self {
-            tags: RwLock::new(config.worker.tags.clone()),
-            changed: Notify::new(),
-            log,
-            pace: OnceLock::new(),
-            min_disks: AtomicUsize::new(config.local.min_disks),
-        }
+        Self { tags: RwLock::new(config.worker.tags.clone()), changed: Notify::new(), log, pace: OnceLock::new() }
     }
 
     /// The heartbeats have begun; called once.
@@ -70,18 +62,6 @@ impl Live {
             Some(Pace::Embedded(pace)) => drop(pace.send_replace(interval)),
             Some(Pace::Quorum(heartbeats)) => heartbeats.set_interval(interval),
             None => {}
-        }
-    }
-
-    /// Disks that must take batches; 0 = the disks make no difference.
-    pub(super) fn min_disks(&self) -> usize {
-        self.min_disks.load(Ordering::Relaxed)
-    }
-
-    /// Replaces that; the disks are looked at again now.
-    pub(super) fn set_min_disks(&self, disks: usize) {
-        if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
-            self.changed.notify_one();
         }
     }
 

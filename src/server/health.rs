@@ -1,19 +1,20 @@
 //! Watches what changes the worker's state, and tells the coordinators at once.
 //!
-//! Disks: fewer that take batches than `healthy_check_min_disks` make the worker UNHEALTHY until there are enough
-//! again. Remote stores: when all that are in use fail and there is nothing else below memory, likewise. Everything else that changes the state (an operator's decommissioning, the last app that leaves) happens in
-//! `service`; here it is only noticed.
+//! An essential tier that complains (too few disks that take batches), or all tiers at once, make the worker UNHEALTHY
+//! until that is over. Everything else that changes the state (an operator's decommissioning, the last app that leaves)
+//! happens in `service`; here it is only noticed.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::select_all;
 use tokio::time::sleep;
 
-use crate::service::{Service, Tiers, WorkerState};
-use crate::tiers::{HdfsStore, LocalStore};
+use crate::service::{Service, WorkerState};
+use crate::tiers::Tiers;
 
-/// Between two looks at remote stores: they tell nobody of their condition.
-const REMOTE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Between two looks at tiers that do not tell when their state changes.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 use super::admin::Live;
 
@@ -21,62 +22,46 @@ use super::admin::Live;
 #[derive(Debug)]
 pub(super) struct Watch {
     pub(super) service: Arc<Service>,
-    pub(super) tiers: Option<Tiers>,
     pub(super) live: Arc<Live>,
 }
 
 impl Watch {
     /// Runs until `stop`; calls `announce` after each change of the state.
     pub(super) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
-        let mut changes = self.local().map(|store| store.condition_changes());
-        let looks_at_remotes = self.only_hdfs().is_some();
+        let tiers = self.service.tiers().clone();
+        let mut changes: Vec<_> = tiers.iter().filter_map(|tier| tier.state_changes()).collect();
+        let some_are_silent = changes.len() < tiers.len();
         let mut complaint = None;
         let mut announced = self.service.status().state();
         tokio::pin!(stop);
         loop {
-            self.look_at_stores(&mut complaint);
+            self.look_at(&tiers, &mut complaint);
             let state = self.service.status().state();
             if state != announced {
                 tracing::info!(from = ?announced, to = ?state, "state of the worker changed");
                 announced = state;
                 announce();
             }
-            let disks_changed = async {
-                match &mut changes {
-                    Some(changes) => drop(changes.changed().await),
-                    None => std::future::pending().await,
+            let changed = changes.iter_mut().map(|changes| Box::pin(changes.changed()));
+            let any_changed = async {
+                match changed.len() {
+                    0 => std::future::pending().await,
+                    _ => drop(select_all(changed).await),
                 }
             };
             tokio::select! {
                 biased;
                 () = &mut stop => return,
-                () = disks_changed => {}
+                () = any_changed => {}
                 _ = self.service.status().changed_from(announced) => {}
                 () = self.live.changed() => announce(),
-                () = sleep(REMOTE_LOOK_INTERVAL), if looks_at_remotes => {}
+                () = sleep(LOOK_INTERVAL), if some_are_silent => {}
             }
         }
     }
 
-    fn local(&self) -> Option<&LocalStore> {
-        self.tiers.as_ref()?.local.as_deref()
-    }
-
-    /// The remote stores, where there is nothing else below memory.
-    fn only_hdfs(&self) -> Option<&HdfsStore> {
-        self.tiers.as_ref().filter(|tiers| tiers.local.is_none())?.hdfs.as_deref()
-    }
-
-    fn look_at_stores(&self, known: &mut Option<&'static str>) {
-        let min_disks = self.live.min_disks();
-        let too_few_disks = self.local().is_some_and(|store| store.available_disks() < min_disks);
-        let complaint = if too_few_disks {
-            Some("fewer disks take data than localfile_store.healthy_check_min_disks")
-        } else if self.only_hdfs().is_some_and(HdfsStore::all_failing) {
-            Some("no remote store works, and there is nothing else below memory")
-        } else {
-            None
-        };
+    fn look_at(&self, tiers: &Tiers, known: &mut Option<&'static str>) {
+        let complaint = complaint(tiers);
         if complaint == *known {
             return;
         }
@@ -87,6 +72,14 @@ impl Watch {
         }
         self.service.status().set_unhealthy(complaint.is_some());
     }
+}
+
+/// Why the tiers make the worker unhealthy: an essential one complains, or all of them do.
+fn complaint(tiers: &Tiers) -> Option<&'static str> {
+    let complaints = || tiers.iter().map(|tier| (tier.capability().is_essential, tier.state().complaint));
+    let essential = complaints().find_map(|(is_essential, complaint)| complaint.filter(|_| is_essential));
+    let all = || complaints().map(|(_, complaint)| complaint).collect::<Option<Vec<_>>>();
+    essential.or_else(|| all()?.first().copied())
 }
 
 /// Why clients should not be sent here; `None` when they may.

@@ -13,7 +13,7 @@ use crate::listeners::http::api::model::{
 use crate::metrics;
 use crate::service::Service;
 use crate::telemetry::panic_count;
-use crate::tiers::DiskCondition;
+use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Media;
 
 use super::admin::Live;
@@ -35,17 +35,19 @@ impl Inspector {
         let service = &self.service;
         let sample = service.sample();
         let metrics = metrics::Values::gather(&self.registry);
-        let disks = self.disks();
         let memory = self.memory();
         let mut tiers = vec![Tier {
             tier: "memory",
             capacity_bytes: memory.capacity_bytes,
             used_bytes: memory.used_bytes,
         }];
-        if service.local().is_some() {
-            let sum = |bytes: fn(&Disk) -> u64| disks.iter().map(bytes).sum();
-            let (capacity_bytes, used_bytes) = (sum(|disk| disk.total_bytes), sum(|disk| disk.used_bytes));
-            tiers.push(Tier { tier: "local", capacity_bytes, used_bytes });
+        let mut disks = Vec::new();
+        for tier in service.tiers().iter() {
+            let state = tier.state();
+            let name = tier.capability().names.name;
+            let known = |capacity_bytes| Tier { tier: name, capacity_bytes, used_bytes: state.used_bytes };
+            tiers.extend(state.capacity_bytes.map(known));
+            disks.extend(state.disks.into_iter().map(disk));
         }
         Status {
             node: self.node(),
@@ -105,7 +107,7 @@ impl Inspector {
     fn memory(&self) -> Memory {
         let memory = self.service.memory();
         // Without a tier below nothing is ever spilled.
-        let limits = self.service.tiers().map(|tiers| tiers.flusher.limits());
+        let limits = self.service.flusher().map(|flusher| flusher.limits());
         let (high_watermark, low_watermark) =
             limits.map_or((1.0, 1.0), |limits| (limits.high_watermark, limits.low_watermark));
         Memory {
@@ -121,40 +123,14 @@ impl Inspector {
         }
     }
 
-    fn disks(&self) -> Vec<Disk> {
-        let Some(local) = self.service.local() else { return Vec::new() };
-        let disk = |info: crate::tiers::DiskInfo| Disk {
-            path: info.path.display().to_string(),
-            mount: info.mount.point.display().to_string(),
-            media: match info.mount.media {
-                Media::Ssd => "ssd",
-                Media::Hdd => "hdd",
-                Media::Unknown => "unknown",
-            },
-            condition: match info.condition {
-                DiskCondition::Sound => "sound",
-                DiskCondition::Full => "full",
-                DiskCondition::Hung => "hung",
-                DiskCondition::Broken => "broken",
-            },
-            fault: info.fault,
-            failures: info.failures,
-            total_bytes: info.total_bytes,
-            free_bytes: info.free_bytes,
-            used_bytes: info.used_bytes,
-            in_flight_bytes: info.in_flight_bytes,
-        };
-        local.disks().into_iter().map(disk).collect()
-    }
-
     fn flush(&self, in_flight_bytes: u64) -> Flush {
-        let Some(tiers) = self.service.tiers() else { return Flush::default() };
+        let Some(flusher) = self.service.flusher() else { return Flush::default() };
         Flush {
-            queued_batches: tiers.flusher.queued(),
-            unfinished_batches: tiers.flusher.unfinished(),
+            queued_batches: flusher.queued(),
+            unfinished_batches: flusher.unfinished(),
             in_flight_bytes,
-            flushed_bytes: tiers.flusher.flushed_bytes(),
-            failed_writes: tiers.flusher.failed_writes(),
+            flushed_bytes: flusher.flushed_bytes(),
+            failed_writes: flusher.failed_writes(),
         }
     }
 
@@ -184,5 +160,29 @@ impl Inspector {
             huge_partitions: shuffles().map(|shuffle| shuffle.huge_partition_count() as u64).sum(),
             lost_blocks: apps.iter().map(|app| self.service.lost_blocks(app)).sum(),
         }
+    }
+}
+
+fn disk(info: DiskInfo) -> Disk {
+    Disk {
+        path: info.path.display().to_string(),
+        mount: info.mount.point.display().to_string(),
+        media: match info.mount.media {
+            Media::Ssd => "ssd",
+            Media::Hdd => "hdd",
+            Media::Unknown => "unknown",
+        },
+        condition: match info.condition {
+            DiskCondition::Healthy => "sound",
+            DiskCondition::Full => "full",
+            DiskCondition::Hung => "hung",
+            DiskCondition::Broken => "broken",
+        },
+        fault: info.fault,
+        failures: info.failures,
+        total_bytes: info.total_bytes,
+        free_bytes: info.free_bytes,
+        used_bytes: info.used_bytes,
+        in_flight_bytes: info.in_flight_bytes,
     }
 }

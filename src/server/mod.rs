@@ -32,6 +32,7 @@ use crate::app::AppRegistry;
 use crate::config::Config;
 use crate::coordinator::embedded::EmbeddedCoordinator;
 use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
+use crate::flush::Flusher;
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::AdminServer;
@@ -44,8 +45,9 @@ use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
-use crate::service::{Service, Tiers};
+use crate::service::Service;
 use crate::telemetry::LogFilter;
+use crate::tiers::Tier;
 
 use self::admin::{Live, Pace};
 use self::health::Watch;
@@ -82,7 +84,6 @@ pub struct Worker {
     ip: IpAddr,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
-    tiers: Option<Tiers>,
     service: Arc<Service>,
     registry: Registry,
     live: Arc<Live>,
@@ -105,6 +106,8 @@ pub struct Surroundings {
     pub log: Option<LogFilter>,
     /// What the configuration came from, if it is to be read again.
     pub origin: Option<Origin>,
+    /// Tiers beside those that the configuration names; they come after them.
+    pub tiers: Vec<Arc<dyn Tier>>,
 }
 
 /// Metrics of the process that are read when they are asked for.
@@ -151,18 +154,19 @@ impl Worker {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let server_id = server_id(ip, &addresses);
-        let tiers = tiers::start(config, server_id, &memory, &background, &registry).await?;
+        let tiers = (server_id, surroundings.tiers);
+        let flusher = tiers::start(config, tiers, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(config.app.clone()));
         let service = Service::new(
             config.service.clone(),
             Arc::clone(&apps),
             Arc::clone(&memory),
-            tiers.clone(),
+            flusher,
             background.clone(),
             &registry,
         )?;
-        if let Some(local) = tiers.as_ref().and_then(|tiers| tiers.local.as_ref()) {
-            service.restore(local.take_recovered());
+        for tier in service.tiers().iter() {
+            service.restore(tier.take_recovered());
         }
         let live = Arc::new(Live::new(config, surroundings.log));
         let (origin, tls_files) = (surroundings.origin, tls.clone());
@@ -173,7 +177,6 @@ impl Worker {
             ip,
             apps,
             memory,
-            tiers,
             service,
             registry,
             live,
@@ -299,10 +302,10 @@ impl Worker {
         &self.apps
     }
 
-    /// The tiers below memory.
+    /// Who fills the tiers below memory, where there are any.
     #[must_use]
-    pub fn tiers(&self) -> Option<&Tiers> {
-        self.tiers.as_ref()
+    pub fn flusher(&self) -> Option<&Arc<Flusher>> {
+        self.service.flusher()
     }
 
     /// The registry of metrics.
@@ -312,22 +315,17 @@ impl Worker {
     }
 
     fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
-        let (service, memory, tiers) =
-            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        let (service, memory) = (Arc::clone(&self.service), Arc::clone(&self.memory));
         let gauges = Arc::clone(&self.gauges);
         move || {
             gauges.runtime.refresh();
             gauges.allocator.refresh();
             service.refresh_metrics();
             memory.refresh_metrics();
-            let Some(tiers) = &tiers else { return };
-            tiers.flusher.refresh_metrics();
-            if let Some(local) = &tiers.local {
-                local.refresh_metrics();
+            if let Some(flusher) = service.flusher() {
+                flusher.refresh_metrics();
             }
-            if let Some(hdfs) = &tiers.hdfs {
-                hdfs.refresh_metrics();
-            }
+            service.tiers().iter().for_each(|tier| tier.refresh_metrics());
         }
     }
 
@@ -371,20 +369,15 @@ impl Worker {
     }
 
     fn report_source(&self) -> ReportSource {
-        let (service, memory, tiers) =
-            (Arc::clone(&self.service), Arc::clone(&self.memory), self.tiers.clone());
+        let (service, memory) = (Arc::clone(&self.service), Arc::clone(&self.memory));
         let live = Arc::clone(&self.live);
-        report::source(self.report(), report::Parts { service, memory, tiers, live })
+        report::source(self.report(), report::Parts { service, memory, live })
     }
 
     /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
     fn announce(&self, config: &Config, embedded: Option<EmbeddedCoordinator>) -> anyhow::Result<()> {
         let source = self.report_source();
-        let watch = Watch {
-            service: Arc::clone(&self.service),
-            tiers: self.tiers.clone(),
-            live: Arc::clone(&self.live),
-        };
+        let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
         let stop = self.background.cancelled();
         match embedded {
             Some(embedded) => {

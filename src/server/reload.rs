@@ -19,6 +19,7 @@ use crate::config::{Config, Machine};
 use crate::metrics;
 use crate::service::Service;
 use crate::telemetry::AUDIT;
+use crate::tiers::LocalStore;
 
 use super::admin::Live;
 use super::tls::Tls;
@@ -182,15 +183,15 @@ impl Reloader {
         if has_changed("heartbeat_interval_seconds") {
             self.live.set_heartbeat_interval(config.heartbeat.interval);
         }
-        self.live.set_min_disks(config.local.min_disks);
         let service = &self.service;
         service.memory().tickets().set_max_count(config.memory.tickets_max);
         service.apps().set_heartbeat_timeout(config.app.heartbeat_timeout);
         service.set_partition_limits(config.service.partition_limits);
-        if let Some(tiers) = service.tiers() {
-            tiers.flusher.set_limits(config.flush.limits);
+        if let Some(flusher) = service.flusher() {
+            flusher.set_limits(config.flush.limits);
         }
-        if let Some(store) = service.local() {
+        if let Some(store) = service.tiers().find::<LocalStore>() {
+            store.set_min_disks(config.local.min_disks);
             store.set_watermarks(config.local.high_watermark, config.local.low_watermark);
         }
     }

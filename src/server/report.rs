@@ -10,8 +10,8 @@ use crate::memory::Memory;
 use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
-use crate::service::{AppStatistics, Service, Tiers, WorkerState};
-use crate::tiers::{DiskCondition, MountUsage};
+use crate::service::{AppStatistics, Service, WorkerState};
+use crate::tiers::{DiskCondition, MountUsage, by_mount};
 use uniffle_io::Media;
 
 use super::admin::Live;
@@ -21,7 +21,6 @@ use super::admin::Live;
 pub(super) struct Parts {
     pub(super) service: Arc<Service>,
     pub(super) memory: Arc<Memory>,
-    pub(super) tiers: Option<Tiers>,
     pub(super) live: Arc<Live>,
 }
 
@@ -29,17 +28,17 @@ pub(super) struct Parts {
 pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
     ReportSource::new(move || {
         let mut report = fixed.clone();
-        let Parts { service, memory, tiers, live } = &parts;
+        let Parts { service, memory, live } = &parts;
         report.tags = identity::tags(report.netty_port.is_some(), &live.tags());
-        let store = tiers.as_ref().and_then(|tiers| tiers.local.as_deref());
         report.status = node_status(service.status().state());
         report.used_memory_bytes = memory.budget().used();
         report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
         report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
-        if let Some(tiers) = tiers {
-            report.events_in_flush = u32::try_from(tiers.flusher.unfinished()).unwrap_or(u32::MAX);
+        if let Some(flusher) = service.flusher() {
+            report.events_in_flush = u32::try_from(flusher.unfinished()).unwrap_or(u32::MAX);
         }
-        report.storage = store.map(|store| storage(&store.mounts())).unwrap_or_default();
+        let disks: Vec<_> = service.tiers().iter().flat_map(|tier| tier.state().disks).collect();
+        report.storage = storage(&by_mount(&disks));
         report.applications = application_info(&service.app_statistics());
         report
     })
@@ -70,7 +69,7 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
             used_bytes: clamped(mount.used_bytes),
             num_of_writing_failures: clamped(mount.failures),
             status: match mount.condition {
-                DiskCondition::Sound => StorageStatus::Normal,
+                DiskCondition::Healthy => StorageStatus::Normal,
                 DiskCondition::Full => StorageStatus::Overused,
                 DiskCondition::Hung | DiskCondition::Broken => StorageStatus::Unhealthy,
             }
@@ -117,7 +116,7 @@ mod tests {
             condition,
         };
         let told = storage(&[
-            mount("/a", Media::Hdd, DiskCondition::Sound),
+            mount("/a", Media::Hdd, DiskCondition::Healthy),
             mount("/b", Media::Ssd, DiskCondition::Full),
             mount("/c", Media::Unknown, DiskCondition::Hung),
         ]);

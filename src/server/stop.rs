@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use futures::future::join_all;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::memory::InMemory;
@@ -47,10 +48,10 @@ impl Worker {
         self.flush_until(deadline).await;
         // Connects are refused from here on: nobody will ever accept them.
         self.held = Inherited::default();
-        let local = self.tiers.as_ref().and_then(|tiers| tiers.local.clone());
+        let tiers = self.service.tiers().clone();
         let tasks_left = self.end(deadline).await.tasks_left;
-        if let Some(local) = local.filter(|_| tasks_left == 0) {
-            local.end().await;
+        if tasks_left == 0 {
+            join_all(tiers.iter().map(|tier| tier.end())).await;
         }
         tasks_left
     }
@@ -92,8 +93,8 @@ impl Worker {
     }
 
     async fn empty(&self, deadline: Instant) {
-        if let Some(tiers) = &self.tiers {
-            tiers.flusher.empty(deadline).await;
+        if let Some(flusher) = self.service.flusher() {
+            flusher.empty(deadline).await;
         }
     }
 

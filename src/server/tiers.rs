@@ -1,47 +1,49 @@
-//! The tiers below memory, as the store type asks for them.
+//! The list of tiers below memory, as the store type asks for them.
 
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use futures::FutureExt as _;
 use prometheus::Registry;
 
 use crate::config::Config;
-use crate::flush::{FlushConfig, Flusher, Stores};
+use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::service::Tiers;
-use crate::tiers::{HdfsStore, LocalConfig, LocalStore};
+use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, Tiers};
 
-/// Starts the tiers; none for store type MEMORY. `server_id` is what coordinators are told, and names remote files.
+/// Starts the tiers and what fills them; none for store type MEMORY. `server_id` is what coordinators are told, and
+/// names remote files; `others` come after the configured ones.
 pub(super) async fn start(
     config: &Config,
-    server_id: String,
+    (server_id, others): (String, Vec<Arc<dyn Tier>>),
     memory: &Arc<Memory>,
     tasks: &Tasks,
     registry: &Registry,
-) -> anyhow::Result<Option<Tiers>> {
-    let (mut local, mut disks) = (None, 0);
+) -> anyhow::Result<Option<Arc<Flusher>>> {
+    let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
     if config.worker.store_type.has_local() {
-        let settings = LocalConfig { boot: boot_id(), ..config.local.clone() };
-        let opened = settings.real_disks();
-        disks = opened.len();
-        let store =
-            LocalStore::open(settings, opened, registry).await.context("localfile_store.data_paths")?;
-        tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-        local = Some(store);
+        tiers.push(start_local(config, registry).await?);
     }
-    let hdfs = match config.worker.store_type.has_hdfs() {
-        true => Some(start_hdfs(config, server_id, tasks, registry).await?),
-        false => None,
-    };
-    if local.is_none() && hdfs.is_none() {
+    if config.worker.store_type.has_hdfs() {
+        tiers.push(start_hdfs(config, server_id, tasks, registry).await?);
+    }
+    tiers.extend(others);
+    if tiers.is_empty() {
         return Ok(None);
     }
-    let stores = Stores { local: local.clone(), hdfs: hdfs.clone() };
-    let settings =
-        FlushConfig { workers: disks * config.local.write_concurrency_per_disk, ..config.flush.clone() };
-    let flusher = Flusher::start(settings, Arc::clone(memory), stores, tasks.clone(), registry)?;
-    Ok(Some(Tiers { local, hdfs, flusher }))
+    for tier in &tiers {
+        tasks.spawn("tier maintenance", Arc::clone(tier).maintain(tasks.cancelled().boxed()));
+    }
+    let tiers = Tiers::new(tiers).context("only one tier may be read through the worker")?;
+    let flusher = Flusher::start(config.flush.clone(), Arc::clone(memory), tiers, tasks.clone(), registry)?;
+    Ok(Some(flusher))
+}
+
+async fn start_local(config: &Config, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
+    let settings = LocalConfig { boot: boot_id(), ..config.local.clone() };
+    let disks = settings.real_disks();
+    LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
 }
 
 /// The id that Linux gives to each start of its own; empty where there is none.
@@ -78,7 +80,6 @@ async fn start_hdfs(
     let connector = Arc::new(HdfsConnector { conf, login });
     let store =
         HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
-    tasks.spawn("remote probe", Arc::clone(&store).keep_probing());
     if section.precheck {
         for location in &section.allowed.0 {
             store.precheck(location).await.map_err(|error| {

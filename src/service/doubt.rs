@@ -135,11 +135,8 @@ impl Service {
     ) -> Result<(), StoreError> {
         let count = shuffle.losses().begin_count(partition);
         let mut present = self.ids_in_memory(shuffle.key(), partition);
-        if let Some(local) = self.local() {
-            present.or_inplace(&local.present(shuffle.key(), partition).await?);
-        }
-        if let Some(hdfs) = self.hdfs() {
-            present.or_inplace(&hdfs.present(shuffle.key(), partition).await?);
+        for tier in self.tiers.iter() {
+            present.or_inplace(&tier.present(shuffle.key(), partition).await?);
         }
         count.end(present);
         Ok(())

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::sleep;
 
 use crate::app::ShuffleState;
-use crate::tiers::{StoreError, StoreErrorKind, Unreadable};
+use crate::tiers::{DamagedExtents, StoreError, StoreErrorKind, Suspicion};
 use uniffle_wire::types::PartitionId;
 
 use super::{Service, ServiceError};
@@ -38,13 +38,14 @@ impl Service {
         self: &Arc<Self>,
         shuffle: Arc<ShuffleState>,
         partition: PartitionId,
-        suspicion: (Option<String>, Option<usize>),
+        (suspicion, error): (Suspicion, &StoreError),
     ) {
+        let reason = suspicion.marked_lost.then(|| error.to_string());
         let (service, stopped) = (Arc::clone(self), self.tasks.cancelled());
         let (done, first_is_done) = oneshot::channel();
         self.tasks.spawn("find what cannot be read", async move {
             tokio::select! {
-                () = service.find_unreadable(&shuffle, partition, suspicion, done) => {}
+                () = service.find_damage(&shuffle, partition, (reason, suspicion.device), done) => {}
                 () = stopped => {}
             }
         });
@@ -53,47 +54,44 @@ impl Service {
     }
 
     /// Drops `done` after the first count.
-    async fn find_unreadable(
+    async fn find_damage(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
-        (reason, disk): (Option<String>, Option<usize>),
+        (mut reason, device): (Option<String>, Option<usize>),
         done: oneshot::Sender<()>,
     ) {
-        let (Some(store), key) = (self.local(), shuffle.key()) else { return };
-        let mut reason = reason;
-        let (mut disks, mut done, mut pause) = (Vec::from_iter(disk), Some(done), COUNT_PAUSE_MIN);
+        let (Some(tier), key) = (self.tiers.served(), shuffle.key()) else { return };
+        let (mut devices, mut done, mut pause) = (Vec::from_iter(device), Some(done), COUNT_PAUSE_MIN);
         loop {
-            let mut unreadable = Vec::new();
-            for disk in disks {
-                unreadable.extend(store.try_out(key, partition, disk).await);
+            let mut damaged = Vec::new();
+            for device in devices {
+                damaged.extend(tier.probe(key, partition, device).await);
             }
-            reason = reason.or_else(|| unreadable.first().map(|it| it.error().to_string()));
+            reason = reason.or_else(|| damaged.first().map(|it| it.error.to_string()));
             let Some(reason) = &reason else { return };
-            let counted = self.give_up_and_count(shuffle, partition, (unreadable, reason)).await;
+            let counted = self.mark_lost_and_count(shuffle, partition, (damaged, reason)).await;
             let Err(error) = counted.or_else(unless_purged) else { return };
             drop(done.take());
             tracing::warn!(shuffle = %key, %partition, %error, "what is left cannot be counted yet");
             sleep(pause).await;
             pause = COUNT_PAUSE_MAX.min(pause * 2);
-            if store.handle(key).is_none() {
+            if self.tiers.iter().all(|tier| tier.shuffle(key).is_none()) {
                 return;
             }
-            disks = (0..store.disks().len()).collect();
+            devices = (0..tier.devices()).collect();
         }
     }
 
-    async fn give_up_and_count(
+    async fn mark_lost_and_count(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
-        (unreadable, reason): (Vec<Unreadable>, &str),
+        (damaged, reason): (Vec<DamagedExtents>, &str),
     ) -> Result<(), StoreError> {
         let _turn = shuffle.losses().turn().await;
         shuffle.losses().mark_damaged(partition);
-        if let Some(store) = self.local() {
-            unreadable.into_iter().for_each(|it| store.give_up(it));
-        }
+        damaged.into_iter().for_each(DamagedExtents::mark_lost);
         self.count(shuffle, partition).await?;
         let reported = shuffle.block_ids().lock().of(&[partition]);
         let missing = shuffle.losses().missing(partition, &reported);

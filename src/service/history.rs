@@ -70,7 +70,7 @@ impl Service {
             at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX),
             received_bytes: self.metrics.received_bytes.get(),
             read_bytes: self.metrics.read_bytes.get(),
-            flushed_bytes: self.tiers.as_ref().map_or(0, |tiers| tiers.flusher.flushed_bytes()),
+            flushed_bytes: self.flusher.as_ref().map_or(0, |flusher| flusher.flushed_bytes()),
             memory_used_bytes: self.memory.used_bytes(),
             memory_reserved_bytes: self.memory.pre_allocated_bytes(),
             memory_in_flight_bytes: self.memory.in_flight_bytes(),

@@ -9,14 +9,12 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use prometheus::Histogram;
-use tokio::time::Instant;
+use prometheus::HistogramTimer;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::metadata_log::{self, Record};
 use crate::telemetry::AUDIT;
-use crate::tiers::hdfs::{Cause, PreparedStorage, Removal};
-use crate::tiers::{HdfsStore, RemoteStorage, ShuffleHandle, StoreErrorKind};
+use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use super::{Presence, Service, ServiceError, WorkerState};
@@ -64,7 +62,7 @@ impl Service {
         }
         let ranges = PartitionRanges::parse(&request.ranges)?;
         let wanted_storage = request.remote_storage.as_ref();
-        let remote = self.remote_storage(wanted_storage)?;
+        let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();
         let new_app = self.apps.find(&key.app).is_none();
         let user: String = request.user.chars().take(USER_CHARS_LOGGED).collect();
@@ -77,19 +75,16 @@ impl Service {
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: kept_properties(request.properties),
         };
-        let note = self.local().is_some().then(|| {
-            let remote_storage = remote.as_ref().map(|_| remote_note(wanted_storage, &request.ranges));
-            registration_note(&registration, remote_storage.unwrap_or_default())
+        let metadata = self.tiers.metadata().map(|tier| {
+            let remote_storage = is_remote.then(|| remote_note(wanted_storage, &request.ranges));
+            (tier, registration_note(&registration, remote_storage.unwrap_or_default()))
         });
-        let handle = self.apps.register(registration, || {
+        self.apps.register(registration, || {
             self.memory.register(&key, request.distribution);
-            if let Some((hdfs, storage)) = &remote {
-                hdfs.register(&key, storage, &request.ranges);
-            }
-            self.local().map(|local| local.register(&key))
+            admissions.iter().for_each(|admit| admit(&key, &request.ranges));
         })?;
-        if let (Some(handle), Some(note)) = (handle, note) {
-            self.note_registration(&key, &handle, &note).await?;
+        if let Some((tier, note)) = metadata {
+            self.note_registration(&key, &**tier, &note).await?;
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);
@@ -104,18 +99,17 @@ impl Service {
     async fn note_registration(
         &self,
         key: &ShuffleKey,
-        handle: &ShuffleHandle,
+        tier: &dyn Tier,
         note: &[u8],
     ) -> Result<(), ServiceError> {
-        let Some(store) = self.local() else { return Ok(()) };
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
         // Unregistered in the meantime: nothing is left to survive.
-        let Some(state) = state else { return Ok(()) };
+        let (Some(log), Some(state)) = (tier.metadata_log(key), state) else { return Ok(()) };
         let digest = digest(note);
         if state.noted_registration() == digest {
             return Ok(());
         }
-        match store.note(handle, note).await {
+        match log.append(note).await {
             Err(error) if error.kind == StoreErrorKind::Purged => Ok(()),
             Err(error) => Err(error.into()),
             Ok(()) => {
@@ -141,12 +135,7 @@ impl Service {
         let app = self.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
-        let removed = self.apps.remove_shuffle(&key, || {
-            self.purge_state(&key.app, keys, &self.metrics.shuffle_removal);
-            if let Some(hdfs) = self.hdfs() {
-                self.remove_remote(hdfs.forget_shuffles(&key.app, keys));
-            }
-        });
+        let removed = self.apps.remove_shuffle(&key, || self.purge_state(&key.app, keys, Purge::Shuffles));
         self.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
         Ok(())
@@ -158,8 +147,9 @@ impl Service {
     /// [`ServiceError::NotRegistered`].
     pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
-        let remove =
-            || self.apps.remove_app(&id, |keys| self.purge_app_state(&id, &keys, Cause::Unregistered));
+        let remove = || {
+            self.apps.remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
+        };
         if !self.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
         }
@@ -172,7 +162,7 @@ impl Service {
     pub fn expire_apps(self: &Arc<Self>) -> usize {
         let mut purged = 0;
         for id in self.apps.expired() {
-            let purge = |keys: Vec<ShuffleKey>| self.purge_app_state(&id, &keys, Cause::Expired);
+            let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
             let remove = || self.apps.remove_app_if_expired(&id, purge);
             if self.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
@@ -248,63 +238,50 @@ impl Service {
     /// # Errors
     /// [`ServiceError::Unsupported`] without a tier below memory.
     pub fn flush_all(&self) -> Result<usize, ServiceError> {
-        let Some(tiers) = &self.tiers else {
+        let Some(flusher) = &self.flusher else {
             return Err(ServiceError::Unsupported("this worker has no tier below memory"));
         };
-        tiers.flusher.flush_all();
-        Ok(tiers.flusher.unfinished())
+        flusher.flush_all();
+        Ok(flusher.unfinished())
     }
 
-    fn purge_app_state(&self, app: &AppId, keys: &[ShuffleKey], cause: Cause) {
-        self.memory.tickets().forget_app(app);
-        self.purge_state(app, keys, &self.metrics.app_removal);
-        if let Some(hdfs) = self.hdfs() {
-            self.remove_remote(hdfs.forget_app(app, keys, cause));
-        }
-    }
-
-    /// Runs under the registry's lock: takes the state out of every tier, leaves the slow deletion to a task. `removal`
-    /// is told how long all of it took, remote files apart.
-    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], removal: &Histogram) {
-        let began = Instant::now();
+    /// Runs under the registry's lock: takes the state out of memory and of every tier, leaves the slow deletion to tasks.
+    /// How long a removal takes is counted until the data that this worker serves is gone.
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) {
+        let removal = match purge {
+            Purge::Shuffles => &self.metrics.shuffle_removal,
+            Purge::App(_) => {
+                self.memory.tickets().forget_app(app);
+                &self.metrics.app_removal
+            }
+        };
+        let timer = Arc::new(removal.start_timer());
         for key in keys {
             self.memory.purge(key);
         }
-        let Some(local) = self.local() else {
-            removal.observe(began.elapsed().as_secs_f64());
-            return;
-        };
-        for key in keys {
-            local.forget(key);
-        }
-        let (store, app, removal) = (Arc::clone(local), app.clone(), removal.clone());
-        self.tasks.spawn("delete shuffle files", async move {
-            store.remove_files(&app).await;
-            removal.observe(began.elapsed().as_secs_f64());
-        });
-    }
-
-    fn remove_remote(&self, removal: Option<Removal>) {
-        if let Some(removal) = removal {
-            self.tasks.spawn("delete remote files", removal.run());
-        }
-    }
-
-    /// What the client's remote storage means here: nothing to a worker without HDFS, which stores elsewhere.
-    pub(super) fn remote_storage(
-        &self,
-        wanted: Option<&RemoteStorage>,
-    ) -> Result<Option<(Arc<HdfsStore>, PreparedStorage)>, ServiceError> {
-        let Some(hdfs) = self.hdfs() else { return Ok(None) };
-        match wanted {
-            Some(storage) => {
-                let prepared = hdfs.prepare(storage).map_err(ServiceError::RemoteStorage)?;
-                Ok(Some((Arc::clone(hdfs), prepared)))
+        for tier in self.tiers.iter() {
+            let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
+            if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
+                self.tasks.spawn("delete shuffle files", async move {
+                    deletion.await;
+                    drop(timer);
+                });
             }
-            // Its client reads memory and local disks only, so that is where its data stays.
-            None if self.local().is_some() => Ok(None),
-            None => Err(ServiceError::NoRemoteStorage),
         }
+    }
+
+    /// What registers a shuffle in the tiers that take it, and whether clients read one of these themselves.
+    fn admissions(&self, wanted: Option<&RemoteStorage>) -> Result<(Vec<Admission>, bool), ServiceError> {
+        let (mut admissions, mut is_remote) = (Vec::new(), false);
+        for tier in self.tiers.iter() {
+            let admission = Arc::clone(tier).prepare(wanted).map_err(ServiceError::RemoteStorage)?;
+            is_remote |= admission.is_some() && tier.served().is_none();
+            admissions.extend(admission);
+        }
+        if admissions.is_empty() && !self.tiers.is_empty() {
+            return Err(ServiceError::NoRemoteStorage);
+        }
+        Ok((admissions, is_remote))
     }
 }
 

@@ -56,7 +56,7 @@ use crate::memory::Memory;
 use crate::schema::kind::{HOUR, SECOND, seconds};
 use crate::schema::section;
 use crate::telemetry::Refusals;
-use crate::tiers::{HdfsStore, LocalStore};
+use crate::tiers::Tiers;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 section! {
@@ -80,17 +80,6 @@ section! {
     }
 }
 
-/// The tiers below memory, with what fills them. A worker of store type MEMORY has none.
-#[derive(Debug, Clone)]
-pub struct Tiers {
-    /// Local disks.
-    pub local: Option<Arc<LocalStore>>,
-    /// Remote files that clients read themselves.
-    pub hdfs: Option<Arc<HdfsStore>>,
-    /// Who brings blocks there.
-    pub flusher: Arc<Flusher>,
-}
-
 /// The service; shared by all listeners.
 #[derive(Debug)]
 pub struct Service {
@@ -98,7 +87,8 @@ pub struct Service {
     partition_limits: RwLock<PartitionLimits>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
-    tiers: Option<Tiers>,
+    tiers: Tiers,
+    flusher: Option<Arc<Flusher>>,
     status: WorkerStatus,
     tasks: crate::runtime::Tasks,
     metrics: metrics::ServiceMetrics,
@@ -116,20 +106,22 @@ impl Service {
         config: ServiceConfig,
         apps: Arc<AppRegistry>,
         memory: Arc<Memory>,
-        tiers: Option<Tiers>,
+        flusher: Option<Arc<Flusher>>,
         tasks: crate::runtime::Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         let metrics = metrics::ServiceMetrics::new(registry)?;
-        if let Some(tiers) = &tiers {
-            tiers.flusher.charge_to(Arc::clone(&apps));
+        if let Some(flusher) = &flusher {
+            flusher.charge_to(Arc::clone(&apps));
         }
+        let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         Ok(Arc::new(Self {
             partition_limits: RwLock::new(config.partition_limits),
             config,
             apps,
             memory,
             tiers,
+            flusher,
             status: WorkerStatus::default(),
             tasks,
             metrics,
@@ -163,10 +155,16 @@ impl Service {
         &self.memory
     }
 
-    /// The tiers below memory.
+    /// The tiers below memory; a worker of store type MEMORY has none.
     #[must_use]
-    pub fn tiers(&self) -> Option<&Tiers> {
-        self.tiers.as_ref()
+    pub fn tiers(&self) -> &Tiers {
+        &self.tiers
+    }
+
+    /// Who fills them, where there are any.
+    #[must_use]
+    pub fn flusher(&self) -> Option<&Arc<Flusher>> {
+        self.flusher.as_ref()
     }
 
     /// Bounds of one partition, as they are now.
@@ -191,17 +189,6 @@ impl Service {
         self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
         self.set_loss_gauges();
-    }
-
-    /// The local disks, where there are any.
-    #[must_use]
-    pub fn local(&self) -> Option<&Arc<LocalStore>> {
-        self.tiers.as_ref()?.local.as_ref()
-    }
-
-    /// Remote files, where there are any.
-    fn hdfs(&self) -> Option<&Arc<HdfsStore>> {
-        self.tiers.as_ref()?.hdfs.as_ref()
     }
 
     /// The app of a request; an id that cannot exist is unknown like any other.

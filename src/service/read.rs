@@ -15,14 +15,14 @@ use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{Memory, MemoryRead};
-use crate::tiers::{DataRead, IndexRead, StoreError, StoreErrorKind};
+use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::examine::refuse_uncounted;
 use super::lifecycle::invalid_shuffle;
-use super::read_metrics::Reading;
+use super::read_metrics::{Reading, TierReads};
 use super::{Service, ServiceError};
 
 /// Largest answer of a memory read that a client may ask for; a block that is larger still goes out whole.
@@ -95,7 +95,8 @@ pub struct DataAnswer {
 #[derive(Debug)]
 pub struct ChunkStream {
     first: Option<Bytes>,
-    source: Source,
+    /// None of a shuffle that is not known.
+    source: Option<Box<dyn ChunkRead>>,
     memory: Arc<Memory>,
     app: Arc<App>,
     length: u64,
@@ -118,41 +119,6 @@ struct Witness {
     partition: PartitionId,
 }
 
-#[derive(Debug)]
-enum Source {
-    Nothing,
-    Index(IndexRead),
-    Data(DataRead),
-}
-
-impl Source {
-    /// Room that the next chunk needs at most, 0 at the end.
-    fn next_room(&self) -> usize {
-        match self {
-            Self::Nothing => 0,
-            Self::Index(read) => read.next_room(),
-            Self::Data(read) => read.next_room(),
-        }
-    }
-
-    /// The disk of which too many reads have failed.
-    fn to_try_out(&self) -> Option<usize> {
-        match self {
-            Self::Nothing => None,
-            Self::Index(read) => read.to_try_out(),
-            Self::Data(read) => read.to_try_out(),
-        }
-    }
-
-    async fn next(&mut self, pool: &dyn ReadBuffers) -> Result<Option<Bytes>, StoreError> {
-        match self {
-            Self::Nothing => Ok(None),
-            Self::Index(read) => read.next_chunk(pool).await,
-            Self::Data(read) => read.next_chunk(pool).await,
-        }
-    }
-}
-
 impl ChunkStream {
     /// The next bytes; `None` after the last.
     ///
@@ -168,7 +134,10 @@ impl ChunkStream {
 
     async fn read_from(&mut self, pool: &dyn ReadBuffers) -> Result<Option<Bytes>, ServiceError> {
         let began = Instant::now();
-        let chunk = self.source.next(pool).await;
+        let chunk = match &mut self.source {
+            Some(source) => source.next_chunk(pool).await,
+            None => Ok(None),
+        };
         self.on_disk += began.elapsed();
         self.tell(&chunk).await;
         Ok(chunk?)
@@ -177,19 +146,21 @@ impl ChunkStream {
     /// Enters what a checksum has shown to be gone, or a disk that goes on failing.
     async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
         let Err(error) = read else { return };
-        let gave_up = matches!(&self.source, Source::Data(read) if read.gave_up());
-        let to_try_out = self.source.to_try_out();
-        if !gave_up && to_try_out.is_none() {
+        let suspicion = self.source.as_ref().map(|source| source.suspicion()).unwrap_or_default();
+        if suspicion == Suspicion::default() {
             return;
         }
         let Some(Witness { service, shuffle, partition }) = self.witness.take() else { return };
-        let reason = gave_up.then(|| error.to_string());
-        service.examine(shuffle, partition, (reason, to_try_out)).await;
+        service.examine(shuffle, partition, (suspicion, error)).await;
     }
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
     pub(super) fn next_if_spare(mut self: Box<Self>) -> Result<NextChunk, Box<Self>> {
-        let room = self.source.next_room().min(self.memory.read_pool().chunk_bytes());
+        let room = self
+            .source
+            .as_ref()
+            .map_or(0, |source| source.next_room())
+            .min(self.memory.read_pool().chunk_bytes());
         if self.first.is_some() || room == 0 {
             return Err(self);
         }
@@ -286,26 +257,27 @@ impl Service {
     ) -> Result<IndexAnswer, ServiceError> {
         let (key, app) = self.read_key(app, shuffle)?;
         let partition = PartitionId(partition);
-        let read = match self.local() {
-            Some(store) => store.index(&key, partition),
-            None => Err(StoreError::new(StoreErrorKind::NotFound, "no local tier")),
+        let reads = &self.metrics.reads.local_index;
+        let read = match self.tiers.served() {
+            Some(tier) => tier.index(&key, partition),
+            None => Err(StoreError::new(StoreErrorKind::NotFound, "no tier that is read here")),
         };
         let read = match read {
             // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (docs/protocol.md
             // §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
-                let chunks = self.stream(Source::Nothing, 0, app, None);
+                let chunks = self.stream(None, (0, reads), app, None);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
             }
             read => read?,
         };
-        let (length, data_length) = (read.length, read.data_length);
+        let ServedIndex { length, data_length, chunks } = read;
         let shuffle = app.shuffle(key.shuffle);
         if let Some(shuffle) = &shuffle {
             refuse_uncounted(shuffle, partition)?;
         }
         let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
-        let chunks = self.start(self.stream(Source::Index(read), length, app, witness)).await?;
+        let chunks = self.start(self.stream(Some(chunks), (length, reads), app, witness)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
@@ -328,19 +300,21 @@ impl Service {
             |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
         let length = u32::try_from(length).map_err(|_| invalid("length", i64::from(length)))?;
-        let Some(store) = self.local() else {
+        let Some(tier) = self.tiers.served() else {
             return Err(ServiceError::Unsupported("this worker has no local disks"));
         };
         let partition = PartitionId(partition);
-        let read = store.data(&key, partition, offset, length)?;
+        let ServedData { has_hole, chunks } = tier.data(&key, partition, (offset, length))?;
         // Nobody misses what was never reported: zeros stand for it, so that segments around it can be read.
         let shuffle = app.shuffle(key.shuffle);
-        if let Some(shuffle) = shuffle.as_ref().filter(|_| read.has_hole()) {
+        if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
             self.refuse_lost(&app, shuffle, partition, None)?;
         }
         let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
         let length = u64::from(length);
-        let chunks = self.start(self.stream(Source::Data(read), length, app, witness)).await?;
+        let chunks = self
+            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), app, witness))
+            .await?;
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
@@ -354,13 +328,15 @@ impl Service {
         Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app))
     }
 
-    fn stream(&self, source: Source, length: u64, app: Arc<App>, witness: Option<Witness>) -> ChunkStream {
+    fn stream(
+        &self,
+        source: Option<Box<dyn ChunkRead>>,
+        (length, reads): (u64, &TierReads),
+        app: Arc<App>,
+        witness: Option<Witness>,
+    ) -> ChunkStream {
         let memory = Arc::clone(&self.memory);
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
-        let reads = match source {
-            Source::Data(_) => &self.metrics.reads.local_data,
-            Source::Index(_) | Source::Nothing => &self.metrics.reads.local_index,
-        };
         let reading = reads.begin(length);
         ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, witness }
     }

@@ -9,8 +9,7 @@ use bytes::Bytes;
 use croaring::Treemap;
 
 use crate::metadata_log::{Record, Report};
-use crate::tiers::LocalStore;
-use crate::tiers::StoreErrorKind;
+use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -64,8 +63,8 @@ impl Service {
             return Ok(());
         }
         self.judge_report(&app, &shuffle, &request.partitions).await?;
-        let partitions = match self.local() {
-            Some(local) => note_report(local, &key, request).await?,
+        let partitions = match self.tiers.metadata() {
+            Some(tier) => note_report(&**tier, &key, request).await?,
             None => request.partitions,
         };
         shuffle.block_ids().lock().report(bitmap_count, &partitions)?;
@@ -112,12 +111,12 @@ impl Service {
 
 /// Makes a report survive the process; gives its ids back.
 async fn note_report(
-    local: &LocalStore,
+    tier: &dyn Tier,
     key: &ShuffleKey,
     request: ReportRequest<'_>,
 ) -> Result<Vec<(PartitionId, Vec<i64>)>, ServiceError> {
     let unknown = || unknown_shuffle(request.shuffle);
-    let handle = local.handle(key).ok_or_else(unknown)?;
+    let log = tier.metadata_log(key).ok_or_else(unknown)?;
     let ReportRequest { task_attempt, bitmap_count, partitions, .. } = request;
     let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
     let report = Report { bitmap_count, task_attempt, partitions };
@@ -131,7 +130,7 @@ async fn note_report(
         let encoding = tokio::task::spawn_blocking(encode).await;
         encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
     };
-    match local.note(&handle, &bytes).await {
+    match log.append(&bytes).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {

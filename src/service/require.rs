@@ -60,8 +60,8 @@ impl Service {
         if let Err(MemoryError::NoCapacity { .. }) = granted {
             self.metrics.count_regular_refusal();
             app.account().refused(Stage::TicketWait, bytes);
-            if let Some(tiers) = &self.tiers {
-                tiers.flusher.refused(bytes);
+            if let Some(flusher) = &self.flusher {
+                flusher.refused(bytes);
             }
         }
         let TicketId(ticket) = granted?;
@@ -113,8 +113,8 @@ impl Service {
         sizes: PartitionSizes,
     ) -> ServiceError {
         self.metrics.count_huge_refusal();
-        if let (Some(tiers), Some(buffer)) = (&self.tiers, buffers.existing(PartitionId(partition))) {
-            tiers.flusher.relieve(buffers, &buffer);
+        if let (Some(flusher), Some(buffer)) = (&self.flusher, buffers.existing(PartitionId(partition))) {
+            flusher.flush_if_stuck(buffers, &buffer);
         }
         ServiceError::HugePartitionWaits {
             partition,

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
 use crate::metadata_log::{self, Record};
-use crate::tiers::{Recovered, RecoveredShuffle, RemoteStorage};
+use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
 use super::doubt::Suspect;
@@ -81,13 +81,11 @@ impl Service {
     }
 
     fn leave(&self, key: &ShuffleKey) {
-        if let Some(store) = self.local() {
-            store.leave(key);
-        }
+        self.tiers.iter().for_each(|tier| tier.leave(key));
     }
 
     fn discard(self: &Arc<Self>, key: &ShuffleKey) {
-        self.purge_state(&key.app, std::slice::from_ref(key), &self.metrics.shuffle_removal);
+        self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles);
     }
 
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
@@ -111,7 +109,7 @@ impl Service {
             let remote_note = registration.remote_storage.clone();
             let registration = registration_of(&key, registration)?;
             self.apps.register(registration, || self.memory.register(&key, distribution))?;
-            remote = remote.max(self.restore_remote(&key, &remote_note));
+            remote = remote.max(self.restore_tiers(&key, &remote_note));
         }
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
         let Some(state) = state else { return Ok(None) };
@@ -144,23 +142,24 @@ enum Remote {
 }
 
 impl Service {
-    /// Registers a shuffle's remote storage again. Without it its cold data goes to local disks.
-    fn restore_remote(&self, key: &ShuffleKey, note: &[u8]) -> Remote {
-        if note.is_empty() {
-            return Remote::None;
-        }
-        let noted = serde_json::from_slice::<(Option<RemoteStorage>, Vec<(i32, i32)>)>(note);
-        let prepared = match &noted {
-            Ok((storage, _)) => self.remote_storage(storage.as_ref()).map_err(|error| error.to_string()),
-            Err(error) => Err(error.to_string()),
+    /// Registers a shuffle again in the tiers that have not kept its registration. Without a remote storage its cold data
+    /// goes to local disks.
+    fn restore_tiers(&self, key: &ShuffleKey, note: &[u8]) -> Remote {
+        let noted = match note {
+            [] => Ok((None, Vec::new())),
+            note => serde_json::from_slice::<(Option<RemoteStorage>, Vec<(i32, i32)>)>(note),
         };
-        match (prepared, noted) {
-            (Ok(Some((hdfs, storage))), Ok((_, ranges))) => {
-                hdfs.register(key, &storage, &ranges);
-                Remote::Known
-            }
-            (prepared, _) => {
-                let error = prepared.err().unwrap_or_else(|| "this worker has no HDFS now".to_owned());
+        let admitted = noted.map_err(|error| error.to_string()).and_then(|(storage, ranges)| {
+            let admissions =
+                self.forgetful_admissions(storage.as_ref()).map_err(|error| error.to_string())?;
+            admissions.iter().for_each(|(admit, _)| admit(key, &ranges));
+            Ok(admissions.iter().any(|(_, is_remote)| *is_remote))
+        });
+        match admitted {
+            Ok(true) => Remote::Known,
+            Ok(false) if note.is_empty() => Remote::None,
+            admitted => {
+                let error = admitted.err().unwrap_or_else(|| "this worker has no HDFS now".to_owned());
                 tracing::error!(
                     shuffle = %key, error,
                     "its remote storage is not taken over, and of its blocks none is called lost"
@@ -168,6 +167,19 @@ impl Service {
                 Remote::Unusable
             }
         }
+    }
+
+    /// What registers a shuffle in the tiers that do not keep registrations, and whether clients read them themselves.
+    fn forgetful_admissions(
+        &self,
+        storage: Option<&RemoteStorage>,
+    ) -> Result<Vec<(Admission, bool)>, StoreError> {
+        let mut admissions = Vec::new();
+        for tier in self.tiers.iter().filter(|tier| !tier.capability().keeps_metadata) {
+            let admission = Arc::clone(tier).prepare(storage)?;
+            admissions.extend(admission.map(|admit| (admit, tier.served().is_none())));
+        }
+        Ok(admissions)
     }
 }
 

@@ -81,15 +81,14 @@ impl Service {
         for shuffle in app.shuffles() {
             sum.partitions += shuffle.partition_count();
             sum.huge_partitions += shuffle.huge_partition_count() as u64;
-            if let Some(local) = self.local() {
-                let usage = local.usage(shuffle.key());
-                sum.local_files += usage.files as u64;
-                sum.local_bytes += usage.bytes;
-            }
-            if let Some(hdfs) = self.hdfs() {
-                let usage = hdfs.usage(shuffle.key());
-                sum.remote_files += usage.files;
-                sum.remote_bytes += usage.bytes;
+            for tier in self.tiers.iter() {
+                let usage = tier.usage(shuffle.key());
+                let (files, bytes) = match tier.served() {
+                    Some(_) => (&mut sum.local_files, &mut sum.local_bytes),
+                    None => (&mut sum.remote_files, &mut sum.remote_bytes),
+                };
+                *files += usage.files;
+                *bytes += usage.bytes;
             }
             let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
             for buffer in buffers.all() {

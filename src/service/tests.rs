@@ -12,7 +12,7 @@ use crate::flush::{FlushConfig, policy};
 use crate::memory::{Buffer, MemoryConfig};
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::tiers::LocalConfig;
+use crate::tiers::{LocalConfig, LocalStore};
 use uniffle_io::Disk;
 use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
@@ -74,8 +74,6 @@ impl World {
         let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
         let flush = FlushConfig {
             limits: flush_limits,
-            workers: 4,
-            hdfs_in_flight_max: 8,
             cold_bytes: u64::MAX,
             batch_bytes_max: 1 << 20,
             tick: Duration::from_secs(1),
@@ -89,7 +87,7 @@ impl World {
             ServiceConfig { partition_limits, ..ServiceConfig::default() },
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(Tiers { local: Some(store), hdfs: None, flusher: Arc::clone(&flusher) }),
+            Some(Arc::clone(&flusher)),
             tasks.clone(),
             &registry,
         )

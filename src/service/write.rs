@@ -232,8 +232,8 @@ impl SendSession {
         self.committed = true;
         self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
         self.service.apps.touch(&self.app);
-        if let Some(tiers) = &self.service.tiers {
-            tiers.flusher.check_pressure();
+        if let Some(flusher) = &self.service.flusher {
+            flusher.check_pressure();
         }
         Ok(())
     }
@@ -288,8 +288,8 @@ impl SendSession {
         if self.limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
         }
-        if let Some(tiers) = &self.service.tiers {
-            tiers.flusher.offer(&self.buffers, &run.buffer);
+        if let Some(flusher) = &self.service.flusher {
+            flusher.flush_if_oversized(&self.buffers, &run.buffer);
         }
         Ok(())
     }

@@ -1,15 +1,27 @@
-//! Where sealed memory goes: the local disks, and remote file systems.
+//! Where sealed memory goes: an ordered list of tiers behind one trait, such as local disks and remote file systems.
 //!
-//! A store knows bytes, extents and disks. It never decides what to flush, and knows no status code.
+//! A tier knows bytes, extents and devices. It never decides what to flush, and knows no status code. A new one is a
+//! folder here and a line in the list that the server builds.
 
 pub mod error;
 pub mod hdfs;
 pub mod local;
+mod recovered;
+mod state;
+mod tier;
 
 pub use self::error::{StoreError, StoreErrorKind};
-pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle, RemoteStorage};
+pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
-    DataRead, DiskCondition, DiskInfo, ExtentData, ExtentWrite, IndexRead, LocalConfig, LocalStore,
-    LostExtent, MountUsage, Published, Recovered, RecoveredShuffle, ShuffleHandle, ShuffleUsage, SyncWrites,
-    Unreadable, VerifyReads,
+    DataRead, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
 };
+pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
+pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};
+pub use self::tier::{
+    Admission, Capability, Cause, ChunkRead, DamagedExtents, ExtentData, ExtentWrite, MetadataLog, Purge,
+    RemoteStorage, ServedData, ServedIndex, ServedTier, Suspicion, Tier, TierBatch, TierNames, TierShuffle,
+    TierUsage, Tiers,
+};
+
+/// The names of the tiers of this crate, for the documentation of metrics.
+pub(crate) const BUILT_IN: [TierNames; 2] = [local::NAMES, hdfs::NAMES];

@@ -14,12 +14,12 @@ use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::tiers::{HdfsStore, LocalStore, RemoteStorage};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::server::{Worker, metric_descriptions};
-use uniffle_worker::tiers::RemoteStorage;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -140,9 +140,8 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let block = BlockGenerator::new(1, IdLayout::SPARK).block(partition, TaskAttemptId(1), 0, 10_000);
     client.push(&key, SendForm::Classic, &[(partition, vec![block])]).await.expect("sent");
     let mut exported = scrape(worker).await;
-    let tiers = worker.tiers().expect("tiers");
-    let local = tiers.local.as_ref().expect("a local tier");
-    tiers.flusher.flush_all();
+    let local = worker.service().tiers().find::<LocalStore>().expect("a local tier");
+    worker.flusher().expect("tiers").flush_all();
     let start = Instant::now();
     while local.partition_bytes(&key, partition) == 0 {
         assert!(start.elapsed() < PATIENCE, "not flushed");
@@ -176,7 +175,7 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     // A remote store has metrics as soon as an application has named it; nobody connects yet.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };
-    let hdfs = b.tiers().and_then(|tiers| tiers.hdfs.clone()).expect("a remote tier");
+    let hdfs = b.service().tiers().find::<HdfsStore>().expect("a remote tier");
     let named = hdfs.prepare(&storage).expect("a sound path");
     let mut exported = traffic(&a).await;
     // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's.

@@ -131,7 +131,7 @@ async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
     rig.settled().await;
     fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
     let mut probing = JoinSet::new();
-    probing.spawn(Arc::clone(&rig.hdfs).keep_probing());
+    probing.spawn(Arc::clone(&rig.hdfs).keep_probing(std::future::pending()));
     let times =
         |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
     rig.eventually("it was asked in vain", || match times(RemoteCall::Delete) {

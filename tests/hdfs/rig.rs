@@ -16,12 +16,11 @@ use uniffle_wire::index::records;
 use uniffle_wire::types::{Distribution, PartitionId, TaskAttemptId};
 use uniffle_worker::app::{AppConfig, AppRegistry};
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::flush::{FlushConfig, Flusher, Stores};
+use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
     BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service, ServiceConfig,
-    Tiers,
 };
 use uniffle_worker::tiers::hdfs::client::HdfsConnector;
 use uniffle_worker::tiers::hdfs::fake::FakeFs;
@@ -29,7 +28,9 @@ use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::hadoop::HadoopConf;
 use uniffle_worker::tiers::hdfs::kerberos::Login;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::tiers::{HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError};
+use uniffle_worker::tiers::{
+    HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError, Tier, Tiers,
+};
 
 use crate::reader::read_directory;
 
@@ -70,20 +71,13 @@ pub(crate) struct Setup {
     pub(crate) local: bool,
     pub(crate) hdfs: HdfsConfig,
     pub(crate) cold_bytes: u64,
-    pub(crate) hdfs_in_flight_max: usize,
     pub(crate) huge_partition_bytes: u64,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        let hdfs = HdfsConfig { server_id: SERVER_ID.to_owned(), ..HdfsConfig::default() };
-        Self {
-            local: false,
-            hdfs,
-            cold_bytes: 100_000,
-            hdfs_in_flight_max: 16,
-            huge_partition_bytes: u64::MAX,
-        }
+        let hdfs = HdfsConfig { server_id: SERVER_ID.to_owned(), in_flight_max: 16, ..HdfsConfig::default() };
+        Self { local: false, hdfs, cold_bytes: 100_000, huge_partition_bytes: u64::MAX }
     }
 }
 
@@ -147,11 +141,11 @@ impl Rig {
             }
             false => None,
         };
-        let stores = Stores { local: local.clone(), hdfs: Some(Arc::clone(&hdfs)) };
+        let local_tier = local.clone().map(|store| store as Arc<dyn Tier>);
+        let tiers = local_tier.into_iter().chain([Arc::clone(&hdfs) as Arc<dyn Tier>]).collect();
+        let tiers = Tiers::new(tiers).unwrap();
         let (config, m) = (flush_config(&setup), Arc::clone(&memory));
-        let flusher = Flusher::start(config, m, stores, tasks.clone(), &registry).unwrap();
-        let tiers =
-            Tiers { local: local.clone(), hdfs: Some(Arc::clone(&hdfs)), flusher: Arc::clone(&flusher) };
+        let flusher = Flusher::start(config, m, tiers, tasks.clone(), &registry).unwrap();
         let apps = Arc::new(AppRegistry::new(AppConfig {
             heartbeat_timeout: Duration::from_secs(300),
             ..AppConfig::default()
@@ -160,7 +154,7 @@ impl Rig {
             ServiceConfig::default(),
             apps,
             Arc::clone(&memory),
-            Some(tiers),
+            Some(Arc::clone(&flusher)),
             tasks.clone(),
             &registry,
         )
@@ -413,8 +407,6 @@ fn flush_config(setup: &Setup) -> FlushConfig {
             blocks_high: u64::MAX,
             blocks_low: 0,
         },
-        workers: 2,
-        hdfs_in_flight_max: setup.hdfs_in_flight_max,
         cold_bytes: setup.cold_bytes,
         batch_bytes_max: 1 << 20,
         tick: Duration::from_secs(1),

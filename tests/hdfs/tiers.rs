@@ -101,7 +101,8 @@ async fn a_tier_that_fails_is_left_for_the_other() {
 
 #[tokio::test(start_paused = true)]
 async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
-    let (mut rig, fs) = Rig::fake(Setup { hdfs_in_flight_max: 3, ..both() }).await;
+    let (mut rig, fs) =
+        Rig::fake(Setup { hdfs: HdfsConfig { in_flight_max: 3, ..both().hdfs }, ..both() }).await;
     rig.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, None);
     for partition in 0..3 {

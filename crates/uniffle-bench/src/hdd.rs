@@ -154,8 +154,6 @@ impl Bench {
     fn flusher(&self, tasks: &Tasks, registry: &Registry) -> anyhow::Result<Arc<Flusher>> {
         let config = FlushConfig {
             limits: self.limits,
-            workers: 4,
-            hdfs_in_flight_max: 8,
             cold_bytes: u64::MAX,
             batch_bytes_max: 16 << 20,
             tick: Duration::from_secs(1),

@@ -25,8 +25,6 @@ metrics::table! {
         deletions_failed: IntCounterVec["storage_host"] = "total_remote_storage_deletion_failed",
             "Directories of a remote store that could not be removed and were left";
         used_bytes: IntCounter = "total_hdfs_used", "Payload bytes written to remote stores, all together";
-        writing_bytes: IntGauge = "memory_spill_hdfs_in_flushing_bytes",
-            "Payload bytes that are being written to remote stores now";
         remotes: IntGauge = "remote_storage_connections", "Remote file systems in use, by settings and user";
     }
 }

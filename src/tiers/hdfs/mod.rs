@@ -35,6 +35,7 @@ mod precheck;
 mod present;
 mod purge;
 mod remote;
+mod tier;
 mod writer;
 
 use std::collections::HashMap;
@@ -45,17 +46,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use bytes::Bytes;
 use dashmap::DashMap;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
-use serde::{Deserialize, Serialize};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 
 pub use self::location::{AllowList, RemoteLocation};
-pub use self::purge::{Cause, Removal};
+pub use self::purge::Removal;
 pub use self::remote::RemoteTarget;
+pub(super) use self::tier::NAMES;
 
 use self::fs::RemoteFs;
 use self::ground::Ground;
@@ -63,11 +63,11 @@ use self::layout::WideRanges;
 use self::metrics::Metrics;
 use self::remote::Remote;
 use self::writer::Writers;
-use crate::metrics::{GaugeGuard, clamped};
+use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, Kind, SECOND, count, flag, list, optional, parsed, path, seconds, text};
 use crate::schema::section;
-use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{ExtentWrite, RemoteStorage, StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Remote file systems (by settings and user) in use at once: clients name them.
@@ -119,6 +119,9 @@ section! {
         /// Where the Kerberos tickets are when there is no keytab; by default where Kerberos has them.
         #[env("KRB5CCNAME", optional(parsed("a ticket cache", |text| Ok(text.to_owned()))))]
         pub ticket_cache: Option<String> = None,
+        /// Partitions on their way to HDFS at once. More than that go to local disks where there are any.
+        #[key("hybrid_store.memory_spill_to_hdfs_concurrency", count(1..=10_000), Restart)]
+        pub in_flight_max: usize = 500,
         /// As told to coordinators: clients look for files that begin with it.
         pub server_id: String = String::new(),
         /// What clients may name: `allowed_paths`, else the embedded coordinator's. Default: everything.
@@ -169,19 +172,6 @@ pub trait Connector: fmt::Debug + Send + Sync {
     fn connect(&self, target: &RemoteTarget) -> Result<Arc<dyn RemoteFs>, StoreError>;
 }
 
-/// Where a client wants a shuffle's cold data, as it says.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RemoteStorage {
-    /// Such as `hdfs://namenode:8020/uniffle`.
-    pub path: String,
-    /// Hadoop settings.
-    pub conf: Vec<(String, String)>,
-    /// The application's user.
-    pub user: String,
-    /// Writers per partition that it wants; none = the worker's choice.
-    pub writers: Option<usize>,
-}
-
 /// A remote storage that was looked at and can be registered.
 #[derive(Debug, Clone)]
 pub struct PreparedStorage {
@@ -208,25 +198,6 @@ impl RemoteHandle {
     pub fn is_available(&self) -> bool {
         self.shuffle.remote.is_available()
     }
-
-    /// What was written is of a huge partition.
-    pub fn count_huge(&self, bytes: u64) {
-        self.shuffle.remote.metrics.huge_bytes.inc_by(bytes);
-    }
-
-    /// What is to be written has failed before.
-    pub fn count_retry(&self) {
-        self.shuffle.remote.metrics.retries.inc();
-    }
-}
-
-/// What a shuffle has in remote files, of this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct RemoteUsage {
-    /// Files.
-    pub files: u64,
-    /// Payload bytes.
-    pub bytes: u64,
 }
 
 #[derive(Debug)]
@@ -361,31 +332,15 @@ impl HdfsStore {
     /// # Errors
     /// The file system's (the caller keeps the memory and may try again or elsewhere), or `Purged`.
     pub async fn write_to(&self, handle: &RemoteHandle, extent: ExtentWrite) -> Result<(), StoreError> {
-        let shuffle = &handle.shuffle;
-        shuffle.require_present()?;
-        let bytes = extent.length;
-        shuffle.remote.metrics.writes.inc();
-        let result = self.core.write(shuffle, extent).await;
-        let metrics = &shuffle.remote.metrics;
-        match &result {
-            Ok(()) => {
-                metrics.successes.inc();
-                metrics.written_bytes.inc_by(bytes);
-                shuffle.written_bytes.fetch_add(bytes, Ordering::Relaxed);
-                self.core.metrics.used_bytes.inc_by(bytes);
-            }
-            Err(error) if error.kind == StoreErrorKind::Purged => {}
-            Err(_) => metrics.failures.inc(),
-        }
-        result
+        self.core.write_extent(&handle.shuffle, extent).await
     }
 
     /// What a shuffle has; nothing when it is not known.
     #[must_use]
-    pub fn usage(&self, key: &ShuffleKey) -> RemoteUsage {
-        let Some(handle) = self.handle(key) else { return RemoteUsage::default() };
+    pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        let Some(handle) = self.handle(key) else { return TierUsage::default() };
         let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
-        RemoteUsage { files, bytes: handle.shuffle.written_bytes.load(Ordering::Relaxed) }
+        TierUsage { files, bytes: handle.shuffle.written_bytes.load(Ordering::Relaxed) }
     }
 
     /// Known shuffles.
@@ -401,14 +356,14 @@ impl HdfsStore {
         !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
     }
 
-    /// Asks remote stores that fail and that nobody tries, until the worker stops. Deleting what is not there needs an
+    /// Asks remote stores that fail and that nobody tries, until `stop`. Deleting what is not there needs an
     /// active NameNode that takes changes.
-    pub async fn keep_probing(self: Arc<Self>) {
-        let tasks = self.core.tasks.clone();
+    pub async fn keep_probing(self: Arc<Self>, stop: impl Future<Output = ()>) {
+        tokio::pin!(stop);
         loop {
             tokio::select! {
                 biased;
-                () = tasks.cancelled() => return,
+                () = &mut stop => return,
                 () = sleep(PROBE_INTERVAL) => {}
             }
             for remote in self.core.remotes().iter().filter(|remote| remote.is_forgotten()) {
@@ -433,6 +388,25 @@ impl HdfsStore {
 }
 
 impl Core {
+    async fn write_extent(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
+        shuffle.require_present()?;
+        let bytes = extent.length;
+        let metrics = &shuffle.remote.metrics;
+        metrics.writes.inc();
+        let result = self.write(shuffle, extent).await;
+        match &result {
+            Ok(()) => {
+                metrics.successes.inc();
+                metrics.written_bytes.inc_by(bytes);
+                shuffle.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+                self.metrics.used_bytes.inc_by(bytes);
+            }
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => metrics.failures.inc(),
+        }
+        result
+    }
+
     fn remotes(&self) -> Vec<Arc<Remote>> {
         self.remotes.lock().values().filter_map(Weak::upgrade).collect()
     }
@@ -465,7 +439,6 @@ impl Core {
         let place = place(&shuffle.remote).await?;
         let bytes = extent.length;
         let writers = self.writers(shuffle, extent.partition);
-        let writing = GaugeGuard::of(&self.metrics.writing_bytes, bytes);
         let (told, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
         self.tasks.spawn("remote write", async move {
@@ -476,7 +449,7 @@ impl Core {
                 result = job => result,
             };
             owned.remote.note(&result);
-            drop((extent, place, writing));
+            drop((extent, place));
             drop(told.send(result));
         });
         let deadline = self.config.write_timeout + Duration::from_secs(bytes >> 20);
@@ -532,7 +505,7 @@ async fn write_batch(
     let _writing = shuffle.ground.write().await;
     shuffle.require_present()?;
     let mut writer = writers.take().await;
-    let result = writer.write(&*shuffle.remote.fs, &extent.blocks, payload(extent)).await;
+    let result = writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;
     for path in writer.take_torn() {
         tasks.spawn("file recovery", recover(Arc::clone(shuffle), path, tasks.clone()));
     }
@@ -561,18 +534,4 @@ async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
     if shuffle.require_present().is_ok() {
         tracing::error!(%path, remote = %shuffle.remote.authority, "a torn file could not be closed, it may be unreadable");
     }
-}
-
-/// The bytes of an extent without the padding behind them.
-fn payload(extent: &ExtentWrite) -> Vec<Bytes> {
-    let mut left = usize::try_from(extent.length).unwrap_or(usize::MAX);
-    let mut pieces = Vec::new();
-    for piece in extent.data.pieces() {
-        let taken = piece.len().min(left);
-        if taken > 0 {
-            pieces.push(piece.slice(..taken));
-        }
-        left -= taken;
-    }
-    pieces
 }

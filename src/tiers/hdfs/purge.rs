@@ -17,7 +17,7 @@ use super::ground::Deleting;
 use super::layout;
 use super::remote::Remote;
 use super::{AppState, Core, HdfsStore};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{Cause, StoreError, StoreErrorKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// Attempts, and the pause between them: Java's. A file system that does not answer is tried for as long as
@@ -27,15 +27,6 @@ const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Directories of an expired application that are looked through at a time.
 const WALKS: usize = 8;
-
-/// Why an application goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cause {
-    /// Its client said so.
-    Unregistered,
-    /// Its client was silent for too long.
-    Expired,
-}
 
 #[derive(Debug)]
 enum What {

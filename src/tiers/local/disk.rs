@@ -17,11 +17,11 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::LocalConfig;
-use super::health::{DiskCondition, Health, Verdict, judge};
+use super::health::{Health, Verdict, judge};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::sync::SyncWrites;
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{DiskCondition, DiskInfo, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Media, Mount, ReadTarget, Space, WriteOpen};
 
@@ -69,33 +69,6 @@ struct State {
     /// As last measured, minus what we have written since.
     space: Space,
     paces: Paces,
-}
-
-/// What a disk tells about itself.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DiskInfo {
-    /// Root directory.
-    pub path: PathBuf,
-    /// Persistent identity.
-    pub uuid: Uuid,
-    /// Whether it takes batches, and why not.
-    pub condition: DiskCondition,
-    /// What is wrong when it is hung or broken.
-    pub fault: Option<String>,
-    /// Errors that were held against it.
-    pub failures: u64,
-    /// Where it is mounted.
-    pub mount: Mount,
-    /// Size of its file system.
-    pub total_bytes: u64,
-    /// Bytes that fit.
-    pub free_bytes: u64,
-    /// Tells file systems apart.
-    pub file_system: u64,
-    /// Bytes in our data logs.
-    pub used_bytes: u64,
-    /// Bytes being written now.
-    pub in_flight_bytes: u64,
 }
 
 /// `operation`, or `TimedOut` when it takes too long. The operation itself may run on.
@@ -247,7 +220,7 @@ impl LocalDisk {
             self.update(|state| (state.health.condition(), state.health.note(error, Instant::now())));
         match verdict {
             Verdict::NotTheDisk => {}
-            Verdict::Full if before == DiskCondition::Sound => {
+            Verdict::Full if before == DiskCondition::Healthy => {
                 tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
             }
             Verdict::Hung | Verdict::Broken if before <= DiskCondition::Full => {
@@ -366,20 +339,6 @@ impl LocalDisk {
             used_bytes: self.used_bytes.load(Ordering::Relaxed),
             in_flight_bytes: self.in_flight_bytes.load(Ordering::Relaxed),
         }
-    }
-}
-
-impl DiskInfo {
-    /// Neither hung nor broken; it may be full.
-    #[must_use]
-    pub fn is_healthy(&self) -> bool {
-        self.condition <= DiskCondition::Full
-    }
-
-    /// Sound, but full.
-    #[must_use]
-    pub fn is_full(&self) -> bool {
-        self.condition == DiskCondition::Full
     }
 }
 

@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use tokio::time::Instant;
 
 use super::placement;
+use crate::tiers::DiskCondition;
 
 /// Longest time that a disk is left alone for saying "no space" while it measures free space.
 const REFUSAL_TIME_MAX: Duration = Duration::from_secs(600);
@@ -54,19 +55,6 @@ pub fn judge(error: &io::Error) -> Verdict {
     }
 }
 
-/// State of a disk, from good to bad.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum DiskCondition {
-    /// Takes batches.
-    Sound,
-    /// Serves; takes batches again below the low watermark.
-    Full,
-    /// Did not answer in time; avoided until a probe succeeds.
-    Hung,
-    /// Failed; avoided until a probe succeeds.
-    Broken,
-}
-
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Health {
@@ -96,7 +84,7 @@ impl Health {
             Some(fault) if fault.hung => DiskCondition::Hung,
             Some(_) => DiskCondition::Broken,
             None if self.above_watermark || self.refusal.is_some() => DiskCondition::Full,
-            None => DiskCondition::Sound,
+            None => DiskCondition::Healthy,
         }
     }
 
@@ -198,7 +186,7 @@ mod tests {
         assert_eq!(health.condition(), DiskCondition::Full);
         assert!(!health.measured(0.75, 0.8, 0.7), "between the watermarks nothing changes");
         assert!(health.measured(0.69, 0.8, 0.7));
-        assert_eq!(health.condition(), DiskCondition::Sound);
+        assert_eq!(health.condition(), DiskCondition::Healthy);
     }
 
     #[test]

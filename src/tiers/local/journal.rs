@@ -10,8 +10,8 @@ use super::disk::within;
 use super::log::LogKind;
 use super::notes;
 use super::shuffle::Shuffle;
-use super::{Core, DiskCondition, LocalStore, ShuffleHandle};
-use crate::tiers::{StoreError, StoreErrorKind};
+use super::{Core, LocalStore, ShuffleHandle};
+use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 
 /// Copies of a note.
 const COPIES: usize = 2;
@@ -23,15 +23,17 @@ impl LocalStore {
     /// # Errors
     /// `Purged`; `InvalidBatch` when it is too long; otherwise the last disk's error: no disk took it.
     pub async fn note(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
-        let shuffle = &*handle.shuffle;
-        let number = shuffle.next_note();
-        let note = notes::encode(shuffle.incarnation, number, content);
-        let note = note.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?;
-        self.core.write_note(shuffle, note).await
+        self.core.note(&handle.shuffle, content).await
     }
 }
 
 impl Core {
+    pub(super) async fn note(&self, shuffle: &Shuffle, content: &[u8]) -> Result<(), StoreError> {
+        let note = notes::encode(shuffle.incarnation, shuffle.next_note(), content);
+        let note = note.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?;
+        self.write_note(shuffle, note).await
+    }
+
     async fn write_note(&self, shuffle: &Shuffle, note: Bytes) -> Result<(), StoreError> {
         let mut disks = self.note_disks(shuffle).into_iter();
         let mut copies = 0;

@@ -40,7 +40,7 @@ metrics::table! {
             "localfile_index_cache_misses", "extents whose index records were read from disk";
         read_crc_mismatches: IntCounter = "total_read_crc_mismatch",
             "blocks that a disk returned with other bytes", also "total_localfile_detected_in_consistency";
-        extents_given_up: IntCounter = "total_local_extents_given_up",
+        extents_lost: IntCounter = "total_local_extents_given_up",
             "extents that could not be read again and again, and are holes now";
         index_cache_bytes: IntGauge = "localfile_index_cache_bytes", "bytes of cached index records";
         files_opened: IntCounter = "total_flush_file_num", "log files created";

@@ -8,7 +8,6 @@
 //! | file | does |
 //! | --- | --- |
 //! | `disk`, `health` | claim, space, health of one directory |
-//! | `mounts` | disks by mount point (pure) |
 //! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
@@ -18,7 +17,7 @@
 //! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
 //! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
-//! | `unreadable` | what a disk does not give back any more becomes a hole |
+//! | `damage` | what a disk does not give back any more becomes a hole |
 //! | `purge` | removal and maintenance |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
@@ -26,6 +25,7 @@
 //! is written, the group before its extents are visible, a note before it is acknowledged, and what an earlier process
 //! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
+mod damage;
 mod disk;
 mod files;
 pub mod health;
@@ -33,7 +33,6 @@ pub mod index;
 mod journal;
 mod log;
 pub(crate) mod metrics;
-pub mod mounts;
 pub mod notes;
 pub mod pace;
 mod peers;
@@ -46,7 +45,8 @@ mod recover;
 mod scan;
 mod shuffle;
 mod sync;
-mod unreadable;
+mod tier;
+
 mod verify;
 mod write;
 
@@ -57,10 +57,9 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
 use croaring::Treemap;
 use dashmap::DashMap;
 use futures::future::join_all;
@@ -68,14 +67,12 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::{Semaphore, watch};
 
-pub use self::disk::{DiskInfo, MARKER};
-pub use self::health::DiskCondition;
-pub use self::mounts::MountUsage;
+pub use self::disk::MARKER;
 pub use self::read::{DataRead, IndexRead};
-pub use self::recover::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::sync::SyncWrites;
-pub use self::unreadable::Unreadable;
 pub use self::verify::VerifyReads;
+
+pub(super) use self::tier::NAMES;
 
 use self::disk::LocalDisk;
 use self::files::Files;
@@ -87,11 +84,11 @@ use self::records::RecordCache;
 use self::shuffle::Shuffle;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
 use crate::schema::section;
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{DiskCondition, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::AlignedPool;
 use uniffle_io::{Disk, Engine};
-use uniffle_wire::types::{BlockMeta, PartitionId, ShuffleKey};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 section! {
     /// How the local store works.
@@ -213,36 +210,6 @@ impl LocalConfig {
     }
 }
 
-/// One partition's part of a batch. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct ExtentWrite {
-    /// The partition.
-    pub partition: PartitionId,
-    /// Its blocks, in the order of their bytes. At least one; none is empty.
-    pub blocks: Vec<BlockMeta>,
-    /// Bytes of all blocks.
-    pub length: u64,
-    /// The bytes.
-    pub data: ExtentData,
-}
-
-/// The bytes of an extent.
-#[derive(Debug, Clone)]
-pub enum ExtentData {
-    /// Page-aligned memory, in all `length` rounded up to 4 KiB, the tail zeroed: written as it lies.
-    Aligned(Vec<Bytes>),
-    /// Any memory, in all `length` bytes: gathered.
-    Pieces(Vec<Bytes>),
-}
-
-impl ExtentData {
-    pub(in crate::tiers) fn pieces(&self) -> &[Bytes] {
-        match self {
-            Self::Aligned(pieces) | Self::Pieces(pieces) => pieces,
-        }
-    }
-}
-
 /// A batch that is readable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
@@ -255,15 +222,6 @@ pub struct Published {
     /// Blocks.
     pub blocks: usize,
     /// Payload bytes.
-    pub bytes: u64,
-}
-
-/// What a shuffle has on the disks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ShuffleUsage {
-    /// Logs.
-    pub files: usize,
-    /// Published payload bytes.
     pub bytes: u64,
 }
 
@@ -293,8 +251,8 @@ struct Core {
     staging: Arc<AlignedPool>,
     metrics: Metrics,
     condemned: Mutex<Vec<Condemned>>,
-    /// See `unreadable`.
-    try_outs: Semaphore,
+    /// See `damage`.
+    probes: Semaphore,
     /// Data reads so far, for sampling.
     data_reads: AtomicU64,
 }
@@ -305,6 +263,7 @@ pub struct LocalStore {
     core: Arc<Core>,
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     next_incarnation: AtomicU64,
+    min_disks: AtomicUsize,
     recovered: Mutex<Recovered>,
     /// What the lists of data directories say; none when nothing was taken over, or at the end.
     peers: Mutex<Option<Peers>>,
@@ -349,6 +308,7 @@ impl LocalStore {
                 last_error.unwrap_or_else(|| StoreError::new(StoreErrorKind::Unhealthy, "no data directory"))
             );
         }
+        let min_disks = AtomicUsize::new(config.min_disks);
         let core = Core {
             disks_refused: roots - claimed.len() as u64,
             records: RecordCache::new(config.index_cache_bytes),
@@ -358,7 +318,7 @@ impl LocalStore {
             changes,
             metrics,
             condemned: Mutex::default(),
-            try_outs: Semaphore::new(unreadable::TRIED_AT_ONCE),
+            probes: Semaphore::new(damage::PROBED_AT_ONCE),
             data_reads: AtomicU64::new(0),
             config,
         };
@@ -366,6 +326,7 @@ impl LocalStore {
             core: Arc::new(core),
             shuffles: DashMap::new(),
             next_incarnation: AtomicU64::new(1),
+            min_disks,
             recovered: Mutex::default(),
             peers: Mutex::default(),
         });
@@ -419,16 +380,7 @@ impl LocalStore {
         handle: &ShuffleHandle,
         extents: Vec<ExtentWrite>,
     ) -> Result<Published, StoreError> {
-        let (core, shuffle) = (&self.core, &*handle.shuffle);
-        let bytes = write::validate(shuffle, &extents)?;
-        core.metrics.write_local.inc();
-        let result = core.write_and_publish(shuffle, &extents, bytes).await;
-        match &result {
-            Ok(published) => core.count_published(published, bytes),
-            Err(error) if error.kind == StoreErrorKind::Purged => {}
-            Err(_) => core.metrics.write_local_failed.inc(),
-        }
-        result
+        self.core.write(&handle.shuffle, &extents).await
     }
 
     /// The index of a partition; empty when nothing of it is published.
@@ -496,25 +448,14 @@ impl LocalStore {
     /// Disks that take batches now: neither sick nor full.
     #[must_use]
     pub fn available_disks(&self) -> usize {
-        self.disks().iter().filter(|disk| disk.condition == DiskCondition::Sound).count()
+        self.core.available_disks()
     }
 
-    /// Wakes when a disk's condition has changed.
-    #[must_use]
-    pub fn condition_changes(&self) -> watch::Receiver<()> {
-        self.core.changes.subscribe()
-    }
-
-    /// Space and condition by mount point.
-    #[must_use]
-    pub fn mounts(&self) -> Vec<MountUsage> {
-        mounts::by_mount(&self.disks())
-    }
-
-    /// What a shuffle has on the disks; nothing when it is not known.
-    #[must_use]
-    pub fn usage(&self, key: &ShuffleKey) -> ShuffleUsage {
-        self.handle(key).map_or_else(ShuffleUsage::default, |handle| handle.shuffle.usage())
+    /// Replaces how many disks must take batches for the tier to be healthy; 0 = they make no difference.
+    pub fn set_min_disks(&self, disks: usize) {
+        if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
+            self.core.changes.send_replace(());
+        }
     }
 
     /// Known shuffles.
@@ -530,6 +471,22 @@ impl LocalStore {
 }
 
 impl Core {
+    async fn write(&self, shuffle: &Shuffle, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
+        let bytes = write::validate(shuffle, extents)?;
+        self.metrics.write_local.inc();
+        let result = self.write_and_publish(shuffle, extents, bytes).await;
+        match &result {
+            Ok(published) => self.count_published(published, bytes),
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => self.metrics.write_local_failed.inc(),
+        }
+        result
+    }
+
+    fn available_disks(&self) -> usize {
+        self.disks.iter().filter(|disk| disk.condition() == DiskCondition::Healthy).count()
+    }
+
     async fn write_and_publish(
         &self,
         shuffle: &Shuffle,

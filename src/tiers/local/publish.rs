@@ -14,9 +14,9 @@ use super::index::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_byte
 use super::log::{Log, LogKind};
 use super::shuffle::{Extent, Shuffle};
 use super::write::WrittenBatch;
-use super::{Core, ExtentWrite, Published};
+use super::{Core, Published};
 use crate::metrics::clamped;
-use crate::tiers::StoreError;
+use crate::tiers::{ExtentWrite, StoreError};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;

@@ -16,7 +16,8 @@ use tokio::time::{Instant, sleep};
 
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::shuffle::{NO_LOG, Shuffle};
-use super::{Core, DiskCondition, DiskInfo, LocalStore};
+use super::{Core, LocalStore};
+use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Space;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
@@ -145,7 +146,7 @@ impl LocalStore {
 
     /// Forgets a shuffle at once, as [`LocalStore::purge`] does; its files stay until [`LocalStore::remove_files`].
     /// Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere.
-    pub fn forget(&self, key: &ShuffleKey) {
+    pub fn forget_shuffle(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
             self.condemn(shuffle);
         }
@@ -331,7 +332,7 @@ impl Core {
         };
         let (total_bytes, free_bytes, file_system) = (info.total_bytes, info.free_bytes, info.file_system);
         // Java's convention: 0 = writable.
-        set(&metrics.is_writable, u64::from(info.condition != DiskCondition::Sound));
+        set(&metrics.is_writable, u64::from(info.condition != DiskCondition::Healthy));
         set(&metrics.is_timeout, u64::from(info.condition == DiskCondition::Hung));
         set(&metrics.disk_is_healthy, u64::from(!info.is_healthy()));
         set(&metrics.disk_is_corrupted, u64::from(info.condition == DiskCondition::Broken));

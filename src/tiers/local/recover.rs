@@ -28,7 +28,7 @@ use super::scan::{FoundDirectory, LogReader, scan_disk};
 use super::shuffle::{Extent, Partition, Restored, Shuffle};
 use super::{Core, LocalStore};
 use crate::metrics::clamped;
-use crate::tiers::StoreError;
+use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
@@ -45,49 +45,6 @@ const REASONS_MAX: usize = 64;
 /// What a reset of the machine does to what is not synced.
 const RESET: &str =
     "the machine was reset while what was written last was not synced (localfile_store.sync = \"off\")";
-
-/// What was found of one shuffle.
-#[derive(Debug)]
-pub struct RecoveredShuffle {
-    /// The shuffle.
-    pub key: ShuffleKey,
-    /// Contents of its notes, in their order.
-    pub notes: Vec<Bytes>,
-    /// Why notes may be missing; empty when none are.
-    pub notes_missing: String,
-    /// Blocks that can be read.
-    pub present: HashMap<PartitionId, Treemap>,
-    /// Extents that are known and cannot be read.
-    pub lost: Vec<LostExtent>,
-    /// Why more may be missing than is known; empty when nothing is.
-    pub reason: String,
-}
-
-/// An extent whose data is gone.
-#[derive(Debug, Clone)]
-pub struct LostExtent {
-    /// Its partition.
-    pub partition: PartitionId,
-    /// Its blocks and their lengths.
-    pub blocks: Vec<(BlockId, u32)>,
-    /// What is wrong.
-    pub reason: Arc<str>,
-}
-
-/// What was found on all disks.
-#[derive(Debug, Default)]
-pub struct Recovered {
-    /// Shuffles, in the order of their keys.
-    pub shuffles: Vec<RecoveredShuffle>,
-    /// Data directories that were in use before and are not now.
-    pub missing_disks: Vec<String>,
-    /// Published bytes that can be read.
-    pub bytes: u64,
-    /// Their blocks.
-    pub blocks: u64,
-    /// How long it took.
-    pub took: std::time::Duration,
-}
 
 impl LocalStore {
     /// Rebuilds the shuffles that are on the disks.

@@ -11,13 +11,13 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
+use super::Core;
+use super::damage::FailedReads;
 use super::disk::{APPS, LocalDisk, Occupied, within};
 use super::log::{Log, LogKind};
 use super::publish::Lane;
 use super::records::RecordsKey;
-use super::unreadable::FailedReads;
-use super::{Core, ShuffleUsage};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -242,21 +242,21 @@ impl Shuffle {
     }
 
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
-    pub(super) fn give_up(&self, partition: PartitionId, base: u64) -> Option<Extent> {
+    pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         let mut partitions = self.partitions.write();
         let partition = partitions.get_mut(&partition)?;
         let at = partition.extents.binary_search_by_key(&base, |extent| extent.base).ok()?;
         let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
-        let given_up = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
+        let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
         partition.blocks += u64::from(extent.blocks);
-        partition.blocks -= u64::from(given_up.blocks);
-        Some(given_up)
+        partition.blocks -= u64::from(lost.blocks);
+        Some(lost)
     }
 
     /// What it has on the disks.
-    pub(super) fn usage(&self) -> ShuffleUsage {
-        let files = self.logs.read().len();
-        ShuffleUsage { files, bytes: self.published_bytes.load(Ordering::Relaxed) }
+    pub(super) fn usage(&self) -> TierUsage {
+        let files = self.logs.read().len() as u64;
+        TierUsage { files, bytes: self.published_bytes.load(Ordering::Relaxed) }
     }
 
     /// Length of a partition's stream.

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::Instant;
 
+use super::Core;
 use super::disk::{InFlight, LocalDisk, within};
 use super::index::occupied_bytes;
 use super::log::{Log, LogKind};
 use super::shuffle::Shuffle;
-use super::{Core, ExtentData, ExtentWrite};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, File};
 

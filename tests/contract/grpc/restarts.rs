@@ -11,6 +11,7 @@ use uniffle_client::grpc::ReadOptions;
 use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
+use uniffle_worker::tiers::LocalStore;
 
 use super::blocks::{batch, blocks};
 use super::world::{Setup, World, assert_same, eventually, key};
@@ -309,7 +310,7 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     world.flush().await;
     world.assert_reads(&key, 0, &[damaged, sound].concat()).await;
     assert!(world.worker.service().losses().losses.is_empty());
-    let store = world.worker.tiers().unwrap().local.as_ref().unwrap();
+    let store = world.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("the disk answers again", || match store.available_disks() {
         2 => Ok(()),
         sound => Err(format!("{sound} disks are sound")),

@@ -20,7 +20,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{Service, ServiceConfig, Tiers};
+use uniffle_worker::service::{Service, ServiceConfig};
 use uniffle_worker::tiers::{LocalConfig, LocalStore};
 
 use super::world::{OWN_FILES, eventually, quickly};
@@ -64,7 +64,7 @@ impl Rig {
                 ..AppConfig::default()
             })),
             Arc::clone(&memory),
-            Some(Tiers { local: Some(Arc::clone(&store)), hdfs: None, flusher: Arc::clone(&flusher) }),
+            Some(Arc::clone(&flusher)),
             tasks.clone(),
             &registry,
         )
@@ -179,8 +179,6 @@ fn flush_config() -> FlushConfig {
             blocks_high: 9_000,
             blocks_low: 2_000,
         },
-        workers: 4,
-        hdfs_in_flight_max: 8,
         cold_bytes: u64::MAX,
         batch_bytes_max: 4 << 20,
         tick: Duration::from_secs(1),

@@ -91,13 +91,13 @@ impl World {
 
     /// Starts a flush of everything in memory.
     pub(crate) fn begin_flush(&self) {
-        self.worker.tiers().unwrap().flusher.flush_all();
+        self.worker.flusher().unwrap().flush_all();
     }
 
     /// Flushes everything in memory and waits until it is on disk.
     pub(crate) async fn flush(&self) {
         self.begin_flush();
-        let flusher = &self.worker.tiers().unwrap().flusher;
+        let flusher = self.worker.flusher().unwrap();
         eventually("the flush ends", || match (flusher.unfinished(), self.memory().block_count()) {
             (0, 0) => Ok(()),
             left => Err(format!("{left:?} batches and blocks are left")),
@@ -133,7 +133,7 @@ impl World {
     /// What of this worker is not as it was when it had no application.
     pub(crate) fn leftovers(&self) -> Vec<String> {
         let memory = self.memory();
-        let tiers = self.worker.tiers().unwrap();
+        let flusher = self.worker.flusher().unwrap();
         let counters = [
             ("used bytes", memory.budget().used()),
             ("pre-allocated bytes", memory.tickets().pre_allocated_bytes()),
@@ -141,8 +141,8 @@ impl World {
             ("bytes in flight", memory.in_flight_bytes()),
             ("blocks", memory.block_count()),
             ("read bytes", memory.read_pool().used_bytes()),
-            ("batches", tiers.flusher.unfinished() as u64),
-            ("stored bytes", tiers.local.as_ref().unwrap().used_bytes()),
+            ("batches", flusher.unfinished() as u64),
+            ("stored bytes", flusher.tiers().iter().map(|tier| tier.state().used_bytes).sum()),
             ("apps", self.worker.apps().app_count() as u64),
         ];
         let counted = counters.iter().filter(|(_, value)| *value != 0);

@@ -13,7 +13,7 @@ use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{Service, ServiceConfig, Tiers};
+use uniffle_worker::service::{Service, ServiceConfig};
 use uniffle_worker::tiers::{LocalConfig, LocalStore, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
@@ -48,8 +48,6 @@ impl Process {
         tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
         let flush_config = FlushConfig {
             limits: limits(),
-            workers: 4,
-            hdfs_in_flight_max: 8,
             cold_bytes: u64::MAX,
             batch_bytes_max: 128 << 10,
             tick: Duration::from_secs(1),
@@ -64,7 +62,7 @@ impl Process {
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(Tiers { local: Some(Arc::clone(&store)), hdfs: None, flusher: Arc::clone(&flusher) }),
+            Some(Arc::clone(&flusher)),
             tasks.clone(),
             &registry,
         )

@@ -29,7 +29,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::listeners::tcp::{TcpConfig, TcpServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{RegisterRequest, RequireRequest, Service, ServiceConfig, Tiers};
+use uniffle_worker::service::{RegisterRequest, RequireRequest, Service, ServiceConfig};
 use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
@@ -83,7 +83,8 @@ impl World {
         let faults = Faults::default();
         let disk: Arc<dyn Disk> =
             Arc::new(FaultDisk::new(Arc::new(MemoryDisk::new("disk", Some(256 * MIB))), faults.clone()));
-        let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
+        let one_write = LocalConfig { write_concurrency_per_disk: 1, ..LocalConfig::default() };
+        let store = LocalStore::open(one_write, vec![disk], &registry).await.unwrap();
         let flusher = Flusher::start(
             flush_config(),
             Arc::clone(&memory),
@@ -96,7 +97,7 @@ impl World {
             ServiceConfig::default(),
             Arc::new(AppRegistry::new(AppConfig::default())),
             Arc::clone(&memory),
-            Some(Tiers { local: Some(Arc::clone(&store)), hdfs: None, flusher }),
+            Some(Arc::clone(&flusher)),
             background.clone(),
             &registry,
         )
@@ -273,8 +274,6 @@ fn flush_config() -> FlushConfig {
             blocks_high: 1_000_000,
             blocks_low: 200_000,
         },
-        workers: 1,
-        hdfs_in_flight_max: 8,
         cold_bytes: u64::MAX,
         batch_bytes_max: 64 * MIB,
         tick: Duration::from_secs(3600),

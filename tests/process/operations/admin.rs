@@ -12,6 +12,7 @@ use uniffle_worker::proto::{
 };
 use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
+use uniffle_worker::tiers::LocalStore;
 
 use super::world::{World, eventually};
 use uniffle_testkit::worker::{Setup, Worker};
@@ -88,7 +89,7 @@ async fn memory_is_flushed_and_an_app_is_purged() {
     world.push("app-10", 3).await;
     let (status, answer) = world.call("/admin/flush", "").await;
     assert_eq!(status, StatusCode::OK, "{answer}");
-    let local = world.worker.tiers().and_then(|tiers| tiers.local.clone()).unwrap();
+    let local = world.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("everything is on disk", || match local.partition_bytes(&key, PartitionId(2)) {
         30_000 if world.worker.memory().block_count() == 0 => Ok(()),
         bytes => Err(format!("{bytes} bytes")),

@@ -30,7 +30,7 @@ async fn what_can_change_does_and_the_rest_is_named() {
         "waiting_for_restart": ["log.max_files", "urpc_port"],
     });
     assert_eq!(answer, expected);
-    let limits = service.tiers().unwrap().flusher.limits();
+    let limits = service.flusher().unwrap().limits();
     assert_eq!(
         (limits.high_watermark, limits.low_watermark, limits.huge_partition_bytes),
         (0.5, 0.1, 2 << 20)
@@ -61,7 +61,7 @@ async fn what_can_change_does_and_the_rest_is_named() {
 #[tokio::test]
 async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     let world = World::with_file("tags = [\"old\"]", "").await;
-    let before = world.worker.service().tiers().unwrap().flusher.limits();
+    let before = world.worker.service().flusher().unwrap().limits();
     world.rewrite("tags = [\"new\"]", NEW);
     let whole = world.written();
     // A good beginning of a file is no file: everything that the write had not reached yet is missing or torn.
@@ -97,7 +97,7 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     world.rewrite("tags = [\"old\"]", "");
     let (status, _) = world.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::OK);
-    assert_eq!(world.worker.service().tiers().unwrap().flusher.limits(), before);
+    assert_eq!(world.worker.service().flusher().unwrap().limits(), before);
     world.finish().await;
 }
 

@@ -209,7 +209,7 @@ async fn certificates_are_read_again_while_the_worker_runs() {
     std::fs::write(&file, config(dir.path(), &certificates.table())).unwrap();
     let origin = Origin { env: env(), machine: machine() };
     let config = Config::load(Some(&file), &origin.env, &origin.machine).unwrap();
-    let surroundings = Surroundings { origin: Some(origin), log: None };
+    let surroundings = Surroundings { origin: Some(origin), log: None, ..Surroundings::default() };
     let worker = Worker::start_in(surroundings, Inherited::default(), &config).await.unwrap();
     let port = worker.addresses().http.port();
     let works = |of: &Certificates| {

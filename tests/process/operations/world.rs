@@ -44,7 +44,8 @@ impl World {
         let origin = Origin { env: env(), machine: machine() };
         let config =
             Config::load(Some(&dir.path().join("config.toml")), &origin.env, &origin.machine).unwrap();
-        Self::of(&config, Surroundings { origin: Some(origin), log: None }, dir).await
+        Self::of(&config, Surroundings { origin: Some(origin), log: None, ..Surroundings::default() }, dir)
+            .await
     }
 
     async fn of(config: &Config, surroundings: Surroundings, dir: TempDir) -> Self {

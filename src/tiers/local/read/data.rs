@@ -16,7 +16,7 @@ use crate::tiers::local::Core;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::{Extent, NO_LOG, Shuffle};
 use crate::tiers::local::verify::{self, Mismatch, Verifier, VerifyReads};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
@@ -31,7 +31,6 @@ pub struct DataRead {
     /// Read and checked together with what was given last.
     ready: VecDeque<Bytes>,
     verifier: Option<Verifier>,
-    gave_up: bool,
 }
 
 /// The whole blocks in which the first bytes of a [`Piece`] lie.
@@ -106,20 +105,13 @@ impl DataRead {
         let stream = Stream::new(core, (shuffle, partition), u64::from(length));
         let (length, pieces) = (u64::from(length), pieces.into_iter());
         let (current, ready) = (None, VecDeque::new());
-        Ok(Self { length, stream, pieces, current, ready, verifier, gave_up: false })
+        Ok(Self { length, stream, pieces, current, ready, verifier })
     }
 
-    /// Whether an extent was found damaged and is a hole now.
+    /// What the last error says of the data.
     #[must_use]
-    pub fn gave_up(&self) -> bool {
-        self.gave_up
-    }
-
-    /// The disk that has failed too often to give this partition's bytes: see [`LocalStore::try_out`](super::LocalStore::try_out).
-    /// Known after an error, and of one read only.
-    #[must_use]
-    pub fn to_try_out(&self) -> Option<usize> {
-        self.stream.to_try_out
+    pub fn suspicion(&self) -> Suspicion {
+        self.stream.suspicion
     }
 
     /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -166,8 +158,9 @@ impl DataRead {
                 Err(error)
             }
             Err(Mismatch::Block { base }) => {
-                self.gave_up = true;
-                Err(core.give_up_damaged(shuffle, self.stream.partition, base))
+                let error = core.mark_damaged(shuffle, self.stream.partition, base);
+                self.stream.suspicion.marked_lost = true;
+                Err(error)
             }
         }
     }

@@ -26,7 +26,7 @@ use super::disk::within;
 use super::index::RecordCheck;
 use super::log::Log;
 use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, rebase, records};
@@ -108,8 +108,8 @@ struct Stream {
     failed: bool,
     /// Index of the disk whose bytes could not be had, or were others.
     culprit: OnceLock<usize>,
-    /// See [`DataRead::to_try_out`].
-    to_try_out: Option<usize>,
+    /// What the last error says.
+    suspicion: Suspicion,
 }
 
 impl fmt::Debug for IndexRead {
@@ -121,8 +121,8 @@ impl fmt::Debug for IndexRead {
 
 impl Stream {
     fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId), left: u64) -> Self {
-        let (culprit, to_try_out) = (OnceLock::new(), None);
-        Self { core, shuffle, partition, left, failed: false, culprit, to_try_out }
+        let (culprit, suspicion) = (OnceLock::new(), Suspicion::default());
+        Self { core, shuffle, partition, left, failed: false, culprit, suspicion }
     }
 
     fn blame(&self, log: &Log) {
@@ -132,7 +132,8 @@ impl Stream {
     /// Counts a chunk that could not be read.
     fn count_failure(&mut self, error: &StoreError) {
         let culprit = self.culprit.get().copied();
-        self.to_try_out = culprit.filter(|disk| self.shuffle.count_failed_read(self.partition, *disk, error));
+        self.suspicion.device =
+            culprit.filter(|disk| self.shuffle.count_failed_read(self.partition, *disk, error));
     }
 
     /// The log in which a piece lies; none of a hole.
@@ -282,10 +283,10 @@ impl IndexRead {
         Ok(buffer.freeze(len))
     }
 
-    /// As [`DataRead::to_try_out`].
+    /// What the last error says of the data.
     #[must_use]
-    pub fn to_try_out(&self) -> Option<usize> {
-        self.stream.to_try_out
+    pub fn suspicion(&self) -> Suspicion {
+        self.stream.suspicion
     }
 
     /// Fills `len` bytes of the buffer with what is in memory; the rest is what must be read.

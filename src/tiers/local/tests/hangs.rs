@@ -141,7 +141,7 @@ async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
         for id in 0..4 {
             store.write(key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
         }
-        store.forget(key);
+        store.forget_shuffle(key);
     }
     disks[1].faults.add(Rule::once(Operation::Rename, Fault::Slow(Duration::from_secs(1))));
     tokio::join!(store.remove_files(&first.app), store.remove_files(&second.app));

@@ -18,11 +18,12 @@ use bytes::Bytes;
 use prometheus::Registry;
 
 use super::*;
+use crate::tiers::{DiskCondition, ExtentData, Tier, TierUsage, by_mount};
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
 use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
-use uniffle_wire::types::{AppId, BlockId, ShuffleId, TaskAttemptId};
+use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, TaskAttemptId};
 
 /// A memory disk with faults.
 pub(super) struct TestDisk {

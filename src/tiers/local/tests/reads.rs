@@ -92,7 +92,7 @@ async fn a_probe_that_waits_behind_others_does_not_make_a_disk_sick() {
     // The probe is begun first and hangs; a read comes through meanwhile.
     let (probed, read) = tokio::join!(biased; store.core.disks[0].probe(false), read_all(&store, &key, 1));
     assert_eq!((probed.unwrap_err().kind(), read.unwrap()), (io::ErrorKind::TimedOut, vec![1]));
-    assert_eq!(store.disks()[0].condition, DiskCondition::Sound, "busy");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "busy");
 
     hang();
     assert!(store.core.disks[0].probe(false).await.is_err());
@@ -108,7 +108,7 @@ async fn writing_across_the_high_watermark_makes_a_disk_full_at_once() {
         disk.memory.set_capacity(Some(1 << 20));
     }
     let store = store_on(&disks).await;
-    let mut changes = store.condition_changes();
+    let mut changes = store.state_changes().unwrap();
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 900_000)], false)]).await.unwrap();
@@ -117,13 +117,13 @@ async fn writing_across_the_high_watermark_makes_a_disk_full_at_once() {
     assert_eq!(store.available_disks(), 1);
     let usage = store.usage(&key);
     assert_eq!((usage.files, usage.bytes), (2, 900_000));
-    let mounts = store.mounts();
+    let mounts = by_mount(&store.disks());
     assert_eq!(mounts.len(), 2);
     assert_eq!(mounts.iter().filter(|mount| mount.condition == DiskCondition::Full).count(), 1);
     store.purge(&key).await;
     store.maintain_once().await;
     assert!(changes.has_changed().unwrap());
-    assert_eq!((store.available_disks(), store.usage(&key)), (2, ShuffleUsage::default()));
+    assert_eq!((store.available_disks(), store.usage(&key)), (2, TierUsage::default()));
 }
 
 /// Heap buffers, at most so large.

@@ -1,11 +1,78 @@
-//! The disks by mount point, as coordinators and dashboards count space: several directories on one mount are one
-//! (Uniffle #2251). Pure.
+//! How a tier is now: whether it takes batches, what it holds, and its disks. Pure values.
+//!
+//! Several directories on one mount point are one to coordinators and dashboards (Uniffle #2251): [`by_mount`].
 
 use std::path::PathBuf;
 
-use super::disk::DiskInfo;
-use super::health::DiskCondition;
-use uniffle_io::Media;
+use uniffle_io::{Media, Mount};
+use uuid::Uuid;
+
+/// How a tier is now.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct TierState {
+    /// Why no new shuffles should come to this worker; none while the tier is healthy.
+    pub complaint: Option<&'static str>,
+    /// Size of what it writes to; none when that is not known.
+    pub capacity_bytes: Option<u64>,
+    /// Bytes of ours in it.
+    pub used_bytes: u64,
+    /// Its disks, where it has any of its own.
+    pub disks: Vec<DiskInfo>,
+}
+
+/// State of a disk, from good to bad.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum DiskCondition {
+    /// Takes batches.
+    Healthy,
+    /// Serves; takes batches again below the low watermark.
+    Full,
+    /// Did not answer in time; avoided until a probe succeeds.
+    Hung,
+    /// Failed; avoided until a probe succeeds.
+    Broken,
+}
+
+/// What a disk tells about itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DiskInfo {
+    /// Root directory.
+    pub path: PathBuf,
+    /// Persistent identity.
+    pub uuid: Uuid,
+    /// Whether it takes batches, and why not.
+    pub condition: DiskCondition,
+    /// What is wrong when it is hung or broken.
+    pub fault: Option<String>,
+    /// Errors that were held against it.
+    pub failures: u64,
+    /// Where it is mounted.
+    pub mount: Mount,
+    /// Size of its file system.
+    pub total_bytes: u64,
+    /// Bytes that fit.
+    pub free_bytes: u64,
+    /// Tells file systems apart.
+    pub file_system: u64,
+    /// Bytes in our data logs.
+    pub used_bytes: u64,
+    /// Bytes being written now.
+    pub in_flight_bytes: u64,
+}
+
+impl DiskInfo {
+    /// Neither hung nor broken; it may be full.
+    #[must_use]
+    pub fn is_healthy(&self) -> bool {
+        self.condition <= DiskCondition::Full
+    }
+
+    /// Sound, but full.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.condition == DiskCondition::Full
+    }
+}
 
 /// One mount point with data directories on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +117,6 @@ pub fn by_mount(disks: &[DiskInfo]) -> Vec<MountUsage> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use uniffle_io::Mount;
 
     fn disk(path: &str, point: &str, condition: DiskCondition) -> DiskInfo {
         DiskInfo {
@@ -71,7 +137,7 @@ mod tests {
     #[test]
     fn directories_on_one_mount_are_counted_once() {
         let disks = [
-            disk("/data/a", "/data", DiskCondition::Sound),
+            disk("/data/a", "/data", DiskCondition::Healthy),
             disk("/other/a", "/other", DiskCondition::Full),
             disk("/data/b", "/data", DiskCondition::Broken),
         ];

@@ -9,7 +9,6 @@
 //! lost. What says nothing about stored bytes (no descriptors, a deadline) is not counted.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +21,7 @@ use super::health::{Verdict, judge};
 use super::read::DIRECT_BYTES_MIN;
 use super::shuffle::{Extent, NO_LOG, Shuffle};
 use super::{Core, LocalStore};
-use crate::tiers::{StoreError, StoreErrorKind};
+use crate::tiers::{DamagedExtents, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -36,7 +35,7 @@ const TRIES: u32 = 3;
 /// Between two tries.
 const PAUSE: Duration = Duration::from_millis(250);
 /// Partitions that are tried at a time, each with one chunk of memory.
-pub(super) const TRIED_AT_ONCE: usize = 2;
+pub(super) const PROBED_AT_ONCE: usize = 2;
 
 /// Failed reads of one shuffle.
 #[derive(Debug, Default)]
@@ -80,47 +79,24 @@ fn is_damage(error: &StoreError) -> bool {
     }
 }
 
-/// What of a partition cannot be read any more.
-pub struct Unreadable {
-    shuffle: Arc<Shuffle>,
-    partition: PartitionId,
-    extents: Vec<Extent>,
-    error: StoreError,
-}
-
-impl Unreadable {
-    /// What the disk says of one of its extents.
-    #[must_use]
-    pub fn error(&self) -> &StoreError {
-        &self.error
-    }
-}
-
-impl fmt::Debug for Unreadable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (extents, error) = (self.extents.len(), &self.error);
-        f.debug_tuple("Unreadable").field(&self.shuffle.key).field(&extents).field(error).finish()
-    }
-}
-
 impl LocalStore {
-    /// Tries all that a partition has on the disk of index `disk`, from which reads failed ([`DataRead::to_try_out`](super::DataRead::to_try_out)), for
-    /// half a second; `None` when everything can be read.
-    pub async fn try_out(&self, key: &ShuffleKey, partition: PartitionId, disk: usize) -> Option<Unreadable> {
+    /// Reads all that a partition has on the disk of index `disk`, from which reads failed
+    /// ([`Suspicion::device`](crate::tiers::Suspicion)), for half a second; `None` when everything can be read.
+    pub async fn probe_partition(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        disk: usize,
+    ) -> Option<DamagedExtents> {
         let shuffle = self.find(key).ok()?;
-        let (extents, error) = self.core.try_out(&shuffle, partition, disk).await?;
-        Some(Unreadable { shuffle, partition, extents, error })
-    }
-
-    /// Makes holes of what cannot be read, so that its blocks can be sent again and found.
-    pub fn give_up(&self, unreadable: Unreadable) {
-        let Unreadable { shuffle, partition, extents, .. } = unreadable;
-        self.core.give_up_unreadable(&shuffle, partition, &extents);
+        let (extents, error) = self.core.probe_extents(&shuffle, partition, disk).await?;
+        let core = Arc::clone(&self.core);
+        Some(DamagedExtents::new(error, move || core.mark_all_lost(&shuffle, partition, &extents)))
     }
 }
 
 impl Shuffle {
-    /// Counts a failed read; whether what the partition has on the disk is to be [tried](Core::try_out).
+    /// Counts a failed read; whether what the partition has on the disk is to be [tried](Core::probe_extents).
     pub(super) fn count_failed_read(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
         is_damage(error) && !self.is_purged() && self.failed_reads.count(partition, disk, Instant::now())
     }
@@ -129,9 +105,9 @@ impl Shuffle {
 impl Core {
     /// A disk returned other bytes than were written: blames it, and makes a hole of the extent, so that its blocks can
     /// be sent again and found.
-    pub(super) fn give_up_damaged(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> StoreError {
+    pub(super) fn mark_damaged(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> StoreError {
         self.metrics.read_crc_mismatches.inc();
-        let Some(extent) = self.give_up(shuffle, partition, base) else {
+        let Some(extent) = self.mark_lost(shuffle, partition, base) else {
             return shuffle.error(StoreErrorKind::Corrupt);
         };
         let log = shuffle.log_at(extent.data_log);
@@ -142,15 +118,15 @@ impl Core {
         StoreError::corrupt(path, what)
     }
 
-    fn give_up(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> Option<Extent> {
-        let extent = shuffle.give_up(partition, base)?;
+    fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> Option<Extent> {
+        let extent = shuffle.mark_lost(partition, base)?;
         self.metrics.extents.dec();
         self.records.forget(std::iter::once(shuffle.records_key(&extent)));
         Some(extent)
     }
 
     /// Tries all that a partition has on a disk. Those of its extents that cannot be read, and the error of one.
-    pub(super) async fn try_out(
+    pub(super) async fn probe_extents(
         &self,
         shuffle: &Shuffle,
         partition: PartitionId,
@@ -163,7 +139,7 @@ impl Core {
             if attempt > 0 {
                 sleep(PAUSE).await;
             }
-            let _turn = self.try_outs.acquire().await.ok()?;
+            let _turn = self.probes.acquire().await.ok()?;
             (suspects, error) = self.unreadable(shuffle, suspects, disk).await;
             if suspects.is_empty() {
                 break;
@@ -174,12 +150,12 @@ impl Core {
     }
 
     /// Makes holes of extents that cannot be read.
-    pub(super) fn give_up_unreadable(&self, shuffle: &Shuffle, partition: PartitionId, extents: &[Extent]) {
+    pub(super) fn mark_all_lost(&self, shuffle: &Shuffle, partition: PartitionId, extents: &[Extent]) {
         for extent in extents {
-            if self.give_up(shuffle, partition, extent.base).is_some() {
-                self.metrics.extents_given_up.inc();
+            if self.mark_lost(shuffle, partition, extent.base).is_some() {
+                self.metrics.extents_lost.inc();
                 let (bytes, blocks) = (extent.length, extent.blocks);
-                tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is given up");
+                tracing::error!(shuffle = %shuffle.key, %partition, bytes, blocks, "an extent is lost");
             }
         }
     }
@@ -193,7 +169,7 @@ impl Core {
     ) -> (Vec<Extent>, Option<StoreError>) {
         let (mut unreadable, mut last_error) = (Vec::new(), None);
         for extent in extents {
-            match self.try_extent(shuffle, &extent, disk).await {
+            match self.probe_extent(shuffle, &extent, disk).await {
                 Err(error) if is_damage(&error) && !shuffle.is_purged() => {
                     last_error = Some(error);
                     unreadable.push(extent);
@@ -205,7 +181,7 @@ impl Core {
     }
 
     /// Reads what of an extent lies on a disk.
-    async fn try_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
+    async fn probe_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
         let here = |slot: u16| slot != NO_LOG && shuffle.log_at(slot).disk.index == disk;
         if here(extent.index_log) {
             self.records_of(shuffle, extent).await?;

@@ -1,0 +1,110 @@
+//! Which tier takes a batch: a pure function of what is known when it is queued.
+//!
+//! Tiers are offered a batch in their order, those for cold data first when it is cold (larger than a threshold, or of a
+//! huge partition), as long as the tier takes batches now. A batch that a tier did not take goes to the next: it is
+//! visible in memory until one of them has published it, so any order is safe for readers (docs/protocol.md §4.5).
+
+/// Whether a tier takes a batch of a shuffle now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Readiness {
+    /// The shuffle is not registered there.
+    Absent,
+    /// It takes nothing now: no disk, a remote that does not answer, too much in flight.
+    Unavailable,
+    /// It takes batches.
+    Ready,
+}
+
+/// A tier as placement sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TierView {
+    /// Whether it takes the batch.
+    pub readiness: Readiness,
+    /// Whether cold data belongs there.
+    pub is_for_cold: bool,
+}
+
+/// Whether a partition's chain is cold.
+#[must_use]
+pub fn is_cold(bytes: u64, received_bytes: u64, cold_bytes: u64, huge_partition_bytes: u64) -> bool {
+    bytes > cold_bytes || received_bytes > huge_partition_bytes
+}
+
+/// The tier for a batch by its place in `tiers`; none when the shuffle has no tier at all. `failed` is the tier that
+/// failed it last.
+#[must_use]
+pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Option<usize> {
+    let belongs = |index: &usize| tiers[*index].is_for_cold == is_cold;
+    let (mut order, others): (Vec<usize>, Vec<usize>) = (0..tiers.len()).partition(belongs);
+    order.extend(others);
+    if let Some(place) = order.iter().position(|index| Some(*index) == failed) {
+        order.rotate_left(place + 1);
+    }
+    let with = |wanted: Readiness| order.iter().copied().find(|index| tiers[*index].readiness == wanted);
+    // When none takes it now, it waits where it belongs.
+    with(Readiness::Ready).or_else(|| with(Readiness::Unavailable))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Readiness::{Absent, Ready, Unavailable};
+    use super::*;
+
+    const HOT: usize = 0;
+    const COLD: usize = 1;
+
+    fn choose(hot: Readiness, cold: Readiness, is_cold: bool, failed: Option<usize>) -> Option<usize> {
+        let tier = |readiness, is_for_cold| TierView { readiness, is_for_cold };
+        select(&[tier(hot, false), tier(cold, true)], is_cold, failed)
+    }
+
+    #[test]
+    fn cold_batches_go_to_the_cold_tier_and_the_rest_to_the_first() {
+        assert_eq!(choose(Ready, Ready, false, None), Some(HOT));
+        assert_eq!(choose(Ready, Ready, true, None), Some(COLD));
+        assert!(is_cold(101, 0, 100, 1000) && is_cold(1, 1001, 100, 1000));
+        assert!(!is_cold(100, 1000, 100, 1000));
+    }
+
+    #[test]
+    fn a_tier_that_failed_or_takes_nothing_is_left_for_the_other() {
+        assert_eq!(choose(Ready, Ready, false, Some(HOT)), Some(COLD));
+        assert_eq!(choose(Ready, Ready, true, Some(COLD)), Some(HOT));
+        assert_eq!(choose(Unavailable, Ready, false, None), Some(COLD));
+        assert_eq!(choose(Ready, Unavailable, true, None), Some(HOT));
+        let better_the_one_that_failed = choose(Unavailable, Ready, false, Some(COLD));
+        assert_eq!(better_the_one_that_failed, Some(COLD), "than one that takes nothing");
+    }
+
+    #[test]
+    fn a_shuffle_without_a_tier_never_gets_it() {
+        for readiness in [Ready, Unavailable] {
+            for failed in [None, Some(HOT), Some(COLD)] {
+                for is_cold in [false, true] {
+                    assert_eq!(choose(readiness, Absent, is_cold, failed), Some(HOT));
+                    assert_eq!(choose(Absent, readiness, is_cold, failed), Some(COLD));
+                }
+            }
+        }
+        assert_eq!(choose(Absent, Absent, false, None), None);
+        assert_eq!(select(&[], true, None), None);
+    }
+
+    #[test]
+    fn when_none_takes_it_a_batch_waits_where_it_belongs() {
+        assert_eq!(choose(Unavailable, Unavailable, false, None), Some(HOT));
+        assert_eq!(choose(Unavailable, Unavailable, true, None), Some(COLD));
+    }
+
+    #[test]
+    fn of_three_every_one_is_tried_in_turn() {
+        let tier = |is_for_cold| TierView { readiness: Ready, is_for_cold };
+        let tiers = [tier(false), tier(true), tier(false)];
+        let turn = |is_cold| {
+            let next = |failed: &Option<usize>| Some(select(&tiers, is_cold, *failed));
+            std::iter::successors(Some(None), next).skip(1).take(4).flatten().collect::<Vec<_>>()
+        };
+        assert_eq!(turn(false), [0, 2, 1, 0]);
+        assert_eq!(turn(true), [1, 0, 2, 1]);
+    }
+}

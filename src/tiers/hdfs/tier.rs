@@ -1,0 +1,118 @@
+//! HDFS as a [`Tier`] whose files clients read themselves.
+
+use std::sync::Arc;
+
+use croaring::Treemap;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+
+use super::{Core, HdfsStore, RemoteHandle};
+use crate::tiers::{
+    Admission, Capability, Purge, RemoteStorage, ServedTier, StoreError, Tier, TierBatch, TierNames,
+    TierShuffle, TierState, TierUsage,
+};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+pub(in crate::tiers) const NAMES: TierNames = TierNames {
+    name: "hdfs",
+    title: "HDFS",
+    label: "HDFS",
+    spill: "hdfs",
+    events: "hadoop",
+    queue: "hadoop",
+};
+
+#[derive(Debug)]
+struct RemoteShuffle {
+    core: Arc<Core>,
+    handle: RemoteHandle,
+}
+
+impl TierShuffle for RemoteShuffle {
+    fn is_accepting(&self) -> bool {
+        self.handle.is_available()
+    }
+
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
+        let write = async move {
+            let metrics = &self.handle.shuffle.remote.metrics;
+            metrics.retries.inc_by(u64::from(batch.is_retry));
+            for extent in batch.extents {
+                self.core.write_extent(&self.handle.shuffle, extent).await?;
+            }
+            metrics.huge_bytes.inc_by(batch.huge_bytes);
+            Ok(())
+        };
+        write.boxed()
+    }
+}
+
+impl Tier for HdfsStore {
+    fn capability(&self) -> Capability {
+        let in_flight_max = self.core.config.in_flight_max;
+        Capability {
+            names: NAMES,
+            writers: in_flight_max,
+            in_flight_max,
+            is_for_cold: true,
+            is_by_partition: true,
+            keeps_metadata: false,
+            is_essential: false,
+        }
+    }
+
+    fn state(&self) -> TierState {
+        let complaint =
+            self.all_failing().then_some("no remote store works, and there is nothing else below memory");
+        TierState { complaint, ..TierState::default() }
+    }
+
+    /// A client that names no remote path reads memory and local disks only.
+    fn prepare(self: Arc<Self>, storage: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        let Some(storage) = storage else { return Ok(None) };
+        let prepared = HdfsStore::prepare(&self, storage)?;
+        Ok(Some(Box::new(move |key, ranges| self.register(key, &prepared, ranges))))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        let (core, handle) = (Arc::clone(&self.core), self.handle(key)?);
+        Some(Arc::new(RemoteShuffle { core, handle }))
+    }
+
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+        HdfsStore::present(self, key, partition).boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        HdfsStore::usage(self, key)
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        None
+    }
+
+    fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        purge: Purge,
+    ) -> Option<BoxFuture<'static, ()>> {
+        let removal = match purge {
+            Purge::Shuffles => self.forget_shuffles(app, keys),
+            Purge::App(cause) => self.forget_app(app, keys, cause),
+        };
+        removal.map(|removal| removal.run().boxed())
+    }
+
+    fn refresh_metrics(&self) {
+        HdfsStore::refresh_metrics(self);
+    }
+
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        self.keep_probing(stop).boxed()
+    }
+}

@@ -1,0 +1,213 @@
+//! The local disks as a [`Tier`] that is read through the worker.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use tokio::sync::watch;
+
+use super::shuffle::Shuffle;
+use super::{Core, DataRead, IndexRead, LocalStore};
+use crate::tiers::{
+    Admission, Capability, ChunkRead, DamagedExtents, MetadataLog, Purge, Recovered, RemoteStorage,
+    ServedData, ServedIndex, ServedTier, StoreError, Suspicion, Tier, TierBatch, TierNames, TierShuffle,
+    TierState, TierUsage,
+};
+use uniffle_io::ReadBuffers;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+pub(in crate::tiers) const NAMES: TierNames = TierNames {
+    name: "local",
+    title: "local disks",
+    label: "LOCALFILE",
+    spill: "localfile",
+    events: "local_file",
+    queue: "localfile",
+};
+
+/// One incarnation of a shuffle on the disks.
+struct LocalShuffle {
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+}
+
+impl fmt::Debug for LocalShuffle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalShuffle({}.{})", self.shuffle.key, self.shuffle.incarnation)
+    }
+}
+
+impl TierShuffle for LocalShuffle {
+    fn is_accepting(&self) -> bool {
+        self.core.available_disks() > 0
+    }
+
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move { self.core.write(&self.shuffle, &batch.extents).await.map(drop) }.boxed()
+    }
+}
+
+impl MetadataLog for LocalShuffle {
+    fn append<'a>(&'a self, record: &'a [u8]) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.core.note(&self.shuffle, record).boxed()
+    }
+}
+
+impl LocalStore {
+    fn local_shuffle(&self, key: &ShuffleKey) -> Option<Arc<LocalShuffle>> {
+        let shuffle = self.find(key).ok()?;
+        Some(Arc::new(LocalShuffle { core: Arc::clone(&self.core), shuffle }))
+    }
+}
+
+impl Tier for LocalStore {
+    fn capability(&self) -> Capability {
+        Capability {
+            names: NAMES,
+            writers: self.core.disks.len() * self.core.config.write_concurrency_per_disk,
+            in_flight_max: usize::MAX,
+            is_for_cold: false,
+            is_by_partition: false,
+            keeps_metadata: true,
+            is_essential: true,
+        }
+    }
+
+    fn state(&self) -> TierState {
+        let disks = self.disks();
+        let too_few = self.core.available_disks() < self.min_disks.load(Ordering::Relaxed);
+        TierState {
+            complaint: too_few
+                .then_some("fewer disks take data than localfile_store.healthy_check_min_disks"),
+            capacity_bytes: Some(disks.iter().map(|disk| disk.total_bytes).sum()),
+            used_bytes: disks.iter().map(|disk| disk.used_bytes).sum(),
+            disks,
+        }
+    }
+
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        Some(self.core.changes.subscribe())
+    }
+
+    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        Ok(Some(Box::new(move |key, _| drop(self.register(key)))))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        Some(self.local_shuffle(key)?)
+    }
+
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        Some(self.local_shuffle(key)?)
+    }
+
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+        LocalStore::present(self, key, partition).boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        self.find(key).map_or_else(|_| TierUsage::default(), |shuffle| shuffle.usage())
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn forget(self: Arc<Self>, app: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
+        keys.iter().for_each(|key| self.forget_shuffle(key));
+        let app = app.clone();
+        Some(async move { self.remove_files(&app).await }.boxed())
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        LocalStore::leave(self, key);
+    }
+
+    fn take_recovered(&self) -> Recovered {
+        LocalStore::take_recovered(self)
+    }
+
+    fn refresh_metrics(&self) {
+        LocalStore::refresh_metrics(self);
+    }
+
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        LocalStore::maintain(self, stop).boxed()
+    }
+
+    fn end(&self) -> BoxFuture<'_, ()> {
+        LocalStore::end(self).boxed()
+    }
+}
+
+impl ServedTier for LocalStore {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+        let read = LocalStore::index(self, key, partition)?;
+        Ok(ServedIndex { length: read.length, data_length: read.data_length, chunks: Box::new(read) })
+    }
+
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        (offset, length): (u64, u32),
+    ) -> Result<ServedData, StoreError> {
+        let read = LocalStore::data(self, key, partition, offset, length)?;
+        Ok(ServedData { has_hole: read.has_hole(), chunks: Box::new(read) })
+    }
+
+    fn devices(&self) -> usize {
+        self.core.disks.len()
+    }
+
+    fn probe<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+        device: usize,
+    ) -> BoxFuture<'a, Option<DamagedExtents>> {
+        self.probe_partition(key, partition, device).boxed()
+    }
+}
+
+impl ChunkRead for IndexRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        IndexRead::next_chunk(self, buffers).boxed()
+    }
+
+    fn next_room(&self) -> usize {
+        IndexRead::next_room(self)
+    }
+
+    fn suspicion(&self) -> Suspicion {
+        IndexRead::suspicion(self)
+    }
+}
+
+impl ChunkRead for DataRead {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        DataRead::next_chunk(self, buffers).boxed()
+    }
+
+    fn next_room(&self) -> usize {
+        DataRead::next_room(self)
+    }
+
+    fn suspicion(&self) -> Suspicion {
+        DataRead::suspicion(self)
+    }
+}

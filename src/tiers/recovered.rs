@@ -1,0 +1,51 @@
+//! What a tier finds at the start of a worker that an earlier process left there.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+
+/// What was found of one shuffle.
+#[derive(Debug)]
+pub struct RecoveredShuffle {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// Contents of its notes, in their order.
+    pub notes: Vec<Bytes>,
+    /// Why notes may be missing; empty when none are.
+    pub notes_missing: String,
+    /// Blocks that can be read.
+    pub present: HashMap<PartitionId, Treemap>,
+    /// Extents that are known and cannot be read.
+    pub lost: Vec<LostExtent>,
+    /// Why more may be missing than is known; empty when nothing is.
+    pub reason: String,
+}
+
+/// An extent whose data is gone.
+#[derive(Debug, Clone)]
+pub struct LostExtent {
+    /// Its partition.
+    pub partition: PartitionId,
+    /// Its blocks and their lengths.
+    pub blocks: Vec<(BlockId, u32)>,
+    /// What is wrong.
+    pub reason: Arc<str>,
+}
+
+/// What was found on all disks.
+#[derive(Debug, Default)]
+pub struct Recovered {
+    /// Shuffles, in the order of their keys.
+    pub shuffles: Vec<RecoveredShuffle>,
+    /// Data directories that were in use before and are not now.
+    pub missing_disks: Vec<String>,
+    /// Published bytes that can be read.
+    pub bytes: u64,
+    /// Their blocks.
+    pub blocks: u64,
+    /// How long it took.
+    pub took: std::time::Duration,
+}

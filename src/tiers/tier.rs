@@ -1,0 +1,441 @@
+//! What a tier below memory promises the flusher, the service and the server: they know tiers only by these traits.
+//!
+//! A tier takes batches of one shuffle; when a write returns `Ok`, every block of it can be found by readers. Readers
+//! either come through this worker ([`Tier::served`]) or open the tier's files themselves. What a tier never does:
+//! decide which batch it gets (`flush::placement`), or whether a block is lost (`service`).
+
+use std::any::Any;
+use std::fmt;
+use std::future::ready;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use super::recovered::Recovered;
+use super::state::TierState;
+use super::{StoreError, StoreErrorKind};
+use uniffle_io::ReadBuffers;
+use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleKey};
+
+/// A place below memory for sealed data.
+pub trait Tier: Any + fmt::Debug + Send + Sync {
+    /// What it is and how it wants its batches; never changes.
+    fn capability(&self) -> Capability;
+
+    /// How it is now.
+    fn state(&self) -> TierState;
+
+    /// Wakes when its state has changed; a tier without it is asked every second.
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        None
+    }
+
+    /// Looks at a registration before anything is registered; none when this tier does not take the shuffle.
+    ///
+    /// # Errors
+    /// The client named a place that cannot be used.
+    fn prepare(self: Arc<Self>, storage: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError>;
+
+    /// The present registration of a shuffle; none when it has none here.
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>>;
+
+    /// Where the metadata of a shuffle is written, in a tier that [keeps it](Capability::keeps_metadata).
+    fn metadata_log(&self, _: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        None
+    }
+
+    /// Ids of the blocks of a partition that readers find here. For rare paths: may read all index records.
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>>;
+
+    /// What a shuffle has here; nothing when it is not known.
+    fn usage(&self, key: &ShuffleKey) -> TierUsage;
+
+    /// How this worker reads the tier for its clients; none when clients open its files themselves.
+    fn served(&self) -> Option<&dyn ServedTier>;
+
+    /// Forgets shuffles of an app at once: from now on writes of them end with `Purged` and nothing of them is found.
+    /// What is left to be deleted is the future's, if there is anything.
+    fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        purge: Purge,
+    ) -> Option<BoxFuture<'static, ()>>;
+
+    /// Forgets a shuffle whose data stays for a later process.
+    fn leave(&self, _: &ShuffleKey) {}
+
+    /// What was found at the start; empty from the second call on.
+    fn take_recovered(&self) -> Recovered {
+        Recovered::default()
+    }
+
+    /// Brings gauges of live values up to date.
+    fn refresh_metrics(&self) {}
+
+    /// What the tier does by itself, until `stop`.
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        stop
+    }
+
+    /// The last call, when nothing is under way any more: makes what was written survive.
+    fn end(&self) -> BoxFuture<'_, ()> {
+        ready(()).boxed()
+    }
+}
+
+/// One registration of a shuffle in a tier: what is written with it cannot end up in a later one of the same name.
+pub trait TierShuffle: fmt::Debug + Send + Sync {
+    /// Whether it takes batches now.
+    fn is_accepting(&self) -> bool;
+
+    /// Writes a batch: when this returns `Ok`, readers find every block.
+    ///
+    /// # Errors
+    /// The tier's (the caller keeps the memory and may try again or elsewhere), or `Purged`.
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>>;
+}
+
+/// Metadata of one registration of a shuffle that survives the process.
+pub trait MetadataLog: Send + Sync {
+    /// Appends a record; durable as far as the tier is when this returns `Ok`.
+    ///
+    /// # Errors
+    /// `Purged`, `InvalidBatch` when it is too long, or that no disk took it.
+    fn append<'a>(&'a self, record: &'a [u8]) -> BoxFuture<'a, Result<(), StoreError>>;
+}
+
+/// Reads for clients that do not see the tier: a partition is one contiguous stream of blocks, with an index.
+pub trait ServedTier: Send + Sync {
+    /// The index of a partition; empty when nothing of it is published.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known.
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError>;
+
+    /// A range of a partition's data stream.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known, `InvalidRange` when the range is empty or not wholly published.
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        range: (u64, u32),
+    ) -> Result<ServedData, StoreError>;
+
+    /// Devices that fail one by one.
+    fn devices(&self) -> usize {
+        0
+    }
+
+    /// Reads all that a partition has on a device of which reads have failed; none when everything can be read.
+    fn probe<'a>(
+        &'a self,
+        _: &'a ShuffleKey,
+        _: PartitionId,
+        _device: usize,
+    ) -> BoxFuture<'a, Option<DamagedExtents>> {
+        ready(None).boxed()
+    }
+}
+
+/// Bytes that are read in chunks.
+pub trait ChunkRead: fmt::Debug + Send + Sync {
+    /// The next chunk, `None` at the end. Waits for a buffer of `buffers`.
+    ///
+    /// # Errors
+    /// What the device says; after an error a read gives only errors.
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
+
+    /// Room that the next chunk needs at most, 0 when none is read.
+    fn next_room(&self) -> usize;
+
+    /// What an error says of the data.
+    fn suspicion(&self) -> Suspicion {
+        Suspicion::default()
+    }
+}
+
+/// What a read that failed has shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Suspicion {
+    /// An extent is damaged and was marked lost.
+    pub marked_lost: bool,
+    /// The device of which too many reads have failed; known of one read only.
+    pub device: Option<usize>,
+}
+
+/// A partition's index.
+#[derive(Debug)]
+pub struct ServedIndex {
+    /// Bytes of all records.
+    pub length: u64,
+    /// Length of the data stream that they describe.
+    pub data_length: u64,
+    /// The records.
+    pub chunks: Box<dyn ChunkRead>,
+}
+
+/// A range of a partition's data.
+#[derive(Debug)]
+pub struct ServedData {
+    /// Whether part of it is lost: zeros stand for it.
+    pub has_hole: bool,
+    /// The bytes.
+    pub chunks: Box<dyn ChunkRead>,
+}
+
+/// Extents of a partition that cannot be read.
+pub struct DamagedExtents {
+    /// What the device says of one of them.
+    pub error: StoreError,
+    mark_lost: Box<dyn FnOnce() + Send>,
+}
+
+impl DamagedExtents {
+    /// `mark_lost` makes holes of them.
+    pub fn new(error: StoreError, mark_lost: impl FnOnce() + Send + 'static) -> Self {
+        Self { error, mark_lost: Box::new(mark_lost) }
+    }
+
+    /// Makes holes of them, so that their blocks can be sent again and found.
+    pub fn mark_lost(self) {
+        (self.mark_lost)();
+    }
+}
+
+impl fmt::Debug for DamagedExtents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DamagedExtents").field(&self.error).finish()
+    }
+}
+
+/// What a tier is.
+#[derive(Debug, Clone, Copy)]
+pub struct Capability {
+    /// By what metrics and logs call it.
+    pub names: TierNames,
+    /// Batches that are written at a time. At least 1.
+    pub writers: usize,
+    /// Batches that wait for it or are being written, beyond which it takes no more while another tier does.
+    pub in_flight_max: usize,
+    /// What is cold (large, or of a huge partition) belongs here.
+    pub is_for_cold: bool,
+    /// Every partition has files of its own: batches of one partition, so that one that fails makes no other be
+    /// written twice.
+    pub is_by_partition: bool,
+    /// Registrations and reports are written here.
+    pub keeps_metadata: bool,
+    /// The worker is unhealthy when this tier is, whatever the others are.
+    pub is_essential: bool,
+}
+
+/// The names of a tier. Java and riffle have their own for the two that they know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TierNames {
+    /// In the API and in logs.
+    pub name: &'static str,
+    /// In sentences.
+    pub title: &'static str,
+    /// As the value of the label `storage_type`.
+    pub label: &'static str,
+    /// In riffle's names of metrics.
+    pub spill: &'static str,
+    /// In Java's names of metrics of events.
+    pub events: &'static str,
+    /// In Java's names of metrics of queues.
+    pub queue: &'static str,
+}
+
+impl TierNames {
+    /// One name for everything.
+    #[must_use]
+    pub const fn plain(name: &'static str) -> Self {
+        Self { name, title: name, label: name, spill: name, events: name, queue: name }
+    }
+}
+
+/// What a shuffle has in a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TierUsage {
+    /// Files.
+    pub files: u64,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+/// Why shuffles are forgotten.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purge {
+    /// They go and their app stays.
+    Shuffles,
+    /// Their app goes.
+    App(Cause),
+}
+
+/// Why an application goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// Its client said so.
+    Unregistered,
+    /// Its client was silent for too long.
+    Expired,
+}
+
+/// Registers a shuffle with further ranges of partitions in the tier that has prepared it; cannot fail.
+pub type Admission = Box<dyn Fn(&ShuffleKey, &[(i32, i32)]) + Send + Sync>;
+
+/// Where a client wants a shuffle's cold data, as it says.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteStorage {
+    /// Such as `hdfs://namenode:8020/uniffle`.
+    pub path: String,
+    /// Hadoop settings.
+    pub conf: Vec<(String, String)>,
+    /// The application's user.
+    pub user: String,
+    /// Writers per partition that it wants; none = the worker's choice.
+    pub writers: Option<usize>,
+}
+
+/// Extents of one shuffle that are written together.
+#[derive(Debug, Clone)]
+pub struct TierBatch {
+    /// One per partition. At least one.
+    pub extents: Vec<ExtentWrite>,
+    /// Whether it could not be written before, here or elsewhere.
+    pub is_retry: bool,
+    /// Payload of huge partitions in it.
+    pub huge_bytes: u64,
+}
+
+impl From<Vec<ExtentWrite>> for TierBatch {
+    fn from(extents: Vec<ExtentWrite>) -> Self {
+        Self { extents, is_retry: false, huge_bytes: 0 }
+    }
+}
+
+/// One partition's part of a batch. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct ExtentWrite {
+    /// The partition.
+    pub partition: PartitionId,
+    /// Its blocks, in the order of their bytes. At least one; none is empty.
+    pub blocks: Vec<BlockMeta>,
+    /// Bytes of all blocks.
+    pub length: u64,
+    /// The bytes.
+    pub data: ExtentData,
+}
+
+/// The bytes of an extent.
+#[derive(Debug, Clone)]
+pub enum ExtentData {
+    /// Page-aligned memory, in all `length` rounded up to 4 KiB, the tail zeroed: written as it lies.
+    Aligned(Vec<Bytes>),
+    /// Any memory, in all `length` bytes: gathered.
+    Pieces(Vec<Bytes>),
+}
+
+impl ExtentData {
+    pub(super) fn pieces(&self) -> &[Bytes] {
+        match self {
+            Self::Aligned(pieces) | Self::Pieces(pieces) => pieces,
+        }
+    }
+}
+
+impl ExtentWrite {
+    /// The bytes without the padding behind them.
+    #[must_use]
+    pub fn payload(&self) -> Vec<Bytes> {
+        let mut left = usize::try_from(self.length).unwrap_or(usize::MAX);
+        let mut pieces = Vec::new();
+        for piece in self.data.pieces() {
+            let taken = piece.len().min(left);
+            if taken > 0 {
+                pieces.push(piece.slice(..taken));
+            }
+            left -= taken;
+        }
+        pieces
+    }
+}
+
+/// The tiers of a worker, in the order in which a batch is offered to them.
+#[derive(Debug, Clone, Default)]
+pub struct Tiers(Arc<[Arc<dyn Tier>]>);
+
+impl Tiers {
+    /// `tiers`, the one that is to be tried first first.
+    ///
+    /// # Errors
+    /// More than one is read through this worker: a reader sees one stream of a partition, whose offsets must not move.
+    pub fn new(tiers: Vec<Arc<dyn Tier>>) -> Result<Self, StoreError> {
+        if tiers.iter().filter(|tier| tier.served().is_some()).count() > 1 {
+            let names = tiers.iter().map(|tier| tier.capability().names.name).collect::<Vec<_>>().join(", ");
+            return Err(StoreError::new(StoreErrorKind::InvalidBatch, names));
+        }
+        Ok(Self(tiers.into()))
+    }
+
+    /// All, in order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Arc<dyn Tier>> {
+        self.0.iter()
+    }
+
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is nothing below memory.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The tier at a place of the order.
+    #[must_use]
+    pub fn at(&self, index: usize) -> &Arc<dyn Tier> {
+        &self.0[index]
+    }
+
+    /// The tier that is read through this worker.
+    #[must_use]
+    pub fn served(&self) -> Option<&dyn ServedTier> {
+        self.iter().find_map(|tier| tier.served())
+    }
+
+    /// The tier that keeps registrations and reports.
+    #[must_use]
+    pub fn metadata(&self) -> Option<&Arc<dyn Tier>> {
+        self.iter().find(|tier| tier.capability().keeps_metadata)
+    }
+
+    /// The tier of type `T`, for what only it has.
+    #[must_use]
+    pub fn find<T: Tier>(&self) -> Option<Arc<T>> {
+        self.iter().find_map(|tier| (Arc::clone(tier) as Arc<dyn Any + Send + Sync>).downcast().ok())
+    }
+}
+
+impl<T: Tier> From<Arc<T>> for Tiers {
+    fn from(tier: Arc<T>) -> Self {
+        Self(Arc::new([tier as Arc<dyn Tier>]))
+    }
+}
