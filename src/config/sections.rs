@@ -159,7 +159,6 @@ impl Config {
         limits.huge_share_bytes = self.partition.huge_share_bytes(capacity);
         limits.blocks_high = self.memory.blocks_max / 10 * 8;
         limits.blocks_low = self.memory.blocks_max / 10 * 2;
-        self.flush.workers = self.local.paths.len() * self.local.write_concurrency_per_disk;
         self.flush.traces = traces;
 
         self.grpc.traces = traces;

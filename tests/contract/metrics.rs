@@ -14,12 +14,12 @@ use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::tiers::{HdfsStore, LocalStore, RemoteStorage};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::server::{Worker, metric_descriptions};
+use uniffle_worker::tiers::{HdfsStore, LocalStore, RemoteStorage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
