@@ -40,7 +40,12 @@ pub(super) enum Pace {
 
 impl Live {
     pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
-        Self { tags: RwLock::new(config.worker.tags.clone()), changed: Notify::new(), log, pace: OnceLock::new() }
+        Self {
+            tags: RwLock::new(config.worker.tags.clone()),
+            changed: Notify::new(),
+            log,
+            pace: OnceLock::new(),
+        }
     }
 
     /// The heartbeats have begun; called once.
