@@ -1,13 +1,13 @@
 //! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Version 1 is FROZEN (see the
 //! golden test).
 //!
-//! A record is one byte kind, one byte version, then a tuple in postcard's format: integers as LEB128 (signed ones
+//! A record is one byte kind, one byte version, then the fields in postcard's format: integers as LEB128 (signed ones
 //! zigzag), text and lists with their length before them. Protobuf's would be another format: it has a tag before each
 //! field. Block ids are sorted and written as differences. Not here: how records reach a disk (`tiers`), what they do
 //! (`service`). Pure: no I/O.
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
 
 const VERSION: u8 = 1;
@@ -23,12 +23,13 @@ pub enum Record {
     Report(Report),
 }
 
-/// What a registration said.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// What a registration said, in the order in which it is written.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Registration {
     /// Closed ranges of partitions.
     pub ranges: Vec<(i32, i32)>,
     /// Order of blocks in extents.
+    #[serde(with = "DistributionNumber")]
     pub distribution: Distribution,
     /// Spark user.
     pub user: String,
@@ -37,6 +38,7 @@ pub struct Registration {
     /// Whether the client sent any properties.
     pub sent_properties: bool,
     /// What the app wants instead of the configured timeout.
+    #[serde(serialize_with = "zero_for_none", deserialize_with = "none_for_zero")]
     pub heartbeat_timeout_ms: Option<u64>,
     /// Stage attempt known then.
     pub stage_attempt: i32,
@@ -76,7 +78,7 @@ impl Record {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Registration(registration) => registration.encode(),
+            Self::Registration(registration) => record(REGISTRATION, registration),
             Self::Report(report) => report.encode(),
         }
     }
@@ -88,9 +90,7 @@ impl Record {
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
         let record = match (kind, version) {
-            (REGISTRATION, VERSION) => {
-                whole(fields).and_then(Registration::from_fields).map(Self::Registration)
-            }
+            (REGISTRATION, VERSION) => whole(fields).map(Self::Registration),
             (REPORT, VERSION) => whole(fields).and_then(Report::from_fields).map(Self::Report),
             _ => return Err(RecordError::Unknown { kind, version }),
         };
@@ -109,61 +109,25 @@ fn record(kind: u8, fields: &impl Serialize) -> Vec<u8> {
         .expect("tuples and lists of known length always have a form")
 }
 
-/// As written: ranges, distribution, user, properties, whether any were sent, timeout (0 = none, as one is at least
-/// a minute), stage attempt, remote storage.
-type RegistrationFields = (Vec<(i32, i32)>, u32, String, Vec<(String, String)>, bool, u64, i32, Vec<u8>);
+/// Written as its number: 0 or 1.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Distribution")]
+enum DistributionNumber {
+    Normal,
+    LocalOrder,
+}
+
+/// A timeout is at least a minute, so that 0 is free.
+fn zero_for_none<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    value.unwrap_or(0).serialize(serializer)
+}
+
+fn none_for_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Ok(Some(u64::deserialize(deserializer)?).filter(|value| *value > 0))
+}
 
 /// As written: `bitmapNum`, task attempt, differences of sorted ids per partition.
 type ReportFields = (i32, i64, Vec<(i32, Vec<u64>)>);
-
-impl Registration {
-    fn encode(&self) -> Vec<u8> {
-        let distribution: u32 = match self.distribution {
-            Distribution::Normal => 0,
-            Distribution::LocalOrder => 1,
-        };
-        let fields = (
-            &self.ranges,
-            distribution,
-            &self.user,
-            &self.properties,
-            self.sent_properties,
-            self.heartbeat_timeout_ms.unwrap_or(0),
-            self.stage_attempt,
-            &self.remote_storage,
-        );
-        record(REGISTRATION, &fields)
-    }
-
-    fn from_fields(fields: RegistrationFields) -> Option<Self> {
-        let (
-            ranges,
-            distribution,
-            user,
-            properties,
-            sent_properties,
-            timeout_ms,
-            stage_attempt,
-            remote_storage,
-        ) = fields;
-        let distribution = match distribution {
-            0 => Distribution::Normal,
-            1 => Distribution::LocalOrder,
-            _ => return None,
-        };
-        let heartbeat_timeout_ms = Some(timeout_ms).filter(|ms| *ms > 0);
-        Some(Self {
-            ranges,
-            distribution,
-            user,
-            properties,
-            sent_properties,
-            heartbeat_timeout_ms,
-            stage_attempt,
-            remote_storage,
-        })
-    }
-}
 
 impl Report {
     fn encode(&self) -> Vec<u8> {
