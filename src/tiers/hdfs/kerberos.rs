@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail, ensure};
+use bytes::Buf as _;
 use hdfs_native::ClientBuilder;
 
 /// What `hdfs-native` loads.
@@ -135,58 +136,34 @@ fn file_of_cache(name: &str) -> Option<PathBuf> {
     }
 }
 
-/// Reads big-endian fields; everything that is not there is one error.
-struct Fields<'a>(&'a [u8]);
+/// The next `count` bytes. Fields of both formats are big-endian.
+fn take<'a>(fields: &mut &'a [u8], count: usize) -> anyhow::Result<&'a [u8]> {
+    fields.split_off(..count).context("it ends before its time")
+}
 
-impl<'a> Fields<'a> {
-    fn take(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count).context("it ends before its time")?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    fn u8(&mut self) -> anyhow::Result<u8> {
-        Ok(self.take(1)?[0])
-    }
-
-    fn u16(&mut self) -> anyhow::Result<u16> {
-        Ok(u16::from_be_bytes(self.take(2)?.try_into()?))
-    }
-
-    fn u32(&mut self) -> anyhow::Result<u32> {
-        Ok(u32::from_be_bytes(self.take(4)?.try_into()?))
-    }
-
-    fn text16(&mut self) -> anyhow::Result<String> {
-        let length = self.u16()?;
-        Ok(String::from_utf8_lossy(self.take(length.into())?).into_owned())
-    }
-
-    fn bytes32(&mut self) -> anyhow::Result<&'a [u8]> {
-        let length = usize::try_from(self.u32()?)?;
-        self.take(length)
-    }
-
-    fn text32(&mut self) -> anyhow::Result<String> {
-        Ok(String::from_utf8_lossy(self.bytes32()?).into_owned())
-    }
+/// Bytes with their length before them.
+fn take_counted<'a>(fields: &mut &'a [u8]) -> anyhow::Result<&'a [u8]> {
+    let length = fields.try_get_u32()?;
+    take(fields, length.try_into()?)
 }
 
 /// The principals of a keytab (MIT's format, version 2).
-fn keytab_principals(bytes: &[u8]) -> anyhow::Result<Vec<String>> {
-    let mut fields = Fields(bytes);
-    ensure!(fields.u16()? == 0x0502, "it is no keytab (of version 2)");
+fn keytab_principals(mut fields: &[u8]) -> anyhow::Result<Vec<String>> {
+    ensure!(fields.try_get_u16()? == 0x0502, "it is no keytab (of version 2)");
     let mut principals = Vec::new();
-    while !fields.0.is_empty() {
-        let size = fields.u32()?.cast_signed();
-        let entry = fields.take(size.unsigned_abs().try_into()?)?;
+    while !fields.is_empty() {
+        let size = fields.try_get_i32()?;
+        let mut entry = take(&mut fields, size.unsigned_abs().try_into()?)?;
         if size <= 0 {
             continue; // a deleted entry
         }
-        let mut entry = Fields(entry);
-        let components = entry.u16()?;
-        let realm = entry.text16()?;
-        let names = (0..components).map(|_| entry.text16()).collect::<anyhow::Result<Vec<_>>>()?;
+        let components = entry.try_get_u16()?;
+        let mut text = || -> anyhow::Result<_> {
+            let length = entry.try_get_u16()?;
+            Ok(String::from_utf8_lossy(take(&mut entry, length.into())?))
+        };
+        let realm = text()?;
+        let names = (0..components).map(|_| text()).collect::<anyhow::Result<Vec<_>>>()?;
         principals.push(format!("{}@{realm}", names.join("/")));
     }
     Ok(principals)
@@ -202,14 +179,13 @@ struct TicketCache {
 
 impl TicketCache {
     /// MIT's format, version 4.
-    fn parse(bytes: &[u8]) -> anyhow::Result<Self> {
-        let mut fields = Fields(bytes);
-        ensure!(fields.u16()? == 0x0504, "it is no ticket cache (of version 4)");
-        let header = fields.u16()?;
-        fields.take(header.into())?;
+    fn parse(mut fields: &[u8]) -> anyhow::Result<Self> {
+        ensure!(fields.try_get_u16()? == 0x0504, "it is no ticket cache (of version 4)");
+        let header = fields.try_get_u16()?;
+        take(&mut fields, header.into())?;
         let principal = cache_principal(&mut fields)?;
         let mut ends_at = None;
-        while !fields.0.is_empty() {
+        while !fields.is_empty() {
             let (server, end) = cache_entry(&mut fields)?;
             if server.starts_with("krbtgt/") {
                 ends_at = ends_at.max(Some(end));
@@ -230,36 +206,36 @@ impl TicketCache {
     }
 }
 
-fn cache_principal(fields: &mut Fields<'_>) -> anyhow::Result<String> {
-    let _name_type = fields.u32()?;
-    let components = fields.u32()?;
-    let realm = fields.text32()?;
+fn cache_principal(fields: &mut &[u8]) -> anyhow::Result<String> {
+    let _name_type = fields.try_get_u32()?;
+    let components = fields.try_get_u32()?;
+    let realm = String::from_utf8_lossy(take_counted(fields)?);
     let mut names = Vec::new();
     for _ in 0..components {
-        names.push(fields.text32()?);
+        names.push(String::from_utf8_lossy(take_counted(fields)?));
     }
     Ok(format!("{}@{realm}", names.join("/")))
 }
 
 /// Server and end of a ticket.
-fn cache_entry(fields: &mut Fields<'_>) -> anyhow::Result<(String, u32)> {
+fn cache_entry(fields: &mut &[u8]) -> anyhow::Result<(String, u32)> {
     let _client = cache_principal(fields)?;
     let server = cache_principal(fields)?;
-    let _key_type = fields.u16()?;
-    fields.bytes32()?;
-    let _authenticated_at = fields.u32()?;
-    let _starts_at = fields.u32()?;
-    let ends_at = fields.u32()?;
-    let _renewable_until = fields.u32()?;
-    let _is_session_key = fields.u8()?;
-    let _flags = fields.u32()?;
+    let _key_type = fields.try_get_u16()?;
+    let _key = take_counted(fields)?;
+    let _authenticated_at = fields.try_get_u32()?;
+    let _starts_at = fields.try_get_u32()?;
+    let ends_at = fields.try_get_u32()?;
+    let _renewable_until = fields.try_get_u32()?;
+    let _is_session_key = fields.try_get_u8()?;
+    let _flags = fields.try_get_u32()?;
     for _kind in ["addresses", "authorisations"] {
-        for _ in 0..fields.u32()? {
-            fields.u16()?;
-            fields.bytes32()?;
+        for _ in 0..fields.try_get_u32()? {
+            fields.try_get_u16()?;
+            take_counted(fields)?;
         }
     }
-    let (_ticket, _second) = (fields.bytes32()?, fields.bytes32()?);
+    let (_ticket, _second) = (take_counted(fields)?, take_counted(fields)?);
     Ok((server, ends_at))
 }
 
