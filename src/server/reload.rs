@@ -45,7 +45,7 @@ pub struct Reloaded {
     pub waiting: Vec<String>,
 }
 
-/// See the module.
+/// Reads the configuration again and hands what has changed to the parts.
 #[derive(Debug)]
 pub(super) struct Reloader {
     origin: Option<Origin>,

@@ -38,7 +38,7 @@ pub enum Presence {
     Expired,
 }
 
-/// See the module.
+/// What one application waited for, and what follows from it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Explanation {
     /// The application.

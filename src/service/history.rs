@@ -41,7 +41,7 @@ pub struct Sample {
     pub memory_in_flight_bytes: u64,
 }
 
-/// See the module.
+/// The ring of samples, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct History(Mutex<VecDeque<Sample>>);
 

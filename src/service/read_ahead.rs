@@ -17,7 +17,7 @@ use futures::{FutureExt as _, poll};
 use super::ServiceError;
 use super::read::{ChunkStream, NextChunk};
 
-/// See the module.
+/// The chunks of one answer, read at most one ahead.
 pub struct ReadAhead(State);
 
 enum State {

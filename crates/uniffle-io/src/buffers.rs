@@ -132,7 +132,7 @@ impl AlignedPool {
         AlignedBuffer::around(memory, Some((Arc::clone(self), permit)))
     }
 
-    /// Buffers nobody holds.
+    /// Free buffers.
     #[must_use]
     pub fn available(&self) -> usize {
         self.permits.available_permits()
@@ -215,7 +215,7 @@ impl fmt::Debug for AlignedBuffer {
 impl Drop for AlignedBuffer {
     fn drop(&mut self) {
         if let Some((pool, permit)) = self.home.take() {
-            // The memory is back before the permit, so whoever gets the permit finds it.
+            // The memory is back before the permit, so that the next holder of the permit finds it.
             pool.free.lock().push(std::mem::take(&mut self.memory));
             drop(permit);
         }

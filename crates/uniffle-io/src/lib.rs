@@ -108,7 +108,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
     /// Replaces a small file's content in place (the same inode: a lock on it stays), synced.
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
-    /// Locks a file, which is created when absent; `WouldBlock` when somebody else holds it.
+    /// Locks a file, which is created when absent; `WouldBlock` when another process holds it.
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
     /// Space of the file system.
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;

@@ -1,4 +1,4 @@
-//! How far a positioned write or read has come, whoever makes the calls: short ones are completed.
+//! How far a positioned write or read has come, for every engine: short calls are completed.
 
 use std::io;
 

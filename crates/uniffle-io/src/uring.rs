@@ -1,13 +1,13 @@
 //! The real disk by io_uring: bytes by one ring with its own thread per disk, names by [`BlockingDisk`].
 //!
 //! Everything that a call touches (file, pieces, buffer, permits) belongs to the ring's thread until the kernel has
-//! answered, whoever gave up waiting. The thread ends when the disk was dropped and nothing is under way.
+//! answered, even when the caller's future was dropped. The thread ends when the disk was dropped and nothing is under way.
 //!
 //! # Why this is safe
 //!
 //! The one `unsafe` is the hand-over of an entry to the kernel. What entries point to is owned by the call's [`Running`],
 //! on the heap, and neither moved, read nor freed while one of its entries is under way: pieces are immutable
-//! [`bytes::Bytes`], a read's buffer is exclusive and nobody asks it for its memory again, the descriptor is open as
+//! [`bytes::Bytes`], a read's buffer is exclusive and not used until then, the descriptor is open as
 //! long as its `Arc`.
 
 use std::collections::HashMap;
@@ -206,7 +206,7 @@ struct Inbox {
 #[derive(Default)]
 struct Jobs {
     waiting: Vec<Job>,
-    /// No more will come, or nobody takes any more.
+    /// No job will be added, or none will be taken.
     closed: bool,
 }
 
@@ -244,7 +244,7 @@ impl Ring {
             return Err(ended());
         }
         jobs.waiting.push(job);
-        // Whoever put in the first wakes the thread for all.
+        // The first job wakes the thread for all.
         let first = jobs.waiting.len() == 1;
         drop(jobs);
         if first {
@@ -478,7 +478,7 @@ impl Running {
     /// Answers the call, whose entries are all answered.
     fn finish(self) {
         let result = self.error.map_or(Ok(()), Err);
-        // The permits last until here; nobody may be waiting any more.
+        // The permits last until here; the caller may have gone.
         match self.job.work {
             Work::Write(_, done) => drop(done.send(result)),
             Work::Read(mut target, done) => {

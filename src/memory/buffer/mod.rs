@@ -229,8 +229,8 @@ impl Buffer {
         Some(batch)
     }
 
-    /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as nobody
-    /// holds the batch or bytes of it.
+    /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as
+    /// neither the batch nor bytes of it are held.
     pub fn release(&self, batch: &Arc<SealedBatch>) {
         let mut state = self.state.lock();
         let at = state.batches.iter().position(|held| Arc::ptr_eq(held, batch));

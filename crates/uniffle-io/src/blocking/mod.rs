@@ -1,6 +1,6 @@
 //! The real disk: positioned vectored calls on tokio's blocking threads, bounded per disk and kind.
 //!
-//! Every call takes a permit of its disk and keeps it until the system call returns, even when nobody waits any more.
+//! Every call takes a permit of its disk and keeps it until the system call returns, even when its future was dropped.
 //! So a hung disk costs a bounded number of threads, and what queues behind it is cancelled by dropping its future.
 
 mod read;
@@ -29,7 +29,7 @@ const REMOVALS_MAX: usize = 2;
 
 /// Bounds the calls of one kind, and with others those of the whole disk.
 ///
-/// The kind's permit is taken first and the disk's last, so whoever holds one of the disk waits for nothing.
+/// The kind's permit is taken first and the disk's last, so that a holder of the disk's waits for nothing.
 #[derive(Debug, Clone)]
 pub(super) struct Gate {
     kind: Arc<Semaphore>,
