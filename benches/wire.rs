@@ -21,8 +21,8 @@ use std::hint::black_box;
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prost::Message;
-use uniffle_wire::DecodeError;
-use uniffle_wire::send_message::{BlockHeader, Decoder, Header, Limits, SendSink};
+use uniffle_wire::send_message::{Decoder, Limits};
+use uniffle_wire::{BlockHeader, BlockSink, DecodeError, SendHeader};
 use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleBlock, ShuffleData};
 
 const MESSAGE_BYTES: usize = 14 << 20;
@@ -35,10 +35,10 @@ struct Sum {
     blocks: usize,
 }
 
-impl SendSink for Sum {
+impl BlockSink for Sum {
     type Error = DecodeError;
 
-    fn header(&mut self, header: Header<'_>) -> Result<(), DecodeError> {
+    fn header(&mut self, header: SendHeader<'_>) -> Result<(), DecodeError> {
         black_box(header);
         Ok(())
     }

@@ -8,6 +8,7 @@ use crate::app::{QuotaExceeded, RangeError, ReportError};
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
 use crate::tiers::StoreError;
+use uniffle_wire::DecodeError;
 use uniffle_wire::types::InvalidAppId;
 
 /// A refused request.
@@ -38,6 +39,9 @@ pub enum ServiceError {
     /// The request contradicts itself or what it announced.
     #[error("{0}")]
     Malformed(String),
+    /// The request breaks its format.
+    #[error("{0}")]
+    Undecodable(#[from] DecodeError),
     /// A block's bytes do not have the checksum that came with them.
     #[error("crc of block {block} is {actual:#010x}, the request says {announced:#010x}; nothing was stored")]
     BlockCrc {
@@ -106,6 +110,9 @@ pub enum ServiceError {
         /// How long was waited.
         waited_ms: u64,
     },
+    /// Too many large requests are arriving.
+    #[error("no memory for a request of this size, try again")]
+    NoRequestMemory,
     /// The worker is about to stop.
     #[error("the worker is stopping")]
     Stopping,
@@ -141,7 +148,7 @@ impl ServiceError {
     pub fn client_fault(&self) -> Option<&'static str> {
         match self {
             Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => Some("invalid value"),
-            Self::Malformed(_) | Self::Report(_) => Some(MALFORMED),
+            Self::Malformed(_) | Self::Undecodable(_) | Self::Report(_) => Some(MALFORMED),
             Self::BlockCrc { .. } => Some("checksum"),
             Self::TooMany(_) => Some("too many applications or shuffles"),
             Self::PartitionTooLarge { .. } => Some("partition beyond the hard limit"),
@@ -159,6 +166,7 @@ impl ServiceError {
             | Self::InDoubt(_)
             | Self::WrongState(_)
             | Self::NoReadMemory { .. }
+            | Self::NoRequestMemory
             | Self::Stopping
             | Self::StaleStageAttempt { .. }
             | Self::Unsupported(_) => None,
@@ -182,9 +190,12 @@ impl ServiceError {
             }
             Self::PartitionTooLarge { client_knows_code: false, .. } => StatusCode::NoRegister,
             Self::Memory(error) => memory_status(error),
-            Self::NoReadMemory { .. } | Self::Stopping | Self::InDoubt(_) => StatusCode::NoBuffer,
+            Self::NoReadMemory { .. } | Self::NoRequestMemory | Self::Stopping | Self::InDoubt(_) => {
+                StatusCode::NoBuffer
+            }
             Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
             Self::Malformed(_)
+            | Self::Undecodable(_)
             | Self::BlockCrc { .. }
             | Self::TooMany(_)
             | Self::Report(_)

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
+use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
 use super::partition_limit::{PartitionLimits, PartitionSizes};
@@ -27,21 +28,6 @@ pub struct SendHeader<'a> {
     pub ticket: i64,
     /// Bytes of the whole message; an upper bound of its payload.
     pub message_bytes: u64,
-}
-
-/// What stands beside the bytes of a block, as sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct BlockHeader {
-    /// Block id.
-    pub block_id: i64,
-    /// Bytes by the client's word; must be what came.
-    pub length: i32,
-    /// Bytes after decompression.
-    pub uncompressed_length: i32,
-    /// CRC-32 of the bytes, 0 = not computed.
-    pub crc: i64,
-    /// The task attempt.
-    pub task_attempt_id: i64,
 }
 
 impl Service {

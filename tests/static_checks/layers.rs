@@ -287,16 +287,22 @@ mod rules {
             ["memory::buffer:3 imports `service`, which is no layer below it"]
         );
         assert_eq!(wrong("memory", "use super::{metrics::X, tiers::Y, app as z};").len(), 2);
-        assert_eq!(wrong("tls", "fn f() -> crate::tiers::X { crate::app::y() }").len(), 2);
-        assert_eq!(wrong("tls", "fn f() { info!(x = %crate::server::Y, \"crate::app\"); }").len(), 1);
+        assert_eq!(wrong("runtime", "fn f() -> crate::tiers::X { crate::app::y() }").len(), 2);
+        assert_eq!(wrong("runtime", "fn f() { info!(x = %crate::server::Y, \"crate::app\"); }").len(), 1);
         assert_eq!(
-            wrong("tls", "mod a { use super::super::config::C; } #[cfg(test)] mod tests { use crate::app; }")
-                .len(),
+            wrong(
+                "runtime",
+                "mod a { use super::super::config::C; } #[cfg(test)] mod tests { use crate::app; }"
+            )
+            .len(),
             2
         );
         assert!(
-            wrong("tls", "// use crate::app;\npub(in crate::app) fn f() -> &'static str { \"crate::app\" }")
-                .is_empty()
+            wrong(
+                "runtime",
+                "// use crate::app;\npub(in crate::app) fn f() -> &'static str { \"crate::app\" }"
+            )
+            .is_empty()
         );
         assert!(
             wrong("memory", "mod tests { use super::app::X; }").is_empty(),

@@ -4,11 +4,11 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
 
-use super::DecodeError;
 use super::frame::{FRAME_BYTES_LIMIT, FrameHeader, FrameType, HEADER_BYTES};
 use super::reply::{Answer, Reply, ReplyFields, ReplyPrefix, encode_head};
 use super::request::{BlockServer, ReadRequest, SendBlock, SendRequest};
-use super::send_frame::{FrameBlock, SendFrameHeader, SendFrameSink, SendWalker};
+use super::send_frame::SendWalker;
+use super::{BlockHeader, BlockSink, DecodeError, SendHeader};
 use crate::types::{BlockId, BlockMeta, TaskAttemptId};
 
 const SEND: &str = "00000096 03 00000000 0000000000000007 00000003617070 00000001 000000000000002a 00000001 00000002 \
@@ -77,12 +77,11 @@ impl From<DecodeError> for Refusal {
     }
 }
 
-impl SendFrameSink for Collector {
+impl BlockSink for Collector {
     type Error = Refusal;
 
-    fn header(&mut self, header: SendFrameHeader<'_>) -> Result<(), Refusal> {
+    fn header(&mut self, header: SendHeader<'_>) -> Result<(), Refusal> {
         assert!(!std::mem::replace(&mut self.seen_header, true));
-        self.request.request_id = header.request_id;
         self.request.app = header.app.to_owned();
         self.request.shuffle = header.shuffle;
         self.request.ticket = header.ticket;
@@ -114,7 +113,7 @@ impl SendFrameSink for Collector {
         Ok(())
     }
 
-    fn end_block(&mut self, block: FrameBlock) -> Result<(), Refusal> {
+    fn end_block(&mut self, block: BlockHeader) -> Result<(), Refusal> {
         let (length, data) = self.open.take().unwrap();
         assert_eq!(data.len(), length as usize);
         assert_eq!(i64::from(block.length), i64::from(length));
@@ -140,6 +139,7 @@ fn walk(message: &[u8], step: usize) -> Result<SendRequest, Refusal> {
         done = walker.feed(piece, &mut sink)?;
     }
     assert!(done && walker.left() == 0 && sink.open.is_none());
+    sink.request.request_id = walker.request_id().unwrap();
     sink.request.timestamp_ms = walker.timestamp_ms();
     Ok(sink.request)
 }

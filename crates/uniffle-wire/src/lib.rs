@@ -1,6 +1,7 @@
 //! Bytes on a wire or in a file: pure codecs, no I/O, no tokio.
 
 pub mod bitmap;
+mod block_sink;
 pub mod error;
 pub mod frame;
 #[cfg(test)]
@@ -13,4 +14,5 @@ pub mod send_frame;
 pub mod send_message;
 pub mod types;
 
+pub use block_sink::{BlockHeader, BlockSink, SendHeader};
 pub use error::DecodeError;

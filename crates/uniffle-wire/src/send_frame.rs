@@ -2,14 +2,14 @@
 //! pieces of the message the socket gives.
 //!
 //! Not here: the frame's nine bytes, tickets, memory. The walker holds no payload: a block's bytes go to the
-//! [`SendFrameSink`] as sub-slices of the fed chunk. It keeps at most one cut field (40 B) and the application id,
+//! [`BlockSink`] as sub-slices of the fed chunk. It keeps at most one cut field (40 B) and the application id,
 //! whose buffer is reused, so walking allocates nothing. The server list that repeats in every block is skipped.
 //!
 //! Invariants: every length and count is compared with what is left of the frame, less what must still follow, before
 //! anything is done for it. The sink sees `header (partition (begin_block write* end_block)*)*`, and between
 //! `begin_block(n)` and its `end_block` exactly n bytes. After an error the walker must not be fed again.
 
-use super::DecodeError;
+use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};
 
 /// Longest application id kept; the service's own bound is tighter and has its own text.
 const APP_BYTES_MAX: u32 = 1024;
@@ -35,50 +35,6 @@ const BLOCK_BYTES_MIN: u64 = (BLOCK_HEAD_BYTES + SERVER_COUNT_BYTES + BLOCK_TAIL
 const TIMESTAMP_BYTES: usize = 8;
 /// The longest field group that may have to be put together from two chunks.
 const STASH_BYTES: usize = BLOCK_HEAD_BYTES;
-
-/// What stands before the data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SendFrameHeader<'a> {
-    /// Chosen by the client.
-    pub request_id: i64,
-    /// Application, not validated.
-    pub app: &'a str,
-    /// Shuffle.
-    pub shuffle: i32,
-    /// Ticket.
-    pub ticket: i64,
-}
-
-/// A block's fields besides its bytes, as sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct FrameBlock {
-    /// Id.
-    pub block_id: i64,
-    /// Bytes; what the sink was given.
-    pub length: i32,
-    /// Bytes after decompression.
-    pub uncompressed_length: i32,
-    /// CRC-32.
-    pub crc: i64,
-    /// The writing task.
-    pub task_attempt_id: i64,
-}
-
-/// Where decoded blocks go. An error ends the walk at once.
-pub trait SendFrameSink {
-    /// The sink's error; decoding errors are turned into it.
-    type Error: From<DecodeError>;
-    /// Called once, before everything else.
-    fn header(&mut self, header: SendFrameHeader<'_>) -> Result<(), Self::Error>;
-    /// The partition of the blocks that follow. May repeat an earlier one.
-    fn partition(&mut self, partition: i32) -> Result<(), Self::Error>;
-    /// A block of `length` bytes begins.
-    fn begin_block(&mut self, length: u32) -> Result<(), Self::Error>;
-    /// The next bytes of the block, at least one.
-    fn write(&mut self, bytes: &[u8]) -> Result<(), Self::Error>;
-    /// All bytes of the block were written.
-    fn end_block(&mut self, block: FrameBlock) -> Result<(), Self::Error>;
-}
 
 /// What comes next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +74,7 @@ pub struct SendWalker {
     partitions_left: u32,
     blocks_left: u32,
     servers_left: u32,
-    block: FrameBlock,
+    block: BlockHeader,
     timestamp_ms: i64,
 }
 
@@ -139,7 +95,7 @@ impl SendWalker {
             partitions_left: 0,
             blocks_left: 0,
             servers_left: 0,
-            block: FrameBlock::default(),
+            block: BlockHeader::default(),
             timestamp_ms: 0,
         }
     }
@@ -173,7 +129,7 @@ impl SendWalker {
     ///
     /// # Errors
     /// The message breaks the format, or the sink refused.
-    pub fn feed<S: SendFrameSink>(&mut self, mut chunk: &[u8], sink: &mut S) -> Result<bool, S::Error> {
+    pub fn feed<S: BlockSink>(&mut self, mut chunk: &[u8], sink: &mut S) -> Result<bool, S::Error> {
         if chunk.len() as u64 > self.left {
             return Err(self.malformed("more bytes than the frame's length").into());
         }
@@ -230,7 +186,7 @@ impl SendWalker {
 
     /// Gives a group of `N` bytes to `on` once it is whole: straight out of the chunk if it stands there uncut.
     #[inline]
-    fn fixed<const N: usize, S: SendFrameSink>(
+    fn fixed<const N: usize, S: BlockSink>(
         &mut self,
         chunk: &mut &[u8],
         sink: &mut S,
@@ -295,7 +251,7 @@ impl SendWalker {
         u64::from(self.partitions_left) * PARTITION_BYTES as u64 + TIMESTAMP_BYTES as u64
     }
 
-    fn on_start<S: SendFrameSink>(&mut self, group: &[u8; START_BYTES], _: &mut S) -> Result<(), S::Error> {
+    fn on_start<S: BlockSink>(&mut self, group: &[u8; START_BYTES], _: &mut S) -> Result<(), S::Error> {
         let mut group = Group(group);
         self.request_id = Some(group.i64());
         let raw = group.i32();
@@ -309,7 +265,7 @@ impl SendWalker {
         Ok(())
     }
 
-    fn on_header<S: SendFrameSink>(
+    fn on_header<S: BlockSink>(
         &mut self,
         group: &[u8; HEADER_REST_BYTES],
         sink: &mut S,
@@ -320,12 +276,7 @@ impl SendWalker {
         self.partitions_left =
             self.count("partition count", partitions, PARTITION_BYTES as u64, TIMESTAMP_BYTES as u64)?;
         self.shuffle = shuffle;
-        sink.header(SendFrameHeader {
-            request_id: self.request_id.unwrap_or_default(),
-            app,
-            shuffle,
-            ticket,
-        })?;
+        sink.header(SendHeader { app, shuffle, ticket })?;
         self.next_partition();
         Ok(())
     }
@@ -334,7 +285,7 @@ impl SendWalker {
         self.state = if self.partitions_left == 0 { State::Timestamp } else { State::Partition };
     }
 
-    fn on_partition<S: SendFrameSink>(
+    fn on_partition<S: BlockSink>(
         &mut self,
         group: &[u8; PARTITION_BYTES],
         sink: &mut S,
@@ -357,7 +308,7 @@ impl SendWalker {
         }
     }
 
-    fn on_block<S: SendFrameSink>(
+    fn on_block<S: BlockSink>(
         &mut self,
         group: &[u8; BLOCK_HEAD_BYTES],
         sink: &mut S,
@@ -383,13 +334,13 @@ impl SendWalker {
         let reserved = SERVER_COUNT_BYTES as u64 + self.reserved_after_servers();
         let length = self.count("block length", data_length, 1, reserved)?;
         self.block =
-            FrameBlock { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
+            BlockHeader { block_id, length: data_length, uncompressed_length: 0, crc, task_attempt_id };
         sink.begin_block(length)?;
         self.state = if length == 0 { State::ServerCount } else { State::BlockData(length) };
         Ok(())
     }
 
-    fn on_servers<S: SendFrameSink>(
+    fn on_servers<S: BlockSink>(
         &mut self,
         group: &[u8; SERVER_COUNT_BYTES],
         _: &mut S,
@@ -412,25 +363,25 @@ impl SendWalker {
         self.count("server name length", raw, 1, after + more_servers + self.reserved_after_servers())
     }
 
-    fn on_server_id<S: SendFrameSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
+    fn on_server_id<S: BlockSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
         self.servers_left -= 1;
         let length = self.server_string(*group, 4 + PORTS_BYTES as u64)?;
         self.state = if length == 0 { State::ServerHost } else { State::SkipId(length) };
         Ok(())
     }
 
-    fn on_server_host<S: SendFrameSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
+    fn on_server_host<S: BlockSink>(&mut self, group: &[u8; 4], _: &mut S) -> Result<(), S::Error> {
         let length = self.server_string(*group, PORTS_BYTES as u64)?;
         self.state = if length == 0 { State::Ports } else { State::SkipHost(length) };
         Ok(())
     }
 
-    fn on_ports<S: SendFrameSink>(&mut self, _: &[u8; PORTS_BYTES], _: &mut S) -> Result<(), S::Error> {
+    fn on_ports<S: BlockSink>(&mut self, _: &[u8; PORTS_BYTES], _: &mut S) -> Result<(), S::Error> {
         self.next_server();
         Ok(())
     }
 
-    fn on_block_tail<S: SendFrameSink>(
+    fn on_block_tail<S: BlockSink>(
         &mut self,
         group: &[u8; BLOCK_TAIL_BYTES],
         sink: &mut S,
@@ -441,7 +392,7 @@ impl SendWalker {
         Ok(())
     }
 
-    fn on_timestamp<S: SendFrameSink>(
+    fn on_timestamp<S: BlockSink>(
         &mut self,
         group: &[u8; TIMESTAMP_BYTES],
         _: &mut S,

@@ -14,97 +14,14 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::config::GrpcConfig;
-use super::convert::{DOOR, note_broken_call};
+use super::convert::{note_broken_call, verdict};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
 use crate::metrics::TransitTimes;
-use crate::proto::{SendShuffleDataResponse, StatusCode};
+use crate::proto::SendShuffleDataResponse;
 use crate::runtime::Tasks;
-use crate::service::{self, SendSession, Service, ServiceError};
-use uniffle_wire::DecodeError;
-use uniffle_wire::send_message::{BlockHeader, Decoder, Header, Limits, SendSink, Summary};
-
-/// Why a send is refused.
-#[derive(Debug)]
-enum Refusal {
-    /// The call itself is broken: a gRPC status.
-    Call(Status),
-    /// The message is broken: a status in the answer.
-    Decode(DecodeError),
-    /// The message has no block: a status in the answer.
-    NoData,
-    /// The service said no: a status in the answer.
-    Service(ServiceError),
-}
-
-impl From<DecodeError> for Refusal {
-    fn from(error: DecodeError) -> Self {
-        Self::Decode(error)
-    }
-}
-
-impl From<ServiceError> for Refusal {
-    fn from(error: ServiceError) -> Self {
-        Self::Service(error)
-    }
-}
-
-impl From<Status> for Refusal {
-    fn from(status: Status) -> Self {
-        Self::Call(status)
-    }
-}
-
-/// Hands decoded blocks to the service.
-struct Intake<'s> {
-    service: &'s Arc<Service>,
-    message_bytes: u64,
-    session: Option<SendSession>,
-}
-
-impl Intake<'_> {
-    fn session(&mut self) -> Result<&mut SendSession, Refusal> {
-        // The decoder delivers the header first; a broken promise is the decoder's fault, not a panic.
-        self.session
-            .as_mut()
-            .ok_or(Refusal::Decode(DecodeError::Malformed { what: "data before its header", at: 0 }))
-    }
-}
-
-impl SendSink for Intake<'_> {
-    type Error = Refusal;
-
-    fn header(&mut self, header: Header<'_>) -> Result<(), Refusal> {
-        self.session = Some(self.service.begin_send(service::SendHeader {
-            app: header.app_id,
-            shuffle: header.shuffle_id,
-            ticket: header.ticket,
-            message_bytes: self.message_bytes,
-        })?);
-        Ok(())
-    }
-
-    fn partition(&mut self, partition_id: i32) -> Result<(), Refusal> {
-        Ok(self.session()?.partition(partition_id)?)
-    }
-
-    fn begin_block(&mut self, length: u32) -> Result<(), Refusal> {
-        Ok(self.session()?.begin_block(length)?)
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<(), Refusal> {
-        Ok(self.session()?.write(bytes)?)
-    }
-
-    fn end_block(&mut self, block: BlockHeader) -> Result<(), Refusal> {
-        Ok(self.session()?.end_block(service::BlockHeader {
-            block_id: block.block_id,
-            length: block.length,
-            uncompressed_length: block.uncompressed_length,
-            crc: block.crc,
-            task_attempt_id: block.task_attempt_id,
-        })?)
-    }
-}
+use crate::service::{Intake, Service, ServiceError};
+use uniffle_wire::BlockSink;
+use uniffle_wire::send_message::{Decoder, Limits, Summary};
 
 /// Serves one call.
 pub(super) async fn send_shuffle_data<B: RequestBody>(
@@ -115,74 +32,61 @@ pub(super) async fn send_shuffle_data<B: RequestBody>(
     mut body: B,
 ) -> http::Response<Body> {
     let deadline = Instant::now() + config.send_deadline;
-    let refusal = match timeout_at(deadline, receive(service, config, transit, &mut body)).await {
-        Ok(Ok(())) => return answer(StatusCode::Success, "OK"),
-        Ok(Err(refusal)) => refusal,
-        Err(_elapsed) => Refusal::Call(Status::deadline_exceeded(format!(
-            "the request was not complete after {} s",
-            config.send_deadline.as_secs()
-        ))),
-    };
-    if !body.is_end_stream() {
+    let received = timeout_at(deadline, receive(service, config, transit, &mut body)).await;
+    let received = received.unwrap_or_else(|_elapsed| {
+        let text = format!("the request was not complete after {} s", config.send_deadline.as_secs());
+        Err(Status::deadline_exceeded(text))
+    });
+    if !matches!(received, Ok(Ok(()))) && !body.is_end_stream() {
         discard_rest(body, config.discard_bytes_max, deadline, tasks);
     }
-    match refusal {
-        Refusal::Call(status) => {
+    match received {
+        Ok(stored) => {
+            let (status, ret_msg) = verdict(service, stored, "OK");
+            respond_message(&SendShuffleDataResponse { status, ret_msg })
+        }
+        Err(status) => {
             note_broken_call(service, &status);
             status.into_http()
-        }
-        Refusal::Decode(error) => {
-            service.note_malformed(DOOR, &error);
-            answer(StatusCode::InternalError, &error.to_string())
-        }
-        Refusal::NoData => answer(StatusCode::InternalError, "No data in request"),
-        Refusal::Service(error) => {
-            service.note_refusal(DOOR, &error);
-            answer(error.status(), &error.to_string())
         }
     }
 }
 
+/// Receives one message and stores its blocks. The outer error is a broken call, the inner one a refusal that goes into
+/// the answer.
 async fn receive<B: RequestBody>(
     service: &Arc<Service>,
     config: &GrpcConfig,
     transit: &TransitTimes,
     body: &mut B,
-) -> Result<(), Refusal> {
+) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
-    let mut intake = Intake { service, message_bytes: u64::from(message_bytes), session: None };
-    let summary = fill(body, message_bytes, first, config.send_limits, &mut intake).await?;
-    transit.arrived(summary.timestamp_ms);
-    match intake.session {
-        Some(session) if summary.blocks > 0 => Ok(session.commit(summary.stage_attempt)?),
-        // The session is dropped, so that the ticket returns its bytes.
-        _ => Err(Refusal::NoData),
-    }
+    let mut intake = Intake::new(Arc::clone(service), message_bytes);
+    let filled = fill(body, message_bytes, first, config.send_limits, &mut intake).await?;
+    Ok(filled.and_then(|summary| {
+        transit.arrived(summary.timestamp_ms);
+        intake.commit(summary.stage_attempt)
+    }))
 }
 
 /// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close.
-async fn fill<B, S>(
+async fn fill<B: RequestBody, S: BlockSink>(
     body: &mut B,
     message_bytes: u32,
     first: Bytes,
     limits: Limits,
     sink: &mut S,
-) -> Result<Summary, S::Error>
-where
-    B: RequestBody,
-    S: SendSink<Error: From<Status>>,
-{
+) -> Result<Result<Summary, S::Error>, Status> {
     let mut decoder = Decoder::new(u64::from(message_bytes), limits);
-    decoder.feed(&first, sink)?;
-    drop(first);
-    while let Some(data) = next_data(body).await? {
-        decoder.feed(&data, sink)?;
+    let mut next = Some(first);
+    while let Some(data) = next {
+        if let Err(error) = decoder.feed(&data, sink) {
+            return Ok(Err(error));
+        }
+        drop(data);
+        next = next_data(body).await?;
     }
-    decoder.finish(sink)
-}
-
-fn answer(status: StatusCode, text: &str) -> http::Response<Body> {
-    respond_message(&SendShuffleDataResponse { status: status.into(), ret_msg: text.to_owned() })
+    Ok(decoder.finish(sink))
 }
 
 /// Reads `body` to its end, at most `bytes_max` bytes until `deadline`; then the stream is reset.
@@ -211,18 +115,12 @@ mod tests {
     use super::super::message::tests::{body_of, framed};
     use super::*;
     use crate::proto;
+    use uniffle_wire::{BlockHeader, DecodeError, SendHeader};
 
     #[derive(Debug, PartialEq)]
     enum Refused {
-        Call(tonic::Code),
         Decode(DecodeError),
         Sink,
-    }
-
-    impl From<Status> for Refused {
-        fn from(status: Status) -> Self {
-            Self::Call(status.code())
-        }
     }
 
     impl From<DecodeError> for Refused {
@@ -237,11 +135,11 @@ mod tests {
         bytes: usize,
     }
 
-    impl SendSink for Counter {
+    impl BlockSink for Counter {
         type Error = Refused;
 
-        fn header(&mut self, header: Header<'_>) -> Result<(), Refused> {
-            assert_eq!(header, Header { app_id: "app-1", shuffle_id: 3, ticket: 0 });
+        fn header(&mut self, header: SendHeader<'_>) -> Result<(), Refused> {
+            assert_eq!(header, SendHeader { app: "app-1", shuffle: 3, ticket: 0 });
             Ok(())
         }
 
@@ -280,8 +178,8 @@ mod tests {
 
     async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<Summary, Refused> {
         let mut body = body_of(pieces);
-        let (length, first) = read_prefix(&mut body, 1 << 20).await?;
-        fill(&mut body, length, first, Limits::default(), sink).await
+        let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
+        fill(&mut body, length, first, Limits::default(), sink).await.unwrap()
     }
 
     #[tokio::test]

@@ -18,7 +18,6 @@ use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
 
-use super::ingest::{Blame, Refusal};
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, Ticket};
 
@@ -39,16 +38,12 @@ pub(super) type Reply = (Bytes, Body);
 /// The reply to a send that was committed.
 pub(super) fn sent(shared: &Shared, request_id: i64) -> Reply {
     success(request_id, ReplyFields::Rpc, Body::Empty, 0)
-        .unwrap_or_else(|refusal| refused(shared, FrameType::Send, request_id, &refusal))
+        .unwrap_or_else(|error| refused(shared, FrameType::Send, request_id, &error))
 }
 
 /// The reply to a request of type `kind` that was refused.
-pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal: &Refusal) -> Reply {
-    match &refusal.blame {
-        Blame::Nobody => {}
-        Blame::Format => shared.service.note_malformed(LISTENER, &refusal.text),
-        Blame::Service(error) => shared.service.note_refusal(LISTENER, error),
-    }
+pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, error: &ServiceError) -> Reply {
+    shared.service.note_refusal(LISTENER, error);
     let fields = match kind {
         FrameType::LocalIndex | FrameType::LocalIndexReply | FrameType::LocalIndexV2Reply => {
             ReplyFields::LocalIndex { data_length: 0 }
@@ -63,14 +58,19 @@ pub(super) fn refused(shared: &Shared, kind: FrameType, request_id: i64, refusal
         }
         FrameType::Send | FrameType::RpcReply => ReplyFields::Rpc,
     };
-    let prefix = ReplyPrefix { request_id, status: refusal.status.into(), message: &refusal.text };
+    let prefix = ReplyPrefix { request_id, status: error.status().into(), message: &error.to_string() };
     let mut head = BytesMut::new();
     let encoded = encode_head(prefix, fields, 0, &mut head);
     debug_assert!(encoded.is_ok(), "a refusal fits a frame");
     (head.freeze(), Body::Empty)
 }
 
-fn success(request_id: i64, fields: ReplyFields<'_>, body: Body, body_bytes: u64) -> Result<Reply, Refusal> {
+fn success(
+    request_id: i64,
+    fields: ReplyFields<'_>,
+    body: Body,
+    body_bytes: u64,
+) -> Result<Reply, ServiceError> {
     let prefix = ReplyPrefix { request_id, status: StatusCode::Success.into(), message: OK };
     let mut head = BytesMut::new();
     encode_head(prefix, fields, body_bytes, &mut head)?;
@@ -82,19 +82,17 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
     if let Ok(ReadRequest::Sorted(request)) = ReadRequest::decode(FrameType::Sorted, message) {
         shared.metrics.of(FrameType::Sorted).transit().arrived(request.timestamp_ms);
     }
-    let refusal =
-        Refusal { status: StatusCode::InternalError, text: MERGE_DISABLED.to_owned(), blame: Blame::Nobody };
-    refused(shared, FrameType::Sorted, request_id, &refusal)
+    refused(shared, FrameType::Sorted, request_id, &ServiceError::Unsupported(MERGE_DISABLED))
 }
 
 /// The reply to a read of memory.
 pub(super) fn memory(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, request_id, message)
-        .unwrap_or_else(|refusal| refused(shared, FrameType::Memory, request_id, &refusal))
+        .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
 }
 
-fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply, Refusal> {
+fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply, ServiceError> {
     let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
@@ -137,14 +135,14 @@ impl LocalRead {
             biased;
             answer = self.answer().in_span(span) => match answer {
                 Ok(reply) => reply,
-                Err(refusal) => refused(&self.shared, self.kind, self.request_id, &refusal),
+                Err(error) => refused(&self.shared, self.kind, self.request_id, &error),
             },
             () = cancelled => return,
         };
         self.outbox.post(Outgoing { head, body, ticket: self.ticket });
     }
 
-    async fn answer(&mut self) -> Result<Reply, Refusal> {
+    async fn answer(&mut self) -> Result<Reply, ServiceError> {
         let request = ReadRequest::decode(self.kind, &self.message)?;
         // The index's request does not say when it was sent.
         if let ReadRequest::LocalData(request) = &request {

@@ -7,18 +7,18 @@
 use std::sync::Arc;
 
 use bytes::BufMut;
+use fastrace::Span;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use crate::proto::StatusCode;
 use crate::runtime::Tasks;
+use crate::service::{Intake, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
 use uniffle_wire::send_frame::SendWalker;
 
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
-use super::ingest::{Blame, Ingest, Refusal};
 use super::metrics::InProgress;
 use super::shared::Shared;
 use super::writer::{Outbox, Outgoing, Ticket};
@@ -47,7 +47,8 @@ enum Phase {
         bytes: [u8; HEADER_BYTES],
         have: usize,
     },
-    Send(Ingest),
+    /// With its span, which ends with it.
+    Send(Intake, #[expect(dead_code, reason = "ends on drop")] Span),
     Read(PartialRead),
     /// The rest of a refused frame.
     Drain(Drain),
@@ -73,7 +74,7 @@ struct Drain {
     left: u64,
     /// The request id, as far as it has come.
     id: Vec<u8>,
-    refusal: Refusal,
+    error: ServiceError,
 }
 
 /// See the module.
@@ -142,7 +143,7 @@ impl Frames {
     /// them cannot go on; in a send up to a whole chunk.
     pub(super) fn bytes_wanted(&self) -> usize {
         let in_frame = match &self.phase {
-            Phase::Send(_) => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
+            Phase::Send(..) => usize::try_from(self.walker.left()).unwrap_or(usize::MAX),
             Phase::Drain(drain) => usize::try_from(drain.left).unwrap_or(usize::MAX),
             Phase::Header { have, .. } if self.aligned => HEADER_BYTES - have,
             Phase::Read(read) if self.aligned => read.message_bytes - read.message.len(),
@@ -195,7 +196,7 @@ impl Frames {
         while !rest.is_empty() && matches!(self.wanted(), Wanted::Bytes) {
             let taken = match &mut self.phase {
                 Phase::Header { .. } => self.walk_header(rest)?,
-                Phase::Send(_) => self.walk_send(rest)?,
+                Phase::Send(..) => self.walk_send(rest)?,
                 Phase::Read(_) => self.walk_read(rest)?,
                 Phase::Drain(_) => self.walk_drain(rest)?,
             };
@@ -225,10 +226,10 @@ impl Frames {
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
-            return Phase::Send(Ingest::new(Arc::clone(&self.shared.service), message_bytes, span));
+            return Phase::Send(Intake::new(Arc::clone(&self.shared.service), message_bytes), span);
         }
         let drain =
-            |refusal| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), refusal });
+            |error| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });
         let max = self.shared.config.read_request_bytes_max;
         if message_bytes > max {
             let (len, max) = (u64::from(message_bytes), u64::from(max));
@@ -238,8 +239,7 @@ impl Frames {
         if message_bytes > SMALL_REQUEST_BYTES {
             large = Arc::clone(&self.shared.large_requests).try_acquire_many_owned(message_bytes).ok();
             if large.is_none() {
-                let text = "no memory for a request of this size, try again".to_owned();
-                return drain(Refusal { status: StatusCode::NoBuffer, text, blame: Blame::Nobody });
+                return drain(ServiceError::NoRequestMemory);
             }
         }
         let message_bytes = message_bytes as usize;
@@ -247,24 +247,25 @@ impl Frames {
     }
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
-        let Phase::Send(ingest) = &mut self.phase else { return Ok(0) };
+        let Phase::Send(intake, _) = &mut self.phase else { return Ok(0) };
         let left = self.walker.left();
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
-        let outcome = match self.walker.feed(&chunk[..taken], ingest) {
+        let outcome = match self.walker.feed(&chunk[..taken], intake) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
                 self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
-                ingest.commit()
+                // The stage attempt is not on this wire.
+                intake.commit(0)
             }
-            Err(refusal) => Err(refusal),
+            Err(error) => Err(error),
         };
         // A request that ends before its id has come cannot be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
         match outcome {
             Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
-            Err(refusal) => {
+            Err(error) => {
                 let left = left - taken as u64;
-                self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), refusal });
+                self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
             }
         }
         Ok(taken)
@@ -272,12 +273,12 @@ impl Frames {
 
     /// Drops what the request holds, and answers when nothing of its frame is left.
     fn refuse(&mut self, drain: Drain) {
-        let refusal = &drain.refusal;
-        tracing::debug!(kind = ?drain.kind, status = ?refusal.status, text = %refusal.text, "tcp request refused");
+        let error = &drain.error;
+        tracing::debug!(kind = ?drain.kind, status = ?error.status(), %error, "tcp request refused");
         if drain.left > 0 {
             self.phase = Phase::Drain(drain);
         } else if let Some(id) = request_id(&drain.id) {
-            self.reply(dispatch::refused(&self.shared, drain.kind, id, refusal));
+            self.reply(dispatch::refused(&self.shared, drain.kind, id, error));
         }
     }
 
@@ -289,7 +290,7 @@ impl Frames {
         drain.left -= taken as u64;
         if drain.left == 0 {
             let id = request_id(&drain.id).ok_or(DecodeError::Incomplete)?;
-            let reply = dispatch::refused(&self.shared, drain.kind, id, &drain.refusal);
+            let reply = dispatch::refused(&self.shared, drain.kind, id, &drain.error);
             self.reply(reply);
         }
         Ok(taken)

@@ -3,7 +3,7 @@
 //!
 //! A connection is two tasks and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
 //! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the
-//! partitions' segments ([`ingest`]), so a chunk is free again when it was walked and no connection owns one. Reads of
+//! partitions' segments ([`Intake`](crate::service::Intake)), so a chunk is free again when it was walked and no connection owns one. Reads of
 //! memory are answered on the spot, reads of local disks in tasks of their own ([`dispatch`]). The *writer*
 //! ([`writer`]) puts replies on the socket in the order in which they became ready.
 //!
@@ -17,7 +17,6 @@
 mod config;
 mod dispatch;
 mod frames;
-mod ingest;
 pub(crate) mod metrics;
 mod reader;
 mod shared;

@@ -5,8 +5,7 @@
 //! partitions' counts sum up to the blocks. Growth is bounded by the caller's limit, never by an announced count.
 
 use super::decoder::{block_length, block_too_large};
-use super::{BlockHeader, SendSink};
-use crate::DecodeError;
+use crate::{BlockHeader, BlockSink, DecodeError};
 
 /// Why headers are not taken; the decoder knows where in the message that was.
 #[derive(Debug)]
@@ -151,7 +150,7 @@ impl Collected {
     }
 
     /// Hands `piece` to the sink, block by block. `seal` has checked that there is a block for each byte.
-    pub(super) fn stream<S: SendSink>(&mut self, mut piece: &[u8], sink: &mut S) -> Result<(), S::Error> {
+    pub(super) fn stream<S: BlockSink>(&mut self, mut piece: &[u8], sink: &mut S) -> Result<(), S::Error> {
         while !piece.is_empty() {
             if self.bytes_left_in_block == 0 {
                 self.begin_next(sink)?;
@@ -169,7 +168,7 @@ impl Collected {
         Ok(())
     }
 
-    fn begin_next<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+    fn begin_next<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         while self.blocks_left_in_partition == 0 {
             let partition = self.partitions[self.next_partition];
             self.next_partition += 1;

@@ -6,9 +6,9 @@
 use super::collected::{Collected, Refusal};
 use super::grammar::{BYTES, FIXED32, FIXED64, Level, Step, VARINT};
 use super::varint::Varint;
-use super::{BlockHeader, Header, Limits, SendSink, Summary};
-use crate::DecodeError;
+use super::{Limits, Summary};
 use crate::types::BLOCK_BYTES_MAX;
+use crate::{BlockHeader, BlockSink, DecodeError, SendHeader};
 
 /// Longest application id carried on to the service, which has its own, tighter bound and its own text.
 const APP_ID_BYTES_MAX: u64 = 1024;
@@ -92,7 +92,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`DecodeError`] as the sink's error, or the sink's own.
-    pub fn feed<S: SendSink>(&mut self, chunk: &[u8], sink: &mut S) -> Result<(), S::Error> {
+    pub fn feed<S: BlockSink>(&mut self, chunk: &[u8], sink: &mut S) -> Result<(), S::Error> {
         let mut rest = chunk;
         while !rest.is_empty() {
             let room = self.ends[self.level.depth()] - self.position;
@@ -111,7 +111,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `Incomplete` when bytes are missing, `Malformed` when collected blocks got no bytes.
-    pub fn finish<S: SendSink>(mut self, sink: &mut S) -> Result<Summary, S::Error> {
+    pub fn finish<S: BlockSink>(mut self, sink: &mut S) -> Result<Summary, S::Error> {
         if self.remaining() > 0 {
             return Err(DecodeError::Incomplete.into());
         }
@@ -124,7 +124,7 @@ impl Decoder {
     }
 
     /// Consumes at least one byte of `window`, which is not empty and ends at the innermost message's end at most.
-    fn take<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
+    fn take<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         match self.step {
             Step::Key | Step::Value(_) | Step::Length(_) => self.take_varints(window, sink),
             Step::Skip(left) => Ok(self.run(left, window, Step::Skip).len()),
@@ -150,7 +150,7 @@ impl Decoder {
     }
 
     /// Keys, values and lengths as long as they stand in the same message: the fields of a block in one go.
-    fn take_varints<S: SendSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
+    fn take_varints<S: BlockSink>(&mut self, window: &[u8], sink: &mut S) -> Result<usize, S::Error> {
         let level = self.level;
         let mut taken = 0;
         while taken < window.len()
@@ -190,7 +190,7 @@ impl Decoder {
         self.step = Step::Key;
     }
 
-    fn varint_done<S: SendSink>(&mut self, value: u64, sink: &mut S) -> Result<(), S::Error> {
+    fn varint_done<S: BlockSink>(&mut self, value: u64, sink: &mut S) -> Result<(), S::Error> {
         match self.step {
             Step::Key => Ok(self.key(value)?),
             Step::Value(field) => Ok(self.value(field, value)?),
@@ -267,7 +267,7 @@ impl Decoder {
         Ok(())
     }
 
-    fn length<S: SendSink>(&mut self, field: u32, length: u64, sink: &mut S) -> Result<(), S::Error> {
+    fn length<S: BlockSink>(&mut self, field: u32, length: u64, sink: &mut S) -> Result<(), S::Error> {
         match (self.level, field) {
             (Level::Root, 1) => {
                 if length > APP_ID_BYTES_MAX {
@@ -316,7 +316,7 @@ impl Decoder {
     }
 
     /// Leaves every message that ends at the current position.
-    fn close_ended_levels<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+    fn close_ended_levels<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         while self.position == self.ends[self.level.depth()] {
             let between_fields = match self.step {
                 Step::Key => self.varint.is_empty(),
@@ -364,19 +364,19 @@ impl Decoder {
         Ok(())
     }
 
-    fn deliver_header<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+    fn deliver_header<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         if self.header_delivered {
             return Ok(());
         }
-        let Ok(app_id) = std::str::from_utf8(&self.app_id) else {
+        let Ok(app) = std::str::from_utf8(&self.app_id) else {
             return Err(self.malformed("appId is not UTF-8").into());
         };
-        sink.header(Header { app_id, shuffle_id: self.shuffle_id, ticket: self.ticket })?;
+        sink.header(SendHeader { app, shuffle: self.shuffle_id, ticket: self.ticket })?;
         self.header_delivered = true;
         Ok(())
     }
 
-    fn begin_block_data<S: SendSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
+    fn begin_block_data<S: BlockSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
         if self.block_data.is_some() {
             return Err(self.malformed("a block has its data twice").into());
         }
@@ -403,7 +403,7 @@ impl Decoder {
         Ok(())
     }
 
-    fn end_block<S: SendSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
+    fn end_block<S: BlockSink>(&mut self, sink: &mut S) -> Result<(), S::Error> {
         if let Some(bytes) = self.block_data {
             if u32::try_from(self.block.length) != Ok(bytes) {
                 return Err(self.malformed("a block's length differs from its data").into());
@@ -432,7 +432,7 @@ impl Decoder {
         Ok(())
     }
 
-    fn begin_bytes_field<S: SendSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
+    fn begin_bytes_field<S: BlockSink>(&mut self, length: u64, sink: &mut S) -> Result<(), S::Error> {
         if length == 0 {
             self.step = Step::Key;
             return Ok(());

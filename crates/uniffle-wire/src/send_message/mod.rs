@@ -2,7 +2,7 @@
 //! gives.
 //!
 //! Not here: gRPC's 5-byte prefix, tickets, memory. The decoder holds no payload: a block's bytes go to the
-//! [`SendSink`] as sub-slices of the fed chunk, once its length is known. Only block *headers* are ever collected,
+//! [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk, once its length is known. Only block *headers* are ever collected,
 //! and only in the two forms that send them ahead of the bytes.
 //!
 //! Three forms are told apart while streaming:
@@ -26,8 +26,6 @@ mod grammar;
 mod tests;
 mod varint;
 
-use crate::DecodeError;
-
 pub use decoder::Decoder;
 
 /// Bounds of one message.
@@ -46,32 +44,6 @@ impl Default for Limits {
     }
 }
 
-/// Fields 1 to 3: whose data it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header<'a> {
-    /// The application, not validated.
-    pub app_id: &'a str,
-    /// The shuffle.
-    pub shuffle_id: i32,
-    /// The ticket of `requireBuffer`.
-    pub ticket: i64,
-}
-
-/// A block's fields besides its bytes, as the peer wrote them. Absent fields are 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct BlockHeader {
-    /// Field 1.
-    pub block_id: i64,
-    /// Field 2; equals the number of bytes handed to the sink when [`SendSink::end_block`] sees it.
-    pub length: i32,
-    /// Field 3.
-    pub uncompressed_length: i32,
-    /// Field 4.
-    pub crc: i64,
-    /// Field 6.
-    pub task_attempt_id: i64,
-}
-
 /// What a complete message carried, with the fields that stand after the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Summary {
@@ -83,20 +55,4 @@ pub struct Summary {
     pub timestamp_ms: i64,
     /// Field 6.
     pub stage_attempt: i32,
-}
-
-/// Where decoded blocks go. An error ends the decoding at once.
-pub trait SendSink {
-    /// The sink's error; decoding errors are turned into it.
-    type Error: From<DecodeError>;
-    /// Called once, before everything else.
-    fn header(&mut self, header: Header<'_>) -> Result<(), Self::Error>;
-    /// The partition of the blocks that follow. May repeat an earlier one.
-    fn partition(&mut self, partition_id: i32) -> Result<(), Self::Error>;
-    /// A block of `length` ≥ 1 bytes begins.
-    fn begin_block(&mut self, length: u32) -> Result<(), Self::Error>;
-    /// The next bytes of the block.
-    fn write(&mut self, bytes: &[u8]) -> Result<(), Self::Error>;
-    /// All bytes of the block were written; `block.length` is their number.
-    fn end_block(&mut self, block: BlockHeader) -> Result<(), Self::Error>;
 }

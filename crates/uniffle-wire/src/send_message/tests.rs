@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use prost::Message;
 
 use super::*;
-use crate::proto;
+use crate::{BlockHeader, BlockSink, DecodeError, SendHeader, proto};
 
 /// Records what it is told and fails the test when the order of calls is broken.
 #[derive(Debug, Default)]
@@ -16,12 +16,12 @@ struct Recorder {
     open: Option<(u32, Vec<u8>)>,
 }
 
-impl SendSink for Recorder {
+impl BlockSink for Recorder {
     type Error = DecodeError;
 
-    fn header(&mut self, header: Header<'_>) -> Result<(), DecodeError> {
+    fn header(&mut self, header: SendHeader<'_>) -> Result<(), DecodeError> {
         assert!(self.header.is_none(), "one header");
-        self.header = Some((header.app_id.to_owned(), header.shuffle_id, header.ticket));
+        self.header = Some((header.app.to_owned(), header.shuffle, header.ticket));
         Ok(())
     }
 

@@ -1,5 +1,8 @@
 //! The calls. Bodies and answers are JSON; an empty body stands for no arguments.
 
+use std::fmt;
+use std::sync::Arc;
+
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::{Path, State};
@@ -10,9 +13,37 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::AdminHooks;
 use super::guard::{Audited, refusal};
-use crate::service::ServiceError;
+use crate::service::{Service, ServiceError};
+
+/// A call with one text that can be refused with reasons.
+pub type TextCall = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
+
+/// Replaces the tags; the error names the one that is none.
+pub type SetTags = Arc<dyn Fn(Vec<String>) -> Result<(), String> + Send + Sync>;
+
+/// Reads the configuration again: keys that are in effect now, and keys that wait for a start. The error is everything
+/// that is wrong with it.
+pub type Reload = Arc<dyn Fn() -> Result<(Vec<String>, Vec<String>), String> + Send + Sync>;
+
+/// What the calls ask of the rest of the worker.
+#[derive(Clone)]
+pub struct AdminHooks {
+    /// Decommissioning, flushing, purging.
+    pub service: Arc<Service>,
+    /// Replaces the configured tags.
+    pub set_tags: SetTags,
+    /// Replaces the log filter.
+    pub set_log_filter: TextCall,
+    /// Reads the configuration again.
+    pub reload: Reload,
+}
+
+impl fmt::Debug for AdminHooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AdminHooks")
+    }
+}
 
 /// All calls, without the gate.
 pub(super) fn router(hooks: AdminHooks) -> Router {

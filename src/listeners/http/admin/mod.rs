@@ -7,24 +7,21 @@
 
 mod calls;
 mod config;
-mod guard;
+pub(crate) mod guard;
 mod token;
 
-use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use prometheus::{IntCounterVec, IntGauge, Registry};
+use prometheus::Registry;
 
+pub use calls::{AdminHooks, Reload, SetTags, TextCall};
 pub use config::AdminConfig;
 pub use token::{InvalidToken, Token};
 
 use super::serve::{self, HttpConfig};
 use crate::listeners::acceptor::{Binding, Names};
-use crate::metrics;
 use crate::runtime::Tasks;
-use crate::service::Service;
 
 const NAMES: Names = Names { listener: "admin", accepting: "admin accept", connection: "http connection" };
 
@@ -34,46 +31,9 @@ const CONNECTIONS_MAX: usize = 16;
 /// From accept to the last byte of the answer. Nothing here waits for data to move.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A call with one text that can be refused with reasons.
-pub type TextCall = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
-
-/// Replaces the tags; the error names the one that is none.
-pub type SetTags = Arc<dyn Fn(Vec<String>) -> Result<(), String> + Send + Sync>;
-
-/// Reads the configuration again: keys that are in effect now, and keys that wait for a start. The error is everything
-/// that is wrong with it.
-pub type Reload = Arc<dyn Fn() -> Result<(Vec<String>, Vec<String>), String> + Send + Sync>;
-
-/// What the calls ask of the rest of the worker.
-#[derive(Clone)]
-pub struct AdminHooks {
-    /// Decommissioning, flushing, purging.
-    pub service: Arc<Service>,
-    /// Replaces the configured tags.
-    pub set_tags: SetTags,
-    /// Replaces the log filter.
-    pub set_log_filter: TextCall,
-    /// Reads the configuration again.
-    pub reload: Reload,
-}
-
-impl fmt::Debug for AdminHooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AdminHooks")
-    }
-}
-
 /// The administration's listener.
 #[derive(Debug)]
 pub struct AdminServer;
-
-metrics::table! {
-    #[derive(Clone)]
-    pub(crate) struct AdminMetrics {
-        connections: IntGauge = "admin_connection_number", "connections of the administration now open";
-        calls: IntCounterVec["result"] = "admin_calls_total", "administration calls, by result";
-    }
-}
 
 impl AdminServer {
     /// Serves on `binding` in tasks of `tasks` until they are cancelled. Callers must show `token`; without one only those
@@ -90,7 +50,7 @@ impl AdminServer {
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let metrics = AdminMetrics::new(registry)?;
+        let metrics = guard::AdminMetrics::new(registry)?;
         for result in guard::RESULTS {
             metrics.calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
         }

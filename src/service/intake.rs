@@ -1,0 +1,80 @@
+//! Between the decoders of both transports and a [`SendSession`].
+//!
+//! The session opens at the header, before any block was seen, and spends the ticket there. Dropped without
+//! [`Intake::commit`], nothing of the request becomes visible and all its memory goes back.
+
+use std::sync::Arc;
+
+use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
+
+use super::write::{SendHeader, SendSession};
+use super::{Service, ServiceError};
+
+/// A send whose message is being decoded.
+#[derive(Debug)]
+pub struct Intake {
+    service: Arc<Service>,
+    /// Bytes of the whole message.
+    message_bytes: u64,
+    session: Option<SendSession>,
+    /// The partition of the next block. The session hears of it with its first block only: empty partitions take eight
+    /// bytes of a frame, too little to pay for what the session keeps of each.
+    next_partition: Option<i32>,
+}
+
+impl Intake {
+    /// For a message of `message_bytes`.
+    #[must_use]
+    pub fn new(service: Arc<Service>, message_bytes: u32) -> Self {
+        Self { service, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
+    }
+
+    /// The message was whole: makes its blocks visible. `stage_attempt` is 0 where the transport does not carry it.
+    ///
+    /// # Errors
+    /// See [`SendSession::commit`].
+    pub fn commit(&mut self, stage_attempt: i32) -> Result<(), ServiceError> {
+        self.session.take().ok_or(DecodeError::Incomplete)?.commit(stage_attempt)
+    }
+
+    #[inline]
+    fn open(&mut self) -> Result<&mut SendSession, ServiceError> {
+        // Decoders deliver the header first; a broken promise is the request's fault, not a panic.
+        self.session.as_mut().ok_or_else(|| DecodeError::Incomplete.into())
+    }
+}
+
+impl BlockSink for Intake {
+    type Error = ServiceError;
+
+    fn header(&mut self, header: wire::SendHeader<'_>) -> Result<(), ServiceError> {
+        let wire::SendHeader { app, shuffle, ticket } = header;
+        let header = SendHeader { app, shuffle, ticket, message_bytes: self.message_bytes };
+        self.session = Some(self.service.begin_send(header)?);
+        Ok(())
+    }
+
+    #[inline]
+    fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
+        self.next_partition = Some(partition);
+        Ok(())
+    }
+
+    #[inline]
+    fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
+        if let Some(partition) = self.next_partition.take() {
+            self.open()?.partition(partition)?;
+        }
+        self.open()?.begin_block(length)
+    }
+
+    #[inline]
+    fn write(&mut self, bytes: &[u8]) -> Result<(), ServiceError> {
+        self.open()?.write(bytes)
+    }
+
+    #[inline]
+    fn end_block(&mut self, block: BlockHeader) -> Result<(), ServiceError> {
+        self.open()?.end_block(block)
+    }
+}
