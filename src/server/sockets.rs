@@ -109,7 +109,7 @@ impl Inherited {
     }
 }
 
-/// A listener for each listener, and the connections that came with them.
+/// The socket of each listener, and the connections that came with it.
 #[derive(Debug)]
 pub(super) struct Sockets {
     pub(super) grpc: TcpListener,

@@ -105,15 +105,15 @@ pub struct ChunkStream {
     on_disk: Duration,
     reading: Reading,
     /// Who is told when a disk returned other bytes than were written, or goes on failing.
-    witness: Option<Witness>,
+    reporter: Option<ErrorReporter>,
 }
 
 /// A stream's next bytes, and the stream again.
 pub(super) type NextChunk = BoxFuture<'static, (Box<ChunkStream>, Result<Option<Bytes>, ServiceError>)>;
 
-/// A disk read's place.
+/// Where a disk read tells of its errors.
 #[derive(Debug)]
-struct Witness {
+struct ErrorReporter {
     service: Arc<Service>,
     shuffle: Arc<ShuffleState>,
     partition: PartitionId,
@@ -150,7 +150,7 @@ impl ChunkStream {
         if suspicion == Suspicion::default() {
             return;
         }
-        let Some(Witness { service, shuffle, partition }) = self.witness.take() else { return };
+        let Some(ErrorReporter { service, shuffle, partition }) = self.reporter.take() else { return };
         service.examine(shuffle, partition, (suspicion, error)).await;
     }
 
@@ -276,8 +276,8 @@ impl Service {
         if let Some(shuffle) = &shuffle {
             refuse_uncounted(shuffle, partition)?;
         }
-        let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
-        let chunks = self.start(self.stream(Some(chunks), (length, reads), app, witness)).await?;
+        let reporter = shuffle.map(|shuffle| ErrorReporter { service: Arc::clone(self), shuffle, partition });
+        let chunks = self.start(self.stream(Some(chunks), (length, reads), app, reporter)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
@@ -310,10 +310,10 @@ impl Service {
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
             self.refuse_lost(&app, shuffle, partition, None)?;
         }
-        let witness = shuffle.map(|shuffle| Witness { service: Arc::clone(self), shuffle, partition });
+        let reporter = shuffle.map(|shuffle| ErrorReporter { service: Arc::clone(self), shuffle, partition });
         let length = u64::from(length);
         let chunks = self
-            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), app, witness))
+            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), app, reporter))
             .await?;
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
@@ -333,12 +333,12 @@ impl Service {
         source: Option<Box<dyn ChunkRead>>,
         (length, reads): (u64, &TierReads),
         app: Arc<App>,
-        witness: Option<Witness>,
+        reporter: Option<ErrorReporter>,
     ) -> ChunkStream {
         let memory = Arc::clone(&self.memory);
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
         let reading = reads.begin(length);
-        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, witness }
+        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, reporter }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.

@@ -1,7 +1,9 @@
-//! Reads the next chunk of a local answer while the last one is on its way to the client.
+//! Reads the next chunk of a local answer while the last one is on its way to the client, for both transports.
 //!
-//! For a listener that asks for a chunk only when its transport takes one. At most one chunk ahead, and only with read memory
-//! that nobody else could want: half of the pool stays free, and nothing is waited for.
+//! When a chunk is handed out the one behind it is begun, with read memory that nobody else could want: half of the pool
+//! stays free, and nothing is waited for. gRPC asks for a chunk only when its transport takes one, and gets the one that
+//! was begun. Raw TCP says how long it is busy with one ([`ReadAhead::during`]); meanwhile the next is read to its end,
+//! and memory for it is waited for if there was none to spare.
 //!
 //! # Reference numbers
 //!
@@ -10,6 +12,7 @@
 //! against 0.40 s/GB. Four readers: 1.01 against 0.94 GB/s. Answers of 7.5 MB: no difference.
 
 use std::fmt;
+use std::pin::pin;
 
 use bytes::Bytes;
 use futures::{FutureExt as _, poll};
@@ -50,6 +53,34 @@ impl ReadAhead {
             self.0 = begin(chunks).await;
         }
         result
+    }
+
+    /// The outcome of `work`; meanwhile the next chunk is read.
+    pub async fn during<T>(&mut self, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        tokio::select! {
+            biased;
+            outcome = work.as_mut() => outcome,
+            () = self.read() => work.await,
+        }
+    }
+
+    /// Reads the next chunk, which is kept for [`ReadAhead::next`]. Goes on where it was when it is dropped.
+    async fn read(&mut self) {
+        self.0 = match std::mem::replace(&mut self.0, State::Ended) {
+            State::Idle(mut chunks) => State::Reading(
+                async move {
+                    let result = chunks.next().await;
+                    (chunks, result)
+                }
+                .boxed(),
+            ),
+            state => state,
+        };
+        if let State::Reading(reading) = &mut self.0 {
+            let read = reading.await;
+            self.0 = State::Reading(std::future::ready(read).boxed());
+        }
     }
 }
 

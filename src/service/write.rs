@@ -1,7 +1,7 @@
 //! Sends.
 //!
-//! A [`SendSession`] is the sink that both listeners drive while a request arrives. It holds what the request has
-//! taken: the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
+//! A [`SendSession`] is what both listeners fill while a request arrives, through [`super::Intake`]. It holds what the
+//! request has taken: the reservation of its ticket and the places of its blocks. Until [`SendSession::commit`] nothing is visible;
 //! dropped before, everything goes back. Nothing on this path waits, allocates per block beyond vector growth, or
 //! formats a string.
 

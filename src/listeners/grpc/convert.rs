@@ -7,8 +7,8 @@ use crate::service::{self, Service, ServiceError};
 use crate::tiers::RemoteStorage;
 use uniffle_wire::types::Distribution;
 
-/// This listener in the log.
-pub(super) const DOOR: &str = "grpc";
+/// The listener's name in the log.
+pub(super) const LISTENER: &str = "grpc";
 
 /// Status and text of an answer, as the protocol carries them.
 pub(super) type Verdict = (i32, String);
@@ -20,7 +20,7 @@ pub(super) fn success(text: &str) -> Verdict {
 
 /// A refusal of the service.
 pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
-    service.note_refusal(DOOR, error);
+    service.note_refusal(LISTENER, error);
     (error.status().into(), error.to_string())
 }
 
@@ -28,7 +28,7 @@ pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
 pub(super) fn note_broken_call(service: &Service, status: &Status) {
     match status.code() {
         Code::Internal | Code::ResourceExhausted | Code::Unimplemented => {
-            service.note_malformed(DOOR, &status.message());
+            service.note_malformed(LISTENER, &status.message());
         }
         _ => {}
     }

@@ -21,6 +21,7 @@ use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
 
 use super::config::GrpcConfig;
+use super::convert::LISTENER;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
 use super::router::Router;
@@ -33,7 +34,7 @@ use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
 use crate::service::Service;
 
-const NAMES: Names = Names { listener: "grpc", accepting: "grpc accept", connection: "grpc connection" };
+const NAMES: Names = Names { listener: LISTENER, accepting: "grpc accept", connection: "grpc connection" };
 /// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
 /// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.

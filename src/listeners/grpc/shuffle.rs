@@ -1,4 +1,4 @@
-//! The small calls of `ShuffleServer` through tonic. The five hot methods never get here (`listener`).
+//! The small calls of `ShuffleServer` through tonic. The five hot methods never get here (`router`).
 
 use std::sync::Arc;
 

@@ -12,14 +12,14 @@ use tokio::time::timeout;
 
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::service::{MemoryAnswer, MemoryReadRequest, ServiceError};
+use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
 
 use super::shared::{LISTENER, Shared};
-use super::writer::{Body, Outbox, Outgoing, Ticket};
+use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
 
 /// Java's word for success, in every reply.
 const OK: &str = "OK";
@@ -118,7 +118,7 @@ pub(super) struct LocalRead {
     pub(super) kind: FrameType,
     pub(super) request_id: i64,
     pub(super) message: Vec<u8>,
-    pub(super) ticket: Ticket,
+    pub(super) guard: ReplyGuard,
 }
 
 impl LocalRead {
@@ -139,20 +139,20 @@ impl LocalRead {
             },
             () = cancelled => return,
         };
-        self.outbox.post(Outgoing { head, body, ticket: self.ticket });
+        self.outbox.post(Outgoing { head, body, guard: self.guard });
     }
 
     async fn answer(&mut self) -> Result<Reply, ServiceError> {
         let request = ReadRequest::decode(self.kind, &self.message)?;
         // The index's request does not say when it was sent.
         if let ReadRequest::LocalData(request) = &request {
-            self.ticket.counted.metrics().transit().arrived(request.timestamp_ms);
+            self.guard.counted.metrics().transit().arrived(request.timestamp_ms);
         }
-        self.ticket.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
+        self.guard.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
         let wait = self.shared.config.local_read_wait;
         let permit = timeout(wait, Arc::clone(&self.shared.local_reads).acquire_owned()).await;
         let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-        self.ticket.read = permit.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?.ok();
+        self.guard.read = permit.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?.ok();
         let service = &self.shared.service;
         let target = request.target();
         let (fields, length, chunks) = match &request {
@@ -171,7 +171,8 @@ impl LocalRead {
                 return Err(DecodeError::UnknownType(self.kind.id()).into());
             }
         };
-        let body = if length == 0 { Body::Empty } else { Body::Stream { length, chunks: Box::new(chunks) } };
+        let body =
+            if length == 0 { Body::Empty } else { Body::Stream { length, chunks: ReadAhead::of(chunks) } };
         success(self.request_id, fields, body, length)
     }
 }

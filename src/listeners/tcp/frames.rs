@@ -21,7 +21,7 @@ use uniffle_wire::send_frame::SendWalker;
 use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
 use super::metrics::InProgress;
 use super::shared::Shared;
-use super::writer::{Outbox, Outgoing, Ticket};
+use super::writer::{Outbox, Outgoing, ReplyGuard};
 
 /// Incomplete read requests up to this size are bounded by the number of connections, larger ones by their sum.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
@@ -330,14 +330,14 @@ impl Frames {
 
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
         let (head, body) = dispatch::memory(&self.shared, id, message);
-        if let Some(mut ticket) = self.finish() {
-            ticket.read = Some(permit);
-            self.outbox.post(Outgoing { head, body, ticket });
+        if let Some(mut guard) = self.finish() {
+            guard.read = Some(permit);
+            self.outbox.post(Outgoing { head, body, guard });
         }
     }
 
     fn read_local(&mut self, kind: FrameType, request_id: i64, message: Vec<u8>) {
-        let Some(ticket) = self.finish() else { return };
+        let Some(guard) = self.finish() else { return };
         let read = LocalRead {
             shared: Arc::clone(&self.shared),
             outbox: self.outbox.clone(),
@@ -346,19 +346,19 @@ impl Frames {
             kind,
             request_id,
             message,
-            ticket,
+            guard,
         };
         self.connection.spawn_linked("tcp local read", read.run());
     }
 
     fn reply(&mut self, (head, body): Reply) {
-        if let Some(ticket) = self.finish() {
-            self.outbox.post(Outgoing { head, body, ticket });
+        if let Some(guard) = self.finish() {
+            self.outbox.post(Outgoing { head, body, guard });
         }
     }
 
     /// Ends the current frame; what its reply has to give back.
-    fn finish(&mut self) -> Option<Ticket> {
+    fn finish(&mut self) -> Option<ReplyGuard> {
         let received = Instant::now();
         let counted = self.counted.take();
         if let (Some(began), Some(counted)) = (self.began.take(), &counted) {
@@ -368,6 +368,6 @@ impl Frames {
         let request = self.place.take();
         debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
         let (request, counted) = (request?, counted?);
-        Some(Ticket { request, read: None, turn: None, answering: None, received, counted })
+        Some(ReplyGuard { request, read: None, turn: None, answering: None, received, counted })
     }
 }

@@ -1,5 +1,7 @@
-//! The raw TCP listener (client type `GRPC_NETTY`, docs/protocol.md §7): frames in, calls of the service, frames out.
-//! It decides nothing.
+//! The raw TCP listener (docs/protocol.md §7): frames in, calls of the service, frames out. It decides nothing.
+//!
+//! It is called *tcp* in code, logs and task names. Others have other names for it: the keys `urpc_port` and
+//! `runtime_config.urpc_runtime`, the client type `GRPC_NETTY`, and the metrics of Java (`netty_…`) and riffle (`urpc_…`).
 //!
 //! A connection is two tasks and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
 //! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the

@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::runtime::Tasks;
-use crate::service::{Answering, ChunkStream};
+use crate::service::{Answering, ReadAhead};
 
 use super::metrics::InProgress;
 use super::shared::Shared;
@@ -38,12 +38,12 @@ pub(super) enum Body {
     /// Bytes in memory; the reader has them when the second part is dropped.
     Pieces(Vec<Bytes>, Answering),
     /// `length` bytes that are read from disk on the way.
-    Stream { length: u64, chunks: Box<ChunkStream> },
+    Stream { length: u64, chunks: ReadAhead },
 }
 
 /// What a reply gives back when it was written, or given up.
 #[derive(Debug)]
-pub(super) struct Ticket {
+pub(super) struct ReplyGuard {
     /// Of the connection.
     #[expect(dead_code, reason = "held until the reply is written")]
     pub(super) request: OwnedSemaphorePermit,
@@ -64,7 +64,7 @@ pub(super) struct Ticket {
 pub(super) struct Outgoing {
     pub(super) head: Bytes,
     pub(super) body: Body,
-    pub(super) ticket: Ticket,
+    pub(super) guard: ReplyGuard,
 }
 
 /// The sending end of a connection's queue.
@@ -158,8 +158,8 @@ impl Writer {
                 None => self.flush().await?,
                 Some((length, chunks)) => self.stream(length, chunks, batch.last_mut()).await?,
             }
-            for ticket in batch.drain(..) {
-                ticket.counted.answered(ticket.received.elapsed().as_secs_f64());
+            for guard in batch.drain(..) {
+                guard.counted.answered(guard.received.elapsed().as_secs_f64());
             }
         }
         if self.kept.lock().is_some() {
@@ -169,19 +169,19 @@ impl Writer {
     }
 
     /// Adds a reply to what is to be written; a stream is handed back, for nothing may come behind it yet.
-    fn collect(&mut self, reply: Outgoing, batch: &mut Vec<Ticket>) -> Option<(u64, Box<ChunkStream>)> {
-        let Outgoing { head, body, mut ticket } = reply;
+    fn collect(&mut self, reply: Outgoing, batch: &mut Vec<ReplyGuard>) -> Option<(u64, ReadAhead)> {
+        let Outgoing { head, body, mut guard } = reply;
         self.pieces.push_back(head);
         let stream = match body {
             Body::Empty => None,
             Body::Pieces(pieces, answering) => {
                 self.pieces.extend(pieces.into_iter().filter(|piece| !piece.is_empty()));
-                ticket.answering = Some(answering);
+                guard.answering = Some(answering);
                 None
             }
             Body::Stream { length, chunks } => Some((length, chunks)),
         };
-        batch.push(ticket);
+        batch.push(guard);
         stream
     }
 
@@ -189,25 +189,22 @@ impl Writer {
     async fn stream(
         &mut self,
         length: u64,
-        mut chunks: Box<ChunkStream>,
-        mut ticket: Option<&mut Ticket>,
+        mut chunks: ReadAhead,
+        mut guard: Option<&mut ReplyGuard>,
     ) -> io::Result<()> {
-        let shared = Arc::clone(&self.shared);
         let mut left = length;
-        // The first chunk is there already and goes out with the head.
-        let mut next = next_chunk(&shared, &mut chunks, left).await?;
         loop {
+            // The first chunk is there already and goes out with the head.
+            let next = next_chunk(&self.shared, &mut chunks, left).await?;
             left -= next.len() as u64;
             self.pieces.push_back(next);
             if left == 0 {
                 return self.flush().await;
             }
-            let (written, chunk) = tokio::join!(self.flush(), next_chunk(&shared, &mut chunks, left));
-            written?;
-            next = chunk?;
-            // Its first chunk is written: what it holds from here on is never kept waiting by other replies.
-            if let Some(ticket) = ticket.take() {
-                ticket.read = None;
+            chunks.during(self.flush()).await?;
+            // The first chunk is written: what the answer holds from here on never waits for other replies.
+            if let Some(guard) = guard.take() {
+                guard.read = None;
             }
         }
     }
@@ -220,7 +217,7 @@ impl Writer {
 }
 
 /// The next of `left` bytes, more than none and not too many.
-async fn next_chunk(shared: &Shared, chunks: &mut ChunkStream, left: u64) -> io::Result<Bytes> {
+async fn next_chunk(shared: &Shared, chunks: &mut ReadAhead, left: u64) -> io::Result<Bytes> {
     let end = match timeout(shared.config.write_timeout, chunks.next()).await {
         Ok(Ok(Some(chunk))) if !chunk.is_empty() && chunk.len() as u64 <= left => return Ok(chunk),
         Ok(Ok(_)) => io::Error::other("a local answer is not as long as announced"),
