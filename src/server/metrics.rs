@@ -2,7 +2,7 @@
 
 use crate::coordinator::{embedded, heartbeat};
 use crate::flush::metrics::FlushMetrics;
-use crate::listeners::http::admin::guard::AdminMetrics;
+use crate::listeners::http::admin::metrics::AdminMetrics;
 use crate::listeners::http::{HttpMetrics, push};
 use crate::listeners::{grpc, tcp};
 use crate::memory::metrics::MemoryMetrics;

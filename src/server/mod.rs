@@ -72,7 +72,7 @@ pub struct Addresses {
     /// HTTP.
     pub http: SocketAddr,
     /// Raw TCP.
-    pub urpc: Option<SocketAddr>,
+    pub tcp: Option<SocketAddr>,
     /// Administration.
     pub admin: Option<SocketAddr>,
 }
@@ -95,7 +95,7 @@ pub struct Worker {
     /// The listeners once more, so that they outlive the listeners' own for a successor.
     held: Inherited,
     grpc_handover: Handover,
-    urpc_handover: Handover,
+    tcp_handover: Handover,
     flush_timeout: Duration,
 }
 
@@ -187,7 +187,7 @@ impl Worker {
             background,
             held: sockets.duplicate().context("cannot duplicate a listener")?,
             grpc_handover: Handover::default(),
-            urpc_handover: Handover::default(),
+            tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
         };
         worker.open_listeners(config, sockets, tls)?;
@@ -222,10 +222,10 @@ impl Worker {
         };
         let tasks = self.listeners.clone();
         GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
-        if let Some(listener) = sockets.urpc {
+        if let Some(listener) = sockets.tcp {
             let binding = Binding {
-                handover: self.urpc_handover.clone(),
-                kept: sockets.urpc_connections,
+                handover: self.tcp_handover.clone(),
+                kept: sockets.tcp_connections,
                 ..Binding::from(accepting(listener)?)
             };
             let service = Arc::clone(&self.service);
@@ -357,7 +357,7 @@ impl Worker {
 
     /// What a report says whatever happens.
     fn report(&self) -> NodeReport {
-        let netty_port = self.addresses.urpc.map(|address| address.port());
+        let netty_port = self.addresses.tcp.map(|address| address.port());
         let grpc_port = self.addresses.grpc.port();
         let mut fixed = NodeReport::new(server_id(self.ip, &self.addresses), self.ip, grpc_port);
         fixed.netty_port = netty_port;
@@ -411,7 +411,7 @@ pub fn check_files(config: &Config) -> anyhow::Result<()> {
 
 /// By this id coordinators and clients know the worker, and its remote files begin with it.
 fn server_id(ip: IpAddr, addresses: &Addresses) -> String {
-    identity::server_id(ip, addresses.grpc.port(), addresses.urpc.map(|address| address.port()))
+    identity::server_id(ip, addresses.grpc.port(), addresses.tcp.map(|address| address.port()))
 }
 
 fn unix_ms() -> i64 {

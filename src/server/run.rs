@@ -161,7 +161,7 @@ async fn prepare(
 
 fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> anyhow::Result<()> {
     let addresses = worker.addresses();
-    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, urpc = ?addresses.urpc, admin = ?addresses.admin, "listening");
+    tracing::info!(grpc = %addresses.grpc, http = %addresses.http, tcp = ?addresses.tcp, admin = ?addresses.admin, "listening");
     let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
     if let Some(gap_ms) = gap_ms {
         tracing::info!(gap_ms, "upgraded: connects had to wait for so long");
@@ -175,7 +175,7 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
             host,
             addresses.grpc,
             addresses.http,
-            addresses.urpc.is_some(),
+            addresses.tcp.is_some(),
             config.worker.store_type,
         ));
     }
@@ -188,7 +188,7 @@ fn write_ready_file(path: &Path, addresses: Addresses, upgrade_gap_ms: Option<u6
     let line = serde_json::json!({
         "grpc_port": addresses.grpc.port(),
         "http_port": addresses.http.port(),
-        "urpc_port": addresses.urpc.map(|address| address.port()),
+        "urpc_port": addresses.tcp.map(|address| address.port()),
         "admin_port": addresses.admin.map(|address| address.port()),
         "pid": std::process::id(),
         "upgrade_gap_ms": upgrade_gap_ms,

@@ -26,12 +26,12 @@ const BACKLOG: i32 = 4096;
 
 /// Names of listeners, as in a socket unit's `FileDescriptorName=`.
 const GRPC: &str = "grpc";
-const URPC: &str = "urpc";
+const TCP: &str = "urpc";
 const HTTP: &str = "http";
 const ADMIN: &str = "admin";
 /// Names of connections. Short: there may be thousands, and the environment has limits.
 const GRPC_CONNECTION: &str = "g";
-const URPC_CONNECTION: &str = "u";
+const TCP_CONNECTION: &str = "u";
 
 /// Sockets from before.
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ pub struct Inherited {
     /// gRPC connections that have said nothing yet.
     pub(super) grpc_connections: Vec<TcpStream>,
     /// Raw TCP connections between two requests.
-    pub(super) urpc_connections: Vec<TcpStream>,
+    pub(super) tcp_connections: Vec<TcpStream>,
     /// When the predecessor stopped to accept, in ms since 1970.
     pub(super) gap_began_ms: Option<u64>,
 }
@@ -69,7 +69,7 @@ impl Inherited {
     fn put(&mut self, name: &str, socket: TcpListener) {
         match name {
             GRPC_CONNECTION => self.grpc_connections.push(OwnedFd::from(socket).into()),
-            URPC_CONNECTION => self.urpc_connections.push(OwnedFd::from(socket).into()),
+            TCP_CONNECTION => self.tcp_connections.push(OwnedFd::from(socket).into()),
             name => self.listeners.push((name.to_owned(), socket)),
         }
     }
@@ -80,7 +80,7 @@ impl Inherited {
         let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
         listeners
             .chain(self.grpc_connections.into_iter().map(named(GRPC_CONNECTION)))
-            .chain(self.urpc_connections.into_iter().map(named(URPC_CONNECTION)))
+            .chain(self.tcp_connections.into_iter().map(named(TCP_CONNECTION)))
             .collect()
     }
 
@@ -97,7 +97,7 @@ impl Inherited {
     fn take(&mut self, name: &str, port: u16) -> Option<TcpListener> {
         let of_port =
             |listener: &TcpListener| listener.local_addr().is_ok_and(|address| address.port() == port);
-        let is_known = |name: &str| [GRPC, URPC, HTTP, ADMIN].contains(&name);
+        let is_known = |name: &str| [GRPC, TCP, HTTP, ADMIN].contains(&name);
         let found = self
             .listeners
             .iter()
@@ -114,10 +114,10 @@ impl Inherited {
 pub(super) struct Sockets {
     pub(super) grpc: TcpListener,
     pub(super) http: TcpListener,
-    pub(super) urpc: Option<TcpListener>,
+    pub(super) tcp: Option<TcpListener>,
     pub(super) admin: Option<TcpListener>,
     pub(super) grpc_connections: Vec<TcpStream>,
-    pub(super) urpc_connections: Vec<TcpStream>,
+    pub(super) tcp_connections: Vec<TcpStream>,
 }
 
 impl Sockets {
@@ -129,14 +129,14 @@ impl Sockets {
         let address = config.worker.bind_address;
         let (grpc, http) =
             (open(GRPC, address, config.worker.grpc_port)?, open(HTTP, address, config.worker.http_port)?);
-        let urpc = config.worker.urpc_port.map(|port| open(URPC, address, port)).transpose()?;
+        let tcp = config.worker.urpc_port.map(|port| open(TCP, address, port)).transpose()?;
         let admin = config.admin.port.map(|port| open(ADMIN, config.admin.bind_address, port)).transpose()?;
         for (name, listener) in &inherited.listeners {
             let address = listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
             tracing::warn!(name, address, "an inherited listener is not configured, it is closed");
         }
-        let Inherited { grpc_connections, urpc_connections, .. } = inherited;
-        Ok(Self { grpc, http, urpc, admin, grpc_connections, urpc_connections })
+        let Inherited { grpc_connections, tcp_connections, .. } = inherited;
+        Ok(Self { grpc, http, tcp, admin, grpc_connections, tcp_connections })
     }
 
     /// Where they listen.
@@ -145,7 +145,7 @@ impl Sockets {
         Ok(Addresses {
             grpc: of(&self.grpc)?,
             http: of(&self.http)?,
-            urpc: self.urpc.as_ref().map(of).transpose()?,
+            tcp: self.tcp.as_ref().map(of).transpose()?,
             admin: self.admin.as_ref().map(of).transpose()?,
         })
     }
@@ -156,7 +156,7 @@ impl Sockets {
         let named = [
             (GRPC, Some(&self.grpc)),
             (HTTP, Some(&self.http)),
-            (URPC, self.urpc.as_ref()),
+            (TCP, self.tcp.as_ref()),
             (ADMIN, self.admin.as_ref()),
         ];
         for (name, listener) in named {
@@ -214,10 +214,10 @@ mod tests {
     fn listeners_are_found_by_name_or_port_and_survive_a_handover() {
         let first = Sockets::open(&config(0, 0), Inherited::default()).unwrap();
         let (grpc, http) = (port(&first.grpc), port(&first.http));
-        let urpc = port(first.urpc.as_ref().unwrap());
-        let client = TcpStream::connect(("127.0.0.1", urpc)).unwrap();
+        let tcp = port(first.tcp.as_ref().unwrap());
+        let client = TcpStream::connect(("127.0.0.1", tcp)).unwrap();
         let mut left = first.duplicate().unwrap();
-        left.urpc_connections.push(first.urpc.as_ref().unwrap().accept().unwrap().0);
+        left.tcp_connections.push(first.tcp.as_ref().unwrap().accept().unwrap().0);
         drop(first);
         TcpStream::connect(("127.0.0.1", grpc)).unwrap();
 
@@ -231,8 +231,8 @@ mod tests {
             .for_each(|(name, _)| *name = "x.socket".into());
         let second = Sockets::open(&config(0, http), left).unwrap();
         assert_eq!((port(&second.grpc), port(&second.http)), (grpc, http));
-        assert_eq!(port(second.urpc.as_ref().unwrap()), urpc);
-        assert_eq!(second.urpc_connections[0].peer_addr().unwrap(), client.local_addr().unwrap());
+        assert_eq!(port(second.tcp.as_ref().unwrap()), tcp);
+        assert_eq!(second.tcp_connections[0].peer_addr().unwrap(), client.local_addr().unwrap());
     }
 
     #[test]

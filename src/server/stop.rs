@@ -74,7 +74,7 @@ impl Worker {
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before.
     pub(super) async fn hand_over(self) -> Stopped {
         self.grpc_handover.begin();
-        self.urpc_handover.begin();
+        self.tcp_handover.begin();
         let deadline = Instant::now() + self.flush_timeout;
         self.end(deadline).await
     }
@@ -119,7 +119,7 @@ impl Worker {
         }
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
-        sockets.urpc_connections.extend(self.urpc_handover.take());
+        sockets.tcp_connections.extend(self.tcp_handover.take());
         Stopped { tasks_left: self.listeners.running() + self.background.running(), unflushed, sockets }
     }
 }

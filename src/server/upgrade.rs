@@ -32,7 +32,7 @@ impl Facts {
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
-            urpc_port: addresses.urpc.map(|address| address.port()),
+            urpc_port: addresses.tcp.map(|address| address.port()),
             bind_address: config.worker.bind_address,
             data_paths: if config.worker.store_type.has_local() {
                 config.local.paths.clone()
@@ -100,11 +100,11 @@ mod tests {
     fn running(text: &str) -> String {
         let config = config(text);
         let address = |port| std::net::SocketAddr::new(config.worker.bind_address, port);
-        let urpc = config.worker.urpc_port.map(address);
+        let tcp = config.worker.urpc_port.map(address);
         let addresses = Addresses {
             grpc: address(config.worker.grpc_port),
             http: address(config.worker.http_port),
-            urpc,
+            tcp,
             admin: None,
         };
         Facts::of(&config, addresses).to_text()

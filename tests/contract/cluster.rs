@@ -89,7 +89,7 @@ async fn a_worker_is_the_coordinator_of_another() {
     let id_of = |worker: &Worker| {
         let addresses = worker.addresses();
         let id = format!("127.0.0.1-{}", addresses.grpc.port());
-        addresses.urpc.map_or(id.clone(), |urpc| format!("{id}-{}", urpc.port()))
+        addresses.tcp.map_or(id.clone(), |urpc| format!("{id}-{}", urpc.port()))
     };
     assert_eq!(ids, HashSet::from([id_of(&a), id_of(&b)]));
 

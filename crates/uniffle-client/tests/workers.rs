@@ -56,7 +56,7 @@ impl Node {
     /// As in assignments.
     fn id(&self) -> String {
         let addresses = self.worker.addresses();
-        format!("127.0.0.1-{}-{}", addresses.grpc.port(), addresses.urpc.unwrap().port())
+        format!("127.0.0.1-{}-{}", addresses.grpc.port(), addresses.tcp.unwrap().port())
     }
 
     async fn stop(self) {

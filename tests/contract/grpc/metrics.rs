@@ -272,7 +272,7 @@ async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
 async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
     let (world, key) = (World::start().await, key(APP, 1));
     world.client.register(&key, &[(0, 0)]).await.unwrap();
-    let (tcp, driver) = TcpClient::connect(world.worker.addresses().urpc.unwrap()).await.unwrap();
+    let (tcp, driver) = TcpClient::connect(world.worker.addresses().tcp.unwrap()).await.unwrap();
     let clients = Tasks::new();
     clients.spawn("tcp client", driver);
     let session = Tcp(tcp, key.clone());

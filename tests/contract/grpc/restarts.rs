@@ -213,7 +213,7 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
         let text = refused.to_string();
         assert!(text.contains("5 blocks of shuffle app-1/1 partition 0 are lost"), "{text}");
         assert!(text.contains("in memory when the worker ended"), "{text}");
-        let (tcp, driver) = TcpClient::connect(world.worker.addresses().urpc.unwrap()).await.unwrap();
+        let (tcp, driver) = TcpClient::connect(world.worker.addresses().tcp.unwrap()).await.unwrap();
         #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
         let driver = tokio::spawn(driver);
         let refused = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();

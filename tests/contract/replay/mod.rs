@@ -55,7 +55,7 @@ impl Server {
     fn addresses(&self) -> (SocketAddr, SocketAddr) {
         let local = |address: SocketAddr| SocketAddr::from((Ipv4Addr::LOCALHOST, address.port()));
         let addresses = self.worker.addresses();
-        (local(addresses.grpc), local(addresses.urpc.expect("configured")))
+        (local(addresses.grpc), local(addresses.tcp.expect("configured")))
     }
 
     /// Waits until nothing of any application is left, and stops.

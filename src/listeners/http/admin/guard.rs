@@ -13,11 +13,10 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use prometheus::{IntCounterVec, IntGauge};
 
+use super::metrics::AdminMetrics;
 use super::token::Token;
 use crate::listeners::http::serve::Peer;
-use crate::metrics;
 use crate::telemetry::{AUDIT, LogLimiter};
 
 /// Largest body of a call: 64 tags of 100 characters are a tenth of it.
@@ -32,14 +31,6 @@ pub(super) const RESULTS: [&str; 3] = ["ok", "failed", "denied"];
 /// What a handler wants in the audit line, put into the extensions of its response.
 #[derive(Debug, Clone)]
 pub(super) struct Audited(pub(super) String);
-
-metrics::table! {
-    #[derive(Clone)]
-    pub(crate) struct AdminMetrics {
-        connections: IntGauge = "admin_connection_number", "connections of the administration now open";
-        calls: IntCounterVec["result"] = "admin_calls_total", "administration calls, by result";
-    }
-}
 
 /// What stands at the gate.
 struct Gate {

@@ -7,7 +7,8 @@
 
 mod calls;
 mod config;
-pub(crate) mod guard;
+mod guard;
+pub(crate) mod metrics;
 mod token;
 
 use std::time::Duration;
@@ -50,7 +51,7 @@ impl AdminServer {
         registry: &Registry,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let metrics = guard::AdminMetrics::new(registry)?;
+        let metrics = metrics::AdminMetrics::new(registry)?;
         for result in guard::RESULTS {
             metrics.calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
         }
