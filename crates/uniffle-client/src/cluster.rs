@@ -153,10 +153,10 @@ impl Application {
         storage.ok_or_else(|| Error::Invalid("the coordinator has no remote storage".to_owned()))
     }
 
-    /// Ends the application: its heartbeats stop, and its servers forget its data.
+    /// Ends the application: its heartbeats stop, and its servers delete its data.
     ///
     /// # Errors
-    /// The first server that could not be told; all were tried. Such a server forgets the application by itself when it
+    /// The first server that did not confirm; all were asked. Such a server drops the application by itself when it
     /// misses the heartbeats.
     pub async fn unregister(mut self) -> Result<(), Error> {
         self.heartbeats.shutdown().await;

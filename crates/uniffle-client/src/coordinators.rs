@@ -1,8 +1,8 @@
 //! The coordinators of a cluster: a quorum of which any member may answer.
 //!
-//! What asks for something (assignments, configuration, remote storage) is asked of one member after the other until one
-//! answers, beginning with the one that answered last; what tells something (an application, its heartbeat) is told to
-//! all. Not here: what is done with the answers.
+//! Queries (assignments, configuration, remote storage) go to one member after the other until one answers, beginning with
+//! the one that answered last. Announcements (an application, its heartbeat) go to all. Not here: what is done with the
+//! answers.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -239,7 +239,7 @@ impl Coordinators {
         }
     }
 
-    /// Tells all members at once; one that took it is enough.
+    /// Calls all members at once; one success is enough.
     async fn all<F>(
         &self,
         rpc: &'static str,
@@ -258,7 +258,7 @@ impl Coordinators {
         while let Some(ended) = calls.join_next().await {
             match ended {
                 Ok(Ok(())) => {
-                    // The others are told as well, without waiting for one that is silent; each call has its deadline.
+                    // The other calls go on in the background, each up to its deadline: a silent member delays nobody.
                     calls.detach_all();
                     return Ok(());
                 }

@@ -80,7 +80,7 @@ impl Error {
     }
 }
 
-/// Blocks that nobody has: how many, and the first of them.
+/// Blocks that no replica has: how many, and the first of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingBlocks {
     /// How many.

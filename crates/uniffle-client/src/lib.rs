@@ -29,7 +29,7 @@
 //!
 //! `examples/word_count.rs` is a whole program. What the client does by itself:
 //!
-//! - **Coordinators** ([`Coordinators`]): any of a quorum answers; the application and its heartbeats are told to all.
+//! - **Coordinators** ([`Coordinators`]): any of a quorum answers; all of them get the application and its heartbeats.
 //! - **Transports** ([`Transport`]): block data over gRPC or over the raw TCP protocol of Uniffle's Netty port.
 //! - **Writing** ([`ShuffleWriter`]): block ids in Java's layouts, checksums, batches of bounded size, waiting while a
 //!   server has no memory, resending what got lost, [`Replicas`], and the report that makes blocks visible.

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_in_the_index_is_told() {
+    fn a_hole_in_the_index_is_an_error() {
         let records = [record(0, 10, 1), record(11, 10, 2)];
         let hole = Malformed::Hole { record: 1, begins: 11, expected: 10 };
         assert_eq!(segments(&records, None, 100, |_| true), Err(hole));
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_crc_is_told_and_zero_is_not_checked() {
+    fn a_wrong_crc_is_an_error_and_zero_is_not_checked() {
         let mut block = Block::new(BlockId(1), TaskAttemptId(1), Bytes::from_static(b"x"));
         assert_eq!(check_crc(&block), Ok(()));
         block.meta.crc ^= 1;

@@ -322,7 +322,7 @@ impl ShuffleReader {
         Ok(())
     }
 
-    /// Opens the next file. It is off the list before, so that one that cannot be opened is not tried for ever.
+    /// Opens the next file. It leaves the list whatever happens, so that a file that cannot be opened is tried once.
     async fn open_remote(&mut self, stem: Option<String>) -> Result<(), Error> {
         let (Some(stem), Some((files, storage))) = (stem, self.remote()) else {
             self.stage = Stage::End;

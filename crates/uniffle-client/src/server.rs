@@ -86,18 +86,18 @@ impl Server {
         self.judge(within("appHeartbeat", deadline, self.grpc.heartbeat(app)).await)
     }
 
-    /// A server that knows nothing of it is as good as one that forgot it now.
+    /// NO_REGISTER is success: the server has nothing of this shuffle.
     pub(crate) async fn unregister(&self, key: &ShuffleKey) -> Result<(), Error> {
         let deadline = self.options.unregister_timeout;
-        self.judge(forgotten(within("unregisterShuffle", deadline, self.grpc.unregister(key)).await))
+        self.judge(unless_unknown(within("unregisterShuffle", deadline, self.grpc.unregister(key)).await))
     }
 
-    /// Servers before 0.9 do not know this call; they forget the application when its heartbeats end.
+    /// Servers before 0.9 do not know this call; they drop the application when its heartbeats end.
     pub(crate) async fn unregister_app(&self, app: &str) -> Result<(), Error> {
         let deadline = self.options.unregister_timeout;
         let result = within("unregisterShuffleByAppId", deadline, self.grpc.unregister_app(app)).await;
         let unknown_call = |error: &ClientError| matches!(error, ClientError::Rpc { status, .. } if status.code() == tonic::Code::Unimplemented);
-        self.judge(if result.as_ref().is_err_and(unknown_call) { Ok(()) } else { forgotten(result) })
+        self.judge(if result.as_ref().is_err_and(unknown_call) { Ok(()) } else { unless_unknown(result) })
     }
 
     pub(crate) async fn report(
@@ -120,7 +120,7 @@ impl Server {
         self.repeat("getShuffleResultForMultiPart", self.options.read_failures(), results).await
     }
 
-    /// Sends blocks until the server has them: a ticket, then the data with it, and a new ticket for every other try.
+    /// Sends blocks: a ticket, then the data with it. Tickets are used once, so each retry takes a new one.
     pub(crate) async fn push(&self, key: &ShuffleKey, batch: &Batch) -> Result<(), Error> {
         let patience = self.options.failures;
         let mut failures = 0;
@@ -301,7 +301,7 @@ impl Server {
     }
 }
 
-fn forgotten(result: Result<(), ClientError>) -> Result<(), ClientError> {
+fn unless_unknown(result: Result<(), ClientError>) -> Result<(), ClientError> {
     let unknown = [Some(StatusCode::NoRegister), Some(StatusCode::AppNotFound)];
     match result {
         Err(error) if unknown.contains(&error.status()) => Ok(()),
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_that_knows_nothing_of_it_has_forgotten_it() {
+    async fn unregistering_what_a_server_does_not_have_is_success() {
         // The double has neither call; one that servers before 0.9 lack is no failure.
         let (_, server, running) = server(Script::default()).await;
         server.unregister_app("app").await.unwrap();
@@ -434,7 +434,7 @@ mod tests {
         drop(server);
         running.end().await;
         let refused = |status| ClientError::Refused { rpc: "x", status, text: String::new() };
-        assert!(forgotten(Err(refused(StatusCode::NoRegister))).is_ok());
-        assert!(forgotten(Err(refused(StatusCode::InternalError))).is_err());
+        assert!(unless_unknown(Err(refused(StatusCode::NoRegister))).is_ok());
+        assert!(unless_unknown(Err(refused(StatusCode::InternalError))).is_err());
     }
 }

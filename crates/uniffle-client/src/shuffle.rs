@@ -139,10 +139,10 @@ impl Shuffle {
         Ok(partitions.iter().zip(expected).map(reader).collect())
     }
 
-    /// Makes all servers forget the shuffle.
+    /// Deletes the shuffle on all its servers.
     ///
     /// # Errors
-    /// The first server that could not be told; all were tried.
+    /// The first server that did not confirm; all were asked.
     pub async fn unregister(&self) -> Result<(), Error> {
         let mut calls = JoinSet::new();
         for server in &self.inner.servers {

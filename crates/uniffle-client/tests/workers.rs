@@ -229,7 +229,7 @@ async fn a_quorum_answers_as_long_as_one_coordinator_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn blocks_that_nobody_has_are_named() {
+async fn missing_blocks_are_named() {
     let node = Node::start("16MiB", "").await;
     let cluster = Cluster::new([node.address()], options()).unwrap();
     let application = cluster.application("missing").await.unwrap();

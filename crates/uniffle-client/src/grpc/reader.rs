@@ -1,7 +1,7 @@
 //! Reading a partition the way the Java client does: memory until it is empty, then the index once, then the data.
 //!
 //! Not here: the cutting of answers into blocks ([`super::super::read`]). Invariants: each block is counted once by id,
-//! every counted block's checksum was compared, and a server that repeats itself forever is told, not followed.
+//! every counted block's checksum was compared, and a server that repeats itself without end is an error.
 
 use std::collections::BTreeMap;
 
@@ -55,7 +55,7 @@ impl PartitionRead {
     /// Takes blocks of one tier; returns how many are new.
     fn take(&mut self, rpc: &'static str, blocks: Vec<Block>) -> Result<usize, ClientError> {
         let before = self.blocks.len();
-        // Fillers stand for what is lost and nobody expects; a Java client ignores them with all it does not expect.
+        // Fillers stand for lost bytes. They are never reported, so a Java client ignores them as unexpected.
         for block in blocks.into_iter().filter(|block| block.meta.block_id.0 != FILLER_BLOCK_ID) {
             if self.blocks.contains_key(&block.meta.block_id) {
                 self.repeats += 1;
