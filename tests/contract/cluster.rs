@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
+use uniffle_testkit::ports::free_port;
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
@@ -142,14 +143,14 @@ async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
     let (_half_open, silent) = listener().await;
     let (closed, refusing) = listener().await;
     drop(closed);
-    let (reserved, late) = listener().await;
+    // Nobody listens there until the worker below does, and the system gives it to nobody else.
+    let late = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
     let b = worker(dir_b.path(), &quorum).await;
     // It serves although no coordinator ever answered.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
         .expect("an address");
     channel.connect().await.expect("the listener is open");
-    drop(reserved);
     let a = late_worker(dir_a.path(), late.port()).await;
     let mut coordinator = coordinator_of(&a).await;
     until_nodes(&mut coordinator, 2).await;

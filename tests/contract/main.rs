@@ -2,7 +2,7 @@
 //!
 //! | module | against what |
 //! | --- | --- |
-//! | `grpc` | docs/protocol.md §12, row by row: [`grpc::world::World`] is a whole worker as a user configures it, [`grpc::rig::Rig`] the same parts over disks that can be made to hang or fail, with a clock that can be paused |
+//! | `grpc` | docs/protocol.md §12, row by row: [`grpc::fixture::WorkerFixture`] is a whole worker as a user configures it, [`grpc::parts::parts`] gives the same parts over disks that can be made to hang or fail, with a clock that can be paused |
 //! | `tcp`, `per_core` | the raw TCP listener over real sockets, each way to run it |
 //! | `replay` | recorded sessions of real clients |
 //! | `life` | seeded histories of blocks under paused time, against a model |
@@ -24,6 +24,7 @@ mod grpc {
     pub(crate) mod blocks;
     pub(crate) mod decommission;
     pub(crate) mod faults;
+    pub(crate) mod fixture;
     pub(crate) mod forms;
     pub(crate) mod health;
     pub(crate) mod hostile_frames;
@@ -31,16 +32,15 @@ mod grpc {
     pub(crate) mod metrics;
     pub(crate) mod outages;
     pub(crate) mod panics;
+    pub(crate) mod parts;
     pub(crate) mod races;
     pub(crate) mod raw;
     pub(crate) mod read_memory;
     pub(crate) mod restarts;
     pub(crate) mod results;
-    pub(crate) mod rig;
     pub(crate) mod sizes;
     pub(crate) mod tickets;
     pub(crate) mod tiers;
-    pub(crate) mod world;
 }
 
 /// Connections are tasks of the shared runtime: `urpc_runtime = "shared"`.
@@ -50,20 +50,20 @@ mod tcp {
 
     pub(crate) mod bad_input;
     pub(crate) mod deadlines;
+    pub(crate) mod fixture;
     pub(crate) mod local;
     pub(crate) mod requests;
-    pub(crate) mod world;
 }
 
 /// Connections live on threads with a runtime each, as by default. Not the deadlines, which need the
 /// test's own paused clock.
-#[allow(dead_code, reason = "some of the world is for the deadlines")]
+#[allow(dead_code, reason = "some of the fixture is for the deadlines")]
 #[path = "tcp"]
 mod per_core {
     pub(crate) const OWN_THREADS: usize = 2;
 
     pub(crate) mod bad_input;
+    pub(crate) mod fixture;
     pub(crate) mod local;
     pub(crate) mod requests;
-    pub(crate) mod world;
 }

@@ -14,9 +14,9 @@ use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::proto::RemoteStorage;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 
+use crate::fixture::{open, plain_connector};
 use crate::reader::try_read_directory;
 use crate::real::real;
-use crate::rig::{open, plain_connector};
 use uniffle_testkit::checker::{Checker, End, Remote, RemoteRead, run_of};
 use uniffle_testkit::clients::client_of;
 use uniffle_testkit::hdfs::MiniHdfs;

@@ -23,9 +23,9 @@ use uniffle_worker::tiers::{
     ShuffleHandle, StoreError, StoreErrorKind,
 };
 
+use crate::fixture::{FakeConnector, SERVER_ID, open, plain_connector};
 use crate::reader::read_directory;
 use crate::real::real;
-use crate::rig::{FakeConnector, SERVER_ID, open, plain_connector};
 
 /// A store as the flusher sees it, and what a reader finds in it.
 enum Subject {

@@ -11,8 +11,8 @@ use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
 use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};
 
+use crate::fixture::{HdfsFixture, SERVER_ID, Setup, open, plain_connector};
 use crate::real::real;
-use crate::rig::{Rig, SERVER_ID, Setup, open, plain_connector};
 use uniffle_testkit::hdfs::MiniHdfs;
 
 /// Names of the files in a partition's directory, in memory.
@@ -38,40 +38,44 @@ async fn after_any_failure_of_a_write_a_new_pair_of_files_is_begun() {
         (Append, ".index", RemoteFault::Lost),
     ];
     for (call, ending, fault) in failures {
-        let (mut rig, fs) = Rig::fake(Setup::default()).await;
-        rig.register(1).await;
+        let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+        fixture.register(1).await;
         if call == Append {
-            rig.push(1, 0, 3, 1000);
-            rig.flush().await;
+            fixture.push(1, 0, 3, 1000);
+            fixture.flush().await;
         }
         fs.add_fault(call, ending, fault, Some(1));
         for _ in 0..2 {
-            rig.push(1, 0, 3, 1000);
-            rig.begin_flush();
+            fixture.push(1, 0, 3, 1000);
+            fixture.begin_flush();
             sleep(Duration::from_millis(20)).await;
-            rig.assert_nothing_missing().await;
+            fixture.assert_nothing_missing().await;
         }
-        rig.settled().await;
-        assert_eq!(rig.in_hdfs(1, 0).await.len(), rig.all[&(1, 0)].len(), "{call:?} {ending} {fault:?}");
+        fixture.settled().await;
+        assert_eq!(
+            fixture.in_hdfs(1, 0).await.len(),
+            fixture.all[&(1, 0)].len(),
+            "{call:?} {ending} {fault:?}"
+        );
         let files = names(fs.files().into_keys());
         assert!(files.contains(&"_0_1.index".to_owned()), "{call:?} {ending} {fault:?}: {files:?}");
-        assert!(rig.metric("total_memory_to_hdfs_spill_failed") >= 1.0);
-        assert!(rig.metric("storage_retry_write_remote") >= 1.0);
-        rig.finish().await;
+        assert!(fixture.metric("total_memory_to_hdfs_spill_failed") >= 1.0);
+        assert!(fixture.metric("storage_retry_write_remote") >= 1.0);
+        fixture.finish().await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn files_of_an_earlier_process_are_not_touched() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
-    rig.push(1, 0, 3, 1000);
-    rig.flush().await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 3, 1000);
+    fixture.flush().await;
     let before = fs.files();
     // The same worker, started again: it knows nothing of the files.
-    let connector = Arc::new(crate::rig::FakeConnector(fs.clone()));
+    let connector = Arc::new(crate::fixture::FakeConnector(fs.clone()));
     let path = "hdfs://fake:8020/uniffle";
-    let mut again = Rig::start(Setup::default(), connector, Arc::new(fs.clone()), path).await;
+    let mut again = HdfsFixture::start(Setup::default(), connector, Arc::new(fs.clone()), path).await;
     again.register(1).await;
     again.push(1, 0, 5, 1000);
     again.flush().await;
@@ -80,96 +84,104 @@ async fn files_of_an_earlier_process_are_not_touched() {
     }
     let files = names(fs.files().into_keys());
     assert_eq!(files, ["_0_0.data", "_0_0.index", "_0_1.data", "_0_1.index"]);
-    rig.assert_nothing_missing().await;
+    fixture.assert_nothing_missing().await;
     again.assert_nothing_missing().await;
     again.finish().await;
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_remote_that_fails_is_told_and_tried_again() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
     for partition in 0..5 {
-        rig.push(1, partition, 3, 1000);
+        fixture.push(1, partition, 3, 1000);
     }
-    rig.begin_flush();
-    rig.eventually(
-        "it is known to fail",
-        || if rig.hdfs.all_failing() { Ok(()) } else { Err(String::new()) },
-    )
-    .await;
-    rig.hdfs.refresh_metrics();
-    assert_eq!(rig.metric("remote_storage_is_failing"), 1.0);
+    fixture.begin_flush();
+    fixture
+        .eventually("it is known to fail", || {
+            if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) }
+        })
+        .await;
+    fixture.hdfs.refresh_metrics();
+    assert_eq!(fixture.metric("remote_storage_is_failing"), 1.0);
     sleep(Duration::from_secs(300)).await;
     let calls = fs.calls().len();
     assert!(calls < 40, "{calls} attempts in five minutes are no now and then");
-    rig.assert_nothing_missing().await;
+    fixture.assert_nothing_missing().await;
     fs.release();
-    rig.settled().await;
-    assert!(!rig.hdfs.all_failing());
-    assert_eq!(rig.in_hdfs(1, 4).await.len(), 3);
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    fixture.settled().await;
+    assert!(!fixture.hdfs.all_failing());
+    assert_eq!(fixture.in_hdfs(1, 4).await.len(), 3);
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
-    rig.register(2).await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fixture.register(2).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
     for partition in 0..5 {
-        rig.push(1, partition, 1, 1000);
+        fixture.push(1, partition, 1, 1000);
     }
-    rig.begin_flush();
-    rig.eventually("it fails", || if rig.hdfs.all_failing() { Ok(()) } else { Err(String::new()) }).await;
+    fixture.begin_flush();
+    fixture
+        .eventually("it fails", || if fixture.hdfs.all_failing() { Ok(()) } else { Err(String::new()) })
+        .await;
     // What could not be written is not wanted any more, and shuffle 2 writes nothing.
-    rig.service.unregister_shuffle(crate::rig::APP, 1).unwrap();
-    rig.all.clear();
-    rig.settled().await;
+    fixture.service.unregister_shuffle(crate::fixture::APP, 1).unwrap();
+    fixture.all.clear();
+    fixture.settled().await;
     fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
     let mut probing = JoinSet::new();
-    probing.spawn(Arc::clone(&rig.hdfs).keep_probing(std::future::pending()));
+    probing.spawn(Arc::clone(&fixture.hdfs).keep_probing(std::future::pending()));
     let times =
         |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
-    rig.eventually("it was asked in vain", || match times(RemoteCall::Delete) {
-        3 => Ok(()),
-        asked => Err(format!("{asked} times")),
-    })
-    .await;
-    assert!(rig.hdfs.all_failing());
-    rig.eventually("it answers", || if rig.hdfs.all_failing() { Err(String::new()) } else { Ok(()) }).await;
+    fixture
+        .eventually("it was asked in vain", || match times(RemoteCall::Delete) {
+            3 => Ok(()),
+            asked => Err(format!("{asked} times")),
+        })
+        .await;
+    assert!(fixture.hdfs.all_failing());
+    fixture
+        .eventually("it answers", || if fixture.hdfs.all_failing() { Err(String::new()) } else { Ok(()) })
+        .await;
     sleep(Duration::from_secs(600)).await;
     assert_eq!(times(RemoteCall::Delete), 4, "one that works is not asked");
-    rig.finish().await;
+    fixture.finish().await;
     probing.join_next().await.unwrap().unwrap();
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
-    rig.push(1, 0, 1, 1000);
-    rig.flush().await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 1, 1000);
+    fixture.flush().await;
     fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Fail(StoreErrorKind::Io), Some(4));
-    rig.service.unregister_shuffle(crate::rig::APP, 1).unwrap();
-    rig.all.clear();
-    rig.eventually("it is deleted", || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) }).await;
-    rig.register(2).await;
-    rig.push(2, 0, 1, 1000);
-    rig.flush().await;
+    fixture.service.unregister_shuffle(crate::fixture::APP, 1).unwrap();
+    fixture.all.clear();
+    fixture
+        .eventually("it is deleted", || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) })
+        .await;
+    fixture.register(2).await;
+    fixture.push(2, 0, 1, 1000);
+    fixture.flush().await;
     fs.add_fault(RemoteCall::Delete, "/2", RemoteFault::Fail(StoreErrorKind::Denied), None);
-    rig.service.unregister_shuffle(crate::rig::APP, 2).unwrap();
-    rig.all.clear();
-    rig.eventually("it is given up", || match rig.metric("total_remote_storage_deletion_failed") {
-        1.0 => Ok(()),
-        other => Err(other.to_string()),
-    })
-    .await;
+    fixture.service.unregister_shuffle(crate::fixture::APP, 2).unwrap();
+    fixture.all.clear();
+    fixture
+        .eventually("it is given up", || match fixture.metric("total_remote_storage_deletion_failed") {
+            1.0 => Ok(()),
+            other => Err(other.to_string()),
+        })
+        .await;
     fs.release();
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 /// Quick to give up, so that the tests are.
@@ -180,68 +192,85 @@ fn hasty() -> Setup {
 
 /// Runs `fault` while batches are on their way, `heal` later, and looks for every block all the time.
 async fn survives(
-    mut rig: Rig,
+    mut fixture: HdfsFixture,
     fault: impl FnOnce(&MiniHdfs),
     heal: impl FnOnce(&MiniHdfs),
     hdfs: &MiniHdfs,
-) -> Rig {
-    rig.register(1).await;
+) -> HdfsFixture {
+    fixture.register(1).await;
     for partition in 0..4 {
-        rig.push(1, partition, 4, 50_000);
+        fixture.push(1, partition, 4, 50_000);
     }
-    rig.flush().await;
-    rig.assert_nothing_missing().await;
+    fixture.flush().await;
+    fixture.assert_nothing_missing().await;
     for partition in 0..4 {
-        rig.push(1, partition, 4, 500_000);
+        fixture.push(1, partition, 4, 500_000);
     }
-    rig.begin_flush();
+    fixture.begin_flush();
     fault(hdfs);
     for partition in 0..4 {
-        rig.push(1, partition, 4, 50_000);
+        fixture.push(1, partition, 4, 50_000);
     }
-    rig.begin_flush();
-    rig.eventually("something has failed or all is stored", || {
-        let failed = rig.metric("total_memory_to_hdfs_spill_failed");
-        if failed > 0.0 || rig.flusher.unfinished() == 0 { Ok(()) } else { Err("all waits".to_owned()) }
-    })
-    .await;
+    fixture.begin_flush();
+    fixture
+        .eventually("something has failed or all is stored", || {
+            let failed = fixture.metric("total_memory_to_hdfs_spill_failed");
+            if failed > 0.0 || fixture.flusher.unfinished() == 0 {
+                Ok(())
+            } else {
+                Err("all waits".to_owned())
+            }
+        })
+        .await;
     heal(hdfs);
-    rig.settled().await;
-    rig.nothing_is_missing_soon().await;
-    rig
+    fixture.settled().await;
+    fixture.nothing_is_missing_soon().await;
+    fixture
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_datanode_that_dies_amid_appends_loses_nothing() {
     let Some(hdfs) = real().await else { return };
-    let rig = Rig::real(hasty(), &hdfs.url("/datanode")).await;
-    let rig =
-        survives(rig, |hdfs| drop(hdfs.run("stop-datanode")), |hdfs| drop(hdfs.run("start-datanode")), &hdfs);
-    let rig = rig.await;
-    assert_eq!(rig.in_hdfs(1, 0).await.len(), 12);
+    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/datanode")).await;
+    let fixture = survives(
+        fixture,
+        |hdfs| drop(hdfs.run("stop-datanode")),
+        |hdfs| drop(hdfs.run("start-datanode")),
+        &hdfs,
+    );
+    let fixture = fixture.await;
+    assert_eq!(fixture.in_hdfs(1, 0).await.len(), 12);
     let later = hdfs.list("/datanode").iter().filter(|file| !file.path.contains("_0.")).count();
     assert!(later > 0, "no new file numbers: {:?}", hdfs.list("/datanode"));
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_namenode_that_restarts_loses_nothing() {
     let Some(hdfs) = real().await else { return };
-    let rig = Rig::real(hasty(), &hdfs.url("/namenode")).await;
-    let rig =
-        survives(rig, |hdfs| drop(hdfs.run("stop-namenode")), |hdfs| drop(hdfs.run("start-namenode")), &hdfs);
-    let rig = rig.await;
-    assert_eq!(rig.in_hdfs(1, 3).await.len(), 12);
-    rig.finish().await;
+    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/namenode")).await;
+    let fixture = survives(
+        fixture,
+        |hdfs| drop(hdfs.run("stop-namenode")),
+        |hdfs| drop(hdfs.run("start-namenode")),
+        &hdfs,
+    );
+    let fixture = fixture.await;
+    assert_eq!(fixture.in_hdfs(1, 3).await.len(), 12);
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn safe_mode_is_waited_for() {
     let Some(hdfs) = real().await else { return };
-    let rig = Rig::real(hasty(), &hdfs.url("/safe")).await;
-    let rig =
-        survives(rig, |hdfs| drop(hdfs.run("safe-mode on")), |hdfs| drop(hdfs.run("safe-mode off")), &hdfs);
-    rig.await.finish().await;
+    let fixture = HdfsFixture::real(hasty(), &hdfs.url("/safe")).await;
+    let fixture = survives(
+        fixture,
+        |hdfs| drop(hdfs.run("safe-mode on")),
+        |hdfs| drop(hdfs.run("safe-mode off")),
+        &hdfs,
+    );
+    fixture.await.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -249,12 +278,12 @@ async fn an_exceeded_quota_falls_back_to_the_disks() {
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /quota");
     // Less than a block: nothing can be written.
-    let rig = Rig::real(Setup { local: true, ..hasty() }, &hdfs.url("/quota")).await;
+    let fixture = HdfsFixture::real(Setup { local: true, ..hasty() }, &hdfs.url("/quota")).await;
     let quota = |hdfs: &MiniHdfs| drop(hdfs.run("quota /quota 1000000"));
-    let rig = survives(rig, quota, |_| (), &hdfs).await;
-    assert!(rig.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the quota was not noticed");
+    let fixture = survives(fixture, quota, |_| (), &hdfs).await;
+    assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "the quota was not noticed");
     hdfs.run("quota /quota -1");
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -266,14 +295,14 @@ async fn denied_permission_falls_back_to_the_disks_or_waits() {
     for local in [true, false] {
         let connector = Arc::new(AsUser(plain_connector(), "nobody"));
         let (path, setup) = (hdfs.url("/denied"), Setup { local, ..hasty() });
-        let rig = Rig::start(setup, connector, open(&*plain_connector(), &path), &path).await;
+        let fixture = HdfsFixture::start(setup, connector, open(&*plain_connector(), &path), &path).await;
         let deny = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chown hdfs", "chmod 755"]);
         let allow = |hdfs: &MiniHdfs| each_of_the_shuffle(hdfs, &["chmod 777"]);
-        let rig = survives(rig, deny, allow, &hdfs).await;
-        assert!(rig.metric("total_memory_to_hdfs_spill_failed") > 0.0, "nothing was denied");
-        assert!(!rig.hdfs.all_failing(), "one path's permission says nothing of the file system");
-        assert_eq!(rig.visible(1, 1).await[1].is_empty(), !local);
-        rig.finish().await;
+        let fixture = survives(fixture, deny, allow, &hdfs).await;
+        assert!(fixture.metric("total_memory_to_hdfs_spill_failed") > 0.0, "nothing was denied");
+        assert!(!fixture.hdfs.all_failing(), "one path's permission says nothing of the file system");
+        assert_eq!(fixture.visible(1, 1).await[1].is_empty(), !local);
+        fixture.finish().await;
     }
 }
 

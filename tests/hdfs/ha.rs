@@ -12,9 +12,9 @@ use uniffle_worker::proto::{RemoteStorage, RemoteStorageConfItem, ShuffleRegiste
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::{RemoteLocation, RemoteTarget};
 
+use crate::fixture::plain_connector;
 use crate::reader::read_directory;
 use crate::real::SETTLE_DEADLINE;
-use crate::rig::plain_connector;
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::maven;
 use uniffle_testkit::wait_until;

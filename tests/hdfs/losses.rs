@@ -10,9 +10,9 @@ use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{RemoteStorage, StatusCode};
 
+use crate::fixture::{open, plain_connector};
 use crate::reader::read_directory;
 use crate::real::{SETTLE_DEADLINE, real};
-use crate::rig::{open, plain_connector};
 use uniffle_testkit::hdfs::MiniHdfs;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -25,7 +25,7 @@ const WARM: i32 = 1;
 const IN_MEMORY: i32 = 2;
 
 /// One shuffle of a worker, with everything that was sent to it.
-struct World {
+struct LossesFixture {
     worker: Worker,
     key: ShuffleKey,
     url: String,
@@ -33,7 +33,7 @@ struct World {
     tasks: i64,
 }
 
-impl World {
+impl LossesFixture {
     async fn start(hdfs: &MiniHdfs, path: &'static str) -> Self {
         let worker = Worker::start(&Setup {
             name: path,
@@ -47,11 +47,12 @@ impl World {
         });
         let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
         let url = hdfs.url(&format!("/{path}"));
-        let world = Self { worker, key, url, sent: BTreeMap::new(), tasks: 0 };
-        let mut request = register_request(&world.key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
-        request.remote_storage = Some(RemoteStorage { path: world.url.clone(), ..RemoteStorage::default() });
-        world.client().await.register_with(request).await.unwrap();
-        world
+        let fixture = Self { worker, key, url, sent: BTreeMap::new(), tasks: 0 };
+        let mut request = register_request(&fixture.key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
+        request.remote_storage =
+            Some(RemoteStorage { path: fixture.url.clone(), ..RemoteStorage::default() });
+        fixture.client().await.register_with(request).await.unwrap();
+        fixture
     }
 
     async fn client(&self) -> ShuffleClient {
@@ -154,71 +155,71 @@ fn refusal(result: Result<(), ClientError>) -> (StatusCode, String) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_there() {
     let Some(hdfs) = real().await else { return };
-    let mut world = World::start(&hdfs, "losses").await;
-    let [cold, warm, in_memory] = world.fill().await;
+    let mut fixture = LossesFixture::start(&hdfs, "losses").await;
+    let [cold, warm, in_memory] = fixture.fill().await;
     // One task has not reported in each place when the process dies.
-    world.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
-    world.report(WARM, &warm).await.unwrap();
-    world.report(IN_MEMORY, &in_memory).await.unwrap();
-    let unreported = world.send(3, 2, 1000).await;
+    fixture.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
+    fixture.report(WARM, &warm).await.unwrap();
+    fixture.report(IN_MEMORY, &in_memory).await.unwrap();
+    let unreported = fixture.send(3, 2, 1000).await;
     let files = hdfs.list("/losses");
     assert_eq!(files.len(), 2, "{files:?}");
-    world.worker.kill();
+    fixture.worker.kill();
     // As a process leaves them that is killed amid an append.
     for file in &files {
         hdfs.run(&format!("leave-open {}", file.path));
     }
-    world.worker.start_again();
-    world.nothing_is_in_doubt_soon();
+    fixture.worker.start_again();
+    fixture.nothing_is_in_doubt_soon();
     for partition in [COLD, WARM] {
-        world.read(partition).await.unwrap();
+        fixture.read(partition).await.unwrap();
     }
-    let (status, text) = refusal(world.read(IN_MEMORY).await);
+    let (status, text) = refusal(fixture.read(IN_MEMORY).await);
     assert_eq!(status, StatusCode::InternalError, "{text}");
     for part in ["3 blocks", "app-1/1 partition 2", "in memory when the worker ended"] {
         assert!(text.contains(part), "{part} in {text}");
     }
-    assert_eq!(world.worker.metrics().expect("lost_blocks"), 3.0, "{:?}", world.worker.page("/losses"));
+    assert_eq!(fixture.worker.metrics().expect("lost_blocks"), 3.0, "{:?}", fixture.worker.page("/losses"));
     // Reports that come after the fact.
-    world.report(COLD, &(cold.0, cold.1[3..].to_vec())).await.unwrap();
-    let (_, text) = refusal(world.report(3, &unreported).await);
+    fixture.report(COLD, &(cold.0, cold.1[3..].to_vec())).await.unwrap();
+    let (_, text) = refusal(fixture.report(3, &unreported).await);
     assert!(text.contains("the task must run again"), "{text}");
     // What is sent again heals.
-    let lost = world.sent[&IN_MEMORY].clone();
+    let lost = fixture.sent[&IN_MEMORY].clone();
     let batch = [(PartitionId(IN_MEMORY), lost)];
-    world.client().await.push(&world.key, SendForm::Classic, &batch).await.unwrap();
-    world.read(IN_MEMORY).await.unwrap();
-    assert_eq!(world.worker.metrics().expect("lost_blocks"), 0.0);
-    world.end().await;
+    fixture.client().await.push(&fixture.key, SendForm::Classic, &batch).await.unwrap();
+    fixture.read(IN_MEMORY).await.unwrap();
+    assert_eq!(fixture.worker.metrics().expect("lost_blocks"), 0.0);
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answered_short() {
     let Some(hdfs) = real().await else { return };
-    let mut world = World::start(&hdfs, "doubt").await;
-    let [cold, warm, in_memory] = world.fill().await;
-    world.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
-    world.report(WARM, &warm).await.unwrap();
-    world.report(IN_MEMORY, &in_memory).await.unwrap();
-    let unreported = world.send(3, 2, 1000).await;
+    let mut fixture = LossesFixture::start(&hdfs, "doubt").await;
+    let [cold, warm, in_memory] = fixture.fill().await;
+    fixture.report(COLD, &(cold.0, cold.1[..3].to_vec())).await.unwrap();
+    fixture.report(WARM, &warm).await.unwrap();
+    fixture.report(IN_MEMORY, &in_memory).await.unwrap();
+    let unreported = fixture.send(3, 2, 1000).await;
     hdfs.run("stop-namenode");
-    world.kill_and_start();
-    assert_eq!(world.in_doubt(), 2.0);
+    fixture.kill_and_start();
+    assert_eq!(fixture.in_doubt(), 2.0);
     for partition in [COLD, IN_MEMORY] {
-        let (status, text) = refusal(world.read(partition).await);
+        let (status, text) = refusal(fixture.read(partition).await);
         assert_eq!(status, StatusCode::NoBuffer, "{text}");
         assert!(text.contains("sought in the remote store"), "{text}");
     }
-    world.assert_all(WARM, &world.near(WARM).await.unwrap());
+    fixture.assert_all(WARM, &fixture.near(WARM).await.unwrap());
     // It cannot be said that these are lost.
-    world.report(3, &unreported).await.unwrap();
-    assert_eq!((world.in_doubt(), world.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
+    fixture.report(3, &unreported).await.unwrap();
+    assert_eq!((fixture.in_doubt(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");
-    world.nothing_is_in_doubt_soon();
-    world.read(COLD).await.unwrap();
+    fixture.nothing_is_in_doubt_soon();
+    fixture.read(COLD).await.unwrap();
     for (partition, blocks) in [(IN_MEMORY, "3 blocks"), (3, "2 blocks")] {
-        let (status, text) = refusal(world.read(partition).await);
+        let (status, text) = refusal(fixture.read(partition).await);
         assert!(status == StatusCode::InternalError && text.contains(blocks), "{text}");
     }
-    world.end().await;
+    fixture.end().await;
 }

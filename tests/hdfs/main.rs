@@ -1,6 +1,6 @@
 //! The HDFS tier: over a file system in memory, and over a real NameNode and DataNode.
 //!
-//! Whatever fails, a block that was acknowledged is visible in a tier at every moment: `rig` reads all of them the way
+//! Whatever fails, a block that was acknowledged is visible in a tier at every moment: `fixture` reads all of them the way
 //! clients do, and every test asks it.
 
 #![cfg(feature = "hdfs")]
@@ -10,12 +10,12 @@
 mod checker;
 mod contract;
 mod faults;
+mod fixture;
 mod ha;
 mod kerberos;
 mod losses;
 mod reader;
 mod real;
-mod rig;
 mod speed;
 mod tiers;
 mod worker;

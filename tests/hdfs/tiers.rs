@@ -10,7 +10,7 @@ use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
 use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
 use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreErrorKind};
 
-use crate::rig::{APP, Rig, SERVER_ID, Setup};
+use crate::fixture::{APP, HdfsFixture, SERVER_ID, Setup};
 
 fn both() -> Setup {
     Setup { local: true, ..Setup::default() }
@@ -19,203 +19,206 @@ fn both() -> Setup {
 /// `app_config.partition_limit_threshold` changes while the worker runs.
 #[tokio::test(start_paused = true)]
 async fn what_is_huge_follows_a_reload() {
-    let (mut rig, _) = Rig::fake(both()).await;
-    rig.flusher.set_limits(Limits { huge_partition_bytes: 50_000, ..rig.flusher.limits() });
-    rig.register(1).await;
-    rig.push(1, 0, 9, 10_000);
-    rig.flush().await;
-    assert_eq!(rig.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    let (mut fixture, _) = HdfsFixture::fake(both()).await;
+    fixture.flusher.set_limits(Limits { huge_partition_bytes: 50_000, ..fixture.flusher.limits() });
+    fixture.register(1).await;
+    fixture.push(1, 0, 9, 10_000);
+    fixture.flush().await;
+    assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn cold_and_huge_partitions_go_to_hdfs_and_the_rest_to_disks() {
-    let (mut rig, _) = Rig::fake(Setup { huge_partition_bytes: 300_000, ..both() }).await;
-    rig.register(1).await;
-    rig.push(1, 0, 10, 10_000); // not more than the threshold
-    rig.push(1, 1, 11, 10_000); // more
-    rig.flush().await;
+    let (mut fixture, _) = HdfsFixture::fake(Setup { huge_partition_bytes: 300_000, ..both() }).await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 10, 10_000); // not more than the threshold
+    fixture.push(1, 1, 11, 10_000); // more
+    fixture.flush().await;
     for _ in 0..4 {
-        rig.push(1, 2, 9, 10_000); // never more, but huge in the end
-        rig.flush().await;
+        fixture.push(1, 2, 9, 10_000); // never more, but huge in the end
+        fixture.flush().await;
     }
-    let small = rig.visible(1, 0).await;
+    let small = fixture.visible(1, 0).await;
     assert_eq!((small[1].len(), small[2].len()), (10, 0));
-    let cold = rig.visible(1, 1).await;
+    let cold = fixture.visible(1, 1).await;
     assert_eq!((cold[1].len(), cold[2].len()), (0, 11));
-    let huge = rig.visible(1, 2).await;
+    let huge = fixture.visible(1, 2).await;
     assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
-    assert_eq!(rig.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
-    assert_eq!(rig.metric("total_hadoop_write_data"), 200_000.0);
-    rig.service.refresh_metrics();
-    assert_eq!(rig.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
-    assert_eq!(rig.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
+    assert_eq!(fixture.metric("total_hadoop_write_data"), 200_000.0);
+    fixture.service.refresh_metrics();
+    assert_eq!(fixture.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
+    assert_eq!(fixture.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn blocks_stay_in_memory_until_both_files_are_readable() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
-    rig.push(1, 0, 3, 1000);
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 3, 1000);
     fs.add_fault(RemoteCall::Create, ".index", RemoteFault::Hang, None);
-    rig.begin_flush();
-    rig.eventually("the data is written", || match fs.files().len() {
-        1 => Ok(()),
-        files => Err(format!("{files} files")),
-    })
-    .await;
-    let tiers = rig.visible(1, 0).await;
+    fixture.begin_flush();
+    fixture
+        .eventually("the data is written", || match fs.files().len() {
+            1 => Ok(()),
+            files => Err(format!("{files} files")),
+        })
+        .await;
+    let tiers = fixture.visible(1, 0).await;
     assert_eq!((tiers[0].len(), tiers[2].len()), (3, 0), "no index yet");
     fs.release();
-    rig.settled().await;
-    let tiers = rig.visible(1, 0).await;
+    fixture.settled().await;
+    let tiers = fixture.visible(1, 0).await;
     assert_eq!((tiers[0].len(), tiers[2].len()), (0, 3));
     let order: Vec<_> = fs.calls().into_iter().filter(|(call, _)| *call == RemoteCall::Create).collect();
     assert!(order[0].1.ends_with(".data") && order[1].1.ends_with(".index"), "{order:?}");
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_tier_that_fails_is_left_for_the_other() {
-    let (mut rig, fs) = Rig::fake(both()).await;
-    rig.register(1).await;
+    let (mut fixture, fs) = HdfsFixture::fake(both()).await;
+    fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Fail(StoreErrorKind::Io), None);
-    rig.push(1, 0, 20, 10_000);
-    rig.flush().await;
-    assert_eq!(rig.visible(1, 0).await[1].len(), 20, "cold, and yet on disk");
+    fixture.push(1, 0, 20, 10_000);
+    fixture.flush().await;
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "cold, and yet on disk");
     fs.release();
-    rig.disk_faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
-    rig.push(1, 1, 5, 1000);
-    rig.flush().await;
-    assert_eq!(rig.visible(1, 1).await[2].len(), 5, "small, and yet in HDFS");
+    fixture.disk_faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
+    fixture.push(1, 1, 5, 1000);
+    fixture.flush().await;
+    assert_eq!(fixture.visible(1, 1).await[2].len(), 5, "small, and yet in HDFS");
     let failed = ["total_memory_to_hdfs_spill_failed", "total_memory_to_localfile_spill_failed"];
-    assert_eq!(failed.map(|name| rig.metric(name)), [1.0; 2]);
-    assert_eq!(rig.metric("storage_retry_write_remote"), 1.0, "what the disks did not take");
-    rig.disk_faults.clear();
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    assert_eq!(failed.map(|name| fixture.metric(name)), [1.0; 2]);
+    assert_eq!(fixture.metric("storage_retry_write_remote"), 1.0, "what the disks did not take");
+    fixture.disk_faults.clear();
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_hdfs_that_hangs_does_not_hold_up_the_disks() {
-    let (mut rig, fs) =
-        Rig::fake(Setup { hdfs: HdfsConfig { in_flight_max: 3, ..both().hdfs }, ..both() }).await;
-    rig.register(1).await;
+    let (mut fixture, fs) =
+        HdfsFixture::fake(Setup { hdfs: HdfsConfig { in_flight_max: 3, ..both().hdfs }, ..both() }).await;
+    fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, None);
     for partition in 0..3 {
-        rig.push(1, partition, 20, 10_000);
+        fixture.push(1, partition, 20, 10_000);
     }
-    rig.begin_flush();
-    rig.eventually("three are on their way", || match fs.calls().len() {
-        3 => Ok(()),
-        calls => Err(format!("{calls} calls")),
-    })
-    .await;
+    fixture.begin_flush();
+    fixture
+        .eventually("three are on their way", || match fs.calls().len() {
+            3 => Ok(()),
+            calls => Err(format!("{calls} calls")),
+        })
+        .await;
     // Cold, but HDFS has its fill; and small ones as ever.
-    rig.push(1, 3, 20, 10_000);
-    rig.push(1, 4, 2, 1000);
-    rig.begin_flush();
-    rig.eventually("the others are on disk", || match rig.flusher.unfinished() {
-        3 => Ok(()),
-        left => Err(format!("{left} batches")),
-    })
-    .await;
-    assert_eq!(rig.visible(1, 3).await[1].len(), 20);
-    assert_eq!(rig.visible(1, 4).await[1].len(), 2);
-    rig.assert_nothing_missing().await;
+    fixture.push(1, 3, 20, 10_000);
+    fixture.push(1, 4, 2, 1000);
+    fixture.begin_flush();
+    fixture
+        .eventually("the others are on disk", || match fixture.flusher.unfinished() {
+            3 => Ok(()),
+            left => Err(format!("{left} batches")),
+        })
+        .await;
+    assert_eq!(fixture.visible(1, 3).await[1].len(), 20);
+    assert_eq!(fixture.visible(1, 4).await[1].len(), 2);
+    fixture.assert_nothing_missing().await;
     // After its time the write is given up, and the disks take what HDFS did not.
-    rig.settled().await;
-    assert_eq!(rig.visible(1, 0).await[1].len(), 20);
+    fixture.settled().await;
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20);
     fs.release();
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn writes_are_bounded_per_file_system_and_per_partition() {
     let hdfs = HdfsConfig { max_concurrency: 4, partition_write_max_concurrency: 2, ..Setup::default().hdfs };
-    let (mut rig, fs) = Rig::fake(Setup { hdfs, ..Setup::default() }).await;
-    rig.register(1).await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
+    fixture.register(1).await;
     fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, None);
     for _ in 0..4 {
-        rig.push(1, 0, 1, 1000);
-        rig.begin_flush();
+        fixture.push(1, 0, 1, 1000);
+        fixture.begin_flush();
     }
     for partition in 1..6 {
-        rig.push(1, partition, 1, 1000);
+        fixture.push(1, partition, 1, 1000);
     }
-    rig.begin_flush();
+    fixture.begin_flush();
     sleep(Duration::from_secs(5)).await;
     let calls = fs.calls();
     let of_first = calls.iter().filter(|(_, path)| path.contains("/0-0/")).count();
     assert!(of_first <= 2 && calls.len() <= 4, "{calls:?}");
     fs.release();
-    rig.settled().await;
+    fixture.settled().await;
     let names: std::collections::BTreeSet<_> =
         fs.files().into_keys().filter(|path| path.contains("/0-0/")).collect();
     assert!(names.iter().all(|path| path.contains("_0_0.") || path.contains("_1_0.")), "{names:?}");
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn one_writer_per_partition_has_the_short_names() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     let path = "hdfs://fake:8020/uniffle".to_owned();
     let storage = RemoteStorage { path, writers: Some(1), ..RemoteStorage::default() };
-    rig.register_with(1, Some(storage)).await.unwrap();
-    rig.push(1, 7, 2, 1000);
-    rig.flush().await;
+    fixture.register_with(1, Some(storage)).await.unwrap();
+    fixture.push(1, 7, 2, 1000);
+    fixture.flush().await;
     let names: Vec<_> = fs.files().into_keys().collect();
     let directory = format!("/uniffle/{APP}/1/7-7");
     assert_eq!(
         names,
         [format!("{directory}/{SERVER_ID}_0.data"), format!("{directory}/{SERVER_ID}_0.index")]
     );
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn clients_without_a_remote_path_keep_to_memory_and_disks() {
-    let (mut rig, fs) = Rig::fake(both()).await;
-    rig.register_with(1, None).await.unwrap();
-    rig.push(1, 0, 20, 10_000);
-    rig.flush().await;
-    assert_eq!(rig.visible(1, 0).await[1].len(), 20, "its client does not look into HDFS");
+    let (mut fixture, fs) = HdfsFixture::fake(both()).await;
+    fixture.register_with(1, None).await.unwrap();
+    fixture.push(1, 0, 20, 10_000);
+    fixture.flush().await;
+    assert_eq!(fixture.visible(1, 0).await[1].len(), 20, "its client does not look into HDFS");
     assert_eq!(fs.paths().len(), 0);
-    rig.finish().await;
+    fixture.finish().await;
 
-    let (rig, _) = Rig::fake(Setup::default()).await;
-    let refused = rig.register_with(1, None).await.unwrap_err();
+    let (fixture, _) = HdfsFixture::fake(Setup::default()).await;
+    let refused = fixture.register_with(1, None).await.unwrap_err();
     assert!(refused.contains("spark.rss.remote.storage.path"), "{refused}");
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn remote_paths_that_are_not_allowed_are_refused_by_name() {
     let allowed = AllowList(vec![RemoteLocation::parse("hdfs://fake:8020/uniffle").unwrap()]);
     let hdfs = HdfsConfig { allowed, ..Setup::default().hdfs };
-    let (rig, fs) = Rig::fake(Setup { hdfs, ..Setup::default() }).await;
+    let (fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
     let named = |path: &str| RemoteStorage { path: path.to_owned(), ..RemoteStorage::default() };
     for path in
         ["hdfs://fake:8020/", "hdfs://fake:8020/uniffle2", "hdfs://other/uniffle", "/uniffle", "file:///x"]
     {
-        let refused = rig.register_with(1, Some(named(path))).await.unwrap_err();
+        let refused = fixture.register_with(1, Some(named(path))).await.unwrap_err();
         assert!(refused.contains(path), "{refused}");
     }
-    let refused = rig.register_with(1, Some(named("hdfs://fake/etc"))).await.unwrap_err();
+    let refused = fixture.register_with(1, Some(named("hdfs://fake/etc"))).await.unwrap_err();
     assert!(refused.contains("hdfs_store.allowed_paths"), "{refused}");
-    rig.register_with(1, Some(named("hdfs://fake/uniffle/team"))).await.unwrap();
+    fixture.register_with(1, Some(named("hdfs://fake/uniffle/team"))).await.unwrap();
     assert_eq!(fs.calls().len(), 0, "nobody was asked");
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     let others = |fs: &FakeFs| {
         fs.files().into_keys().filter(|path| !path.contains(&format!("/{SERVER_ID}_"))).collect::<Vec<_>>()
     };
@@ -224,43 +227,45 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
         let data = vec![bytes::Bytes::from_static(b"of another server")];
         create(&fs, &foreign, data).await;
     };
-    rig.register(1).await;
-    rig.register(2).await;
-    rig.push(1, 0, 3, 1000);
-    rig.push(2, 3, 3, 1000);
-    rig.flush().await;
+    fixture.register(1).await;
+    fixture.register(2).await;
+    fixture.push(1, 0, 3, 1000);
+    fixture.push(2, 3, 3, 1000);
+    fixture.flush().await;
     write_foreign().await;
     // A shuffle, with what others have of it.
-    rig.service.unregister_shuffle(APP, 1).unwrap();
-    rig.all.retain(|(shuffle, _), _| *shuffle != 1);
-    rig.eventually("the shuffle is gone", || match others(&fs) {
-        left if left.is_empty() => Ok(()),
-        left => Err(format!("{left:?}")),
-    })
-    .await;
-    rig.assert_nothing_missing().await;
+    fixture.service.unregister_shuffle(APP, 1).unwrap();
+    fixture.all.retain(|(shuffle, _), _| *shuffle != 1);
+    fixture
+        .eventually("the shuffle is gone", || match others(&fs) {
+            left if left.is_empty() => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+    fixture.assert_nothing_missing().await;
 
     // An app that is silent.
-    rig.register(1).await;
-    rig.push(1, 0, 3, 1000);
-    rig.flush().await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 3, 1000);
+    fixture.flush().await;
     write_foreign().await;
     sleep(Duration::from_secs(400)).await;
-    assert_eq!(rig.service.expire_apps(), 1);
-    rig.eventually("only the other server's file is left", || {
-        match fs.files().into_keys().collect::<Vec<_>>() {
-            left if left == [foreign.clone()] => Ok(()),
-            left => Err(format!("{left:?}")),
-        }
-    })
-    .await;
+    assert_eq!(fixture.service.expire_apps(), 1);
+    fixture
+        .eventually("only the other server's file is left", || {
+            match fs.files().into_keys().collect::<Vec<_>>() {
+                left if left == [foreign.clone()] => Ok(()),
+                left => Err(format!("{left:?}")),
+            }
+        })
+        .await;
     let left = fs.paths();
     assert!(!left.iter().any(|path| path.contains("/2")), "empty directories go as well: {left:?}");
 
     // The same app, told to go.
-    rig.all.clear();
-    rig.register(1).await;
-    rig.finish().await;
+    fixture.all.clear();
+    fixture.register(1).await;
+    fixture.finish().await;
     assert_eq!(fs.files().len(), 0);
 }
 
@@ -270,22 +275,22 @@ async fn create(fs: &FakeFs, path: &str, data: Vec<bytes::Bytes>) {
 
 #[tokio::test(start_paused = true)]
 async fn a_registration_after_an_unregistration_loses_nothing_to_it() {
-    let (mut rig, fs) = Rig::fake(Setup::default()).await;
-    rig.register(1).await;
-    rig.push(1, 0, 3, 1000);
-    rig.flush().await;
+    let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
+    fixture.register(1).await;
+    fixture.push(1, 0, 3, 1000);
+    fixture.flush().await;
     // The deletion of the old files is under way for long.
     fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Hang, Some(1));
-    rig.service.unregister_shuffle(APP, 1).unwrap();
-    rig.all.clear();
-    rig.register(1).await;
-    rig.push(1, 0, 5, 2000);
-    rig.begin_flush();
+    fixture.service.unregister_shuffle(APP, 1).unwrap();
+    fixture.all.clear();
+    fixture.register(1).await;
+    fixture.push(1, 0, 5, 2000);
+    fixture.begin_flush();
     sleep(Duration::from_secs(3)).await;
-    assert_eq!(rig.visible(1, 0).await[0].len(), 5, "written only after the deletion");
+    assert_eq!(fixture.visible(1, 0).await[0].len(), 5, "written only after the deletion");
     fs.release();
-    rig.settled().await;
-    assert_eq!(rig.visible(1, 0).await[2].len(), 5);
-    rig.assert_nothing_missing().await;
-    rig.finish().await;
+    fixture.settled().await;
+    assert_eq!(fixture.visible(1, 0).await[2].len(), 5);
+    fixture.assert_nothing_missing().await;
+    fixture.finish().await;
 }

@@ -6,10 +6,10 @@
 //! left: those must be drained, not kept. Not here: times.
 
 #[allow(dead_code, reason = "made for the tests of the TCP listener")]
-#[path = "../contract/tcp/world.rs"]
-mod world;
+#[path = "../contract/tcp/fixture.rs"]
+mod fixture;
 
-/// For `world`: connections on the shared runtime.
+/// For `fixture`: connections on the shared runtime.
 const OWN_THREADS: usize = 0;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -90,36 +90,36 @@ async fn a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_b
     if !tokio::task::block_in_place(|| alone(this)) {
         return;
     }
-    let world = world::World::new().await;
-    let capacity = world.memory.capacity_bytes();
-    world.faults.add(Rule::always(Operation::Write, Fault::Hang));
-    let frame = frame(world::APP, world::SHUFFLE);
+    let fixture = fixture::TcpFixture::new().await;
+    let capacity = fixture.memory.capacity_bytes();
+    fixture.faults.add(Rule::always(Operation::Write, Fault::Hang));
+    let frame = frame(fixture::APP, fixture::SHUFFLE);
     let size = i32::try_from(frame.len()).unwrap();
     let halfway = Arc::new(Barrier::new(CONNECTIONS));
     let mut sends = tokio::task::JoinSet::new();
     for partition in (0..PARTITIONS).cycle().take(CONNECTIONS) {
-        let stream = TcpStream::connect(world.address).await.unwrap();
+        let stream = TcpStream::connect(fixture.address).await.unwrap();
         let request = RequireRequest {
-            app: world::APP,
-            shuffle: world::SHUFFLE,
+            app: fixture::APP,
+            shuffle: fixture::SHUFFLE,
             bytes: size,
             partitions: &[partition],
             partition_sizes: &[size],
         };
-        let ticket = world.service.require_buffer(request).ok().map(|grant| grant.ticket);
+        let ticket = fixture.service.require_buffer(request).ok().map(|grant| grant.ticket);
         sends.spawn(send(ticket, stream, (partition, frame.clone()), Arc::clone(&halfway)));
     }
     let (stored, refused) = answers(sends).await;
     // The refusals have asked for room, and whatever is written for that hangs.
-    world.until("a write hangs", |world| world.faults.hung() > 0).await;
+    fixture.until("a write hangs", |fixture| fixture.faults.hung() > 0).await;
     let peak = uniffle_testkit::worker::peak_resident_bytes(std::process::id());
     uniffle_testkit::say(&format!("{stored} sends stored, {refused} refused, peak {peak} bytes resident"));
     assert!(stored * u64::from(BLOCK_BYTES) > capacity / 2, "{stored} sends stored: memory was not full");
     assert_eq!(stored + refused, CONNECTIONS as u64);
     assert_bounded(peak, capacity);
-    world.faults.clear();
-    world.faults.release().await;
-    world.finish().await;
+    fixture.faults.clear();
+    fixture.faults.release().await;
+    fixture.finish().await;
 }
 
 fn assert_bounded(peak: u64, capacity: u64) {

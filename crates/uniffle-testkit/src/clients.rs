@@ -13,6 +13,11 @@ pub fn patient() -> Backoff {
     Backoff { attempts: 600, first: Duration::from_millis(20), longest: Duration::from_millis(100) }
 }
 
+/// The same for a worker in this process.
+pub fn quickly() -> Backoff {
+    Backoff { attempts: 2_000, first: Duration::from_millis(2), longest: Duration::from_millis(10) }
+}
+
 pub fn local(port: u16) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }

@@ -4,6 +4,7 @@
 //! | a test of | takes |
 //! | --- | --- |
 //! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
+//! | the service over memory and tiers, with faults or paused time | [`service::ServiceBuilder`] |
 //! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
 //! | what survives kills, stops and upgrades | [`checker::Checker`] |
 //! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
@@ -36,6 +37,7 @@ pub mod otlp;
 pub mod ports;
 pub mod recording;
 pub mod replay;
+pub mod service;
 pub mod spark;
 pub mod tools;
 pub mod worker;
@@ -67,6 +69,21 @@ pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> R
             Err(complaint) => last_complaint = complaint,
         }
         pause(Duration::from_millis(20));
+    }
+}
+
+/// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
+const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
+
+/// [`wait_until`] for what happens in this process.
+pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
+    let start = Instant::now();
+    loop {
+        match look() {
+            Ok(value) => return value,
+            Err(complaint) if start.elapsed() > SETTLE_DEADLINE => panic!("{what}: not yet: {complaint}"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(2)).await,
+        }
     }
 }
 

@@ -51,7 +51,7 @@ const NEVER_MISSING: &[&str] = &[
 const READY_FILE: &str = "ready.json";
 
 /// The marker by which a worker claims a data directory, and its list of them: the files that stay.
-const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
+pub const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
 
 /// What a test chooses; everything else is the worker's default or belongs to the harness.
 #[derive(Debug, Clone)]

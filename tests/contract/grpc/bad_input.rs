@@ -15,7 +15,7 @@ use uniffle_worker::proto::{
 };
 
 use super::blocks::{batch, blocks, payload};
-use super::world::{World, key};
+use super::fixture::{WorkerFixture, key};
 
 const P: PartitionId = PartitionId(0);
 
@@ -77,8 +77,8 @@ async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, Sta
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn app_ids_that_are_no_names_never_reach_the_file_system() {
-    let world = World::start().await;
-    let before = tree(world.dir.path());
+    let fixture = WorkerFixture::start().await;
+    let before = tree(fixture.dir.path());
     let long = "x".repeat(5000);
     let bad = [
         "",
@@ -98,7 +98,7 @@ async fn app_ids_that_are_no_names_never_reach_the_file_system() {
         &long,
     ];
     for app in bad {
-        for (rpc, status) in every_call(&world.client, app).await {
+        for (rpc, status) in every_call(&fixture.client, app).await {
             let expected = match rpc {
                 "register_shuffle" => matches!(status, StatusCode::InvalidRequest),
                 "send_shuffle_data" => matches!(status, StatusCode::NoRegister | StatusCode::InternalError),
@@ -107,30 +107,35 @@ async fn app_ids_that_are_no_names_never_reach_the_file_system() {
             assert!(expected, "{rpc} of {app:.20?}: {status:?}");
         }
     }
-    assert_eq!(tree(world.dir.path()), before);
-    assert_eq!(world.worker.apps().app_count(), 0);
+    assert_eq!(tree(fixture.dir.path()), before);
+    assert_eq!(fixture.worker.apps().app_count(), 0);
     assert!(!Path::new("/x").exists() && !Path::new("/tmp/x.uniffle").exists());
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn app_ids_that_look_odd_and_are_names_work_to_the_end() {
-    let world = World::start().await;
+    let fixture = WorkerFixture::start().await;
     let longest = "y".repeat(200);
     for app in
         ["a b", "ä-ö_😀", "apps", "trash", "uniffle-worker.claim", "-rf", "~", "%2e%2e%2fx", "*", &longest]
     {
         let key = key(app, 1);
-        world.client.register(&key, &[(0, 0)]).await.unwrap();
-        world.push(&key, &batch(0, &blocks(0, 1, 0..3))).await;
-        world.flush().await;
-        world.assert_reads(&key, 0, &blocks(0, 1, 0..3)).await;
-        world.client.unregister_app(app).await.unwrap();
+        fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+        fixture.push(&key, &batch(0, &blocks(0, 1, 0..3))).await;
+        fixture.flush().await;
+        fixture.assert_reads(&key, 0, &blocks(0, 1, 0..3)).await;
+        fixture.client.unregister_app(app).await.unwrap();
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
-async fn data_refused(world: &World, key: &ShuffleKey, offset: i64, length: i32) -> (StatusCode, String) {
+async fn data_refused(
+    fixture: &WorkerFixture,
+    key: &ShuffleKey,
+    offset: i64,
+    length: i32,
+) -> (StatusCode, String) {
     let request = GetLocalShuffleDataRequest {
         app_id: key.app.as_str().to_owned(),
         shuffle_id: key.shuffle.0,
@@ -141,45 +146,45 @@ async fn data_refused(world: &World, key: &ShuffleKey, offset: i64, length: i32)
         length,
         ..Default::default()
     };
-    let answer = world.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
+    let answer = fixture.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
     assert!(answer.data.is_empty(), "{offset}+{length}");
     (answer.status(), answer.ret_msg)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_range_outside_of_the_data_returns_no_byte() {
-    let world = World::start().await;
+    let fixture = WorkerFixture::start().await;
     let (mine, other) = (key("app-1", 1), key("app-2", 1));
     for key in [&mine, &other] {
-        world.client.register(key, &[(0, 0)]).await.unwrap();
-        world.push(key, &batch(0, &blocks(0, 1, 0..5))).await;
+        fixture.client.register(key, &[(0, 0)]).await.unwrap();
+        fixture.push(key, &batch(0, &blocks(0, 1, 0..5))).await;
     }
-    world.flush().await;
+    fixture.flush().await;
     let end = i64::try_from(payload(&blocks(0, 1, 0..5))).unwrap();
     let outside = [(end - 1, 2), (end, 1), (end + 1, 1), (0, i32::MAX), (1 << 40, 1), (i64::MAX, i32::MAX)];
     for (offset, length) in outside {
-        let (status, text) = data_refused(&world, &mine, offset, length).await;
+        let (status, text) = data_refused(&fixture, &mine, offset, length).await;
         assert!(matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest), "{status:?}");
         assert!(!text.is_empty(), "{offset}+{length}");
     }
     for (offset, length) in [(-1, 10), (i64::MIN, 10), (0, -1), (0, i32::MIN), (-1, -1)] {
-        let (status, text) = data_refused(&world, &mine, offset, length).await;
+        let (status, text) = data_refused(&fixture, &mine, offset, length).await;
         assert_eq!(status, StatusCode::InvalidRequest, "{offset}+{length}: {text}");
     }
     // Exactly to the end, and every single byte of it, is what was written.
-    let whole = world.client.read_data(&mine, P, 0, end.unsigned_abs()).await.unwrap();
+    let whole = fixture.client.read_data(&mine, P, 0, end.unsigned_abs()).await.unwrap();
     let expected: Vec<u8> = blocks(0, 1, 0..5).iter().flat_map(|block| block.data.to_vec()).collect();
     assert!(whole == expected);
-    let last = world.client.read_data(&mine, P, end.unsigned_abs() - 1, 1).await.unwrap();
+    let last = fixture.client.read_data(&mine, P, end.unsigned_abs() - 1, 1).await.unwrap();
     assert_eq!(last.as_ref(), &expected[expected.len() - 1..]);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     let good = uniffle_client::read::encode_bitmap(&croaring::Treemap::of(&[1, 2, 1 << 40]));
     let mut filters: Vec<Vec<u8>> = (1..good.len()).map(|cut| good[..cut].to_vec()).collect();
     // Counts of maps and containers that are not there.
@@ -197,24 +202,25 @@ async fn a_filter_that_is_no_bitmap_is_an_error_and_an_empty_one_is_none() {
     };
     for filter in filters {
         let shown = format!("{filter:02x?}");
-        let answer = world.client.raw().get_memory_shuffle_data(request(filter)).await.unwrap().into_inner();
+        let answer =
+            fixture.client.raw().get_memory_shuffle_data(request(filter)).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::InternalError, "{shown}");
         assert!(answer.ret_msg.contains("bitmap") && answer.data.is_empty(), "{}", answer.ret_msg);
     }
-    let all = world.client.raw().get_memory_shuffle_data(request(Vec::new())).await.unwrap().into_inner();
+    let all = fixture.client.raw().get_memory_shuffle_data(request(Vec::new())).await.unwrap().into_inner();
     assert_eq!(all.shuffle_data_block_segments.len(), 5, "no bytes are no filter");
-    let wanted = world.client.raw().get_memory_shuffle_data(request(good.to_vec())).await.unwrap();
+    let wanted = fixture.client.raw().get_memory_shuffle_data(request(good.to_vec())).await.unwrap();
     assert_eq!(wanted.into_inner().shuffle_data_block_segments.len(), 5);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn negative_ids_and_sizes_of_reads_do_no_harm() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
-    world.push(&key, &batch(0, &all)).await;
-    let mut raw = world.client.raw();
+    fixture.push(&key, &batch(0, &all)).await;
+    let mut raw = fixture.client.raw();
     let request = GetMemoryShuffleDataRequest {
         app_id: "app-1".to_owned(),
         shuffle_id: 1,
@@ -237,7 +243,7 @@ async fn negative_ids_and_sizes_of_reads_do_no_harm() {
         let request = GetMemoryShuffleDataRequest { partition_id, ..request.clone() };
         let answer = raw.get_memory_shuffle_data(request).await.unwrap().into_inner();
         assert_eq!((answer.status(), answer.data.len()), (StatusCode::Success, 0));
-        let index = world.client.read_index(&key, PartitionId(partition_id)).await.unwrap();
+        let index = fixture.client.read_index(&key, PartitionId(partition_id)).await.unwrap();
         assert!(index.records.is_empty());
     }
     for shuffle_id in [-1, i32::MIN] {
@@ -246,17 +252,17 @@ async fn negative_ids_and_sizes_of_reads_do_no_harm() {
         assert_eq!(answer.status(), StatusCode::InvalidRequest);
     }
     drop(raw);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clocks_of_clients_may_say_anything() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 9)]).await.unwrap();
-    let mut raw = world.client.raw();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
+    let mut raw = fixture.client.raw();
     for (partition, timestamp) in (0..).zip([i64::MAX, i64::MIN, -1, 1 << 50]) {
         let all = blocks(partition, 1, 0..3);
-        let ticket = world.ticket(&key, 1 << 20).await;
+        let ticket = fixture.ticket(&key, 1 << 20).await;
         let mut send = request(&key, ticket, SendForm::Classic, &batch(partition, &all));
         send.timestamp = timestamp;
         let answer = raw.send_shuffle_data(send).await.unwrap().into_inner();
@@ -272,7 +278,7 @@ async fn clocks_of_clients_may_say_anything() {
         };
         let answer = raw.get_memory_shuffle_data(read).await.unwrap().into_inner();
         assert_eq!(answer.shuffle_data_block_segments.len(), 3);
-        world.flush().await;
+        fixture.flush().await;
         let read = GetLocalShuffleDataRequest {
             app_id: "app-1".to_owned(),
             shuffle_id: 1,
@@ -287,24 +293,24 @@ async fn clocks_of_clients_may_say_anything() {
         assert_eq!((answer.status(), answer.data.len() as u64), (StatusCode::Success, payload(&all)));
     }
     drop(raw);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// A panic in one call must not take others with it, so there is to be none: every call, empty.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_with_every_field_at_its_default_are_answered() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    for (rpc, status) in every_call(&world.client, "").await {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    for (rpc, status) in every_call(&fixture.client, "").await {
         assert_ne!(status, StatusCode::Success, "{rpc}");
     }
     // shuffle 0 of a known app, which has only shuffle 1.
-    let said = every_call(&world.client, "app-1").await;
+    let said = every_call(&fixture.client, "app-1").await;
     assert_eq!(said.len(), 11);
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    let wrong: Result<(), ClientError> = world.client.heartbeat("app-").await;
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    let wrong: Result<(), ClientError> = fixture.client.heartbeat("app-").await;
     assert_eq!(wrong.unwrap_err().status(), Some(StatusCode::NoRegister));
-    world.finish().await;
+    fixture.finish().await;
 }

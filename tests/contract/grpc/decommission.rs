@@ -12,8 +12,8 @@ use uniffle_worker::proto::{
 use uniffle_worker::service::WorkerState;
 
 use super::blocks::{batch, blocks};
+use super::fixture::{Setup, WorkerFixture, key};
 use super::raw;
-use super::world::{Setup, World, key};
 
 /// Whether the coordinator gives partitions to this worker.
 async fn is_assigned(channel: &Channel) -> bool {
@@ -42,41 +42,41 @@ async fn until_assigned(channel: &Channel, wanted: bool) {
 async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
     let tables = "[admin]\ngrpc_decommission = \"loopback\"";
     let setup = Setup { top: "heartbeat_interval_seconds = 1", tables, ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     until_assigned(&channel, true).await;
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
 
     let mut internal = ShuffleServerInternalClient::new(channel.clone());
     for _ in 0..2 {
         let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
         assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     }
-    let status = || world.worker.service().status().state();
+    let status = || fixture.worker.service().status().state();
     assert_eq!(status(), WorkerState::Decommissioning);
     until_assigned(&channel, false).await;
 
-    world.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    world.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
-    world.worker.service().check_decommission();
+    fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    fixture.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
+    fixture.worker.service().check_decommission();
     assert_eq!(status(), WorkerState::Decommissioning, "an app is left");
 
     let answer = internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
     assert_eq!(status(), WorkerState::Active);
     until_assigned(&channel, true).await;
-    world.client.unregister_app("app-1").await.unwrap();
+    fixture.client.unregister_app("app-1").await.unwrap();
 
     let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
     // What the worker does by itself once a minute.
-    world.worker.service().check_decommission();
+    fixture.worker.service().check_decommission();
     assert_eq!(status(), WorkerState::Decommissioned, "no app is left");
     drop((internal, channel));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -86,12 +86,12 @@ async fn a_worker_without_its_coordinators_serves_all_the_same() {
         top: "coordinator_quorum = [\"127.0.0.1:1\", \"127.0.0.1:2\"]\nheartbeat_interval_seconds = 1",
         ..Setup::default()
     };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    world.finish().await;
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -99,8 +99,8 @@ async fn what_this_worker_does_not_do_is_said_in_javas_words() {
     use uniffle_worker::proto::{
         FinishShuffleRequest, GetSortedShuffleDataRequest, ShuffleCommitRequest, StartSortMergeRequest,
     };
-    let world = World::start().await;
-    let mut raw = world.client.raw();
+    let fixture = WorkerFixture::start().await;
+    let mut raw = fixture.client.raw();
     let merge = raw.start_sort_merge(StartSortMergeRequest::default()).await.unwrap().into_inner();
     let said = (merge.status(), merge.ret_msg.as_str());
     assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled, cannot report StartSortMerge!"));
@@ -113,5 +113,5 @@ async fn what_this_worker_does_not_do_is_said_in_javas_words() {
     let finish = raw.finish_shuffle(FinishShuffleRequest::default()).await.unwrap().into_inner();
     assert_eq!(finish.status(), StatusCode::Success);
     drop(raw);
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -9,53 +9,54 @@ use uniffle_worker::proto::StatusCode;
 use uniffle_worker::tiers::LocalConfig;
 
 use super::blocks::{batch, blocks};
-use super::rig::{Rig, local_config, memory_disks};
-use super::world::{assert_same, eventually, key};
+use super::fixture::{assert_same, eventually, key};
+use super::parts::{local_config, parts};
+use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
 
 const P: PartitionId = PartitionId(0);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_that_fills_during_an_append_mixes_nothing() {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all: Vec<Block> = Vec::new();
     for round in 0..12 {
         // Every second batch is torn somewhere on the disk that gets it.
         if round % 2 == 1 {
             let bytes = 1 + 700 * usize::try_from(round).unwrap();
-            for faults in &rig.faults {
+            for faults in &fixture.faults {
                 faults.clear();
             }
             let errno = if round % 4 == 1 { ENOSPC } else { EIO };
-            rig.faults[0].add(Rule::once(Operation::Write, Fault::Short { bytes, errno }));
-            rig.faults[1].add(Rule::once(Operation::Write, Fault::Short { bytes, errno }));
+            fixture.faults[0].add(Rule::once(Operation::Write, Fault::Short { bytes, errno }));
+            fixture.faults[1].add(Rule::once(Operation::Write, Fault::Short { bytes, errno }));
         }
         let new = blocks(0, round, 0..10);
         client.push(&key, SendForm::Classic, &batch(0, &new)).await.unwrap();
         all.extend(new);
-        rig.flusher.flush_all();
-        rig.flushed().await;
+        fixture.flusher.flush_all();
+        fixture.flushed().await;
         let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
         assert_same(&read.blocks, &all);
     }
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule::once(Operation::Write, Fault::Errno(ENOSPC)));
         faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)));
     }
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    rig.flusher.flush_all();
-    let tried = || rig.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum::<u64>();
+    fixture.flusher.flush_all();
+    let tried = || fixture.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum::<u64>();
     eventually("several attempts fail", || match tried() {
         0..4 => Err(format!("{} failures", tried())),
         _ => Ok(()),
@@ -65,35 +66,35 @@ async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
     assert_same(&read.blocks, &all);
     assert_eq!(read.from_disk, 0);
 
-    rig.heal().await;
-    rig.flushed().await;
+    fixture.heal().await;
+    fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     assert_eq!(read.from_memory, 0);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
-/// A rig with a partition that is on the disks and reported.
-async fn flushed_and_reported() -> (Rig, ShuffleClient, ShuffleKey, Vec<Block>) {
+/// A fixture with a partition that is on the disks and reported.
+async fn flushed_and_reported() -> (ServiceFixture, ShuffleClient, ShuffleKey, Vec<Block>) {
     // Every read asks the disk.
     let local = LocalConfig { index_cache_bytes: 0, ..local_config() };
-    let (rig, key) = (Rig::on(memory_disks(), local).await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    rig.flusher.flush_all();
-    rig.flushed().await;
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
     let ids = all.iter().map(|block| block.meta.block_id).collect();
     client.report(&key, TaskAttemptId(1), &[(P, ids)]).await.unwrap();
-    (rig, client, key, all)
+    (fixture, client, key, all)
 }
 
 /// What Spark's fourth attempt of a task is told, after three that failed.
 async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'static str) {
-    let (rig, client, key, all) = flushed_and_reported().await;
-    for faults in &rig.faults {
+    let (fixture, client, key, all) = flushed_and_reported().await;
+    for faults in &fixture.faults {
         faults.add(Rule::always(operation, Fault::Errno(EIO)).on(suffix));
     }
     let options = ReadOptions::default();
@@ -101,7 +102,7 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     for attempt in 1..4 {
         let error = read().await.unwrap_err().to_string();
         assert!(error.contains("Input/output error"), "attempt {attempt}: {error}");
-        assert_eq!(rig.service.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
+        assert_eq!(fixture.service.losses().losses.is_empty(), attempt < 3, "attempt {attempt}");
     }
     let error = read().await.unwrap_err().to_string();
     assert!(error.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{error}");
@@ -110,9 +111,9 @@ async fn the_fourth_attempt_is_told_of_the_loss(operation: Operation, suffix: &'
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     let healed = read().await.unwrap();
     assert_same(&healed.blocks, &all);
-    rig.heal().await;
+    fixture.heal().await;
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -124,40 +125,40 @@ async fn what_a_disk_never_gives_back_is_told_lost_without_a_restart() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_disk_gives_back_after_a_while_is_not_given_up() {
-    let (rig, client, key, all) = flushed_and_reported().await;
+    let (fixture, client, key, all) = flushed_and_reported().await;
     // Three reads fail, and then the first two tries of what is there.
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule { times: 5, ..Rule::once(Operation::Read, Fault::Errno(EIO)).on(".data") });
     }
     for _ in 0..3 {
         client.read_data(&key, P, 0, 1000).await.unwrap_err();
     }
-    let injected: u64 = rig.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum();
+    let injected: u64 = fixture.faults.iter().map(uniffle_testkit::fault::Faults::injected).sum();
     assert_eq!(injected, 5);
-    assert!(rig.service.losses().losses.is_empty());
+    assert!(fixture.service.losses().losses.is_empty());
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_read_that_fails_on_the_disk_is_an_error_and_never_short() {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    rig.flusher.flush_all();
-    rig.flushed().await;
-    for faults in &rig.faults {
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
+    for faults in &fixture.faults {
         faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)));
     }
     let failed = client.read_data(&key, P, 0, 1000).await.unwrap_err();
     assert_eq!(failed.status(), Some(StatusCode::InternalError), "{failed}");
-    rig.heal().await;
+    fixture.heal().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }

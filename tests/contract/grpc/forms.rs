@@ -6,7 +6,7 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::{CombinedShuffleData, SendShuffleDataRequest, ShuffleData, StatusCode};
 
 use super::blocks::{block, blocks};
-use super::world::{World, key};
+use super::fixture::{WorkerFixture, key};
 
 type Parts = Vec<(PartitionId, Vec<uniffle_client::block::Block>)>;
 
@@ -16,21 +16,21 @@ fn parts(task: i64) -> Parts {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_three_forms_store_the_same_blocks() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 2)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 2)]).await.unwrap();
     for (task, form) in [(1, SendForm::Classic), (2, SendForm::Contiguous), (3, SendForm::Combined)] {
-        world.client.push(&key, form, &parts(task)).await.unwrap();
+        fixture.client.push(&key, form, &parts(task)).await.unwrap();
     }
     for flushed in [false, true] {
         for p in 0..3 {
             let all: Vec<_> = (1..4).flat_map(|task| blocks(p, task, 0..4)).collect();
-            world.assert_reads(&key, p, &all).await;
+            fixture.assert_reads(&key, p, &all).await;
         }
         if !flushed {
-            world.flush().await;
+            fixture.flush().await;
         }
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// One way to spoil a request.
@@ -180,90 +180,90 @@ const SPOILED: &[Spoiled] = &[
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn malformed_sends_store_nothing_and_leak_nothing() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 2)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 2)]).await.unwrap();
     for Spoiled { name, form, spoil } in SPOILED {
-        let ticket = world.client.require_buffer(&key, &parts(1)).await.unwrap();
+        let ticket = fixture.client.require_buffer(&key, &parts(1)).await.unwrap();
         let mut request = send::request(&key, ticket, *form, &parts(1));
         spoil(&mut request);
-        let answer = world.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
+        let answer = fixture.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
         let status = answer.status();
         let told = matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest);
         assert!(told && !answer.ret_msg.is_empty(), "{name}: {status:?} {}", answer.ret_msg);
-        world.assert_memory_is_free().await;
-        let again = world.client.send(&key, ticket, *form, &parts(1)).await.unwrap_err();
+        fixture.assert_memory_is_free().await;
+        let again = fixture.client.send(&key, ticket, *form, &parts(1)).await.unwrap_err();
         assert_eq!(again.status(), Some(StatusCode::InternalError), "{name}: the ticket is spent");
     }
     for partition in 0..3 {
-        world.assert_reads(&key, partition, &[]).await;
+        fixture.assert_reads(&key, partition, &[]).await;
     }
-    world.client.push(&key, SendForm::Combined, &parts(1)).await.unwrap();
-    world.assert_reads(&key, 2, &blocks(2, 1, 0..4)).await;
-    world.finish().await;
+    fixture.client.push(&key, SendForm::Combined, &parts(1)).await.unwrap();
+    fixture.assert_reads(&key, 2, &blocks(2, 1, 0..4)).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_send_to_a_partition_that_was_not_registered_stores_nothing() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
-        let refused = world.client.push(&key, form, &parts(1)).await.unwrap_err();
+        let refused = fixture.client.push(&key, form, &parts(1)).await.unwrap_err();
         assert_eq!(refused.status(), Some(StatusCode::NoRegister), "{refused}");
         assert!(refused.to_string().contains("partition 2"), "{refused}");
-        world.assert_memory_is_free().await;
+        fixture.assert_memory_is_free().await;
     }
     for partition in [-1, i32::MIN, i32::MAX] {
         let parts = vec![(PartitionId(partition), vec![block(0, 1, 0, 10)])];
-        let refused = world.client.push(&key, SendForm::Classic, &parts).await.unwrap_err();
+        let refused = fixture.client.push(&key, SendForm::Classic, &parts).await.unwrap_err();
         assert_eq!(refused.status(), Some(StatusCode::NoRegister), "{refused}");
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_checksum_of_0_is_not_compared() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = blocks(0, 1, 0..2);
     all[0].meta.crc = 0;
     let parts = vec![(PartitionId(0), all.clone())];
-    world.client.push(&key, SendForm::Classic, &parts).await.unwrap();
-    let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
+    fixture.client.push(&key, SendForm::Classic, &parts).await.unwrap();
+    let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
     assert_eq!(memory.blocks[0].meta, all[0].meta, "every field as it was sent");
-    world.flush().await;
-    let index = world.client.read_index(&key, PartitionId(0)).await.unwrap();
+    fixture.flush().await;
+    let index = fixture.client.read_index(&key, PartitionId(0)).await.unwrap();
     assert_eq!(index.records[0].meta, all[0].meta);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_partition_in_several_entries_is_one_partition() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let all = blocks(0, 1, 0..3);
     let other = blocks(1, 1, 0..1);
     let entry = |n: usize| (PartitionId(0), vec![all[n].clone()]);
     let parts = vec![entry(0), (PartitionId(1), other.clone()), entry(1), entry(2)];
     for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
-        world.client.push(&key, form, &parts).await.unwrap();
+        fixture.client.push(&key, form, &parts).await.unwrap();
     }
-    world.assert_reads(&key, 0, &all).await;
-    world.assert_reads(&key, 1, &other).await;
-    world.finish().await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.assert_reads(&key, 1, &other).await;
+    fixture.finish().await;
 }
 
 /// The same id twice within one message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_block_twice_in_one_message_is_stored_once() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let one = block(0, 1, 0, 5000);
     let parts = vec![(PartitionId(0), vec![one.clone(), one.clone(), one.clone()])];
-    world.client.push(&key, SendForm::Classic, &parts).await.unwrap();
-    assert_eq!(world.memory().block_count(), 1);
-    let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
+    fixture.client.push(&key, SendForm::Classic, &parts).await.unwrap();
+    assert_eq!(fixture.memory().block_count(), 1);
+    let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
     assert_eq!(memory.blocks, std::slice::from_ref(&one));
-    world.flush().await;
-    world.assert_reads(&key, 0, &[one]).await;
-    world.finish().await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &[one]).await;
+    fixture.finish().await;
 }

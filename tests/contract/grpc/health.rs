@@ -5,8 +5,8 @@ use uniffle_worker::proto::{DecommissionRequest, ServerStatus, StatusCode};
 use uniffle_worker::service::WorkerState;
 
 use super::blocks::{batch, blocks};
+use super::fixture::{Setup, WorkerFixture, key};
 use super::raw;
-use super::world::{Setup, World, key};
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 
 /// The longest that an interval may be; only a change of the state is told in between.
@@ -18,29 +18,29 @@ async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_agai
     let top = format!("coordinator_quorum = [\"{}\"]\n{SELDOM}", coordinator.address);
     let local = "healthy_check_min_disks = 2\ndisk_healthy_check_interval_sec = 1";
     let setup = Setup { top: &top, local, ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     let first = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Active).await;
     assert_eq!(first.is_healthy, None, "it would override the status");
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    world.flush().await;
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.flush().await;
 
     // A probe needs this name for a directory; whoever runs the tests can make a disk fail in this way.
-    let in_the_way = world.disks[0].join("probe");
+    let in_the_way = fixture.disks[0].join("probe");
     std::fs::write(&in_the_way, "").unwrap();
     let told = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;
     assert!(told.available_memory > 0 && told.tags.contains(&"ss_v5".to_owned()), "{told:?}");
     assert_eq!(told.server_id, first.server_id, "the same node");
-    let service = world.worker.service();
+    let service = fixture.worker.service();
     service.refresh_metrics();
-    assert_eq!(world.metric("service_is_healthy") + world.metric("is_healthy"), 2.0);
+    assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
     // It takes and serves what running applications send, on the disk that is left, and refuses to be decommissioned.
-    world.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    world.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    fixture.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let mut internal = ShuffleServerInternalClient::new(channel);
     let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::InvalidRequest, "{}", answer.ret_msg);
@@ -52,20 +52,20 @@ async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_agai
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
     coordinator.heartbeat(|beat| beat.status() == ServerStatus::Decommissioning).await;
     drop(internal);
-    world.finish().await;
+    fixture.finish().await;
     coordinator.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_panic_somewhere_leaves_the_worker_active() {
-    let (world, key) = (World::start().await, key("app-1", 1));
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let panicked = std::thread::spawn(|| panic!("a test wants this thread to panic")).join();
     assert!(panicked.is_err());
-    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    world.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    world.finish().await;
+    assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -73,13 +73,14 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top =
         format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = \"100ms\"", coordinator.address);
-    let (world, key) = (World::with(Setup { top: &top, ..Setup::default() }).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 9)]).await.unwrap();
-    world.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    world.flush().await;
-    world.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
+    let (fixture, key) =
+        (WorkerFixture::with(Setup { top: &top, ..Setup::default() }).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.flush().await;
+    fixture.push(&key, &batch(1, &blocks(1, 1, 0..5))).await;
     let ticket_bytes = 1 << 20;
-    world.ticket(&key, ticket_bytes).await;
+    fixture.ticket(&key, ticket_bytes).await;
 
     let total = |from: i32| blocks(from, 1, 0..5).iter().map(|it| it.data.len() as i64).sum::<i64>();
     let beat = coordinator.heartbeat(|beat| beat.pre_allocated_memory >= i64::from(ticket_bytes)).await;
@@ -97,6 +98,6 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     assert!(storage.capacity > 0 && storage.used_bytes > 0, "{storage:?}");
     assert_eq!(beat.is_healthy, None);
     assert!(!beat.version().is_empty() && !beat.git_commit_id().is_empty() && beat.start_time_ms() > 0);
-    world.finish().await;
+    fixture.finish().await;
     coordinator.stop().await;
 }

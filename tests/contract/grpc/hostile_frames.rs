@@ -11,8 +11,8 @@ use uniffle_wire::types::{PartitionId, ShuffleKey, TicketId};
 use uniffle_worker::proto::StatusCode;
 
 use super::blocks::{batch, block, blocks};
+use super::fixture::{Setup, WorkerFixture, eventually, key};
 use super::raw::{self, End};
-use super::world::{Setup, World, eventually, key};
 
 const FORMS: [SendForm; 3] = [SendForm::Classic, SendForm::Contiguous, SendForm::Combined];
 
@@ -25,13 +25,13 @@ fn message(key: &ShuffleKey, ticket: TicketId, form: SendForm) -> Bytes {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_cut_anywhere_stores_nothing() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     for form in FORMS {
         let whole = message(&key, TicketId(1), form).len();
         for cut in 0..whole {
-            let ticket = world.ticket(&key, 1000).await;
+            let ticket = fixture.ticket(&key, 1000).await;
             let message = message(&key, ticket, form);
             // The prefix promises all of it (the client goes away), or only what comes (a broken encoder).
             let honest = cut % 2 == 0;
@@ -47,20 +47,20 @@ async fn a_message_cut_anywhere_stores_nothing() {
         }
     }
     // Tickets whose send never got as far as naming them are there until they expire or the app ends.
-    world.client.unregister_app("app-1").await.unwrap();
-    world.assert_memory_is_free().await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    fixture.assert_memory_is_free().await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mutated_messages_never_leak_and_never_break_the_worker() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let mut rng = StdRng::seed_from_u64(0xbad);
     for round in 0..600 {
-        let ticket = world.ticket(&key, 1000).await;
+        let ticket = fixture.ticket(&key, 1000).await;
         let mut bytes = BytesMut::from(message(&key, ticket, FORMS[round % 3]).as_ref());
         for _ in 0..rng.random_range(1..4) {
             let at = rng.random_range(0..bytes.len());
@@ -69,10 +69,10 @@ async fn mutated_messages_never_leak_and_never_break_the_worker() {
         let answer = raw::call(&channel, raw::SEND, vec![raw::prefixed(&bytes)], End::Closed).await;
         assert!(answer.grpc_status.is_some(), "round {round}");
     }
-    world.client.unregister_app("app-1").await.unwrap();
-    world.assert_memory_is_free().await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    fixture.assert_memory_is_free().await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// A varint of `value`.
@@ -88,9 +88,9 @@ fn varint(mut value: u64) -> Vec<u8> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
 
     // gRPC's own prefix: nothing follows, and none is waited for.
     let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
@@ -113,7 +113,7 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
     ];
     for (name, field) in fields {
         for huge in [1 << 20, i32::MAX as u64, u64::from(u32::MAX), 1 << 40, u64::MAX] {
-            let ticket = world.ticket(&key, 1000).await;
+            let ticket = fixture.ticket(&key, 1000).await;
             let body = [&head[..], &[0x18], &varint(ticket.0.cast_unsigned()), field, &varint(huge)].concat();
             let body = [body, vec![0; 30]].concat();
             let answer = raw::call(&channel, raw::SEND, vec![raw::prefixed(&body)], End::Closed).await;
@@ -123,45 +123,45 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
     }
 
     // A block that announces 2^31−1 bytes which the ticket does not cover.
-    let ticket = world.ticket(&key, 1000).await;
+    let ticket = fixture.ticket(&key, 1000).await;
     let mut parts = batch(0, &blocks(0, 1, 0..1));
     parts[0].1[0].meta.length = i32::MAX.unsigned_abs();
     for form in [SendForm::Contiguous, SendForm::Combined] {
-        let refused = world.client.send(&key, ticket, form, &parts).await.unwrap_err();
+        let refused = fixture.client.send(&key, ticket, form, &parts).await.unwrap_err();
         assert!(refused.status().is_some(), "{refused}");
     }
-    world.client.unregister_app("app-1").await.unwrap();
-    world.assert_memory_is_free().await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    fixture.assert_memory_is_free().await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_million_partitions_in_one_request_cost_nothing() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, i32::MAX)]).await.unwrap();
-    let mut request = super::world::require(&key, 1000);
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, i32::MAX)]).await.unwrap();
+    let mut request = super::fixture::require(&key, 1000);
     request.partition_ids = (0..1_000_001).collect();
-    let answer = world.client.require_raw(request).await.unwrap();
+    let answer = fixture.client.require_raw(request).await.unwrap();
     assert_eq!(answer.status(), StatusCode::InvalidRequest, "{}", answer.ret_msg);
     assert!(answer.ret_msg.contains("1000000"), "{}", answer.ret_msg);
-    world.push(&key, &batch(i32::MAX, &blocks(0, 1, 0..2))).await;
-    world.assert_reads(&key, i32::MAX, &blocks(0, 1, 0..2)).await;
-    world.finish().await;
+    fixture.push(&key, &batch(i32::MAX, &blocks(0, 1, 0..2))).await;
+    fixture.assert_reads(&key, i32::MAX, &blocks(0, 1, 0..2)).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_stalls_in_a_message_and_disconnects_leaves_nothing() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     for form in FORMS {
         let parts = batch(0, &[block(0, 1, 0, 2 << 20)]);
-        let ticket = world.client.require_buffer(&key, &parts).await.unwrap();
+        let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
         let message = raw::framed(&send::request(&key, ticket, form, &parts));
         let half = message.slice(..message.len() / 2);
-        let channel = raw::connect(world.worker.addresses().grpc).await;
-        let began = eventually("the send has begun", || match world.memory().tickets().count() {
-            0 if world.memory().budget().used() > 0 => Ok(()),
+        let channel = raw::connect(fixture.worker.addresses().grpc).await;
+        let began = eventually("the send has begun", || match fixture.memory().tickets().count() {
+            0 if fixture.memory().budget().used() > 0 => Ok(()),
             _ => Err("its ticket is there".to_owned()),
         });
         tokio::select! {
@@ -169,38 +169,38 @@ async fn a_client_that_stalls_in_a_message_and_disconnects_leaves_nothing() {
             () = began => {}
         }
         drop(channel);
-        world.assert_memory_is_free().await;
+        fixture.assert_memory_is_free().await;
     }
-    world.assert_reads(&key, 0, &[]).await;
-    world.finish().await;
+    fixture.assert_reads(&key, 0, &[]).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_that_does_not_end_in_time_is_given_up() {
     let setup = Setup { tables: "[grpc]\nrequest_timeout_sec = 1", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let parts = batch(0, &[block(0, 1, 0, 1 << 20)]);
-    let ticket = world.client.require_buffer(&key, &parts).await.unwrap();
+    let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let half = message.slice(..message.len() / 2);
     let answer = raw::call(&channel, raw::SEND, vec![half], End::Stalled).await;
     assert_eq!(answer.grpc_status, Some(4), "DEADLINE_EXCEEDED: {}", answer.grpc_message);
-    world.assert_memory_is_free().await;
+    fixture.assert_memory_is_free().await;
     // The connection is as good as before.
-    let ticket = world.client.require_buffer(&key, &parts).await.unwrap();
+    let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
     let answer = raw::call(&channel, raw::SEND, vec![message], End::Closed).await;
     assert_eq!(answer.send_status().0, StatusCode::Success);
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_protocols_on_the_grpc_port_are_closed() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    let address = world.worker.addresses().grpc;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    let address = fixture.worker.addresses().grpc;
     let openings: [&[u8]; 4] = [
         b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /rss.common.ShuffleServer/appHeartbeat HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
@@ -217,15 +217,15 @@ async fn other_protocols_on_the_grpc_port_are_closed() {
         drop(socket.read_to_end(&mut answer).await);
         assert!(answer.len() < 1000, "{} bytes", answer.len());
     }
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.finish().await;
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_that_are_no_grpc_calls_get_a_status() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let unknown = ["/", "/rss.common.ShuffleServer/noSuchCall", "/rss.common.NoService/x"];
     for path in unknown {
         let answer = raw::call(&channel, path, vec![raw::prefixed(&[])], End::Closed).await;
@@ -239,13 +239,13 @@ async fn calls_that_are_no_grpc_calls_get_a_status() {
         assert_ne!(answer.grpc_status, Some(0));
     }
     // Two messages in a unary call.
-    let ticket = world.ticket(&key, 1000).await;
+    let ticket = fixture.ticket(&key, 1000).await;
     let one = raw::prefixed(&message(&key, ticket, SendForm::Classic));
     let answer = raw::call(&channel, raw::SEND, vec![one.clone(), one], End::Closed).await;
     if answer.grpc_status == Some(0) {
         assert_ne!(answer.send_status().0, StatusCode::Success);
     }
-    world.assert_memory_is_free().await;
+    fixture.assert_memory_is_free().await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -18,7 +18,7 @@ use uniffle_worker::proto::{
 use uniffle_worker::runtime::Tasks;
 
 use super::blocks::block;
-use super::world::{World, eventually, key};
+use super::fixture::{WorkerFixture, eventually, key};
 
 const APP: &str = "app-1";
 const P: PartitionId = PartitionId(0);
@@ -37,8 +37,8 @@ fn timestamps() -> [i64; 6] {
 }
 
 /// Count and sum of a histogram.
-fn histogram(world: &World, name: &str) -> (u64, f64) {
-    let families = world.worker.registry().gather();
+fn histogram(fixture: &WorkerFixture, name: &str) -> (u64, f64) {
+    let families = fixture.worker.registry().gather();
     let family = families.iter().find(|family| family.name() == name);
     let family = family.unwrap_or_else(|| panic!("no metric {name}"));
     let [metric] = family.get_metric() else { panic!("{name} has labels") };
@@ -47,8 +47,8 @@ fn histogram(world: &World, name: &str) -> (u64, f64) {
 }
 
 /// One time was told, and it is the claimed one (and what the request really took).
-fn assert_on_the_way(world: &World, name: &str, in_a_second: f64) {
-    let (count, sum) = histogram(world, name);
+fn assert_on_the_way(fixture: &WorkerFixture, name: &str, in_a_second: f64) {
+    let (count, sum) = histogram(fixture, name);
     assert_eq!(count, 1, "{name}");
     let ms = sum * 1000.0 / in_a_second;
     assert!((5_000.0..3_600_000.0).contains(&ms), "{name}: {ms} ms");
@@ -57,30 +57,30 @@ fn assert_on_the_way(world: &World, name: &str, in_a_second: f64) {
 /// The requests of one session, each with every one of [`timestamps`]: sends, then reads of memory, of disk (one that
 /// fails, too), and of what is not there.
 trait Session {
-    async fn send(&self, world: &World, timestamp: i64, sequence: u32);
+    async fn send(&self, fixture: &WorkerFixture, timestamp: i64, sequence: u32);
     async fn memory(&self, timestamp: i64);
     async fn data(&self, timestamp: i64);
     async fn sorted(&self, timestamp: i64);
 
-    async fn run(&self, world: &World) {
+    async fn run(&self, fixture: &WorkerFixture) {
         for (timestamp, sequence) in timestamps().into_iter().zip(0..) {
-            self.send(world, timestamp, sequence).await;
+            self.send(fixture, timestamp, sequence).await;
             self.memory(timestamp).await;
             self.sorted(timestamp).await;
         }
-        world.flush().await;
+        fixture.flush().await;
         for timestamp in timestamps() {
             self.data(timestamp).await;
         }
     }
 }
 
-struct Grpc<'w>(&'w World, ShuffleKey);
+struct Grpc<'w>(&'w WorkerFixture, ShuffleKey);
 
 impl Session for Grpc<'_> {
-    async fn send(&self, world: &World, timestamp: i64, sequence: u32) {
+    async fn send(&self, fixture: &WorkerFixture, timestamp: i64, sequence: u32) {
         let batch = [(P, vec![block(0, 1, sequence, BLOCK_BYTES)])];
-        let ticket = world.ticket(&self.1, send::require_size(&batch).unwrap()).await;
+        let ticket = fixture.ticket(&self.1, send::require_size(&batch).unwrap()).await;
         let mut request = send::request(&self.1, ticket, SendForm::Classic, &batch);
         request.timestamp = timestamp;
         let answer = self.0.client.raw().send_shuffle_data(request).await.unwrap().into_inner();
@@ -129,9 +129,9 @@ impl Tcp {
 }
 
 impl Session for Tcp {
-    async fn send(&self, world: &World, timestamp_ms: i64, sequence: u32) {
+    async fn send(&self, fixture: &WorkerFixture, timestamp_ms: i64, sequence: u32) {
         let block = block(0, 1, sequence, BLOCK_BYTES);
-        let ticket = world.ticket(&self.1, i32::try_from(BLOCK_BYTES).unwrap() + 1000).await;
+        let ticket = fixture.ticket(&self.1, i32::try_from(BLOCK_BYTES).unwrap() + 1000).await;
         let request_id = self.0.next_request_id();
         let sent = SendBlock {
             block_id: block.meta.block_id.0,
@@ -188,14 +188,14 @@ impl Session for Tcp {
 }
 
 /// Everything that both sessions leave in the tiers' metrics; the shuffle is gone at the end.
-async fn assert_tiers(world: World) {
+async fn assert_tiers(fixture: WorkerFixture) {
     let requests = timestamps().len() as f64;
     let sent = requests * f64::from(BLOCK_BYTES);
-    assert!(world.metric("total_read_time") > 0.0);
-    assert!(world.metric("total_write_time") > 0.0);
-    assert_eq!(world.metric("total_write_slow"), 0.0);
-    assert_eq!(world.metric("total_memory_spill_to_localfile"), sent);
-    assert_eq!(world.metric("total_memory_spill_in_flushing_operations"), 1.0);
+    assert!(fixture.metric("total_read_time") > 0.0);
+    assert!(fixture.metric("total_write_time") > 0.0);
+    assert_eq!(fixture.metric("total_write_slow"), 0.0);
+    assert_eq!(fixture.metric("total_memory_spill_to_localfile"), sent);
+    assert_eq!(fixture.metric("total_memory_spill_in_flushing_operations"), 1.0);
     for now in [
         "read_memory_data_thread_num",
         "read_memory_data_buffer_size",
@@ -205,39 +205,39 @@ async fn assert_tiers(world: World) {
         "memory_spill_in_flushing_operations",
         "memory_spill_in_flushing_bytes",
     ] {
-        eventually(now, || match world.metric(now) {
+        eventually(now, || match fixture.metric(now) {
             0.0 => Ok(()),
             left => Err(left.to_string()),
         })
         .await;
     }
-    assert_eq!(world.metric("total_delete_data"), 0.0);
-    world.client.unregister(&key(APP, 1)).await.unwrap();
+    assert_eq!(fixture.metric("total_delete_data"), 0.0);
+    fixture.client.unregister(&key(APP, 1)).await.unwrap();
     eventually("the files are gone", || {
         let told = (
-            world.metric("total_delete_data"),
-            histogram(&world, "total_remove_resource_by_shuffle_ids_time").0,
-            histogram(&world, "total_remove_resource_time").0,
+            fixture.metric("total_delete_data"),
+            histogram(&fixture, "total_remove_resource_by_shuffle_ids_time").0,
+            histogram(&fixture, "total_remove_resource_time").0,
         );
         if told == (sent, 1, 0) { Ok(()) } else { Err(format!("{told:?}")) }
     })
     .await;
-    world.client.unregister_app(APP).await.unwrap();
-    eventually("the application is gone", || match histogram(&world, "total_remove_resource_time").0 {
+    fixture.client.unregister_app(APP).await.unwrap();
+    eventually("the application is gone", || match histogram(&fixture, "total_remove_resource_time").0 {
         1 => Ok(()),
         other => Err(other.to_string()),
     })
     .await;
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
-    let (world, key) = (World::start().await, key(APP, 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    Grpc(&world, key).run(&world).await;
+    let (fixture, key) = (WorkerFixture::start().await, key(APP, 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    Grpc(&fixture, key).run(&fixture).await;
     let index = GetLocalShuffleIndexRequest { app_id: APP.into(), shuffle_id: 1, ..Default::default() };
-    let index = world.client.raw().get_local_shuffle_index(index).await.unwrap().into_inner();
+    let index = fixture.client.raw().get_local_shuffle_index(index).await.unwrap().into_inner();
     let (records, sent) = (index.index_data.len() / 40, timestamps().len());
     assert_eq!((index.status(), records), (StatusCode::Success, sent));
     assert!(index.storage_ids.is_empty(), "a partition on several disks is one stream to clients");
@@ -248,35 +248,38 @@ async fn the_grpc_listener_tells_how_long_requests_were_on_their_way() {
         ("get_local_shuffle_data", Some("grpc_get_localfile_data")),
         ("get_sorted_shuffle_data", None),
     ] {
-        assert_on_the_way(&world, &format!("grpc_{stem}_transport_latency"), 1000.0);
+        assert_on_the_way(&fixture, &format!("grpc_{stem}_transport_latency"), 1000.0);
         let java = format!("grpc_{stem}_process_latency");
-        eventually("the calls have ended", || match histogram(&world, &java).0 {
+        eventually("the calls have ended", || match histogram(&fixture, &java).0 {
             count if count == requests => Ok(()),
             count => Err(format!("{java}: {count}")),
         })
         .await;
-        assert_eq!(world.metric(&format!("grpc_{stem}_total")), requests as f64);
-        assert_eq!(world.metric(&format!("grpc_{stem}")), 0.0);
+        assert_eq!(fixture.metric(&format!("grpc_{stem}_total")), requests as f64);
+        assert_eq!(fixture.metric(&format!("grpc_{stem}")), 0.0);
         if let Some(riffle) = riffle {
-            assert_on_the_way(&world, &format!("{riffle}_transport_time"), 1.0);
-            let (count, seconds) = histogram(&world, &format!("{riffle}_process_time"));
+            assert_on_the_way(&fixture, &format!("{riffle}_transport_time"), 1.0);
+            let (count, seconds) = histogram(&fixture, &format!("{riffle}_process_time"));
             assert_eq!(count, requests);
-            assert!((seconds * 1000.0 - histogram(&world, &java).1).abs() < 1e-6, "milliseconds and seconds");
+            assert!(
+                (seconds * 1000.0 - histogram(&fixture, &java).1).abs() < 1e-6,
+                "milliseconds and seconds"
+            );
         }
     }
-    assert_eq!(histogram(&world, "netty_send_shuffle_data_request_transport_latency").0, 0);
-    assert_tiers(world).await;
+    assert_eq!(histogram(&fixture, "netty_send_shuffle_data_request_transport_latency").0, 0);
+    assert_tiers(fixture).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
-    let (world, key) = (World::start().await, key(APP, 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    let (tcp, driver) = TcpClient::connect(world.worker.addresses().tcp.unwrap()).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key(APP, 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
     let clients = Tasks::new();
     clients.spawn("tcp client", driver);
     let session = Tcp(tcp, key.clone());
-    session.run(&world).await;
+    session.run(&fixture).await;
     session.0.read_index(&key, P).await.unwrap();
     let requests = timestamps().len() as u64;
     for (stem, riffle) in [
@@ -290,28 +293,31 @@ async fn the_tcp_listener_tells_how_long_requests_were_on_their_way() {
         let expected = if of_index { 1 } else { requests };
         let java = format!("netty_{stem}_request_process_latency");
         let now = format!("netty_{stem}_request");
-        eventually("all is answered", || match (histogram(&world, &java).0, world.metric(&now)) {
+        eventually("all is answered", || match (histogram(&fixture, &java).0, fixture.metric(&now)) {
             (count, 0.0) if count == expected => Ok(()),
             other => Err(format!("{java}: {other:?}")),
         })
         .await;
-        assert_eq!(world.metric(&format!("netty_{stem}_request_total")), expected as f64);
+        assert_eq!(fixture.metric(&format!("netty_{stem}_request_total")), expected as f64);
         let on_the_way = format!("netty_{stem}_request_transport_latency");
         if of_index {
-            assert_eq!(histogram(&world, &on_the_way).0, 0, "its request does not say when it was sent");
+            assert_eq!(histogram(&fixture, &on_the_way).0, 0, "its request does not say when it was sent");
         } else {
-            assert_on_the_way(&world, &on_the_way, 1000.0);
+            assert_on_the_way(&fixture, &on_the_way, 1000.0);
         }
         if let Some(riffle) = riffle {
-            assert_on_the_way(&world, &format!("{riffle}_transport_time"), 1.0);
-            let (count, seconds) = histogram(&world, &format!("{riffle}_process_time"));
+            assert_on_the_way(&fixture, &format!("{riffle}_transport_time"), 1.0);
+            let (count, seconds) = histogram(&fixture, &format!("{riffle}_process_time"));
             assert_eq!(count, requests);
-            assert!((seconds * 1000.0 - histogram(&world, &java).1).abs() < 1e-6, "milliseconds and seconds");
+            assert!(
+                (seconds * 1000.0 - histogram(&fixture, &java).1).abs() < 1e-6,
+                "milliseconds and seconds"
+            );
         }
     }
-    assert_eq!(world.metric("urpc_request_number"), 0.0);
-    assert_eq!(histogram(&world, "grpc_send_shuffle_data_transport_latency").0, 0);
+    assert_eq!(fixture.metric("urpc_request_number"), 0.0);
+    assert_eq!(histogram(&fixture, "grpc_send_shuffle_data_transport_latency").0, 0);
     drop(session);
     clients.drained().await;
-    assert_tiers(world).await;
+    assert_tiers(fixture).await;
 }

@@ -13,18 +13,19 @@ use uniffle_worker::service::RegisterRequest;
 use uniffle_worker::tiers::LocalConfig;
 
 use super::blocks::{batch, block, blocks};
-use super::rig::{HEARTBEAT_TIMEOUT, Rig, local_config, memory_disks};
-use super::world::{assert_same, eventually, key, quickly};
+use super::fixture::{assert_same, eventually, key, quickly};
+use super::parts::{HEARTBEAT_TIMEOUT, local_config, parts};
+use uniffle_testkit::service::{ServiceBuilder, memory_disks};
 
 const P: PartitionId = PartitionId(0);
 
 /// Writers until memory is full, over disks that all fail with `errno`; then the disks are well again.
 async fn all_disks_out(errno: i32) {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
     let once = Backoff { attempts: 1, ..quickly() };
-    let client = rig.client().await.with_backoff(once);
+    let client = fixture.client().await.with_backoff(once);
     client.register(&key, &[(0, 0)]).await.unwrap();
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule::always(Operation::Write, Fault::Errno(errno)));
     }
     let mut all: Vec<Block> = Vec::new();
@@ -36,24 +37,24 @@ async fn all_disks_out(errno: i32) {
             break;
         }
         all.extend(new);
-        rig.flusher.flush_all();
+        fixture.flusher.flush_all();
     }
     let client = client.with_backoff(quickly());
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert_eq!((read.from_disk, rig.store.available_disks()), (0, 0));
+    assert_eq!((read.from_disk, fixture.store().available_disks()), (0, 0));
 
-    rig.heal().await;
-    rig.flushed().await;
+    fixture.heal().await;
+    fixture.flushed().await;
     // What waited is on the disks, and there is room again.
     let more = blocks(0, 2, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &more)).await.unwrap();
     all.extend(more);
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert!(rig.service.losses().losses.is_empty());
+    assert!(fixture.service.losses().losses.is_empty());
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -65,21 +66,21 @@ async fn while_all_disks_are_out_writers_wait_and_nothing_is_lost() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_that_misses_its_deadline_goes_to_another_disk_from_memory_that_is_still_held() {
     let local = LocalConfig { write_timeout: Duration::from_millis(200), ..local_config() };
-    let (rig, key) = (Rig::on(memory_disks(), local).await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
     client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
     // Of equal disks the first is chosen.
-    rig.faults[0].add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
-    rig.flusher.flush_all();
-    rig.flushed().await;
+    fixture.faults[0].add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert_eq!((read.from_memory, rig.hung()), (0, 1), "it is on the other disk");
-    assert!(rig.memory.budget().used() > 0, "the late call still reads that memory");
-    rig.heal().await;
-    eventually("its memory is free", || match rig.memory.budget().used() {
+    assert_eq!((read.from_memory, fixture.hung()), (0, 1), "it is on the other disk");
+    assert!(fixture.memory.budget().used() > 0, "the late call still reads that memory");
+    fixture.heal().await;
+    eventually("its memory is free", || match fixture.memory.budget().used() {
         0 => Ok(()),
         used => Err(format!("{used} bytes are charged")),
     })
@@ -87,7 +88,7 @@ async fn a_batch_that_misses_its_deadline_goes_to_another_disk_from_memory_that_
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 /// A runtime of its own with paused time, which takes everything in it with it.
@@ -101,9 +102,9 @@ fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
     const LITTLE: Duration = Duration::from_secs(1);
     /// The registry is looked through every 10 s.
     const LOOK: Duration = Duration::from_secs(11);
-    let disks = memory_disks();
+    let disks = memory_disks(2);
     life(async {
-        let rig = Rig::on(disks.clone(), local_config()).await;
+        let fixture = ServiceBuilder { disks: disks.clone(), ..parts() }.start().await;
         let request = RegisterRequest {
             app: "app-1",
             shuffle: 1,
@@ -113,17 +114,17 @@ fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        rig.service.register(request).await.unwrap();
+        fixture.service.register(request).await.unwrap();
         // Its last sign of life was long ago when the worker dies.
         tokio::time::sleep(HEARTBEAT_TIMEOUT - LITTLE).await;
-        assert_eq!(rig.service.apps().app_count(), 1);
+        assert_eq!(fixture.service.apps().app_count(), 1);
     });
     life(async {
-        let rig = Rig::on(disks, local_config()).await;
+        let fixture = ServiceBuilder { disks, ..parts() }.start().await;
         tokio::time::sleep(HEARTBEAT_TIMEOUT - LITTLE).await;
-        assert_eq!(rig.service.apps().app_count(), 1, "it is not expired");
+        assert_eq!(fixture.service.apps().app_count(), 1, "it is not expired");
         tokio::time::sleep(LITTLE + LOOK).await;
-        assert_eq!(rig.service.apps().app_count(), 0, "it was not heard of again");
-        rig.finish().await;
+        assert_eq!(fixture.service.apps().app_count(), 0, "it was not heard of again");
+        fixture.finish().await;
     });
 }

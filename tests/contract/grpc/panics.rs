@@ -11,8 +11,8 @@ use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, TaskAttemptId};
 use uniffle_worker::service::WorkerState;
 
-use super::rig::Rig;
-use super::world::{assert_same, key};
+use super::fixture::{assert_same, key};
+use super::parts::parts;
 
 /// What a client is told at once comes much sooner.
 const SOON: Duration = Duration::from_secs(20);
@@ -24,42 +24,42 @@ fn blocks(task: i64) -> Vec<Block> {
 
 #[tokio::test]
 async fn a_panic_while_a_batch_is_written_costs_a_try() {
-    let rig = Rig::start().await;
-    let client = rig.client().await;
+    let fixture = parts().start().await;
+    let client = fixture.client().await;
     let key = key("panics", 0);
     client.register(&key, &[(0, 0)]).await.unwrap();
     let sent = blocks(1);
     client.push(&key, SendForm::Classic, &[(PartitionId(0), sent.clone())]).await.unwrap();
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule::once(Operation::Write, Fault::Panic).on(".data"));
     }
-    rig.flusher.flush_all();
-    rig.flushed().await;
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
     let read = client.read_partition(&key, PartitionId(0), &ReadOptions::default()).await.unwrap();
     assert_eq!(read.from_disk, sent.len(), "the batch was tried again");
     assert_same(&read.blocks, &sent);
-    assert_eq!(rig.service.status().state(), WorkerState::Active);
+    assert_eq!(fixture.service.status().state(), WorkerState::Active);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_panic_while_a_client_is_served_is_its_alone() {
-    let rig = Rig::start().await;
-    let client = rig.client().await;
+    let fixture = parts().start().await;
+    let client = fixture.client().await;
     let key = key("panics", 1);
     client.register(&key, &[(0, 0)]).await.unwrap();
     let sent = blocks(1);
     client.push(&key, SendForm::Classic, &[(PartitionId(0), sent.clone())]).await.unwrap();
-    rig.flusher.flush_all();
-    rig.flushed().await;
-    for faults in &rig.faults {
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
+    for faults in &fixture.faults {
         faults.add(Rule::always(Operation::Read, Fault::Panic).on(".data"));
     }
     let options = ReadOptions::default();
     let read = timeout(SOON, client.read_partition(&key, PartitionId(0), &options)).await;
     read.expect("nobody waits for an answer that will not come").unwrap_err();
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.clear();
     }
     // The same connection, the same partition.
@@ -67,7 +67,7 @@ async fn a_panic_while_a_client_is_served_is_its_alone() {
     assert_same(&read.blocks, &sent);
     let more = blocks(2);
     client.push(&key, SendForm::Classic, &[(PartitionId(0), more)]).await.unwrap();
-    assert_eq!(rig.service.status().state(), WorkerState::Active);
+    assert_eq!(fixture.service.status().state(), WorkerState::Active);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }

@@ -18,19 +18,19 @@ use uniffle_wire::types::{BlockId, PartitionId};
 use uniffle_worker::proto::{GetLocalShuffleDataRequest, StatusCode};
 
 use super::blocks::{batch, block, blocks};
+use super::fixture::{Setup, WorkerFixture, assert_same, eventually, key};
+use super::parts::parts;
 use super::raw;
-use super::rig::Rig;
-use super::world::{Setup, World, assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
 /// docs/architecture.md §6 item 13.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule::always(Operation::Write, Fault::Hang));
     }
     let mut all: Vec<Block> = Vec::new();
@@ -41,10 +41,10 @@ async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
         // Everything so far again: some of it is in flight.
         client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
         if round < 3 {
-            rig.flusher.flush_all();
+            fixture.flusher.flush_all();
         }
     }
-    eventually("the writes hang", || match rig.hung() {
+    eventually("the writes hang", || match fixture.hung() {
         0 => Err("nothing hangs".to_owned()),
         _ => Ok(()),
     })
@@ -60,35 +60,37 @@ async fn batches_in_flight_are_read_by_age_and_hold_no_block_twice() {
     }
     let order: Vec<BlockId> = all.iter().map(|block| block.meta.block_id).collect();
     assert_eq!(seen, order);
-    rig.heal().await;
-    rig.flushed().await;
+    fixture.heal().await;
+    fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 /// Every acknowledged block of a registration is readable until the shuffle is unregistered, and nothing is left.
-async fn write_read_unregister(world: &World, app: i64) {
+async fn write_read_unregister(fixture: &WorkerFixture, app: i64) {
     let key = key(&format!("app-{app}"), 1);
     for round in 0..15 {
-        world.client.register(&key, &[(0, 3)]).await.unwrap();
+        fixture.client.register(&key, &[(0, 3)]).await.unwrap();
         let mut all = Vec::new();
         for n in 0..4 {
             let new: Vec<Block> = (0..8).map(|b| block(0, round, n * 8 + b, 3000 + b)).collect();
             let form = [SendForm::Classic, SendForm::Contiguous, SendForm::Combined][n as usize % 3];
-            world.client.push(&key, form, &batch(0, &new)).await.unwrap();
+            fixture.client.push(&key, form, &batch(0, &new)).await.unwrap();
             all.extend(new);
             if (app + i64::from(n)) % 2 == 0 {
-                world.begin_flush();
+                fixture.begin_flush();
             }
         }
-        world.assert_reads(&key, 0, &all).await;
+        fixture.assert_reads(&key, 0, &all).await;
         // A send that is under way when its shuffle goes; it may succeed or not.
         let late = blocks(1, round, 0..50);
         let late = batch(1, &late);
-        let (sent, gone) =
-            tokio::join!(world.client.push(&key, SendForm::Classic, &late), world.client.unregister(&key));
+        let (sent, gone) = tokio::join!(
+            fixture.client.push(&key, SendForm::Classic, &late),
+            fixture.client.unregister(&key)
+        );
         gone.unwrap();
         if let Err(error) = sent {
             let status = error.status();
@@ -99,17 +101,17 @@ async fn write_read_unregister(world: &World, app: i64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sends_flushes_and_unregistrations_at_once_leak_nothing() {
-    let world = World::start().await;
-    futures::future::join_all((0..6).map(|app| write_read_unregister(&world, app))).await;
-    world.finish().await;
+    let fixture = WorkerFixture::start().await;
+    futures::future::join_all((0..6).map(|app| write_read_unregister(&fixture, app))).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
-    let ticket = world.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
+    let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
     let (go_on, wait) = oneshot::channel::<()>();
@@ -117,7 +119,7 @@ async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
         drop(wait.await);
         tail
     });
-    let World { worker, client, dir, .. } = world;
+    let WorkerFixture { worker, client, dir, .. } = fixture;
     let memory = worker.memory().clone();
     let service = worker.service().clone();
     let channel = raw::connect(worker.addresses().grpc).await;
@@ -152,11 +154,11 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
         tables: "[grpc]\nrequest_timeout_sec = 1",
         ..Setup::default()
     };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let large = block(0, 1, 0, 16 << 20);
-    world.client.push(&key, SendForm::Contiguous, &batch(0, std::slice::from_ref(&large))).await.unwrap();
-    world.flush().await;
+    fixture.client.push(&key, SendForm::Contiguous, &batch(0, std::slice::from_ref(&large))).await.unwrap();
+    fixture.flush().await;
 
     // The channel's windows are 64 KiB; the head is awaited and the body never read.
     let request = GetLocalShuffleDataRequest {
@@ -173,9 +175,9 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
         .header("te", "trailers")
         .body(Body::new(StreamBody::new(frames)))
         .unwrap();
-    let mut channel = raw::connect(world.worker.addresses().grpc).await;
+    let mut channel = raw::connect(fixture.worker.addresses().grpc).await;
     let response = channel.ready().await.unwrap().call(call).await.unwrap();
-    let pool = world.memory().read_pool();
+    let pool = fixture.memory().read_pool();
     eventually("the answer has begun", || match pool.used_bytes() {
         0 => Err("no read buffer is in use".to_owned()),
         _ => Ok(()),
@@ -191,16 +193,16 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     let taken = tokio::time::timeout(Duration::from_secs(5), response.into_body().collect()).await.unwrap();
     assert!(taken.is_err(), "the stream was reset, so that nobody takes it for the whole");
     drop(channel);
-    world.assert_reads(&key, 0, &[large]).await;
-    world.finish().await;
+    fixture.assert_reads(&key, 0, &[large]).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
     let setup = Setup { tables: "[grpc]\nmax_connections = 2", ..Setup::default() };
-    let world = World::with(setup).await;
-    let address = world.worker.addresses().grpc;
-    // The world's own client is the first.
+    let fixture = WorkerFixture::with(setup).await;
+    let address = fixture.worker.addresses().grpc;
+    // The fixture's own client is the first.
     let second = raw::connect(address).await;
     let path = "/rss.common.ShuffleServer/appHeartbeat";
     let heartbeat = vec![raw::prefixed(&[])];
@@ -211,7 +213,7 @@ async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
     let closed = tokio::io::AsyncReadExt::read(&mut third, &mut nothing).await;
     assert!(!matches!(closed, Ok(1..)), "{closed:?}");
     drop(second);
-    eventually("there is room again", || match world.metric("grpc_server_connection_number") {
+    eventually("there is room again", || match fixture.metric("grpc_server_connection_number") {
         1.0 => Ok(()),
         open => Err(format!("{open} connections")),
     })
@@ -220,15 +222,15 @@ async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
     let answer = raw::call(&again, path, heartbeat, raw::End::Closed).await;
     assert_eq!(answer.grpc_status, Some(0));
     drop(again);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// A client of which each connection may have two calls at once waits with the third until one of them has ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
     let setup = Setup { tables: "[grpc]\nmax_concurrent_streams = 2", ..Setup::default() };
-    let world = World::with(setup).await;
-    let address = world.worker.addresses().grpc;
+    let fixture = WorkerFixture::with(setup).await;
+    let address = fixture.worker.addresses().grpc;
     let channel = raw::connect(address).await;
     let path = "/rss.common.ShuffleServer/appHeartbeat";
     let heartbeat = || vec![raw::prefixed(&[])];
@@ -239,7 +241,7 @@ async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
     for call in &mut stalled {
         assert!(futures::poll!(call.as_mut()).is_pending());
     }
-    eventually("two calls are open", || match world.metric("grpc_open") {
+    eventually("two calls are open", || match fixture.metric("grpc_open") {
         2.0 => Ok(()),
         open => Err(format!("{open} calls")),
     })
@@ -249,35 +251,35 @@ async fn calls_beyond_a_connections_limit_wait_and_other_connections_do_not() {
     let other = raw::connect(address).await;
     assert_eq!(raw::call(&other, path, heartbeat(), raw::End::Closed).await.grpc_status, Some(0));
     assert!(futures::poll!(third.as_mut()).is_pending(), "both places are taken");
-    assert_eq!(world.metric("grpc_app_heartbeat_total"), 2.0, "the third has not come");
+    assert_eq!(fixture.metric("grpc_app_heartbeat_total"), 2.0, "the third has not come");
     drop(stalled);
     assert_eq!(third.await.grpc_status, Some(0));
     drop((channel, other));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_beyond_the_limit_is_refused_by_its_prefix() {
     let setup = Setup { tables: "[grpc]\nmax_message_size = \"1MiB\"", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let parts = batch(0, &[block(0, 1, 0, 1 << 20)]);
-    let ticket = world.client.require_buffer(&key, &parts).await.unwrap();
+    let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let pieces: Vec<Bytes> = message.chunks(64 << 10).map(Bytes::copy_from_slice).collect();
     let answer = raw::call(&channel, raw::SEND, pieces, raw::End::Closed).await;
     assert_eq!(answer.grpc_status, Some(8), "RESOURCE_EXHAUSTED");
     assert!(answer.grpc_message.contains("1048576"), "{}", answer.grpc_message);
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// docs/architecture.md §6 item 11: a client property kills the server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_properties_of_any_kind_are_taken_or_refused() {
     use uniffle_client::grpc::register_request;
-    let world = World::start().await;
+    let fixture = WorkerFixture::start().await;
     let values = ["", "-1", "99999999999999999999", "NaN", "\0", "true", "1g", "../x", "ä"];
     let keys = [
         "spark.rss.riffle.hardSplitEnabled",
@@ -293,13 +295,13 @@ async fn client_properties_of_any_kind_are_taken_or_refused() {
         let mut request = register_request(&key, &[(0, 0)]);
         request.properties = keys.iter().map(|name| ((*name).to_owned(), (*value).to_owned())).collect();
         request.user = value.repeat(100);
-        world.client.register_with(request).await.unwrap();
-        world.push(&key, &batch(0, &blocks(0, 1, 0..2))).await;
-        world.assert_reads(&key, 0, &blocks(0, 1, 0..2)).await;
+        fixture.client.register_with(request).await.unwrap();
+        fixture.push(&key, &batch(0, &blocks(0, 1, 0..2))).await;
+        fixture.assert_reads(&key, 0, &blocks(0, 1, 0..2)).await;
     }
     let key = key("app-many", 1);
     let mut request = register_request(&key, &[(0, 0)]);
     request.properties = (0..20_000).map(|n| (format!("spark.rss.{n}"), "x".repeat(20))).collect();
-    drop(world.client.register_with(request).await);
-    world.finish().await;
+    drop(fixture.client.register_with(request).await);
+    fixture.finish().await;
 }

@@ -7,8 +7,8 @@ use prost::Message;
 use uniffle_worker::proto::{GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, StatusCode};
 
 use super::blocks::{batch, block};
+use super::fixture::{Setup, WorkerFixture, eventually, key};
 use super::raw;
-use super::world::{Setup, World, eventually, key};
 
 const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
 const READERS: usize = 32;
@@ -18,11 +18,11 @@ const SETUP: Setup<'_> =
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_to_wait() {
-    let (world, key) = (World::with(SETUP).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(SETUP).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let length = 8 << 20;
-    world.push(&key, &batch(0, &[block(0, 1, 0, length)])).await;
-    world.flush().await;
+    fixture.push(&key, &batch(0, &[block(0, 1, 0, length)])).await;
+    fixture.flush().await;
     let request = GetLocalShuffleDataRequest {
         app_id: key.app.as_str().to_owned(),
         shuffle_id: key.shuffle.0,
@@ -32,9 +32,9 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
         ..GetLocalShuffleDataRequest::default()
     };
 
-    let pool = world.memory().read_pool().clone();
+    let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     // Nobody reads, so windows and socket buffers take a dozen chunks, read memory four, and the rest must wait.
     let opened = (0..READERS).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
@@ -64,5 +64,5 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
     })
     .await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }

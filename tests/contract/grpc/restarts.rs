@@ -14,7 +14,7 @@ use uniffle_worker::proto::StatusCode;
 use uniffle_worker::tiers::LocalStore;
 
 use super::blocks::{batch, blocks};
-use super::world::{Setup, World, assert_same, eventually, key};
+use super::fixture::{Setup, WorkerFixture, assert_same, eventually, key};
 
 const P: PartitionId = PartitionId(0);
 
@@ -27,19 +27,19 @@ fn process<T>(life: impl Future<Output = T>) -> T {
 }
 
 /// The worker is gone, its directories are left.
-fn crashed(world: World) -> (TempDir, Vec<PathBuf>) {
-    let World { worker, client, dir, disks } = world;
+fn crashed(fixture: WorkerFixture) -> (TempDir, Vec<PathBuf>) {
+    let WorkerFixture { worker, client, dir, disks } = fixture;
     drop((worker, client));
     (dir, disks)
 }
 
-async fn report(world: &World, key: &ShuffleKey, task: i64, blocks: &[Block]) {
+async fn report(fixture: &WorkerFixture, key: &ShuffleKey, task: i64, blocks: &[Block]) {
     let ids = blocks.iter().map(|block| block.meta.block_id).collect();
-    world.client.report(key, TaskAttemptId(task), &[(P, ids)]).await.unwrap();
+    fixture.client.report(key, TaskAttemptId(task), &[(P, ids)]).await.unwrap();
 }
 
-async fn reported(world: &World, key: &ShuffleKey) -> Vec<u64> {
-    world.client.results(key, &[P], Some(IdLayout::SPARK)).await.unwrap().to_vec()
+async fn reported(fixture: &WorkerFixture, key: &ShuffleKey) -> Vec<u64> {
+    fixture.client.results(key, &[P], Some(IdLayout::SPARK)).await.unwrap().to_vec()
 }
 
 fn ids(blocks: &[Block]) -> Vec<u64> {
@@ -53,34 +53,34 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
     let (kept, other) = (key("app-1", 1), key("app-10", 10));
     let (first, second) = (blocks(0, 1, 0..40), blocks(0, 2, 0..40));
     let (home, before) = process(async {
-        let world = World::start().await;
+        let fixture = WorkerFixture::start().await;
         for key in [&kept, &other] {
-            world.client.register(key, &[(0, 3)]).await.unwrap();
+            fixture.client.register(key, &[(0, 3)]).await.unwrap();
         }
         for (task, part) in [(1, &first), (2, &second)] {
-            world.push(&kept, &batch(0, part)).await;
-            world.flush().await;
-            report(&world, &kept, task, part).await;
+            fixture.push(&kept, &batch(0, part)).await;
+            fixture.flush().await;
+            report(&fixture, &kept, task, part).await;
         }
-        world.push(&other, &batch(0, &first)).await;
-        world.flush().await;
-        world.client.unregister_app("app-10").await.unwrap();
-        let index = world.client.read_index(&kept, P).await.unwrap();
-        (crashed(world), index)
+        fixture.push(&other, &batch(0, &first)).await;
+        fixture.flush().await;
+        fixture.client.unregister_app("app-10").await.unwrap();
+        let index = fixture.client.read_index(&kept, P).await.unwrap();
+        (crashed(fixture), index)
     });
     process(async {
-        let world = World::on(Setup::default(), home.0, home.1).await;
+        let fixture = WorkerFixture::on(Setup::default(), home.0, home.1).await;
         let all = [first, second].concat();
-        let index = world.client.read_index(&kept, P).await.unwrap();
+        let index = fixture.client.read_index(&kept, P).await.unwrap();
         assert_eq!(index.records, before.records);
-        world.assert_reads(&kept, 0, &all).await;
-        assert_eq!(reported(&world, &kept).await, ids(&all));
+        fixture.assert_reads(&kept, 0, &all).await;
+        assert_eq!(reported(&fixture, &kept).await, ids(&all));
         // It goes on: more blocks, more reports, ranges that were registered before are known.
         let third = blocks(3, 3, 0..10);
-        world.push(&kept, &batch(3, &third)).await;
-        world.flush().await;
-        world.assert_reads(&kept, 3, &third).await;
-        world.finish().await;
+        fixture.push(&kept, &batch(3, &third)).await;
+        fixture.flush().await;
+        fixture.assert_reads(&kept, 3, &third).await;
+        fixture.finish().await;
     });
 }
 
@@ -101,32 +101,32 @@ fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
     let (doubtful, fresh) = (key("app-1", 1), key("app-2", 1));
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
-        let world = World::start().await;
-        world.client.register(&doubtful, &[(0, 3)]).await.unwrap();
-        world.push(&doubtful, &batch(0, &all)).await;
-        world.flush().await;
-        report(&world, &doubtful, 1, &all).await;
-        crashed(world)
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&doubtful, &[(0, 3)]).await.unwrap();
+        fixture.push(&doubtful, &batch(0, &all)).await;
+        fixture.flush().await;
+        report(&fixture, &doubtful, 1, &all).await;
+        crashed(fixture)
     });
     reset_machine(&disks);
     process(async {
-        let world = World::on(Setup::default(), dir, disks).await;
-        world.client.register(&fresh, &[(0, 3)]).await.unwrap();
-        world.push(&fresh, &batch(0, &all)).await;
-        world.flush().await;
-        report(&world, &fresh, 1, &all).await;
-        assert_eq!(reported(&world, &fresh).await, ids(&all));
+        let fixture = WorkerFixture::on(Setup::default(), dir, disks).await;
+        fixture.client.register(&fresh, &[(0, 3)]).await.unwrap();
+        fixture.push(&fresh, &batch(0, &all)).await;
+        fixture.flush().await;
+        report(&fixture, &fresh, 1, &all).await;
+        assert_eq!(reported(&fixture, &fresh).await, ids(&all));
         let refused =
-            world.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
+            fixture.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(refused.contains("may be missing") && refused.contains("localfile_store.sync"), "{refused}");
-        world.worker.service().refresh_metrics();
-        assert!((world.metric("shuffles_with_reports_in_doubt") - 1.0).abs() < f64::EPSILON);
-        world.client.unregister_app("app-1").await.unwrap();
-        world.client.register(&doubtful, &[(0, 3)]).await.unwrap();
-        world.push(&doubtful, &batch(0, &all)).await;
-        report(&world, &doubtful, 1, &all).await;
-        assert_eq!(reported(&world, &doubtful).await, ids(&all));
-        world.finish().await;
+        fixture.worker.service().refresh_metrics();
+        assert!((fixture.metric("shuffles_with_reports_in_doubt") - 1.0).abs() < f64::EPSILON);
+        fixture.client.unregister_app("app-1").await.unwrap();
+        fixture.client.register(&doubtful, &[(0, 3)]).await.unwrap();
+        fixture.push(&doubtful, &batch(0, &all)).await;
+        report(&fixture, &doubtful, 1, &all).await;
+        assert_eq!(reported(&fixture, &doubtful).await, ids(&all));
+        fixture.finish().await;
     });
 }
 
@@ -135,15 +135,15 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
     let (kept, gone) = (key("app-1", 1), key("app-1", 2));
     let all = blocks(0, 1, 0..20);
     let (dir, disks) = process(async {
-        let world = World::start().await;
+        let fixture = WorkerFixture::start().await;
         for key in [&kept, &gone] {
-            world.client.register(key, &[(0, 0)]).await.unwrap();
-            world.push(key, &batch(0, &all)).await;
+            fixture.client.register(key, &[(0, 0)]).await.unwrap();
+            fixture.push(key, &batch(0, &all)).await;
         }
-        world.flush().await;
-        report(&world, &kept, 1, &all).await;
-        world.client.unregister(&gone).await.unwrap();
-        let World { worker, client, dir, disks } = world;
+        fixture.flush().await;
+        report(&fixture, &kept, 1, &all).await;
+        fixture.client.unregister(&gone).await.unwrap();
+        let WorkerFixture { worker, client, dir, disks } = fixture;
         drop(client);
         assert_eq!(worker.stop().await, 0);
         (dir, disks)
@@ -151,13 +151,13 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
     // Nor does the machine's end matter any more.
     reset_machine(&disks);
     process(async {
-        let world = World::on(Setup::default(), dir, disks).await;
+        let fixture = WorkerFixture::on(Setup::default(), dir, disks).await;
         let options = ReadOptions::default();
-        let read = world.client.read_partition(&kept, P, &options).await.unwrap();
+        let read = fixture.client.read_partition(&kept, P, &options).await.unwrap();
         assert_same(&read.blocks, &all);
-        assert_eq!(reported(&world, &kept).await, ids(&all));
-        assert_eq!(world.worker.apps().apps()[0].shuffles().len(), 1);
-        world.finish().await;
+        assert_eq!(reported(&fixture, &kept).await, ids(&all));
+        assert_eq!(fixture.worker.apps().apps()[0].shuffles().len(), 1);
+        fixture.finish().await;
     });
 }
 
@@ -165,18 +165,18 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
 fn without_recovery_a_start_finds_nothing_and_deletes_what_was_there() {
     let key = key("app-1", 1);
     let home = process(async {
-        let world = World::start().await;
-        world.client.register(&key, &[(0, 0)]).await.unwrap();
-        world.push(&key, &batch(0, &blocks(0, 1, 0..20))).await;
-        world.flush().await;
-        crashed(world)
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+        fixture.push(&key, &batch(0, &blocks(0, 1, 0..20))).await;
+        fixture.flush().await;
+        crashed(fixture)
     });
     process(async {
         let setup = Setup { local: "recovery = false", ..Setup::default() };
-        let world = World::on(setup, home.0, home.1).await;
-        assert_eq!(world.worker.apps().app_count(), 0);
-        assert!(world.client.read_index(&key, P).await.is_err());
-        world.finish().await;
+        let fixture = WorkerFixture::on(setup, home.0, home.1).await;
+        assert_eq!(fixture.worker.apps().app_count(), 0);
+        assert!(fixture.client.read_index(&key, P).await.is_err());
+        fixture.finish().await;
     });
 }
 
@@ -184,16 +184,16 @@ fn without_recovery_a_start_finds_nothing_and_deletes_what_was_there() {
 fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf>) {
     let [flushed, lost, unreported] = parts;
     process(async {
-        let world = World::with(WITH_TCP).await;
-        world.client.register(key, &[(0, 0)]).await.unwrap();
-        world.push(key, &batch(0, flushed)).await;
-        world.flush().await;
+        let fixture = WorkerFixture::with(WITH_TCP).await;
+        fixture.client.register(key, &[(0, 0)]).await.unwrap();
+        fixture.push(key, &batch(0, flushed)).await;
+        fixture.flush().await;
         for (task, part) in [(1, flushed), (2, lost)] {
-            world.push(key, &batch(0, part)).await;
-            report(&world, key, task, part).await;
+            fixture.push(key, &batch(0, part)).await;
+            report(&fixture, key, task, part).await;
         }
-        world.push(key, &batch(0, unreported)).await;
-        crashed(world)
+        fixture.push(key, &batch(0, unreported)).await;
+        crashed(fixture)
     })
 }
 
@@ -206,14 +206,14 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
     let (flushed, lost, unreported) = (blocks(0, 1, 0..10), blocks(0, 2, 0..5), blocks(0, 3, 0..3));
     let home = after_a_loss(&key, [&flushed, &lost, &unreported]);
     process(async {
-        let world = World::on(WITH_TCP, home.0, home.1).await;
-        assert_eq!(reported(&world, &key).await, ids(&[flushed.clone(), lost.clone()].concat()));
-        let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err();
+        let fixture = WorkerFixture::on(WITH_TCP, home.0, home.1).await;
+        assert_eq!(reported(&fixture, &key).await, ids(&[flushed.clone(), lost.clone()].concat()));
+        let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err();
         assert_eq!(refused.status(), Some(StatusCode::InternalError));
         let text = refused.to_string();
         assert!(text.contains("5 blocks of shuffle app-1/1 partition 0 are lost"), "{text}");
         assert!(text.contains("in memory when the worker ended"), "{text}");
-        let (tcp, driver) = TcpClient::connect(world.worker.addresses().tcp.unwrap()).await.unwrap();
+        let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
         #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
         let driver = tokio::spawn(driver);
         let refused = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
@@ -224,23 +224,23 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
 
         // A reader that wants other tasks' blocks is not disturbed.
         let wanted = Treemap::of(&[1]);
-        let answer = world.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
+        let answer = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
         assert!(answer.blocks.is_empty());
-        let told = world.worker.service().losses();
+        let told = fixture.worker.service().losses();
         assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
         assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
         // The task whose blocks went with the worker before it could report them runs again.
         let late = unreported.iter().map(|block| block.meta.block_id).collect();
-        let late = world.client.report(&key, TaskAttemptId(3), &[(P, late)]).await.unwrap_err();
+        let late = fixture.client.report(&key, TaskAttemptId(3), &[(P, late)]).await.unwrap_err();
         assert!(late.to_string().contains("the task must run again"), "{late}");
 
-        world.push(&key, &batch(0, &lost)).await;
-        world.push(&key, &batch(0, &unreported)).await;
-        report(&world, &key, 3, &unreported).await;
-        assert!(world.worker.service().losses().losses.is_empty());
-        world.assert_reads(&key, 0, &[flushed, lost, unreported].concat()).await;
-        assert_eq!((world.metric("total_lost_blocks"), world.metric("total_healed_blocks")), (5.0, 5.0));
-        world.finish().await;
+        fixture.push(&key, &batch(0, &lost)).await;
+        fixture.push(&key, &batch(0, &unreported)).await;
+        report(&fixture, &key, 3, &unreported).await;
+        assert!(fixture.worker.service().losses().losses.is_empty());
+        fixture.assert_reads(&key, 0, &[flushed, lost, unreported].concat()).await;
+        assert_eq!((fixture.metric("total_lost_blocks"), fixture.metric("total_healed_blocks")), (5.0, 5.0));
+        fixture.finish().await;
     });
 }
 
@@ -249,25 +249,25 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
     let key = key("app-1", 1);
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
-        let world = World::start().await;
-        world.client.register(&key, &[(0, 0)]).await.unwrap();
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&key, &[(0, 0)]).await.unwrap();
         for part in all.chunks(4) {
-            world.push(&key, &batch(0, part)).await;
-            world.flush().await;
+            fixture.push(&key, &batch(0, part)).await;
+            fixture.flush().await;
         }
-        report(&world, &key, 1, &all).await;
-        crashed(world)
+        report(&fixture, &key, 1, &all).await;
+        crashed(fixture)
     });
     let used: Vec<PathBuf> =
         disks.iter().filter(|disk| disk.join("apps/app-1/1.1/0.data").exists()).cloned().collect();
     let gone = used.first().cloned().unwrap_or_else(|| disks[0].clone());
     let left = disks.iter().filter(|disk| **disk != gone).cloned().collect();
     process(async {
-        let world = World::on(Setup::default(), dir, left).await;
-        assert_eq!(reported(&world, &key).await, ids(&all), "reports are on two disks");
-        let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
+        let fixture = WorkerFixture::on(Setup::default(), dir, left).await;
+        assert_eq!(reported(&fixture, &key).await, ids(&all), "reports are on two disks");
+        let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
         assert!(refused.contains(&format!("data directory {} is missing", gone.display())), "{refused}");
-        world.finish().await;
+        fixture.finish().await;
     });
 }
 
@@ -275,15 +275,15 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
 async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     // Files of a disk that was blamed are removed once a probe has succeeded.
     let setup = Setup { local: "disk_healthy_check_interval_sec = 1", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (damaged, sound) = (blocks(0, 1, 0..10), blocks(0, 2, 0..10));
     for (task, part) in [(1, &damaged), (2, &sound)] {
-        world.push(&key, &batch(0, part)).await;
-        world.flush().await;
-        report(&world, &key, task, part).await;
+        fixture.push(&key, &batch(0, part)).await;
+        fixture.flush().await;
+        report(&fixture, &key, task, part).await;
     }
-    let files = world.disks.iter().flat_map(|disk| data_files(disk));
+    let files = fixture.disks.iter().flat_map(|disk| data_files(disk));
     let file = files.into_iter().find(|file| {
         let bytes = std::fs::read(file).unwrap();
         bytes.windows(damaged[0].data.len()).any(|window| window == damaged[0].data)
@@ -295,28 +295,28 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     std::fs::write(&file, bytes).unwrap();
 
     let options = ReadOptions::default();
-    let error = world.client.read_partition(&key, P, &options).await.unwrap_err().to_string();
+    let error = fixture.client.read_partition(&key, P, &options).await.unwrap_err().to_string();
     assert!(error.contains(&file.display().to_string()), "{error}");
-    assert_eq!(world.metric("total_read_crc_mismatch"), 1.0);
-    assert_eq!(world.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
-    let told = world.worker.service().losses();
+    assert_eq!(fixture.metric("total_read_crc_mismatch"), 1.0);
+    assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
+    let told = fixture.worker.service().losses();
     assert_eq!((told.losses.len(), told.losses[0].blocks), (1, 10), "{told:?}");
     assert!(told.losses[0].reason.contains("another checksum"), "{told:?}");
-    let refused = world.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
+    let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
     assert!(refused.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{refused}");
     // Sent again, it is found, and the damaged copy is not in the way.
-    world.push(&key, &batch(0, &damaged)).await;
-    world.assert_reads(&key, 0, &[damaged.clone(), sound.clone()].concat()).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &[damaged, sound].concat()).await;
-    assert!(world.worker.service().losses().losses.is_empty());
-    let store = world.worker.service().tiers().find::<LocalStore>().unwrap();
+    fixture.push(&key, &batch(0, &damaged)).await;
+    fixture.assert_reads(&key, 0, &[damaged.clone(), sound.clone()].concat()).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &[damaged, sound].concat()).await;
+    assert!(fixture.worker.service().losses().losses.is_empty());
+    let store = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("the disk answers again", || match store.available_disks() {
         2 => Ok(()),
         sound => Err(format!("{sound} disks are sound")),
     })
     .await;
-    world.finish().await;
+    fixture.finish().await;
 }
 
 fn data_files(disk: &std::path::Path) -> Vec<PathBuf> {

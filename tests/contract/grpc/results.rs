@@ -8,7 +8,7 @@ use uniffle_worker::proto::{
     ReportShuffleResultRequest, StatusCode,
 };
 
-use super::world::{World, key};
+use super::fixture::{WorkerFixture, key};
 
 const HISTORIC: BlockIdLayout =
     BlockIdLayout { sequence_no_bits: 18, partition_id_bits: 24, task_attempt_id_bits: 21 };
@@ -30,13 +30,13 @@ fn report(key: &ShuffleKey, partitions: &[(i32, Vec<i64>)]) -> ReportShuffleResu
     }
 }
 
-async fn reported(world: &World, request: ReportShuffleResultRequest) -> (StatusCode, String) {
-    let answer = world.client.raw().report_shuffle_result(request).await.unwrap().into_inner();
+async fn reported(fixture: &WorkerFixture, request: ReportShuffleResultRequest) -> (StatusCode, String) {
+    let answer = fixture.client.raw().report_shuffle_result(request).await.unwrap().into_inner();
     (answer.status(), answer.ret_msg)
 }
 
 async fn result_bytes(
-    world: &World,
+    fixture: &WorkerFixture,
     key: &ShuffleKey,
     partitions: &[i32],
     layout: Option<BlockIdLayout>,
@@ -47,7 +47,7 @@ async fn result_bytes(
         partitions: partitions.to_vec(),
         block_id_layout: layout,
     };
-    let answer = world.client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner();
+    let answer = fixture.client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner();
     (answer.status(), answer.serialized_bitmap)
 }
 
@@ -59,18 +59,18 @@ fn hex(text: &str) -> Vec<u8> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn results_are_javas_bytes() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 5000)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let success = |bytes: &str| (StatusCode::Success, Bytes::from(hex(bytes)));
     let nothing = success("00 00000000");
-    assert_eq!(result_bytes(&world, &key, &[0, 1], Some(HISTORIC)).await, nothing, "before any report");
+    assert_eq!(result_bytes(&fixture, &key, &[0, 1], Some(HISTORIC)).await, nothing, "before any report");
 
     let high = (1_i64 << 33) + 7;
     let ids = [(0, vec![1, 2]), (1, vec![5 + (1 << 21)]), (4096, vec![high])];
-    assert_eq!(reported(&world, report(&key, &ids)).await.0, StatusCode::Success);
+    assert_eq!(reported(&fixture, report(&key, &ids)).await.0, StatusCode::Success);
     let one_and_two = success("00 00000001 00000000 3a30000001000000000001001000000001000200");
-    assert_eq!(result_bytes(&world, &key, &[0], Some(HISTORIC)).await, one_and_two);
-    assert_eq!(result_bytes(&world, &key, &[7], Some(HISTORIC)).await, nothing, "a partition without any");
+    assert_eq!(result_bytes(&fixture, &key, &[0], Some(HISTORIC)).await, one_and_two);
+    assert_eq!(result_bytes(&fixture, &key, &[7], Some(HISTORIC)).await, nothing, "a partition without any");
 
     let single = GetShuffleResultRequest {
         app_id: "app-1".to_owned(),
@@ -78,28 +78,28 @@ async fn results_are_javas_bytes() {
         partition_id: 0,
         block_id_layout: Some(HISTORIC),
     };
-    let answer = world.client.raw().get_shuffle_result(single).await.unwrap().into_inner();
+    let answer = fixture.client.raw().get_shuffle_result(single).await.unwrap().into_inner();
     assert_eq!((answer.status(), answer.serialized_bitmap), one_and_two);
     assert_eq!(answer.ret_msg, "OK");
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ids_beyond_32_bits_are_javas_bytes() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 5000)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 5000)]).await.unwrap();
     let ids = [(0, vec![5]), (4096, vec![(1 << 33) + 7])];
-    assert_eq!(reported(&world, report(&key, &ids)).await.0, StatusCode::Success);
+    assert_eq!(reported(&fixture, report(&key, &ids)).await.0, StatusCode::Success);
     let expected = hex("00 00000002 00000000 3a3000000100000000000000100000000500 \
          00000002 3a3000000100000000000000100000000700");
-    let result = result_bytes(&world, &key, &[4096, 0], Some(HISTORIC)).await;
+    let result = result_bytes(&fixture, &key, &[4096, 0], Some(HISTORIC)).await;
     assert_eq!(result, (StatusCode::Success, expected.into()));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_layout_gives_the_ids_of_exactly_the_partitions_asked_for() {
-    let world = World::start().await;
+    let fixture = WorkerFixture::start().await;
     let layouts = [
         (1, None, IdLayout::HISTORIC),
         (2, Some(IdLayout::SPARK), IdLayout::SPARK),
@@ -112,67 +112,67 @@ async fn every_layout_gives_the_ids_of_exactly_the_partitions_asked_for() {
     ];
     for (shuffle, asked, layout) in layouts {
         let key = key("app-1", shuffle);
-        world.client.register(&key, &[(0, 9)]).await.unwrap();
+        fixture.client.register(&key, &[(0, 9)]).await.unwrap();
         let id =
             |p: i32, n: u32| layout.block_id(n, PartitionId(p), TaskAttemptId(i64::from(n) + 1)).unwrap();
         let ids = |p: i32| (0..20).map(|n| id(p, n)).collect::<Vec<BlockId>>();
         let all: Vec<_> = (0..10).map(|p| (PartitionId(p), ids(p))).collect();
         // A report that is repeated changes nothing.
         for _ in 0..2 {
-            world.client.report(&key, TaskAttemptId(1), &all).await.unwrap();
+            fixture.client.report(&key, TaskAttemptId(1), &all).await.unwrap();
         }
-        let set = world.client.results(&key, &[PartitionId(3), PartitionId(8)], asked).await.unwrap();
+        let set = fixture.client.results(&key, &[PartitionId(3), PartitionId(8)], asked).await.unwrap();
         let mut expected: Vec<u64> =
             [3, 8].into_iter().flat_map(ids).map(|id| id.0.cast_unsigned()).collect();
         expected.sort_unstable();
         assert_eq!(set.iter().collect::<Vec<u64>>(), expected, "{layout:?}");
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn layouts_that_are_none_are_invalid_requests() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for widths in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
         let (sequence_no_bits, partition_id_bits, task_attempt_id_bits) = widths;
         let layout = BlockIdLayout { sequence_no_bits, partition_id_bits, task_attempt_id_bits };
-        let (status, _) = result_bytes(&world, &key, &[0], Some(layout)).await;
+        let (status, _) = result_bytes(&fixture, &key, &[0], Some(layout)).await;
         assert_eq!(status, StatusCode::InvalidRequest, "{widths:?}");
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_report_that_is_refused_is_not_taken_in_part() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let good = report(&key, &[(0, vec![1])]);
-    assert_eq!(reported(&world, good).await, (StatusCode::Success, "OK".to_owned()));
+    assert_eq!(reported(&fixture, good).await, (StatusCode::Success, "OK".to_owned()));
     let mut other_bitmaps = report(&key, &[(0, vec![2])]);
     other_bitmaps.bitmap_num = 2;
-    assert_eq!(reported(&world, other_bitmaps).await.0, StatusCode::InternalError);
+    assert_eq!(reported(&fixture, other_bitmaps).await.0, StatusCode::InternalError);
     let mut no_bitmaps = report(&key, &[(0, vec![2])]);
     no_bitmaps.bitmap_num = -1;
-    assert_eq!(reported(&world, no_bitmaps).await.0, StatusCode::InvalidRequest);
+    assert_eq!(reported(&fixture, no_bitmaps).await.0, StatusCode::InvalidRequest);
     let negative = report(&key, &[(0, vec![2]), (1, vec![3, -1])]);
-    assert_ne!(reported(&world, negative).await.0, StatusCode::Success);
+    assert_ne!(reported(&fixture, negative).await.0, StatusCode::Success);
     let mut unknown = report(&key, &[(0, vec![2])]);
     unknown.shuffle_id = 99;
-    assert_eq!(reported(&world, unknown).await.0, StatusCode::NoRegister);
+    assert_eq!(reported(&fixture, unknown).await.0, StatusCode::NoRegister);
 
-    let set = world.client.results(&key, &[PartitionId(0), PartitionId(1)], None).await.unwrap();
+    let set = fixture.client.results(&key, &[PartitionId(0), PartitionId(1)], None).await.unwrap();
     assert_eq!(set.iter().collect::<Vec<u64>>(), [1]);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reports_and_results_at_once_never_show_half_a_report() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let layout = IdLayout::SPARK;
     let writer = |task: i64| {
-        let (client, key) = (world.client.clone(), key.clone());
+        let (client, key) = (fixture.client.clone(), key.clone());
         async move {
             let id = |n| layout.block_id(n, PartitionId(0), TaskAttemptId(task)).unwrap();
             let ids: Vec<BlockId> = (0..1000).map(id).collect();
@@ -181,12 +181,12 @@ async fn reports_and_results_at_once_never_show_half_a_report() {
     };
     let reader = async {
         for _ in 0..50 {
-            let set = world.client.results(&key, &[PartitionId(0)], Some(layout)).await.unwrap();
+            let set = fixture.client.results(&key, &[PartitionId(0)], Some(layout)).await.unwrap();
             assert_eq!(set.cardinality() % 1000, 0);
         }
     };
     tokio::join!(reader, futures::future::join_all((0..20).map(writer)));
-    let set = world.client.results(&key, &[PartitionId(0)], Some(layout)).await.unwrap();
+    let set = fixture.client.results(&key, &[PartitionId(0)], Some(layout)).await.unwrap();
     assert_eq!(set.cardinality(), 20_000);
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -6,71 +6,71 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::StatusCode;
 
 use super::blocks::{batch, block};
-use super::world::{Setup, World, key};
+use super::fixture::{Setup, WorkerFixture, key};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocks_from_1_byte_to_64_mib() {
     let setup = Setup { capacity: "200MiB", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     // Around page, segment and chunk sizes.
     let lengths = [1, 2, 31, 4095, 4096, 4097, 65_537, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, 64 << 20];
     let all: Vec<Block> = (0..).zip(lengths).map(|(n, length)| block(0, 1, n, length)).collect();
     let (small, large) = all.split_at(8);
-    world.push(&key, &batch(0, small)).await;
-    world.client.push(&key, SendForm::Contiguous, &batch(0, large)).await.unwrap();
+    fixture.push(&key, &batch(0, small)).await;
+    fixture.client.push(&key, SendForm::Contiguous, &batch(0, large)).await.unwrap();
     // Larger than what is asked for, and whole nevertheless.
     let cursor = Some(all[9].meta.block_id);
-    let answer = world.client.read_memory(&key, PartitionId(0), cursor, 1, None).await.unwrap();
+    let answer = fixture.client.read_memory(&key, PartitionId(0), cursor, 1, None).await.unwrap();
     assert_eq!((answer.blocks.len(), answer.is_end), (1, Some(false)));
-    world.assert_reads(&key, 0, &all).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &all).await;
-    world.finish().await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_block_of_512_mib() {
     const LENGTH: u32 = 512 << 20;
     let setup = Setup { capacity: "600MiB", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     // Zeros, because making random bytes would take longer than everything else.
     let id = block(0, 1, 0, 1).meta;
     let largest = Block::new(id.block_id, id.task_attempt_id, vec![0; LENGTH as usize].into());
-    world.push(&key, &batch(0, std::slice::from_ref(&largest))).await;
-    world.flush().await;
-    let data = world.client.read_data(&key, PartitionId(0), 0, u64::from(LENGTH)).await.unwrap();
+    fixture.push(&key, &batch(0, std::slice::from_ref(&largest))).await;
+    fixture.flush().await;
+    let data = fixture.client.read_data(&key, PartitionId(0), 0, u64::from(LENGTH)).await.unwrap();
     assert!(data == largest.data);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_block_beyond_the_limit_is_refused_by_its_announced_length() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut parts = batch(0, &[block(0, 1, 0, 100)]);
     parts[0].1[0].meta.length = (512 << 20) + 1;
     // Only the announcement is large.
-    let ticket = world.ticket(&key, 1 << 20).await;
-    let refused = world.client.send(&key, ticket, SendForm::Contiguous, &parts).await.unwrap_err();
+    let ticket = fixture.ticket(&key, 1 << 20).await;
+    let refused = fixture.client.send(&key, ticket, SendForm::Contiguous, &parts).await.unwrap_err();
     let status = refused.status().unwrap();
     assert!(matches!(status, StatusCode::InternalError | StatusCode::InvalidRequest), "{refused}");
-    world.assert_memory_is_free().await;
-    world.finish().await;
+    fixture.assert_memory_is_free().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_tiny_partitions_in_one_message() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 999)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 999)]).await.unwrap();
     let parts: Vec<_> = (0..1000).map(|p| (PartitionId(p), vec![block(p, 1, 0, 10)])).collect();
     for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
-        world.client.push(&key, form, &parts).await.unwrap();
+        fixture.client.push(&key, form, &parts).await.unwrap();
     }
-    world.flush().await;
+    fixture.flush().await;
     for p in [0, 1, 499, 998, 999] {
-        world.assert_reads(&key, p, &[block(p, 1, 0, 10)]).await;
+        fixture.assert_reads(&key, p, &[block(p, 1, 0, 10)]).await;
     }
-    world.finish().await;
+    fixture.finish().await;
 }

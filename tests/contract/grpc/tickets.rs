@@ -11,8 +11,8 @@ use uniffle_wire::types::{PartitionId, TicketId};
 use uniffle_worker::proto::StatusCode;
 
 use super::blocks::{batch, block, blocks};
+use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
-use super::world::{Setup, World, eventually, key, require};
 
 const SHORT_TICKETS: Setup<'_> = Setup {
     capacity: "32MiB",
@@ -31,76 +31,76 @@ fn refused(result: Result<(), ClientError>) -> (StatusCode, String) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_expired_ticket_is_an_internal_error_and_a_new_one_succeeds() {
-    let (world, key) = (World::with(SHORT_TICKETS).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(SHORT_TICKETS).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
-    let ticket = world.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
-    assert!(world.memory().tickets().pre_allocated_bytes() > 0);
-    world.assert_memory_is_free().await;
+    let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
+    assert!(fixture.memory().tickets().pre_allocated_bytes() > 0);
+    fixture.assert_memory_is_free().await;
 
-    let sent = world.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await;
+    let sent = fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await;
     let (status, text) = refused(sent);
     assert_eq!(status, StatusCode::InternalError);
     assert!(text.contains("ticket"), "{text}");
-    world.assert_memory_is_free().await;
-    world.push(&key, &batch(0, &all)).await;
-    world.assert_reads(&key, 0, &all).await;
-    world.finish().await;
+    fixture.assert_memory_is_free().await;
+    fixture.push(&key, &batch(0, &all)).await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_send_that_has_begun_outlives_its_tickets_expiry() {
-    let (world, key) = (World::with(SHORT_TICKETS).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(SHORT_TICKETS).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
-    let ticket = world.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
+    let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
     let late = stream::once(async move {
         sleep(Duration::from_millis(1300)).await;
         tail
     });
-    let channel = raw::connect(world.worker.addresses().grpc).await;
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let pieces = stream::iter([head]).chain(late);
     let answer = raw::call_streamed(&channel, raw::SEND, pieces).await;
     assert_eq!(answer.send_status().0, StatusCode::Success);
-    world.assert_reads(&key, 0, &all).await;
+    fixture.assert_reads(&key, 0, &all).await;
     drop(channel);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocks_that_are_sent_again_are_stored_once() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..10);
-    world.push(&key, &batch(0, &all)).await;
-    let used = world.memory().budget().used();
+    fixture.push(&key, &batch(0, &all)).await;
+    let used = fixture.memory().budget().used();
     for _ in 0..3 {
-        world.push(&key, &batch(0, &all)).await;
+        fixture.push(&key, &batch(0, &all)).await;
     }
-    assert_eq!(world.memory().block_count(), 10);
-    let memory = world.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
+    assert_eq!(fixture.memory().block_count(), 10);
+    let memory = fixture.client.read_memory(&key, PartitionId(0), None, 1 << 20, None).await.unwrap();
     assert_eq!(memory.blocks.len(), 10, "each id once, or a cursor could loop");
     // What was sent again left holes in the buffer's chain; they are bounded by what was sent.
-    assert!(world.memory().budget().used() <= 4 * used + (64 << 10));
-    world.flush().await;
+    assert!(fixture.memory().budget().used() <= 4 * used + (64 << 10));
+    fixture.flush().await;
     // Across a flush the copy is kept, which is legal: readers count each id once.
-    world.push(&key, &batch(0, &all)).await;
-    world.assert_reads(&key, 0, &all).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &all).await;
-    world.assert_memory_is_free().await;
-    world.finish().await;
+    fixture.push(&key, &batch(0, &all)).await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.assert_memory_is_free().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_buffer_under_pressure_and_then_success() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 7)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 7)]).await.unwrap();
     let writer = |task: i64| {
-        let (client, key) = (world.client.clone(), key.clone());
+        let (client, key) = (fixture.client.clone(), key.clone());
         async move {
             for sequence in 0..8 {
                 let parts: Vec<_> =
@@ -111,129 +111,129 @@ async fn no_buffer_under_pressure_and_then_success() {
     };
     // 64 MiB through 16 MiB, with more under way at once than fits.
     futures::future::join_all((0..8).map(writer)).await;
-    let refusals = world.metric("total_require_buffer_failed");
+    let refusals = fixture.metric("total_require_buffer_failed");
     assert!(refusals > 0.0, "nobody had to wait");
-    let (tickets, bytes) = world.histogram("ticket_bytes");
+    let (tickets, bytes) = fixture.histogram("ticket_bytes");
     assert!(tickets == 64 && bytes >= f64::from(64 << 20), "{tickets} tickets of {bytes} bytes");
-    let (sends, seconds) = world.histogram("ticket_lifetime_seconds");
+    let (sends, seconds) = fixture.histogram("ticket_lifetime_seconds");
     assert!(sends == 64 && seconds > 0.0, "{sends} sends, {seconds} s after their tickets");
-    let (waits, seconds) = world.histogram("ticket_wait_seconds");
+    let (waits, seconds) = fixture.histogram("ticket_wait_seconds");
     assert!((1..=64).contains(&waits) && seconds > 0.0, "{waits} waits of {seconds} s");
     for partition in 0..8 {
         let all: Vec<_> =
             (0..8).flat_map(|task| (0..8).map(move |n| block(partition, task, n, 128 << 10))).collect();
-        world.assert_reads(&key, partition, &all).await;
+        fixture.assert_reads(&key, partition, &all).await;
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refused_ticket_reserves_nothing_and_has_the_id_minus_1() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.ticket(&key, 12 << 20).await;
-    let reserved = world.memory().tickets().pre_allocated_bytes();
-    let answer = world.client.require_raw(require(&key, 8 << 20)).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.ticket(&key, 12 << 20).await;
+    let reserved = fixture.memory().tickets().pre_allocated_bytes();
+    let answer = fixture.client.require_raw(require(&key, 8 << 20)).await.unwrap();
     assert_eq!((answer.status(), answer.require_buffer_id), (StatusCode::NoBuffer, -1));
     assert!(answer.ret_msg.contains("8392704") || answer.ret_msg.contains("8388608"), "{}", answer.ret_msg);
-    assert_eq!(world.memory().tickets().pre_allocated_bytes(), reserved);
+    assert_eq!(fixture.memory().tickets().pre_allocated_bytes(), reserved);
 
-    world.client.unregister_app("app-1").await.unwrap();
-    world.assert_memory_is_free().await;
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.ticket(&key, 8 << 20).await;
-    world.finish().await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    fixture.assert_memory_is_free().await;
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.ticket(&key, 8 << 20).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sizes_that_can_never_be_granted_are_invalid_requests() {
     let setup = Setup { capacity: "16MiB", ..Setup::default() };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for size in [-1, i32::MIN] {
-        let answer = world.client.require_raw(require(&key, size)).await.unwrap();
+        let answer = fixture.client.require_raw(require(&key, size)).await.unwrap();
         assert_eq!((answer.status(), answer.require_buffer_id), (StatusCode::InvalidRequest, -1));
         assert!(answer.ret_msg.contains(&size.to_string()), "{}", answer.ret_msg);
     }
     for size in [16 << 20, i32::MAX] {
-        let answer = world.client.require_raw(require(&key, size)).await.unwrap();
+        let answer = fixture.client.require_raw(require(&key, size)).await.unwrap();
         assert_eq!((answer.status(), answer.require_buffer_id), (StatusCode::InvalidRequest, -1));
         let limit = (16 << 20) - 4096;
         assert!(answer.ret_msg.contains(&limit.to_string()), "{}", answer.ret_msg);
     }
-    world.assert_memory_is_free().await;
-    world.ticket(&key, 0).await;
-    world.finish().await;
+    fixture.assert_memory_is_free().await;
+    fixture.ticket(&key, 0).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_ticket_is_single_use() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (first, second) = (blocks(0, 1, 0..3), blocks(0, 2, 0..3));
-    let ticket = world.client.require_buffer(&key, &batch(0, &first)).await.unwrap();
-    world.client.send(&key, ticket, SendForm::Classic, &batch(0, &first)).await.unwrap();
-    let used = world.memory().budget().used();
-    let again = world.client.send(&key, ticket, SendForm::Classic, &batch(0, &second)).await;
+    let ticket = fixture.client.require_buffer(&key, &batch(0, &first)).await.unwrap();
+    fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &first)).await.unwrap();
+    let used = fixture.memory().budget().used();
+    let again = fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &second)).await;
     assert_eq!(refused(again).0, StatusCode::InternalError);
     for unknown in [TicketId(0), TicketId(-1), TicketId(i64::MAX)] {
-        let sent = world.client.send(&key, unknown, SendForm::Classic, &batch(0, &second)).await;
+        let sent = fixture.client.send(&key, unknown, SendForm::Classic, &batch(0, &second)).await;
         assert_eq!(refused(sent).0, StatusCode::InternalError);
     }
-    assert_eq!(world.memory().budget().used(), used);
-    world.assert_reads(&key, 0, &first).await;
-    world.finish().await;
+    assert_eq!(fixture.memory().budget().used(), used);
+    fixture.assert_reads(&key, 0, &first).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn another_apps_ticket_can_not_be_spent_and_is_not_lost() {
-    let world = World::start().await;
+    let fixture = WorkerFixture::start().await;
     let (owner, thief) = (key("app-1", 1), key("app-2", 1));
     for key in [&owner, &thief] {
-        world.client.register(key, &[(0, 0)]).await.unwrap();
+        fixture.client.register(key, &[(0, 0)]).await.unwrap();
     }
     let all = blocks(0, 1, 0..3);
-    let ticket = world.client.require_buffer(&owner, &batch(0, &all)).await.unwrap();
-    let stolen = world.client.send(&thief, ticket, SendForm::Classic, &batch(0, &all)).await;
+    let ticket = fixture.client.require_buffer(&owner, &batch(0, &all)).await.unwrap();
+    let stolen = fixture.client.send(&thief, ticket, SendForm::Classic, &batch(0, &all)).await;
     assert_eq!(refused(stolen).0, StatusCode::InternalError);
-    world.assert_reads(&thief, 0, &[]).await;
-    world.client.send(&owner, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    world.assert_reads(&owner, 0, &all).await;
-    world.finish().await;
+    fixture.assert_reads(&thief, 0, &[]).await;
+    fixture.client.send(&owner, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
+    fixture.assert_reads(&owner, 0, &all).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_send_larger_than_its_ticket_stores_nothing_and_gives_everything_back() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 3)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 3)]).await.unwrap();
     let parts: Vec<_> = (0..4).map(|p| (PartitionId(p), vec![block(p, 1, 0, 64 << 10)])).collect();
     for form in [SendForm::Classic, SendForm::Contiguous, SendForm::Combined] {
         // The first three blocks fit.
-        let ticket = world.ticket(&key, 200 << 10).await;
-        let (status, text) = refused(world.client.send(&key, ticket, form, &parts).await);
+        let ticket = fixture.ticket(&key, 200 << 10).await;
+        let (status, text) = refused(fixture.client.send(&key, ticket, form, &parts).await);
         assert_eq!(status, StatusCode::InternalError);
         assert!(text.contains("204800"), "{text}");
-        world.assert_memory_is_free().await;
+        fixture.assert_memory_is_free().await;
         for partition in 0..4 {
-            world.assert_reads(&key, partition, &[]).await;
+            fixture.assert_reads(&key, partition, &[]).await;
         }
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_ticket_has_too_much_comes_back_after_the_send() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = vec![block(0, 1, 0, 1000)];
     // A client on the other transport asks for about twice its data; here it is a thousand times.
-    let ticket = world.ticket(&key, 1 << 20).await;
-    world.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
-    assert_eq!(world.memory().tickets().pre_allocated_bytes(), 0);
-    let used = world.memory().budget().used();
+    let ticket = fixture.ticket(&key, 1 << 20).await;
+    fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await.unwrap();
+    assert_eq!(fixture.memory().tickets().pre_allocated_bytes(), 0);
+    let used = fixture.memory().budget().used();
     assert!(used <= 8 << 10, "{used} bytes for a block of 1000");
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -243,16 +243,16 @@ async fn the_number_of_tickets_is_bounded_and_they_expire() {
                  buffer_ticket_check_interval_sec = \"100ms\"",
         ..Setup::default()
     };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for _ in 0..10 {
-        world.ticket(&key, 1).await;
+        fixture.ticket(&key, 1).await;
     }
-    let answer = world.client.require_raw(require(&key, 1)).await.unwrap();
+    let answer = fixture.client.require_raw(require(&key, 1)).await.unwrap();
     assert_eq!(answer.status(), StatusCode::NoBuffer);
-    world.assert_memory_is_free().await;
-    world.ticket(&key, 1).await;
-    world.finish().await;
+    fixture.assert_memory_is_free().await;
+    fixture.ticket(&key, 1).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -261,35 +261,35 @@ async fn a_small_block_does_not_keep_its_request_alive() {
         tables: "[hybrid_store]\nmemory_single_buffer_max_spill_size = \"1MiB\"",
         ..Setup::default()
     };
-    let (world, key) = (World::with(setup).await, key("app-1", 1));
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let (large, small) = (block(0, 1, 0, 8 << 20), block(1, 1, 0, 100));
     let parts = [(PartitionId(1), vec![small.clone()]), (PartitionId(0), vec![large.clone()])];
-    world.push(&key, &parts).await;
+    fixture.push(&key, &parts).await;
     // The large partition goes to disk by its own threshold; the small one stays.
-    eventually("the large partition is on disk", || match world.memory().block_count() {
+    eventually("the large partition is on disk", || match fixture.memory().block_count() {
         1 => Ok(()),
         count => Err(format!("{count} blocks in memory")),
     })
     .await;
-    eventually("its memory is free", || match world.memory().budget().used() {
+    eventually("its memory is free", || match fixture.memory().budget().used() {
         used if used <= 8 << 10 => Ok(()),
         used => Err(format!("{used} bytes for a block of 100")),
     })
     .await;
-    world.assert_reads(&key, 0, &[large]).await;
-    world.assert_reads(&key, 1, &[small]).await;
-    world.finish().await;
+    fixture.assert_reads(&key, 0, &[large]).await;
+    fixture.assert_reads(&key, 1, &[small]).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_stops_grants_no_ticket() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
-    world.worker.service().status().stop(uniffle_worker::service::Stopping::ForGood);
-    let once = world.client.clone().with_backoff(Backoff { attempts: 1, ..super::world::quickly() });
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.worker.service().status().stop(uniffle_worker::service::Stopping::ForGood);
+    let once = fixture.client.clone().with_backoff(Backoff { attempts: 1, ..super::fixture::quickly() });
     let answer = once.require_buffer(&key, &batch(0, &blocks(0, 1, 0..1))).await;
     assert_eq!(answer.unwrap_err().status(), Some(StatusCode::NoBuffer));
     drop((once, Bytes::new()));
-    world.finish().await;
+    fixture.finish().await;
 }

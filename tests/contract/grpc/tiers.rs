@@ -10,8 +10,8 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use uniffle_worker::proto::DataDistribution;
 
 use super::blocks::{batch, block, blocks, payload};
-use super::rig::Rig;
-use super::world::{World, assert_same, eventually, key};
+use super::fixture::{WorkerFixture, assert_same, eventually, key};
+use super::parts::parts;
 
 const P: PartitionId = PartitionId(0);
 
@@ -21,64 +21,64 @@ fn ids(blocks: &[Block]) -> Vec<BlockId> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_answers_in_order_from_the_cursor_on_and_up_to_the_limit() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 7, 0..10);
-    world.push(&key, &batch(0, &all)).await;
+    fixture.push(&key, &batch(0, &all)).await;
 
     // 500 + 501 reach 1,000: a block that reaches the limit is the last.
-    let first = world.client.read_memory(&key, P, None, 1000, None).await.unwrap();
+    let first = fixture.client.read_memory(&key, P, None, 1000, None).await.unwrap();
     assert_eq!((ids(&first.blocks), first.is_end), (ids(&all[..2]), Some(false)));
     let cursor = Some(all[1].meta.block_id);
-    let rest = world.client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
+    let rest = fixture.client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
     assert_eq!((ids(&rest.blocks), rest.is_end), (ids(&all[2..]), Some(true)));
-    let end = world.client.read_memory(&key, P, Some(all[9].meta.block_id), 1000, None).await.unwrap();
+    let end = fixture.client.read_memory(&key, P, Some(all[9].meta.block_id), 1000, None).await.unwrap();
     assert_eq!((end.blocks.len(), end.is_end), (0, Some(true)));
     // A limit of nothing is one block; exactly the bytes that are there are not the end.
-    let one = world.client.read_memory(&key, P, None, 0, None).await.unwrap();
+    let one = fixture.client.read_memory(&key, P, None, 0, None).await.unwrap();
     assert_eq!(ids(&one.blocks), ids(&all[..1]));
     let exact = u32::try_from(payload(&all)).unwrap();
-    let exact = world.client.read_memory(&key, P, None, exact, None).await.unwrap();
+    let exact = fixture.client.read_memory(&key, P, None, exact, None).await.unwrap();
     assert_eq!((exact.blocks.len(), exact.is_end), (10, Some(false)));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cursor_that_was_flushed_away_starts_again_at_the_head() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let (old, new) = (blocks(0, 1, 0..6), blocks(0, 2, 0..4));
-    world.push(&key, &batch(0, &old)).await;
-    let seen = world.client.read_memory(&key, P, None, 1000, None).await.unwrap().blocks;
-    world.flush().await;
-    world.push(&key, &batch(0, &new)).await;
+    fixture.push(&key, &batch(0, &old)).await;
+    let seen = fixture.client.read_memory(&key, P, None, 1000, None).await.unwrap().blocks;
+    fixture.flush().await;
+    fixture.push(&key, &batch(0, &new)).await;
 
     let cursor = seen.last().map(|block| block.meta.block_id);
-    let again = world.client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
+    let again = fixture.client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
     assert_eq!(ids(&again.blocks), ids(&new));
-    let index = world.client.read_index(&key, P).await.unwrap();
+    let index = fixture.client.read_index(&key, P).await.unwrap();
     let on_disk: Vec<BlockId> = index.records.iter().map(|record| record.meta.block_id).collect();
     assert_eq!(on_disk, ids(&old));
     assert_eq!(index.data_length, Some(payload(&old)));
     assert!(index.storage_ids.is_empty());
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_in_flight_is_read_from_memory_until_its_index_is_readable() {
-    let (rig, key) = (Rig::start().await, key("app-1", 1));
-    let client = rig.client().await;
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
     client.register(&key, &[(0, 0)]).await.unwrap();
     let (first, second) = (blocks(0, 1, 0..5), blocks(0, 2, 0..5));
-    for faults in &rig.faults {
+    for faults in &fixture.faults {
         faults.add(Rule::always(Operation::Write, Fault::Hang));
     }
     client.push(&key, Default::default(), &batch(0, &first)).await.unwrap();
-    rig.flusher.flush_all();
-    eventually("the write hangs", || if rig.hung() > 0 { Ok(()) } else { Err(String::new()) }).await;
+    fixture.flusher.flush_all();
+    eventually("the write hangs", || if fixture.hung() > 0 { Ok(()) } else { Err(String::new()) }).await;
     client.push(&key, Default::default(), &batch(0, &second)).await.unwrap();
 
-    assert!(rig.memory.in_flight_bytes() > 0);
+    assert!(fixture.memory.in_flight_bytes() > 0);
     assert!(client.read_index(&key, P).await.unwrap().records.is_empty());
     let all: Vec<Block> = first.iter().chain(&second).cloned().collect();
     let memory = client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
@@ -88,115 +88,115 @@ async fn a_batch_in_flight_is_read_from_memory_until_its_index_is_readable() {
     let rest = client.read_memory(&key, P, cursor, 1 << 20, None).await.unwrap();
     assert_eq!(ids(&rest.blocks), ids(&second));
 
-    rig.heal().await;
-    rig.flushed().await;
+    fixture.heal().await;
+    fixture.flushed().await;
     let memory = client.read_memory(&key, P, None, 1 << 20, None).await.unwrap();
     assert_eq!(ids(&memory.blocks), ids(&second));
     assert_eq!(client.read_index(&key, P).await.unwrap().records.len(), 5);
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
     drop(client);
-    rig.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_index_right_after_an_empty_memory_answer_holds_all_the_rest() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
     for round in 0..40 {
         let new = blocks(0, i64::from(round), 0..20);
-        world.push(&key, &batch(0, &new)).await;
+        fixture.push(&key, &batch(0, &new)).await;
         all.extend(new);
         // Not awaited: the reads run while the batch is written, published and released.
-        world.begin_flush();
-        world.assert_reads(&key, 0, &all).await;
+        fixture.begin_flush();
+        fixture.assert_reads(&key, 0, &all).await;
     }
-    world.flush().await;
-    world.assert_reads(&key, 0, &all).await;
-    world.finish().await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn local_order_extents_are_sorted_by_task_and_gapless() {
-    let (world, key) = (World::start().await, key("app-1", 1));
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     let mut request = register_request(&key, &[(0, 0)]);
     request.set_shuffle_data_distribution(DataDistribution::LocalOrder);
-    world.client.register_with(request).await.unwrap();
+    fixture.client.register_with(request).await.unwrap();
     let mut all = Vec::new();
     for flush in 0..3 {
         for sequence in 0..8 {
             let new: Vec<Block> =
                 [5, 2, 9].map(|task| block(0, task, flush * 8 + sequence, 700 + sequence)).to_vec();
-            world.push(&key, &batch(0, &new)).await;
+            fixture.push(&key, &batch(0, &new)).await;
             all.extend(new);
         }
-        world.flush().await;
+        fixture.flush().await;
     }
     let metas: Vec<BlockMeta> =
-        world.client.read_index(&key, P).await.unwrap().records.iter().map(|record| record.meta).collect();
+        fixture.client.read_index(&key, P).await.unwrap().records.iter().map(|record| record.meta).collect();
     // `read_index` has checked that each record begins where the one before it ends.
     for (flush, extent) in metas.chunks(24).enumerate() {
         let order: Vec<(i64, i64)> =
             extent.iter().map(|meta| (meta.task_attempt_id.0, meta.block_id.0)).collect();
         assert!(order.is_sorted(), "extent {flush}: {order:?}");
     }
-    world.assert_reads(&key, 0, &all).await;
+    fixture.assert_reads(&key, 0, &all).await;
 
     // A skew reader needs one range per extent.
     let options = ReadOptions { tasks: Some(Treemap::of(&[5])), ..Default::default() };
-    let read = world.client.read_partition(&key, P, &options).await.unwrap();
+    let read = fixture.client.read_partition(&key, P, &options).await.unwrap();
     let wanted: Vec<Block> = all.iter().filter(|block| block.meta.task_attempt_id.0 == 5).cloned().collect();
     assert_same(&read.blocks, &wanted);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_task_filter_leaves_out_the_others_in_memory_and_on_disk() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
     for sequence in 0..10 {
         all.extend((0..4).map(|task| block(0, task, sequence, 300)));
     }
-    world.push(&key, &batch(0, &all)).await;
+    fixture.push(&key, &batch(0, &all)).await;
     let tasks = Treemap::of(&[1, 3]);
     let wanted: Vec<Block> =
         all.iter().filter(|block| block.meta.task_attempt_id.0 % 2 == 1).cloned().collect();
 
-    let memory = world.client.read_memory(&key, P, None, 1 << 20, Some(&tasks)).await.unwrap();
+    let memory = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&tasks)).await.unwrap();
     assert_eq!(ids(&memory.blocks), ids(&wanted));
     // The cursor may be a block that the filter leaves out.
     let cursor = Some(all[4].meta.block_id);
-    let rest = world.client.read_memory(&key, P, cursor, 1 << 20, Some(&tasks)).await.unwrap();
+    let rest = fixture.client.read_memory(&key, P, cursor, 1 << 20, Some(&tasks)).await.unwrap();
     assert_eq!(ids(&rest.blocks), ids(&wanted[2..]));
     let nobody = Treemap::of(&[99]);
-    let nothing = world.client.read_memory(&key, P, None, 1 << 20, Some(&nobody)).await.unwrap();
+    let nothing = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&nobody)).await.unwrap();
     assert_eq!((nothing.blocks.len(), nothing.is_end), (0, Some(true)));
 
-    world.flush().await;
+    fixture.flush().await;
     let options = ReadOptions { tasks: Some(tasks), ..Default::default() };
-    let read = world.client.read_partition(&key, P, &options).await.unwrap();
+    let read = fixture.client.read_partition(&key, P, &options).await.unwrap();
     assert_same(&read.blocks, &wanted);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_reducers_with_different_filters_do_not_disturb_each_other() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let mut all = Vec::new();
     for sequence in 0..50 {
         let new: Vec<Block> = (0..6).map(|task| block(0, task, sequence, 900)).collect();
-        world.push(&key, &batch(0, &new)).await;
+        fixture.push(&key, &batch(0, &new)).await;
         all.extend(new);
         if sequence == 20 {
-            world.flush().await;
+            fixture.flush().await;
         }
     }
-    world.begin_flush();
+    fixture.begin_flush();
     let reducer = |tasks: [u64; 3]| {
-        let (client, key) = (world.client.clone(), key.clone());
+        let (client, key) = (fixture.client.clone(), key.clone());
         let tasks = Some(Treemap::of(&tasks));
         let options = ReadOptions { tasks, read_buffer_size: 3000, ..Default::default() };
         async move { client.read_partition(&key, P, &options).await.unwrap() }
@@ -208,21 +208,21 @@ async fn two_reducers_with_different_filters_do_not_disturb_each_other() {
             all.iter().filter(|block| tasks.contains(&block.meta.task_attempt_id.0)).cloned().collect();
         assert_same(&read.blocks, &wanted);
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn block_id_0_is_a_block_like_any_other() {
-    let (world, key) = (World::start().await, key("app-1", 1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 0, 0..3);
     assert_eq!(all[0].meta.block_id, BlockId(0), "sequence 0, partition 0, task 0");
-    world.push(&key, &batch(0, &all)).await;
-    let after_0 = world.client.read_memory(&key, P, Some(BlockId(0)), 1 << 20, None).await.unwrap();
+    fixture.push(&key, &batch(0, &all)).await;
+    let after_0 = fixture.client.read_memory(&key, P, Some(BlockId(0)), 1 << 20, None).await.unwrap();
     assert_eq!(ids(&after_0.blocks), ids(&all[1..]), "0 as a cursor is not the start");
-    world.assert_reads(&key, 0, &all).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &all).await;
+    fixture.assert_reads(&key, 0, &all).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &all).await;
     assert_eq!(IdLayout::SPARK.partition_of(BlockId(0)), 0);
-    world.finish().await;
+    fixture.finish().await;
 }

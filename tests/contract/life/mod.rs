@@ -15,13 +15,13 @@
 //!
 //! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone.
 
+mod history;
 mod process;
 mod promises;
 mod reader;
 mod tally;
-mod world;
+use self::history::History;
 use self::tally::Tally;
-use self::world::World;
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
@@ -31,7 +31,7 @@ fn number_from_env(name: &str) -> Option<u64> {
 }
 
 fn run_history(seed: u64) -> Tally {
-    let mut world = World::new(seed);
+    let mut history = History::new(seed);
     let mut goes_on = true;
     while goes_on {
         let life = tokio::runtime::Builder::new_current_thread()
@@ -39,9 +39,9 @@ fn run_history(seed: u64) -> Tally {
             .start_paused(true)
             .build()
             .expect("a runtime");
-        goes_on = life.block_on(world.live());
+        goes_on = life.block_on(history.live());
     }
-    world.tally
+    history.tally
 }
 
 #[test]

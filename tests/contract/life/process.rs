@@ -5,16 +5,15 @@ use std::time::Duration;
 
 use prometheus::Registry;
 
-use uniffle_io::Disk;
-use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, sum_of};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{Service, ServiceConfig};
-use uniffle_worker::tiers::{LocalConfig, LocalStore, SyncWrites};
+use uniffle_worker::service::Service;
+use uniffle_worker::tiers::{LocalConfig, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -29,47 +28,27 @@ pub(crate) struct Process {
 impl Process {
     /// Starts on `disks`, with faults that begin with the first operation.
     pub(crate) async fn start(disks: &[(Arc<MemoryDisk>, Faults)], sync: SyncWrites) -> Self {
-        let registry = Registry::new();
-        let tasks = Tasks::new();
-        let memory_config = MemoryConfig {
-            capacity_bytes: CAPACITY,
-            read_capacity_bytes: 1 << 20,
-            ticket_timeout: Duration::from_secs(30),
-            tickets_max: 100,
-            blocks_max: 10_000,
-        };
-        let memory = Memory::new(&memory_config, &registry).expect("memory");
-        let faulty = disks.iter().map(|(disk, faults)| {
-            Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
-        });
-        let config = LocalConfig { sync, ..LocalConfig::default() };
-        let store = LocalStore::open(config, faulty.collect(), &registry).await;
-        let store = store.expect("no fault is there before the store is open");
-        tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-        let flush_config = FlushConfig {
+        let default = ServiceBuilder::default();
+        let memory =
+            MemoryConfig { capacity_bytes: CAPACITY, read_capacity_bytes: 1 << 20, ..default.memory };
+        let flush = FlushConfig {
             limits: limits(),
-            cold_bytes: u64::MAX,
             batch_bytes_max: 128 << 10,
-            tick: Duration::from_secs(1),
             retry_pause_min: Duration::from_millis(100),
             retry_pause_max: Duration::from_secs(2),
-            traces: uniffle_worker::telemetry::traces::Traces::off(),
+            ..default.flush
         };
-        let flusher =
-            Flusher::start(flush_config, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry)
-                .expect("flusher");
-        let service = Service::new(
-            ServiceConfig::default(),
-            Arc::new(AppRegistry::new(AppConfig::default())),
-            Arc::clone(&memory),
-            Some(Arc::clone(&flusher)),
-            tasks.clone(),
-            &registry,
-        )
-        .expect("service");
-        service.restore(store.take_recovered());
-        let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(60));
-        tasks.spawn("expiry", expiry);
+        let local = LocalConfig { sync, ..LocalConfig::default() };
+        let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
+        let builder = ServiceBuilder {
+            memory,
+            flush,
+            local,
+            disks: disks.to_vec(),
+            expiry,
+            ..ServiceBuilder::default()
+        };
+        let ServiceFixture { service, memory, flusher, tasks, registry, .. } = builder.start().await;
         Self { service, memory, flusher, tasks, registry }
     }
 
@@ -90,10 +69,8 @@ impl Process {
     }
 
     pub(crate) fn counter(&self, name: &str) -> u64 {
-        let families = self.registry.gather();
-        let family = families.iter().find(|family| family.name() == name).expect("a known metric");
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
-        let value = family.get_metric()[0].get_counter().get_value() as u64;
+        let value = sum_of(&self.registry, name) as u64;
         value
     }
 

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use uniffle_wire::index::FILLER_BLOCK_ID;
 use uniffle_worker::service::{ChunkStream, MemoryReadRequest, ServiceError};
 
+use super::history::{History, Key};
 use super::promises::{Now, Promised};
-use super::world::{Key, World};
 
 /// Bytes of an index record (docs/protocol.md §5.2).
 const RECORD: usize = 40;
@@ -57,33 +57,34 @@ impl Reader {
     }
 
     /// One RPC of the client. A reader whose shuffle was purged gives up, as does one that is told of a loss.
-    pub(crate) async fn step(&mut self, world: &mut World) {
+    pub(crate) async fn step(&mut self, history: &mut History) {
         if self.is_done() {
             return;
         }
-        if world.promised.get(&self.key).is_none_or(|promised| promised.epoch != self.epoch) {
+        if history.promised.get(&self.key).is_none_or(|promised| promised.epoch != self.epoch) {
             self.phase = Phase::Done;
             return;
         }
         let step = match std::mem::replace(&mut self.phase, Phase::Done) {
-            Phase::Memory { cursor } => self.read_memory(world, cursor),
-            Phase::Index => self.read_index(world).await,
-            Phase::Data { records, next } => self.read_data(world, records, next).await,
+            Phase::Memory { cursor } => self.read_memory(history, cursor),
+            Phase::Index => self.read_index(history).await,
+            Phase::Data { records, next } => self.read_data(history, records, next).await,
             Phase::Done => Ok(()),
         };
         match step {
-            Err(error) => self.check_refusal(world, &error),
+            Err(error) => self.check_refusal(history, &error),
             // A restart in between takes what was in memory: the client sees that blocks are missing and tries again.
-            Ok(()) if self.is_done() && self.began.life == world.life() => self.check_found(world),
+            Ok(()) if self.is_done() && self.began.life == history.life() => self.check_found(history),
             Ok(()) => {}
         }
     }
 
-    fn check_found(&self, world: &World) {
+    fn check_found(&self, history: &History) {
         for (id, data) in &self.must {
             let found = self.found.get(id);
             // What was given up after the reader had looked into memory is told to the next one.
-            if found.is_none() && self.began.reads_fail && world.is_told_lost(self.key, self.partition, *id) {
+            if found.is_none() && self.began.reads_fail && history.is_told_lost(self.key, self.partition, *id)
+            {
                 continue;
             }
             assert!(
@@ -97,14 +98,14 @@ impl Reader {
     }
 
     /// Only a loss may refuse a read, and only one that can be true.
-    fn check_refusal(&self, world: &mut World, error: &ServiceError) {
-        let now = world.now();
-        let promised = &world.promised[&self.key];
+    fn check_refusal(&self, history: &mut History, error: &ServiceError) {
+        let now = history.now();
+        let promised = &history.promised[&self.key];
         match error {
             ServiceError::Lost(text) => {
                 assert!(promised.can_have_lost(self.partition, now), "a loss that cannot be: {text}");
                 tracing::info!(target: "life", text, "a read is refused");
-                world.tally.reads_refused += 1;
+                history.tally.reads_refused += 1;
             }
             // A disk that fails, or an index of a time when the missing disk was there.
             _ if now.has_holes() || self.began.has_holes() => {}
@@ -112,7 +113,7 @@ impl Reader {
         }
     }
 
-    fn read_memory(&mut self, world: &mut World, cursor: i64) -> Result<(), ServiceError> {
+    fn read_memory(&mut self, history: &mut History, cursor: i64) -> Result<(), ServiceError> {
         let request = MemoryReadRequest {
             app: self.key.0,
             shuffle: self.key.1,
@@ -121,13 +122,13 @@ impl Reader {
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
         };
-        let answer = world.service().read_memory(request)?.read;
+        let answer = history.service().read_memory(request)?.read;
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut at = 0;
         for block in &answer.blocks {
             let end = at + block.length as usize;
             self.found.insert(block.block_id.0, data[at..end].to_vec());
-            world.tally.read_from_memory += 1;
+            history.tally.read_from_memory += 1;
             at = end;
         }
         assert_eq!(at, data.len(), "blocks and bytes of a memory answer disagree");
@@ -138,13 +139,13 @@ impl Reader {
         Ok(())
     }
 
-    async fn read_index(&mut self, world: &mut World) -> Result<(), ServiceError> {
-        let answer = world.service().read_index(self.key.0, self.key.1, self.partition).await?;
+    async fn read_index(&mut self, history: &mut History) -> Result<(), ServiceError> {
+        let answer = history.service().read_index(self.key.0, self.key.1, self.partition).await?;
         let records = collect(answer.chunks, answer.length).await?;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
-        let now = world.now();
-        let promised = world.promised.get_mut(&self.key).expect("checked by step");
+        let now = history.now();
+        let promised = history.promised.get_mut(&self.key).expect("checked by step");
         let seen = promised.index_seen.entry(self.partition).or_default();
         check_promises(seen, &records, now.has_holes());
         if !now.disk_is_missing {
@@ -158,7 +159,7 @@ impl Reader {
 
     async fn read_data(
         &mut self,
-        world: &mut World,
+        history: &mut History,
         records: Vec<u8>,
         next: usize,
     ) -> Result<(), ServiceError> {
@@ -180,16 +181,16 @@ impl Reader {
         }
         let offset = u64_at(&records, first * RECORD);
         let (from, bytes) = (i64::try_from(offset).expect("small"), i32::try_from(length).expect("small"));
-        let service = world.service();
+        let service = history.service();
         let answer = service.read_data(self.key.0, self.key.1, self.partition, from, bytes).await?;
         let data = collect(answer.chunks, length).await?;
-        let older = self.began.life != world.life();
+        let older = self.began.life != history.life();
         for record in first..end {
             let at = usize::try_from(u64_at(&records, record * RECORD) - offset).expect("small");
             let bytes = &data[at..at + u32_at(&records, record * RECORD + 8) as usize];
             let crc = u64_at(&records, record * RECORD + 16);
             let fits = crc == u64::from(crc32fast::hash(bytes));
-            if !fits && world.now().has_holes() {
+            if !fits && history.now().has_holes() {
                 // A hole; the client sees that the checksum does not fit and gives up.
                 self.must.clear();
                 return Ok(());
@@ -197,8 +198,8 @@ impl Reader {
             assert!(fits, "crc of a block on disk");
             let id = i64::try_from(u64_at(&records, record * RECORD + 24)).expect("ids are positive");
             self.found.insert(id, bytes.to_vec());
-            world.tally.read_from_disk += 1;
-            world.tally.read_across_restarts += u64::from(older);
+            history.tally.read_from_disk += 1;
+            history.tally.read_across_restarts += u64::from(older);
         }
         self.phase = Phase::Data { records, next: end };
         Ok(())

@@ -7,7 +7,7 @@ use uniffle_wire::reply::Answer;
 use uniffle_worker::listeners::tcp::TcpConfig;
 use uniffle_worker::proto::StatusCode;
 
-use super::world::{APP, World, block, frame};
+use super::fixture::{APP, TcpFixture, block, frame};
 
 /// A frame of any header.
 fn raw_frame(message_bytes: i32, kind: u8, body_bytes: i32, rest: &[u8]) -> Vec<u8> {
@@ -21,29 +21,29 @@ fn raw_frame(message_bytes: i32, kind: u8, body_bytes: i32, rest: &[u8]) -> Vec<
 
 /// `frame` ends a connection while another goes on.
 async fn closes(frame: &[u8]) {
-    let world = World::new().await;
-    let (mut peer, mut other) = (world.raw().await, world.raw().await);
+    let fixture = TcpFixture::new().await;
+    let (mut peer, mut other) = (fixture.raw().await, fixture.raw().await);
     peer.say(frame).await;
     peer.expect_close().await;
-    assert_eq!(world.metric("netty_handle_exception"), 1.0);
-    assert_eq!(world.used_bytes(), 0);
-    other.expect_works(&world).await;
+    assert_eq!(fixture.metric("netty_handle_exception"), 1.0);
+    assert_eq!(fixture.used_bytes(), 0);
+    other.expect_works(&fixture).await;
     drop((peer, other));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// A send is refused with `status`, stores nothing, and the connection goes on.
-async fn refuses(status: StatusCode, frame: &[u8], world: World) {
-    let mut peer = world.raw().await;
+async fn refuses(status: StatusCode, frame: &[u8], fixture: TcpFixture) {
+    let mut peer = fixture.raw().await;
     peer.say(frame).await;
     let reply = peer.hear().await;
     assert_eq!(reply.answer, Answer::Rpc);
     assert_eq!(reply.status, i32::from(status), "{reply:?}");
     assert!(!reply.message.is_empty());
-    assert_eq!(world.blocks_in_memory().await, []);
-    peer.expect_works(&world).await;
+    assert_eq!(fixture.blocks_in_memory().await, []);
+    peer.expect_works(&fixture).await;
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
@@ -99,8 +99,8 @@ async fn words_of_another_protocol_close_the_connection() {
 
 #[tokio::test]
 async fn a_read_request_over_the_limit_is_refused_in_the_type_of_its_answer() {
-    let world = World::with(TcpConfig { read_request_bytes_max: 1000, ..TcpConfig::default() }).await;
-    let mut peer = world.raw().await;
+    let fixture = TcpFixture::with(TcpConfig { read_request_bytes_max: 1000, ..TcpConfig::default() }).await;
+    let mut peer = fixture.raw().await;
     let mut message = BytesMut::new();
     message.put_i64(77);
     message.put_bytes(0, 2000);
@@ -108,15 +108,15 @@ async fn a_read_request_over_the_limit_is_refused_in_the_type_of_its_answer() {
     let reply = peer.hear().await;
     assert_eq!((reply.request_id, reply.answer), (77, Answer::Memory(vec![])));
     assert_eq!(reply.status, i32::from(StatusCode::InternalError));
-    peer.expect_works(&world).await;
+    peer.expect_works(&fixture).await;
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
     for kind in [4, 5, 6, 21, 24, 25] {
         // A request id and garbage: an appId of 2^31 - 1 bytes.
         let mut message = BytesMut::new();
@@ -137,104 +137,104 @@ async fn reads_that_make_no_sense_are_refused_in_the_type_of_their_answer() {
         };
         assert!(fits, "{kind}: {reply:?}");
     }
-    peer.expect_works(&world).await;
+    peer.expect_works(&fixture).await;
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_send_without_a_ticket_is_drained_and_refused() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 5 << 20)]);
-    world.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 5 << 20)]);
+    fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
     request.ticket = 12345;
-    refuses(StatusCode::InternalError, &frame(&request), world).await;
+    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_ticket_is_good_for_one_send() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
-    let bytes = frame(&world.request(1, &[block(0, 100)]));
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 100)]));
     peer.say(&bytes).await;
     assert_eq!(peer.hear().await.status, 0);
     peer.say(&bytes).await;
     assert_eq!(peer.hear().await.status, i32::from(StatusCode::InternalError));
-    assert_eq!(world.blocks_in_memory().await.len(), 1);
+    assert_eq!(fixture.blocks_in_memory().await.len(), 1);
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn another_apps_ticket_can_not_be_spent() {
-    let world = World::new().await;
-    world.register("other").await;
-    let mut request = world.request(1, &[block(0, 100)]);
-    request.ticket = world.ticket("other", 1000).0;
-    refuses(StatusCode::InternalError, &frame(&request), world).await;
+    let fixture = TcpFixture::new().await;
+    fixture.register("other").await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
+    request.ticket = fixture.ticket("other", 1000).0;
+    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_send_of_an_unknown_app_is_refused_as_on_grpc() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
     request.app = "stranger".to_owned();
-    refuses(StatusCode::NoRegister, &frame(&request), world).await;
+    refuses(StatusCode::NoRegister, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_send_to_an_unknown_shuffle_is_refused_and_its_ticket_spent() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
     request.shuffle = 99;
-    let mut peer = world.raw().await;
+    let mut peer = fixture.raw().await;
     peer.say(&frame(&request)).await;
     assert_eq!(peer.hear().await.status, i32::from(StatusCode::NoRegister));
-    assert_eq!(world.used_bytes(), 0);
+    assert_eq!(fixture.used_bytes(), 0);
     drop(peer);
     // Spent, whatever came of it.
     request.shuffle = 1;
-    refuses(StatusCode::InternalError, &frame(&request), world).await;
+    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_send_to_a_partition_that_is_not_registered_is_refused() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].0 = 100;
-    refuses(StatusCode::NoRegister, &frame(&request), world).await;
+    refuses(StatusCode::NoRegister, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_send_without_blocks_is_refused() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].1.clear();
-    refuses(StatusCode::InternalError, &frame(&request), world).await;
+    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_block_of_no_bytes_is_refused() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100)]);
     request.partitions[0].1[0].data = bytes::Bytes::new();
-    refuses(StatusCode::InvalidRequest, &frame(&request), world).await;
+    refuses(StatusCode::InvalidRequest, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn a_send_larger_than_its_ticket_is_refused() {
-    let world = World::new().await;
-    let mut request = world.request(1, &[block(0, 100), block(1, 1 << 20)]);
-    request.ticket = world.ticket(APP, 1000).0;
-    refuses(StatusCode::InternalError, &frame(&request), world).await;
+    let fixture = TcpFixture::new().await;
+    let mut request = fixture.request(1, &[block(0, 100), block(1, 1 << 20)]);
+    request.ticket = fixture.ticket(APP, 1000).0;
+    refuses(StatusCode::InternalError, &frame(&request), fixture).await;
 }
 
 #[tokio::test]
 async fn an_app_id_that_is_not_utf_8_is_refused() {
-    let world = World::new().await;
-    let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
+    let fixture = TcpFixture::new().await;
+    let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
     bytes[9 + 12] = 0xff;
-    refuses(StatusCode::InternalError, &bytes, world).await;
+    refuses(StatusCode::InternalError, &bytes, fixture).await;
 }
 
 #[tokio::test]
@@ -242,91 +242,91 @@ async fn counts_that_do_not_match_are_refused() {
     // Offsets in the frame: partition count, block count, data length; see docs/protocol.md §7.4.
     for (at, value) in [(9 + 27, 2), (9 + 27, 0), (9 + 27, -1), (9 + 27, i32::MAX), (9 + 35, 2), (9 + 35, 0)]
     {
-        let world = World::new().await;
-        let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
+        let fixture = TcpFixture::new().await;
+        let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
         bytes[at..at + 4].copy_from_slice(&i32::to_be_bytes(value));
-        refuses(StatusCode::InternalError, &bytes, world).await;
+        refuses(StatusCode::InternalError, &bytes, fixture).await;
     }
     for (at, value) in
         [(9 + 35, i32::MAX), (9 + 35, -1), (9 + 75, 99), (9 + 75, 101), (9 + 75, i32::MAX), (9 + 75, -1)]
     {
-        let world = World::new().await;
-        let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
+        let fixture = TcpFixture::new().await;
+        let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
         bytes[at..at + 4].copy_from_slice(&i32::to_be_bytes(value));
-        refuses(StatusCode::InternalError, &bytes, world).await;
+        refuses(StatusCode::InternalError, &bytes, fixture).await;
     }
 }
 
 #[tokio::test]
 async fn a_block_of_another_partition_or_shuffle_than_its_list_is_refused() {
     for at in [9 + 39, 9 + 55] {
-        let world = World::new().await;
-        let mut bytes = frame(&world.request(1, &[block(0, 100)])).to_vec();
+        let fixture = TcpFixture::new().await;
+        let mut bytes = frame(&fixture.request(1, &[block(0, 100)])).to_vec();
         bytes[at + 3] ^= 1;
-        refuses(StatusCode::InternalError, &bytes, world).await;
+        refuses(StatusCode::InternalError, &bytes, fixture).await;
     }
 }
 
 #[tokio::test]
 async fn bytes_after_the_last_field_are_refused() {
-    let world = World::new().await;
-    let bytes = frame(&world.request(1, &[block(0, 100)]));
+    let fixture = TcpFixture::new().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 100)]));
     let length = i32::try_from(bytes.len() - 9 + 5).unwrap();
     let mut longer = raw_frame(length, 3, 0, &bytes[9..]);
     longer.put_bytes(0, 5);
-    refuses(StatusCode::InternalError, &longer, world).await;
+    refuses(StatusCode::InternalError, &longer, fixture).await;
 }
 
 #[tokio::test]
 async fn a_truncated_send_is_refused_when_its_frame_says_so() {
-    let world = World::new().await;
-    let bytes = frame(&world.request(1, &[block(0, 100)]));
+    let fixture = TcpFixture::new().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 100)]));
     let cut = bytes.len() - 9 - 20;
     let shorter = raw_frame(i32::try_from(cut).unwrap(), 3, 0, &bytes[9..9 + cut]);
-    refuses(StatusCode::InternalError, &shorter, world).await;
+    refuses(StatusCode::InternalError, &shorter, fixture).await;
 }
 
 #[tokio::test]
 async fn a_frame_inside_another_is_payload_or_refused() {
-    let world = World::new().await;
+    let fixture = TcpFixture::new().await;
     let (first, second) =
-        (frame(&world.request(1, &[block(0, 100)])), frame(&world.request(2, &[block(1, 100)])));
+        (frame(&fixture.request(1, &[block(0, 100)])), frame(&fixture.request(2, &[block(1, 100)])));
     // The second frame begins in the middle of the first one's data: the first is refused, for its crc does not
     // hold, or its counts; then the stream is out of step and ends.
     let mut bytes = first[..first.len() / 2].to_vec();
     bytes.extend_from_slice(&second);
     bytes.extend_from_slice(&first[first.len() / 2..]);
-    let mut peer = world.raw().await;
+    let mut peer = fixture.raw().await;
     peer.say(&bytes).await;
     while let Ok(reply) = peer.try_hear().await {
         assert_ne!(reply.status, 0, "{reply:?}");
     }
-    assert_eq!(world.blocks_in_memory().await, []);
-    let mut other = world.raw().await;
-    other.expect_works(&world).await;
+    assert_eq!(fixture.blocks_in_memory().await, []);
+    let mut other = fixture.raw().await;
+    other.expect_works(&fixture).await;
     drop((peer, other));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_peer_that_disconnects_in_mid_block_leaves_nothing() {
-    let world = World::new().await;
-    let bytes = frame(&world.request(1, &[block(0, 3000), block(1, 1 << 20)]));
+    let fixture = TcpFixture::new().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 3000), block(1, 1 << 20)]));
     for (before, cut) in (0u8..).zip([5, 9, 15, 40, 85, 2000, 3100, 100_000, bytes.len() - 1]) {
-        let request = world.request(1, &[block(0, 3000), block(1, 1 << 20)]);
-        let mut peer = world.raw().await;
+        let request = fixture.request(1, &[block(0, 3000), block(1, 1 << 20)]);
+        let mut peer = fixture.raw().await;
         peer.say(&frame(&request)[..cut]).await;
         drop(peer);
         // The connection may not even be accepted yet, and has not dropped what it holds when it is counted.
         let cuts = f64::from(before + 1);
-        world.until("it is cut", |world| world.metric("netty_handle_exception") >= cuts).await;
-        world.until("closed", |world| world.metric("netty_active_connection") == 0.0).await;
-        world.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
-        world.until(&format!("memory is back, cut at {cut}"), |world| world.used_bytes() == 0).await;
-        assert_eq!(world.blocks_in_memory().await, []);
+        fixture.until("it is cut", |fixture| fixture.metric("netty_handle_exception") >= cuts).await;
+        fixture.until("closed", |fixture| fixture.metric("netty_active_connection") == 0.0).await;
+        fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+        fixture.until(&format!("memory is back, cut at {cut}"), |fixture| fixture.used_bytes() == 0).await;
+        assert_eq!(fixture.blocks_in_memory().await, []);
     }
-    assert_eq!(world.metric("netty_handle_exception"), 9.0);
-    world.finish().await;
+    assert_eq!(fixture.metric("netty_handle_exception"), 9.0);
+    fixture.finish().await;
 }
 
 /// `TCP_CASES=10000000 TCP_SEED=7 cargo test --test contract mutated` runs for hours.
@@ -336,23 +336,23 @@ fn number_from_env(name: &str, default: u64) -> u64 {
 
 #[tokio::test]
 async fn mutated_frames_never_break_the_listener() {
-    let world = World::new().await;
+    let fixture = TcpFixture::new().await;
     let mut random = ChaCha8Rng::seed_from_u64(number_from_env("TCP_SEED", 1));
     for _ in 0..number_from_env("TCP_CASES", 300) {
-        let request = world.request(1, &[block(0, 50), block(1, 1), block(2, 200)]);
+        let request = fixture.request(1, &[block(0, 50), block(1, 1), block(2, 200)]);
         let mut bytes = frame(&request).to_vec();
         for _ in 0..random.random_range(1..4) {
             let at = random.random_range(4..bytes.len());
             bytes[at] = random.random();
         }
-        let mut peer = world.raw().await;
+        let mut peer = fixture.raw().await;
         peer.say(&bytes).await;
         tokio::io::AsyncWriteExt::shutdown(&mut peer.stream).await.ok();
         while peer.try_hear().await.is_ok() {}
-        world.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
+        fixture.memory.expire_tickets(tokio::time::Instant::now() + std::time::Duration::from_secs(1000));
     }
-    let mut other = world.raw().await;
-    other.expect_works(&world).await;
+    let mut other = fixture.raw().await;
+    other.expect_works(&fixture).await;
     drop(other);
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -7,28 +7,28 @@ use tokio::time::{Instant, sleep};
 use uniffle_wire::request::{MemoryRequest, ReadRequest, Target};
 use uniffle_worker::listeners::tcp::TcpConfig;
 
-use super::world::{APP, PARTITION, SHUFFLE, World, block, frame};
+use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, frame};
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_stops_in_the_middle_of_a_block_is_dropped_and_its_memory_freed() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
-    let bytes = frame(&world.request(1, &[block(0, 1 << 20)]));
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 1 << 20)]));
     peer.say(&bytes[..bytes.len() / 2]).await;
     let start = Instant::now();
     peer.expect_close().await;
     assert!(start.elapsed() >= Duration::from_secs(119), "{:?}", start.elapsed());
     assert!(start.elapsed() < Duration::from_secs(130), "{:?}", start.elapsed());
-    assert_eq!(world.used_bytes(), 0);
+    assert_eq!(fixture.used_bytes(), 0);
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_sends_one_byte_a_second_is_dropped_at_the_fill_deadline() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
-    let bytes = frame(&world.request(1, &[block(0, 1 << 20)]));
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
+    let bytes = frame(&fixture.request(1, &[block(0, 1 << 20)]));
     let start = Instant::now();
     let mut sent = 0;
     for byte in &bytes {
@@ -41,40 +41,40 @@ async fn a_peer_that_sends_one_byte_a_second_is_dropped_at_the_fill_deadline() {
     }
     assert!((119..125).contains(&sent), "{sent}");
     assert!(start.elapsed() < Duration::from_secs(130));
-    assert_eq!(world.used_bytes(), 0);
+    assert_eq!(fixture.used_bytes(), 0);
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn an_idle_connection_lives_longer_than_javas_ten_minutes_but_not_for_ever() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
     for _ in 0..3 {
         sleep(Duration::from_secs(14 * 60)).await;
-        let request = world.request(1, &[block(0, 10)]);
+        let request = fixture.request(1, &[block(0, 10)]);
         peer.say(&frame(&request)).await;
         assert_eq!(peer.hear().await.status, 0);
         // Keeps the app alive; its connection alone does not.
-        world.service.heartbeat(APP).unwrap();
+        fixture.service.heartbeat(APP).unwrap();
     }
     let start = Instant::now();
     peer.expect_close().await;
     assert!(start.elapsed() >= Duration::from_secs(14 * 60));
-    assert_eq!(world.metric("netty_handle_exception"), 0.0);
+    assert_eq!(fixture.metric("netty_handle_exception"), 0.0);
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_peer_that_stops_reading_is_dropped_and_lets_go_of_memory() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 8, ..TcpConfig::default() };
-    let world = World::with(config).await;
-    let client = world.client().await;
+    let fixture = TcpFixture::with(config).await;
+    let client = fixture.client().await;
     let blocks: Vec<_> = (0..16).map(|i| block(i, 1 << 20)).collect();
-    world.send(&client, &[(PARTITION, blocks)]).await;
+    fixture.send(&client, &[(PARTITION, blocks)]).await;
     drop(client);
-    let mut peer = world.raw().await;
+    let mut peer = fixture.raw().await;
     let mut frames = BytesMut::new();
     for request_id in 0..100 {
         let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
@@ -85,11 +85,11 @@ async fn a_peer_that_stops_reading_is_dropped_and_lets_go_of_memory() {
     }
     let start = Instant::now();
     peer.say(&frames).await;
-    world.until_later("dropped", |world| world.metric("netty_handle_exception") > 0.0).await;
+    fixture.until_later("dropped", |fixture| fixture.metric("netty_handle_exception") > 0.0).await;
     assert!(start.elapsed() >= Duration::from_secs(119), "{:?}", start.elapsed());
     // Not more than its share was ever answered.
-    let answered = world.metric("netty_get_memory_shuffle_data_request_total");
+    let answered = fixture.metric("netty_get_memory_shuffle_data_request_total");
     assert!(answered <= 12.0, "{answered}");
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -5,7 +5,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_wire::reply::Answer;
 use uniffle_worker::proto::StatusCode;
 
-use super::world::{PARTITION, World, block, key};
+use super::fixture::{PARTITION, TcpFixture, block, key};
 
 fn joined(blocks: &[Block]) -> Vec<u8> {
     blocks.iter().flat_map(|block| block.data.iter().copied()).collect()
@@ -13,10 +13,10 @@ fn joined(blocks: &[Block]) -> Vec<u8> {
 
 #[tokio::test]
 async fn index_and_data_are_what_was_published() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();
-    world.store(&blocks).await;
+    fixture.store(&blocks).await;
     let index = client.read_index(&key(), PARTITION).await.unwrap();
     assert_eq!(index.answer, Answer::LocalIndex { data_length: 4_000_000, storage_ids: None });
     assert_eq!(index.body.len(), 40 * 40);
@@ -27,97 +27,97 @@ async fn index_and_data_are_what_was_published() {
         assert!(data.body == all[start..start + length], "{offset}, {length}");
     }
     drop((index, client));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_range_that_is_not_published_is_refused() {
-    let world = World::new().await;
-    let client = world.client().await;
-    world.store(&[block(0, 100)]).await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    fixture.store(&[block(0, 100)]).await;
     for (offset, length) in [(0, 101), (100, 1), (-1, 1), (0, -1), (i64::MAX, 1), (i64::MAX, i32::MAX)] {
         let refused = client.read_data(&key(), PARTITION, offset, length).await.unwrap_err();
         assert!(refused.status().is_some(), "{offset}, {length}: {refused}");
     }
     assert_eq!(client.read_data(&key(), PARTITION, 0, 100).await.unwrap().body.len(), 100);
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn many_local_reads_share_little_read_memory() {
-    let world = World::new().await;
+    let fixture = TcpFixture::new().await;
     let blocks: Vec<_> = (0..30).map(|i| block(i, 100_000)).collect();
-    world.store(&blocks).await;
+    fixture.store(&blocks).await;
     let all = joined(&blocks);
     // 60 answers of 3 MB under way while there are 8 MiB of read memory.
-    let clients = [world.client().await, world.client().await, world.client().await];
+    let clients = [fixture.client().await, fixture.client().await, fixture.client().await];
     let key = key();
     let reads = (0..60).map(|i| clients[i % 3].read_data(&key, PARTITION, 0, 3_000_000));
     for read in futures::future::join_all(reads).await {
         assert!(read.unwrap().body == all);
     }
     drop(clients);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_hung_disk_holds_up_neither_memory_reads_nor_sends_behind_it() {
-    let world = World::new().await;
-    let client = world.client().await;
-    world.store(&[block(0, 100)]).await;
-    world.faults.add(Rule::always(Operation::Read, Fault::Hang));
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    fixture.store(&[block(0, 100)]).await;
+    fixture.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let key = key();
     let mut hung = Box::pin(client.read_data(&key, PARTITION, 0, 100));
     assert!(futures::poll!(&mut hung).is_pending());
-    world.until("the disk hangs", |world| world.faults.hung() > 0).await;
-    let in_progress = |world: &World| {
+    fixture.until("the disk hangs", |fixture| fixture.faults.hung() > 0).await;
+    let in_progress = |fixture: &TcpFixture| {
         ["netty_get_local_shuffle_data_request", "urpc_request_number", "read_local_data_file_thread_num"]
-            .map(|name| world.metric(name))
+            .map(|name| fixture.metric(name))
     };
-    assert_eq!(in_progress(&world), [1.0; 3]);
-    assert_eq!(world.metric("read_local_data_file_buffer_size"), 100.0);
+    assert_eq!(in_progress(&fixture), [1.0; 3]);
+    assert_eq!(fixture.metric("read_local_data_file_buffer_size"), 100.0);
     for i in 1..20 {
-        world.send(&client, &[(PARTITION, vec![block(i, 1000)])]).await;
+        fixture.send(&client, &[(PARTITION, vec![block(i, 1000)])]).await;
         client.read_memory(&key, PARTITION, -1, 1 << 20, None).await.unwrap();
     }
     assert!(futures::poll!(&mut hung).is_pending());
-    world.faults.clear();
-    world.faults.release().await;
+    fixture.faults.clear();
+    fixture.faults.release().await;
     assert_eq!((&mut hung).await.unwrap().body.len(), 100);
     drop(hung);
-    world.until("it is answered", |world| in_progress(world) == [0.0; 3]).await;
+    fixture.until("it is answered", |fixture| in_progress(fixture) == [0.0; 3]).await;
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_disk_that_fails_at_once_is_answered_with_a_status() {
-    let world = World::new().await;
-    let client = world.client().await;
-    world.store(&[block(0, 100)]).await;
-    world.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)));
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    fixture.store(&[block(0, 100)]).await;
+    fixture.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)));
     let refused = client.read_data(&key(), PARTITION, 0, 100).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
-    world.faults.clear();
+    fixture.faults.clear();
     assert!(client.read_data(&key(), PARTITION, 0, 100).await.is_ok());
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_disk_that_fails_in_the_middle_of_an_answer_closes_the_connection() {
-    let world = World::new().await;
-    let (client, other) = (world.client().await, world.client().await);
+    let fixture = TcpFixture::new().await;
+    let (client, other) = (fixture.client().await, fixture.client().await);
     let blocks: Vec<_> = (0..40).map(|i| block(i, 100_000)).collect();
-    world.store(&blocks).await;
-    world.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).after(1));
+    fixture.store(&blocks).await;
+    fixture.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).after(1));
     let cut =
         client.read_data(&key(), PARTITION, 0, 4_000_000).await.map(|reply| reply.body.len()).unwrap_err();
     assert_eq!(cut.status(), None, "{cut}");
-    world.faults.clear();
+    fixture.faults.clear();
     assert!(other.read_data(&key(), PARTITION, 0, 4_000_000).await.unwrap().body == joined(&blocks));
-    assert!(world.metric("netty_handle_exception") >= 1.0);
+    assert!(fixture.metric("netty_handle_exception") >= 1.0);
     drop((client, other));
-    world.finish().await;
+    fixture.finish().await;
 }

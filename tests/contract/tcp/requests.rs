@@ -7,16 +7,16 @@ use uniffle_wire::request::{MemoryRequest, ReadRequest, SortedRequest, Target};
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::StatusCode;
 
-use super::world::{APP, PARTITION, SHUFFLE, World, block, block_of, frame, key};
+use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};
 use uniffle_worker::listeners::tcp::TcpConfig;
 
 #[tokio::test]
 async fn what_was_sent_is_read_back_from_memory() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let blocks: Vec<_> =
         [1, 10, 3000, 1 << 20, 70_000].iter().zip(0..).map(|(&len, i)| block(i, len)).collect();
-    world.send(&client, &[(PARTITION, blocks.clone())]).await;
+    fixture.send(&client, &[(PARTITION, blocks.clone())]).await;
     let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
     assert_eq!(reply.message, "OK");
     let Answer::Memory(segments) = &reply.answer else { panic!("{reply:?}") };
@@ -29,15 +29,15 @@ async fn what_was_sent_is_read_back_from_memory() {
         assert_eq!(reply.body[offset..offset + block.data.len()], block.data);
     }
     drop((reply, client));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn the_cursor_goes_on_where_the_last_answer_ended() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let blocks: Vec<_> = (0..10).map(|i| block(i, 100)).collect();
-    world.send(&client, &[(PARTITION, blocks.clone())]).await;
+    fixture.send(&client, &[(PARTITION, blocks.clone())]).await;
     let mut seen = Vec::new();
     loop {
         let cursor = seen.last().copied().unwrap_or(-1);
@@ -50,40 +50,40 @@ async fn the_cursor_goes_on_where_the_last_answer_ended() {
     }
     assert_eq!(seen, blocks.iter().map(|block| block.meta.block_id.0).collect::<Vec<_>>());
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_send_may_come_one_byte_at_a_time() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
     peer.stream.set_nodelay(true).unwrap();
     let blocks = [block(0, 40), block(1, 1), block(2, 300)];
-    for byte in &frame(&world.request(9, &blocks)) {
+    for byte in &frame(&fixture.request(9, &blocks)) {
         peer.say(&[*byte]).await;
         tokio::task::yield_now().await;
     }
     assert_eq!(peer.hear().await.request_id, 9);
-    assert_eq!(world.blocks_in_memory().await, blocks.map(|block| block.meta.block_id));
-    peer.expect_works(&world).await;
+    assert_eq!(fixture.blocks_in_memory().await, blocks.map(|block| block.meta.block_id));
+    peer.expect_works(&fixture).await;
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn many_partitions_and_a_partition_that_repeats() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let batch: Vec<_> = (0..200)
         .map(|i| (PartitionId(i % 100), vec![block_of(PartitionId(i % 100), i.cast_unsigned(), 50)]))
         .collect();
-    world.send(&client, &batch).await;
+    fixture.send(&client, &batch).await;
     for partition in 0..100 {
         let reply = client.read_memory(&key(), PartitionId(partition), -1, 1 << 20, None).await.unwrap();
         assert_eq!(reply.body.len(), 100);
     }
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
@@ -93,30 +93,30 @@ async fn many_requests_under_way_on_one_connection_are_all_answered() {
         memory_reads_in_flight_max: 2,
         ..TcpConfig::default()
     };
-    let world = World::with(config).await;
-    let client = world.client().await;
+    let fixture = TcpFixture::with(config).await;
+    let client = fixture.client().await;
     let sends = (0..200).map(|i| {
-        let (world, client) = (&world, &client);
+        let (fixture, client) = (&fixture, &client);
         async move {
-            world.send(client, &[(PARTITION, vec![block(i, 5000)])]).await;
+            fixture.send(client, &[(PARTITION, vec![block(i, 5000)])]).await;
             let reply = client.read_memory(&key(), PARTITION, -1, 1 << 30, None).await.unwrap();
             let Answer::Memory(segments) = reply.answer else { panic!() };
             assert!(segments.iter().any(|segment| segment.block_id == block(i, 1).meta.block_id.0));
         }
     });
     join_all(sends).await;
-    assert_eq!(world.blocks_in_memory().await.len(), 200);
-    assert_eq!(world.metric("netty_send_shuffle_data_request_total"), 200.0);
-    assert_eq!(world.metric("total_urpc_request_number"), 401.0);
+    assert_eq!(fixture.blocks_in_memory().await.len(), 200);
+    assert_eq!(fixture.metric("netty_send_shuffle_data_request_total"), 200.0);
+    assert_eq!(fixture.metric("total_urpc_request_number"), 401.0);
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
     let config = TcpConfig { requests_in_flight_per_connection_max: 3, ..TcpConfig::default() };
-    let world = World::with(config).await;
-    let mut peer = world.raw().await;
+    let fixture = TcpFixture::with(config).await;
+    let mut peer = fixture.raw().await;
     let mut frames = BytesMut::new();
     for request_id in 0..500 {
         let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
@@ -134,13 +134,13 @@ async fn a_pipe_full_of_reads_in_one_write_is_answered_in_order_of_readiness() {
         assert_eq!(peer.hear().await.request_id, request_id);
     }
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let stranger = uniffle_wire::types::ShuffleKey::new(
         uniffle_wire::types::AppId::parse("stranger").unwrap(),
         key().shuffle,
@@ -165,13 +165,13 @@ async fn reads_of_an_unknown_app_are_refused_in_the_type_of_their_answer() {
     let data = client.read_data(&stranger, PARTITION, 0, 1).await.unwrap_err();
     assert_eq!(data.status(), Some(StatusCode::NoRegister));
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_read_of_sorted_data_is_refused() {
-    let world = World::new().await;
-    let client = world.client().await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
     let target = Target { request_id: 5, app: APP, shuffle: SHUFFLE, partition: 0 };
     let mut frame = BytesMut::new();
     ReadRequest::Sorted(SortedRequest { target, block_id: 0, length: 1, timestamp_ms: 0 })
@@ -181,55 +181,55 @@ async fn a_read_of_sorted_data_is_refused() {
     assert_eq!(reply.message, "Remote merge is disabled");
     assert!(matches!(reply.answer, Answer::Sorted { .. }));
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_read_with_a_filter_that_is_no_bitmap_is_refused() {
-    let world = World::new().await;
-    let client = world.client().await;
-    world.send(&client, &[(PARTITION, vec![block(0, 10)])]).await;
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    fixture.send(&client, &[(PARTITION, vec![block(0, 10)])]).await;
     let refused = client.read_memory(&key(), PARTITION, -1, 1024, Some(&[1, 2, 3])).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
     let large = vec![0xff; 100_000];
     let refused = client.read_memory(&key(), PARTITION, -1, 1024, Some(&large)).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
     drop(client);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn connections_over_the_limit_are_closed() {
-    let world = World::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
-    let (mut first, mut second) = (world.raw().await, world.raw().await);
-    let mut third = world.raw().await;
+    let fixture = TcpFixture::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
+    let (mut first, mut second) = (fixture.raw().await, fixture.raw().await);
+    let mut third = fixture.raw().await;
     third.expect_close().await;
-    world.until("both are counted", |world| world.metric("urpc_connection_number") == 2.0).await;
+    fixture.until("both are counted", |fixture| fixture.metric("urpc_connection_number") == 2.0).await;
     drop(first);
-    world.until("a place is free", |world| world.metric("netty_active_connection") < 2.0).await;
-    first = world.raw().await;
+    fixture.until("a place is free", |fixture| fixture.metric("netty_active_connection") < 2.0).await;
+    first = fixture.raw().await;
     for peer in [&mut first, &mut second] {
-        let request = world.request(1, &[block(0, 10)]);
+        let request = fixture.request(1, &[block(0, 10)]);
         peer.say(&frame(&request)).await;
         assert_eq!(peer.hear().await.status, 0);
     }
     drop((first, second));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_send_is_committed_as_a_whole_or_not_at_all() {
-    let world = World::new().await;
-    let mut peer = world.raw().await;
-    let mut request = world.request(1, &[block(0, 100), block(1, 100), block(2, 100)]);
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
+    let mut request = fixture.request(1, &[block(0, 100), block(1, 100), block(2, 100)]);
     // The last block's checksum is of other bytes.
     request.partitions[0].1[2].crc ^= 1;
     peer.say(&frame(&request)).await;
     let reply = peer.hear().await;
     assert_eq!(reply.status, i32::from(StatusCode::InternalError), "{reply:?}");
-    assert_eq!(world.blocks_in_memory().await, []);
-    assert_eq!(world.used_bytes(), 0);
-    peer.expect_works(&world).await;
+    assert_eq!(fixture.blocks_in_memory().await, []);
+    assert_eq!(fixture.used_bytes(), 0);
+    peer.expect_works(&fixture).await;
     drop(peer);
-    world.finish().await;
+    fixture.finish().await;
 }

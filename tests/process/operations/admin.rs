@@ -14,7 +14,7 @@ use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::tiers::LocalStore;
 
-use super::world::{World, eventually};
+use super::fixture::{AdminFixture, eventually};
 use uniffle_testkit::worker::{Setup, Worker};
 
 const TOKEN: &str = "correct-horse-battery-staple";
@@ -32,26 +32,26 @@ const CALLS: &[(&str, &str)] = &[
 
 #[tokio::test]
 async fn a_worker_is_decommissioned_and_put_back() {
-    let world = World::start().await;
-    let state = || world.worker.service().status().state();
-    let (status, answer) = world.call("/admin/decommission", "").await;
+    let fixture = AdminFixture::start().await;
+    let state = || fixture.worker.service().status().state();
+    let (status, answer) = fixture.call("/admin/decommission", "").await;
     assert_eq!((status, answer), (StatusCode::OK, json!({ "state": "decommissioning", "apps": 0 })));
     // The latter when the worker has had time to see that no application is left.
     assert!(matches!(state(), WorkerState::Decommissioning | WorkerState::Decommissioned));
-    let (status, answer) = world.call("/admin/cancel-decommission", "").await;
+    let (status, answer) = fixture.call("/admin/cancel-decommission", "").await;
     assert_eq!((status, answer["state"].as_str()), (StatusCode::OK, Some("active")));
     assert_eq!(state(), WorkerState::Active);
-    world.worker.service().status().set_unhealthy(true);
-    let (status, answer) = world.call("/admin/decommission", "").await;
+    fixture.worker.service().status().set_unhealthy(true);
+    let (status, answer) = fixture.call("/admin/decommission", "").await;
     assert_eq!(status, StatusCode::CONFLICT);
     assert!(answer["error"].as_str().unwrap().contains("unhealthy"), "{answer}");
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn tags_reach_the_coordinator_at_once() {
-    let world = World::start().await;
-    let channel = format!("http://{}", world.worker.addresses().grpc);
+    let fixture = AdminFixture::start().await;
+    let channel = format!("http://{}", fixture.worker.addresses().grpc);
     let mut coordinator = CoordinatorServerClient::connect(channel).await.unwrap();
     let request = GetShuffleServerRequest {
         application_id: "app-1".to_owned(),
@@ -62,7 +62,7 @@ async fn tags_reach_the_coordinator_at_once() {
         require_tags: vec!["night".to_owned()],
         ..Default::default()
     };
-    let (status, answer) = world.call("/admin/tags", r#"{"tags": ["night", "ssd"]}"#).await;
+    let (status, answer) = fixture.call("/admin/tags", r#"{"tags": ["night", "ssd"]}"#).await;
     assert_eq!((status, answer), (StatusCode::OK, json!({ "tags": ["night", "ssd"] })));
     let mut assigned = false;
     for _ in 0..200 {
@@ -75,45 +75,45 @@ async fn tags_reach_the_coordinator_at_once() {
     }
     assert!(assigned, "the coordinator does not know the new tags");
     for bad in [r#"{"tags": ["a,b"]}"#, r#"{"tags": "a"}"#, r#"{"tag": []}"#, "", "\u{0}"] {
-        let (status, answer) = world.call("/admin/tags", bad).await;
+        let (status, answer) = fixture.call("/admin/tags", bad).await;
         assert_eq!(status, StatusCode::BAD_REQUEST, "{bad}: {answer}");
     }
     drop(coordinator);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn memory_is_flushed_and_an_app_is_purged() {
-    let world = World::start().await;
-    let key = world.push("app-1", 3).await;
-    world.push("app-10", 3).await;
-    let (status, answer) = world.call("/admin/flush", "").await;
+    let fixture = AdminFixture::start().await;
+    let key = fixture.push("app-1", 3).await;
+    fixture.push("app-10", 3).await;
+    let (status, answer) = fixture.call("/admin/flush", "").await;
     assert_eq!(status, StatusCode::OK, "{answer}");
-    let local = world.worker.service().tiers().find::<LocalStore>().unwrap();
+    let local = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("everything is on disk", || match local.partition_bytes(&key, PartitionId(2)) {
-        30_000 if world.worker.memory().block_count() == 0 => Ok(()),
+        30_000 if fixture.worker.memory().block_count() == 0 => Ok(()),
         bytes => Err(format!("{bytes} bytes")),
     })
     .await;
-    let (status, answer) = world.call("/admin/apps/app-1/purge", "").await;
+    let (status, answer) = fixture.call("/admin/apps/app-1/purge", "").await;
     assert_eq!((status, answer), (StatusCode::OK, json!({ "purged": "app-1" })));
-    let apps = || world.worker.apps().apps().iter().map(|app| app.id().to_string()).collect::<Vec<_>>();
+    let apps = || fixture.worker.apps().apps().iter().map(|app| app.id().to_string()).collect::<Vec<_>>();
     assert_eq!(apps(), ["app-10"]);
     for unknown in ["app-1", "..%2Fx", "%00", "a%20b"] {
-        let (status, _) = world.call(&format!("/admin/apps/{unknown}/purge"), "").await;
+        let (status, _) = fixture.call(&format!("/admin/apps/{unknown}/purge"), "").await;
         assert_eq!(status, StatusCode::NOT_FOUND, "{unknown}");
     }
     assert_eq!(apps(), ["app-10"]);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn the_log_filter_is_replaced_where_it_is_the_workers() {
-    let world = World::start().await;
-    let (status, answer) = world.call("/admin/log-level", r#"{"filter": "debug"}"#).await;
+    let fixture = AdminFixture::start().await;
+    let (status, answer) = fixture.call("/admin/log-level", r#"{"filter": "debug"}"#).await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(answer["error"].as_str().unwrap().contains("not the worker's"), "{answer}");
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
@@ -121,13 +121,13 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
     let admin = format!("token_file = {:?}", file.path());
-    let world = World::with(&admin, Surroundings::default()).await;
-    world.push("app-1", 2).await;
-    let before = world.worker.memory().block_count();
+    let fixture = AdminFixture::with(&admin, Surroundings::default()).await;
+    fixture.push("app-1", 2).await;
+    let before = fixture.worker.memory().block_count();
     let wrong = TOKEN.replace('c', "d");
     for (path, body) in CALLS.iter().chain([&("/admin/nonsense", "")]) {
         for offered in [None, Some(wrong.as_str()), Some(""), Some(&TOKEN[1..])] {
-            let request = world.admin(Method::POST, path).body(*body);
+            let request = fixture.admin(Method::POST, path).body(*body);
             let request = match offered {
                 Some(token) => request.bearer_auth(token),
                 None => request,
@@ -135,38 +135,38 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
             let answer = request.send().await.unwrap();
             assert_eq!(answer.status(), StatusCode::UNAUTHORIZED, "{path} with {offered:?}");
         }
-        let answer = world.admin(Method::GET, path).send().await.unwrap();
+        let answer = fixture.admin(Method::GET, path).send().await.unwrap();
         assert_eq!(answer.status(), StatusCode::UNAUTHORIZED);
-        let answer = world.admin(Method::GET, path).bearer_auth(TOKEN).send().await.unwrap();
+        let answer = fixture.admin(Method::GET, path).bearer_auth(TOKEN).send().await.unwrap();
         assert_eq!(answer.status(), StatusCode::METHOD_NOT_ALLOWED, "GET {path}");
     }
-    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
-    assert_eq!((world.worker.apps().app_count(), world.worker.memory().block_count()), (1, before));
-    assert_eq!(world.metric("admin_calls_total", "denied"), 40.0);
+    assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
+    assert_eq!((fixture.worker.apps().app_count(), fixture.worker.memory().block_count()), (1, before));
+    assert_eq!(fixture.metric("admin_calls_total", "denied"), 40.0);
 
-    let answer = world.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
+    let answer = fixture.admin(Method::POST, "/admin/decommission").bearer_auth(TOKEN).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);
-    let answer = world.admin(Method::POST, "/admin/nonsense").bearer_auth(TOKEN).send().await.unwrap();
+    let answer = fixture.admin(Method::POST, "/admin/nonsense").bearer_auth(TOKEN).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::NOT_FOUND);
-    world.finish().await;
+    fixture.finish().await;
 }
 
 /// The data's HTTP listener is open to everybody: it must know none of the calls.
 #[tokio::test]
 async fn the_open_listener_changes_nothing() {
-    let world = World::start().await;
-    world.push("app-1", 1).await;
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 1).await;
     for (path, body) in CALLS {
         for method in [Method::POST, Method::GET, Method::PUT, Method::DELETE] {
-            let url = format!("http://{}{path}", world.worker.addresses().http);
+            let url = format!("http://{}{path}", fixture.worker.addresses().http);
             let answer =
                 reqwest::Client::new().request(method.clone(), url).body(*body).send().await.unwrap();
             assert_eq!(answer.status(), StatusCode::NOT_FOUND, "{method} {path}");
         }
     }
-    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
-    assert_eq!(world.worker.apps().app_count(), 1);
-    world.finish().await;
+    assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
+    assert_eq!(fixture.worker.apps().app_count(), 1);
+    fixture.finish().await;
 }
 
 /// Uniffle's own call has no token: who is heard is a matter of the address, and by default of being a coordinator's.
@@ -183,10 +183,10 @@ async fn grpc_decommissions_for_those_who_are_named_only() {
         ("coordinator_quorum = [\"127.0.0.1:1\"]", "grpc_decommission = \"off\"", false),
     ];
     for (top, admin, is_heard) in cases {
-        let world = World::with_file(top, admin).await;
-        let channel = format!("http://{}", world.worker.addresses().grpc);
+        let fixture = AdminFixture::with_file(top, admin).await;
+        let channel = format!("http://{}", fixture.worker.addresses().grpc);
         let mut internal = ShuffleServerInternalClient::connect(channel).await.unwrap();
-        let state = || world.worker.service().status().state();
+        let state = || fixture.worker.service().status().state();
         let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
         let cancelled =
             internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
@@ -200,33 +200,33 @@ async fn grpc_decommissions_for_those_who_are_named_only() {
                 assert_eq!(status, Code::AccessDenied, "{top} {admin}: {text}");
                 assert!(text.contains("admin.grpc_decommission"), "{text}");
             }
-            world.call("/admin/decommission", "").await;
+            fixture.call("/admin/decommission", "").await;
             internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap();
             assert_ne!(state(), WorkerState::Active, "{top} {admin}");
         }
-        world.call("/admin/cancel-decommission", "").await;
+        fixture.call("/admin/cancel-decommission", "").await;
         assert_eq!(state(), WorkerState::Active);
         drop(internal);
-        world.finish().await;
+        fixture.finish().await;
     }
 }
 
 #[tokio::test]
 async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
-    let world = World::start().await;
+    let fixture = AdminFixture::start().await;
     let huge = format!(r#"{{"tags": ["{}"]}}"#, "x".repeat(70_000));
-    let answer = world.admin(Method::POST, "/admin/tags").body(huge).send().await.unwrap();
+    let answer = fixture.admin(Method::POST, "/admin/tags").body(huge).send().await.unwrap();
     assert_eq!(answer.status(), StatusCode::PAYLOAD_TOO_LARGE);
-    let page = world.admin(Method::POST, "/admin/decommission").header("Origin", "http://evil.example");
+    let page = fixture.admin(Method::POST, "/admin/decommission").header("Origin", "http://evil.example");
     assert_eq!(page.send().await.unwrap().status(), StatusCode::FORBIDDEN);
-    let mut stream = TcpStream::connect(world.worker.addresses().admin.unwrap()).await.unwrap();
+    let mut stream = TcpStream::connect(fixture.worker.addresses().admin.unwrap()).await.unwrap();
     let head = format!("POST /admin/flush?{} HTTP/1.1\r\nHost: x\r\n\r\n", "q".repeat(9_000));
     stream.write_all(head.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;
     assert!(String::from_utf8_lossy(&answer).starts_with("HTTP/1.1 4"), "{answer:?}");
-    assert_eq!(world.worker.service().status().state(), WorkerState::Active);
-    world.finish().await;
+    assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
+    fixture.finish().await;
 }
 
 /// In a process of its own, whose log nobody else writes to.

@@ -6,9 +6,9 @@ use uniffle_client::grpc::ReadOptions;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::proto::RequireBufferRequest;
 
-use super::world::{World, eventually};
+use super::fixture::{AdminFixture, eventually};
 
-impl World {
+impl AdminFixture {
     async fn api(&self, path: &str) -> (StatusCode, Value) {
         let url = format!("http://{}/api/v1{path}", self.worker.addresses().http);
         let answer = reqwest::get(url).await.unwrap();
@@ -29,16 +29,16 @@ fn stage<'a>(explanation: &'a Value, name: &str) -> &'a Value {
 
 #[tokio::test]
 async fn the_state_of_every_part_is_told() {
-    let world = World::start().await;
-    world.push("app-1", 8).await;
-    let status = world.told("/status").await;
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 8).await;
+    let status = fixture.told("/status").await;
     let node = &status["node"];
     assert_eq!((&node["state"], &node["not_ready"]), (&json!("active"), &Value::Null));
-    assert_eq!(node["grpc_port"], json!(world.worker.addresses().grpc.port()));
+    assert_eq!(node["grpc_port"], json!(fixture.worker.addresses().grpc.port()));
     let memory = &status["memory"];
     assert_eq!(memory["capacity_bytes"], json!(32 << 20));
     assert_eq!(memory["blocks"], json!(36));
-    assert_eq!(memory["used_bytes"], json!(world.worker.memory().used_bytes()));
+    assert_eq!(memory["used_bytes"], json!(fixture.worker.memory().used_bytes()));
     assert_eq!(status["tiers"].as_array().unwrap().len(), 2);
     assert_eq!(status["disks"][0]["condition"], json!("sound"));
     assert!(status["disks"][0]["total_bytes"].as_u64().unwrap() > 0);
@@ -48,12 +48,12 @@ async fn the_state_of_every_part_is_told() {
     assert_eq!(status["totals"]["received_bytes"], json!(360_000));
     assert!(status["process"]["resident_bytes"].as_u64().unwrap() > 0);
 
-    let index = world.told("").await;
+    let index = fixture.told("").await;
     for path in index["paths"].as_array().unwrap() {
         let path = path.as_str().unwrap().trim_start_matches("/api/v1").replace("{id}", "app-1");
-        world.told(&path).await;
+        fixture.told(&path).await;
     }
-    assert_eq!(world.told("/memory").await["capacity_bytes"], json!(32 << 20));
+    assert_eq!(fixture.told("/memory").await["capacity_bytes"], json!(32 << 20));
     for (path, expected) in [
         ("/nonsense", StatusCode::NOT_FOUND),
         ("/apps/unknown/explain", StatusCode::NOT_FOUND),
@@ -61,18 +61,18 @@ async fn the_state_of_every_part_is_told() {
         ("/apps?limit=-1", StatusCode::BAD_REQUEST),
         ("/history?after_ms=x", StatusCode::BAD_REQUEST),
     ] {
-        assert_eq!(world.api(path).await.0, expected, "{path}");
+        assert_eq!(fixture.api(path).await.0, expected, "{path}");
     }
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn applications_are_listed_by_size_and_the_list_is_bounded() {
-    let world = World::start().await;
+    let fixture = AdminFixture::start().await;
     for (app, partitions) in [("small", 1), ("large", 12), ("middle", 4)] {
-        world.push(app, partitions).await;
+        fixture.push(app, partitions).await;
     }
-    let answer = world.told("/apps").await;
+    let answer = fixture.told("/apps").await;
     let names: Vec<_> =
         answer["apps"].as_array().unwrap().iter().map(|app| app["app"].as_str().unwrap()).collect();
     assert_eq!(names, ["large", "middle", "small"]);
@@ -82,15 +82,15 @@ async fn applications_are_listed_by_size_and_the_list_is_bounded() {
     assert_eq!(large["largest_partition_bytes"], json!(80_000));
     assert!((large["skew"].as_f64().unwrap() - 80_000.0 / (680_000.0 / 12.0)).abs() < 1e-9, "{large}");
     assert_eq!(large["lost_blocks"], json!(0));
-    let answer = world.told("/apps?limit=1").await;
+    let answer = fixture.told("/apps?limit=1").await;
     assert_eq!((answer["apps"].as_array().unwrap().len(), &answer["count"]), (1, &json!(3)));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn an_app_is_explained_while_it_runs_and_after() {
-    let world = World::start().await;
-    let key = world.push("app-1", 3).await;
+    let fixture = AdminFixture::start().await;
+    let key = fixture.push("app-1", 3).await;
     // More than the worker has: refused as long as the others' tickets hold it.
     let require = |size| RequireBufferRequest {
         require_size: size,
@@ -99,25 +99,25 @@ async fn an_app_is_explained_while_it_runs_and_after() {
         partition_ids: vec![0],
         ..Default::default()
     };
-    world.client.require_raw(require(24 << 20)).await.unwrap();
+    fixture.client.require_raw(require(24 << 20)).await.unwrap();
     // Before the refusal, which begins a flush.
     let options = ReadOptions::default();
-    world.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
-    let refused = world.client.require_raw(require(24 << 20)).await.unwrap();
+    fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
+    let refused = fixture.client.require_raw(require(24 << 20)).await.unwrap();
     assert_ne!(refused.status, 0, "{refused:?}");
-    world.worker.service().flush_all().unwrap();
-    eventually("all is on disk", || match world.worker.memory().block_count() {
+    fixture.worker.service().flush_all().unwrap();
+    eventually("all is on disk", || match fixture.worker.memory().block_count() {
         0 => Ok(()),
         blocks => Err(format!("{blocks} blocks in memory")),
     })
     .await;
-    world.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
+    fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
 
     // An answer is entered when its last byte is gone, which the client need not wait for.
-    let mut told = world.told("/apps/app-1/explain").await;
+    let mut told = fixture.told("/apps/app-1/explain").await;
     while stage(&told, "answer")["count"].as_u64().unwrap() < 3 {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-        told = world.told("/apps/app-1/explain").await;
+        told = fixture.told("/apps/app-1/explain").await;
     }
     assert_eq!((&told["presence"], &told["partitions"]), (&json!("known"), &json!(3)));
     let bytes = &told["bytes"];
@@ -139,33 +139,33 @@ async fn an_app_is_explained_while_it_runs_and_after() {
     assert_eq!(told["losses"], json!([]));
     assert!(!told["findings"].as_array().unwrap().is_empty());
 
-    world.client.unregister_app("app-1").await.unwrap();
-    let told = world.told("/apps/app-1/explain").await;
+    fixture.client.unregister_app("app-1").await.unwrap();
+    let told = fixture.told("/apps/app-1/explain").await;
     assert_eq!((&told["presence"], &told["bytes"]["received"]), (&json!("unregistered"), &json!(60_000)));
-    let gone = &world.told("/apps").await["gone"][0];
+    let gone = &fixture.told("/apps").await["gone"][0];
     assert_eq!((&gone["app"], &gone["received_bytes"]), (&json!("app-1"), &json!(60_000)));
-    world.finish().await;
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn the_last_minutes_are_there_from_the_start() {
-    let world = World::start().await;
-    world.push("app-1", 3).await;
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 3).await;
     let received = |samples: &Value| {
         let samples = samples["samples"].as_array().unwrap();
         samples.last().map_or(0, |sample| sample["received_bytes"].as_u64().unwrap())
     };
-    let mut history = world.told("/history").await;
+    let mut history = fixture.told("/history").await;
     for _ in 0..200 {
         if received(&history) == 60_000 {
             break;
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        history = world.told("/history").await;
+        history = fixture.told("/history").await;
     }
     assert_eq!(received(&history), 60_000, "{history}");
     let last = history["samples"].as_array().unwrap().last().unwrap()["at_ms"].as_u64().unwrap();
-    let later = world.told(&format!("/history?after_ms={last}")).await;
+    let later = fixture.told(&format!("/history?after_ms={last}")).await;
     assert!(later["samples"].as_array().unwrap().len() <= 1, "{later}");
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -3,7 +3,7 @@
 mod admin;
 mod api;
 mod browser;
+mod fixture;
 mod page;
 mod reload;
 mod tls;
-mod world;

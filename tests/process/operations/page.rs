@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 use uniffle_testkit::tools::kept_dir;
 
 use super::browser::Browser;
-use super::world::World;
+use super::fixture::AdminFixture;
 
 /// A name that would run if any of it became markup.
 const NASTY: &str = "<img src=x onerror=alert(1)>";
@@ -76,16 +76,16 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     let Some(browser) = Browser::start().await else { return };
-    let world = World::start().await;
-    world.push(NASTY, 4).await;
-    let origin = format!("http://{}", world.worker.addresses().http);
+    let fixture = AdminFixture::start().await;
+    fixture.push(NASTY, 4).await;
+    let origin = format!("http://{}", fixture.worker.addresses().http);
     browser.look(1280, 900, false, "light").await;
     browser.open(&format!("{origin}/")).await;
     until(&browser, "the charts have a curve of some points", |seen| {
         seen["points"].as_u64().is_some_and(|points| (4..1_000_000).contains(&points))
     })
     .await;
-    world.push("application_1700000000000_0001_1700000000000", 30).await;
+    fixture.push("application_1700000000000_0001_1700000000000", 30).await;
     let seen =
         until(&browser, "both applications are there", |seen| seen["apps"].as_array().unwrap().len() == 2)
             .await;
@@ -120,10 +120,10 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     assert_eq!(browser.run("return document.images.length").await, json!(0));
     // Nothing to show, and something to say.
     browser.run("document.getElementById('explain-close').click()").await;
-    for app in world.worker.apps().apps() {
-        world.worker.service().unregister_app(app.id().as_str()).unwrap();
+    for app in fixture.worker.apps().apps() {
+        fixture.worker.service().unregister_app(app.id().as_str()).unwrap();
     }
-    world.call("/admin/decommission", "").await;
+    fixture.call("/admin/decommission", "").await;
     for (name, width, height, is_phone, scheme) in
         [("empty-phone-light", 390, 844, true, "light"), ("empty-desktop-dark", 1280, 900, false, "dark")]
     {
@@ -140,5 +140,5 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     let console = browser.console().await;
     assert!(console.is_empty(), "{console:?}");
     browser.close().await;
-    world.finish().await;
+    fixture.finish().await;
 }

@@ -7,7 +7,7 @@ use reqwest::StatusCode;
 use serde_json::json;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-use super::world::{World, eventually};
+use super::fixture::{AdminFixture, eventually};
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -17,10 +17,10 @@ const NEW: &str = "[hybrid_store]\nmemory_spill_high_watermark = 0.5\nmemory_spi
 
 #[tokio::test]
 async fn what_can_change_does_and_the_rest_is_named() {
-    let world = World::with_file("tags = [\"old\"]", "").await;
-    let service = world.worker.service();
-    world.rewrite("tags = [\"new\"]\nurpc_port = 1", NEW);
-    let (status, answer) = world.call("/admin/reload", "").await;
+    let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
+    let service = fixture.worker.service();
+    fixture.rewrite("tags = [\"new\"]\nurpc_port = 1", NEW);
+    let (status, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::OK, "{answer}");
     let expected = json!({
         "changed": [
@@ -37,54 +37,55 @@ async fn what_can_change_does_and_the_rest_is_named() {
     );
     assert_eq!(service.partition_limits().huge_bytes, Some(2 << 20));
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
-    world.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     assert_eq!(service.apps().find(&key.app).unwrap().heartbeat_timeout(), Duration::from_secs(77));
 
     // What waits is named again, what an operator has set stays until the file's own value changes.
-    world.call("/admin/tags", r#"{"tags": ["mine"]}"#).await;
-    let (_, answer) = world.call("/admin/reload", "").await;
+    fixture.call("/admin/tags", r#"{"tags": ["mine"]}"#).await;
+    let (_, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(answer, json!({ "changed": [], "waiting_for_restart": ["log.max_files", "urpc_port"] }));
     let tags = || async {
-        let url = format!("http://{}/api/v1/node", world.worker.addresses().http);
+        let url = format!("http://{}/api/v1/node", fixture.worker.addresses().http);
         let text = reqwest::get(url).await.unwrap().text().await.unwrap();
         serde_json::from_str::<serde_json::Value>(&text).unwrap()["tags"].clone()
     };
     assert_eq!(tags().await, json!(["mine"]));
-    world.rewrite("tags = [\"newer\"]", "");
-    world.call("/admin/reload", "").await;
+    fixture.rewrite("tags = [\"newer\"]", "");
+    fixture.call("/admin/reload", "").await;
     assert_eq!(tags().await, json!(["newer"]));
     // The watch may have seen the file too.
-    assert!(world.metric("config_reloads_total", "ok") >= 3.0);
-    world.finish().await;
+    assert!(fixture.metric("config_reloads_total", "ok") >= 3.0);
+    fixture.finish().await;
 }
 
 #[tokio::test]
 async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
-    let world = World::with_file("tags = [\"old\"]", "").await;
-    let before = world.worker.service().flusher().unwrap().limits();
-    world.rewrite("tags = [\"new\"]", NEW);
-    let whole = world.written();
+    let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
+    let before = fixture.worker.service().flusher().unwrap().limits();
+    fixture.rewrite("tags = [\"new\"]", NEW);
+    let whole = fixture.written();
     // A good beginning of a file is no file: everything that the write had not reached yet is missing or torn.
     let torn: Vec<String> = (1..whole.len()).step_by(17).map(|end| whole[..end].to_owned()).collect();
     let wrong =
         "tags = [\"new\"]\n[hybrid_store]\nmemory_spill_high_watermark = 7.0\n[memory_store]\ncapasity = 1\n";
-    world.write(wrong);
-    let (status, answer) = world.call("/admin/reload", "").await;
+    fixture.write(wrong);
+    let (status, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     let reasons = answer["error"].as_str().unwrap();
     assert!(reasons.contains("memory_spill_high_watermark") && reasons.contains("capasity"), "{reasons}");
     // Good in itself, but the time after which a worker is lost cannot change while it runs.
-    world.rewrite("", "[embedded_coordinator]\nnode_timeout_sec = 600");
-    let text = world.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = 300");
-    world.write(&text);
-    let (status, answer) = world.call("/admin/reload", "").await;
+    fixture.rewrite("", "[embedded_coordinator]\nnode_timeout_sec = 600");
+    let text =
+        fixture.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = 300");
+    fixture.write(&text);
+    let (status, answer) = fixture.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
     let reasons = answer["error"].as_str().unwrap();
     assert!(reasons.contains("cannot change") && reasons.contains("node_timeout_sec"), "{reasons}");
     let mut refused = 2;
     for text in torn {
-        world.write(&text);
-        let (status, answer) = world.call("/admin/reload", "").await;
+        fixture.write(&text);
+        let (status, answer) = fixture.call("/admin/reload", "").await;
         if status == StatusCode::BAD_REQUEST {
             refused += 1;
             continue;
@@ -93,30 +94,30 @@ async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
         assert_eq!(status, StatusCode::OK, "{answer}");
     }
     assert!(refused > 10, "{refused} torn files were refused");
-    assert!(world.metric("config_reloads_total", "refused") >= f64::from(refused));
-    world.rewrite("tags = [\"old\"]", "");
-    let (status, _) = world.call("/admin/reload", "").await;
+    assert!(fixture.metric("config_reloads_total", "refused") >= f64::from(refused));
+    fixture.rewrite("tags = [\"old\"]", "");
+    let (status, _) = fixture.call("/admin/reload", "").await;
     assert_eq!(status, StatusCode::OK);
-    assert_eq!(world.worker.service().flusher().unwrap().limits(), before);
-    world.finish().await;
+    assert_eq!(fixture.worker.service().flusher().unwrap().limits(), before);
+    fixture.finish().await;
 }
 
 /// Heartbeats come as often as the file says, also while the worker runs.
 #[tokio::test]
 async fn the_heartbeat_interval_changes() {
-    let coordinator = World::start().await;
+    let coordinator = AdminFixture::start().await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", coordinator.worker.addresses().grpc);
-    let world = World::with_file(&quorum, "").await;
-    let beats = || world.metric("coordinator_heartbeats_total", "ok");
+    let fixture = AdminFixture::with_file(&quorum, "").await;
+    let beats = || fixture.metric("coordinator_heartbeats_total", "ok");
     eventually("the first heartbeat", || if beats() > 0.0 { Ok(()) } else { Err(String::new()) }).await;
     let text =
-        world.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = \"100ms\"");
-    world.write(&text);
-    world.call("/admin/reload", "").await;
+        fixture.written().replace("heartbeat_interval_seconds = 1", "heartbeat_interval_seconds = \"100ms\"");
+    fixture.write(&text);
+    fixture.call("/admin/reload", "").await;
     let before = beats();
     eventually("twenty more", || if beats() > before + 20.0 { Ok(()) } else { Err(format!("{}", beats())) })
         .await;
-    world.finish().await;
+    fixture.finish().await;
     coordinator.finish().await;
 }
 

@@ -22,7 +22,7 @@ use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
 use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
 
-use super::world::{env, machine, parse};
+use super::fixture::{env, machine, parse};
 use uniffle_testkit::worker::{self, Setup};
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -8,19 +8,19 @@ use bytes::Bytes;
 use prometheus::Registry;
 use tokio::time::{Instant, sleep};
 use uniffle_client::block::{Block, IdLayout};
-use uniffle_io::Disk;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, quiet, sum_of};
 use uniffle_wire::index::records;
 use uniffle_wire::types::{Distribution, PartitionId, TaskAttemptId};
-use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_worker::app::AppConfig;
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{
-    BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service, ServiceConfig,
+    BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service,
 };
 use uniffle_worker::tiers::hdfs::client::HdfsConnector;
 use uniffle_worker::tiers::hdfs::fake::FakeFs;
@@ -28,9 +28,7 @@ use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::hadoop::HadoopConf;
 use uniffle_worker::tiers::hdfs::kerberos::Login;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
-use uniffle_worker::tiers::{
-    HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteStorage, StoreError, Tier, Tiers,
-};
+use uniffle_worker::tiers::{HdfsConfig, HdfsStore, LocalStore, RemoteStorage, StoreError, Tier};
 
 use crate::reader::read_directory;
 
@@ -81,7 +79,7 @@ impl Default for Setup {
     }
 }
 
-pub(crate) struct Rig {
+pub(crate) struct HdfsFixture {
     pub(crate) service: Arc<Service>,
     pub(crate) memory: Arc<Memory>,
     pub(crate) flusher: Arc<Flusher>,
@@ -99,7 +97,7 @@ pub(crate) struct Rig {
     pub(crate) all: BTreeMap<(i32, i32), Vec<Block>>,
 }
 
-impl Rig {
+impl HdfsFixture {
     /// Over a file system in memory.
     pub(crate) async fn fake(setup: Setup) -> (Self, FakeFs) {
         let fs = FakeFs::default();
@@ -120,45 +118,37 @@ impl Rig {
         fs: Arc<dyn RemoteFs>,
         path: &str,
     ) -> Self {
-        let (registry, tasks) = (Registry::new(), Tasks::new());
-        let memory_config = MemoryConfig {
+        let default = ServiceBuilder::default();
+        let hdfs =
+            HdfsStore::new(setup.hdfs.clone(), connector, default.tasks.clone(), &default.registry).unwrap();
+        let memory = MemoryConfig {
             capacity_bytes: CAPACITY,
-            read_capacity_bytes: 4 << 20,
             ticket_timeout: Duration::from_secs(60),
             tickets_max: 1000,
             blocks_max: 100_000,
+            ..default.memory
         };
-        let memory = Memory::new(&memory_config, &registry).unwrap();
-        let hdfs = HdfsStore::new(setup.hdfs.clone(), connector, tasks.clone(), &registry).unwrap();
+        let flush = FlushConfig {
+            limits: Limits { huge_partition_bytes: setup.huge_partition_bytes, ..quiet() },
+            cold_bytes: setup.cold_bytes,
+            batch_bytes_max: 1 << 20,
+            retry_pause_min: Duration::from_millis(50),
+            retry_pause_max: Duration::from_secs(2),
+            ..default.flush
+        };
         let disk_faults = Faults::default();
-        let local = match setup.local {
-            true => {
-                let disk = Arc::new(MemoryDisk::new("/disk", None)) as Arc<dyn Disk>;
-                let disk = Arc::new(FaultDisk::new(disk, disk_faults.clone())) as Arc<dyn Disk>;
-                let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
-                tasks.spawn("store maintenance", Arc::clone(&store).maintain(tasks.cancelled()));
-                Some(store)
-            }
-            false => None,
+        let disk = (Arc::new(MemoryDisk::new("/disk", None)), disk_faults.clone());
+        let builder = ServiceBuilder {
+            memory,
+            flush,
+            apps: AppConfig { heartbeat_timeout: Duration::from_secs(300), ..AppConfig::default() },
+            disks: setup.local.then_some(disk).into_iter().collect(),
+            more_tiers: vec![Arc::clone(&hdfs) as Arc<dyn Tier>],
+            expiry: None,
+            ..default
         };
-        let local_tier = local.clone().map(|store| store as Arc<dyn Tier>);
-        let tiers = local_tier.into_iter().chain([Arc::clone(&hdfs) as Arc<dyn Tier>]).collect();
-        let tiers = Tiers::new(tiers).unwrap();
-        let (config, m) = (flush_config(&setup), Arc::clone(&memory));
-        let flusher = Flusher::start(config, m, tiers, tasks.clone(), &registry).unwrap();
-        let apps = Arc::new(AppRegistry::new(AppConfig {
-            heartbeat_timeout: Duration::from_secs(300),
-            ..AppConfig::default()
-        }));
-        let service = Service::new(
-            ServiceConfig::default(),
-            apps,
-            Arc::clone(&memory),
-            Some(Arc::clone(&flusher)),
-            tasks.clone(),
-            &registry,
-        )
-        .unwrap();
+        let ServiceFixture { service, memory, flusher, store: local, registry, tasks, .. } =
+            builder.start().await;
         let root = RemoteLocation::parse(path).unwrap().path().to_owned();
         let storage = RemoteStorage { path: path.to_owned(), ..RemoteStorage::default() };
         let generator = BlockGenerator::new(7, IdLayout::SPARK);
@@ -357,10 +347,7 @@ impl Rig {
 
     /// The sum of a metric over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
-        let families = self.registry.gather();
-        let family = families.iter().find(|family| family.name() == name);
-        let family = family.unwrap_or_else(|| panic!("no metric {name}"));
-        family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+        sum_of(&self.registry, name)
     }
 
     /// Unregisters, finds nothing left in any tier and no task.
@@ -369,7 +356,7 @@ impl Rig {
         self.end().await;
     }
 
-    /// The same for a rig whose application is gone already.
+    /// The same for a fixture whose application is gone already.
     pub(crate) async fn end(self) {
         let start = Instant::now();
         let app = format!("{}/{APP}", self.root);
@@ -391,27 +378,5 @@ impl Rig {
         }
         self.tasks.cancel();
         tokio::time::timeout(SETTLE_DEADLINE, self.tasks.drained()).await.expect("tasks are left");
-    }
-}
-
-fn flush_config(setup: &Setup) -> FlushConfig {
-    FlushConfig {
-        limits: Limits {
-            high_watermark: 1.0,
-            low_watermark: 0.0,
-            single_buffer_bytes_max: u64::MAX,
-            huge_partition_bytes: setup.huge_partition_bytes,
-            huge_buffer_bytes_max: u64::MAX,
-            huge_share_bytes: u64::MAX,
-            in_flight_batches_max: 5,
-            blocks_high: u64::MAX,
-            blocks_low: 0,
-        },
-        cold_bytes: setup.cold_bytes,
-        batch_bytes_max: 1 << 20,
-        tick: Duration::from_secs(1),
-        retry_pause_min: Duration::from_millis(50),
-        retry_pause_max: Duration::from_secs(2),
-        traces: uniffle_worker::telemetry::traces::Traces::off(),
     }
 }

@@ -2,30 +2,27 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::Value;
 use tempfile::TempDir;
-use tokio::time::{Instant, sleep};
 use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
+pub(crate) use uniffle_testkit::eventually;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
-pub(crate) struct World {
+pub(crate) struct AdminFixture {
     pub(crate) worker: Worker,
     pub(crate) client: ShuffleClient,
     http: reqwest::Client,
     dir: TempDir,
 }
 
-impl World {
+impl AdminFixture {
     pub(crate) async fn start() -> Self {
         Self::with("", Surroundings::default()).await
     }
@@ -54,7 +51,7 @@ impl World {
         Self { worker, client, http: reqwest::Client::new(), dir }
     }
 
-    /// Replaces the file of [`World::with_file`], in one step as editors do it.
+    /// Replaces the file of [`AdminFixture::with_file`], in one step as editors do it.
     pub(crate) fn rewrite(&self, top: &str, tables: &str) {
         self.write(&config_text(self.dir.path(), top, tables));
     }
@@ -145,16 +142,4 @@ pub(crate) fn parse(text: &str) -> Config {
 
 pub(crate) fn machine() -> Machine {
     Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") }
-}
-
-/// Polls `look` until it is content; panics with its last complaint when time is up.
-pub(crate) async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
-    let start = Instant::now();
-    loop {
-        match look() {
-            Ok(value) => return value,
-            Err(complaint) => assert!(start.elapsed() < PATIENCE, "{what}: not yet: {complaint}"),
-        }
-        sleep(Duration::from_millis(10)).await;
-    }
 }

@@ -1,4 +1,4 @@
-//! The world around a worker that lives several times: its clients, its disks, and what the clients were promised.
+//! The history around a worker that lives several times: its clients, its disks, and what the clients were promised.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ enum End {
     Stop,
 }
 
-pub(crate) struct World {
+pub(crate) struct History {
     rng: StdRng,
     process: Option<Process>,
     life: u32,
@@ -77,7 +77,7 @@ pub(crate) struct World {
     pub(crate) tally: Tally,
 }
 
-impl World {
+impl History {
     pub(crate) fn new(seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };

@@ -2,23 +2,20 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use tempfile::TempDir;
-use tokio::time::{Instant, sleep};
 use uniffle_client::block::Block;
-use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
+use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::{Batch, SendForm};
+pub(crate) use uniffle_testkit::clients::quickly;
+pub(crate) use uniffle_testkit::eventually;
+use uniffle_testkit::service::sum_of;
+pub(crate) use uniffle_testkit::worker::OWN_FILES;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
 use uniffle_worker::server::Worker;
-
-/// What happens behind an answer (purges, flushes) is done within milliseconds; a busy machine gets time.
-const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
-/// The marker by which a worker claims a data directory, and its list of them: the files that stay.
-pub(crate) const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
 
 /// What a test chooses of the configuration.
 #[derive(Debug, Clone, Copy)]
@@ -43,7 +40,7 @@ impl Default for Setup<'_> {
 
 /// A running worker with two data directories, and a client.
 #[derive(Debug)]
-pub(crate) struct World {
+pub(crate) struct WorkerFixture {
     pub(crate) worker: Worker,
     pub(crate) client: ShuffleClient,
     /// The parent of the data directories.
@@ -51,7 +48,7 @@ pub(crate) struct World {
     pub(crate) disks: Vec<PathBuf>,
 }
 
-impl World {
+impl WorkerFixture {
     pub(crate) async fn start() -> Self {
         Self::with(Setup::default()).await
     }
@@ -116,10 +113,7 @@ impl World {
 
     /// The sum of a metric over its labels.
     pub(crate) fn metric(&self, name: &str) -> f64 {
-        let families = self.worker.registry().gather();
-        let family = families.iter().find(|family| family.name() == name);
-        let family = family.unwrap_or_else(|| panic!("no metric {name}"));
-        family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+        sum_of(self.worker.registry(), name)
     }
 
     /// Observations and their sum.
@@ -208,11 +202,6 @@ fn parse(setup: &Setup<'_>, disks: &[PathBuf]) -> Config {
     Config::parse(&text, &env, &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// Patience in milliseconds instead of Java's seconds.
-pub(crate) fn quickly() -> Backoff {
-    Backoff { attempts: 2_000, first: Duration::from_millis(2), longest: Duration::from_millis(10) }
-}
-
 pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
 }
@@ -225,18 +214,6 @@ pub(crate) fn require(key: &ShuffleKey, bytes: i32) -> proto::RequireBufferReque
         shuffle_id: key.shuffle.0,
         partition_ids: vec![0],
         partition_require_sizes: Vec::new(),
-    }
-}
-
-/// Polls `look` until it says yes.
-pub(crate) async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
-    let start = Instant::now();
-    loop {
-        match look() {
-            Ok(value) => return value,
-            Err(complaint) if start.elapsed() > SETTLE_DEADLINE => panic!("{what}: not yet: {complaint}"),
-            Err(_) => sleep(Duration::from_millis(2)).await,
-        }
     }
 }
 

@@ -14,22 +14,22 @@ use tokio::net::{TcpListener, TcpStream};
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::send::{Batch, require_size};
 use uniffle_client::tcp::{TcpClient, read_reply};
-use uniffle_io::Disk;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::fault::{FaultDisk, Faults};
+use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::service::{ServiceBuilder, quiet, sum_of};
 use uniffle_wire::reply::Reply;
 use uniffle_wire::request::{SendBlock, SendRequest};
 use uniffle_wire::types::{
     AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId, TicketId,
 };
-use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_worker::app::AppConfig;
+use uniffle_worker::flush::FlushConfig;
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::listeners::tcp::{TcpConfig, TcpServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{RegisterRequest, RequireRequest, Service, ServiceConfig};
+use uniffle_worker::service::{RegisterRequest, RequireRequest, Service};
 use uniffle_worker::tiers::{ExtentData, ExtentWrite, LocalConfig, LocalStore};
 
 const MIB: u64 = 1 << 20;
@@ -38,7 +38,7 @@ pub(crate) const SHUFFLE: i32 = 1;
 /// Registered: 0..=99.
 pub(crate) const PARTITION: PartitionId = PartitionId(2);
 
-pub(crate) struct World {
+pub(crate) struct TcpFixture {
     pub(crate) service: Arc<Service>,
     pub(crate) memory: Arc<Memory>,
     pub(crate) store: Arc<LocalStore>,
@@ -63,49 +63,50 @@ pub(crate) fn block_of(partition: PartitionId, sequence: u32, length: u32) -> Bl
     BlockGenerator::new(7, IdLayout::SPARK).block(partition, TaskAttemptId(3), sequence, length)
 }
 
-impl World {
+impl TcpFixture {
     pub(crate) async fn new() -> Self {
         Self::with(TcpConfig::default()).await
     }
 
     pub(crate) async fn with(config: TcpConfig) -> Self {
         let config = TcpConfig { own_threads: super::OWN_THREADS, ..config };
-        let registry = Registry::new();
-        let memory_config = MemoryConfig {
+        let serving = Tasks::new();
+        let memory = MemoryConfig {
             capacity_bytes: 64 * MIB,
             read_capacity_bytes: 8 * MIB,
             ticket_timeout: Duration::from_secs(300),
             tickets_max: 10_000,
             blocks_max: 1_000_000,
         };
-        let memory = Memory::new(&memory_config, &registry).unwrap();
-        let (serving, background) = (Tasks::new(), Tasks::new());
-        let faults = Faults::default();
-        let disk: Arc<dyn Disk> =
-            Arc::new(FaultDisk::new(Arc::new(MemoryDisk::new("disk", Some(256 * MIB))), faults.clone()));
-        let one_write = LocalConfig { write_concurrency_per_disk: 1, ..LocalConfig::default() };
-        let store = LocalStore::open(one_write, vec![disk], &registry).await.unwrap();
-        let flusher = Flusher::start(
-            flush_config(),
-            Arc::clone(&memory),
-            Arc::clone(&store),
-            background.clone(),
-            &registry,
-        )
-        .unwrap();
-        let service = Service::new(
-            ServiceConfig::default(),
-            Arc::new(AppRegistry::new(AppConfig::default())),
-            Arc::clone(&memory),
-            Some(Arc::clone(&flusher)),
-            background.clone(),
-            &registry,
-        )
-        .unwrap();
+        let limits = Limits { high_watermark: 0.9, low_watermark: 0.5, ..quiet() };
+        let default = ServiceBuilder::default();
+        let flush = FlushConfig {
+            limits,
+            batch_bytes_max: 64 * MIB,
+            tick: Duration::from_secs(3600),
+            retry_pause_min: Duration::from_millis(100),
+            retry_pause_max: Duration::from_secs(10),
+            ..default.flush
+        };
+        let disks = vec![(Arc::new(MemoryDisk::new("disk", Some(256 * MIB))), Faults::default())];
+        let local = LocalConfig { write_concurrency_per_disk: 1, ..LocalConfig::default() };
+        let builder = ServiceBuilder {
+            memory,
+            flush,
+            local,
+            disks,
+            expiry: None,
+            apps: AppConfig::default(),
+            ..ServiceBuilder::default()
+        };
+        let parts = builder.start().await;
+        let (service, memory, store) =
+            (Arc::clone(&parts.service), Arc::clone(&parts.memory), Arc::clone(parts.store()));
+        let (faults, registry, background) = (parts.faults[0].clone(), parts.registry.clone(), parts.tasks);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         TcpServer::start(config, listener, Arc::clone(&service), &serving, &registry).unwrap();
-        let world = Self {
+        let fixture = Self {
             service,
             memory,
             store,
@@ -116,8 +117,8 @@ impl World {
             serving,
             background,
         };
-        world.register(APP).await;
-        world
+        fixture.register(APP).await;
+        fixture
     }
 
     pub(crate) async fn register(&self, app: &str) {
@@ -206,13 +207,7 @@ impl World {
 
     /// The value of a counter or gauge, all labels together.
     pub(crate) fn metric(&self, name: &str) -> f64 {
-        let families = self.registry.gather();
-        let family =
-            families.iter().find(|family| family.name() == name).unwrap_or_else(|| panic!("no {name}"));
-        let value = |metric: &prometheus::proto::Metric| {
-            metric.get_counter().get_value() + metric.get_gauge().get_value()
-        };
-        family.get_metric().iter().map(value).sum()
+        sum_of(&self.registry, name)
     }
 
     /// Bytes charged, after the flusher's scan has taken back what aborted sends left in a partition's open segment.
@@ -233,7 +228,7 @@ impl World {
             .unwrap_or_else(|_| panic!("never {what}"));
     }
 
-    /// As [`World::until`] under paused time: lets the clock go on between two looks.
+    /// As [`TcpFixture::until`] under paused time: lets the clock go on between two looks.
     pub(crate) async fn until_later(&self, what: &str, reached: impl Fn(&Self) -> bool) {
         for _ in 0..3600 {
             if reached(self) {
@@ -258,28 +253,6 @@ impl World {
         self.memory.expire_tickets(tokio::time::Instant::now() + Duration::from_secs(100_000));
         assert_eq!(self.used_bytes(), 0, "memory is still charged");
         assert_eq!(self.memory.block_count(), 0);
-    }
-}
-
-fn flush_config() -> FlushConfig {
-    FlushConfig {
-        limits: Limits {
-            high_watermark: 0.9,
-            low_watermark: 0.5,
-            single_buffer_bytes_max: u64::MAX,
-            in_flight_batches_max: 5,
-            huge_partition_bytes: u64::MAX,
-            huge_buffer_bytes_max: u64::MAX,
-            huge_share_bytes: u64::MAX,
-            blocks_high: 1_000_000,
-            blocks_low: 200_000,
-        },
-        cold_bytes: u64::MAX,
-        batch_bytes_max: 64 * MIB,
-        tick: Duration::from_secs(3600),
-        retry_pause_min: Duration::from_millis(100),
-        retry_pause_max: Duration::from_secs(10),
-        traces: uniffle_worker::telemetry::traces::Traces::off(),
     }
 }
 
@@ -313,14 +286,14 @@ impl Raw {
     }
 
     /// The connection still does what it is for.
-    pub(crate) async fn expect_works(&mut self, world: &World) {
-        let before = world.blocks_in_memory().await;
+    pub(crate) async fn expect_works(&mut self, fixture: &TcpFixture) {
+        let before = fixture.blocks_in_memory().await;
         let sequence = 1_000_000 + u32::try_from(before.len()).unwrap();
-        let request = world.request(4711, &[block(sequence, 10)]);
+        let request = fixture.request(4711, &[block(sequence, 10)]);
         self.say(&frame(&request)).await;
         let reply = self.hear().await;
         assert_eq!((reply.request_id, reply.status), (4711, 0), "{reply:?}");
-        assert_eq!(world.blocks_in_memory().await.len(), before.len() + 1);
+        assert_eq!(fixture.blocks_in_memory().await.len(), before.len() + 1);
     }
 }
 

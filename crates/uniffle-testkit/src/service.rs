@@ -1,0 +1,242 @@
+//! One service with everything below it: memory, a local tier over disks in memory that can be made to fail, other tiers
+//! of a test's own, the flusher. All parameters have defaults; listeners are the test's.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus::Registry;
+use tokio::net::TcpListener;
+use tonic::service::RoutesBuilder;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_io::Disk;
+use uniffle_worker::app::{AppConfig, AppRegistry};
+use uniffle_worker::flush::policy::Limits;
+use uniffle_worker::flush::{FlushConfig, Flusher};
+use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
+use uniffle_worker::memory::{Memory, MemoryConfig};
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::service::{Service, ServiceConfig};
+use uniffle_worker::telemetry::traces::Traces;
+use uniffle_worker::tiers::{LocalConfig, LocalStore, Tier, Tiers};
+
+use crate::clients::quickly;
+use crate::eventually;
+use crate::fault::{FaultDisk, Faults};
+use crate::memory_disk::MemoryDisk;
+use crate::worker::OWN_FILES;
+
+/// What a test chooses. `ServiceBuilder::default().start()` is a service with two empty disks that flushes only when it
+/// is told to.
+#[derive(Debug)]
+pub struct ServiceBuilder {
+    pub memory: MemoryConfig,
+    pub flush: FlushConfig,
+    pub local: LocalConfig,
+    pub apps: AppConfig,
+    pub service: ServiceConfig,
+    /// Of the local tier, which takes over what is on them; none, no local tier.
+    pub disks: Vec<(Arc<MemoryDisk>, Faults)>,
+    /// Tiers behind the local one. Their maintenance is the test's.
+    pub more_tiers: Vec<Arc<dyn Tier>>,
+    /// How often expired applications and tickets are looked for; none, never.
+    pub expiry: Option<(Duration, Duration)>,
+    pub registry: Registry,
+    pub tasks: Tasks,
+}
+
+impl Default for ServiceBuilder {
+    fn default() -> Self {
+        Self {
+            memory: MemoryConfig {
+                capacity_bytes: 16 << 20,
+                read_capacity_bytes: 4 << 20,
+                ticket_timeout: Duration::from_secs(30),
+                tickets_max: 100,
+                blocks_max: 10_000,
+            },
+            flush: FlushConfig {
+                limits: quiet(),
+                cold_bytes: u64::MAX,
+                batch_bytes_max: 4 << 20,
+                tick: Duration::from_secs(1),
+                retry_pause_min: Duration::from_millis(20),
+                retry_pause_max: Duration::from_millis(100),
+                traces: Traces::off(),
+            },
+            local: LocalConfig::default(),
+            apps: AppConfig::default(),
+            service: ServiceConfig::default(),
+            disks: memory_disks(2),
+            more_tiers: Vec::new(),
+            expiry: Some((Duration::from_secs(5), Duration::from_secs(10))),
+            registry: Registry::new(),
+            tasks: Tasks::new(),
+        }
+    }
+}
+
+/// Limits that no test reaches: it flushes when it is told to.
+pub fn quiet() -> Limits {
+    Limits {
+        high_watermark: 1.0,
+        low_watermark: 0.0,
+        single_buffer_bytes_max: u64::MAX,
+        huge_partition_bytes: u64::MAX,
+        huge_buffer_bytes_max: u64::MAX,
+        huge_share_bytes: u64::MAX,
+        in_flight_batches_max: 5,
+        blocks_high: u64::MAX,
+        blocks_low: 0,
+    }
+}
+
+/// So many empty disks without faults.
+pub fn memory_disks(count: usize) -> Vec<(Arc<MemoryDisk>, Faults)> {
+    (0..count).map(|n| (Arc::new(MemoryDisk::new(&format!("/disk{n}"), None)), Faults::default())).collect()
+}
+
+/// A service that runs.
+#[derive(Debug)]
+pub struct ServiceFixture {
+    pub service: Arc<Service>,
+    pub memory: Arc<Memory>,
+    pub flusher: Arc<Flusher>,
+    pub store: Option<Arc<LocalStore>>,
+    pub disks: Vec<Arc<MemoryDisk>>,
+    /// Of each disk.
+    pub faults: Vec<Faults>,
+    pub registry: Registry,
+    pub tasks: Tasks,
+}
+
+impl ServiceBuilder {
+    /// Starts it, with faults from the first operation on a disk.
+    pub async fn start(self) -> ServiceFixture {
+        let Self { registry, tasks, disks, .. } = self;
+        let memory = Memory::new(&self.memory, &registry).expect("metrics of its own");
+        let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
+            Arc::new(FaultDisk::new(Arc::clone(disk) as Arc<dyn Disk>, faults.clone())) as Arc<dyn Disk>
+        };
+        let store = match disks.is_empty() {
+            true => None,
+            false => {
+                let opened =
+                    LocalStore::open(self.local, disks.iter().map(faulty).collect(), &registry).await;
+                Some(opened.expect("no fault is there before the store is open"))
+            }
+        };
+        if let Some(store) = &store {
+            tasks.spawn("store maintenance", Arc::clone(store).maintain(tasks.cancelled()));
+        }
+        let local = store.clone().map(|store| store as Arc<dyn Tier>);
+        let tiers = local.into_iter().chain(self.more_tiers).collect();
+        let tiers = Tiers::new(tiers).expect("one is read through the worker");
+        let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
+            .expect("metrics of its own");
+        let apps = Arc::new(AppRegistry::new(self.apps));
+        let (m, f) = (Arc::clone(&memory), Some(Arc::clone(&flusher)));
+        let service =
+            Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");
+        if let Some(store) = &store {
+            service.restore(store.take_recovered());
+        }
+        if let Some((interval, pause)) = self.expiry {
+            tasks.spawn("expiry", Arc::clone(&service).run_expiry(interval, pause));
+        }
+        let (disks, faults) = disks.into_iter().unzip();
+        ServiceFixture { service, memory, flusher, store, disks, faults, registry, tasks }
+    }
+}
+
+impl ServiceFixture {
+    /// The local tier.
+    pub fn store(&self) -> &Arc<LocalStore> {
+        self.store.as_ref().expect("the service has disks")
+    }
+
+    /// Files of the disks other than the worker's own.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let all = self.disks.iter().flat_map(|disk| disk.files());
+        all.filter(|file| OWN_FILES.iter().all(|name| !file.ends_with(name))).collect()
+    }
+
+    /// Opens the gRPC listener and connects to it.
+    pub async fn client(&self) -> ShuffleClient {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let (routes, service) = (RoutesBuilder::default(), Arc::clone(&self.service));
+        let tasks = self.tasks.clone();
+        GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
+            .expect("metrics of its own");
+        ShuffleClient::connect(address).await.expect("it listens").with_backoff(quickly())
+    }
+
+    /// Operations that hang, on all disks.
+    pub fn hung(&self) -> usize {
+        self.faults.iter().map(Faults::hung).sum()
+    }
+
+    /// Lets hung operations go on, and those that come later pass.
+    pub async fn heal(&self) {
+        for faults in &self.faults {
+            faults.clear();
+            faults.release().await;
+        }
+    }
+
+    /// Waits until nothing is on its way to the disks.
+    pub async fn flushed(&self) {
+        eventually("the flush ends", || match self.flusher.unfinished() {
+            0 => Ok(()),
+            left => Err(format!("{left} batches are left")),
+        })
+        .await;
+    }
+
+    /// The common end: unregisters what is left, finds nothing left, stops with no task left.
+    pub async fn finish(self) {
+        for app in self.service.apps().apps() {
+            self.service.unregister_app(app.id().as_str()).expect("it is there");
+        }
+        eventually("the service is clean", || match self.leftovers() {
+            left if left.is_empty() => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+        self.tasks.cancel();
+        self.tasks.drained().await;
+        assert_eq!(self.tasks.running(), 0);
+    }
+
+    /// The sum of a metric over its labels.
+    pub fn metric(&self, name: &str) -> f64 {
+        sum_of(&self.registry, name)
+    }
+
+    /// What is left of applications.
+    pub fn leftovers(&self) -> Vec<String> {
+        let memory = &self.memory;
+        let counters = [
+            ("used bytes", memory.budget().used()),
+            ("pre-allocated bytes", memory.tickets().pre_allocated_bytes()),
+            ("bytes in flight", memory.in_flight_bytes()),
+            ("blocks", memory.block_count()),
+            ("batches", self.flusher.unfinished() as u64),
+            ("stored bytes", self.store.as_ref().map_or(0, |store| store.used_bytes())),
+            ("shuffles", self.store.as_ref().map_or(0, |store| store.shuffle_count() as u64)),
+            ("apps", self.service.apps().app_count() as u64),
+        ];
+        let counted = counters.iter().filter(|(_, value)| *value != 0);
+        let counted = counted.map(|(name, value)| format!("{value} {name}"));
+        counted.chain(self.files().iter().map(|file| file.display().to_string())).collect()
+    }
+}
+
+/// The sum of a counter or gauge over its labels.
+pub fn sum_of(registry: &Registry, name: &str) -> f64 {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == name);
+    let family = family.unwrap_or_else(|| panic!("no metric {name}"));
+    family.get_metric().iter().map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+}
