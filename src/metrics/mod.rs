@@ -6,7 +6,9 @@ mod renamed;
 mod table;
 mod transit;
 
+use prometheus::core::Collector as _;
 use prometheus::process_collector::ProcessCollector;
+use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry, Result};
 
 pub use renamed::{IN_MS, IN_SECONDS, View};
@@ -14,18 +16,27 @@ pub(crate) use table::table;
 pub use table::{Description, Family, Fill, Metric, Row};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
-/// All values of a registry at one moment, by name.
+/// Values of metrics at one moment, by name.
 #[derive(Debug)]
 pub struct Values(std::collections::HashMap<String, f64>);
 
 impl Values {
-    /// Gathers them; of metrics with labels the sum.
+    /// Those of a registry; of metrics with labels the sum.
     #[must_use]
     pub fn gather(registry: &Registry) -> Self {
+        Self::of(&registry.gather())
+    }
+
+    /// The standard `process_*` metrics.
+    #[must_use]
+    pub fn of_process() -> Self {
+        Self::of(&ProcessCollector::for_self().collect())
+    }
+
+    fn of(families: &[MetricFamily]) -> Self {
         let of = |metric: &prometheus::proto::Metric| {
             metric.get_counter().get_value() + metric.get_gauge().get_value()
         };
-        let families = registry.gather();
         Self(families.iter().map(|it| (it.name().to_owned(), it.get_metric().iter().map(of).sum())).collect())
     }
 

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use prometheus::Registry;
+use prometheus::IntGauge;
 
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
+use crate::listeners::http;
 use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, Disk, Flush, Memory, Node, Process, Status, Tickets, Tier, Totals,
 };
 use crate::metrics;
+use crate::profile::allocator::AllocatorMetrics;
+use crate::runtime::RuntimeMetrics;
 use crate::service::Service;
 use crate::telemetry::panic_count;
 use crate::tiers::{DiskCondition, DiskInfo};
@@ -19,22 +22,64 @@ use uniffle_io::Media;
 use super::admin::Live;
 use super::health;
 
-/// What does not change while the worker runs, and whom to ask for the rest.
+/// What the worker is, and the parts that know its figures. They are read whenever somebody asks, so none is ever old.
 #[derive(Debug)]
 pub(super) struct Inspector {
     pub(super) fixed: NodeReport,
     pub(super) store_type: &'static str,
     pub(super) service: Arc<Service>,
     pub(super) live: Arc<Live>,
-    pub(super) registry: Registry,
+    pub(super) gauges: ProcessGauges,
+    pub(super) connections: OpenConnections,
+}
+
+/// Metrics of the process that are read when they are asked for.
+#[derive(Debug)]
+pub(super) struct ProcessGauges {
+    pub(super) runtime: RuntimeMetrics,
+    pub(super) allocator: AllocatorMetrics,
+}
+
+/// Connections open now, by listener.
+#[derive(Debug)]
+pub(super) struct OpenConnections {
+    pub(super) grpc: IntGauge,
+    pub(super) tcp: Option<IntGauge>,
+    pub(super) http: IntGauge,
+}
+
+impl http::Node for Inspector {
+    fn refresh_metrics(&self) {
+        self.gauges.runtime.refresh();
+        self.gauges.allocator.refresh();
+        self.service.refresh_metrics();
+        self.service.memory().refresh_metrics();
+        if let Some(flusher) = self.service.flusher() {
+            flusher.refresh_metrics();
+        }
+        self.service.tiers().iter().for_each(|tier| tier.refresh_metrics());
+    }
+
+    fn not_ready(&self) -> Option<&'static str> {
+        health::not_ready(&self.service)
+    }
+
+    fn losses(&self) -> serde_json::Value {
+        serde_json::to_value(self.service.losses()).unwrap_or_default()
+    }
+
+    fn status(&self) -> Status {
+        self.status_now()
+    }
 }
 
 impl Inspector {
     /// Everything now.
-    pub(super) fn status(&self) -> Status {
+    fn status_now(&self) -> Status {
         let service = &self.service;
         let sample = service.sample();
-        let metrics = metrics::Values::gather(&self.registry);
+        let process = metrics::Values::of_process();
+        let (refused_memory, refused_partition) = service.refused_tickets();
         let memory = self.memory();
         let mut tiers = vec![Tier {
             tier: "memory",
@@ -57,15 +102,15 @@ impl Inspector {
             tickets: Tickets {
                 outstanding: service.memory().tickets().count(),
                 reserved_bytes: memory.reserved_bytes,
-                refused_memory: metrics.whole("total_require_buffer_failed_for_regular_partition"),
-                refused_partition: metrics.whole("total_require_buffer_failed_for_huge_partition"),
+                refused_memory,
+                refused_partition,
             },
             memory,
             coordinators: self.coordinators(),
             connections: Connections {
-                grpc: metrics.whole("grpc_server_connection_number"),
-                tcp: metrics.whole("urpc_connection_number"),
-                http: metrics.whole("http_connection_number"),
+                grpc: open(&self.connections.grpc),
+                tcp: self.connections.tcp.as_ref().map_or(0, open),
+                http: open(&self.connections.http),
             },
             apps: self.apps(),
             totals: Totals {
@@ -74,10 +119,10 @@ impl Inspector {
                 flushed_bytes: sample.flushed_bytes,
             },
             process: Process {
-                resident_bytes: metrics.whole("process_resident_memory_bytes"),
-                cpu_seconds: metrics.value("process_cpu_seconds_total"),
-                threads: metrics.whole("process_threads"),
-                open_files: metrics.whole("process_open_fds"),
+                resident_bytes: process.whole("process_resident_memory_bytes"),
+                cpu_seconds: process.value("process_cpu_seconds_total"),
+                threads: process.whole("process_threads"),
+                open_files: process.whole("process_open_fds"),
                 panics: panic_count(),
             },
         }
@@ -185,4 +230,8 @@ fn disk(info: DiskInfo) -> Disk {
         used_bytes: info.used_bytes,
         in_flight_bytes: info.in_flight_bytes,
     }
+}
+
+fn open(gauge: &IntGauge) -> u64 {
+    u64::try_from(gauge.get()).unwrap_or(0)
 }

@@ -24,7 +24,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
-use axum::Router;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
 
@@ -38,7 +37,7 @@ use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::AdminServer;
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
-use crate::listeners::http::{self, HttpServer, Pages, Refresh};
+use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
 use crate::listeners::tcp::TcpServer;
 use crate::memory::Memory;
 use crate::metrics::clamped;
@@ -51,7 +50,7 @@ use crate::tiers::Tier;
 
 use self::admin::{Live, Pace};
 use self::health::Watch;
-use self::inspect::Inspector;
+use self::inspect::{Inspector, OpenConnections, ProcessGauges};
 use self::reload::Reloader;
 use self::sockets::{Sockets, accepting};
 use self::tls::Tls;
@@ -87,7 +86,6 @@ pub struct Worker {
     service: Arc<Service>,
     registry: Registry,
     live: Arc<Live>,
-    gauges: Arc<ProcessGauges>,
     reloader: Arc<Reloader>,
     started_ms: i64,
     listeners: Tasks,
@@ -108,13 +106,6 @@ pub struct Surroundings {
     pub origin: Option<Origin>,
     /// Tiers beside those that the configuration names; they come after them.
     pub tiers: Vec<Arc<dyn Tier>>,
-}
-
-/// Metrics of the process that are read when they are asked for.
-#[derive(Debug)]
-struct ProcessGauges {
-    runtime: RuntimeMetrics,
-    allocator: AllocatorMetrics,
 }
 
 impl Worker {
@@ -146,10 +137,10 @@ impl Worker {
         let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
         let background = listeners.sibling();
-        let gauges = Arc::new(ProcessGauges {
+        let gauges = ProcessGauges {
             runtime: RuntimeMetrics::new(listeners.clone(), &registry)?,
             allocator: AllocatorMetrics::new(&registry)?,
-        });
+        };
         let memory = Memory::new(&config.memory, &registry).with_context(|| {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
@@ -180,7 +171,6 @@ impl Worker {
             service,
             registry,
             live,
-            gauges,
             reloader: Arc::new(reloader),
             started_ms: unix_ms(),
             listeners,
@@ -190,11 +180,17 @@ impl Worker {
             tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
         };
-        worker.open_listeners(config, sockets, tls)?;
+        worker.open_listeners(config, sockets, tls, gauges)?;
         Ok(worker)
     }
 
-    fn open_listeners(&self, config: &Config, sockets: Sockets, tls: Tls) -> anyhow::Result<()> {
+    fn open_listeners(
+        &self,
+        config: &Config,
+        sockets: Sockets,
+        tls: Tls,
+        gauges: ProcessGauges,
+    ) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
         let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
@@ -221,7 +217,8 @@ impl Worker {
             kept: sockets.grpc_connections,
         };
         let tasks = self.listeners.clone();
-        GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
+        let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
+        let mut tcp = None;
         if let Some(listener) = sockets.tcp {
             let binding = Binding {
                 handover: self.tcp_handover.clone(),
@@ -229,27 +226,30 @@ impl Worker {
                 ..Binding::from(accepting(listener)?)
             };
             let service = Arc::clone(&self.service);
-            TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)?;
+            let open =
+                TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)?;
+            tcp = Some(open);
         }
-        let refresh: Refresh = Arc::new(self.refresher());
+        let metrics = HttpMetrics::new(&self.registry)?;
+        let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
+        let node: Arc<dyn Node> = Arc::new(Inspector {
+            fixed: self.report(),
+            store_type: config.worker.store_type.as_str(),
+            service: Arc::clone(&self.service),
+            live: Arc::clone(&self.live),
+            gauges,
+            connections,
+        });
         if let Some(gateway) = &config.push.endpoint {
             let instance = server_id(self.ip, &self.addresses);
-            let registry = self.registry.clone();
-            Pusher::start(
-                &config.push,
-                gateway,
-                &instance,
-                registry,
-                Arc::clone(&refresh),
-                &self.background,
-            )?;
+            let (registry, node) = (self.registry.clone(), Arc::clone(&node));
+            Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
         }
         let pages = Pages {
             registry: self.registry.clone(),
-            refresh,
-            ready: self.readiness(),
-            losses: self.losses(),
-            mounted: self.api(config),
+            metrics,
+            mounted: api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) }),
+            node,
         };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
@@ -312,47 +312,6 @@ impl Worker {
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
-    }
-
-    fn refresher(&self) -> impl Fn() + Send + Sync + 'static {
-        let (service, memory) = (Arc::clone(&self.service), Arc::clone(&self.memory));
-        let gauges = Arc::clone(&self.gauges);
-        move || {
-            gauges.runtime.refresh();
-            gauges.allocator.refresh();
-            service.refresh_metrics();
-            memory.refresh_metrics();
-            if let Some(flusher) = service.flusher() {
-                flusher.refresh_metrics();
-            }
-            service.tiers().iter().for_each(|tier| tier.refresh_metrics());
-        }
-    }
-
-    fn readiness(&self) -> Arc<dyn Fn() -> Result<(), String> + Send + Sync> {
-        let service = Arc::clone(&self.service);
-        Arc::new(move || match health::not_ready(&service) {
-            None => Ok(()),
-            Some(reason) => Err(reason.to_owned()),
-        })
-    }
-
-    /// The paths of the API.
-    fn api(&self, config: &Config) -> Router {
-        let inspector = Inspector {
-            fixed: self.report(),
-            store_type: config.worker.store_type.as_str(),
-            service: Arc::clone(&self.service),
-            live: Arc::clone(&self.live),
-            registry: self.registry.clone(),
-        };
-        let inspect = Arc::new(move || inspector.status());
-        api::router(ApiHooks { service: Arc::clone(&self.service), inspect })
-    }
-
-    fn losses(&self) -> Arc<dyn Fn() -> serde_json::Value + Send + Sync> {
-        let service = Arc::clone(&self.service);
-        Arc::new(move || serde_json::to_value(service.losses()).unwrap_or_default())
     }
 
     /// What a report says whatever happens.

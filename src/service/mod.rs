@@ -187,6 +187,13 @@ impl Service {
         &self.apps
     }
 
+    /// Tickets refused since the start: for lack of memory, and because a huge partition fills its share.
+    #[must_use]
+    pub fn refused_tickets(&self) -> (u64, u64) {
+        let metrics = &self.metrics;
+        (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
+    }
+
     /// Brings gauges of live values up to date; called before metrics are gathered.
     pub fn refresh_metrics(&self) {
         self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());

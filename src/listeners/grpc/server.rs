@@ -15,7 +15,7 @@ use std::sync::Arc;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use prometheus::Registry;
+use prometheus::{IntGauge, Registry};
 use tokio::time::{Duration, timeout};
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
@@ -49,7 +49,7 @@ pub struct GrpcServer {
 }
 
 impl GrpcServer {
-    /// Serves on `binding` until `tasks` are told to close; returns at once. `routes` carries services of other modules
+    /// Serves on `binding` until `tasks` are told to close; returns the gauge of open connections at once. `routes` carries services of other modules
     /// (the embedded coordinator) or nothing; the shuffle server's own are added here.
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl GrpcServer {
         service: Arc<Service>,
         tasks: Tasks,
         registry: &Registry,
-    ) -> prometheus::Result<()> {
+    ) -> prometheus::Result<IntGauge> {
         let small = config.small_message_bytes_max;
         let metrics = GrpcMetrics::new(registry)?;
         let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
@@ -84,6 +84,7 @@ impl GrpcServer {
             cores: None,
             tasks: tasks.clone(),
         };
+        let open = metrics.connections().clone();
         let windows = ShareLimits { least: WINDOW_BYTES_MIN, most: config.connection_window_bytes };
         let windows = ShareBudget::new(config.window_budget_bytes, windows);
         let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
@@ -91,7 +92,7 @@ impl GrpcServer {
         let router = Arc::new(Router { config, service, routes, metrics, tasks });
         let server = Arc::new(Self { router, windows, streams });
         acceptor.start(move |connection| Arc::clone(&server).serve(connection));
-        Ok(())
+        Ok(open)
     }
 
     async fn serve(self: Arc<Self>, connection: Connection<Stream>) {

@@ -1,4 +1,4 @@
-//! The HTTP listener: metrics, health, the status page and its API. It translates only; what is ready or measured comes in as hooks.
+//! The HTTP listener: metrics, health, the status page and its API. It translates only; what is measured and whether it is ready comes from a [`Node`].
 //!
 //! `serve.rs` bounds the connections; here are the paths. Nothing here changes state, so there is
 //! nothing to protect; what does is on a listener of its own, [`admin`].
@@ -28,34 +28,30 @@ pub use serve::HttpConfig;
 
 const NAMES: Names = Names { listener: "http", accepting: "http accept", connection: "http connection" };
 
-/// Brings gauges up to date; called before each gathering.
-pub type Refresh = Arc<dyn Fn() + Send + Sync>;
+/// What the listener tells of the worker.
+pub trait Node: Send + Sync {
+    /// Brings gauges up to date; called before each gathering.
+    fn refresh_metrics(&self);
 
-/// Whether clients may be sent here; the error is the reason why not.
-pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+    /// Why clients should not be sent here; `None` when they may.
+    fn not_ready(&self) -> Option<&'static str>;
 
-/// Blocks that are lost.
-pub type Losses = Arc<dyn Fn() -> serde_json::Value + Send + Sync>;
+    /// Blocks that are lost.
+    fn losses(&self) -> serde_json::Value;
 
-/// What the listener asks the rest of the worker.
-#[derive(Clone)]
-struct Hooks {
-    registry: Registry,
-    refresh: Refresh,
-    ready: Ready,
-    losses: Losses,
+    /// The figures of this moment.
+    fn status(&self) -> api::Status;
 }
 
 /// What the listener shows.
+#[derive(Clone)]
 pub struct Pages {
-    /// Metrics; the listener adds its own.
+    /// Metrics.
     pub registry: Registry,
-    /// Brings gauges up to date.
-    pub refresh: Refresh,
-    /// Answers `/health/ready`.
-    pub ready: Ready,
-    /// Answers `/losses`.
-    pub losses: Losses,
+    /// The listener's own, registered there.
+    pub metrics: HttpMetrics,
+    /// Tells of the worker.
+    pub node: Arc<dyn Node>,
     /// Paths of other parts, such as [`api::router`]; like all here they must not change anything.
     pub mounted: Router,
 }
@@ -67,7 +63,9 @@ impl std::fmt::Debug for Pages {
 }
 
 metrics::table! {
-    pub(crate) struct HttpMetrics {
+    /// What the listener counts.
+    #[derive(Clone)]
+    pub struct HttpMetrics {
         connections: IntGauge = "http_connection_number", "connections of the HTTP listener that are open";
     }
 }
@@ -89,12 +87,10 @@ impl HttpServer {
         pages: Pages,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
-        let Pages { registry, refresh, ready, losses, mounted } = pages;
-        telemetry::PanicMetrics::new(&registry)?;
-        let HttpMetrics { connections } = HttpMetrics::new(&registry)?;
-        let router = router(Hooks { registry, refresh, ready, losses })
-            .merge(debug::routes(tasks.clone()))
-            .merge(mounted);
+        telemetry::PanicMetrics::new(&pages.registry)?;
+        let connections = pages.metrics.connections.clone();
+        let mounted = pages.mounted.clone();
+        let router = router(pages).merge(debug::routes(tasks.clone())).merge(mounted);
         serve::start(NAMES, config, binding.into(), router, connections, tasks);
         Ok(())
     }
@@ -102,7 +98,7 @@ impl HttpServer {
 
 /// All paths. Java's server has its Prometheus text below `/prometheus/metrics`, with an optional registry name; this
 /// worker has one registry, so that every name gives all of it.
-fn router(hooks: Hooks) -> Router {
+fn router(pages: Pages) -> Router {
     Router::new()
         .route("/metrics", get(metrics_text))
         .route("/prometheus/metrics", get(metrics_text))
@@ -110,14 +106,14 @@ fn router(hooks: Hooks) -> Router {
         .route("/losses", get(losses))
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
-        .with_state(hooks)
+        .with_state(pages)
         .merge(page::router())
 }
 
-async fn metrics_text(State(hooks): State<Hooks>) -> Response {
-    (hooks.refresh)();
+async fn metrics_text(State(pages): State<Pages>) -> Response {
+    pages.node.refresh_metrics();
     let mut text = Vec::new();
-    match TextEncoder::new().encode(&hooks.registry.gather(), &mut text) {
+    match TextEncoder::new().encode(&pages.registry.gather(), &mut text) {
         Ok(()) => ([(header::CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
         Err(error) => {
             tracing::error!(%error, "metrics cannot be encoded");
@@ -126,14 +122,14 @@ async fn metrics_text(State(hooks): State<Hooks>) -> Response {
     }
 }
 
-async fn losses(State(hooks): State<Hooks>) -> Response {
-    Json((hooks.losses)()).into_response()
+async fn losses(State(pages): State<Pages>) -> Response {
+    Json(pages.node.losses()).into_response()
 }
 
-async fn ready(State(hooks): State<Hooks>) -> Response {
-    match (hooks.ready)() {
-        Ok(()) => "ready\n".into_response(),
-        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+async fn ready(State(pages): State<Pages>) -> Response {
+    match pages.node.not_ready() {
+        None => "ready\n".into_response(),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
 }
 

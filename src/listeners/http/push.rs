@@ -16,7 +16,7 @@ use prometheus::{Encoder as _, IntCounter, Registry, TEXT_FORMAT, TextEncoder};
 use tokio::net::TcpStream;
 use tokio::time::{Duration, MissedTickBehavior, interval, timeout};
 
-use super::Refresh;
+use super::Node;
 use crate::metrics;
 use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, SECOND, optional, parsed, seconds, table};
@@ -130,7 +130,7 @@ pub struct Pusher {
     interval: Duration,
     path: String,
     registry: Registry,
-    refresh: Refresh,
+    node: Arc<dyn Node>,
     metrics: PushMetrics,
 }
 
@@ -141,7 +141,7 @@ impl std::fmt::Debug for Pusher {
 }
 
 impl Pusher {
-    /// Starts pushing to `gateway` what `registry` gathers after `refresh`, as `instance`.
+    /// Starts pushing to `gateway` what `registry` gathers of `node`, as `instance`.
     ///
     /// # Errors
     /// A metric name that is taken in `registry`.
@@ -150,13 +150,13 @@ impl Pusher {
         gateway: &Endpoint,
         instance: &str,
         registry: Registry,
-        refresh: Refresh,
+        node: Arc<dyn Node>,
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         let path = group_path(gateway, &config.labels, instance);
         let metrics = PushMetrics::new(&registry)?;
         let (gateway, interval) = (gateway.clone(), config.interval);
-        let pusher = Self { gateway, interval, path, registry, refresh, metrics };
+        let pusher = Self { gateway, interval, path, registry, node, metrics };
         tasks.spawn("metrics push", Arc::new(pusher).run(tasks.clone()));
         Ok(())
     }
@@ -202,7 +202,7 @@ impl Pusher {
     }
 
     async fn push(&self, deadline: Duration) -> Result<(), String> {
-        (self.refresh)();
+        self.node.refresh_metrics();
         let mut text = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut text).map_err(|error| error.to_string())?;
         let put = put(&self.gateway.authority, &self.path, text);

@@ -20,20 +20,40 @@ struct TestServer {
     registry: Registry,
 }
 
+struct TestNode {
+    gauge: IntGauge,
+    is_ready: Arc<AtomicBool>,
+}
+
+impl Node for TestNode {
+    fn refresh_metrics(&self) {
+        self.gauge.inc();
+    }
+
+    fn not_ready(&self) -> Option<&'static str> {
+        (!self.is_ready.load(Ordering::Relaxed)).then_some("no disk")
+    }
+
+    fn losses(&self) -> serde_json::Value {
+        serde_json::json!({ "losses": [] })
+    }
+
+    fn status(&self) -> api::Status {
+        unreachable!("no path of these tests asks for it")
+    }
+}
+
 async fn listener() -> TestServer {
     let registry = Registry::new();
     let gauge = IntGauge::new("refreshed", "how often gauges were refreshed").unwrap();
     registry.register(Box::new(gauge.clone())).unwrap();
     let is_ready = Arc::new(AtomicBool::new(true));
-    let asked = Arc::clone(&is_ready);
-    let ready: Ready =
-        Arc::new(move || asked.load(Ordering::Relaxed).then_some(()).ok_or("no disk".to_owned()));
+    let node = Arc::new(TestNode { gauge, is_ready: Arc::clone(&is_ready) });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
-    let refresh = Arc::new(move || gauge.inc());
-    let losses: Losses = Arc::new(|| serde_json::json!({ "losses": [] }));
-    let pages = Pages { registry: registry.clone(), refresh, ready, losses, mounted: Router::new() };
+    let metrics = HttpMetrics::new(&registry).unwrap();
+    let pages = Pages { registry: registry.clone(), metrics, node, mounted: Router::new() };
     HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     TestServer { address, tasks, is_ready, registry }
 }

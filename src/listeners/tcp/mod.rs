@@ -26,7 +26,7 @@ mod writer;
 
 use std::sync::Arc;
 
-use prometheus::Registry;
+use prometheus::{IntGauge, Registry};
 use tokio::net::TcpStream;
 
 pub use config::{TcpConfig, TcpThreads};
@@ -45,7 +45,7 @@ const NAMES: Names = Names { listener: LISTENER, accepting: "tcp accept", connec
 pub struct TcpServer;
 
 impl TcpServer {
-    /// Serves on `binding`, in the clear, until `tasks` are told to close; returns at once.
+    /// Serves on `binding`, in the clear, until `tasks` are told to close; returns the gauge of open connections at once.
     ///
     /// # Errors
     /// A metric name that is taken in `registry`, or threads that cannot be started.
@@ -55,7 +55,7 @@ impl TcpServer {
         service: Arc<Service>,
         tasks: &Tasks,
         registry: &Registry,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<IntGauge> {
         let metrics = TcpMetrics::new(registry)?;
         let cores = match config.own_threads {
             0 => None,
@@ -63,12 +63,13 @@ impl TcpServer {
         };
         let binding = binding.into();
         let handover = binding.handover.clone();
+        let open = metrics.all.active.clone();
         let acceptor = Acceptor {
             names: NAMES,
             binding,
             connections_max: config.connections_max,
             when_full: WhenFull::Close(metrics.all.refused.clone()),
-            open: vec![metrics.all.active.clone()],
+            open: vec![open.clone()],
             first_byte_deadline: None,
             cores,
             tasks: tasks.clone(),
@@ -78,7 +79,7 @@ impl TcpServer {
             begin(&shared, connection, &tasks);
             std::future::ready(())
         });
-        Ok(())
+        Ok(open)
     }
 }
 

@@ -15,6 +15,7 @@ use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::Node;
 use crate::service::{SAMPLE_INTERVAL, Service};
 
 pub use model::Status;
@@ -28,16 +29,13 @@ const APPS_MAX: usize = 1_000;
 const PARTS: &[&str] =
     &["node", "memory", "tiers", "disks", "flush", "tickets", "coordinators", "connections", "process"];
 
-/// Everything at this moment; called per request.
-pub type Inspect = Arc<dyn Fn() -> Status + Send + Sync>;
-
 /// What the API asks.
 #[derive(Clone)]
 pub struct ApiHooks {
     /// Tells of applications and of the last minutes.
     pub service: Arc<Service>,
     /// Tells of everything else.
-    pub inspect: Inspect,
+    pub node: Arc<dyn Node>,
 }
 
 impl std::fmt::Debug for ApiHooks {
@@ -73,14 +71,14 @@ async fn index() -> Response {
 }
 
 async fn status(State(hooks): State<ApiHooks>) -> Response {
-    fresh(&(hooks.inspect)())
+    fresh(&hooks.node.status())
 }
 
 async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
     if !PARTS.contains(&part.as_str()) {
         return missing("no such part; /api/v1 lists them");
     }
-    match serde_json::to_value((hooks.inspect)()) {
+    match serde_json::to_value(hooks.node.status()) {
         Ok(status) => fresh(&status[part]),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
     }
