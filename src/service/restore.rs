@@ -93,7 +93,7 @@ impl Service {
         let key = shuffle.key;
         let mut registrations = Vec::new();
         let mut reports = Vec::new();
-        for note in &shuffle.notes {
+        for note in &shuffle.metadata {
             match Record::decode(note) {
                 Ok(Record::Registration(registration)) => registrations.push(registration),
                 Ok(Record::Report(report)) => reports.push(report),
@@ -119,8 +119,8 @@ impl Service {
                 tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
             }
         }
-        if !shuffle.notes_missing.is_empty() {
-            state.losses().mark_reports_incomplete(shuffle.notes_missing);
+        if !shuffle.metadata_missing.is_empty() {
+            state.losses().mark_reports_incomplete(shuffle.metadata_missing);
         }
         if remote == Remote::Unusable {
             return Ok(Some(Vec::new()));

@@ -12,10 +12,10 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 pub struct RecoveredShuffle {
     /// The shuffle.
     pub key: ShuffleKey,
-    /// Contents of its notes, in their order.
-    pub notes: Vec<Bytes>,
-    /// Why notes may be missing; empty when none are.
-    pub notes_missing: String,
+    /// Contents of its metadata records, in their order.
+    pub metadata: Vec<Bytes>,
+    /// Why records may be missing; empty when none are.
+    pub metadata_missing: String,
     /// Blocks that can be read.
     pub present: HashMap<PartitionId, Treemap>,
     /// Extents that are known and cannot be read.

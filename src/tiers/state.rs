@@ -67,7 +67,7 @@ impl DiskInfo {
         self.condition <= DiskCondition::Full
     }
 
-    /// Sound, but full.
+    /// Healthy, but full.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.condition == DiskCondition::Full

@@ -1,16 +1,18 @@
-//! What every store promises the flusher and readers: one suite over local disks, over an HDFS in memory and over a
-//! real one.
+//! What every tier promises the flusher and readers: one suite over local disks, real and in memory, over an HDFS in
+//! memory and a real one, and over the third tier of the test kit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use croaring::Treemap;
 use futures::future::join_all;
 use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_io::Disk;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::ReadPool;
@@ -19,30 +21,28 @@ use uniffle_worker::tiers::hdfs::Connector;
 use uniffle_worker::tiers::hdfs::fake::FakeFs;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::{
-    ExtentData, ExtentWrite, HdfsConfig, HdfsStore, LocalConfig, LocalStore, RemoteHandle, RemoteStorage,
-    ShuffleHandle, StoreError, StoreErrorKind,
+    ChunkRead, ExtentData, ExtentWrite, HdfsConfig, HdfsStore, LocalConfig, LocalStore, Purge, RemoteStorage,
+    ServedTier, StoreError, StoreErrorKind, Tier, TierShuffle,
 };
 
 use crate::fixture::{FakeConnector, SERVER_ID, open, plain_connector};
 use crate::reader::read_directory;
 use crate::real::real;
 
-/// A store as the flusher sees it, and what a reader finds in it.
-enum Subject {
-    Local(Arc<LocalStore>),
-    Hdfs { store: Arc<HdfsStore>, fs: Arc<dyn RemoteFs>, path: String, root: String },
-}
-
-enum Handle {
-    Local(ShuffleHandle),
-    Hdfs(RemoteHandle),
+/// A tier as the flusher sees it, and what a reader finds in it.
+struct Subject {
+    tier: Arc<dyn Tier>,
+    /// What a client names at its registration, and where it finds files.
+    files: Option<(RemoteStorage, Arc<dyn RemoteFs>, String)>,
 }
 
 impl Subject {
-    async fn local() -> Self {
-        let disks = (0..2).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None)) as Arc<dyn Disk>);
-        let store = LocalStore::open(LocalConfig::default(), disks.collect(), &Registry::new()).await;
-        Self::Local(store.unwrap())
+    fn served(tier: Arc<dyn Tier>) -> Self {
+        Self { tier, files: None }
+    }
+
+    async fn local(disks: Vec<Arc<dyn Disk>>) -> Self {
+        Self::served(LocalStore::open(LocalConfig::default(), disks, &Registry::new()).await.unwrap())
     }
 
     fn hdfs(connector: Arc<dyn Connector>, fs: Arc<dyn RemoteFs>, path: &str, root: &str) -> Self {
@@ -51,74 +51,81 @@ impl Subject {
             partition_write_max_concurrency: 3,
             ..HdfsConfig::default()
         };
-        let store = HdfsStore::new(config, connector, Tasks::new(), &Registry::new()).unwrap();
-        Self::Hdfs { store, fs, path: path.to_owned(), root: root.to_owned() }
+        let tier = HdfsStore::new(config, connector, Tasks::new(), &Registry::new()).unwrap();
+        let storage = RemoteStorage { path: path.to_owned(), ..RemoteStorage::default() };
+        Self { tier, files: Some((storage, fs, root.to_owned())) }
     }
 
-    fn register(&self, key: &ShuffleKey) -> Handle {
-        match self {
-            Self::Local(store) => Handle::Local(store.register(key)),
-            Self::Hdfs { store, path, .. } => {
-                let storage = RemoteStorage { path: path.clone(), ..RemoteStorage::default() };
-                store.register(key, &store.prepare(&storage).unwrap(), &[]);
-                Handle::Hdfs(store.handle(key).unwrap())
-            }
-        }
-    }
-
-    async fn write(&self, handle: &Handle, partition: i32, blocks: &[Block]) -> Result<(), StoreError> {
-        let extent = extent(partition, blocks);
-        match (self, handle) {
-            (Self::Local(store), Handle::Local(handle)) => {
-                store.write_to(handle, vec![extent]).await.map(drop)
-            }
-            (Self::Hdfs { store, .. }, Handle::Hdfs(handle)) => store.write_to(handle, extent).await,
-            _ => unreachable!("a handle of another store"),
-        }
+    fn register(&self, key: &ShuffleKey) -> Arc<dyn TierShuffle> {
+        let storage = self.files.as_ref().map(|(storage, ..)| storage);
+        let admit = Arc::clone(&self.tier).prepare(storage).unwrap().expect("it takes the shuffle");
+        admit(key, &[]);
+        self.tier.shuffle(key).unwrap()
     }
 
     async fn read(&self, key: &ShuffleKey, partition: i32) -> BTreeMap<i64, Bytes> {
-        match self {
-            Self::Local(store) => read_local(store, key, PartitionId(partition)).await,
-            Self::Hdfs { fs, root, .. } => {
+        match (&self.files, self.tier.served()) {
+            (None, Some(tier)) => read_served(tier, key, PartitionId(partition)).await,
+            (Some((_, fs, root)), None) => {
                 let path = format!("{root}/{}/{}/{partition}-{partition}", key.app, key.shuffle);
                 read_directory(&**fs, &path, SERVER_ID).await
             }
+            _ => unreachable!("a tier is read here or by clients"),
         }
     }
 
     async fn purge(&self, key: &ShuffleKey) {
-        match self {
-            Self::Local(store) => store.purge(key).await,
-            Self::Hdfs { store, .. } => {
-                if let Some(removal) = store.forget_shuffles(&key.app, std::slice::from_ref(key)) {
-                    removal.run().await;
-                }
-            }
+        let keys = std::slice::from_ref(key);
+        if let Some(deletion) = Arc::clone(&self.tier).forget(&key.app, keys, Purge::Shuffles) {
+            deletion.await;
         }
+    }
+
+    /// What is read, what is present and what is used are the same.
+    async fn assert_holds(&self, key: &ShuffleKey, partition: i32, blocks: &[Block]) {
+        assert_eq!(self.read(key, partition).await, expected(blocks));
+        let present = self.tier.present(key, PartitionId(partition)).await.unwrap();
+        assert_eq!(
+            present,
+            blocks.iter().map(|block| block.meta.block_id.0.unsigned_abs()).collect::<Treemap>()
+        );
     }
 }
 
-async fn read_local(store: &LocalStore, key: &ShuffleKey, partition: PartitionId) -> BTreeMap<i64, Bytes> {
+async fn write(shuffle: &Arc<dyn TierShuffle>, partition: i32, blocks: &[Block]) -> Result<(), StoreError> {
+    shuffle.write(vec![extent(partition, blocks)].into()).await
+}
+
+async fn read_all(mut read: Box<dyn ChunkRead>) -> Vec<u8> {
     let pool = ReadPool::new(8 << 20).unwrap();
-    let mut found = BTreeMap::new();
-    let Ok(mut read) = store.index(key, partition) else { return found };
-    let mut index = Vec::new();
+    let mut bytes = Vec::new();
     while let Some(chunk) = read.next_chunk(&pool).await.unwrap() {
-        index.extend_from_slice(&chunk);
+        bytes.extend_from_slice(&chunk);
     }
+    bytes
+}
+
+async fn read_served(
+    tier: &dyn ServedTier,
+    key: &ShuffleKey,
+    partition: PartitionId,
+) -> BTreeMap<i64, Bytes> {
+    let mut found = BTreeMap::new();
+    let Ok(index) = tier.index(key, partition) else { return found };
+    let (length, data_length) = (index.length, index.data_length);
+    let index = read_all(index.chunks).await;
+    assert_eq!(index.len() as u64, length);
     let mut next = 0;
     for record in records(&index) {
         assert_eq!(record.offset, next, "blocks must lie side by side");
         next += i64::from(record.length);
-        let (offset, length) = (record.offset.cast_unsigned(), record.length.cast_unsigned());
-        let mut read = store.data(key, partition, offset, length).unwrap();
-        let mut data = Vec::new();
-        while let Some(chunk) = read.next_chunk(&pool).await.unwrap() {
-            data.extend_from_slice(&chunk);
-        }
+        let range = (record.offset.cast_unsigned(), record.length.cast_unsigned());
+        let data = read_all(tier.data(key, partition, range).unwrap().chunks).await;
         found.insert(record.block_id, data.into());
     }
+    assert_eq!(next.cast_unsigned(), data_length);
+    let beyond = tier.data(key, partition, (data_length, 1)).unwrap_err();
+    assert_eq!(beyond.kind, StoreErrorKind::InvalidRange);
     found
 }
 
@@ -154,23 +161,24 @@ async fn suite(subject: &Subject) {
 
 async fn batches_add_up(subject: &Subject) {
     let key = key("app-1", 1);
-    let handle = subject.register(&key);
+    let shuffle = subject.register(&key);
     assert!(subject.read(&key, 0).await.is_empty());
     let (first, second, other) = (blocks(0, 0..5, 1000), blocks(0, 5..9, 70_000), blocks(1, 0..3, 10));
-    subject.write(&handle, 0, &first).await.unwrap();
-    assert_eq!(subject.read(&key, 0).await, expected(&first));
-    subject.write(&handle, 1, &other).await.unwrap();
-    subject.write(&handle, 0, &second).await.unwrap();
-    assert_eq!(subject.read(&key, 0).await, expected(&[first, second].concat()));
+    write(&shuffle, 0, &first).await.unwrap();
+    subject.assert_holds(&key, 0, &first).await;
+    write(&shuffle, 1, &other).await.unwrap();
+    write(&shuffle, 0, &second).await.unwrap();
+    subject.assert_holds(&key, 0, &[first, second].concat()).await;
+    assert!(subject.tier.usage(&key).bytes > 285_000);
     assert_eq!(subject.read(&key, 1).await, expected(&other));
     subject.purge(&key).await;
 }
 
 async fn batches_at_once_do_not_mix(subject: &Subject) {
     let key = key("app-1", 2);
-    let handle = subject.register(&key);
+    let shuffle = subject.register(&key);
     let batches: Vec<_> = (0..8).map(|n| blocks(0, n * 4..n * 4 + 4, 3000)).collect();
-    let writes = batches.iter().map(|batch| subject.write(&handle, 0, batch));
+    let writes = batches.iter().map(|batch| write(&shuffle, 0, batch));
     for written in join_all(writes).await {
         written.unwrap();
     }
@@ -180,27 +188,17 @@ async fn batches_at_once_do_not_mix(subject: &Subject) {
 
 async fn padding_is_not_data(subject: &Subject) {
     let key = key("app-1", 3);
-    let handle = subject.register(&key);
+    let shuffle = subject.register(&key);
     let blocks = blocks(0, 0..2, 5000);
-    let mut page = uniffle_page(&blocks);
-    for round in 0..2 {
-        let mut extent = extent(0, &blocks);
-        extent.data = ExtentData::Pieces(page.clone());
-        // One padded piece more than the length says.
-        if let (Subject::Hdfs { store, .. }, Handle::Hdfs(handle)) = (subject, &handle) {
-            extent.data = ExtentData::Aligned(std::mem::take(&mut page));
-            store.write_to(handle, extent).await.unwrap();
-        } else if round == 0 {
-            subject.write(&handle, 0, &blocks).await.unwrap();
-        }
-        page = uniffle_page(&blocks);
-        assert_eq!(subject.read(&key, 0).await, expected(&blocks), "round {round}");
-    }
+    let mut extent = extent(0, &blocks);
+    extent.data = ExtentData::Aligned(page(&blocks));
+    shuffle.write(vec![extent].into()).await.unwrap();
+    subject.assert_holds(&key, 0, &blocks).await;
     subject.purge(&key).await;
 }
 
 /// The blocks' bytes with zeroes up to a page's end.
-fn uniffle_page(blocks: &[Block]) -> Vec<Bytes> {
+fn page(blocks: &[Block]) -> Vec<Bytes> {
     let mut bytes: Vec<u8> = blocks.iter().flat_map(|block| block.data.to_vec()).collect();
     bytes.resize(bytes.len().next_multiple_of(4096), 0);
     vec![bytes.into()]
@@ -210,15 +208,15 @@ async fn a_purged_shuffle_is_gone_and_its_name_is_free(subject: &Subject) {
     let (key, sibling) = (key("app-1", 4), key("app-1", 40));
     let (old, beside) = (subject.register(&key), subject.register(&sibling));
     let (first, second) = (blocks(0, 0..3, 100), blocks(0, 3..6, 200));
-    subject.write(&old, 0, &first).await.unwrap();
-    subject.write(&beside, 0, &first).await.unwrap();
+    write(&old, 0, &first).await.unwrap();
+    write(&beside, 0, &first).await.unwrap();
     subject.purge(&key).await;
     assert!(subject.read(&key, 0).await.is_empty());
-    let refused = subject.write(&old, 0, &first).await.unwrap_err();
+    let refused = write(&old, 0, &first).await.unwrap_err();
     assert_eq!(refused.kind, StoreErrorKind::Purged);
     let new = subject.register(&key);
-    assert_eq!(subject.write(&old, 0, &first).await.unwrap_err().kind, StoreErrorKind::Purged);
-    subject.write(&new, 0, &second).await.unwrap();
+    assert_eq!(write(&old, 0, &first).await.unwrap_err().kind, StoreErrorKind::Purged);
+    write(&new, 0, &second).await.unwrap();
     assert_eq!(subject.read(&key, 0).await, expected(&second), "nothing of the one before");
     assert_eq!(subject.read(&sibling, 0).await, expected(&first), "4 is not 40");
     subject.purge(&key).await;
@@ -226,8 +224,23 @@ async fn a_purged_shuffle_is_gone_and_its_name_is_free(subject: &Subject) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn local_disks_in_memory_keep_the_contract() {
+    let disks = (0..2).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None)) as Arc<dyn Disk>);
+    suite(&Subject::local(disks.collect()).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn local_disks_keep_the_contract() {
-    suite(&Subject::local().await).await;
+    let dir = tempfile::tempdir().unwrap();
+    let config =
+        LocalConfig { paths: vec![dir.path().join("a"), dir.path().join("b")], ..LocalConfig::default() };
+    config.paths.iter().for_each(|path| std::fs::create_dir(path).unwrap());
+    suite(&Subject::local(config.real_disks()).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_third_tier_keeps_the_contract() {
+    suite(&Subject::served(Arc::new(ThirdTier::default()))).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -11,6 +11,7 @@
 //! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
 //! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
 //! | what real clients once said | [`replay::Recorder`], [`replay::Player`], of files that [`recording`] reads and writes |
+//! | what a tier is | [`third_tier::ThirdTier`], which a worker is started with |
 //! | spans | [`otlp::Receiver`] |
 //! | components that need a port told | [`ports::free_port`] |
 //!
@@ -39,6 +40,7 @@ pub mod recording;
 pub mod replay;
 pub mod service;
 pub mod spark;
+pub mod third_tier;
 pub mod tools;
 pub mod worker;
 

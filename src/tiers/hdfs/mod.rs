@@ -14,16 +14,16 @@
 //! | `remote` | one file system as one user, and whether it works |
 //! | `writer` | data, then index, each batch |
 //! | `present` | which blocks are there, for the ledger of losses |
-//! | `ground`, `purge` | deletion, kept apart from writes |
+//! | `deletion_gate`, `purge` | deletion, kept apart from writes |
 //!
 //! A write runs in a task of its own: who waits for it may give up (a hung NameNode), but the write goes on with its
 //! memory, and neither its files nor the memory are used by anybody else until it has ended.
 
 #[cfg(feature = "hdfs")]
 pub mod client;
+mod deletion_gate;
 pub mod fake;
 pub mod fs;
-mod ground;
 #[cfg(feature = "hdfs")]
 pub mod hadoop;
 #[cfg(feature = "hdfs")]
@@ -57,8 +57,8 @@ pub use self::purge::Removal;
 pub use self::remote::RemoteTarget;
 pub(super) use self::tier::NAMES;
 
+use self::deletion_gate::DeletionGate;
 use self::fs::RemoteFs;
-use self::ground::Ground;
 use self::layout::WideRanges;
 use self::metrics::Metrics;
 use self::remote::Remote;
@@ -208,7 +208,7 @@ struct Shuffle {
     writers_max: usize,
     purged: AtomicBool,
     written_bytes: AtomicU64,
-    ground: Arc<Ground>,
+    gate: Arc<DeletionGate>,
     ranges: RwLock<WideRanges>,
     writers: Mutex<HashMap<(i32, i32), Arc<Writers>>>,
 }
@@ -225,7 +225,7 @@ impl Shuffle {
 /// What an application has, also of shuffles that are gone.
 #[derive(Debug, Default)]
 struct AppState {
-    ground: Arc<Ground>,
+    gate: Arc<DeletionGate>,
     /// Where its directories can be.
     roots: Mutex<Vec<(Arc<Remote>, Arc<str>)>>,
 }
@@ -312,7 +312,7 @@ impl HdfsStore {
                 writers_max: storage.writers,
                 purged: AtomicBool::new(false),
                 written_bytes: AtomicU64::new(0),
-                ground: Arc::clone(&app.ground),
+                gate: Arc::clone(&app.gate),
                 ranges: RwLock::default(),
                 writers: Mutex::default(),
             })
@@ -502,7 +502,7 @@ async fn write_batch(
     extent: &ExtentWrite,
     tasks: &Tasks,
 ) -> Result<(), StoreError> {
-    let _writing = shuffle.ground.write().await;
+    let _writing = shuffle.gate.write().await;
     shuffle.require_present()?;
     let mut writer = writers.take().await;
     let result = writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;

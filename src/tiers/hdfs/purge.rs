@@ -12,8 +12,8 @@ use std::time::Duration;
 use futures::stream::{self, StreamExt as _};
 use tokio::time::{Instant, sleep, timeout};
 
+use super::deletion_gate::Deleting;
 use super::fs::{Call, RemoteEntry, RemoteFs};
-use super::ground::Deleting;
 use super::layout;
 use super::remote::Remote;
 use super::{AppState, Core, HdfsStore};
@@ -35,7 +35,7 @@ enum What {
 }
 
 #[derive(Debug)]
-struct Condemned {
+struct PendingDelete {
     remote: Arc<Remote>,
     path: String,
     what: What,
@@ -47,27 +47,27 @@ struct Condemned {
 pub struct Removal {
     store: Arc<HdfsStore>,
     app: AppId,
-    condemned: Vec<Condemned>,
+    pending: Vec<PendingDelete>,
     deleting: Option<Deleting>,
 }
 
 impl HdfsStore {
     /// Forgets shuffles of an app; nothing to remove when none of them is known here.
     pub fn forget_shuffles(self: &Arc<Self>, app: &AppId, keys: &[ShuffleKey]) -> Option<Removal> {
-        let mut condemned = Vec::new();
+        let mut pending = Vec::new();
         for key in keys {
             if let Some((_, shuffle)) = self.shuffles.remove(key) {
                 shuffle.purged.store(true, Ordering::Release);
                 let path = layout::shuffle_directory(&shuffle.root, key);
-                condemned.push(Condemned {
+                pending.push(PendingDelete {
                     remote: Arc::clone(&shuffle.remote),
                     path,
                     what: What::Everything,
                 });
             }
         }
-        let state = self.apps.get(app).filter(|_| !condemned.is_empty()).map(|state| Arc::clone(&*state))?;
-        Some(self.removal(app, &state, condemned))
+        let state = self.apps.get(app).filter(|_| !pending.is_empty()).map(|state| Arc::clone(&*state))?;
+        Some(self.removal(app, &state, pending))
     }
 
     /// Forgets an app with these shuffles.
@@ -79,7 +79,7 @@ impl HdfsStore {
         }
         let state = self.apps.get(app).map(|state| Arc::clone(&*state))?;
         let roots = std::mem::take(&mut *state.roots.lock());
-        let condemned = roots.into_iter().map(|(remote, root)| Condemned {
+        let pending = roots.into_iter().map(|(remote, root)| PendingDelete {
             remote,
             path: layout::app_directory(&root, app),
             what: match cause {
@@ -87,12 +87,12 @@ impl HdfsStore {
                 Cause::Expired => What::Own,
             },
         });
-        Some(self.removal(app, &state, condemned.collect()))
+        Some(self.removal(app, &state, pending.collect()))
     }
 
-    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, condemned: Vec<Condemned>) -> Removal {
-        let deleting = Some(state.ground.order_deletion());
-        Removal { store: Arc::clone(self), app: app.clone(), condemned, deleting }
+    fn removal(self: &Arc<Self>, app: &AppId, state: &AppState, pending: Vec<PendingDelete>) -> Removal {
+        let deleting = Some(state.gate.order_deletion());
+        Removal { store: Arc::clone(self), app: app.clone(), pending, deleting }
     }
 }
 
@@ -104,7 +104,7 @@ impl Removal {
             // A write that hangs ends some time; the directories of an app that is gone can wait no longer than this.
             drop(timeout(core.config.purge_timeout, deleting.clear()).await);
         }
-        for it in &self.condemned {
+        for it in &self.pending {
             if let Err(error) = core.remove(it).await {
                 it.remote.metrics.deletions_failed.inc();
                 tracing::error!(path = %it.path, remote = %it.remote.authority, %error, "not deleted, it stays there");
@@ -123,7 +123,7 @@ impl Drop for Removal {
 }
 
 impl Core {
-    async fn remove(&self, it: &Condemned) -> Result<(), StoreError> {
+    async fn remove(&self, it: &PendingDelete) -> Result<(), StoreError> {
         let give_up = Instant::now() + self.config.purge_timeout;
         let mut pause = PAUSE;
         for attempt in 1.. {
@@ -148,7 +148,7 @@ impl Core {
         Ok(())
     }
 
-    async fn remove_once(&self, it: &Condemned) -> Result<(), StoreError> {
+    async fn remove_once(&self, it: &PendingDelete) -> Result<(), StoreError> {
         let fs = &*it.remote.fs;
         match it.what {
             What::Everything => self.timed(&it.path, fs.delete(&it.path, true)).await.map(drop),

@@ -1,6 +1,6 @@
 //! What errors say about a disk: full, hung, broken, or nothing at all. A pure state machine with the clock passed in.
 //!
-//! Not here: who does the I/O (`disk`). Full and sick are different things: a full disk is sound, its data is served,
+//! Not here: who does the I/O (`disk`). Full and sick are different things: a full disk is healthy, its data is served,
 //! and it takes batches again when there is room. Neither state flaps: fullness has two watermarks, a disk that says
 //! "no space" below them is left alone for a time that doubles, and a sick one has to pass a probe.
 

@@ -1,4 +1,4 @@
-//! A data or index log or a journal: one append-only file of one shuffle on one disk.
+//! A data or index log or a metadata_log: one append-only file of one shuffle on one disk.
 //!
 //! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
 //! late write can only land on a range that nobody else was given.
@@ -22,7 +22,7 @@ pub(super) enum LogKind {
     /// Index groups.
     Index,
     /// Notes.
-    Journal,
+    Metadata,
 }
 
 impl LogKind {
@@ -30,13 +30,13 @@ impl LogKind {
         match self {
             Self::Data => "data",
             Self::Index => "index",
-            Self::Journal => "journal",
+            Self::Metadata => "journal",
         }
     }
 
     /// The kind of a file by its extension.
     pub(super) fn of(extension: &str) -> Option<Self> {
-        [Self::Data, Self::Index, Self::Journal].into_iter().find(|kind| kind.extension() == extension)
+        [Self::Data, Self::Index, Self::Metadata].into_iter().find(|kind| kind.extension() == extension)
     }
 }
 

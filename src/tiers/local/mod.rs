@@ -13,8 +13,8 @@
 //! | `shuffle` | the extents and logs of one shuffle |
 //! | `write`, `publish`, `index` | data, then index group, then visibility |
 //! | `read`, `records` | index and data streams, cached index records |
-//! | `notes`, `journal` | what else must survive a restart: a log of notes on two disks |
-//! | `scan`, `recover`, `peers` | what an earlier process left becomes the store's state again |
+//! | `metadata_record`, `metadata_log` | what else must survive a restart: a log of records on two disks |
+//! | `scan`, `recover`, `manifest` | what an earlier process left becomes the store's state again |
 //! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
 //! | `damage` | what a disk does not give back any more becomes a hole |
@@ -22,7 +22,7 @@
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
 //! that dies leaves its writes to the page cache. With [`SyncWrites::Group`] data is on the device before its index group
-//! is written, the group before its extents are visible, a note before it is acknowledged, and what an earlier process
+//! is written, the group before its extents are visible, a metadata record before it is acknowledged, and what an earlier process
 //! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
 mod damage;
@@ -30,12 +30,12 @@ mod disk;
 mod files;
 pub mod health;
 pub mod index;
-mod journal;
 mod log;
+mod manifest;
+mod metadata_log;
+pub mod metadata_record;
 pub(crate) mod metrics;
-pub mod notes;
 pub mod pace;
-mod peers;
 pub mod placement;
 mod publish;
 mod purge;
@@ -76,10 +76,10 @@ pub(super) use self::tier::NAMES;
 
 use self::disk::LocalDisk;
 use self::files::Files;
+use self::manifest::Manifest;
 use self::metrics::{ALL_DISKS, Metrics};
-use self::peers::Peers;
 use self::placement::Candidate;
-use self::purge::Condemned;
+use self::purge::PendingDelete;
 use self::records::RecordCache;
 use self::shuffle::Shuffle;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
@@ -164,8 +164,8 @@ section! {
         pub boot: String = String::new(),
         /// Time to sync everything at an orderly end, and to write that down.
         pub end_sync_timeout: Duration = 10 * SECOND,
-        /// Time for one copy of a note to reach a disk.
-        pub note_timeout: Duration = 10 * SECOND,
+        /// Time for one copy of a metadata record to reach a disk.
+        pub metadata_timeout: Duration = 10 * SECOND,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
         pub staging_buffers: usize = 0,
     }
@@ -250,7 +250,7 @@ struct Core {
     records: RecordCache,
     staging: Arc<AlignedPool>,
     metrics: Metrics,
-    condemned: Mutex<Vec<Condemned>>,
+    pending_deletes: Mutex<Vec<PendingDelete>>,
     /// See `damage`.
     probes: Semaphore,
     /// Data reads so far, for sampling.
@@ -266,7 +266,7 @@ pub struct LocalStore {
     min_disks: AtomicUsize,
     recovered: Mutex<Recovered>,
     /// What the lists of data directories say; none when nothing was taken over, or at the end.
-    peers: Mutex<Option<Peers>>,
+    manifest: Mutex<Option<Manifest>>,
 }
 
 impl LocalStore {
@@ -317,7 +317,7 @@ impl LocalStore {
             disks: claimed,
             changes,
             metrics,
-            condemned: Mutex::default(),
+            pending_deletes: Mutex::default(),
             probes: Semaphore::new(damage::PROBED_AT_ONCE),
             data_reads: AtomicU64::new(0),
             config,
@@ -328,7 +328,7 @@ impl LocalStore {
             next_incarnation: AtomicU64::new(1),
             min_disks,
             recovered: Mutex::default(),
-            peers: Mutex::default(),
+            manifest: Mutex::default(),
         });
         if store.core.config.recovery {
             store.take_over().await;

@@ -25,7 +25,7 @@ use crate::metrics::clamped;
 
 /// A directory that is to be removed.
 #[derive(Debug)]
-pub(super) struct Condemned {
+pub(super) struct PendingDelete {
     shuffle: Arc<Shuffle>,
     disk: Arc<LocalDisk>,
     /// Payload that goes with it.
@@ -33,10 +33,10 @@ pub(super) struct Condemned {
 }
 
 impl Core {
-    /// Removes what was condemned before the call; failures stay on the list. Returns the apps of which something is
+    /// Removes what was to be deleted before the call; failures stay on the list. Returns the apps of which something is
     /// gone, by disk.
-    async fn remove_condemned(&self) -> HashSet<(usize, AppId)> {
-        let batch = std::mem::take(&mut *self.condemned.lock());
+    async fn run_pending_deletes(&self) -> HashSet<(usize, AppId)> {
+        let batch = std::mem::take(&mut *self.pending_deletes.lock());
         let mut work = Retry { core: self, left: batch };
         // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
         let removals = self.disks.iter().map(|disk| {
@@ -44,7 +44,7 @@ impl Core {
             self.remove_all(disk, here.map(|it| (Arc::clone(&it.shuffle), it.bytes)).collect())
         });
         let failed: Vec<_> = join_all(removals.collect::<Vec<_>>()).await.into_iter().flatten().collect();
-        let at = |it: &Condemned| (it.disk.index, it.shuffle.key.clone());
+        let at = |it: &PendingDelete| (it.disk.index, it.shuffle.key.clone());
         let still_there: HashSet<_> = failed.iter().map(at).collect();
         let gone = work.left.iter().map(at).filter(|it| !still_there.contains(it));
         let apps = gone.map(|(disk, key)| (disk, key.app)).collect();
@@ -53,7 +53,11 @@ impl Core {
     }
 
     /// Removes shuffles from one disk; returns those that are still there.
-    async fn remove_all(&self, disk: &Arc<LocalDisk>, shuffles: Vec<(Arc<Shuffle>, u64)>) -> Vec<Condemned> {
+    async fn remove_all(
+        &self,
+        disk: &Arc<LocalDisk>,
+        shuffles: Vec<(Arc<Shuffle>, u64)>,
+    ) -> Vec<PendingDelete> {
         let mut left = Vec::new();
         for (shuffle, bytes) in shuffles {
             // Removals on a bad disk hang: they wait for a probe that succeeds.
@@ -61,7 +65,7 @@ impl Core {
             if removed {
                 self.metrics.deleted_bytes.inc_by(bytes);
             } else {
-                left.push(Condemned { shuffle, disk: Arc::clone(disk), bytes });
+                left.push(PendingDelete { shuffle, disk: Arc::clone(disk), bytes });
             }
         }
         left
@@ -94,15 +98,15 @@ impl Core {
     }
 }
 
-/// Condemned directories that go back on the list when dropped, so that a cancelled purge forgets nothing.
+/// Directories that go back on the list when dropped, so that a cancelled purge forgets nothing.
 struct Retry<'a> {
     core: &'a Core,
-    left: Vec<Condemned>,
+    left: Vec<PendingDelete>,
 }
 
 impl Drop for Retry<'_> {
     fn drop(&mut self) {
-        self.core.condemned.lock().append(&mut self.left);
+        self.core.pending_deletes.lock().append(&mut self.left);
     }
 }
 
@@ -111,8 +115,8 @@ impl LocalStore {
     /// `Purged` and leave nothing behind. An unknown shuffle is fine.
     pub async fn purge(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            self.condemn(shuffle);
-            self.remove_condemned().await;
+            self.queue_deletes(shuffle);
+            self.run_pending_deletes().await;
         }
     }
 
@@ -122,16 +126,16 @@ impl LocalStore {
             self.shuffles.iter().filter(|it| it.key().app == *app).map(|it| it.key().clone()).collect();
         for key in keys {
             if let Some((_, shuffle)) = self.shuffles.remove(&key) {
-                self.condemn(shuffle);
+                self.queue_deletes(shuffle);
             }
         }
         self.remove_files(app).await;
     }
 
-    /// Removes what was condemned before the call, and the directories of apps that have no shuffle any more. Whoever
+    /// Removes what was to be deleted before the call, and the directories of apps that have no shuffle any more. Whoever
     /// removes the last shuffle's files does it, which may be another app's purge that found them on the list.
-    async fn remove_condemned(&self) {
-        let mut emptied = self.core.remove_condemned().await;
+    async fn run_pending_deletes(&self) {
+        let mut emptied = self.core.run_pending_deletes().await;
         emptied.retain(|(_, app)| !self.shuffles.iter().any(|it| it.key().app == *app));
         let removals = emptied.iter().map(|(disk, app)| self.remove_app_directory(*disk, app));
         join_all(removals.collect::<Vec<_>>()).await;
@@ -148,7 +152,7 @@ impl LocalStore {
     /// Synchronous, so that a caller can do it together with forgetting the shuffle elsewhere.
     pub fn forget_shuffle(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            self.condemn(shuffle);
+            self.queue_deletes(shuffle);
         }
     }
 
@@ -161,19 +165,19 @@ impl LocalStore {
 
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
     pub async fn remove_files(&self, app: &AppId) {
-        self.remove_condemned().await;
+        self.run_pending_deletes().await;
         let removals = (0..self.core.disks.len()).map(|disk| self.remove_app_directory(disk, app));
         join_all(removals.collect::<Vec<_>>()).await;
     }
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
-    fn condemn(&self, shuffle: Arc<Shuffle>) {
+    fn queue_deletes(&self, shuffle: Arc<Shuffle>) {
         let bytes = self.mark_forgotten(&shuffle);
-        let condemned = shuffle.touched_disks().into_iter().map(|index| {
+        let pending = shuffle.touched_disks().into_iter().map(|index| {
             let disk = Arc::clone(&self.core.disks[index]);
-            Condemned { shuffle: Arc::clone(&shuffle), disk, bytes: bytes[index] }
+            PendingDelete { shuffle: Arc::clone(&shuffle), disk, bytes: bytes[index] }
         });
-        self.core.condemned.lock().extend(condemned);
+        self.core.pending_deletes.lock().extend(pending);
     }
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
@@ -212,7 +216,7 @@ impl LocalStore {
             }
         });
         join_all(disks.collect::<Vec<_>>()).await;
-        self.remove_condemned().await;
+        self.run_pending_deletes().await;
         self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
         self.core.set_gauges();
     }

@@ -1,6 +1,6 @@
 //! What an earlier process left on the disks becomes the store's state again, with the same bases.
 //!
-//! Groups and notes are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
+//! Groups and metadata records are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
 //! of the same length, so that every other offset stays what clients were promised. When the end of a stream may be
 //! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin behind a gap. Whose
 //! blocks are missing is for the caller to find out: it knows what was reported.
@@ -23,7 +23,7 @@ use uuid::Uuid;
 use super::disk::LocalDisk;
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
-use super::peers::Peers;
+use super::manifest::Manifest;
 use super::scan::{FoundDirectory, LogReader, scan_disk};
 use super::shuffle::{Extent, Partition, Restored, Shuffle};
 use super::{Core, LocalStore};
@@ -35,8 +35,8 @@ use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 /// Bytes left free at the end of a stream whose end may be missing.
 const TAIL_GAP_BYTES: u64 = 256 << 20;
 /// Numbers are counted from a multiple of this on: from the next one where some may be in use on a disk that is not
-/// there, so that a gap in one such era still says that something is missing.
-const ERA: u64 = 1 << 32;
+/// there, so that a gap in one such epoch still says that something is missing.
+const EPOCH: u64 = 1 << 32;
 /// Shuffles rebuilt at a time.
 const REBUILDS: usize = 8;
 /// Reasons kept per shuffle in words; blocks are always counted.
@@ -48,7 +48,7 @@ const RESET: &str =
 
 impl LocalStore {
     /// Rebuilds the shuffles that are on the disks.
-    pub(super) async fn recover(&self, known: &Peers) -> Recovered {
+    pub(super) async fn recover(&self, known: &Manifest) -> Recovered {
         let started = Instant::now();
         let absent = known.absent.as_slice();
         let core = &self.core;
@@ -70,7 +70,7 @@ impl LocalStore {
             }
         }
         self.next_incarnation.store(
-            next_number(Some(highest_incarnation), incomplete.then_some(known.era)),
+            next_number(Some(highest_incarnation), incomplete.then_some(known.epoch)),
             Ordering::Relaxed,
         );
         let rebuilds = by_key.into_iter().map(|(key, directories)| self.rebuild(key, directories, known));
@@ -90,7 +90,7 @@ impl LocalStore {
         &self,
         key: ShuffleKey,
         directories: Vec<FoundDirectory>,
-        known: &Peers,
+        known: &Manifest,
     ) -> (RecoveredShuffle, u64) {
         let core = &self.core;
         let incarnation = directories.iter().map(|found| found.incarnation).max().unwrap_or(0);
@@ -106,7 +106,7 @@ impl LocalStore {
         for found in &present {
             shuffle.found_on(&found.disk, found.next_number(), found.bytes());
             rebuild.read_indexes(found).await;
-            rebuild.read_journals(found).await;
+            rebuild.read_metadata_logs(found).await;
         }
         let (recovered, bytes) = rebuild.finish().await;
         self.shuffles.insert(key, shuffle);
@@ -127,14 +127,14 @@ struct Source {
 struct Rebuild<'a> {
     core: &'a Core,
     shuffle: &'a Arc<Shuffle>,
-    known: &'a Peers,
+    known: &'a Manifest,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: HashMap<PartitionId, Treemap>,
     lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
-    notes: BTreeMap<u64, Bytes>,
+    metadata: BTreeMap<u64, Bytes>,
     /// Why some of it may be unknown.
     incomplete: Option<String>,
 }
@@ -144,7 +144,7 @@ impl<'a> Rebuild<'a> {
         core: &'a Core,
         shuffle: &'a Arc<Shuffle>,
         directories: &[FoundDirectory],
-        known: &'a Peers,
+        known: &'a Manifest,
     ) -> Self {
         let mut sources = HashMap::new();
         let mut incomplete =
@@ -171,7 +171,7 @@ impl<'a> Rebuild<'a> {
             present: HashMap::new(),
             lost: Vec::new(),
             reasons: HashMap::new(),
-            notes: BTreeMap::new(),
+            metadata: BTreeMap::new(),
             incomplete,
         }
     }
@@ -282,16 +282,16 @@ impl<'a> Rebuild<'a> {
         reason
     }
 
-    async fn read_journals(&mut self, found: &FoundDirectory) {
-        for file in found.files_of(LogKind::Journal) {
-            let path = self.shuffle.log_path(LogKind::Journal, file.number);
-            if let Err(error) = self.read_journal(&found.disk, &path, file.bytes).await {
+    async fn read_metadata_logs(&mut self, found: &FoundDirectory) {
+        for file in found.files_of(LogKind::Metadata) {
+            let path = self.shuffle.log_path(LogKind::Metadata, file.number);
+            if let Err(error) = self.read_metadata_log(&found.disk, &path, file.bytes).await {
                 self.failed(&found.disk, &path, &error);
             }
         }
     }
 
-    async fn read_journal(
+    async fn read_metadata_log(
         &mut self,
         disk: &Arc<LocalDisk>,
         path: &Path,
@@ -299,9 +299,9 @@ impl<'a> Rebuild<'a> {
     ) -> Result<(), StoreError> {
         let failed = |error| StoreError::io(disk.io.root().join(path), error);
         let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
-        while let Some(note) = reader.next_note().await.map_err(failed)? {
-            if note.incarnation == self.shuffle.incarnation {
-                self.notes.entry(note.number).or_insert(note.content);
+        while let Some(record) = reader.next_record().await.map_err(failed)? {
+            if record.incarnation == self.shuffle.incarnation {
+                self.metadata.entry(record.number).or_insert(record.content);
             }
         }
         tell_damage(disk, path, &reader);
@@ -321,10 +321,10 @@ impl<'a> Rebuild<'a> {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
         }
         let gap = self.incomplete.is_some();
-        let era = gap.then_some(self.known.era);
-        let next_sequence = next_number(highest, era);
-        // Streams of which nothing is known may have been begun in any era before.
-        let first_base = era.map_or(0, |era| (u64::from(era) + 1).saturating_mul(TAIL_GAP_BYTES));
+        let epoch = gap.then_some(self.known.epoch);
+        let next_sequence = next_number(highest, epoch);
+        // Streams of which nothing is known may have been begun in any epoch before.
+        let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
         let mut partitions = HashMap::new();
         let mut overlapped = Vec::new();
         let mut bytes = 0;
@@ -345,19 +345,19 @@ impl<'a> Rebuild<'a> {
         let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.lane.lock().await.resume_at(next_sequence);
-        let highest_note = self.notes.last_key_value().map(|(number, _)| *number);
-        let next_note = next_number(highest_note, era);
+        let highest_record = self.metadata.last_key_value().map(|(number, _)| *number);
+        let next_record = next_number(highest_record, epoch);
         let is_doubted = self.known.was_reset || self.shuffle.incarnation < self.known.doubted_below;
-        let notes_missing = match &self.incomplete {
+        let metadata_missing = match &self.incomplete {
             _ if is_doubted => RESET.to_owned(),
-            Some(reason) if has_gap(self.notes.keys().copied()) => reason.clone(),
+            Some(reason) if has_gap(self.metadata.keys().copied()) => reason.clone(),
             _ => String::new(),
         };
-        self.shuffle.restore(Restored { partitions, first_base, next_note });
+        self.shuffle.restore(Restored { partitions, first_base, next_record });
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
-            notes: self.notes.into_values().collect(),
-            notes_missing,
+            metadata: self.metadata.into_values().collect(),
+            metadata_missing,
             present: self.present,
             lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),
@@ -378,21 +378,21 @@ impl<'a> Rebuild<'a> {
     }
 }
 
-/// The number after `highest`. When some may be in use elsewhere, the first of the era after `era`: nobody else has it.
-fn next_number(highest: Option<u64>, era: Option<u32>) -> u64 {
+/// The number after `highest`. When some may be in use elsewhere, the first of the epoch after `epoch`: nobody else has it.
+fn next_number(highest: Option<u64>, epoch: Option<u32>) -> u64 {
     let next = highest.map_or(0, |highest| highest + 1);
-    era.map_or(next, |era| next.max((u64::from(era) + 1) * ERA))
+    epoch.map_or(next, |epoch| next.max((u64::from(epoch) + 1) * EPOCH))
 }
 
-/// Whether a number is missing in an era.
+/// Whether a number is missing in an epoch.
 fn has_gap(numbers: impl Iterator<Item = u64>) -> bool {
-    let mut eras: HashMap<u64, (u64, u64)> = HashMap::new();
+    let mut epochs: HashMap<u64, (u64, u64)> = HashMap::new();
     for number in numbers {
-        let (count, highest) = eras.entry(number / ERA).or_default();
+        let (count, highest) = epochs.entry(number / EPOCH).or_default();
         *count += 1;
-        *highest = (*highest).max(number % ERA);
+        *highest = (*highest).max(number % EPOCH);
     }
-    eras.values().any(|(count, highest)| *count <= *highest)
+    epochs.values().any(|(count, highest)| *count <= *highest)
 }
 
 fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
@@ -450,7 +450,7 @@ mod tests {
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
         assert_eq!((partition.bytes, left_out), (350, false));
 
-        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (ERA, extent(150, 20))];
+        let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (EPOCH, extent(150, 20))];
         let (partition, left_out) = line_up(overlapping);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
@@ -460,10 +460,10 @@ mod tests {
     #[test]
     fn numbers_go_on_and_gaps_are_noticed() {
         assert_eq!([next_number(None, None), next_number(Some(7), None)], [0, 8]);
-        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [ERA, 3 * ERA]);
-        assert_eq!(next_number(Some(3 * ERA + 9), Some(0)), 3 * ERA + 10);
-        assert!(!has_gap([0, 1, 2, ERA, ERA + 1].into_iter()));
-        assert!(has_gap([0, 2].into_iter()) && has_gap([0, ERA + 1].into_iter()));
+        assert_eq!([next_number(None, Some(0)), next_number(Some(7), Some(2))], [EPOCH, 3 * EPOCH]);
+        assert_eq!(next_number(Some(3 * EPOCH + 9), Some(0)), 3 * EPOCH + 10);
+        assert!(!has_gap([0, 1, 2, EPOCH, EPOCH + 1].into_iter()));
+        assert!(has_gap([0, 2].into_iter()) && has_gap([0, EPOCH + 1].into_iter()));
         assert!(!has_gap(std::iter::empty()));
     }
 }

@@ -14,7 +14,7 @@ use super::Core;
 use super::disk::{APPS, LocalDisk, within};
 use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
-use super::notes::{self, Note};
+use super::metadata_record::{self, MetadataRecord};
 use super::sync::SyncWrites;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -192,7 +192,7 @@ impl<'a> LogReader<'a> {
     pub(super) async fn open(core: &Core, disk: &'a LocalDisk, path: &Path, size: u64) -> io::Result<Self> {
         let opening = match core.config.sync {
             SyncWrites::Off => disk.io.open_read(path),
-            // What the device has: after a failed sync the page cache may have more, which the end of power takes.
+            // What the device has: after a failed sync the page cache may have more, which power loss takes.
             SyncWrites::Group => disk.io.open_read_direct(path),
         };
         let file = ask(disk, core.config.name_timeout, opening).await?;
@@ -217,10 +217,10 @@ impl<'a> LogReader<'a> {
         Ok(None)
     }
 
-    /// The next whole note; `None` at the end.
-    pub(super) async fn next_note(&mut self) -> io::Result<Option<Note>> {
-        while self.find(notes::MAGIC).await? {
-            if let Some(note) = self.try_note().await? {
+    /// The next whole metadata record; `None` at the end.
+    pub(super) async fn next_record(&mut self) -> io::Result<Option<MetadataRecord>> {
+        while self.find(metadata_record::MAGIC).await? {
+            if let Some(note) = self.try_record().await? {
                 return Ok(Some(note));
             }
             self.skip(1);
@@ -238,11 +238,11 @@ impl<'a> LogReader<'a> {
         Ok(self.accept(decoded))
     }
 
-    async fn try_note(&mut self) -> io::Result<Option<Note>> {
-        let Some(fixed) = self.bytes(notes::HEADER_BYTES as u64).await? else { return Ok(None) };
-        let Ok(total) = notes::total_bytes(fixed) else { return Ok(None) };
+    async fn try_record(&mut self) -> io::Result<Option<MetadataRecord>> {
+        let Some(fixed) = self.bytes(metadata_record::HEADER_BYTES as u64).await? else { return Ok(None) };
+        let Ok(total) = metadata_record::total_bytes(fixed) else { return Ok(None) };
         let Some(whole) = self.bytes(total as u64).await? else { return Ok(None) };
-        let decoded = notes::decode(whole).map(|note| (note, total));
+        let decoded = metadata_record::decode(whole).map(|note| (note, total));
         Ok(self.accept(decoded).map(|(_, note)| note))
     }
 

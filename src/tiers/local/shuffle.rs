@@ -110,7 +110,7 @@ impl Partition {
 pub(super) struct Restored {
     pub(super) partitions: HashMap<PartitionId, Partition>,
     pub(super) first_base: u64,
-    pub(super) next_note: u64,
+    pub(super) next_record: u64,
 }
 
 /// A registered shuffle.
@@ -127,7 +127,7 @@ pub(super) struct Shuffle {
     partitions: RwLock<HashMap<PartitionId, Partition>>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
-    next_note: AtomicU64,
+    next_record: AtomicU64,
     pub(super) failed_reads: FailedReads,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
@@ -139,7 +139,7 @@ impl ShuffleDisk {
         Box::new(Self {
             data: tokio::sync::Mutex::default(),
             index: tokio::sync::Mutex::default(),
-            journal: tokio::sync::Mutex::default(),
+            metadata_log: tokio::sync::Mutex::default(),
             next_number: AtomicU32::new(next_number),
             occupied: Occupied::none(Arc::clone(disk)),
         })
@@ -151,7 +151,7 @@ impl ShuffleDisk {
 struct ShuffleDisk {
     data: tokio::sync::Mutex<Option<Arc<Log>>>,
     index: tokio::sync::Mutex<Option<Arc<Log>>>,
-    journal: tokio::sync::Mutex<Option<Arc<Log>>>,
+    metadata_log: tokio::sync::Mutex<Option<Arc<Log>>>,
     next_number: AtomicU32,
     occupied: Occupied,
 }
@@ -170,7 +170,7 @@ impl Shuffle {
             partitions: RwLock::default(),
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
-            next_note: AtomicU64::new(0),
+            next_record: AtomicU64::new(0),
             failed_reads: FailedReads::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
@@ -268,9 +268,9 @@ impl Shuffle {
         self.first_base.load(Ordering::Relaxed)
     }
 
-    /// A number for a note.
-    pub(super) fn next_note(&self) -> u64 {
-        self.next_note.fetch_add(1, Ordering::Relaxed)
+    /// A number for a metadata record.
+    pub(super) fn next_record(&self) -> u64 {
+        self.next_record.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Notes that files of it are on a disk already.
@@ -299,7 +299,7 @@ impl Shuffle {
         let bytes = restored.partitions.values().map(|partition| partition.bytes).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
         self.first_base.store(restored.first_base, Ordering::Relaxed);
-        self.next_note.store(restored.next_note, Ordering::Relaxed);
+        self.next_record.store(restored.next_record, Ordering::Relaxed);
         *self.partitions.write() = restored.partitions;
     }
 
@@ -325,7 +325,7 @@ impl Shuffle {
         let current = match kind {
             LogKind::Data => &here.data,
             LogKind::Index => &here.index,
-            LogKind::Journal => &here.journal,
+            LogKind::Metadata => &here.metadata_log,
         };
         let mut current = current.lock().await;
         let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));

@@ -53,7 +53,7 @@ impl TierShuffle for LocalShuffle {
 
 impl MetadataLog for LocalShuffle {
     fn append<'a>(&'a self, record: &'a [u8]) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.core.note(&self.shuffle, record).boxed()
+        self.core.append_metadata(&self.shuffle, record).boxed()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tempfile::TempDir;
 use uniffle_client::block::Block;
@@ -15,11 +16,14 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
-use uniffle_worker::server::Worker;
+use uniffle_worker::server::{Inherited, Surroundings, Worker};
+use uniffle_worker::tiers::Tier;
 
 /// What a test chooses of the configuration.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setup<'a> {
+    /// `store_type`.
+    pub(crate) store_type: &'a str,
     /// `memory_store.capacity`.
     pub(crate) capacity: &'a str,
     /// More lines of `[memory_store]`.
@@ -34,7 +38,7 @@ pub(crate) struct Setup<'a> {
 
 impl Default for Setup<'_> {
     fn default() -> Self {
-        Self { capacity: "32MiB", memory: "", local: "", top: "", tables: "" }
+        Self { store_type: "MEMORY_LOCALFILE", capacity: "32MiB", memory: "", local: "", top: "", tables: "" }
     }
 }
 
@@ -62,10 +66,23 @@ impl WorkerFixture {
         Self::on(setup, dir, disks).await
     }
 
+    /// A worker whose only tier below memory is one that no configuration names.
+    pub(crate) async fn above(tier: Arc<dyn Tier>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let unused = vec![dir.path().join("unused")];
+        let setup = Setup { store_type: "MEMORY", ..Setup::default() };
+        let surroundings = Surroundings { tiers: vec![tier], ..Surroundings::default() };
+        Self::within(surroundings, setup, dir, unused).await
+    }
+
     /// A worker on directories that another had before.
     pub(crate) async fn on(setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
+        Self::within(Surroundings::default(), setup, dir, disks).await
+    }
+
+    async fn within(surroundings: Surroundings, setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
         let config = parse(&setup, &disks);
-        let worker = Worker::start(&config).await.unwrap();
+        let worker = Worker::start_in(surroundings, Inherited::default(), &config).await.unwrap();
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(quickly());
         Self { worker, client, dir, disks }
     }
@@ -179,9 +196,9 @@ impl WorkerFixture {
 
 /// The configuration that a user would have written.
 fn parse(setup: &Setup<'_>, disks: &[PathBuf]) -> Config {
-    let Setup { capacity, memory, local, top, tables } = setup;
+    let Setup { store_type, capacity, memory, local, top, tables } = setup;
     let text = format!(
-        "store_type = \"MEMORY_LOCALFILE\"\n\
+        "store_type = \"{store_type}\"\n\
          bind_address = \"127.0.0.1\"\n\
          grpc_port = 0\n\
          http_port = 0\n\

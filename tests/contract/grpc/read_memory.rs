@@ -13,8 +13,14 @@ use super::raw;
 const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
 const READERS: usize = 32;
 /// The smallest read memory that can be configured: four chunks.
-const SETUP: Setup<'_> =
-    Setup { capacity: "64MiB", memory: "read_buffer_capacity = \"4MiB\"", local: "", top: "", tables: "" };
+const SETUP: Setup<'_> = Setup {
+    store_type: "MEMORY_LOCALFILE",
+    capacity: "64MiB",
+    memory: "read_buffer_capacity = \"4MiB\"",
+    local: "",
+    top: "",
+    tables: "",
+};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_to_wait() {

@@ -197,8 +197,14 @@ fn after_a_loss(key: &ShuffleKey, parts: [&[Block]; 3]) -> (TempDir, Vec<PathBuf
     })
 }
 
-const WITH_TCP: Setup<'_> =
-    Setup { capacity: "32MiB", memory: "", local: "", top: "urpc_port = 0", tables: "" };
+const WITH_TCP: Setup<'_> = Setup {
+    store_type: "MEMORY_LOCALFILE",
+    capacity: "32MiB",
+    memory: "",
+    local: "",
+    top: "urpc_port = 0",
+    tables: "",
+};
 
 #[test]
 fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_is_sent_again() {

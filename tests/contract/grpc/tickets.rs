@@ -15,6 +15,7 @@ use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
 
 const SHORT_TICKETS: Setup<'_> = Setup {
+    store_type: "MEMORY_LOCALFILE",
     capacity: "32MiB",
     memory: "buffer_ticket_timeout_sec = \"1s\"\nbuffer_ticket_check_interval_sec = \"100ms\"",
     local: "",

@@ -1,11 +1,13 @@
 //! What readers see while blocks go from memory to disk: docs/protocol.md §12 rows 8, 9, 10, 14 and 15.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use croaring::Treemap;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ReadOptions, register_request};
 use uniffle_testkit::fault::{Fault, Operation, Rule};
+use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use uniffle_worker::proto::DataDistribution;
 
@@ -225,4 +227,24 @@ async fn block_id_0_is_a_block_like_any_other() {
     fixture.assert_reads(&key, 0, &all).await;
     assert_eq!(IdLayout::SPARK.partition_of(BlockId(0)), 0);
     fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_runs_over_a_tier_that_it_does_not_know() {
+    let world = World::above(Arc::new(ThirdTier::default())).await;
+    let key = key("app-1", 1);
+    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    let (flushed, other, fresh) = (blocks(0, 1, 0..20), blocks(1, 1, 0..5), blocks(0, 2, 0..4));
+    world.push(&key, &batch(0, &flushed)).await;
+    world.push(&key, &batch(1, &other)).await;
+    world.flush().await;
+    assert_eq!(world.memory().block_count(), 0);
+    world.assert_reads(&key, 0, &flushed).await;
+    world.assert_reads(&key, 1, &other).await;
+    world.push(&key, &batch(0, &fresh)).await;
+    world.assert_reads(&key, 0, &[flushed.clone(), fresh.clone()].concat()).await;
+    world.flush().await;
+    world.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
+    assert!(world.metric("total_memory_spill_to_third") > 0.0, "metrics carry its name");
+    world.finish().await;
 }

@@ -1,4 +1,4 @@
-//! What the end of power leaves: everything that was acknowledged where writes are synced, and no silent wrong byte
+//! What a power loss leaves: everything that was acknowledged where writes are synced, and no silent wrong byte
 //! where they are not.
 
 use std::collections::BTreeMap;
@@ -27,11 +27,11 @@ async fn one_sync_serves_all_who_wait_for_it() {
     let disks = [TestDisk::new("/a")];
     let store = open_with(&disks, SyncWrites::Group).await;
     let handle = store.register(&key("app", 1));
-    store.note(&handle, b"creates the file").await.unwrap();
+    store.append_metadata(&handle, b"creates the file").await.unwrap();
     disks[0].faults.add(Rule::once(Operation::Sync, Fault::Hang).on(".journal"));
-    let mut first = Box::pin(store.note(&handle, b"first"));
+    let mut first = Box::pin(store.append_metadata(&handle, b"first"));
     assert!((&mut first).now_or_never().is_none());
-    let mut others = Box::pin(join_all((0..20).map(|_| store.note(&handle, b"another"))));
+    let mut others = Box::pin(join_all((0..20).map(|_| store.append_metadata(&handle, b"another"))));
     assert!((&mut others).now_or_never().is_none());
     assert_eq!(disks[0].faults.hung(), 1, "they wait for the one sync");
     disks[0].faults.release().await;
@@ -51,7 +51,7 @@ async fn nothing_is_visible_or_acknowledged_before_it_is_synced() {
         let started = tokio::time::Instant::now();
         let batch = vec![extent(1, &[(1, 9000)], true)];
         let mut write = Box::pin(async {
-            store.note(&handle, b"note").await.unwrap();
+            store.append_metadata(&handle, b"note").await.unwrap();
             store.write(&key, batch).await.unwrap();
         });
         let early = tokio::time::timeout(Duration::from_secs(4), &mut write).await;
@@ -122,7 +122,7 @@ async fn without_syncing_nobody_syncs() {
     disks[0].faults.add(Rule::always(Operation::Sync, Fault::Errno(EIO)));
     let key = key("app", 1);
     let handle = store.register(&key);
-    store.note(&handle, b"note").await.unwrap();
+    store.append_metadata(&handle, b"note").await.unwrap();
     store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
     assert_eq!(disks[0].faults.injected(), 0);
 }
@@ -130,7 +130,7 @@ async fn without_syncing_nobody_syncs() {
 /// What was acknowledged in one life.
 #[derive(Default)]
 struct Told {
-    notes: Vec<Vec<u8>>,
+    metadata: Vec<Vec<u8>>,
     /// Blocks by id with their place in the stream, as an index said.
     records: BTreeMap<i64, IndexRecord>,
 }
@@ -154,8 +154,8 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
             }
             2 => {
                 let note = next.to_be_bytes().to_vec();
-                if store.note(&handle, &note).await.is_ok() {
-                    told.notes.push(note);
+                if store.append_metadata(&handle, &note).await.is_ok() {
+                    told.metadata.push(note);
                 }
             }
             _ => {
@@ -209,14 +209,14 @@ fn what_was_synced_outlives_power_at_the_same_place() {
     for seed in 0..seeds {
         history(seed, SyncWrites::Group, async |store, told| {
             let mut found = store.take_recovered().shuffles;
-            if told.records.is_empty() && told.notes.is_empty() {
+            if told.records.is_empty() && told.metadata.is_empty() {
                 return;
             }
             let shuffle = found.remove(0);
             assert!(shuffle.lost.is_empty(), "seed {seed}: {:?}", shuffle.lost);
             assert_eq!(shuffle.reason, "", "seed {seed}");
-            for note in &told.notes {
-                assert!(shuffle.notes.iter().any(|it| it == note), "seed {seed}: a note is gone");
+            for note in &told.metadata {
+                assert!(shuffle.metadata.iter().any(|it| it == note), "seed {seed}: a note is gone");
             }
             let key = key("app", 1);
             let records = index_of(&store, &key, 1).await.unwrap().0;

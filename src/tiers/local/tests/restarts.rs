@@ -27,7 +27,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     let store = store_on(&disks).await;
     for key in &keys {
         let handle = store.register(key);
-        store.note(&handle, b"first").await.unwrap();
+        store.append_metadata(&handle, b"first").await.unwrap();
         for id in 0..20 {
             let batch = vec![
                 extent(1, &[(id, 3000 + id as usize)], id % 2 == 0),
@@ -35,7 +35,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
             ];
             store.write(key, batch).await.unwrap();
         }
-        store.note(&handle, b"second").await.unwrap();
+        store.append_metadata(&handle, b"second").await.unwrap();
     }
     let before = stream_of(&store, &keys[1], 1).await;
     let used = store.used_bytes();
@@ -45,8 +45,8 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     let recovered = store.take_recovered();
     assert_eq!(recovered.shuffles.iter().map(|it| it.key.clone()).collect::<Vec<_>>(), keys);
     for shuffle in &recovered.shuffles {
-        assert_eq!(shuffle.notes, [&b"first"[..], b"second"]);
-        assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.notes_missing.is_empty());
+        assert_eq!(shuffle.metadata, [&b"first"[..], b"second"]);
+        assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.metadata_missing.is_empty());
         assert_eq!(shuffle.present[&P1].to_vec(), (0..20).collect::<Vec<_>>());
     }
     assert_eq!((recovered.blocks, recovered.missing_disks.len()), (120, 0));
@@ -55,7 +55,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     for key in &keys {
         store.write(key, vec![extent(1, &[(77, 500)], false)]).await.unwrap();
         let handle = store.handle(key).unwrap();
-        store.note(&handle, b"third").await.unwrap();
+        store.append_metadata(&handle, b"third").await.unwrap();
     }
     let longer = stream_of(&store, &keys[1], 1).await;
     assert_eq!(longer.0[..before.0.len()], before.0);
@@ -64,7 +64,7 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
 
     let store = store_on(&disks).await;
     let recovered = store.take_recovered();
-    assert_eq!(recovered.shuffles[0].notes.len(), 3);
+    assert_eq!(recovered.shuffles[0].metadata.len(), 3);
     assert_eq!(stream_of(&store, &keys[1], 1).await, longer);
     for key in &keys {
         store.purge(key).await;
@@ -79,7 +79,7 @@ async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
     let key = key("app", 1);
     let store = store_on(&disks).await;
     let handle = store.register(&key);
-    store.note(&handle, b"first").await.unwrap();
+    store.append_metadata(&handle, b"first").await.unwrap();
     for id in 0..3 {
         store.write(&key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
     }
@@ -93,12 +93,12 @@ async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
         let path = path.unwrap();
         let mut content = disks[0].memory.content(&path).unwrap();
         content.truncate(content.len() - cut);
-        content.extend_from_slice(&notes::encode(1, 9, b"never acknowledged").unwrap()[..40]);
+        content.extend_from_slice(&metadata_record::encode(1, 9, b"never acknowledged").unwrap()[..40]);
         disks[0].memory.write_small(&path, content).await.unwrap();
     }
     let store = store_on(&disks).await;
     let recovered = store.take_recovered();
-    assert_eq!(recovered.shuffles[0].notes, [&b"first"[..]]);
+    assert_eq!(recovered.shuffles[0].metadata, [&b"first"[..]]);
     assert_eq!(recovered.shuffles[0].reason, "");
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1]);
     store.write(&key, vec![extent(1, &[(7, 100)], false)]).await.unwrap();
@@ -113,7 +113,7 @@ async fn two_disks(key: &ShuffleKey) -> ([TestDisk; 2], Vec<i64>, (Vec<u8>, Vec<
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let store = store_on(&disks).await;
     let handle = store.register(key);
-    store.note(&handle, b"registered").await.unwrap();
+    store.append_metadata(&handle, b"registered").await.unwrap();
     let mut on_second = Vec::new();
     for id in 0..12 {
         let published = store.write(key, vec![extent(1, &[(id, 2000)], false)]).await.unwrap();
@@ -138,7 +138,7 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     let recovered = store.take_recovered();
     assert_eq!(recovered.missing_disks, ["/b"]);
     let shuffle = &recovered.shuffles[0];
-    assert_eq!(shuffle.notes, [&b"registered"[..]], "a note is on two disks");
+    assert_eq!(shuffle.metadata, [&b"registered"[..]], "a note is on two disks");
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
     let there: Vec<u64> = (0..12).filter(|id| !on_second.contains(id)).map(|id| id as u64).collect();
     assert_eq!(shuffle.present[&P1].to_vec(), there);
@@ -256,14 +256,14 @@ async fn a_note_that_reaches_no_disk_is_an_error_and_one_disk_is_enough() {
     disks
         .iter()
         .for_each(|disk| disk.faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)).on(".journal")));
-    assert!(store.note(&handle, b"lost").await.is_err());
+    assert!(store.append_metadata(&handle, b"lost").await.is_err());
     store.probe().await;
     disks[1].faults.clear();
-    store.note(&handle, b"kept").await.unwrap();
+    store.append_metadata(&handle, b"kept").await.unwrap();
     drop((handle, store));
     disks.iter().for_each(|disk| disk.faults.clear());
     let shuffle = store_on(&disks).await.take_recovered().shuffles.remove(0);
-    assert_eq!(shuffle.notes, [&b"kept"[..]]);
+    assert_eq!(shuffle.metadata, [&b"kept"[..]]);
 }
 
 /// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`
@@ -327,15 +327,17 @@ async fn booted(disks: &[TestDisk], boot: &str, sync: SyncWrites) -> Arc<LocalSt
 /// A shuffle with a note and a block.
 async fn live(store: &LocalStore, key: &ShuffleKey) {
     let handle = store.register(key);
-    store.note(&handle, b"first").await.unwrap();
+    store.append_metadata(&handle, b"first").await.unwrap();
     store.write(key, vec![extent(1, &[(1, 3000)], true)]).await.unwrap();
 }
 
 /// Of which shuffles notes may be missing; all blocks are there.
 fn doubted(store: &LocalStore) -> Vec<bool> {
     let recovered = store.take_recovered().shuffles;
-    assert!(recovered.iter().all(|shuffle| shuffle.present[&P1].to_vec() == [1] && shuffle.notes.len() == 1));
-    recovered.iter().map(|shuffle| !shuffle.notes_missing.is_empty()).collect()
+    assert!(
+        recovered.iter().all(|shuffle| shuffle.present[&P1].to_vec() == [1] && shuffle.metadata.len() == 1)
+    );
+    recovered.iter().map(|shuffle| !shuffle.metadata_missing.is_empty()).collect()
 }
 
 #[tokio::test(start_paused = true)]
@@ -400,11 +402,11 @@ async fn without_the_kernels_id_and_from_earlier_versions_nothing_is_in_doubt() 
     assert_eq!(doubted(&*booted(&disks, "", SyncWrites::Off).await), [false]);
     assert_eq!(doubted(&*booted(&disks, "two", SyncWrites::Off).await), [false]);
     let disk = disks[0].disk();
-    let text = String::from_utf8(disk.read_small(Path::new(peers::PEERS)).await.unwrap()).unwrap();
+    let text = String::from_utf8(disk.read_small(Path::new(manifest::MANIFEST)).await.unwrap()).unwrap();
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines[..3], ["era 0", "boot unsynced two", "doubted 0"]);
     // What versions before this wrote.
     let early = [&lines[..1], &lines[3..]].concat().join("\n");
-    disk.write_small(Path::new(peers::PEERS), early.into_bytes()).await.unwrap();
+    disk.write_small(Path::new(manifest::MANIFEST), early.into_bytes()).await.unwrap();
     assert_eq!(doubted(&*booted(&disks, "three", SyncWrites::Off).await), [false]);
 }

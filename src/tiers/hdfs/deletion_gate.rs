@@ -2,7 +2,7 @@
 //!
 //! The directories are named by the protocol, so that a shuffle that is registered anew has those of the one before. A
 //! deletion therefore waits for the writes under way, and writes that come after it was ordered wait until it is done:
-//! otherwise it would take new files with it. Ordering is synchronous ([`Ground::order_deletion`]), together with
+//! otherwise it would take new files with it. Ordering is synchronous ([`DeletionGate::order_deletion`]), together with
 //! forgetting the shuffle.
 
 use std::sync::Arc;
@@ -18,20 +18,20 @@ struct State {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(super) struct Ground {
+pub(super) struct DeletionGate {
     state: Mutex<State>,
     changed: Notify,
 }
 
 /// A write under way.
 #[derive(Debug)]
-pub(super) struct Writing(Arc<Ground>);
+pub(super) struct Writing(Arc<DeletionGate>);
 
 /// A deletion that was ordered and is not done.
 #[derive(Debug)]
-pub(super) struct Deleting(Arc<Ground>);
+pub(super) struct Deleting(Arc<DeletionGate>);
 
-impl Ground {
+impl DeletionGate {
     /// Waits for deletions.
     pub(super) async fn write(self: &Arc<Self>) -> Writing {
         self.wait(|state| {
@@ -93,10 +93,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_deletion_waits_for_older_writes_and_holds_newer_ones_back() {
-        let ground = Arc::new(Ground::default());
-        let older = ground.write().await;
-        let deleting = ground.order_deletion();
-        let mut newer = Box::pin(ground.write());
+        let gate = Arc::new(DeletionGate::default());
+        let older = gate.write().await;
+        let deleting = gate.order_deletion();
+        let mut newer = Box::pin(gate.write());
         assert!(deleting.clear().now_or_never().is_none());
         assert!(newer.as_mut().now_or_never().is_none());
         drop(older);

@@ -1,7 +1,7 @@
 //! Which data directories were used together, and until when: so that one that is gone is missed at the next start, and
 //! so is what a reset of the machine took along.
 //!
-//! Every directory has the list in a small file beside the marker, with the *era*: how many starts before could not see
+//! Every directory has the list in a small file beside the marker, with the *epoch*: how many starts before could not see
 //! everything. What such a start numbers must not be numbered so by another that sees other directories. A list that cannot
 //!  be written costs a log line.
 //!
@@ -24,15 +24,15 @@ use super::sync::SyncWrites;
 use super::{Core, LocalConfig, LocalStore};
 
 /// The file's name.
-pub(super) const PEERS: &str = "uniffle-worker.peers";
+pub(super) const MANIFEST: &str = "uniffle-worker.peers";
 /// How a list says that a reset of the machine takes something along.
 const UNSYNCED: &str = "unsynced";
 /// More lines are not believed.
-const PEERS_MAX: usize = 1024;
+const LINES_MAX: usize = 1024;
 
 /// A data directory that was in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Peer {
+pub(super) struct KnownDirectory {
     pub(super) uuid: Uuid,
     pub(super) path: String,
 }
@@ -49,11 +49,11 @@ pub(super) enum AtReset {
 
 /// What the directories say together.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Peers {
+pub(super) struct Manifest {
     /// Directories that were used together with these and are not among them.
-    pub(super) absent: Vec<Peer>,
+    pub(super) absent: Vec<KnownDirectory>,
     /// Starts that could not see everything.
-    pub(super) era: u32,
+    pub(super) epoch: u32,
     /// The machine was reset while something was not synced.
     pub(super) was_reset: bool,
     /// Of shuffles of smaller incarnations reports may be missing.
@@ -63,15 +63,15 @@ pub(super) struct Peers {
 /// One directory's file.
 #[derive(Debug, Default)]
 struct List {
-    era: u32,
+    epoch: u32,
     boot: String,
     at_reset: AtReset,
     doubted_below: u64,
-    peers: Vec<Peer>,
+    directories: Vec<KnownDirectory>,
 }
 
-fn encode(disks: &[Arc<LocalDisk>], known: &Peers, boot: &str, at_reset: AtReset) -> String {
-    let Peers { absent, era, doubted_below, .. } = known;
+fn encode(disks: &[Arc<LocalDisk>], known: &Manifest, boot: &str, at_reset: AtReset) -> String {
+    let Manifest { absent, epoch, doubted_below, .. } = known;
     let present = disks.iter().map(|disk| format!("{} {}\n", disk.uuid, disk.label));
     let absent = absent.iter().map(|peer| format!("{} {}\n", peer.uuid, peer.path));
     let mut lines: Vec<String> = present.chain(absent).collect();
@@ -80,57 +80,57 @@ fn encode(disks: &[Arc<LocalDisk>], known: &Peers, boot: &str, at_reset: AtReset
         AtReset::Unsynced => UNSYNCED,
         AtReset::Nothing => "synced",
     };
-    format!("era {era}\nboot {state} {boot}\ndoubted {doubted_below}\n{}", lines.concat())
+    format!("era {epoch}\nboot {state} {boot}\ndoubted {doubted_below}\n{}", lines.concat())
 }
 
 fn decode(text: &str) -> List {
-    let word = |name: &str| text.lines().take(PEERS_MAX).find_map(|line| line.strip_prefix(name));
+    let word = |name: &str| text.lines().take(LINES_MAX).find_map(|line| line.strip_prefix(name));
     let (state, boot) = word("boot ").and_then(|rest| rest.split_once(' ')).unwrap_or_default();
     let peer = |line: &str| {
         let (uuid, path) = line.split_once(' ')?;
-        Some(Peer { uuid: Uuid::parse_str(uuid).ok()?, path: path.to_owned() })
+        Some(KnownDirectory { uuid: Uuid::parse_str(uuid).ok()?, path: path.to_owned() })
     };
     List {
-        era: word("era ").and_then(|era| era.parse().ok()).unwrap_or(0),
+        epoch: word("era ").and_then(|epoch| epoch.parse().ok()).unwrap_or(0),
         boot: boot.to_owned(),
         at_reset: if state == UNSYNCED { AtReset::Unsynced } else { AtReset::Nothing },
         doubted_below: word("doubted ").and_then(|number| number.parse().ok()).unwrap_or(0),
-        peers: text.lines().take(PEERS_MAX).filter_map(peer).collect(),
+        directories: text.lines().take(LINES_MAX).filter_map(peer).collect(),
     }
 }
 
 /// Reads the lists of `disks`, under the kernel `boot`; empty when that is not known.
-pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: Duration, boot: &str) -> Peers {
+pub(super) async fn recall(disks: &[Arc<LocalDisk>], deadline: Duration, boot: &str) -> Manifest {
     let lists = disks.iter().map(|disk| async {
-        let content = within(deadline, disk.io.read_small(Path::new(PEERS))).await;
+        let content = within(deadline, disk.io.read_small(Path::new(MANIFEST))).await;
         decode(&String::from_utf8_lossy(&content.unwrap_or_default()))
     });
     let lists = join_all(lists.collect::<Vec<_>>()).await;
-    let era = lists.iter().map(|list| list.era).max().unwrap_or(0);
+    let epoch = lists.iter().map(|list| list.epoch).max().unwrap_or(0);
     let doubted_below = lists.iter().map(|list| list.doubted_below).max().unwrap_or(0);
     let lost_some = |list: &List| {
         let is_other = !boot.is_empty() && !list.boot.is_empty() && list.boot != boot;
         is_other && list.at_reset == AtReset::Unsynced
     };
     let was_reset = lists.iter().any(lost_some);
-    let mut absent: Vec<Peer> = lists.into_iter().flat_map(|list| list.peers).collect();
+    let mut absent: Vec<KnownDirectory> = lists.into_iter().flat_map(|list| list.directories).collect();
     absent.retain(|peer| disks.iter().all(|disk| disk.uuid != peer.uuid));
     absent.sort_by_key(|peer| peer.uuid);
     absent.dedup_by_key(|peer| peer.uuid);
-    Peers { absent, era, was_reset, doubted_below }
+    Manifest { absent, epoch, was_reset, doubted_below }
 }
 
 /// Writes the list down on every disk. Absent ones stay on it as long as something is left of their time.
 pub(super) async fn remember(
     disks: &[Arc<LocalDisk>],
-    peers: &Peers,
+    peers: &Manifest,
     config: &LocalConfig,
     at_reset: AtReset,
 ) {
     let (deadline, sync) = (config.name_timeout, config.sync);
     let text = encode(disks, peers, &config.boot, at_reset);
     let writes = disks.iter().map(|disk| async {
-        let path = Path::new(PEERS);
+        let path = Path::new(MANIFEST);
         let before = within(deadline, disk.io.read_small(path)).await.unwrap_or_default();
         if before == text.as_bytes() {
             return;
@@ -163,7 +163,7 @@ impl LocalStore {
         if recovered.shuffles.is_empty() {
             known.absent.clear();
         }
-        known.era += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
+        known.epoch += u32::from(recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()));
         if known.was_reset {
             known.doubted_below = self.next_incarnation.load(Ordering::Relaxed);
         }
@@ -172,7 +172,7 @@ impl LocalStore {
             SyncWrites::Group => AtReset::Nothing,
         };
         remember(disks, &known, &self.core.config, at_reset).await;
-        *self.peers.lock() = Some(known);
+        *self.manifest.lock() = Some(known);
         *self.recovered.lock() = recovered;
     }
 
@@ -180,7 +180,7 @@ impl LocalStore {
     /// of it along, and writes that down. When it takes too long the next start only takes the worst for granted.
     pub async fn end(&self) {
         let config = &self.core.config;
-        let known = self.peers.lock().take();
+        let known = self.manifest.lock().take();
         let Some(known) = known.filter(|_| config.sync == SyncWrites::Off && !config.boot.is_empty()) else {
             return;
         };
@@ -189,7 +189,7 @@ impl LocalStore {
         }
     }
 
-    async fn sync_and_say_so(&self, known: &Peers) -> io::Result<()> {
+    async fn sync_and_say_so(&self, known: &Manifest) -> io::Result<()> {
         let Core { disks, config, .. } = &*self.core;
         // Without a shuffle there is nothing to lose.
         let to_sync = disks.iter().filter(|_| !self.shuffles.is_empty());

@@ -1,6 +1,6 @@
 //! Notes: what else of a shuffle must survive a restart, opaque to the store. FROZEN as version 1 (see the golden test).
 //!
-//! A journal is a log of notes. Everything is big-endian:
+//! The metadata log of a shuffle is a file of records. Everything is big-endian:
 //!
 //! ```text
 //! header, 32 bytes      0  magic "UWNT"            4  version u16 = 1     6  reserved u16 = 0
@@ -9,13 +9,13 @@
 //! then the content
 //! ```
 //!
-//! A note may appear several times, on several disks, with the same number and the same bytes. Pure: no I/O.
+//! A record may appear several times, on several disks, with the same number and the same bytes. Pure: no I/O.
 
 use bytes::Bytes;
 
 use super::index::GroupError;
 
-/// First bytes of a note.
+/// First bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UWNT";
 /// The one version there is.
 pub const VERSION: u16 = 1;
@@ -24,18 +24,18 @@ pub const HEADER_BYTES: usize = 32;
 /// Longest content. Twice the largest message that a listener takes.
 pub const CONTENT_BYTES_MAX: usize = 512 << 20;
 
-/// A decoded note.
+/// A decoded record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Note {
+pub struct MetadataRecord {
     /// Incarnation of the shuffle, as in its directory's name.
     pub incarnation: u64,
-    /// Its number among the shuffle's notes.
+    /// Its number among the shuffle's records.
     pub number: u64,
     /// What it says.
     pub content: Bytes,
 }
 
-/// Encodes a note. `None` when the content is longer than [`CONTENT_BYTES_MAX`].
+/// Encodes a record. `None` when the content is longer than [`CONTENT_BYTES_MAX`].
 #[must_use]
 pub fn encode(incarnation: u64, number: u64, content: &[u8]) -> Option<Bytes> {
     let length = u32::try_from(content.len()).ok().filter(|_| content.len() <= CONTENT_BYTES_MAX)?;
@@ -52,10 +52,10 @@ pub fn encode(incarnation: u64, number: u64, content: &[u8]) -> Option<Bytes> {
     Some(bytes.into())
 }
 
-/// Bytes that the note whose header begins `bytes` has in all, by its own unchecked word.
+/// Bytes that the record whose header begins `bytes` has in all, by its own unchecked word.
 ///
 /// # Errors
-/// [`GroupError`] when no note begins here.
+/// [`GroupError`] when no record begins here.
 pub fn total_bytes(bytes: &[u8]) -> Result<usize, GroupError> {
     let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(GroupError::Incomplete)?;
     if header[0..4] != MAGIC {
@@ -72,22 +72,22 @@ pub fn total_bytes(bytes: &[u8]) -> Result<usize, GroupError> {
     Ok(HEADER_BYTES + length)
 }
 
-/// Decodes the note that `bytes` begins with; the rest is ignored.
+/// Decodes the record that `bytes` begins with; the rest is ignored.
 ///
 /// # Errors
-/// [`GroupError`]; `Incomplete` when more bytes could make a note of it.
-pub fn decode(bytes: &[u8]) -> Result<Note, GroupError> {
-    let note = bytes.get(..total_bytes(bytes)?).ok_or(GroupError::Incomplete)?;
-    let (header, content) = note.split_at(HEADER_BYTES);
+/// [`GroupError`]; `Incomplete` when more bytes could make a record of it.
+pub fn decode(bytes: &[u8]) -> Result<MetadataRecord, GroupError> {
+    let record = bytes.get(..total_bytes(bytes)?).ok_or(GroupError::Incomplete)?;
+    let (header, content) = record.split_at(HEADER_BYTES);
     let word = |at: usize| header[at..].first_chunk().copied().map(u64::from_be_bytes);
     let stored = header[28..].first_chunk().copied().map(u32::from_be_bytes);
     if stored != Some(crc(&header[..28], content)) {
-        return Err(GroupError::Checksum("note"));
+        return Err(GroupError::Checksum("record"));
     }
     let (Some(incarnation), Some(number)) = (word(8), word(16)) else {
         return Err(GroupError::Incomplete);
     };
-    Ok(Note { incarnation, number, content: Bytes::copy_from_slice(content) })
+    Ok(MetadataRecord { incarnation, number, content: Bytes::copy_from_slice(content) })
 }
 
 fn crc(header: &[u8], content: &[u8]) -> u32 {
@@ -126,8 +126,8 @@ mod tests {
             at: prop::sample::Index, bit in 0u8..8,
         ) {
             let bytes = encode(incarnation, number, &content).unwrap();
-            let note = decode(&[&bytes[..], b"next"].concat()).unwrap();
-            prop_assert_eq!((note.incarnation, note.number, &note.content[..]), (incarnation, number, &content[..]));
+            let record = decode(&[&bytes[..], b"next"].concat()).unwrap();
+            prop_assert_eq!((record.incarnation, record.number, &record.content[..]), (incarnation, number, &content[..]));
             prop_assert!(decode(&bytes[..at.index(bytes.len())]).is_err());
             let mut damaged = bytes.to_vec();
             damaged[at.index(bytes.len())] ^= 1 << bit;

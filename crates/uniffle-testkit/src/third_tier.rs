@@ -1,0 +1,210 @@
+//! A tier in memory, read through the worker like local data: what a tier has to be, in one file. A worker gets it by
+//! one line of [`Surroundings::tiers`](uniffle_worker::server::Surroundings::tiers).
+
+use std::collections::HashMap;
+use std::future::ready;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+use uniffle_io::ReadBuffers;
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
+use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleKey};
+use uniffle_worker::tiers::{
+    Admission, Capability, ChunkRead, ExtentWrite, Purge, RemoteStorage, ServedData, ServedIndex, ServedTier,
+    StoreError, StoreErrorKind, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
+};
+
+/// The tier.
+#[derive(Debug, Default)]
+pub struct ThirdTier {
+    shuffles: Mutex<HashMap<ShuffleKey, Arc<Shuffle>>>,
+}
+
+/// One registration of a shuffle.
+#[derive(Debug, Default)]
+struct Shuffle {
+    /// None once it is forgotten.
+    partitions: Mutex<Option<HashMap<PartitionId, Partition>>>,
+}
+
+/// A partition's stream, and the index of it.
+#[derive(Debug, Default)]
+struct Partition {
+    index: Vec<u8>,
+    data: Vec<u8>,
+    ids: Vec<BlockId>,
+}
+
+impl Partition {
+    fn append(&mut self, extent: &ExtentWrite) {
+        let mut offset = self.data.len() as u64;
+        for block in &extent.blocks {
+            self.index.extend_from_slice(&IndexRecord::new(block, offset).encode());
+            self.ids.push(block.block_id);
+            offset += u64::from(block.length);
+        }
+        extent.payload().iter().for_each(|piece| self.data.extend_from_slice(piece));
+        debug_assert_eq!(self.data.len() as u64, offset, "the blocks are the bytes");
+    }
+}
+
+impl ThirdTier {
+    fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+        let found = self.shuffles.lock().get(key).cloned();
+        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
+    }
+
+    /// What `take` makes of a partition; nothing of one that was never written.
+    fn look<T: Default>(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        take: impl FnOnce(&Partition) -> T,
+    ) -> Result<T, StoreError> {
+        let shuffle = self.find(key)?;
+        let partitions = shuffle.partitions.lock();
+        Ok(partitions.as_ref().and_then(|all| all.get(&partition)).map(take).unwrap_or_default())
+    }
+}
+
+impl TierShuffle for Shuffle {
+    fn is_accepting(&self) -> bool {
+        true
+    }
+
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
+        let mut partitions = self.partitions.lock();
+        let Some(partitions) = &mut *partitions else {
+            return ready(Err(StoreError::new(StoreErrorKind::Purged, "third tier"))).boxed();
+        };
+        for extent in &batch.extents {
+            partitions.entry(extent.partition).or_default().append(extent);
+        }
+        ready(Ok(())).boxed()
+    }
+}
+
+impl Tier for ThirdTier {
+    fn capability(&self) -> Capability {
+        Capability {
+            names: TierNames::plain("third"),
+            writers: 2,
+            in_flight_max: usize::MAX,
+            is_for_cold: false,
+            is_by_partition: false,
+            keeps_metadata: false,
+            is_essential: false,
+        }
+    }
+
+    fn state(&self) -> TierState {
+        let keys: Vec<ShuffleKey> = self.shuffles.lock().keys().cloned().collect();
+        let used_bytes = keys.iter().map(|key| self.usage(key).bytes).sum();
+        TierState { used_bytes, ..TierState::default() }
+    }
+
+    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        let register = move |key: &ShuffleKey, _: &[(i32, i32)]| {
+            let create = || Arc::new(Shuffle { partitions: Mutex::new(Some(HashMap::new())) });
+            self.shuffles.lock().entry(key.clone()).or_insert_with(create);
+        };
+        Ok(Some(Box::new(register)))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        Some(self.find(key).ok()?)
+    }
+
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+        let ids = |partition: &Partition| partition.ids.iter().map(|id| id.0.unsigned_abs()).collect();
+        ready(self.look(key, partition, ids)).boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        let Ok(shuffle) = self.find(key) else { return TierUsage::default() };
+        let partitions = shuffle.partitions.lock();
+        let all = || partitions.iter().flat_map(HashMap::values);
+        TierUsage {
+            files: all().count() as u64,
+            bytes: all().map(|partition| partition.data.len() as u64).sum(),
+        }
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn forget(self: Arc<Self>, _: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
+        for key in keys {
+            if let Some(shuffle) = self.shuffles.lock().remove(key) {
+                *shuffle.partitions.lock() = None;
+            }
+        }
+        None
+    }
+}
+
+impl ServedTier for ThirdTier {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+        let (index, data_length) =
+            self.look(key, partition, |it| (it.index.clone(), it.data.len() as u64))?;
+        let length = index.len() as u64;
+        Ok(ServedIndex {
+            length,
+            data_length,
+            chunks: Box::new(Chunks { bytes: index.into(), whole: RECORD_BYTES }),
+        })
+    }
+
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        (offset, length): (u64, u32),
+    ) -> Result<ServedData, StoreError> {
+        let invalid = || StoreError::new(StoreErrorKind::InvalidRange, key.to_string());
+        let start = usize::try_from(offset).map_err(|_| invalid())?;
+        let end = start.checked_add(length as usize).filter(|_| length > 0).ok_or_else(invalid)?;
+        let bytes = self.look(key, partition, |it| it.data.get(start..end).map(Bytes::copy_from_slice))?;
+        let chunks = Chunks { bytes: bytes.ok_or_else(invalid)?, whole: 1 };
+        Ok(ServedData { has_hole: false, chunks: Box::new(chunks) })
+    }
+}
+
+/// Bytes that are given in parts, each of whole units.
+#[derive(Debug)]
+struct Chunks {
+    bytes: Bytes,
+    whole: usize,
+}
+
+impl ChunkRead for Chunks {
+    fn next_chunk<'a>(
+        &'a mut self,
+        buffers: &'a dyn ReadBuffers,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let read = async move {
+            let length = self.bytes.len().min(buffers.chunk_bytes() / self.whole * self.whole);
+            if length == 0 {
+                return Ok(None);
+            }
+            let mut buffer = buffers.acquire(length).await;
+            let part = self.bytes.split_to(length);
+            (*buffer).as_mut()[..length].copy_from_slice(&part);
+            Ok(Some(buffer.freeze(length)))
+        };
+        read.boxed()
+    }
+
+    fn next_room(&self) -> usize {
+        self.bytes.len()
+    }
+}
