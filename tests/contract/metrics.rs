@@ -44,8 +44,8 @@ does not count (that of the local index has none). Not exported is what has no c
 `JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, commits and threads of its executor; riffle's event bus,
 permits and alignment pool.
 
-Those of `tiers::hdfs` are there where the store type has HDFS, those of `coordinator::embedded` where there is no
-`coordinator_quorum`, and those of `coordinator::heartbeat` where there is one.
+Those of `tiers::hdfs`, and those of `flush` that name a tier, are there where the store type has it, those of
+`coordinator::embedded` where there is no `coordinator_quorum`, and those of `coordinator::heartbeat` where there is one.
 ";
 
 /// All of them: those of the tables, and the process's, which the client library brings along.
