@@ -231,20 +231,20 @@ async fn block_id_0_is_a_block_like_any_other() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_runs_over_a_tier_that_it_does_not_know() {
-    let world = World::above(Arc::new(ThirdTier::default())).await;
+    let fixture = WorkerFixture::above(Arc::new(ThirdTier::default())).await;
     let key = key("app-1", 1);
-    world.client.register(&key, &[(0, 1)]).await.unwrap();
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
     let (flushed, other, fresh) = (blocks(0, 1, 0..20), blocks(1, 1, 0..5), blocks(0, 2, 0..4));
-    world.push(&key, &batch(0, &flushed)).await;
-    world.push(&key, &batch(1, &other)).await;
-    world.flush().await;
-    assert_eq!(world.memory().block_count(), 0);
-    world.assert_reads(&key, 0, &flushed).await;
-    world.assert_reads(&key, 1, &other).await;
-    world.push(&key, &batch(0, &fresh)).await;
-    world.assert_reads(&key, 0, &[flushed.clone(), fresh.clone()].concat()).await;
-    world.flush().await;
-    world.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
-    assert!(world.metric("total_memory_spill_to_third") > 0.0, "metrics carry its name");
-    world.finish().await;
+    fixture.push(&key, &batch(0, &flushed)).await;
+    fixture.push(&key, &batch(1, &other)).await;
+    fixture.flush().await;
+    assert_eq!(fixture.memory().block_count(), 0);
+    fixture.assert_reads(&key, 0, &flushed).await;
+    fixture.assert_reads(&key, 1, &other).await;
+    fixture.push(&key, &batch(0, &fresh)).await;
+    fixture.assert_reads(&key, 0, &[flushed.clone(), fresh.clone()].concat()).await;
+    fixture.flush().await;
+    fixture.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
+    assert!(fixture.metric("total_memory_spill_to_third") > 0.0, "metrics carry its name");
+    fixture.finish().await;
 }
