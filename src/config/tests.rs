@@ -237,9 +237,7 @@ fn aliases_are_the_same_key_and_may_not_be_given_twice() {
 }
 
 /// Keys that riffle's own examples and its `config.rs` have, and one value for each.
-#[test]
-fn a_riffle_configuration_with_every_option_is_read() {
-    let text = r#"
+const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
         tags = ["riffle"]
@@ -332,7 +330,10 @@ fn a_riffle_configuration_with_every_option_is_read() {
         backend = "SLED"
         db_path = "/db"
     "#;
-    let mut text = text.to_owned();
+
+#[test]
+fn a_riffle_configuration_with_every_option_is_read() {
+    let mut text = RIFFLE.to_owned();
     if !cfg!(feature = "hdfs") {
         text = text.replace("MEMORY_LOCALFILE_HDFS", "MEMORY_LOCALFILE");
     }

@@ -2,6 +2,7 @@
 //!
 //! Names are the Java server's and riffle's where a counterpart exists; `docs/metrics.md` lists all of them.
 
+mod fill;
 mod renamed;
 mod table;
 mod transit;
@@ -11,9 +12,10 @@ use prometheus::process_collector::ProcessCollector;
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry, Result};
 
+pub use fill::Fill;
 pub use renamed::{IN_MS, IN_SECONDS, View};
 pub(crate) use table::table;
-pub use table::{Description, Family, Fill, Metric, Row};
+pub use table::{Description, Family, Metric, Row};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// Values of metrics at one moment, by name.

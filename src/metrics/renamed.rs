@@ -8,7 +8,7 @@ use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, Registry, Result};
 
 use super::Description;
-use super::table::{Fill, filled};
+use super::fill::{Fill, filled};
 
 /// The values of `metric` under another server's name as well.
 ///

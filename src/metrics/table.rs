@@ -10,6 +10,7 @@ use prometheus::{
     IntGaugeVec, Registry, Result,
 };
 
+use super::fill::{Fill, filled};
 use super::renamed::also;
 
 /// A metric as the documentation tells it.
@@ -25,13 +26,6 @@ pub struct Description {
     pub help: String,
     /// Path of the module that declares it.
     pub module: &'static str,
-}
-
-/// What takes the place of `{…}` in names and help texts.
-pub type Fill<'a> = &'a [(&'a str, &'a str)];
-
-pub(super) fn filled(text: &str, fill: Fill<'_>) -> String {
-    fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
 }
 
 /// A line of a table.

@@ -1,103 +1,27 @@
-//! What the administration changes beside the service: the tags and the log filter; and its token.
+//! The calls of the administration that need more than the service, and its token.
 
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::Arc;
 
 use anyhow::Context as _;
-use parking_lot::RwLock;
-use tokio::sync::{Notify, watch};
 
 use crate::config::{self, Config};
-use crate::coordinator::heartbeat::Heartbeats;
 use crate::listeners::http::admin::{AdminHooks, Token};
 use crate::service::Service;
-use crate::telemetry::LogFilter;
 
 use super::reload::{Reloaded, Reloader};
+use super::settings::RuntimeSettings;
 
 /// Largest token file read.
 const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
 
-/// What can be changed while the worker runs, shared by whoever changes and whoever uses it.
-#[derive(Debug)]
-pub(super) struct Live {
-    tags: RwLock<Vec<String>>,
-    /// The coordinators are to hear of a change now.
-    changed: Notify,
-    log: Option<LogFilter>,
-    pace: OnceLock<Pace>,
-}
-
-/// Who sends heartbeats.
-#[derive(Debug)]
-pub(super) enum Pace {
-    /// To the own coordinator.
-    Embedded(watch::Sender<Duration>),
-    /// To a quorum.
-    Quorum(Heartbeats),
-}
-
-impl Live {
-    pub(super) fn new(config: &Config, log: Option<LogFilter>) -> Self {
-        Self {
-            tags: RwLock::new(config.worker.tags.clone()),
-            changed: Notify::new(),
-            log,
-            pace: OnceLock::new(),
-        }
-    }
-
-    /// The heartbeats have begun; called once.
-    pub(super) fn beating(&self, pace: Pace) {
-        let _ = self.pace.set(pace); // the first ones stay
-    }
-
-    /// The heartbeats to a quorum, if there is one.
-    pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
-        match self.pace.get()? {
-            Pace::Embedded(_) => None,
-            Pace::Quorum(heartbeats) => Some(heartbeats),
-        }
-    }
-
-    /// Heartbeats are so far apart from now on.
-    pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
-        match self.pace.get() {
-            Some(Pace::Embedded(pace)) => drop(pace.send_replace(interval)),
-            Some(Pace::Quorum(heartbeats)) => heartbeats.set_interval(interval),
-            None => {}
-        }
-    }
-
-    /// The configured tags as they are now.
-    pub(super) fn tags(&self) -> Vec<String> {
-        self.tags.read().clone()
-    }
-
-    /// Replaces the tags; the coordinators hear of it at once.
-    pub(super) fn set_tags(&self, tags: Vec<String>) {
-        *self.tags.write() = tags;
-        self.changed.notify_one();
-    }
-
-    /// Resolves when the coordinators are to be told; for one waiter.
-    pub(super) async fn changed(&self) {
-        self.changed.notified().await;
-    }
-
-    /// Replaces the log filter.
-    pub(super) fn set_log_filter(&self, filter: &str) -> Result<(), String> {
-        match &self.log {
-            Some(log) => log.set(filter),
-            None => Err("the logs of this process are not the worker's".to_owned()),
-        }
-    }
-}
-
 /// The calls that need more than the service.
-pub(super) fn hooks(service: Arc<Service>, live: &Arc<Live>, reloader: Arc<Reloader>) -> AdminHooks {
-    let (tags, log) = (Arc::clone(live), Arc::clone(live));
+pub(super) fn hooks(
+    service: Arc<Service>,
+    settings: &Arc<RuntimeSettings>,
+    reloader: Arc<Reloader>,
+) -> AdminHooks {
+    let (tags, log) = (Arc::clone(settings), Arc::clone(settings));
     let set_tags = move |wanted: Vec<String>| {
         config::check_tags(&wanted)?;
         tags.set_tags(wanted);

@@ -16,13 +16,13 @@ use crate::tiers::Tiers;
 /// Between two looks at tiers that do not tell when their state changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-use super::admin::Live;
+use super::settings::RuntimeSettings;
 
 /// What the watch looks at.
 #[derive(Debug)]
 pub(super) struct Watch {
     pub(super) service: Arc<Service>,
-    pub(super) live: Arc<Live>,
+    pub(super) live: Arc<RuntimeSettings>,
 }
 
 impl Watch {

@@ -19,8 +19,8 @@ use crate::telemetry::panic_count;
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Media;
 
-use super::admin::Live;
 use super::health;
+use super::settings::RuntimeSettings;
 
 /// What the worker is, and the parts that know its figures. They are read whenever somebody asks, so none is ever old.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub(super) struct Inspector {
     pub(super) fixed: NodeReport,
     pub(super) store_type: &'static str,
     pub(super) service: Arc<Service>,
-    pub(super) live: Arc<Live>,
+    pub(super) live: Arc<RuntimeSettings>,
     pub(super) gauges: ProcessGauges,
     pub(super) connections: OpenConnections,
 }

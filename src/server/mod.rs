@@ -12,6 +12,7 @@ mod notify;
 mod reload;
 mod report;
 mod run;
+mod settings;
 mod sockets;
 mod stop;
 mod successor;
@@ -19,7 +20,7 @@ mod tiers;
 mod tls;
 mod upgrade;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -48,33 +49,20 @@ use crate::service::Service;
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
-use self::admin::{Live, Pace};
 use self::health::Watch;
 use self::inspect::{Inspector, OpenConnections, ProcessGauges};
 use self::reload::Reloader;
+use self::settings::{Pace, RuntimeSettings};
 use self::sockets::{Sockets, accepting};
 use self::tls::Tls;
 
 pub use self::metrics::metric_descriptions;
 pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
-pub use self::sockets::Inherited;
+pub use self::sockets::{Addresses, Inherited};
 pub use self::stop::Stopped;
 pub use self::successor::Successor;
 pub use self::upgrade::{UPGRADE_FROM, problems as upgrade_problems};
-
-/// Where the listeners are, as bound.
-#[derive(Debug, Clone, Copy)]
-pub struct Addresses {
-    /// gRPC, and the embedded coordinator where there is one.
-    pub grpc: SocketAddr,
-    /// HTTP.
-    pub http: SocketAddr,
-    /// Raw TCP.
-    pub tcp: Option<SocketAddr>,
-    /// Administration.
-    pub admin: Option<SocketAddr>,
-}
 
 /// A running worker.
 #[derive(Debug)]
@@ -85,7 +73,7 @@ pub struct Worker {
     memory: Arc<Memory>,
     service: Arc<Service>,
     registry: Registry,
-    live: Arc<Live>,
+    live: Arc<RuntimeSettings>,
     reloader: Arc<Reloader>,
     started_ms: i64,
     listeners: Tasks,
@@ -159,7 +147,7 @@ impl Worker {
         for tier in service.tiers().iter() {
             service.restore(tier.take_recovered());
         }
-        let live = Arc::new(Live::new(config, surroundings.log));
+        let live = Arc::new(RuntimeSettings::new(config, surroundings.log));
         let (origin, tls_files) = (surroundings.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;

@@ -21,7 +21,7 @@ use crate::service::Service;
 use crate::telemetry::AUDIT;
 use crate::tiers::LocalStore;
 
-use super::admin::Live;
+use super::settings::RuntimeSettings;
 use super::tls::Tls;
 
 /// How often the file is looked at.
@@ -51,7 +51,7 @@ pub(super) struct Reloader {
     origin: Option<Origin>,
     running: Mutex<Config>,
     service: Arc<Service>,
-    live: Arc<Live>,
+    live: Arc<RuntimeSettings>,
     tls: Tls,
     reloads: IntCounterVec,
 }
@@ -77,7 +77,7 @@ impl Reloader {
         config: &Config,
         origin: Option<Origin>,
         service: Arc<Service>,
-        live: Arc<Live>,
+        live: Arc<RuntimeSettings>,
         tls: Tls,
         registry: &Registry,
     ) -> prometheus::Result<Self> {

@@ -14,14 +14,14 @@ use crate::service::{AppStatistics, Service, WorkerState};
 use crate::tiers::{DiskCondition, MountUsage, by_mount};
 use uniffle_io::Media;
 
-use super::admin::Live;
+use super::settings::RuntimeSettings;
 
 /// The parts that are asked.
 #[derive(Debug, Clone)]
 pub(super) struct Parts {
     pub(super) service: Arc<Service>,
     pub(super) memory: Arc<Memory>,
-    pub(super) live: Arc<Live>,
+    pub(super) live: Arc<RuntimeSettings>,
 }
 
 /// `fixed` with the figures of the moment.

@@ -19,10 +19,21 @@ use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
 
-use super::Addresses;
-
 /// Connects that wait while nobody accepts; the kernel has its own limit (`net.core.somaxconn`, 4096).
 const BACKLOG: i32 = 4096;
+
+/// Where the listeners are, as bound.
+#[derive(Debug, Clone, Copy)]
+pub struct Addresses {
+    /// gRPC, and the embedded coordinator where there is one.
+    pub grpc: SocketAddr,
+    /// HTTP.
+    pub http: SocketAddr,
+    /// Raw TCP.
+    pub tcp: Option<SocketAddr>,
+    /// Administration.
+    pub admin: Option<SocketAddr>,
+}
 
 /// Names of listeners, as in a socket unit's `FileDescriptorName=`.
 const GRPC: &str = "grpc";

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 
-use super::Addresses;
+use super::sockets::Addresses;
 
 /// The variable that carries [`Facts`].
 pub const UPGRADE_FROM: &str = "WORKER_UPGRADE_FROM";

@@ -2,7 +2,7 @@
 //!
 //! Each test has a process of its own, started with the binary as a user starts it, and looks at it through its listeners.
 
-#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
 mod checker;
 mod cli;

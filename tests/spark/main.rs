@@ -10,7 +10,7 @@
 //!     modes=vanilla,uniffle quorum=127.0.0.1:21100 scenarios=sort_small,join
 //! ```
 
-#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
 mod clusters;
 mod driver;

@@ -3,7 +3,7 @@
 //! The figures are of no interest here, only that they are there, that every byte was compared, and that a failure is
 //! one line and a non-zero exit.
 
-#![allow(clippy::panic, reason = "to panic is how a test fails")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -1,5 +1,7 @@
 //! One suite over every disk: what the store relies on.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
+
 use std::io;
 use std::path::Path;
 use std::sync::Arc;

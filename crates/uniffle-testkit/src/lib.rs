@@ -20,9 +20,10 @@
 
 #![allow(
     clippy::panic,
+    clippy::print_stderr,
     clippy::unwrap_used,
     clippy::missing_panics_doc,
-    reason = "a fixture that cannot do its work fails the test"
+    reason = "a fixture that cannot do its work fails the test and shows what it knows"
 )]
 
 pub mod block_generator;

@@ -134,7 +134,7 @@ fn the_task_dump_says_where_each_task_waits() {
     let worker = Worker::start(&Setup::default());
     let (status, text) = ask_text(worker.ready().http_port, "GET", "/debug/tasks");
     assert_eq!(status, 200, "{text}");
-    for name in ["grpc accept", "flush scheduler", "flush worker", "store maintenance"] {
+    for name in ["grpc accept", "flush scheduler", "flush worker", "tier maintenance"] {
         assert!(text.contains(&format!("{name} (oldest ")), "{name}: {text}");
         assert!(text.contains(&format!("× {name}\n")), "{name} has no stack: {text}");
     }
