@@ -137,7 +137,8 @@ async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
     fixture.settled().await;
     fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
     let mut probing = JoinSet::new();
-    probing.spawn(Arc::clone(&fixture.hdfs).keep_probing(std::future::pending()));
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    probing.spawn(Arc::clone(&fixture.hdfs).keep_probing(async { drop(stopped.await) }));
     let times =
         |call: RemoteCall| fs.calls().iter().filter(|it| it.0 == call && it.1.contains(".probe-")).count();
     fixture
@@ -152,8 +153,9 @@ async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
         .await;
     sleep(Duration::from_secs(600)).await;
     assert_eq!(times(RemoteCall::Delete), 4, "one that works is not asked");
-    fixture.finish().await;
+    drop(stop);
     probing.join_next().await.unwrap().unwrap();
+    fixture.finish().await;
 }
 
 #[tokio::test(start_paused = true)]

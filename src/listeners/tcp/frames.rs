@@ -48,7 +48,7 @@ enum Phase {
         have: usize,
     },
     /// With its span, which ends with it.
-    Send(Intake, #[expect(dead_code, reason = "ends on drop")] Span),
+    Send(Intake, #[allow(dead_code, reason = "ends on drop; without the feature `otlp` it is empty")] Span),
     Read(PartialRead),
     /// The rest of a refused frame.
     Drain(Drain),
