@@ -19,8 +19,6 @@
 #![allow(missing_docs, reason = "a benchmark")]
 #![allow(clippy::unwrap_used, reason = "a benchmark ends when something fails")]
 
-use std::collections::HashMap;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -29,8 +27,8 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::config::Lines;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 
 const ROUND_BYTES: u32 = 8 << 20;
@@ -47,9 +45,9 @@ impl Bench {
     fn start() -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let config = config(dir.path().join("disk"));
         let (worker, client) = runtime.block_on(async {
-            let worker = Worker::start(&config).await.unwrap();
+            let worker =
+                Lines { capacity: "512MiB", ..Lines::default() }.start(&[dir.path().join("disk")]).await;
             let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
             (worker, client)
         });
@@ -73,18 +71,6 @@ impl Bench {
             }
         });
     }
-}
-
-fn config(disk: PathBuf) -> Config {
-    std::fs::create_dir(&disk).unwrap();
-    let text = format!(
-        "store_type = \"MEMORY_LOCALFILE\"\nbind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\n\
-         [memory_store]\ncapacity = \"512MiB\"\n\
-         [localfile_store]\ndata_paths = [{disk:?}]\ndisk_high_watermark = 1.0\ndisk_low_watermark = 0.99\n"
-    );
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    let machine = Machine { memory_bytes: 8 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-    Config::parse(&text, &env, &machine).unwrap()
 }
 
 /// One round's blocks with ids from `sequence` on.

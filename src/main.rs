@@ -20,7 +20,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::profile::heap;
-use uniffle_worker::server::{Command, Ended, Inherited, Origin, Successor, Surroundings};
+use uniffle_worker::server::{Command, Ended, Environment, Inherited, Origin, Successor};
 #[cfg(feature = "otlp")]
 use uniffle_worker::telemetry::otlp;
 use uniffle_worker::{server, telemetry};
@@ -134,11 +134,8 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
     for warning in &config.warnings {
         tracing::warn!("configuration: {warning}");
     }
-    let surroundings = Surroundings {
-        log: Some(telemetry.filter().clone()),
-        origin: Some(origin),
-        ..Surroundings::default()
-    };
+    let environment =
+        Environment { log: Some(telemetry.filter().clone()), origin: Some(origin), ..Environment::default() };
     loop {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(config.worker.threads)
@@ -152,7 +149,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
             let collector = config.tracing.otlp_endpoint.as_deref();
             collector.map(|endpoint| otlp::export(endpoint, runtime.handle())).transpose()?
         };
-        let ended = runtime.block_on(Box::pin(serve(config, surroundings.clone(), inherited)));
+        let ended = runtime.block_on(Box::pin(serve(config, environment.clone(), inherited)));
         #[cfg(feature = "otlp")]
         drop(export);
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
@@ -167,13 +164,13 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 }
 
 /// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
-async fn serve(config: &Config, surroundings: Surroundings, inherited: Inherited) -> anyhow::Result<Ended> {
+async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot find out what this program is")?;
     let (commands, received) = mpsc::channel(4);
-    let mut server = Box::pin(server::run(config, surroundings, inherited, received));
+    let mut server = Box::pin(server::run(config, environment, inherited, received));
     let mut stopping = false;
     loop {
         let signal = tokio::select! {

@@ -87,7 +87,7 @@ pub struct Worker {
 
 /// What a worker is given of the process that it runs in. The default is a worker among others.
 #[derive(Debug, Clone, Default)]
-pub struct Surroundings {
+pub struct Environment {
     /// The log filter, if it is this worker's to change.
     pub log: Option<LogFilter>,
     /// What the configuration came from, if it is to be read again.
@@ -102,15 +102,15 @@ impl Worker {
     /// # Errors
     /// A port in use, a data directory that is not ours or in use, memory that cannot be mapped.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
-        Self::start_in(Surroundings::default(), Inherited::default(), config).await
+        Self::start_in(Environment::default(), Inherited::default(), config).await
     }
 
-    /// As [`Worker::start`], as a part of `surroundings`, on the sockets of a predecessor as far as there are any.
+    /// As [`Worker::start`], as a part of `environment`, on the sockets of a predecessor as far as there are any.
     ///
     /// # Errors
     /// See [`Worker::start`].
     pub async fn start_in(
-        surroundings: Surroundings,
+        environment: Environment,
         inherited: Inherited,
         config: &Config,
     ) -> anyhow::Result<Self> {
@@ -133,7 +133,7 @@ impl Worker {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let server_id = server_id(ip, &addresses);
-        let tiers = (server_id, surroundings.tiers);
+        let tiers = (server_id, environment.tiers);
         let flusher = tiers::start(config, tiers, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(config.app.clone()));
         let service = Service::new(
@@ -147,8 +147,8 @@ impl Worker {
         for tier in service.tiers().iter() {
             service.restore(tier.take_recovered());
         }
-        let live = Arc::new(RuntimeSettings::new(config, surroundings.log));
-        let (origin, tls_files) = (surroundings.origin, tls.clone());
+        let live = Arc::new(RuntimeSettings::new(config, environment.log));
+        let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
         let worker = Self {

@@ -12,7 +12,7 @@ use crate::config::{Config, startup_banner};
 use super::sockets::Inherited;
 use super::successor::Successor;
 use super::upgrade::{Facts, UPGRADE_FROM};
-use super::{Addresses, Surroundings, Worker, notify};
+use super::{Addresses, Environment, Worker, notify};
 
 /// What a running worker is told.
 #[derive(Debug, Clone)]
@@ -46,12 +46,12 @@ pub enum Ended {
 /// See [`Worker::start`].
 pub async fn run(
     config: &Config,
-    surroundings: Surroundings,
+    environment: Environment,
     inherited: Inherited,
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let gap_began_ms = inherited.gap_began_ms;
-    let worker = Worker::start_in(surroundings, inherited, config).await?;
+    let worker = Worker::start_in(environment, inherited, config).await?;
     tell_ready(config, &worker, gap_began_ms)?;
     loop {
         let told = match config.worker.decommission_shutdown {

@@ -3,14 +3,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
+use uniffle_testkit::config::Lines;
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 use uniffle_testkit::ports::free_port;
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{self, GetShuffleServerRequest, StatusCode};
@@ -18,16 +18,14 @@ use uniffle_worker::server::Worker;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A worker on ports and in a directory of its own; `more` is TOML: top-level keys, then tables.
-async fn worker(directory: &std::path::Path, more: &str) -> Worker {
-    let text = format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{more}\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\nhealthy_check_min_disks = 1\n",
-        directory.join("data")
-    );
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
+/// Heartbeats that a test does not wait for.
+const OFTEN: &str = "heartbeat_interval_seconds = \"100ms\"";
+
+/// A worker on ports and in a directory of its own.
+async fn worker(directory: &Path, top: &str, tables: &str) -> Worker {
+    let top = format!("{OFTEN}\n{top}");
+    let local = "healthy_check_min_disks = 1";
+    Lines { top: &top, local, tables, ..Lines::default() }.start(&[directory.join("data")]).await
 }
 
 type Coordinator = CoordinatorServerClient<tonic::transport::Channel>;
@@ -82,9 +80,9 @@ async fn a_worker_is_the_coordinator_of_another() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let embedded = "[embedded_coordinator]\nnode_timeout_sec = 2\nremote_storage_path = [\"hdfs://nn:8020/rss\"]\n\
                     remote_storage_conf = { nn = \"a=b,c\" }\nclient_conf = { \"rss.x.y\" = 5 }\n";
-    let a = worker(dir_a.path(), embedded).await;
+    let a = worker(dir_a.path(), "", embedded).await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
-    let b = worker(dir_b.path(), &quorum).await;
+    let b = worker(dir_b.path(), &quorum, "").await;
     let mut coordinator = coordinator_of(&a).await;
     let ids = until_nodes(&mut coordinator, 2).await;
     let id_of = |worker: &Worker| {
@@ -146,12 +144,14 @@ async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
     // Nobody listens there until the worker below does, and the system gives it to nobody else.
     let late = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
-    let b = worker(dir_b.path(), &quorum).await;
+    let b = worker(dir_b.path(), &quorum, "").await;
     // It serves although no coordinator ever answered.
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", b.addresses().grpc))
         .expect("an address");
     channel.connect().await.expect("the listener is open");
-    let a = late_worker(dir_a.path(), late.port()).await;
+    let a = Lines { store_type: "MEMORY", top: &format!("grpc_port = {}", late.port()), ..Lines::default() }
+        .start(&[dir_a.path().join("data")])
+        .await;
     let mut coordinator = coordinator_of(&a).await;
     until_nodes(&mut coordinator, 2).await;
     drop(coordinator);
@@ -168,7 +168,8 @@ async fn coordinators_that_answer_badly_are_told_again_and_delay_nobody() {
     let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
     let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
     let directory = tempfile::tempdir().expect("a dir");
-    let worker = worker(directory.path(), &format!("coordinator_quorum = [{}]", doubles.join(", "))).await;
+    let worker =
+        worker(directory.path(), &format!("coordinator_quorum = [{}]", doubles.join(", ")), "").await;
     let accepting = || {
         let families = worker.registry().gather();
         let family = families.iter().find(|family| family.name() == "coordinators_up").expect("a metric");
@@ -191,16 +192,4 @@ async fn coordinators_that_answer_badly_are_told_again_and_delay_nobody() {
     for double in [good, refusing, failing, slow] {
         double.stop().await;
     }
-}
-
-/// A worker whose port was chosen before.
-async fn late_worker(directory: &std::path::Path, grpc_port: u16) -> Worker {
-    let text = format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = {grpc_port}\nhttp_port = 0\nstore_type = \"MEMORY\"\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n",
-        directory.join("data")
-    );
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
 }

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
-use std::path::PathBuf;
 
 use prometheus::proto::{MetricFamily, MetricType};
 use std::time::Duration;
@@ -13,8 +12,8 @@ use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::config::Lines;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::metrics::Description;
 use uniffle_worker::proto::ApplicationInfoRequest;
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
@@ -119,16 +118,11 @@ async fn scrape(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     exported
 }
 
-async fn worker(directory: &std::path::Path, top: &str) -> Worker {
-    let text = format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}\n\
-         [metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\nsync = \"group\"\ndata_paths = [{:?}]\n[admin]\nport = 0\n",
-        directory.join("data")
-    );
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-    Worker::start(&Config::parse(&text, &env, &machine).expect("a configuration")).await.expect("a worker")
+async fn worker(directory: &std::path::Path, store_type: &str, top: &str) -> Worker {
+    let top = format!("heartbeat_interval_seconds = \"100ms\"\n{top}");
+    let tables = "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:1\"\n[admin]\nport = 0";
+    let lines = Lines { store_type, top: &top, local: "sync = \"group\"", tables, ..Lines::default() };
+    lines.start(&[directory.join("data")]).await
 }
 
 /// A shuffle is written, flushed, read from disk, and forgotten. Returns what was exported while its app was known.
@@ -155,8 +149,6 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     let mut coordinator = CoordinatorServerClient::connect(channel).await.expect("a connection");
     let info = ApplicationInfoRequest { app_id: "app".into(), user: "u".into(), ..Default::default() };
     coordinator.register_application_info(info).await.expect("registered");
-    // The gauges of users are set at the coordinator's next sweep, and those of removed files by then too.
-    sleep(Duration::from_millis(300)).await;
     exported
 }
 
@@ -169,27 +161,35 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     assert_eq!(names.len(), described.len(), "a name is described more than once");
 
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
-    let a = worker(dir_a.path(), "").await;
+    let a = worker(dir_a.path(), "MEMORY_LOCALFILE", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
-    let b = worker(dir_b.path(), &format!("{quorum}\nstore_type = \"MEMORY_LOCALFILE_HDFS\"")).await;
+    let b = worker(dir_b.path(), "MEMORY_LOCALFILE_HDFS", &quorum).await;
     // A remote store has metrics as soon as an application has named it; nobody connects yet.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };
     let hdfs = b.service().tiers().find::<HdfsStore>().expect("a remote tier");
     let named = hdfs.prepare(&storage).expect("a sound path");
     let mut exported = traffic(&a).await;
-    // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's.
-    for answer in [scrape(&a).await, scrape(&b).await] {
-        for (name, count) in answer {
-            let most = exported.entry(name).or_insert(0);
-            *most = count.max(*most);
+    // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's. Some are exported at the next
+    // heartbeat or sweep only.
+    let start = Instant::now();
+    let missing = loop {
+        for answer in [scrape(&a).await, scrape(&b).await] {
+            for (name, count) in answer {
+                let most = exported.entry(name).or_insert(0);
+                *most = count.max(*most);
+            }
         }
-    }
+        let missing: Vec<_> =
+            described.iter().filter(|it| it.0 != OF_DATA_IN_HDFS && !exported.contains_key(*it)).collect();
+        if missing.is_empty() || start.elapsed() > PATIENCE {
+            break missing;
+        }
+        sleep(Duration::from_millis(20)).await;
+    };
     let repeated: Vec<_> = exported.iter().filter(|(_, count)| **count != 1).collect();
     assert!(repeated.is_empty(), "exported more than once: {repeated:?}");
     let undescribed: Vec<_> = exported.keys().filter(|it| !described.contains(it)).collect();
-    let missing = described.iter().filter(|it| it.0 != OF_DATA_IN_HDFS && !exported.contains_key(*it));
-    let missing: Vec<_> = missing.collect();
     assert!(undescribed.is_empty() && missing.is_empty(), "undescribed {undescribed:?}\nmissing {missing:?}");
     drop(named);
     assert_eq!(b.stop().await + a.stop().await, 0);

@@ -315,6 +315,7 @@ async fn a_service_manager_passes_sockets_and_is_told() {
     let mut worker = Worker::start(&Setup {
         name: "activated",
         capacity: "64M",
+        top: "grpc_port = 0",
         wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
         env: vec![("NOTIFY_SOCKET", dir.path().join("notify").display().to_string())],
         ..Setup::default()

@@ -1,7 +1,8 @@
 //! An adversary against a worker whose memory is bounded by the kernel: it may be slowed down, not brought down.
 //!
 //! The bound is `memory.max` of a cgroup (version 2, or `memory.limit_in_bytes` of version 1) of the capacity and
-//! 256 MiB. Where no cgroup can be made the largest resident size is held to the same bound instead; the test says which.
+//! 256 MiB. Where the system lets this process make none, the largest
+//! resident size is held to the same bound instead, which the test says.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,6 +23,7 @@ use uniffle_wire::types::{PartitionId, TaskAttemptId, TicketId};
 
 use crate::writes::{Written, client_of, key, local};
 use uniffle_testkit::say;
+use uniffle_testkit::tools::weaker;
 use uniffle_testkit::worker::{Setup, Worker};
 
 const CAPACITY_BYTES: u64 = 64 << 20;
@@ -39,10 +41,9 @@ struct Group {
 }
 
 impl Group {
-    /// None where this process may not make one.
-    fn with_limit(bytes: u64) -> Option<Self> {
-        let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-        own.lines().find_map(|line| {
+    fn with_limit(bytes: u64) -> std::io::Result<Self> {
+        let own = std::fs::read_to_string("/proc/self/cgroup")?;
+        let group = own.lines().find_map(|line| {
             let mut parts = line.splitn(3, ':');
             let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
             let (root, version) = match controllers {
@@ -55,12 +56,13 @@ impl Group {
                 // A group with processes can have no children with limits: beside it, then.
                 _ => ("memory.max", Path::new(root).join(path.trim_start_matches('/')).parent()?.to_owned()),
             };
-            let dir = parent.join(format!("uniffle-worker-test-{}", std::process::id()));
-            std::fs::create_dir(&dir).ok()?;
-            let group = Self { dir, version };
-            std::fs::write(group.dir.join(limit), bytes.to_string()).ok()?;
-            Some(group)
-        })
+            Some((parent.join(format!("uniffle-worker-test-{}", std::process::id())), limit, version))
+        });
+        let (dir, limit, version) = group.ok_or(std::io::ErrorKind::NotFound)?;
+        std::fs::create_dir(&dir)?;
+        let group = Self { dir, version };
+        std::fs::write(group.dir.join(limit), bytes.to_string())?;
+        Ok(group)
     }
 
     fn procs(&self) -> String {
@@ -88,17 +90,16 @@ impl Drop for Group {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_adversary_does_not_get_the_process_killed_and_leaves_nothing() {
     let group = Group::with_limit(CAPACITY_BYTES + ALLOWANCE_BYTES);
+    if let Err(error) = &group {
+        use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
+        let is_allowed = !matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem);
+        let why = format!("no cgroup ({error}), the resident size is held to the bound instead");
+        weaker("overload", &why, is_allowed);
+    }
+    let group = group.ok();
     let wrapper = group.as_ref().map(|group| {
         let line = format!("echo $$ > {} && exec \"$@\"", group.procs());
         ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
-    });
-    say(&match &group {
-        Some(group) => {
-            format!("overload: under a cgroup (version {}) of the capacity and 256 MiB", group.version)
-        }
-        None => {
-            "overload: no cgroup can be made here, the resident size is held to the same bound".to_owned()
-        }
     });
     let setup = Setup {
         name: "overload",

@@ -24,8 +24,6 @@ const TASKS: i64 = 80;
 const REQUEST_PARTITIONS: i32 = 2500;
 /// Tasks that write at once.
 const WRITERS: i64 = 4;
-/// The machine's own disk may be fuller than a data disk should be; that is no matter here.
-const ROOMY_DISKS: &str = "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99";
 
 fn block(partition: i32, task: i64) -> Block {
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
@@ -55,7 +53,7 @@ async fn check(client: &ShuffleClient, key: &ShuffleKey, partition: i32) -> usiz
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
-    let setup = Setup { name: "rss", capacity: "200M", disks: 2, tables: ROOMY_DISKS, ..Setup::default() };
+    let setup = Setup { name: "rss", capacity: "200M", disks: 2, ..Setup::default() };
     let worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let address = ([127, 0, 0, 1], worker.ready().grpc_port).into();
     let patience =

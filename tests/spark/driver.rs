@@ -22,8 +22,6 @@ use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{maven, say};
 
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/driver");
-/// The machine's own disk may be fuller than a data disk should be.
-const ROOMY_DISKS: &str = "disk_high_watermark = 1.0\ndisk_low_watermark = 0.99";
 
 /// Maven is not made for two builds of one project at once.
 static BUILDING: Mutex<()> = Mutex::new(());
@@ -53,13 +51,7 @@ fn run(name: &'static str, client: &str) {
     }
     let size = if std::env::var("DRIVER").is_ok_and(|value| value == "full") { FULL } else { SMALL };
     let output = build();
-    let worker = Worker::start(&Setup {
-        name,
-        capacity: size.capacity,
-        disks: 2,
-        tables: ROOMY_DISKS,
-        ..Setup::default()
-    });
+    let worker = Worker::start(&Setup { name, capacity: size.capacity, disks: 2, ..Setup::default() });
     floor(&worker, &size);
     let ready = worker.ready();
     let driver = Command::new("java")

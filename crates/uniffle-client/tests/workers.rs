@@ -5,9 +5,8 @@
 #[path = "../examples/word_count.rs"]
 mod word_count;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,8 +21,8 @@ use uniffle_client::{
     RemoteStorage, Replicas, Shuffle, ShuffleHandle, StorageType, TaskFilter, Transport,
 };
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::config::Lines;
 use uniffle_wire::index::IndexRecord;
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,19 +33,13 @@ struct Node {
 }
 
 impl Node {
-    /// A worker on free ports with its own directory; `more` is TOML: top-level keys, then tables.
-    async fn start(capacity: &str, more: &str) -> Self {
+    /// A worker on free ports with its own directory.
+    async fn start(capacity: &str, top: &str, tables: &str) -> Self {
         let dir = tempfile::Builder::new().prefix("uniffle-client-").tempdir().unwrap();
-        let text = format!(
-            "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nurpc_port = 0\nhttp_port = 0\n\
-             heartbeat_interval_seconds = \"100ms\"\n{more}\n[memory_store]\ncapacity = \"{capacity}\"\n\
-             [localfile_store]\ndata_paths = [{:?}]\nhealthy_check_min_disks = 1\n",
-            dir.path().join("data")
-        );
-        let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-        let machine = Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-        let config = Config::parse(&text, &env, &machine).unwrap();
-        Self { worker: Worker::start(&config).await.unwrap(), _dir: dir }
+        let top = format!("urpc_port = 0\nheartbeat_interval_seconds = \"100ms\"\n{top}");
+        let local = "healthy_check_min_disks = 1";
+        let lines = Lines { capacity, top: &top, local, tables, ..Lines::default() };
+        Self { worker: lines.start(&[dir.path().join("data")]).await, _dir: dir }
     }
 
     fn address(&self) -> String {
@@ -120,7 +113,7 @@ async fn assert_reads(shuffle: &Shuffle, tasks: &[i64], partitions: i32, blocks:
 #[tokio::test(flavor = "multi_thread")]
 async fn one_worker_over_both_transports_from_memory_and_disk() {
     const LENGTH: u32 = 100_000;
-    let node = Node::start("16MiB", "").await;
+    let node = Node::start("16MiB", "", "").await;
     for (transport, id) in [(Transport::Grpc, "both-grpc"), (Transport::Tcp, "both-tcp")] {
         let cluster = Cluster::new([node.address()], ClientOptions { transport, ..options() }).unwrap();
         let application = cluster.application(id).await.unwrap();
@@ -152,9 +145,9 @@ async fn one_worker_over_both_transports_from_memory_and_disk() {
 /// A replica that stops between write and read, or before a write, costs nothing but time.
 #[tokio::test(flavor = "multi_thread")]
 async fn three_replicas_outlive_one_worker() {
-    let first = Node::start("32MiB", "").await;
+    let first = Node::start("32MiB", "", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]\n", first.address());
-    let (second, third) = (Node::start("32MiB", &quorum).await, Node::start("32MiB", &quorum).await);
+    let (second, third) = (Node::start("32MiB", &quorum, "").await, Node::start("32MiB", &quorum, "").await);
     let replicas = Replicas { total: 3, write: 2, read: 2 };
     for (transport, id) in [(Transport::Grpc, "replicas-grpc"), (Transport::Tcp, "replicas-tcp")] {
         let cluster =
@@ -203,7 +196,7 @@ async fn until_registered(application: &uniffle_client::Application, servers: us
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_quorum_answers_as_long_as_one_coordinator_does() {
-    let node = Node::start("16MiB", "").await;
+    let node = Node::start("16MiB", "", "").await;
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let refusing = closed.local_addr().unwrap().to_string();
     drop(closed);
@@ -230,7 +223,7 @@ async fn a_quorum_answers_as_long_as_one_coordinator_does() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_blocks_are_named() {
-    let node = Node::start("16MiB", "").await;
+    let node = Node::start("16MiB", "", "").await;
     let cluster = Cluster::new([node.address()], options()).unwrap();
     let application = cluster.application("missing").await.unwrap();
     let shuffle = application.register_shuffle(ShuffleId(0), 1).await.unwrap();
@@ -324,7 +317,7 @@ impl FakeFiles {
 async fn remote_files_are_read_behind_the_workers() {
     const ROOT: &str = "hdfs://namenode:8020/rss";
     let tables = format!("[embedded_coordinator]\nremote_storage_path = [\"{ROOT}\"]\n");
-    let node = Node::start("16MiB", &tables).await;
+    let node = Node::start("16MiB", "", &tables).await;
     let generator = BlockGenerator::new(5, IdLayout::SPARK);
     let blocks: Vec<Block> = (0..6)
         .map(|number| generator.block(PartitionId(1), TaskAttemptId(7), number, 500 + number))
@@ -381,7 +374,7 @@ async fn remote_files_are_read_behind_the_workers() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_example_counts_words() {
-    let node = Node::start("16MiB", "").await;
+    let node = Node::start("16MiB", "", "").await;
     for transport in [Transport::Grpc, Transport::Tcp] {
         let options = ClientOptions { transport, ..options() };
         let counts = timeout(PATIENCE, word_count::run(&node.address(), options)).await.unwrap().unwrap();

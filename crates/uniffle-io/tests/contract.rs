@@ -12,6 +12,8 @@ use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::*;
 use uniffle_testkit::fault::{self, FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
+#[cfg(feature = "io-uring")]
+use uniffle_testkit::tools;
 
 async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let target = ReadTarget::one(Box::new(vec![0xee; len + 2]), 1..len + 1, offset);
@@ -151,9 +153,16 @@ async fn io_uring_buffered_and_direct() {
         let root = tempfile::tempdir().unwrap();
         match uring::UringDisk::new(BlockingDisk::new(root.path(), 2, 2)) {
             Ok(disk) => suite(Arc::new(disk), direct).await,
-            Err(error) => return eprintln!("skipped: this machine has no io_uring ({error})"),
+            Err(error) => return without_io_uring(&error),
         }
     }
+}
+
+/// A kernel without it, and a system that forbids it, say so in two ways.
+#[cfg(feature = "io-uring")]
+fn without_io_uring(error: &io::Error) {
+    let is_forbidden = matches!(error.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied);
+    tools::weaker("the suite over io_uring", &format!("no ring: {error}"), !is_forbidden);
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
 //! | the service over memory and tiers, with faults or paused time | [`service::ServiceBuilder`] |
+//! | a worker in this process, and the text of configurations | [`config::Lines`] |
 //! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
 //! | what survives kills, stops and upgrades | [`checker::Checker`] |
 //! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
@@ -29,6 +30,7 @@
 pub mod block_generator;
 pub mod checker;
 pub mod clients;
+pub mod config;
 pub mod coordinator;
 pub mod fault;
 pub mod hdfs;

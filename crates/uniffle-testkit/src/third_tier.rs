@@ -1,5 +1,5 @@
 //! A tier in memory, read through the worker like local data: what a tier has to be, in one file. A worker gets it by
-//! one line of [`Surroundings::tiers`](uniffle_worker::server::Surroundings::tiers).
+//! one line of [`Environment::tiers`](uniffle_worker::server::Environment::tiers).
 
 use std::collections::HashMap;
 use std::future::ready;

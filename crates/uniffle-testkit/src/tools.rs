@@ -35,6 +35,23 @@ pub fn lacking(tried: &str, why: &str) {
     say(&line);
 }
 
+/// Says why something weaker stands in for what is `tried`. In the pipeline that is a failure unless `why` is a thing that
+/// this machine does not allow.
+pub fn weaker(tried: &str, why: &str, is_allowed: bool) {
+    match is_allowed {
+        true => lacking(tried, why),
+        false => say(&format!("weaker here, {why}: {tried}")),
+    }
+}
+
+/// Whether this process may mount file systems.
+pub fn may_mount() -> bool {
+    const SYS_ADMIN: u64 = 1 << 21;
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it is always there");
+    u64::from_str_radix(effective.trim(), 16).expect("a hexadecimal number") & SYS_ADMIN != 0
+}
+
 /// A binary of the workspace as `cargo test` at the top builds it, beside the binary of this test.
 pub fn binary(name: &str) -> PathBuf {
     let path = profile_dir().join(name);

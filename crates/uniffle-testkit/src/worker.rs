@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::config::{Lines, unless_set};
 use crate::metrics::{self, Metrics};
+use crate::ports::free_port;
 use crate::tools::binary;
 use crate::wait_until;
 
@@ -47,6 +49,9 @@ const NEVER_MISSING: &[&str] = &[
     "total_in_memory_block_count",
 ];
 
+/// How often other ports are chosen when one was taken meanwhile.
+const PORT_TRIES: usize = 5;
+
 /// Named by `WORKER_READY_FILE`.
 const READY_FILE: &str = "ready.json";
 
@@ -64,7 +69,7 @@ pub struct Setup {
     pub disks: usize,
     /// The coordinator, or none: then it is its own.
     pub quorum: Option<String>,
-    /// Lines before the first table.
+    /// Lines before the first table; ports, if they are not to be chosen.
     pub top: &'static str,
     /// More lines of `[memory_store]`.
     pub memory: &'static str,
@@ -111,6 +116,24 @@ pub struct Worker {
     ready: Ready,
 }
 
+/// Ports that a configuration names; 0, the system chooses.
+#[derive(Debug, Clone, Copy, Default)]
+struct Ports {
+    grpc: u16,
+    http: u16,
+    urpc: u16,
+}
+
+impl Ports {
+    fn choose() -> Self {
+        Self { grpc: free_port(), http: free_port(), urpc: free_port() }
+    }
+
+    fn of(ready: &Ready) -> Self {
+        Self { grpc: ready.grpc_port, http: ready.http_port, urpc: ready.urpc_port.unwrap_or(0) }
+    }
+}
+
 /// What the worker writes once all its listeners are bound.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Ready {
@@ -141,11 +164,33 @@ impl Worker {
     }
 
     /// The same in a directory that was prepared.
+    ///
+    /// Its ports are chosen outside of those that the system gives away, so that they are still free when it is started
+    /// again; another test may choose the same at the same moment, and then others are.
     pub fn start_in(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>) -> Self {
-        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, None))
+        // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
+        let mut worker = Self::launched(setup, dir, data_paths, Ports::choose());
+        for _ in 0..PORT_TRIES {
+            match worker.try_ready() {
+                Err(_) if worker.log().contains("Address already in use") => {
+                    drop(std::fs::remove_file(worker.dir.path().join("worker.log")));
+                    worker.write_config(&config_text(setup, &worker.data_paths, Ports::choose()));
+                    worker.child = launch(setup, worker.dir.path());
+                }
+                ready => {
+                    worker.ready =
+                        ready.unwrap_or_else(|status| panic!("worker {} ended: {status}", setup.name));
+                    return worker;
+                }
+            }
+        }
+        panic!("worker {}: no free ports", setup.name)
+    }
+
+    fn launched(setup: &Setup, dir: tempfile::TempDir, data_paths: Vec<PathBuf>, ports: Ports) -> Self {
+        std::fs::write(dir.path().join("config.toml"), config_text(setup, &data_paths, ports))
             .expect("the configuration");
         let child = launch(setup, dir.path());
-        // The value exists before the wait, so that a worker that never gets ready is killed and its log shown.
         let nothing = Ready {
             grpc_port: 0,
             http_port: 0,
@@ -154,26 +199,13 @@ impl Worker {
             pid: child.id(),
             upgrade_gap_ms: None,
         };
-        let mut worker = Self { setup: setup.clone(), child, dir, data_paths, ready: nothing };
-        worker.ready = worker.wait_ready();
-        worker
+        Self { setup: setup.clone(), child, dir, data_paths, ready: nothing }
     }
 
     /// What a worker says that does not start; an error while one does.
     pub fn refused(setup: &Setup) -> Result<String, String> {
         let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
-        std::fs::write(dir.path().join("config.toml"), config_text(setup, &[], None))
-            .expect("the configuration");
-        let child = launch(setup, dir.path());
-        let ready = Ready {
-            grpc_port: 0,
-            http_port: 0,
-            admin_port: None,
-            urpc_port: None,
-            pid: child.id(),
-            upgrade_gap_ms: None,
-        };
-        let mut worker = Self { setup: setup.clone(), child, dir, data_paths: Vec::new(), ready };
+        let mut worker = Self::launched(setup, dir, Vec::new(), Ports::default());
         let what = format!("worker {} ends or gets ready", setup.name);
         let status = wait_until(&what, START_DEADLINE, || match worker.child.try_wait() {
             Ok(Some(status)) => Ok(Some(status)),
@@ -185,20 +217,25 @@ impl Worker {
         Ok(worker.log())
     }
 
-    /// Waits for the ready file of this process.
     fn wait_ready(&mut self) -> Ready {
+        let name = self.setup.name;
+        self.try_ready().unwrap_or_else(|status| panic!("worker {name} gets ready: it ended: {status}"))
+    }
+
+    /// Waits for the ready file of this process, or for its end.
+    fn try_ready(&mut self) -> Result<Ready, ExitStatus> {
         let ready_file = self.dir.path().join(READY_FILE);
         let (what, child) = (format!("worker {} gets ready", self.setup.name), &mut self.child);
         let ready: Ready = wait_until(&what, START_DEADLINE, || {
             if let Ok(Some(status)) = child.try_wait() {
-                panic!("{what}: it ended: {status}");
+                return Ok(Err(status));
             }
             let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
             // Half a file is not JSON, so that a write that is seen in the middle is seen again.
-            serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
-        });
+            serde_json::from_str(&text).map(Ok).map_err(|error| format!("{error} in {text:?}"))
+        })?;
         assert_eq!(ready.pid, self.child.id(), "another process wrote the ready file");
-        ready
+        Ok(ready)
     }
 
     fn forget_ready(&self) {
@@ -213,8 +250,7 @@ impl Worker {
 
     /// Starts it again after its end, on the ports that it had.
     pub fn start_again(&mut self) {
-        let text = config_text(&self.setup, &self.data_paths, Some(&self.ready));
-        self.start_again_with(&text);
+        self.start_again_with(&self.config());
     }
 
     /// The same with another configuration.
@@ -232,7 +268,7 @@ impl Worker {
 
     /// Its configuration with the ports that it has.
     pub fn config(&self) -> String {
-        config_text(&self.setup, &self.data_paths, Some(&self.ready))
+        config_text(&self.setup, &self.data_paths, Ports::of(&self.ready))
     }
 
     /// Replaces the configuration; it is read at the next start or upgrade.
@@ -459,34 +495,25 @@ pub fn peak_resident_bytes(pid: u32) -> u64 {
     kib << 10
 }
 
-fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Option<&Ready>) -> String {
-    let port = |of: fn(&Ready) -> u16| ports.map_or(0, of);
-    let grpc_port = port(|ready| ready.grpc_port);
-    let http_port = port(|ready| ready.http_port);
-    let urpc_port = port(|ready| ready.urpc_port.unwrap_or(0));
-    // A debug string of a path is a TOML string as long as it is printable ASCII, which a temp dir is.
+fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
     let quorum: Vec<_> = setup.quorum.iter().collect();
-    format!(
-        "store_type = \"{}\"\n\
-         grpc_port = {grpc_port}\n\
-         http_port = {http_port}\n\
-         urpc_port = {urpc_port}\n\
-         heartbeat_interval_seconds = 1\n\
-         coordinator_quorum = {quorum:?}\n\
-         {}\n\
-         [memory_store]\n\
-         capacity = \"{}\"\n\
-         {}\n\
-         [localfile_store]\n\
-         data_paths = {data_paths:?}\n\
-         {}\n\
-         {}\n",
-        setup.store_type, setup.top, setup.capacity, setup.memory, setup.tables, setup.made_tables
-    )
+    let [grpc, http, urpc] = [ports.grpc, ports.http, ports.urpc].map(|port| port.to_string());
+    let ports = unless_set(&[("grpc_port", &grpc), ("http_port", &http), ("urpc_port", &urpc)], setup.top);
+    let top =
+        format!("{ports}heartbeat_interval_seconds = 1\ncoordinator_quorum = {quorum:?}\n{}", setup.top);
+    let lines = Lines {
+        store_type: setup.store_type,
+        capacity: setup.capacity,
+        top: &top,
+        memory: setup.memory,
+        local: setup.tables,
+        tables: &setup.made_tables,
+    };
+    lines.text(data_paths)
 }
 
 /// Everything below a data directory but its claim and the empty directories of applications and of what is deleted.
-fn leftovers(base: &Path) -> Vec<PathBuf> {
+pub fn leftovers(base: &Path) -> Vec<PathBuf> {
     let mut left = Vec::new();
     let mut open = vec![base.to_owned()];
     while let Some(dir) = open.pop() {

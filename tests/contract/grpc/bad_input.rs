@@ -78,9 +78,15 @@ async fn every_call(client: &ShuffleClient, app: &str) -> Vec<(&'static str, Sta
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn app_ids_that_are_no_names_never_reach_the_file_system() {
     let fixture = WorkerFixture::start().await;
-    let before = tree(fixture.dir.path());
+    let above = fixture.dir.path();
+    let before = tree(above);
     let long = "x".repeat(5000);
+    let absolute = above.join("x").display().to_string();
     let bad = [
+        // Where these lead to is seen: `above` holds the data directories.
+        &absolute,
+        "../../x",
+        "../../../x",
         "",
         ".",
         "..",
@@ -107,9 +113,10 @@ async fn app_ids_that_are_no_names_never_reach_the_file_system() {
             assert!(expected, "{rpc} of {app:.20?}: {status:?}");
         }
     }
-    assert_eq!(tree(fixture.dir.path()), before);
+    assert_eq!(tree(above), before);
     assert_eq!(fixture.worker.apps().app_count(), 0);
-    assert!(!Path::new("/x").exists() && !Path::new("/tmp/x.uniffle").exists());
+    fixture.client.register(&key("x", 0), &[(0, 0)]).await.unwrap();
+    assert_ne!(tree(above), before, "a name that is taken leaves its mark there");
     fixture.finish().await;
 }
 
@@ -306,7 +313,20 @@ async fn requests_with_every_field_at_its_default_are_answered() {
     }
     // shuffle 0 of a known app, which has only shuffle 1.
     let said = every_call(&fixture.client, "app-1").await;
-    assert_eq!(said.len(), 11);
+    let expected = [
+        ("register_shuffle", StatusCode::Success),
+        ("require_buffer", StatusCode::Success),
+        ("send_shuffle_data", StatusCode::InternalError),
+        ("report_shuffle_result", StatusCode::Success),
+        ("get_shuffle_result", StatusCode::Success),
+        ("get_memory_shuffle_data", StatusCode::Success),
+        ("get_local_shuffle_index", StatusCode::Success),
+        ("get_local_shuffle_data", StatusCode::InternalError),
+        ("unregister_shuffle", StatusCode::Success),
+        ("unregister_shuffle_by_app_id", StatusCode::Success),
+        ("app_heartbeat", StatusCode::NoRegister),
+    ];
+    assert_eq!(said, expected);
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;

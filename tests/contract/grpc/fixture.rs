@@ -1,7 +1,6 @@
 //! A whole worker in this process, started from TOML text on ports that the system chose, and a client of it.
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tempfile::TempDir;
@@ -9,38 +8,15 @@ use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::{Batch, SendForm};
 pub(crate) use uniffle_testkit::clients::quickly;
+pub(crate) use uniffle_testkit::config::Lines as Setup;
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_testkit::service::sum_of;
-pub(crate) use uniffle_testkit::worker::OWN_FILES;
+pub(crate) use uniffle_testkit::worker::leftovers as files_below;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TicketId};
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::memory::Memory;
 use uniffle_worker::proto::{self, StatusCode};
-use uniffle_worker::server::{Inherited, Surroundings, Worker};
+use uniffle_worker::server::Worker;
 use uniffle_worker::tiers::Tier;
-
-/// What a test chooses of the configuration.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Setup<'a> {
-    /// `store_type`.
-    pub(crate) store_type: &'a str,
-    /// `memory_store.capacity`.
-    pub(crate) capacity: &'a str,
-    /// More lines of `[memory_store]`.
-    pub(crate) memory: &'a str,
-    /// More lines of `[localfile_store]`.
-    pub(crate) local: &'a str,
-    /// Lines before the first table.
-    pub(crate) top: &'a str,
-    /// Whole tables behind the rest.
-    pub(crate) tables: &'a str,
-}
-
-impl Default for Setup<'_> {
-    fn default() -> Self {
-        Self { store_type: "MEMORY_LOCALFILE", capacity: "32MiB", memory: "", local: "", top: "", tables: "" }
-    }
-}
 
 /// A running worker with two data directories, and a client.
 #[derive(Debug)]
@@ -71,18 +47,15 @@ impl WorkerFixture {
         let dir = tempfile::tempdir().unwrap();
         let unused = vec![dir.path().join("unused")];
         let setup = Setup { store_type: "MEMORY", ..Setup::default() };
-        let surroundings = Surroundings { tiers: vec![tier], ..Surroundings::default() };
-        Self::within(surroundings, setup, dir, unused).await
+        Self::of(setup.start_above(vec![tier], &unused).await, dir, unused).await
     }
 
     /// A worker on directories that another had before.
     pub(crate) async fn on(setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
-        Self::within(Surroundings::default(), setup, dir, disks).await
+        Self::of(setup.start(&disks).await, dir, disks).await
     }
 
-    async fn within(surroundings: Surroundings, setup: Setup<'_>, dir: TempDir, disks: Vec<PathBuf>) -> Self {
-        let config = parse(&setup, &disks);
-        let worker = Worker::start_in(surroundings, Inherited::default(), &config).await.unwrap();
+    async fn of(worker: Worker, dir: TempDir, disks: Vec<PathBuf>) -> Self {
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap().with_backoff(quickly());
         Self { worker, client, dir, disks }
     }
@@ -194,31 +167,6 @@ impl WorkerFixture {
     }
 }
 
-/// The configuration that a user would have written.
-fn parse(setup: &Setup<'_>, disks: &[PathBuf]) -> Config {
-    let Setup { store_type, capacity, memory, local, top, tables } = setup;
-    let text = format!(
-        "store_type = \"{store_type}\"\n\
-         bind_address = \"127.0.0.1\"\n\
-         grpc_port = 0\n\
-         http_port = 0\n\
-         {top}\n\
-         [memory_store]\n\
-         capacity = \"{capacity}\"\n\
-         {memory}\n\
-         [localfile_store]\n\
-         data_paths = {disks:?}\n\
-         # Whatever the machine of the tests has on its disk.\n\
-         disk_high_watermark = 1.0\n\
-         disk_low_watermark = 0.99\n\
-         {local}\n\
-         {tables}\n"
-    );
-    let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-    let machine = Machine { memory_bytes: 8 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") };
-    Config::parse(&text, &env, &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
-}
-
 pub(crate) fn key(app: &str, shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle))
 }
@@ -246,22 +194,4 @@ pub(crate) fn assert_same(
     for block in blocks {
         assert!(read[&block.meta.block_id] == block.data, "bytes of block {}", block.meta.block_id);
     }
-}
-
-/// Everything below a data directory but the claim and the two directories that are always there.
-pub(crate) fn files_below(base: &Path) -> Vec<PathBuf> {
-    let mut left = Vec::new();
-    let mut open = vec![base.to_owned()];
-    while let Some(dir) = open.pop() {
-        // A directory that a purge removes meanwhile is not left.
-        for entry in std::fs::read_dir(&dir).into_iter().flatten().flatten() {
-            let path = entry.path();
-            if path == base.join("apps") || path == base.join("trash") {
-                open.push(path);
-            } else if OWN_FILES.iter().all(|name| path != base.join(name)) {
-                left.push(path);
-            }
-        }
-    }
-    left
 }

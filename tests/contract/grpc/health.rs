@@ -57,18 +57,6 @@ async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_agai
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_panic_somewhere_leaves_the_worker_active() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
-    let panicked = std::thread::spawn(|| panic!("a test wants this thread to panic")).join();
-    assert!(panicked.is_err());
-    assert_eq!(fixture.worker.service().status().state(), WorkerState::Active);
-    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
-    fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top =

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
-use tokio::time::sleep;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep};
 use uniffle_client::grpc::{Backoff, ClientError};
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::types::{PartitionId, TicketId};
@@ -12,16 +13,13 @@ use uniffle_worker::proto::StatusCode;
 
 use super::blocks::{batch, block, blocks};
 use super::fixture::{Setup, WorkerFixture, eventually, key, require};
+use super::parts::parts;
 use super::raw;
 
-const SHORT_TICKETS: Setup<'_> = Setup {
-    store_type: "MEMORY_LOCALFILE",
-    capacity: "32MiB",
-    memory: "buffer_ticket_timeout_sec = \"1s\"\nbuffer_ticket_check_interval_sec = \"100ms\"",
-    local: "",
-    top: "",
-    tables: "",
-};
+/// Long after every ticket that there is.
+fn expire_tickets(fixture: &WorkerFixture) -> usize {
+    fixture.memory().expire_tickets(Instant::now() + Duration::from_secs(3600))
+}
 
 fn refused(result: Result<(), ClientError>) -> (StatusCode, String) {
     match result {
@@ -32,11 +30,12 @@ fn refused(result: Result<(), ClientError>) -> (StatusCode, String) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_expired_ticket_is_an_internal_error_and_a_new_one_succeeds() {
-    let (fixture, key) = (WorkerFixture::with(SHORT_TICKETS).await, key("app-1", 1));
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     assert!(fixture.memory().tickets().pre_allocated_bytes() > 0);
+    assert_eq!(expire_tickets(&fixture), 1);
     fixture.assert_memory_is_free().await;
 
     let sent = fixture.client.send(&key, ticket, SendForm::Classic, &batch(0, &all)).await;
@@ -51,19 +50,29 @@ async fn an_expired_ticket_is_an_internal_error_and_a_new_one_succeeds() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_send_that_has_begun_outlives_its_tickets_expiry() {
-    let (fixture, key) = (WorkerFixture::with(SHORT_TICKETS).await, key("app-1", 1));
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     let all = blocks(0, 1, 0..5);
     let ticket = fixture.client.require_buffer(&key, &batch(0, &all)).await.unwrap();
     let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &batch(0, &all)));
     let (head, tail) = (message.slice(..1000), message.slice(1000..));
+    let (go_on, expired) = oneshot::channel::<()>();
     let late = stream::once(async move {
-        sleep(Duration::from_millis(1300)).await;
+        expired.await.unwrap();
         tail
     });
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
     let pieces = stream::iter([head]).chain(late);
-    let answer = raw::call_streamed(&channel, raw::SEND, pieces).await;
+    let begun_and_expired = async {
+        eventually("the ticket is redeemed", || match fixture.memory().tickets().count() {
+            0 => Ok(()),
+            count => Err(format!("{count} tickets")),
+        })
+        .await;
+        assert_eq!(expire_tickets(&fixture), 0, "one that is spent cannot expire");
+        go_on.send(()).unwrap();
+    };
+    let (answer, ()) = tokio::join!(raw::call_streamed(&channel, raw::SEND, pieces), begun_and_expired);
     assert_eq!(answer.send_status().0, StatusCode::Success);
     fixture.assert_reads(&key, 0, &all).await;
     drop(channel);
@@ -239,11 +248,7 @@ async fn what_a_ticket_has_too_much_comes_back_after_the_send() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_number_of_tickets_is_bounded_and_they_expire() {
-    let setup = Setup {
-        memory: "buffer_ticket_max_count = 10\nbuffer_ticket_timeout_sec = \"1s\"\n\
-                 buffer_ticket_check_interval_sec = \"100ms\"",
-        ..Setup::default()
-    };
+    let setup = Setup { memory: "buffer_ticket_max_count = 10", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     for _ in 0..10 {
@@ -251,8 +256,20 @@ async fn the_number_of_tickets_is_bounded_and_they_expire() {
     }
     let answer = fixture.client.require_raw(require(&key, 1)).await.unwrap();
     assert_eq!(answer.status(), StatusCode::NoBuffer);
+    assert_eq!(expire_tickets(&fixture), 10);
     fixture.assert_memory_is_free().await;
     fixture.ticket(&key, 1).await;
+    fixture.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn tickets_are_looked_through_without_being_asked() {
+    let fixture = parts().start().await;
+    fixture.memory.tickets().require(&key("app-1", 1).app, 1000, 1).unwrap();
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(fixture.memory.tickets().count(), 1, "they live for 30 s here");
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(fixture.memory.tickets().count(), 0);
     fixture.finish().await;
 }
 

@@ -5,16 +5,15 @@
 
 mod record;
 
-use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
+use uniffle_testkit::config::Lines;
 use uniffle_testkit::recording::{Plane, Session};
 use uniffle_testkit::replay::{Player, Summary};
 use uniffle_testkit::say;
-use uniffle_worker::config::{Config, Machine};
 use uniffle_worker::server::Worker;
 
 const RECORDINGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/contract/replay");
@@ -40,16 +39,8 @@ struct Server {
 impl Server {
     async fn start(tables: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temp dir");
-        let config = format!(
-            "store_type = \"MEMORY_LOCALFILE\"\nbind_address = \"127.0.0.1\"\n\
-             grpc_port = 0\nurpc_port = 0\nhttp_port = 0\n\
-             [memory_store]\ncapacity = \"64MiB\"\n\
-             [localfile_store]\ndata_paths = [{:?}]\n{tables}",
-            dir.path()
-        );
-        let env = HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())]);
-        let config = Config::parse(&config, &env, &Machine::detect(&env)).expect("a good configuration");
-        Self { worker: Worker::start(&config).await.expect("it starts"), _dir: dir }
+        let lines = Lines { capacity: "64MiB", top: "urpc_port = 0", tables, ..Lines::default() };
+        Self { worker: lines.start(&[dir.path()]).await, _dir: dir }
     }
 
     fn addresses(&self) -> (SocketAddr, SocketAddr) {

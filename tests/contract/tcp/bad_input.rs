@@ -338,7 +338,7 @@ fn number_from_env(name: &str, default: u64) -> u64 {
 async fn mutated_frames_never_break_the_listener() {
     let fixture = TcpFixture::new().await;
     let mut random = ChaCha8Rng::seed_from_u64(number_from_env("TCP_SEED", 1));
-    for _ in 0..number_from_env("TCP_CASES", 300) {
+    for _ in 0..number_from_env("TCP_CASES", 10_000) {
         let request = fixture.request(1, &[block(0, 50), block(1, 1), block(2, 200)]);
         let mut bytes = frame(&request).to_vec();
         for _ in 0..random.random_range(1..4) {

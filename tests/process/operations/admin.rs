@@ -10,7 +10,6 @@ use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternal
 use uniffle_worker::proto::{
     CancelDecommissionRequest, DecommissionRequest, GetShuffleServerRequest, StatusCode as Code,
 };
-use uniffle_worker::server::Surroundings;
 use uniffle_worker::service::WorkerState;
 use uniffle_worker::tiers::LocalStore;
 
@@ -121,7 +120,7 @@ async fn without_the_token_nothing_is_told_and_nothing_changes() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("{TOKEN}\n")).unwrap();
     let admin = format!("token_file = {:?}", file.path());
-    let fixture = AdminFixture::with(&admin, Surroundings::default()).await;
+    let fixture = AdminFixture::with(&admin).await;
     fixture.push("app-1", 2).await;
     let before = fixture.worker.memory().block_count();
     let wrong = TOKEN.replace('c', "d");

@@ -1,8 +1,5 @@
 //! A worker in this process with an open administration, and a client of its data protocol.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
-
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -10,10 +7,11 @@ use uniffle_client::block::IdLayout;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::config::Lines;
+pub(crate) use uniffle_testkit::config::{parse, start_from};
 pub(crate) use uniffle_testkit::eventually;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::config::{Config, Machine};
-use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
+use uniffle_worker::server::Worker;
 
 pub(crate) struct AdminFixture {
     pub(crate) worker: Worker,
@@ -24,29 +22,25 @@ pub(crate) struct AdminFixture {
 
 impl AdminFixture {
     pub(crate) async fn start() -> Self {
-        Self::with("", Surroundings::default()).await
+        Self::with("").await
     }
 
     /// `tables` are whole tables, or lines of `[admin]` before the first of them.
-    pub(crate) async fn with(tables: &str, surroundings: Surroundings) -> Self {
+    pub(crate) async fn with(tables: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let text = config_text(dir.path(), "", tables);
-        Self::of(&parse(&text), surroundings, dir).await
+        let worker = Worker::start(&parse(&config_text(dir.path(), "", tables))).await.unwrap();
+        Self::of(worker, dir).await
     }
 
     /// A worker that reads `config.toml` in its directory again when it is told to.
     pub(crate) async fn with_file(top: &str, tables: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.toml"), config_text(dir.path(), top, tables)).unwrap();
-        let origin = Origin { env: env(), machine: machine() };
-        let config =
-            Config::load(Some(&dir.path().join("config.toml")), &origin.env, &origin.machine).unwrap();
-        Self::of(&config, Surroundings { origin: Some(origin), log: None, ..Surroundings::default() }, dir)
-            .await
+        let file = dir.path().join("config.toml");
+        std::fs::write(&file, config_text(dir.path(), top, tables)).unwrap();
+        Self::of(start_from(&file).await, dir).await
     }
 
-    async fn of(config: &Config, surroundings: Surroundings, dir: TempDir) -> Self {
-        let worker = Worker::start_in(surroundings, Inherited::default(), config).await.unwrap();
+    async fn of(worker: Worker, dir: TempDir) -> Self {
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
         Self { worker, client, http: reqwest::Client::new(), dir }
     }
@@ -123,23 +117,8 @@ impl AdminFixture {
     }
 }
 
-fn config_text(dir: &std::path::Path, top: &str, tables: &str) -> String {
-    format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\nheartbeat_interval_seconds = 1\n{top}\n\
-         [memory_store]\ncapacity = \"32MiB\"\n[localfile_store]\ndata_paths = [{:?}]\n\
-         [admin]\nport = 0\n{tables}\n",
-        dir.join("data")
-    )
-}
-
-pub(crate) fn env() -> HashMap<String, String> {
-    HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())])
-}
-
-pub(crate) fn parse(text: &str) -> Config {
-    Config::parse(text, &env(), &machine()).unwrap()
-}
-
-pub(crate) fn machine() -> Machine {
-    Machine { memory_bytes: 1 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") }
+pub(crate) fn config_text(dir: &std::path::Path, top: &str, tables: &str) -> String {
+    let (top, tables) =
+        (format!("heartbeat_interval_seconds = 1\n{top}"), format!("[admin]\nport = 0\n{tables}"));
+    Lines { top: &top, tables: &tables, ..Lines::default() }.own_text(&[dir.join("data")])
 }

@@ -17,12 +17,11 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName}
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::Endpoint;
 use uniffle_client::grpc::ShuffleClient;
-use uniffle_worker::config::Config;
 use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
-use uniffle_worker::server::{Inherited, Origin, Surroundings, Worker};
+use uniffle_worker::server::Worker;
 
-use super::fixture::{env, machine, parse};
+use super::fixture::{config_text, parse, start_from};
 use uniffle_testkit::worker::{self, Setup};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -80,11 +79,7 @@ impl Certificates {
 }
 
 fn config(dir: &Path, tls: &str) -> String {
-    format!(
-        "bind_address = \"127.0.0.1\"\ngrpc_port = 0\nhttp_port = 0\n[memory_store]\ncapacity = \"32MiB\"\n\
-         [localfile_store]\ndata_paths = [{:?}]\n[admin]\nport = 0\n[tls]\n{tls}\n",
-        dir.join("data")
-    )
+    config_text(dir, "", &format!("[tls]\n{tls}"))
 }
 
 async fn connect(connector: &TlsConnector, port: u16) -> std::io::Result<TlsStream<TcpStream>> {
@@ -207,10 +202,7 @@ async fn certificates_are_read_again_while_the_worker_runs() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("config.toml");
     std::fs::write(&file, config(dir.path(), &certificates.table())).unwrap();
-    let origin = Origin { env: env(), machine: machine() };
-    let config = Config::load(Some(&file), &origin.env, &origin.machine).unwrap();
-    let surroundings = Surroundings { origin: Some(origin), log: None, ..Surroundings::default() };
-    let worker = Worker::start_in(surroundings, Inherited::default(), &config).await.unwrap();
+    let worker = start_from(&file).await;
     let port = worker.addresses().http.port();
     let works = |of: &Certificates| {
         let connector = of.connector(None, "http/1.1");

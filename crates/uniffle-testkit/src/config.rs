@@ -1,0 +1,101 @@
+//! Configurations of tests: the text that a user would have written, and a worker in this process that is started from it.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use uniffle_worker::config::{Config, Machine};
+use uniffle_worker::server::{Environment, Inherited, Origin, Worker};
+use uniffle_worker::tiers::Tier;
+
+/// Nothing of the machine: loopback, and ports that the system chooses.
+const OWN_LISTENERS: &[(&str, &str)] =
+    &[("bind_address", "\"127.0.0.1\""), ("grpc_port", "0"), ("http_port", "0")];
+/// However full the disk of the machine is.
+const ROOMY_DISKS: &[(&str, &str)] = &[("disk_high_watermark", "1.0"), ("disk_low_watermark", "0.99")];
+
+/// What a test chooses. Whatever it sets in `top` or `local` replaces what every test gets.
+#[derive(Debug, Clone, Copy)]
+pub struct Lines<'a> {
+    /// `store_type`.
+    pub store_type: &'a str,
+    /// `memory_store.capacity`.
+    pub capacity: &'a str,
+    /// Lines before the first table.
+    pub top: &'a str,
+    /// More lines of `[memory_store]`.
+    pub memory: &'a str,
+    /// More lines of `[localfile_store]`.
+    pub local: &'a str,
+    /// Whole tables behind the rest.
+    pub tables: &'a str,
+}
+
+impl Default for Lines<'_> {
+    fn default() -> Self {
+        Self { store_type: "MEMORY_LOCALFILE", capacity: "32MiB", top: "", memory: "", local: "", tables: "" }
+    }
+}
+
+impl Lines<'_> {
+    /// The file of a worker with its data in `data_paths`, whose names are printable ASCII.
+    pub fn text(&self, data_paths: &[impl AsRef<Path>]) -> String {
+        let Self { store_type, capacity, top, memory, local, tables } = self;
+        let data_paths: Vec<&Path> = data_paths.iter().map(AsRef::as_ref).collect();
+        let roomy = unless_set(ROOMY_DISKS, local);
+        format!(
+            "store_type = \"{store_type}\"\n{top}\n\
+             [memory_store]\ncapacity = \"{capacity}\"\n{memory}\n\
+             [localfile_store]\ndata_paths = {data_paths:?}\n{roomy}{local}\n\
+             {tables}\n"
+        )
+    }
+
+    /// The same for a worker in this process.
+    pub fn own_text(&self, data_paths: &[impl AsRef<Path>]) -> String {
+        let top = unless_set(OWN_LISTENERS, self.top) + self.top;
+        Lines { top: &top, ..*self }.text(data_paths)
+    }
+
+    /// Starts a worker in this process.
+    pub async fn start(&self, data_paths: &[impl AsRef<Path>]) -> Worker {
+        let config = parse(&self.own_text(data_paths));
+        Worker::start(&config).await.expect("the worker starts")
+    }
+
+    /// The same with tiers beside those that the configuration names.
+    pub async fn start_above(&self, tiers: Vec<Arc<dyn Tier>>, data_paths: &[impl AsRef<Path>]) -> Worker {
+        let environment = Environment { tiers, ..Environment::default() };
+        let config = parse(&self.own_text(data_paths));
+        Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
+    }
+}
+
+/// Starts a worker in this process that reads `file` again when it is told to.
+pub async fn start_from(file: &Path) -> Worker {
+    let origin = Origin { env: env(), machine: machine() };
+    let config = Config::load(Some(file), &origin.env, &origin.machine).expect("a good configuration");
+    let environment = Environment { origin: Some(origin), ..Environment::default() };
+    Worker::start_in(environment, Inherited::default(), &config).await.expect("the worker starts")
+}
+
+/// A configuration of a machine that is the same everywhere.
+pub fn parse(text: &str) -> Config {
+    Config::parse(text, &env(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// The environment of a worker that is found on this machine only.
+fn env() -> HashMap<String, String> {
+    HashMap::from([("WORKER_IP".to_owned(), "127.0.0.1".to_owned())])
+}
+
+fn machine() -> Machine {
+    Machine { memory_bytes: 8 << 30, cores: 2, state_dir: PathBuf::from("/nonexistent") }
+}
+
+/// A line for each of `defaults` whose key has none in `chosen`.
+pub(crate) fn unless_set(defaults: &[(&str, &str)], chosen: &str) -> String {
+    let is_set = |key: &str| chosen.lines().any(|line| line.split(['=', ' ']).next() == Some(key));
+    let unset = defaults.iter().filter(|(key, _)| !is_set(key));
+    unset.map(|(key, value)| format!("{key} = {value}\n")).collect()
+}
