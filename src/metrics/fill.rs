@@ -1,8 +1,23 @@
-//! Names of a table that is built several times: what stands in braces is filled in.
+//! What a metric is called. Names of a table that is built several times have parts in braces that are filled in.
 
 /// What takes the place of `{…}` in names and help texts.
 pub type Fill<'a> = &'a [(&'a str, &'a str)];
 
 pub(super) fn filled(text: &str, fill: Fill<'_>) -> String {
     fill.iter().fold(text.to_owned(), |text, (placeholder, value)| text.replace(placeholder, value))
+}
+
+/// A metric as the documentation tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// The exported name.
+    pub name: String,
+    /// `counter`, `gauge` or `histogram`.
+    pub kind: &'static str,
+    /// The label, if it has one.
+    pub label: Option<&'static str>,
+    /// The exported help text.
+    pub help: String,
+    /// Path of the module that declares it.
+    pub module: &'static str,
 }

@@ -12,10 +12,10 @@ use prometheus::process_collector::ProcessCollector;
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry, Result};
 
-pub use fill::Fill;
+pub use fill::{Description, Fill};
 pub use renamed::{IN_MS, IN_SECONDS, View};
 pub(crate) use table::table;
-pub use table::{Description, Family, Metric, Row};
+pub use table::{Family, Metric, Row};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
 
 /// Values of metrics at one moment, by name.

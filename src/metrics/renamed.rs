@@ -7,8 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::{Bucket, Metric, MetricFamily, MetricType};
 use prometheus::{Histogram, Registry, Result};
 
-use super::Description;
-use super::fill::{Fill, filled};
+use super::fill::{Description, Fill, filled};
 
 /// The values of `metric` under another server's name as well.
 ///

@@ -10,23 +10,8 @@ use prometheus::{
     IntGaugeVec, Registry, Result,
 };
 
-use super::fill::{Fill, filled};
+use super::fill::{Description, Fill, filled};
 use super::renamed::also;
-
-/// A metric as the documentation tells it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Description {
-    /// The exported name.
-    pub name: String,
-    /// `counter`, `gauge` or `histogram`.
-    pub kind: &'static str,
-    /// The label, if it has one.
-    pub label: Option<&'static str>,
-    /// The exported help text.
-    pub help: String,
-    /// Path of the module that declares it.
-    pub module: &'static str,
-}
 
 /// A line of a table.
 #[derive(Debug)]
@@ -203,7 +188,7 @@ pub(crate) use table;
 mod tests {
     use prometheus::{Histogram, IntCounter, IntGaugeVec, Registry, TextEncoder};
 
-    use super::Description;
+    use super::super::fill::Description;
 
     table! {
         struct Table {

@@ -123,17 +123,20 @@ impl<'ast> Visit<'ast> for Source {
     fn visit_vis_restricted(&mut self, _: &'ast syn::VisRestricted) {}
 }
 
-/// Names and punctuation with a space between any two.
+/// Names and punctuation with a space between any two. `pub(super)` imports nothing here either.
 fn without_literals(tokens: TokenStream) -> String {
-    tokens.into_iter().fold(String::new(), |mut text, token| {
+    let mut text = String::new();
+    for token in tokens {
         match token {
+            TokenTree::Group(_) if text.ends_with("pub ") => {}
             TokenTree::Group(group) => text.push_str(&format!("( {})", without_literals(group.stream()))),
             TokenTree::Ident(name) => text.push_str(&name.to_string()),
             TokenTree::Punct(point) => text.push(point.as_char()),
             TokenTree::Literal(_) => text.push('0'),
         }
-        text + " "
-    })
+        text.push(' ');
+    }
+    text
 }
 
 /// A path from the root of the crate; one that begins with anything else is as if it began in the module itself.
@@ -296,6 +299,10 @@ mod rules {
             )
             .len(),
             2
+        );
+        assert!(
+            wrong("runtime", "table! { pub(in crate::app) struct T { pub(super) a: b = 0; } }").is_empty(),
+            "as outside of a macro"
         );
         assert!(
             wrong(
