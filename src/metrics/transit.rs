@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_can_be_a_time_on_the_way_counts() {
+    fn a_step_of_a_clock_is_no_time_on_the_way() {
         let now = 1_763_715_000_000;
         assert_eq!(time_on_the_way(now, now - 250), Some(250));
         assert_eq!(time_on_the_way(now, now), Some(0));

@@ -11,8 +11,8 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{Backoff, ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
-use uniffle_testkit::say;
 use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{say, wait_until};
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 const CAPACITY_BYTES: u64 = 200_000_000;
@@ -92,4 +92,21 @@ async fn resident_memory_is_bounded_while_four_times_the_capacity_is_written() {
     })
     .await
     .unwrap();
+}
+
+/// docs/benchmarks.md has the figures of a release build: 11 threads and 15.6 MB.
+#[test]
+fn a_worker_without_work_has_few_threads_and_little_memory() {
+    let worker = Worker::start(&Setup { name: "idle", ..Setup::default() });
+    let threads_max = 12 + 2 * std::thread::available_parallelism().unwrap().get() as u64;
+    // Threads that the start needed end by themselves.
+    wait_until("only the threads of an idle worker are left", Duration::from_secs(60), || {
+        match worker.proc_status("Threads") {
+            threads if threads <= threads_max => Ok(()),
+            threads => Err(format!("{threads}, {threads_max} are allowed")),
+        }
+    });
+    let resident = worker.proc_status("VmRSS") >> 10;
+    assert!(resident <= 64, "{resident} MiB resident");
+    worker.stop();
 }

@@ -29,6 +29,7 @@ static BUILDING: Mutex<()> = Mutex::new(());
 /// How much is written through how much memory.
 struct Size {
     capacity: &'static str,
+    capacity_bytes: u64,
     words: &'static [&'static str],
     rounds: usize,
     /// Measure the bare machine before and after.
@@ -38,12 +39,14 @@ struct Size {
 /// A second of work.
 const SMALL: Size = Size {
     capacity: "24MB",
+    capacity_bytes: 24_000_000,
     words: &["rounds=2", "bytes=60000000", "send=1048576", "wait=200"],
     rounds: 2,
     floor: false,
 };
 /// 3.14 GB of 14 KiB blocks in 14 MiB sends by 4 threads to 200 partitions, through 1 GB of memory.
-const FULL: Size = Size { capacity: "1GB", words: &["rounds=5"], rounds: 5, floor: true };
+const FULL: Size =
+    Size { capacity: "1GB", capacity_bytes: 1_000_000_000, words: &["rounds=5"], rounds: 5, floor: true };
 
 fn run(name: &'static str, client: &str) {
     if !maven::is_available() {
@@ -84,6 +87,8 @@ fn run(name: &'static str, client: &str) {
     assert!(metrics.expect("total_received_data") >= bytes, "{bytes} were sent");
     let (local, memory) = (metrics.expect("total_write_block"), metrics.expect("total_read_memory_data"));
     assert!(local > 0.0 && local <= blocks && memory > 0.0, "{local} blocks spilled of {blocks}, {memory}");
+    let (peak, bound) = (worker.peak_resident_bytes(), size.capacity_bytes / 100 * 105 + (200 << 20));
+    assert!(peak <= bound, "{} MiB resident, {} MiB are allowed", peak >> 20, bound >> 20);
     worker.assert_clean();
     worker.assert_no_error_logged();
 }

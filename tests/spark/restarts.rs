@@ -31,6 +31,12 @@ fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
     })
 }
 
+/// The stage that `counter` tells of was not over yet.
+fn goes_on(worker: &Worker, counter: &str) {
+    let now = worker.metrics().expect(counter);
+    wait_total(worker, counter, now + 1.0);
+}
+
 fn upgrade(worker: &mut Worker) {
     worker.begin_upgrade();
     worker.finish_upgrade();
@@ -181,6 +187,7 @@ fn with_two_replicas_a_worker_killed_in_the_map_stage_and_started_again_costs_no
     let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
         wait_total(&workers[1], "total_received_data", 15e6);
         workers[1].kill();
+        goes_on(&workers[0], "total_received_data");
         workers[1].start_again();
     });
     for worker in workers.into_iter().rev() {
@@ -195,6 +202,7 @@ fn with_two_replicas_a_worker_killed_in_the_reduce_stage_costs_no_result() {
     let (workers, _) = spark.run_while(three_workers("300M"), application, |workers| {
         wait_total(&workers[1], "total_read_data", 5e6);
         workers[1].kill();
+        goes_on(&workers[0], "total_read_data");
     });
     drop(workers);
 }

@@ -53,6 +53,8 @@ pub enum Fault {
         /// The error.
         errno: i32,
     },
+    /// A write stores zeros, as many as there were bytes, and succeeds. Other operations just succeed.
+    Zeros,
     /// It does not return before [`Faults::release`].
     Hang,
     /// It takes so much longer.
@@ -233,7 +235,7 @@ impl Faults {
         work: BoxFuture<'static, io::Result<T>>,
     ) -> BoxFuture<'static, io::Result<T>> {
         match self.pick(operation, path) {
-            None => work,
+            None | Some(Fault::Zeros) => work,
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready(Err(io::Error::from_raw_os_error(errno))))
             }
@@ -385,6 +387,10 @@ impl File for FaultFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         match self.faults.pick(Operation::Write, &self.path) {
             None => self.file.write_at(pieces, offset),
+            Some(Fault::Zeros) => {
+                let zeros = pieces.iter().map(|piece| Bytes::from(vec![0; piece.len()])).collect();
+                self.file.write_at(zeros, offset)
+            }
             Some(Fault::Errno(errno)) => {
                 Box::pin(std::future::ready(Err(io::Error::from_raw_os_error(errno))))
             }
@@ -413,7 +419,7 @@ impl File for FaultFile {
 
     fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         match self.faults.pick(Operation::Read, &self.path) {
-            None => self.file.read(target),
+            None | Some(Fault::Zeros) => self.file.read(target),
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready((target, Err(io::Error::from_raw_os_error(errno)))))
             }

@@ -372,6 +372,11 @@ impl Worker {
         peak_resident_bytes(self.child.id())
     }
 
+    /// A number in the kernel's `status` of the process; sizes are in KiB.
+    pub fn proc_status(&self, field: &str) -> u64 {
+        proc_status(self.child.id(), field)
+    }
+
     /// Nothing of any application is left: the worker knows none (long before a missing heartbeat could tell), every
     /// memory counter is zero, and the data directories hold the claim and no more.
     pub fn assert_clean(&self) {
@@ -489,10 +494,14 @@ impl Drop for Worker {
 
 /// The largest resident size that a process ever had, from the kernel.
 pub fn peak_resident_bytes(pid: u32) -> u64 {
+    proc_status(pid, "VmHWM") << 10
+}
+
+fn proc_status(pid: u32, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process lives");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM is always there");
-    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of kB");
-    kib << 10
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    number.unwrap_or_else(|| panic!("no number {field} in {status}"))
 }
 
 fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {

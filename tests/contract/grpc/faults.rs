@@ -6,9 +6,9 @@ use uniffle_client::send::SendForm;
 use uniffle_testkit::fault::{EIO, ENOSPC, Fault, Operation, Rule};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::StatusCode;
-use uniffle_worker::tiers::LocalConfig;
+use uniffle_worker::tiers::{LocalConfig, VerifyReads};
 
-use super::blocks::{batch, blocks};
+use super::blocks::{batch, blocks, payload};
 use super::fixture::{assert_same, eventually, key};
 use super::parts::{local_config, parts};
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture};
@@ -161,4 +161,66 @@ async fn a_read_that_fails_on_the_disk_is_an_error_and_never_short() {
     assert_same(&read.blocks, &all);
     drop(client);
     fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_whose_probe_reads_back_zeros_stays_out() {
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    client.push(&key, SendForm::Classic, &batch(0, &blocks(0, 1, 0..10))).await.unwrap();
+    // Of equal disks the first is chosen.
+    let faults = &fixture.faults[0];
+    faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)));
+    faults.add(Rule::always(Operation::Write, Fault::Zeros));
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
+    let before = faults.injected();
+    for _ in 0..3 {
+        fixture.store().probe().await;
+        assert_eq!(fixture.store().available_disks(), 1);
+    }
+    assert!(faults.injected() >= before + 3, "no probe was written");
+    fixture.heal().await;
+    fixture.store().probe().await;
+    assert_eq!(fixture.store().available_disks(), 2);
+    drop(client);
+    fixture.finish().await;
+}
+
+/// Which of 16 reads of data with a flipped bit is the first that is refused; one before was right, and they begin as the
+/// second of a sample of 16.
+async fn first_refusal(verify_reads: VerifyReads) -> Option<usize> {
+    let local = LocalConfig { verify_reads, ..local_config() };
+    let (fixture, key) = (ServiceBuilder { local, ..parts() }.start().await, key("app-1", 1));
+    let client = fixture.client().await;
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let all = blocks(0, 1, 0..10);
+    client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap();
+    fixture.flusher.flush_all();
+    fixture.flushed().await;
+    let length = payload(&all);
+    let whole = client.read_data(&key, P, 0, length).await.unwrap();
+    for disk in &fixture.disks {
+        for file in disk.files().iter().filter(|file| file.extension().is_some_and(|it| it == "data")) {
+            disk.corrupt(file, 100, 4);
+        }
+    }
+    let mut first = None;
+    for at in 0..16 {
+        match client.read_data(&key, P, 0, length).await {
+            Ok(bytes) => assert!(bytes != whole, "nothing was flipped"),
+            Err(_) => first = first.or(Some(at)),
+        }
+    }
+    drop(client);
+    fixture.finish().await;
+    first
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reads_from_disk_are_verified_always_in_samples_or_not_at_all() {
+    assert_eq!(first_refusal(VerifyReads::Always).await, Some(0));
+    assert_eq!(first_refusal(VerifyReads::Sampled).await, Some(15));
+    assert_eq!(first_refusal(VerifyReads::Off).await, None);
 }
