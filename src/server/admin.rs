@@ -1,42 +1,31 @@
 //! The calls of the administration that need more than the service, and its token.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::Context as _;
 
 use crate::config::{self, Config};
-use crate::listeners::http::admin::{AdminHooks, Token};
-use crate::service::Service;
+use crate::listeners::http::admin::{Control, Token};
 
 use super::reload::{Reloaded, Reloader};
-use super::settings::RuntimeSettings;
 
 /// Largest token file read.
 const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
 
-/// The calls that need more than the service.
-pub(super) fn hooks(
-    service: Arc<Service>,
-    settings: &Arc<RuntimeSettings>,
-    reloader: Arc<Reloader>,
-) -> AdminHooks {
-    let (tags, log) = (Arc::clone(settings), Arc::clone(settings));
-    let set_tags = move |wanted: Vec<String>| {
-        config::check_tags(&wanted)?;
-        tags.set_tags(wanted);
+impl Control for Reloader {
+    fn set_tags(&self, tags: Vec<String>) -> Result<(), String> {
+        config::check_tags(&tags)?;
+        self.live.set_tags(tags);
         Ok(())
-    };
-    let set_log_filter = move |filter: &str| log.set_log_filter(filter);
-    let reload = move || {
-        let Reloaded { changed, waiting } = reloader.reload("call")?;
+    }
+
+    fn set_log_filter(&self, filter: &str) -> Result<(), String> {
+        self.live.set_log_filter(filter)
+    }
+
+    fn reload(&self) -> Result<(Vec<String>, Vec<String>), String> {
+        let Reloaded { changed, waiting } = self.read_again("call")?;
         Ok((changed, waiting))
-    };
-    AdminHooks {
-        service,
-        set_tags: Arc::new(set_tags),
-        set_log_filter: Arc::new(set_log_filter),
-        reload: Arc::new(reload),
     }
 }
 

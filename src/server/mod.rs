@@ -6,13 +6,13 @@
 
 mod admin;
 mod health;
-mod inspect;
 mod metrics;
 mod notify;
 mod reload;
 mod report;
 mod run;
 mod settings;
+mod snapshot;
 mod sockets;
 mod stop;
 mod successor;
@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use parking_lot::Mutex;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
 
@@ -35,7 +36,7 @@ use crate::coordinator::{NodeReport, ReportSource, heartbeat, identity};
 use crate::flush::Flusher;
 use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
-use crate::listeners::http::admin::AdminServer;
+use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
@@ -50,9 +51,9 @@ use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
 use self::health::Watch;
-use self::inspect::{Inspector, OpenConnections, ProcessGauges};
 use self::reload::Reloader;
 use self::settings::{Pace, RuntimeSettings};
+use self::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use self::sockets::{Sockets, accepting};
 use self::tls::Tls;
 
@@ -168,17 +169,12 @@ impl Worker {
             tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
         };
+        worker.spawn_upkeep(config);
         worker.open_listeners(config, sockets, tls, gauges)?;
         Ok(worker)
     }
 
-    fn open_listeners(
-        &self,
-        config: &Config,
-        sockets: Sockets,
-        tls: Tls,
-        gauges: ProcessGauges,
-    ) -> anyhow::Result<()> {
+    fn spawn_upkeep(&self, config: &Config) {
         let service = Arc::clone(&self.service);
         let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
@@ -188,6 +184,15 @@ impl Worker {
         self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
         self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
+    }
+
+    fn open_listeners(
+        &self,
+        config: &Config,
+        sockets: Sockets,
+        tls: Tls,
+        gauges: ProcessGauges,
+    ) -> anyhow::Result<()> {
         let embedded = if config.is_embedded() {
             Some(EmbeddedCoordinator::new(config.embedded.clone(), &self.registry)?)
         } else {
@@ -220,14 +225,17 @@ impl Worker {
         }
         let metrics = HttpMetrics::new(&self.registry)?;
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
-        let node: Arc<dyn Node> = Arc::new(Inspector {
+        let inspector = Arc::new(Inspector {
             fixed: self.report(),
             store_type: config.worker.store_type.as_str(),
             service: Arc::clone(&self.service),
             live: Arc::clone(&self.live),
             gauges,
             connections,
+            latest: Mutex::new(None),
         });
+        let source = report::source(Arc::clone(&inspector));
+        let node: Arc<dyn Node> = inspector;
         if let Some(gateway) = &config.push.endpoint {
             let instance = server_id(self.ip, &self.addresses);
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
@@ -244,12 +252,13 @@ impl Worker {
         HttpServer::start(config.http, binding, pages, &self.background)?;
         if let Some(listener) = sockets.admin {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
-            let hooks = admin::hooks(Arc::clone(&self.service), &self.live, Arc::clone(&self.reloader));
+            let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
+            let hooks = AdminHooks { service: Arc::clone(&self.service), control };
             let mounted = http::debug::admin_routes();
             let token = admin::token(config)?;
             AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
         }
-        self.announce(config, embedded)
+        self.announce(config, embedded, source)
     }
 
     /// Reads the configuration again, whole or not at all; the outcome is in the log.
@@ -315,15 +324,13 @@ impl Worker {
         fixed
     }
 
-    fn report_source(&self) -> ReportSource {
-        let (service, memory) = (Arc::clone(&self.service), Arc::clone(&self.memory));
-        let live = Arc::clone(&self.live);
-        report::source(self.report(), report::Parts { service, memory, live })
-    }
-
     /// The listeners are open: from now on coordinators hear of this worker, and at once of every change of its state.
-    fn announce(&self, config: &Config, embedded: Option<EmbeddedCoordinator>) -> anyhow::Result<()> {
-        let source = self.report_source();
+    fn announce(
+        &self,
+        config: &Config,
+        embedded: Option<EmbeddedCoordinator>,
+        source: ReportSource,
+    ) -> anyhow::Result<()> {
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
         let stop = self.background.cancelled();
         match embedded {

@@ -51,7 +51,7 @@ pub(super) struct Reloader {
     origin: Option<Origin>,
     running: Mutex<Config>,
     service: Arc<Service>,
-    live: Arc<RuntimeSettings>,
+    pub(super) live: Arc<RuntimeSettings>,
     tls: Tls,
     reloads: IntCounterVec,
 }
@@ -92,7 +92,7 @@ impl Reloader {
     ///
     /// # Errors
     /// Everything that is wrong with the file, or that there is none; nothing has changed then.
-    pub(super) fn reload(&self, trigger: &str) -> Result<Reloaded, String> {
+    pub(super) fn read_again(&self, trigger: &str) -> Result<Reloaded, String> {
         let mut running = self.running.lock();
         let outcome = self.read(running.source.as_deref()).and_then(|new| self.prepare(&running, &new));
         let outcome = outcome.map(|next| {
@@ -127,10 +127,10 @@ impl Reloader {
         outcome
     }
 
-    /// As [`Reloader::reload`], on a thread that may block.
+    /// As [`Reloader::read_again`], on a thread that may block.
     pub(super) async fn reload_aside(self: &Arc<Self>, trigger: &'static str) -> Result<Reloaded, String> {
         let reloader = Arc::clone(self);
-        let outcome = tokio::task::spawn_blocking(move || reloader.reload(trigger)).await;
+        let outcome = tokio::task::spawn_blocking(move || reloader.read_again(trigger)).await;
         outcome.unwrap_or_else(|error| Err(error.to_string()))
     }
 
@@ -227,7 +227,7 @@ impl Reloader {
             let reloader = Arc::clone(&self);
             let _ = tokio::task::spawn_blocking(move || {
                 if !is_first_look || reloader.is_behind() {
-                    let _ = reloader.reload("file"); // what is wrong has been logged
+                    let _ = reloader.read_again("file"); // what is wrong has been logged
                 }
             })
             .await;

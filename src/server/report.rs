@@ -1,45 +1,33 @@
-//! What a heartbeat says of this worker: collected from the parts when it is about to leave.
-//!
-//! Applications are the service's statistics.
+//! A [`NodeSnapshot`](super::snapshot::NodeSnapshot) as a heartbeat tells it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::coordinator::{NodeReport, ReportSource, identity};
-use crate::memory::Memory;
+use crate::coordinator::{ReportSource, identity};
 use crate::metrics::clamped;
 use crate::proto::storage_info::{StorageMedia, StorageStatus};
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
-use crate::service::{AppStatistics, Service, WorkerState};
+use crate::service::{AppStatistics, WorkerState};
 use crate::tiers::{DiskCondition, MountUsage, by_mount};
 use uniffle_io::Media;
 
-use super::settings::RuntimeSettings;
+use super::snapshot::Inspector;
 
-/// The parts that are asked.
-#[derive(Debug, Clone)]
-pub(super) struct Parts {
-    pub(super) service: Arc<Service>,
-    pub(super) memory: Arc<Memory>,
-    pub(super) live: Arc<RuntimeSettings>,
-}
-
-/// `fixed` with the figures of the moment.
-pub(super) fn source(fixed: NodeReport, parts: Parts) -> ReportSource {
+/// Reports with the figures of the moment that they are made.
+pub(super) fn source(node: Arc<Inspector>) -> ReportSource {
     ReportSource::new(move || {
-        let mut report = fixed.clone();
-        let Parts { service, memory, live } = &parts;
-        report.tags = identity::tags(report.netty_port.is_some(), &live.tags());
-        report.status = node_status(service.status().state());
-        report.used_memory_bytes = memory.budget().used();
-        report.available_memory_bytes = memory.budget().capacity().saturating_sub(memory.budget().used());
-        report.pre_allocated_memory_bytes = memory.tickets().pre_allocated_bytes();
-        if let Some(flusher) = service.flusher() {
-            report.events_in_flush = u32::try_from(flusher.unfinished()).unwrap_or(u32::MAX);
-        }
-        let disks: Vec<_> = service.tiers().iter().flat_map(|tier| tier.state().disks).collect();
-        report.storage = storage(&by_mount(&disks));
-        report.applications = application_info(&service.app_statistics());
+        let mut report = node.fixed.clone();
+        report.tags = identity::tags(report.netty_port.is_some(), &node.live.tags());
+        report.status = node_status(node.service.status().state());
+        let snapshot = node.snapshot(Duration::ZERO);
+        let memory = &snapshot.memory;
+        report.used_memory_bytes = memory.used_bytes;
+        report.available_memory_bytes = memory.capacity_bytes.saturating_sub(memory.used_bytes);
+        report.pre_allocated_memory_bytes = memory.reserved_bytes;
+        report.events_in_flush = u32::try_from(snapshot.flush.unfinished_batches).unwrap_or(u32::MAX);
+        report.storage = storage(&by_mount(&snapshot.disks));
+        report.applications = application_info(&snapshot.apps);
         report
     })
 }

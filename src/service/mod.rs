@@ -195,8 +195,8 @@ impl Service {
     }
 
     /// Brings gauges of live values up to date; called before metrics are gathered.
-    pub fn refresh_metrics(&self) {
-        self.metrics.set_inventory(&self.app_statistics(), self.apps.block_id_count());
+    pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
+        self.metrics.set_inventory(apps, self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
         self.set_loss_gauges();
     }

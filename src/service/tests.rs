@@ -153,7 +153,7 @@ impl World {
     }
 
     fn metric(&self, name: &str) -> u64 {
-        self.service.refresh_metrics();
+        self.service.refresh_metrics(&self.service.app_statistics());
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
         let metric = &family.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0];

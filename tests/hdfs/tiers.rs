@@ -48,7 +48,7 @@ async fn cold_and_huge_partitions_go_to_hdfs_and_the_rest_to_disks() {
     assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
     assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
     assert_eq!(fixture.metric("total_hadoop_write_data"), 200_000.0);
-    fixture.service.refresh_metrics();
+    fixture.service.refresh_metrics(&fixture.service.app_statistics());
     assert_eq!(fixture.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
     assert_eq!(fixture.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
     fixture.assert_nothing_missing().await;

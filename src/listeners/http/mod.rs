@@ -22,6 +22,7 @@ use prometheus::{Encoder as _, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
+use crate::service::AppStatistics;
 use crate::{metrics, telemetry};
 
 pub use serve::HttpConfig;
@@ -39,8 +40,11 @@ pub trait Node: Send + Sync {
     /// Blocks that are lost.
     fn losses(&self) -> serde_json::Value;
 
-    /// The figures of this moment.
+    /// Its state, with figures that are at most a second old.
     fn status(&self) -> api::Status;
+
+    /// Its applications, likewise.
+    fn apps(&self) -> Vec<AppStatistics>;
 }
 
 /// What the listener shows.

@@ -41,6 +41,10 @@ impl Node for TestNode {
     fn status(&self) -> api::Status {
         unreachable!("no path of these tests asks for it")
     }
+
+    fn apps(&self) -> Vec<AppStatistics> {
+        Vec::new()
+    }
 }
 
 async fn listener() -> TestServer {

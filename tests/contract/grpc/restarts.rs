@@ -119,7 +119,7 @@ fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
         let refused =
             fixture.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(refused.contains("may be missing") && refused.contains("localfile_store.sync"), "{refused}");
-        fixture.worker.service().refresh_metrics();
+        fixture.worker.service().refresh_metrics(&fixture.worker.service().app_statistics());
         assert!((fixture.metric("shuffles_with_reports_in_doubt") - 1.0).abs() < f64::EPSILON);
         fixture.client.unregister_app("app-1").await.unwrap();
         fixture.client.register(&doubtful, &[(0, 3)]).await.unwrap();

@@ -16,27 +16,34 @@ use serde_json::{Value, json};
 use super::guard::{Audited, refusal};
 use crate::service::{Service, ServiceError};
 
-/// A call with one text that can be refused with reasons.
-pub type TextCall = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
+/// What the calls change beside the service.
+pub trait Control: Send + Sync {
+    /// Replaces the configured tags.
+    ///
+    /// # Errors
+    /// The one that is none.
+    fn set_tags(&self, tags: Vec<String>) -> Result<(), String>;
 
-/// Replaces the tags; the error names the one that is none.
-pub type SetTags = Arc<dyn Fn(Vec<String>) -> Result<(), String> + Send + Sync>;
+    /// Replaces the log filter.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    fn set_log_filter(&self, filter: &str) -> Result<(), String>;
 
-/// Reads the configuration again: keys that are in effect now, and keys that wait for a start. The error is everything
-/// that is wrong with it.
-pub type Reload = Arc<dyn Fn() -> Result<(Vec<String>, Vec<String>), String> + Send + Sync>;
+    /// Reads the configuration again: keys that are in effect now, and keys that wait for a start. Blocks on files.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    fn reload(&self) -> Result<(Vec<String>, Vec<String>), String>;
+}
 
 /// What the calls ask of the rest of the worker.
 #[derive(Clone)]
 pub struct AdminHooks {
     /// Decommissioning, flushing, purging.
     pub service: Arc<Service>,
-    /// Replaces the configured tags.
-    pub set_tags: SetTags,
-    /// Replaces the log filter.
-    pub set_log_filter: TextCall,
-    /// Reads the configuration again.
-    pub reload: Reload,
+    /// Everything else.
+    pub control: Arc<dyn Control>,
 }
 
 impl fmt::Debug for AdminHooks {
@@ -88,7 +95,7 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
         Ok(wanted) => wanted.tags,
         Err(response) => return response,
     };
-    match (hooks.set_tags)(wanted.clone()) {
+    match hooks.control.set_tags(wanted.clone()) {
         Ok(()) => answer(&json!({ "tags": wanted })),
         Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
     }
@@ -121,15 +128,14 @@ async fn log_level(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
         Ok(wanted) => wanted.filter,
         Err(response) => return response,
     };
-    match (hooks.set_log_filter)(&filter) {
+    match hooks.control.set_log_filter(&filter) {
         Ok(()) => answer(&json!({ "filter": filter })),
         Err(reason) => refusal(StatusCode::BAD_REQUEST, &reason),
     }
 }
 
 async fn reload(State(hooks): State<AdminHooks>) -> Response {
-    let reload = hooks.reload;
-    let outcome = tokio::task::spawn_blocking(move || reload()).await;
+    let outcome = tokio::task::spawn_blocking(move || hooks.control.reload()).await;
     match outcome.unwrap_or_else(|error| Err(error.to_string())) {
         Ok((changed, waiting)) => answer(&json!({ "changed": changed, "waiting_for_restart": waiting })),
         Err(reasons) => refusal(StatusCode::BAD_REQUEST, &reasons),

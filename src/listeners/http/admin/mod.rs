@@ -16,7 +16,7 @@ use std::time::Duration;
 use axum::Router;
 use prometheus::Registry;
 
-pub use calls::{AdminHooks, Reload, SetTags, TextCall};
+pub use calls::{AdminHooks, Control};
 pub use config::AdminConfig;
 pub use token::{InvalidToken, Token};
 

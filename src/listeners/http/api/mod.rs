@@ -1,7 +1,7 @@
-//! `GET /api/v1/…`: the worker's state as JSON, for the status page and for whoever writes a script at night.
+//! `GET /api/v1/…`: the worker's state as JSON, for the status page and for scripts.
 //!
-//! Read only. The shapes are in [`model`] and documented in docs/operations.md; the composition root fills [`Status`] when
-//! somebody asks, the service tells of applications. Answers are bounded: lists say how much there is in all.
+//! Read only. The shapes are in [`model`] and documented in docs/operations.md; the composition root fills [`Status`]
+//! once a second at most, the service tells of single applications. Answers are bounded: lists say how much there is in all.
 
 pub mod model;
 
@@ -101,8 +101,9 @@ struct Limit {
 
 async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Response {
     let service = &hooks.service;
-    let mut apps: Vec<App> = service
-        .app_statistics()
+    let mut apps: Vec<App> = hooks
+        .node
+        .apps()
         .into_iter()
         .filter_map(|statistics| {
             let app = service.apps().find(&statistics.app)?;

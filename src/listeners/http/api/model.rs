@@ -9,8 +9,10 @@ use crate::service::{AppStatistics, Explanation, Presence};
 /// Everything but the applications and the last minutes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Status {
-    /// Who this is.
+    /// Who this is, now.
     pub node: Node,
+    /// How old the figures are.
+    pub age_seconds: f64,
     /// The memory tier.
     pub memory: Memory,
     /// All tiers, the fastest first.
@@ -107,7 +109,7 @@ pub struct Disk {
     pub mount: String,
     /// `ssd`, `hdd` or `unknown`.
     pub media: &'static str,
-    /// `sound`, `full`, `hung` or `broken`.
+    /// `healthy`, `full`, `hung` or `broken`.
     pub condition: &'static str,
     /// What is wrong with a hung or broken one.
     pub fault: Option<String>,

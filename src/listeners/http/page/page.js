@@ -260,7 +260,7 @@ function showAlarms(status) {
   text('alarm', alarms.join(' · '));
 }
 
-const CONDITIONS = { sound: ['good', 'healthy'], full: ['warn', 'full'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
+const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
 function showDisks(disks) {
   $('disks-empty').hidden = disks.length > 0;

@@ -1,9 +1,15 @@
-//! The worker's state as the API tells it: collected from the parts when somebody asks.
+//! The worker at one moment, taken in one place: a [`NodeSnapshot`] is what heartbeats, the status page, the API and the
+//! gauges tell.
+//!
+//! A heartbeat and a scrape take a new one, which the status page and the API then show for up to [`AGE_MAX`]: anyone may
+//! poll these, and taking one walks all partitions. Who the worker is and whether it is ready is never old.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use prometheus::IntGauge;
+use tokio::time::Instant;
 
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
@@ -14,7 +20,7 @@ use crate::listeners::http::api::model::{
 use crate::metrics;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
-use crate::service::Service;
+use crate::service::{AppStatistics, Service};
 use crate::telemetry::panic_count;
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Media;
@@ -22,7 +28,26 @@ use uniffle_io::Media;
 use super::health;
 use super::settings::RuntimeSettings;
 
-/// What the worker is, and the parts that know its figures. They are read whenever somebody asks, so none is ever old.
+/// How old figures are that the status page and the API show.
+const AGE_MAX: Duration = Duration::from_secs(1);
+
+/// The worker at one moment.
+#[derive(Debug)]
+pub(super) struct NodeSnapshot {
+    taken: Instant,
+    pub(super) memory: Memory,
+    pub(super) flush: Flush,
+    pub(super) disks: Vec<DiskInfo>,
+    pub(super) apps: Vec<AppStatistics>,
+    lost_blocks: u64,
+    tiers: Vec<Tier>,
+    tickets: Tickets,
+    connections: Connections,
+    totals: Totals,
+    process: Process,
+}
+
+/// The parts that know the figures, and the latest snapshot of them.
 #[derive(Debug)]
 pub(super) struct Inspector {
     pub(super) fixed: NodeReport,
@@ -31,6 +56,7 @@ pub(super) struct Inspector {
     pub(super) live: Arc<RuntimeSettings>,
     pub(super) gauges: ProcessGauges,
     pub(super) connections: OpenConnections,
+    pub(super) latest: Mutex<Option<Arc<NodeSnapshot>>>,
 }
 
 /// Metrics of the process that are read when they are asked for.
@@ -52,7 +78,7 @@ impl http::Node for Inspector {
     fn refresh_metrics(&self) {
         self.gauges.runtime.refresh();
         self.gauges.allocator.refresh();
-        self.service.refresh_metrics();
+        self.service.refresh_metrics(&self.snapshot(Duration::ZERO).apps);
         self.service.memory().refresh_metrics();
         if let Some(flusher) = self.service.flusher() {
             flusher.refresh_metrics();
@@ -68,14 +94,50 @@ impl http::Node for Inspector {
         serde_json::to_value(self.service.losses()).unwrap_or_default()
     }
 
+    fn apps(&self) -> Vec<AppStatistics> {
+        self.snapshot(AGE_MAX).apps.clone()
+    }
+
     fn status(&self) -> Status {
-        self.status_now()
+        let snapshot = self.snapshot(AGE_MAX);
+        let NodeSnapshot { memory, flush, disks, tickets, connections, totals, process, .. } = &*snapshot;
+        let apps = || snapshot.apps.iter();
+        Status {
+            node: self.node(),
+            age_seconds: snapshot.taken.elapsed().as_secs_f64(),
+            memory: memory.clone(),
+            tiers: snapshot.tiers.clone(),
+            disks: disks.iter().map(disk).collect(),
+            flush: *flush,
+            tickets: *tickets,
+            coordinators: self.coordinators(),
+            connections: *connections,
+            apps: AppTotals {
+                count: apps().len(),
+                partitions: apps().map(|app| app.partitions).sum(),
+                huge_partitions: apps().map(|app| app.huge_partitions).sum(),
+                lost_blocks: snapshot.lost_blocks,
+            },
+            totals: *totals,
+            process: *process,
+        }
     }
 }
 
 impl Inspector {
-    /// Everything now.
-    fn status_now(&self) -> Status {
+    /// The latest snapshot, or a new one when that is older than `age_max`.
+    pub(super) fn snapshot(&self, age_max: Duration) -> Arc<NodeSnapshot> {
+        // Held meanwhile: of several who find it old, one takes it.
+        let mut latest = self.latest.lock();
+        if let Some(snapshot) = latest.as_ref().filter(|snapshot| snapshot.taken.elapsed() < age_max) {
+            return Arc::clone(snapshot);
+        }
+        let snapshot = Arc::new(self.take());
+        *latest = Some(Arc::clone(&snapshot));
+        snapshot
+    }
+
+    fn take(&self) -> NodeSnapshot {
         let service = &self.service;
         let sample = service.sample();
         let process = metrics::Values::of_process();
@@ -88,16 +150,13 @@ impl Inspector {
         }];
         let mut disks = Vec::new();
         for tier in service.tiers().iter() {
-            let state = tier.state();
-            let name = tier.capability().names.name;
+            let (state, name) = (tier.state(), tier.capability().names.name);
             let known = |capacity_bytes| Tier { tier: name, capacity_bytes, used_bytes: state.used_bytes };
             tiers.extend(state.capacity_bytes.map(known));
-            disks.extend(state.disks.into_iter().map(disk));
+            disks.extend(state.disks);
         }
-        Status {
-            node: self.node(),
-            tiers,
-            disks,
+        NodeSnapshot {
+            taken: Instant::now(),
             flush: self.flush(memory.in_flight_bytes),
             tickets: Tickets {
                 outstanding: service.memory().tickets().count(),
@@ -106,13 +165,15 @@ impl Inspector {
                 refused_partition,
             },
             memory,
-            coordinators: self.coordinators(),
+            tiers,
+            disks,
+            apps: service.app_statistics(),
+            lost_blocks: service.apps().apps().iter().map(|app| service.lost_blocks(app)).sum(),
             connections: Connections {
                 grpc: open(&self.connections.grpc),
                 tcp: self.connections.tcp.as_ref().map_or(0, open),
                 http: open(&self.connections.http),
             },
-            apps: self.apps(),
             totals: Totals {
                 received_bytes: sample.received_bytes,
                 read_bytes: sample.read_bytes,
@@ -195,20 +256,9 @@ impl Inspector {
         };
         heartbeats.links().map(coordinator).collect()
     }
-
-    fn apps(&self) -> AppTotals {
-        let apps = self.service.apps().apps();
-        let shuffles = || apps.iter().flat_map(|app| app.shuffles());
-        AppTotals {
-            count: apps.len(),
-            partitions: shuffles().map(|shuffle| shuffle.partition_count()).sum(),
-            huge_partitions: shuffles().map(|shuffle| shuffle.huge_partition_count() as u64).sum(),
-            lost_blocks: apps.iter().map(|app| self.service.lost_blocks(app)).sum(),
-        }
-    }
 }
 
-fn disk(info: DiskInfo) -> Disk {
+fn disk(info: &DiskInfo) -> Disk {
     Disk {
         path: info.path.display().to_string(),
         mount: info.mount.point.display().to_string(),
@@ -218,12 +268,12 @@ fn disk(info: DiskInfo) -> Disk {
             Media::Unknown => "unknown",
         },
         condition: match info.condition {
-            DiskCondition::Healthy => "sound",
+            DiskCondition::Healthy => "healthy",
             DiskCondition::Full => "full",
             DiskCondition::Hung => "hung",
             DiskCondition::Broken => "broken",
         },
-        fault: info.fault,
+        fault: info.fault.clone(),
         failures: info.failures,
         total_bytes: info.total_bytes,
         free_bytes: info.free_bytes,
