@@ -313,7 +313,7 @@ mod tests {
         account.refused(Stage::PartitionWait, 10);
         tokio::time::advance(Duration::from_secs(3600)).await;
         let given_up = account.sum(Stage::PartitionWait).total;
-        assert_eq!(given_up, Duration::from_secs(1), "nobody waits any more");
+        assert_eq!(given_up, Duration::from_secs(1), "no reader waits any more");
     }
 
     #[tokio::test]

@@ -234,7 +234,7 @@ pub fn parsed<T: Display + 'static>(
     text(bounds, convert, T::to_string)
 }
 
-/// Text that nobody may see.
+/// Text that is never shown.
 pub fn secret<T: 'static>(bounds: &str, convert: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
     let kind = text(bounds, convert, |_| String::new());
     Kind { print: Box::new(|_| None), is_secret: true, ..kind }

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_change_is_told_from_what_can_not() {
+    fn what_can_change_is_told_from_what_cannot() {
         let running = parse("tags = [\"a\"]\ngrpc_port = 1");
         let new = parse(
             "tags = [\"b\"]\ngrpc_port = 2\nheartbeat_interval_seconds = 5\n[memory_store]\ncapacity = \"64MiB\"\n\

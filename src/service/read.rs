@@ -188,7 +188,7 @@ impl Drop for ChunkStream {
     }
 }
 
-/// A buffer that is there already; whoever needs another (a chunk that is read again) waits for it as usual.
+/// A buffer that is there already; a caller that needs another (a chunk that is read again) waits for it as usual.
 struct HeldBuffer {
     held: Mutex<Option<Box<dyn ReadBuffer>>>,
     memory: Arc<Memory>,
@@ -305,7 +305,7 @@ impl Service {
         };
         let partition = PartitionId(partition);
         let ServedData { has_hole, chunks } = tier.data(&key, partition, (offset, length))?;
-        // Nobody misses what was never reported: zeros stand for it, so that segments around it can be read.
+        // What was never reported is not missed: zeros stand for it, so that segments around it can be read.
         let shuffle = app.shuffle(key.shuffle);
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
             self.refuse_lost(&app, shuffle, partition, None)?;

@@ -1,6 +1,6 @@
 //! Reads the next chunk of a local answer while the last one is on its way to the client, for both transports.
 //!
-//! When a chunk is handed out the one behind it is begun, with read memory that nobody else could want: half of the pool
+//! When a chunk is handed out the one behind it is begun, with read memory that no other read can want: half of the pool
 //! stays free, and nothing is waited for. gRPC asks for a chunk only when its transport takes one, and gets the one that
 //! was begun. Raw TCP says how long it is busy with one ([`ReadAhead::during`]); meanwhile the next is read to its end,
 //! and memory for it is waited for if there was none to spare.
@@ -84,7 +84,7 @@ impl ReadAhead {
     }
 }
 
-/// Polled once, so that the disk works while nobody polls.
+/// Polled once, so that the disk works while it is not polled.
 async fn begin(chunks: Box<ChunkStream>) -> State {
     let mut reading = match chunks.next_if_spare() {
         Ok(reading) => reading,

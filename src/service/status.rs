@@ -40,9 +40,9 @@ struct Inputs {
 /// Why tickets are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopping {
-    /// The worker leaves: coordinators are to send nobody here.
+    /// The worker leaves: coordinators are to assign nothing here.
     ForGood,
-    /// A successor follows within seconds: nobody else needs to know.
+    /// A successor follows within seconds: coordinators need not know.
     ForSuccessor,
 }
 
@@ -138,7 +138,7 @@ impl WorkerStatus {
         self.inputs.borrow().stopping.is_some()
     }
 
-    /// Wakes whoever waits when `change` changes anything, and says whether it did.
+    /// Wakes those who wait when `change` changes anything, and says whether it did.
     fn update(&self, change: impl FnOnce(&mut Inputs)) -> bool {
         self.inputs.send_if_modified(|inputs| {
             let before = *inputs;

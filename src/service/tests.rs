@@ -410,7 +410,7 @@ async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spa
     drop((first, ahead));
     world.faults.clear();
     world.faults.release().await;
-    within_time("an answer that nobody wants holds nothing", || pool.used_bytes() == 0).await;
+    within_time("an answer that is not wanted holds nothing", || pool.used_bytes() == 0).await;
 
     let answer = world.service.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
     let others = pool.try_acquire(1 << 20).unwrap();

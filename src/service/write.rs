@@ -97,7 +97,7 @@ struct OpenBlock {
     crc: crc32fast::Hasher,
 }
 
-/// A send that is arriving; see the module.
+/// A send that is arriving: blocks become readable at its commit, and dropping it gives everything back.
 #[derive(Debug)]
 pub struct SendSession {
     service: Arc<Service>,

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_directory_that_can_not_be_made_is_named() {
+    fn a_log_directory_that_cannot_be_made_is_named() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("file");
         std::fs::write(&path, "").unwrap();

@@ -135,13 +135,13 @@ async fn listener() -> (TcpListener, SocketAddr) {
 }
 
 #[tokio::test]
-async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
+async fn coordinators_that_misbehave_delay_and_stop_nothing() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     // Accepted by the kernel and never read: half open. Closed again: refusing. And one that comes late.
     let (_half_open, silent) = listener().await;
     let (closed, refusing) = listener().await;
     drop(closed);
-    // Nobody listens there until the worker below does, and the system gives it to nobody else.
+    // No process listens there until the worker below does, and the system gives it to no other.
     let late = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let quorum = format!("coordinator_quorum = [\"{silent}\", \"{refusing}\", \"{late}\"]");
     let b = worker(dir_b.path(), &quorum, "").await;
@@ -160,11 +160,11 @@ async fn coordinators_that_misbehave_delay_nobody_and_stop_nothing() {
 }
 
 #[tokio::test]
-async fn coordinators_that_answer_badly_are_told_again_and_delay_nobody() {
+async fn coordinators_that_answer_badly_are_told_again_and_delay_no_other() {
     let mut good = CoordinatorDouble::start(Manner::Well).await;
     let mut refusing = CoordinatorDouble::start(Manner::Refusing(StatusCode::AccessDenied)).await;
     let mut failing = CoordinatorDouble::start(Manner::Failing).await;
-    // Longer than the interval, which is the deadline of a heartbeat: its answers come to nobody.
+    // Longer than the interval, which is the deadline of a heartbeat: its answers come too late.
     let mut slow = CoordinatorDouble::start(Manner::Slow(Duration::from_secs(3600))).await;
     let doubles = [&good, &refusing, &failing, &slow].map(|double| format!("\"{}\"", double.address));
     let directory = tempfile::tempdir().expect("a dir");

@@ -164,11 +164,11 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     let a = worker(dir_a.path(), "MEMORY_LOCALFILE", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
     let b = worker(dir_b.path(), "MEMORY_LOCALFILE_HDFS", &quorum).await;
-    // A remote store has metrics as soon as an application has named it; nobody connects yet.
+    // A remote store has metrics as soon as an application has named it; there is no connection yet.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };
     let hdfs = b.service().tiers().find::<HdfsStore>().expect("a remote tier");
-    let named = hdfs.prepare(&storage).expect("a sound path");
+    let named = hdfs.prepare(&storage).expect("a valid path");
     let mut exported = traffic(&a).await;
     // The embedded coordinator's metrics are A's, the heartbeats' and those of HDFS are B's. Some are exported at the next
     // heartbeat or sweep only.

@@ -119,7 +119,7 @@ async fn a_remote_that_fails_is_told_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_remote_that_failed_and_that_nobody_tries_is_asked() {
+async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     fixture.register(1).await;
     fixture.register(2).await;
@@ -293,7 +293,7 @@ async fn denied_permission_falls_back_to_the_disks_or_waits() {
     let Some(hdfs) = real().await else { return };
     hdfs.run("mkdirs /denied");
     hdfs.run("chmod 777 /denied");
-    // To whoever started HDFS nothing is denied.
+    // Nothing is denied to the user that started HDFS.
     for local in [true, false] {
         let connector = Arc::new(AsUser(plain_connector(), "nobody"));
         let (path, setup) = (hdfs.url("/denied"), Setup { local, ..hasty() });

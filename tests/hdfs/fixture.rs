@@ -38,7 +38,7 @@ pub(crate) const APP: &str = "app-1";
 const CAPACITY: u64 = 64 << 20;
 const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
 
-/// Hands out one file system in memory, whoever asks.
+/// Hands out one file system in memory to all.
 #[derive(Debug)]
 pub(crate) struct FakeConnector(pub(crate) FakeFs);
 

@@ -11,7 +11,7 @@ use uniffle_testkit::maven;
 /// What waits for a NameNode that has just come back.
 pub(crate) const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
 
-/// Started by whoever needs it first. Some tests stop its servers, so one test has it at a time.
+/// Started by the first test that needs it. Some tests stop its servers, so one test has it at a time.
 static HDFS: LazyLock<Mutex<MiniHdfs>> = LazyLock::new(|| Mutex::new(MiniHdfs::start(&[])));
 
 /// The next turn. `None` when Java or Maven is missing.

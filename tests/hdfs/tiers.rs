@@ -212,7 +212,7 @@ async fn remote_paths_that_are_not_allowed_are_refused_by_name() {
     let refused = fixture.register_with(1, Some(named("hdfs://fake/etc"))).await.unwrap_err();
     assert!(refused.contains("hdfs_store.allowed_paths"), "{refused}");
     fixture.register_with(1, Some(named("hdfs://fake/uniffle/team"))).await.unwrap();
-    assert_eq!(fs.calls().len(), 0, "nobody was asked");
+    assert_eq!(fs.calls().len(), 0, "no remote was asked");
     fixture.finish().await;
 }
 

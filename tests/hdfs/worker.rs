@@ -1,4 +1,4 @@
-//! Whole workers over HDFS: what coordinators and whoever starts them are told when it cannot be used.
+//! Whole workers over HDFS: what coordinators and operators are told when it cannot be used.
 
 use std::path::Path;
 
@@ -92,7 +92,7 @@ fn refusal(setup: &Setup) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_remote_path_that_fails_the_check_at_the_start_is_named_with_the_key() {
-    // Nobody is there.
+    // No process is there.
     let port = free_port();
     let absent = format!("hdfs://127.0.0.1:{port}/uniffle");
     let setup = only_hdfs("no-namenode", &format!("precheck_enable = true\nallowed_paths = [\"{absent}\"]"));

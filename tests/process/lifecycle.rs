@@ -247,7 +247,7 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
         let begun = log.matches("upgrade: the new binary takes the configuration").count();
         (begun, log.matches("upgraded: connects had to wait").count())
     };
-    // A signal may be left that nobody has seen yet.
+    // A signal may be left that was not seen yet.
     loop {
         let before = upgrades();
         let read = written.readable(&client_of(&worker).await).await;
@@ -269,7 +269,7 @@ fn script(path: &Path, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_binary_that_can_not_be_executed_leaves_the_old_one_serving() {
+async fn a_binary_that_cannot_be_executed_leaves_the_old_one_serving() {
     let dir = tempfile::tempdir().expect("a directory");
     let binary = dir.path().join("worker");
     std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &binary).expect("copied");

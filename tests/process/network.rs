@@ -38,7 +38,7 @@ enum Trouble {
     Cut(usize),
     /// Every piece comes late.
     Delay(Duration),
-    /// Bytes are swallowed, and nobody is told.
+    /// Bytes are swallowed without a word.
     Silence(usize),
 }
 

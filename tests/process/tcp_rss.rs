@@ -178,7 +178,7 @@ fn frame(app: &str, shuffle: i32) -> Bytes {
     frame.freeze()
 }
 
-/// Sends the frame in two halves, between which everybody waits for everybody; whether it had a ticket, and the
+/// Sends the frame in two halves, between which each waits for all; whether it had a ticket, and the
 /// answer's status and text.
 async fn send(
     ticket: Option<i64>,
@@ -186,7 +186,7 @@ async fn send(
     (partition, frame): (i32, Bytes),
     halfway: Arc<Barrier>,
 ) -> (bool, StatusCode, String) {
-    // Without one the frame names a ticket that nobody was given.
+    // Without one the frame names a ticket that was given to no one.
     let (had_ticket, ticket) = (ticket.is_some(), ticket.unwrap_or(-1));
     let mut head = frame[..HEAD_BYTES].to_vec();
     put(&mut head, TICKET.to_be_bytes(), ticket.to_be_bytes());

@@ -1,6 +1,6 @@
 //! Jobs over a worker that is killed between their stages, with all of a finished map stage in its memory.
 //!
-//! The jobs pause there (`spark.uniffle.pause`): by themselves they would meet a port on which nobody listens yet, and
+//! The jobs pause there (`spark.uniffle.pause`): by themselves they would meet a port without a listener, and
 //! fail for that.
 //!
 //! What becomes of such a job is up to its client. By default it fails, and says what is lost. With

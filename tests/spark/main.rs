@@ -29,10 +29,10 @@ use serde_json::Value;
 use uniffle_testkit::spark::{Jvm, Kind};
 use uniffle_testkit::worker::Worker;
 
-/// What the tests share. Whoever holds it has the machine: two cores are not enough for two jobs.
+/// What the tests share. Its holder has the machine: two cores are not enough for two jobs.
 static SPARK: LazyLock<Mutex<Spark>> = LazyLock::new(Mutex::default);
 
-/// The JVMs, each started by whoever needs it first, and what vanilla Spark said in them.
+/// The JVMs, each started by the first test that needs it, and what vanilla Spark said in them.
 #[derive(Debug, Default)]
 struct Spark {
     jvms: HashMap<Kind, Jvm>,

@@ -40,7 +40,10 @@ fn goes_on(worker: &Worker, counter: &str) {
 fn upgrade(worker: &mut Worker) {
     worker.begin_upgrade();
     worker.finish_upgrade();
-    say(&format!("upgraded; nobody accepted for {} ms", worker.ready().upgrade_gap_ms.unwrap_or_default()));
+    say(&format!(
+        "upgraded; no process accepted for {} ms",
+        worker.ready().upgrade_gap_ms.unwrap_or_default()
+    ));
 }
 
 /// The same job in both of its stages.

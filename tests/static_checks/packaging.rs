@@ -60,7 +60,7 @@ fn the_unit_reloads_restarts_and_stops_in_order() {
     }
 }
 
-/// No engine is needed to see that the image runs as nobody in particular, without a shell between it and its signals.
+/// No engine is needed to see that the image runs as an ordinary user, without a shell between it and its signals.
 #[test]
 fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
     let instructions: Vec<&str> = DOCKERFILE

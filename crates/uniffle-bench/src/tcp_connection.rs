@@ -71,7 +71,7 @@ impl TcpConnection {
         let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
         let answers = waiting.clone();
         let reader = tasks.spawn(async move {
-            // Whoever waits learns of a broken connection by its sender going away.
+            // A caller that waits learns of a broken connection by its sender going away.
             let _ = receive(read, &answers).await;
             *answers.lock() = None;
         });

@@ -143,12 +143,12 @@ fn the_page_and_the_floors_are_made() {
 
 #[test]
 fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
-    // Bound, so that nobody else gets it, but without a listener.
-    let nobody = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
-    nobody.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
-    let nobody_port =
-        nobody.local_addr().ok().and_then(|address| address.as_socket()).expect("it is bound").port();
-    fails_with(&bench(&["write", "--port", &nobody_port.to_string()]), "Connection refused");
+    // Bound, so that no other process gets it, but without a listener.
+    let closed = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
+    closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
+    let closed_port =
+        closed.local_addr().ok().and_then(|address| address.as_socket()).expect("it is bound").port();
+    fails_with(&bench(&["write", "--port", &closed_port.to_string()]), "Connection refused");
     let worker = worker("bench-wrong-port");
     let http = worker.ready().http_port.to_string();
     fails_with(&bench(&["write", "--port", &http]), "does not speak gRPC on this port");
@@ -162,7 +162,7 @@ fn a_server_that_is_not_there_or_speaks_something_else_is_told() {
     let swapped = ["write", "--port", &grpc, "--transport", "tcp", "--tcp-port", &grpc, "--bytes", "1MB"];
     fails_with(&bench(&swapped), "does not speak this protocol");
     fails_with(&bench(&["write", "--port", &grpc, "--server-cmd", "true"]), "is in use");
-    let port = nobody_port.to_string();
+    let port = closed_port.to_string();
     fails_with(&bench(&["write", "--port", &port, "--server-cmd", "false"]), "before it opened");
     fails_with(&bench(&["compare", "--port", &grpc]), "the same server");
     // A peer that takes connections and says nothing.

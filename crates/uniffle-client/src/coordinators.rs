@@ -258,7 +258,7 @@ impl Coordinators {
         while let Some(ended) = calls.join_next().await {
             match ended {
                 Ok(Ok(())) => {
-                    // The other calls go on in the background, each up to its deadline: a silent member delays nobody.
+                    // The other calls go on in the background, each up to its deadline: a silent member delays no one.
                     calls.detach_all();
                     return Ok(());
                 }

@@ -179,7 +179,7 @@ async fn a_full_memory_disk_stores_what_fits() {
 }
 
 #[tokio::test]
-async fn a_hung_write_lands_when_it_is_released_although_nobody_waits() {
+async fn a_hung_write_lands_when_it_is_released_although_its_caller_is_gone() {
     let memory = Arc::new(MemoryDisk::new("/memory", None));
     let faults = Faults::default();
     let disk = FaultDisk::new(Arc::clone(&memory) as Arc<dyn Disk>, faults.clone());

@@ -59,7 +59,7 @@ pub enum Fault {
     Hang,
     /// It takes so much longer.
     Slow(Duration),
-    /// Whoever waits for it panics.
+    /// The caller that waits for it panics.
     Panic,
     /// The process dies in it: a write stores so many bytes, and no call returns any more. Other operations do nothing.
     Torn {
@@ -253,7 +253,7 @@ impl Faults {
     fn hang<T: Send + 'static>(&self, work: BoxFuture<'static, T>) -> BoxFuture<'static, Option<T>> {
         let (done, waiting) = oneshot::channel();
         self.inner.lock().hung.push(Box::pin(async move {
-            // Nobody may be waiting any more, but the work is done all the same.
+            // The caller may have gone, but the work is done all the same.
             let _ = done.send(work.await);
         }));
         Box::pin(async move { waiting.await.ok() })

@@ -120,7 +120,7 @@ impl MemoryDisk {
         Some(bytes)
     }
 
-    /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that nobody uses any more.
+    /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that are no longer in use.
     pub fn lose_power(&self, seed: u64) {
         let mut random = StdRng::seed_from_u64(seed);
         let mut tree = self.tree.lock();

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Below these the system's own services are.
 const FIRST: u16 = 10_000;
 
-/// A port that nobody has, by TCP and UDP, and that the system gives to nobody who does not ask for it: between this
+/// A port that is free by TCP and UDP, and that the system gives only to those who ask for it: between this
 /// look and the component's own, other tests open connections and listeners by the hundred.
 pub fn free_port() -> u16 {
     let not_given = outside_of(&given_by_the_system());

@@ -147,7 +147,7 @@ pub struct Ready {
     pub urpc_port: Option<u16>,
     /// The process that wrote it.
     pub pid: u32,
-    /// How long nobody accepted, after an upgrade.
+    /// How long no process accepted, after an upgrade.
     pub upgrade_gap_ms: Option<u64>,
 }
 

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_can_not_be_are_refused() {
+    fn headers_that_cannot_be_are_refused() {
         let decode = |message, kind, body| FrameHeader::decode_request(&header(message, kind, body), 1 << 20);
         assert!(decode(8, 3, 0).is_ok());
         assert!(matches!(decode(0, 3, 0), Err(DecodeError::Malformed { at: 0, .. })));

@@ -58,7 +58,7 @@ enum State {
     Done,
 }
 
-/// The decoder; see the module.
+/// The decoder of one frame, which keeps where it is between two pieces of it.
 #[derive(Debug)]
 pub struct SendWalker {
     state: State,

@@ -85,10 +85,10 @@ fn begin_hourly(coordinators: Vec<CoordinatorAddress>, source: &ReportSource, ta
 }
 
 #[tokio::test]
-async fn slow_refusing_and_half_open_coordinators_delay_nobody() {
+async fn slow_refusing_and_half_open_coordinators_delay_no_other() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());
     let (silent_socket, silent) = bound();
-    // The kernel accepts, nobody ever reads: connected, and silent for the whole hour of its deadline.
+    // The kernel accepts, no process ever reads: connected, and silent for the whole hour of its deadline.
     let _silent = listening(silent_socket);
     let (_refuses, refusing) = bound();
     let (good_socket, good) = bound();

@@ -34,8 +34,8 @@ words! {
         ThisMachine = "loopback",
         /// Everybody, as with the Java server.
         Everybody = "open",
-        /// Nobody.
-        Nobody = "off",
+        /// No caller.
+        None = "off",
     }
 }
 
@@ -43,7 +43,7 @@ words! {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
 
-/// See the module doc.
+/// Answers coordinators that may decommission this worker, and refuses everyone else.
 #[derive(Debug)]
 pub(super) struct InternalCalls {
     service: Arc<Service>,
@@ -94,7 +94,7 @@ impl InternalCalls {
 
     async fn hears(&self, peer: IpAddr) -> bool {
         match self.by {
-            DecommissionBy::Nobody => false,
+            DecommissionBy::None => false,
             DecommissionBy::ThisMachine => peer.is_loopback(),
             DecommissionBy::Everybody => true,
             DecommissionBy::Coordinators => {

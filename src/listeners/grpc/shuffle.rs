@@ -12,7 +12,7 @@ use uniffle_wire::types::PartitionId;
 
 type Answer<T> = Result<Response<T>, Status>;
 
-/// See the module doc.
+/// Answers every call of a shuffle's life but the five hot ones.
 #[derive(Debug)]
 pub(super) struct ShuffleCalls {
     service: Arc<Service>,

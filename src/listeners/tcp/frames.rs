@@ -77,7 +77,7 @@ struct Drain {
     error: ServiceError,
 }
 
-/// See the module.
+/// Where one connection is in its stream of frames.
 #[derive(Debug)]
 pub(super) struct Frames {
     shared: Arc<Shared>,

@@ -49,7 +49,7 @@ enum End {
     Io(#[from] io::Error),
 }
 
-/// See the module.
+/// The receiving half of a connection: reads into the thread's chunk, keeps nothing of it.
 #[derive(Debug)]
 pub(super) struct Reader {
     shared: Arc<Shared>,

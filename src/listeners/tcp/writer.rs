@@ -73,7 +73,7 @@ pub(super) struct Outbox(mpsc::Sender<Outgoing>);
 
 impl Outbox {
     /// Queues a reply. Every reply holds one of the connection's permits and there are no more places than those, so
-    /// only a writer that has ended can refuse; then nobody waits for the reply.
+    /// only a writer that has ended can refuse; then no one waits for the reply.
     pub(super) fn post(&self, reply: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.0.try_send(reply) {
             debug_assert!(false, "a reply without a permit");
@@ -87,7 +87,7 @@ pub(super) fn queue(requests_max: usize) -> (Outbox, mpsc::Receiver<Outgoing>) {
     (Outbox(sender), receiver)
 }
 
-/// See the module.
+/// The sending half of a connection, with the replies that wait for it.
 #[derive(Debug)]
 pub(super) struct Writer {
     shared: Arc<Shared>,

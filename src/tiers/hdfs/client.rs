@@ -112,7 +112,7 @@ impl Connection {
     }
 }
 
-/// See the module.
+/// One user's view of a file system, over a connection that all its paths share.
 #[derive(Debug)]
 struct HdfsFs(Arc<Connection>);
 

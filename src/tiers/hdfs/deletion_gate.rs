@@ -16,7 +16,7 @@ struct State {
     deletions: usize,
 }
 
-/// See the module.
+/// Of one application: writes and deletions exclude each other, in the order in which deletions are ordered.
 #[derive(Debug, Default)]
 pub(super) struct DeletionGate {
     state: Mutex<State>,

@@ -69,7 +69,7 @@ struct State {
     released: bool,
 }
 
-/// See the module.
+/// A file system in memory whose calls are recorded and can be made to fail. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct FakeFs {
     state: Arc<Mutex<State>>,

@@ -26,7 +26,7 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// See the module.
+/// Clients try four times within a second: the fourth is to be told what is lost.
 const FAILED_READS_MAX: u32 = 3;
 /// Failures that lie so long apart have nothing to do with each other.
 const FAILURES_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);

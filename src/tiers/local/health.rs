@@ -55,7 +55,7 @@ pub fn judge(error: &io::Error) -> Verdict {
     }
 }
 
-/// See the module.
+/// What the calls of one disk have shown of it so far.
 #[derive(Debug, Default)]
 pub(super) struct Health {
     fault: Option<Fault>,

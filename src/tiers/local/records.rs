@@ -21,7 +21,7 @@ pub(super) struct RecordsKey {
     pub(super) offset: u64,
 }
 
-/// See the module.
+/// A least recently used cache of index records, bounded by their bytes.
 #[derive(Debug)]
 pub(super) struct RecordCache {
     capacity_bytes: u64,

@@ -121,7 +121,7 @@ pub(super) struct Shuffle {
     /// Its directory on every disk, relative to the root.
     pub(super) directory: PathBuf,
     purged: AtomicBool,
-    /// See the module's doc.
+    /// Shared by writes, taken alone by the purge.
     pub(super) gate: tokio::sync::RwLock<()>,
     disks: Vec<OnceLock<Box<ShuffleDisk>>>,
     partitions: RwLock<HashMap<PartitionId, Partition>>,

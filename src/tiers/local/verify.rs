@@ -40,7 +40,7 @@ struct Check {
     base: u64,
 }
 
-/// See the module.
+/// Checks the blocks of one read as its bytes pass, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
     extents: std::vec::IntoIter<Extent>,

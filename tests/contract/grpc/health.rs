@@ -13,7 +13,7 @@ use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 const SELDOM: &str = "heartbeat_interval_seconds = 3600";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_again() {
+async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_again() {
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let top = format!("coordinator_quorum = [\"{}\"]\n{SELDOM}", coordinator.address);
     let local = "healthy_check_min_disks = 2\ndisk_healthy_check_interval_sec = 1";
@@ -25,7 +25,7 @@ async fn too_few_sound_disks_make_a_worker_unhealthy_until_there_are_enough_agai
     fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
     fixture.flush().await;
 
-    // A probe needs this name for a directory; whoever runs the tests can make a disk fail in this way.
+    // A probe needs this name for a directory; a test without privileges can make a disk fail in this way.
     let in_the_way = fixture.disks[0].join("probe");
     std::fs::write(&in_the_way, "").unwrap();
     let told = coordinator.heartbeat(|beat| beat.status() == ServerStatus::Unhealthy).await;

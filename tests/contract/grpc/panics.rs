@@ -58,7 +58,7 @@ async fn a_panic_while_a_client_is_served_is_its_alone() {
     }
     let options = ReadOptions::default();
     let read = timeout(SOON, client.read_partition(&key, PartitionId(0), &options)).await;
-    read.expect("nobody waits for an answer that will not come").unwrap_err();
+    read.expect("the caller does not wait for an answer that will not come").unwrap_err();
     for faults in &fixture.faults {
         faults.clear();
     }

@@ -191,7 +191,7 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     })
     .await;
     let taken = tokio::time::timeout(Duration::from_secs(5), response.into_body().collect()).await.unwrap();
-    assert!(taken.is_err(), "the stream was reset, so that nobody takes it for the whole");
+    assert!(taken.is_err(), "the stream was reset, so that it is not taken for the whole");
     drop(channel);
     fixture.assert_reads(&key, 0, &[large]).await;
     fixture.finish().await;

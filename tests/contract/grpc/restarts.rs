@@ -283,8 +283,8 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     let setup = Setup { local: "disk_healthy_check_interval_sec = 1", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
-    let (damaged, sound) = (blocks(0, 1, 0..10), blocks(0, 2, 0..10));
-    for (task, part) in [(1, &damaged), (2, &sound)] {
+    let (damaged, whole) = (blocks(0, 1, 0..10), blocks(0, 2, 0..10));
+    for (task, part) in [(1, &damaged), (2, &whole)] {
         fixture.push(&key, &batch(0, part)).await;
         fixture.flush().await;
         report(&fixture, &key, task, part).await;
@@ -312,14 +312,14 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     assert!(refused.contains("10 blocks of shuffle app-1/1 partition 0 are lost"), "{refused}");
     // Sent again, it is found, and the damaged copy is not in the way.
     fixture.push(&key, &batch(0, &damaged)).await;
-    fixture.assert_reads(&key, 0, &[damaged.clone(), sound.clone()].concat()).await;
+    fixture.assert_reads(&key, 0, &[damaged.clone(), whole.clone()].concat()).await;
     fixture.flush().await;
-    fixture.assert_reads(&key, 0, &[damaged, sound].concat()).await;
+    fixture.assert_reads(&key, 0, &[damaged, whole].concat()).await;
     assert!(fixture.worker.service().losses().losses.is_empty());
     let store = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("the disk answers again", || match store.available_disks() {
         2 => Ok(()),
-        sound => Err(format!("{sound} disks are sound")),
+        healthy => Err(format!("{healthy} disks are healthy")),
     })
     .await;
     fixture.finish().await;

@@ -122,7 +122,7 @@ async fn no_buffer_under_pressure_and_then_success() {
     // 64 MiB through 16 MiB, with more under way at once than fits.
     futures::future::join_all((0..8).map(writer)).await;
     let refusals = fixture.metric("total_require_buffer_failed");
-    assert!(refusals > 0.0, "nobody had to wait");
+    assert!(refusals > 0.0, "no writer had to wait");
     let (tickets, bytes) = fixture.histogram("ticket_bytes");
     assert!(tickets == 64 && bytes >= f64::from(64 << 20), "{tickets} tickets of {bytes} bytes");
     let (sends, seconds) = fixture.histogram("ticket_lifetime_seconds");
@@ -197,7 +197,7 @@ async fn a_ticket_is_single_use() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_apps_ticket_can_not_be_spent_and_is_not_lost() {
+async fn another_apps_ticket_cannot_be_spent_and_is_not_lost() {
     let fixture = WorkerFixture::start().await;
     let (owner, thief) = (key("app-1", 1), key("app-2", 1));
     for key in [&owner, &thief] {

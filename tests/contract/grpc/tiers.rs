@@ -172,8 +172,8 @@ async fn a_task_filter_leaves_out_the_others_in_memory_and_on_disk() {
     let cursor = Some(all[4].meta.block_id);
     let rest = fixture.client.read_memory(&key, P, cursor, 1 << 20, Some(&tasks)).await.unwrap();
     assert_eq!(ids(&rest.blocks), ids(&wanted[2..]));
-    let nobody = Treemap::of(&[99]);
-    let nothing = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&nobody)).await.unwrap();
+    let other = Treemap::of(&[99]);
+    let nothing = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&other)).await.unwrap();
     assert_eq!((nothing.blocks.len(), nothing.is_end), (0, Some(true)));
 
     fixture.flush().await;

@@ -167,7 +167,7 @@ impl History {
         self.check_reports().await;
     }
 
-    /// A shuffle that nobody was promised is known when its removal did not get through before the end, or did not
+    /// A shuffle that was promised to no one is known when its removal did not get through before the end, or did not
     /// reach a disk that was missing. Clients would leave it to expiry; here it ends at once.
     fn forget_strangers(&mut self) {
         let service = self.service();
@@ -199,7 +199,7 @@ impl History {
                     assert!(known.contains(id.unsigned_abs()), "report of {id} of {key:?} is forgotten");
                 }
                 let unknown = known.iter().find(|id| !tried.contains(&id.cast_signed()));
-                assert_eq!(unknown, None, "nobody reported this block of {key:?}");
+                assert_eq!(unknown, None, "this block of {key:?} was never reported");
             }
         }
     }

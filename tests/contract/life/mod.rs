@@ -52,7 +52,7 @@ fn every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
     };
     let alone = seeds.end - seeds.start == 1;
     if alone {
-        // Whoever runs one history wants to know what happens in it.
+        // One history is run to see what happens in it.
         let filter = std::env::var("RUST_LOG")
             .unwrap_or_else(|_| "uniffle_worker=info,audit=info,life=info".to_owned());
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();

@@ -82,7 +82,7 @@ impl Process {
         assert_eq!(self.memory.in_flight_bytes(), 0, "bytes in flight");
         assert_eq!(self.memory.block_count(), 0, "blocks counted");
         assert_eq!(self.service.apps().block_id_count(), 0, "reported ids held");
-        assert!(self.service.losses().losses.is_empty(), "losses told of nobody");
+        assert!(self.service.losses().losses.is_empty(), "losses of no application");
     }
 }
 

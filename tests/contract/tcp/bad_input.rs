@@ -166,7 +166,7 @@ async fn a_ticket_is_good_for_one_send() {
 }
 
 #[tokio::test]
-async fn another_apps_ticket_can_not_be_spent() {
+async fn another_apps_ticket_cannot_be_spent() {
     let fixture = TcpFixture::new().await;
     fixture.register("other").await;
     let mut request = fixture.request(1, &[block(0, 100)]);

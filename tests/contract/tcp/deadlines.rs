@@ -1,4 +1,4 @@
-//! Peers that take their time, under paused time: the clock jumps as soon as nobody has anything to do.
+//! Peers that take their time, under paused time: the clock jumps as soon as there is nothing to do.
 
 use std::time::Duration;
 

@@ -88,7 +88,7 @@ fn heap_profiles_are_off_by_default_and_say_so() {
     worker.stop();
 }
 
-/// At run time, by the administration and nobody else. The sampling is finer than by default, so that a small load shows.
+/// At run time, by the administration only. The sampling is finer than by default, so that a small load shows.
 #[test]
 fn heap_profiles_are_switched_on_and_off_by_a_call() {
     let setup = Setup {

@@ -227,7 +227,7 @@ fn a_real_pushgateway_is_waited_for_and_gets_the_last_word() {
     }
     let directory = tempfile::tempdir().unwrap();
     let port = free_port();
-    // Far apart, so that of the two pushes one is the first, to nobody, and the other the last.
+    // Far apart, so that of the two pushes one is the first, to a closed port, and the other the last.
     let more = format!(
         "[metrics]\npush_gateway_endpoint = \"http://127.0.0.1:{port}/behind/proxy/\"\npush_interval_sec = 3600\n\
          labels = {{ env = \"test\" }}"

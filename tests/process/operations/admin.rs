@@ -178,7 +178,7 @@ async fn grpc_decommissions_for_those_who_are_named_only() {
         ("", "grpc_decommission = \"off\"", false),
         ("", "grpc_decommission = \"loopback\"", true),
         ("", "grpc_decommission = \"open\"", true),
-        // Nobody listens there: what counts is the address that a call comes from.
+        // No process listens there: what counts is the address that a call comes from.
         ("coordinator_quorum = [\"localhost:1\"]", "", true),
         ("coordinator_quorum = [\"127.0.0.2:1\", \"no-such-host.invalid:1\"]", "", false),
         ("coordinator_quorum = [\"127.0.0.1:1\"]", "grpc_decommission = \"off\"", false),
@@ -230,7 +230,7 @@ async fn bodies_and_heads_are_bounded_and_pages_of_browsers_are_refused() {
     fixture.finish().await;
 }
 
-/// In a process of its own, whose log nobody else writes to.
+/// In a process of its own, which alone writes to its log.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_call_is_audited_and_strangers_do_not_fill_the_log() {
     let file = tempfile::NamedTempFile::new().unwrap();

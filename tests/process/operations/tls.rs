@@ -195,7 +195,7 @@ async fn a_listener_can_be_left_out() {
     assert_eq!(worker.stop().await, 0);
 }
 
-/// By whoever renews certificates, without a word to the worker; a key that does not fit is not taken.
+/// By a tool that renews certificates, without a word to the worker; a key that does not fit is not taken.
 #[tokio::test]
 async fn certificates_are_read_again_while_the_worker_runs() {
     let (certificates, others) = (Certificates::make(), Certificates::make());

@@ -1,6 +1,6 @@
 //! What an exchange of either plane says, as far as a replay has to know.
 //!
-//! The two planes meet here: behind this file nobody asks which one it was. Recorded bytes must be well-formed.
+//! The two planes meet here: behind this file it does not matter which one it was. Recorded bytes must be well-formed.
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 

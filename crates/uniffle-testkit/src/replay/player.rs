@@ -42,7 +42,7 @@ pub struct Summary {
     pub caught_up: usize,
 }
 
-/// See the module.
+/// One recorded session on its way through a worker.
 #[derive(Debug)]
 pub struct Player {
     channel: Channel,

@@ -12,7 +12,7 @@ use uniffle_client::block::Block;
 use uniffle_client::read::{self, IndexRecord};
 use uniffle_wire::types::{BlockId, BlockMeta};
 
-/// See the module.
+/// Blocks of one partition by id, as the recording and as the replay read them.
 #[derive(Debug, Default)]
 pub(super) struct PartitionReads {
     recorded: BTreeMap<BlockId, BlockMeta>,

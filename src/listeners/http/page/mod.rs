@@ -1,4 +1,4 @@
-//! The status page: one document that asks `/api/v1` for what it shows, and nobody else for anything.
+//! The status page: one document that asks `/api/v1` for what it shows, and no other server for anything.
 //!
 //! Three files become one at start-up. The content policy of each answer allows the page's own script and style by a
 //! number used once and forbids everything else, so that markup in a name would do nothing even if it got in.
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_asks_nobody_else() {
+    fn the_page_asks_no_other_server() {
         let page = [HTML, CSS, JS].concat();
         // The namespace of SVG is a name; nothing is fetched from it.
         let addresses = page.matches("http://").count() + page.matches("https://").count();
