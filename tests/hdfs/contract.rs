@@ -11,6 +11,7 @@ use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_io::Disk;
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::fake_fs::FakeFs;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::index::records;
@@ -18,7 +19,6 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttempt
 use uniffle_worker::memory::ReadPool;
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::tiers::hdfs::Connector;
-use uniffle_worker::tiers::hdfs::fake::FakeFs;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::{
     ChunkRead, ExtentData, ExtentWrite, HdfsConfig, HdfsStore, LocalConfig, LocalStore, Purge, RemoteStorage,

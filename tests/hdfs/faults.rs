@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use uniffle_worker::tiers::hdfs::fake::{RemoteCall, RemoteFault};
+use uniffle_testkit::fake_fs::{RemoteCall, RemoteFault};
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::{Connector, RemoteLocation, RemoteTarget};
 use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreError, StoreErrorKind};

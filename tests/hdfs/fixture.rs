@@ -9,6 +9,7 @@ use prometheus::Registry;
 use tokio::time::{Instant, sleep};
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::fake_fs::FakeFs;
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, quiet, sum_of};
@@ -23,7 +24,6 @@ use uniffle_worker::service::{
     BlockHeader, MemoryReadRequest, RegisterRequest, RequireRequest, SendHeader, Service,
 };
 use uniffle_worker::tiers::hdfs::client::HdfsConnector;
-use uniffle_worker::tiers::hdfs::fake::FakeFs;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
 use uniffle_worker::tiers::hdfs::hadoop::HadoopConf;
 use uniffle_worker::tiers::hdfs::kerberos::Login;

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use tokio::time::sleep;
+use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_worker::flush::policy::Limits;
-use uniffle_worker::tiers::hdfs::fake::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
 use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
 use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreErrorKind};

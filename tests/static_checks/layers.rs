@@ -54,7 +54,7 @@ struct Source {
 
 impl Source {
     fn parse(module: &[String], text: &str) -> Self {
-        let in_test = module.iter().any(|name| name == "tests" || name == "fake");
+        let in_test = module.iter().any(|name| name == "tests");
         let mut source = Self { file: module.to_vec(), within: module.to_vec(), in_test, ..Self::default() };
         source.visit_file(&syn::parse_file(text).expect("Rust"));
         source

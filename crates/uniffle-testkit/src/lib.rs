@@ -4,6 +4,7 @@
 //! | a test of | takes |
 //! | --- | --- |
 //! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
+//! | HDFS without Java | [`fake_fs::FakeFs`] |
 //! | the service over memory and tiers, with faults or paused time | [`service::ServiceBuilder`] |
 //! | a worker in this process, and the text of configurations | [`config::Lines`] |
 //! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
@@ -32,6 +33,7 @@ pub mod checker;
 pub mod clients;
 pub mod config;
 pub mod coordinator;
+pub mod fake_fs;
 pub mod fault;
 pub mod hdfs;
 pub mod maven;

@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | `location` | remote paths and the list of those allowed (pure) |
 //! | `layout` | names of directories and files (pure) |
-//! | `fs` | the eight calls; [`fake`] answers them in memory, `client` out of a real HDFS |
+//! | `fs` | the eight calls, which `client` answers out of a real HDFS |
 //! | `hadoop`, `kerberos` | Hadoop's settings; what a login needs |
 //! | `remote` | one file system as one user, and whether it works |
 //! | `writer` | data, then index, each batch |
@@ -22,7 +22,6 @@
 #[cfg(feature = "hdfs")]
 pub mod client;
 mod deletion_gate;
-pub mod fake;
 pub mod fs;
 #[cfg(feature = "hdfs")]
 pub mod hadoop;

@@ -1,4 +1,4 @@
-//! A remote file system in memory, with faults on purpose: for tests.
+//! A remote file system in memory, with faults on purpose.
 //!
 //! It is as strict as a NameNode where the tier relies on it: a file is made once, a file whose write failed stays
 //! open and takes no append, a directory is removed only when it is empty or all of it goes.
@@ -11,8 +11,8 @@ use futures::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::fs::{Call, RemoteEntry, RemoteFs};
-use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_worker::tiers::hdfs::fs::{Call, RemoteEntry, RemoteFs};
+use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 /// What a call does instead of succeeding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,21 +90,12 @@ impl FakeFs {
         self.wake.notify_waiters();
     }
 
-    /// Leaves a file as a writer that died does: not closed.
-    pub fn leave_open(&self, path: &str) {
-        if let Some(Node::File { open, .. }) = self.state.lock().nodes.get_mut(path) {
-            *open = true;
-        }
-    }
-
     /// Every call so far.
-    #[must_use]
     pub fn calls(&self) -> Vec<(RemoteCall, String)> {
         self.state.lock().calls.clone()
     }
 
     /// Every file with its bytes.
-    #[must_use]
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state.lock();
         let file = |(path, node): (&String, &Node)| match node {
@@ -115,7 +106,6 @@ impl FakeFs {
     }
 
     /// Every path, directories included.
-    #[must_use]
     pub fn paths(&self) -> Vec<String> {
         self.state.lock().nodes.keys().cloned().collect()
     }
