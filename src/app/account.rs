@@ -50,7 +50,6 @@ pub struct Account {
     opened: Instant,
     stages: [Entry; STAGES.len()],
     waiting: [Waiting; 2],
-    /// Tickets granted.
     pub tickets_granted: Tally,
     /// Sends that were refused or died.
     pub sends_failed: Tally,
@@ -58,7 +57,6 @@ pub struct Account {
     pub duplicates: Tally,
     /// Batches that had to be tried again.
     pub flush_retries: Tally,
-    /// Reads of memory.
     pub memory_reads: Tally,
     /// Bytes in memory times microseconds, added up at each sample.
     memory_byte_us: AtomicU64,
@@ -79,14 +77,10 @@ impl Tally {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// How many.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Of how many bytes.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -132,7 +126,6 @@ pub struct StageSum {
     pub bytes: u64,
     /// All times added up.
     pub total: Duration,
-    /// The longest.
     pub longest: Duration,
     /// Half of them were shorter, to a factor of two.
     pub median: Duration,
@@ -217,20 +210,17 @@ impl Account {
     }
 
     /// The most bytes that a sample found in memory.
-    #[must_use]
     pub fn memory_peak_bytes(&self) -> u64 {
         self.memory_peak_bytes.load(Ordering::Relaxed)
     }
 
     /// How long a byte was in memory, of `received_bytes` in all: the samples' bytes × time by the bytes.
-    #[must_use]
     pub fn mean_time_in_memory(&self, received_bytes: u64) -> Duration {
         let byte_us = self.memory_byte_us.load(Ordering::Relaxed);
         Duration::from_micros(byte_us.checked_div(received_bytes).unwrap_or(0))
     }
 
     /// What `stage` came to. A wait that still goes on is in its total.
-    #[must_use]
     pub fn sum(&self, stage: Stage) -> StageSum {
         let entry = &self.stages[stage as usize];
         let counts = entry.buckets.each_ref().map(|count| u64::from(count.load(Ordering::Relaxed)));

@@ -29,13 +29,11 @@ impl Quota {
     }
 
     /// What all shares hold together.
-    #[must_use]
     pub fn used(&self) -> u64 {
         self.0.used.load(Ordering::Relaxed)
     }
 
     /// An empty share.
-    #[must_use]
     pub fn share(&self) -> Share {
         Share { quota: self.clone(), held: 0 }
     }
@@ -84,7 +82,6 @@ impl Share {
     }
 
     /// What this share holds.
-    #[must_use]
     pub fn held(&self) -> u64 {
         self.held
     }

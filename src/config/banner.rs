@@ -15,7 +15,6 @@ const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.
 /// The `spark-submit` lines for a worker whose embedded coordinator answers at `host` and the port of `grpc`.
 ///
 /// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine.
-#[must_use]
 pub fn startup_banner(
     host: IpAddr,
     grpc: SocketAddr,

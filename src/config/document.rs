@@ -80,7 +80,6 @@ fn defaults() -> BTreeMap<&'static str, Value> {
 }
 
 /// `config.toml.example`.
-#[must_use]
 pub fn example() -> String {
     let (schema, defaults) = (schema(), defaults());
     let mut file = String::new();
@@ -126,7 +125,6 @@ fn comment(file: &mut String, text: &str) {
 }
 
 /// `docs/configuration.md`.
-#[must_use]
 pub fn reference() -> String {
     let (schema, defaults) = (schema(), defaults());
     let mut page = REFERENCE_HEAD.to_owned();

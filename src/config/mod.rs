@@ -122,7 +122,6 @@ impl Config {
     }
 
     /// Every key that has a value, as text: what is compared when a file is read again.
-    #[must_use]
     pub fn entries(&self) -> BTreeMap<&'static str, String> {
         let mut entries = Vec::new();
         self.print(&mut entries);
@@ -130,7 +129,6 @@ impl Config {
     }
 
     /// The effective configuration as TOML with every key that has a value; parses back to an equal one.
-    #[must_use]
     pub fn to_toml(&self) -> String {
         let mut entries = Vec::new();
         self.print(&mut entries);

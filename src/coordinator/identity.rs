@@ -93,7 +93,6 @@ fn route_source() -> Option<Ipv4Addr> {
 }
 
 /// `<ip>-<grpc>` or `<ip>-<grpc>-<netty>`; ports as bound.
-#[must_use]
 pub fn server_id(ip: IpAddr, grpc_port: u16, netty_port: Option<u16>) -> String {
     match netty_port {
         None => format!("{ip}-{grpc_port}"),
@@ -102,7 +101,6 @@ pub fn server_id(ip: IpAddr, grpc_port: u16, netty_port: Option<u16>) -> String 
 }
 
 /// Both protocol versions, both listeners (the second if it is open), then the user's tags; each once.
-#[must_use]
 pub fn tags(netty: bool, user_tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = vec!["ss_v4".into(), "ss_v5".into(), "GRPC".into()];
     if netty {

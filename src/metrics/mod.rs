@@ -43,13 +43,11 @@ impl Values {
     }
 
     /// The counter or gauge `name`; 0 when there is none.
-    #[must_use]
     pub fn value(&self, name: &str) -> f64 {
         self.0.get(name).copied().unwrap_or(0.0)
     }
 
     /// The same as a whole number.
-    #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -95,7 +93,6 @@ pub fn clamped(count: impl TryInto<i64>) -> i64 {
 }
 
 /// `N` upper bounds of buckets, from `first` up, each `factor` times the one before.
-#[must_use]
 pub const fn exponential<const N: usize>(first: f64, factor: f64) -> [f64; N] {
     let mut bounds = [first; N];
     let mut at = 1;

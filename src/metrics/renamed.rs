@@ -42,7 +42,6 @@ pub struct View {
 
 impl View {
     /// `name` and `help` may have placeholders, as those of a table; values are told times `factor`.
-    #[must_use]
     pub const fn new(name: &'static str, help: &'static str, factor: f64) -> Self {
         Self { name, help, factor }
     }
@@ -58,7 +57,6 @@ impl View {
     }
 
     /// What it is, for the documentation.
-    #[must_use]
     pub fn describe(&self, module: &'static str, fill: Fill<'_>) -> Description {
         let (name, help) = (filled(self.name, fill), filled(self.help, fill));
         Description { name, kind: "histogram", label: None, help, module }

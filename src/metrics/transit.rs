@@ -44,7 +44,6 @@ impl TransitTimes {
     }
 
     /// The times.
-    #[must_use]
     pub fn histogram(&self) -> &Histogram {
         &self.0
     }

@@ -16,7 +16,6 @@ pub enum State {
 
 /// True when jemalloc's options ask for a profile from the start: `prof:true` and nothing about `prof_active`, whose
 /// default in jemalloc is true, but false in this build.
-#[must_use]
 pub fn asked_for(options: &str) -> bool {
     let is_set = |key: &str, value: &str| {
         let mut pairs = options.split(',').filter_map(|pair| pair.trim().split_once(':'));

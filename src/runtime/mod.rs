@@ -41,20 +41,17 @@ pub struct Tasks {
 
 impl Tasks {
     /// An empty group.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// A group whose tasks count here too, but which can be cancelled on its own.
-    #[must_use]
     pub fn child(&self) -> Self {
         let (close, cancel) = (self.close.child_token(), self.cancel.child_token());
         Self { tracker: self.tracker.clone(), close, cancel, names: self.names.clone() }
     }
 
     /// A group to be cancelled and awaited on its own, whose tasks are listed with this one's by [`Tasks::list`].
-    #[must_use]
     pub fn sibling(&self) -> Self {
         Self { names: self.names.clone(), ..Self::default() }
     }
@@ -124,7 +121,6 @@ impl Tasks {
     }
 
     /// Whether [`Tasks::close`] or [`Tasks::cancel`] was called.
-    #[must_use]
     pub fn is_closing(&self) -> bool {
         self.close.is_cancelled()
     }
@@ -140,7 +136,6 @@ impl Tasks {
     }
 
     /// Whether [`Tasks::cancel`] was called.
-    #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.cancel.is_cancelled()
     }
@@ -152,7 +147,6 @@ impl Tasks {
     }
 
     /// Tasks that have not ended, of this group and of all its children and parents.
-    #[must_use]
     pub fn running(&self) -> usize {
         self.tracker.len()
     }
@@ -179,7 +173,6 @@ impl Handover {
     }
 
     /// Whether there is a successor.
-    #[must_use]
     pub fn has_begun(&self) -> bool {
         self.kept.lock().is_some()
     }
@@ -192,7 +185,6 @@ impl Handover {
     }
 
     /// What was kept; what comes later is closed.
-    #[must_use]
     pub fn take(&self) -> Vec<TcpStream> {
         self.kept.lock().take().unwrap_or_default()
     }

@@ -32,7 +32,6 @@ impl Default for Machine {
 
 impl Machine {
     /// Looks at the running system. Never fails: what cannot be read is assumed small.
-    #[must_use]
     pub fn detect(env: &HashMap<String, String>) -> Self {
         let physical =
             std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_total_bytes(&text));

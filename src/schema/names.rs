@@ -15,7 +15,6 @@ const LIKENESS_MIN: f64 = 0.5;
 pub type Sorted = (BTreeMap<&'static str, Value>, Vec<Problem>, Vec<String>);
 
 /// Sorts the entries of `table` into known keys and problems.
-#[must_use]
 pub fn sort(schema: &Schema, table: Table) -> Sorted {
     let mut sorted = Sorted::default();
     walk(schema, "", table, &mut sorted);
@@ -63,13 +62,11 @@ fn paths(schema: &Schema) -> impl Iterator<Item = &'static str> {
 }
 
 /// The table of a dotted path; empty for the top.
-#[must_use]
 pub fn table_of(path: &str) -> &str {
     path.rsplit_once('.').map_or("", |(table, _)| table)
 }
 
 /// The name of a dotted path within its table.
-#[must_use]
 pub fn leaf_of(path: &str) -> &str {
     path.rsplit_once('.').map_or(path, |(_, leaf)| leaf)
 }

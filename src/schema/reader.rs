@@ -26,7 +26,6 @@ pub struct Reader {
 
 impl Reader {
     /// Sorts the entries of `table` into keys of `schema` and problems.
-    #[must_use]
     pub fn new(schema: &Schema, table: Table, env: HashMap<String, String>) -> Self {
         let (values, problems, warnings) = names::sort(schema, table);
         Self { given: values.keys().copied().collect(), values, env, problems, warnings }

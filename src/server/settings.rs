@@ -25,7 +25,6 @@ pub(super) struct RuntimeSettings {
 pub(super) enum Pace {
     /// To the own coordinator.
     Embedded(watch::Sender<Duration>),
-    /// To a quorum.
     Quorum(Heartbeats),
 }
 

@@ -43,7 +43,6 @@ pub enum Presence {
 pub struct Explanation {
     /// The application.
     pub app: String,
-    /// Its user.
     pub user: String,
     /// Whether it is here.
     pub presence: Presence,
@@ -53,7 +52,6 @@ pub struct Explanation {
     pub findings: Vec<String>,
     /// Where its time went, in the order of a block's way.
     pub stages: Vec<StageView>,
-    /// Its bytes.
     pub bytes: Bytes,
     /// What was done more than once.
     pub retries: Retries,
@@ -84,7 +82,6 @@ pub struct StageView {
     pub median_seconds: f64,
     /// 99 % were shorter (to a factor of two).
     pub p99_seconds: f64,
-    /// The longest.
     pub longest_seconds: f64,
 }
 
@@ -93,15 +90,12 @@ pub struct StageView {
 pub struct Bytes {
     /// Ever received, shuffles that are gone included.
     pub received: u64,
-    /// In memory now.
     pub in_memory: u64,
     /// The most that was found in memory.
     pub in_memory_peak: u64,
     /// How long a byte stayed in memory on average.
     pub mean_seconds_in_memory: f64,
-    /// On local disks now.
     pub on_local_disks: u64,
-    /// Files there.
     pub local_files: u64,
     /// Ever read from memory.
     pub read_from_memory: u64,
@@ -112,7 +106,6 @@ pub struct Bytes {
 /// What was done more than once, or in vain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Retries {
-    /// Tickets granted.
     pub tickets_granted: u64,
     /// Tickets refused because the memory was full; clients come back.
     pub tickets_refused_memory: u64,
@@ -131,7 +124,6 @@ pub struct Retries {
 /// A partition among the largest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct TopPartition {
-    /// Its shuffle.
     pub shuffle: i32,
     /// Its id.
     pub partition: i32,
@@ -161,7 +153,6 @@ impl Gone {
 
 impl Service {
     /// Where the time and the bytes of `app` went; also of one that is gone, as long as it is among the latest.
-    #[must_use]
     pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
         let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
         match known {
@@ -171,7 +162,6 @@ impl Service {
     }
 
     /// Applications that are gone, the latest first.
-    #[must_use]
     pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
         self.gone.0.lock().iter().rev().map(Arc::clone).collect()
     }
@@ -186,8 +176,6 @@ impl Service {
         removed
     }
 
-    /// Blocks of `app` that are lost.
-    #[must_use]
     pub fn lost_blocks(&self, app: &App) -> u64 {
         app.shuffles().iter().map(|shuffle| shuffle.losses().count()).sum()
     }

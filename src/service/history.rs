@@ -57,13 +57,11 @@ impl History {
 
 impl Service {
     /// Samples later than `after_ms`, oldest first.
-    #[must_use]
     pub fn history(&self, after_ms: u64) -> Vec<Sample> {
         self.history.0.lock().iter().filter(|sample| sample.at_ms > after_ms).copied().collect()
     }
 
     /// The worker now.
-    #[must_use]
     pub fn sample(&self) -> Sample {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Sample {

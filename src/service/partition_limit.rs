@@ -34,7 +34,6 @@ section! {
 
 impl PartitionConfig {
     /// Memory that one huge partition may fill, of so much.
-    #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -46,7 +45,6 @@ impl PartitionConfig {
     }
 
     /// The bounds in a memory of so many bytes.
-    #[must_use]
     pub fn limits(&self, capacity_bytes: u64) -> PartitionLimits {
         PartitionLimits {
             huge_bytes: Some(self.huge_bytes),
@@ -96,26 +94,22 @@ pub enum Verdict {
 
 impl PartitionLimits {
     /// Whether any request can be answered other than with [`Verdict::Fits`].
-    #[must_use]
     pub fn decide_anything(&self) -> bool {
         let waits = self.huge_bytes.is_some() && self.huge_in_memory_bytes_max.is_some();
         waits || self.split_bytes.is_some() || self.bytes_max.is_some()
     }
 
     /// Whether a partition of so many received bytes is huge.
-    #[must_use]
     pub fn is_huge(&self, received: u64) -> bool {
         over(received, self.huge_bytes)
     }
 
     /// Whether a partition of so many received bytes is beyond what is ever taken.
-    #[must_use]
     pub fn is_too_large(&self, received: u64) -> bool {
         over(received, self.bytes_max)
     }
 
     /// The checks in the Java server's order (docs/protocol.md §2.4, step 4).
-    #[must_use]
     pub fn judge(&self, sizes: PartitionSizes) -> Verdict {
         let coming = sizes.received.saturating_add(sizes.asked);
         let share_is_full = over(sizes.in_memory, self.huge_in_memory_bytes_max);

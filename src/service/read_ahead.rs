@@ -31,7 +31,6 @@ enum State {
 
 impl ReadAhead {
     /// Reads `chunks` ahead.
-    #[must_use]
     pub fn of(chunks: ChunkStream) -> Self {
         Self(State::Idle(Box::new(chunks)))
     }

@@ -40,7 +40,6 @@ pub struct AppStatistics {
 
 impl AppStatistics {
     /// The largest partition by the mean of those with data; 0 without any.
-    #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
     pub fn skew(&self) -> f64 {
         if self.received_bytes == 0 {
@@ -50,7 +49,6 @@ impl AppStatistics {
     }
 
     /// Mean payload of its blocks in memory; `None` without any.
-    #[must_use]
     pub fn average_block_bytes(&self) -> Option<u64> {
         self.in_memory_bytes.checked_div(self.in_memory_blocks)
     }
@@ -58,7 +56,6 @@ impl AppStatistics {
 
 impl Service {
     /// All applications.
-    #[must_use]
     pub fn app_statistics(&self) -> Vec<AppStatistics> {
         self.apps.apps().iter().map(|app| self.statistics_of(app)).collect()
     }
@@ -105,7 +102,6 @@ impl Service {
 }
 
 /// The `count` applications of the largest non-zero `weight`, largest first; ties by id.
-#[must_use]
 pub fn largest(
     apps: &[AppStatistics],
     count: usize,
@@ -119,7 +115,6 @@ pub fn largest(
 }
 
 /// The `count` applications of the smallest blocks in memory on average, smallest first; ties by id.
-#[must_use]
 pub fn smallest_blocks(apps: &[AppStatistics], count: usize) -> Vec<(&AppId, u64)> {
     let mut weighed: Vec<(&AppId, u64)> =
         apps.iter().filter_map(|app| Some((&app.app, app.average_block_bytes()?))).collect();

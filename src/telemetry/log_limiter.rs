@@ -23,7 +23,6 @@ struct Window {
 
 impl LogLimiter {
     /// `lines_max` lines in `interval`, which begins with the first of them.
-    #[must_use]
     pub fn new(lines_max: u32, interval: Duration) -> Self {
         Self { lines_max, interval, window: Mutex::default() }
     }

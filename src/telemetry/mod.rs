@@ -47,7 +47,6 @@ impl Telemetry {
     }
 
     /// The handle by which the filter can be changed.
-    #[must_use]
     pub fn filter(&self) -> &LogFilter {
         &self.filter
     }

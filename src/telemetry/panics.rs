@@ -14,7 +14,6 @@ use crate::metrics::{self, Family};
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 /// Panics since the process started, counted once [`init`] was called.
-#[must_use]
 pub fn panic_count() -> u64 {
     PANICS.load(Ordering::Relaxed)
 }

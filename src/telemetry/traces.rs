@@ -29,7 +29,6 @@ section! {
 
 impl TracingConfig {
     /// Which calls are traced; without a collector none.
-    #[must_use]
     pub fn traces(&self) -> Traces {
         self.otlp_endpoint.as_ref().map_or_else(Traces::off, |_| Traces::sampled(self.sampling_ratio))
     }
@@ -58,19 +57,16 @@ pub struct Traces {
 
 impl Traces {
     /// Nothing is traced.
-    #[must_use]
     pub fn off() -> Self {
         Self::default()
     }
 
     /// Whether this never traces.
-    #[must_use]
     pub fn is_off(&self) -> bool {
         self.below.is_none()
     }
 
     /// This share of the calls is traced, and those that come with a sampled trace.
-    #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,

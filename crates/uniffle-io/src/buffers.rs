@@ -133,7 +133,6 @@ impl AlignedPool {
     }
 
     /// Free buffers.
-    #[must_use]
     pub fn available(&self) -> usize {
         self.permits.available_permits()
     }
@@ -166,13 +165,11 @@ impl AlignedBuffer {
     }
 
     /// Bytes that still fit.
-    #[must_use]
     pub fn room(&self) -> usize {
         STAGING_BYTES - self.filled
     }
 
     /// Bytes put so far, padding included.
-    #[must_use]
     pub fn filled(&self) -> usize {
         self.filled
     }

@@ -13,7 +13,6 @@ const HEADER_BYTES: usize = 5;
 const HIGH_BYTES: usize = 4;
 
 /// Serialises `set`; the empty set has its five header bytes.
-#[must_use]
 pub fn encode(set: &Treemap) -> Bytes {
     Bytes::from(set.serialize::<JvmLegacy>())
 }
@@ -22,7 +21,6 @@ pub fn encode(set: &Treemap) -> Bytes {
 ///
 /// croaring's own reader slices by the size that it would write, which a crafted input can make larger than what is
 /// left; so the shape is walked first.
-#[must_use]
 pub fn decode(bytes: &[u8]) -> Option<Treemap> {
     if bytes.is_empty() {
         return Some(Treemap::new());

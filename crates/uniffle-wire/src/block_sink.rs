@@ -7,7 +7,6 @@ use crate::DecodeError;
 pub struct SendHeader<'a> {
     /// The application, not validated.
     pub app: &'a str,
-    /// The shuffle.
     pub shuffle: i32,
     /// The ticket of `requireBuffer`.
     pub ticket: i64,
@@ -16,7 +15,6 @@ pub struct SendHeader<'a> {
 /// A block's fields besides its bytes, as the peer wrote them. Absent fields are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BlockHeader {
-    /// Id.
     pub block_id: i64,
     /// Bytes; what the sink was given when [`BlockSink::end_block`] sees it.
     pub length: i32,

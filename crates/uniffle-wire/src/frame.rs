@@ -106,7 +106,6 @@ impl FrameType {
 pub struct FrameHeader {
     /// Bytes of the message.
     pub message_bytes: u32,
-    /// What it is.
     pub kind: FrameType,
     /// Bytes of raw payload after the message; 0 in every request.
     pub body_bytes: u32,
@@ -169,25 +168,21 @@ pub struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     /// At the first byte of `message`.
-    #[must_use]
     pub fn new(message: &'a [u8]) -> Self {
         Self { bytes: message, at: 0 }
     }
 
     /// Where the next field stands.
-    #[must_use]
     pub fn at(&self) -> u64 {
         self.at as u64
     }
 
     /// Bytes not read yet.
-    #[must_use]
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.at
     }
 
     /// An error at the current place.
-    #[must_use]
     pub fn malformed(&self, what: &'static str) -> DecodeError {
         DecodeError::Malformed { what, at: self.at() }
     }

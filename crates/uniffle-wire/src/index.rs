@@ -6,7 +6,6 @@
 
 use crate::types::BlockMeta;
 
-/// Bytes of one record.
 pub const RECORD_BYTES: usize = 40;
 
 /// Block id of a record that stands for bytes of which nothing is known. No client writes such a block: its sequence
@@ -24,7 +23,6 @@ pub struct IndexRecord {
     pub uncompressed_length: i32,
     /// CRC-32 of the stored bytes, 0 = not computed.
     pub crc: i64,
-    /// Block id.
     pub block_id: i64,
     /// Task attempt that wrote the block.
     pub task_attempt_id: i64,
@@ -32,7 +30,6 @@ pub struct IndexRecord {
 
 impl IndexRecord {
     /// The record of `block` at `offset`. Offsets and lengths were bounded when the block was accepted.
-    #[must_use]
     pub fn new(block: &BlockMeta, offset: u64) -> Self {
         Self {
             offset: offset.cast_signed(),
@@ -44,8 +41,6 @@ impl IndexRecord {
         }
     }
 
-    /// The record's bytes.
-    #[must_use]
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         bytes[0..8].copy_from_slice(&self.offset.to_be_bytes());
@@ -58,7 +53,6 @@ impl IndexRecord {
     }
 
     /// Reads one record. Every bit pattern is a record: judging the fields is the caller's.
-    #[must_use]
     pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Self {
         Self {
             offset: i64::from_be_bytes(array(&bytes[0..8])),

@@ -20,7 +20,6 @@ const SEGMENT_BYTES: usize = 36;
 /// What every reply begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplyPrefix<'a> {
-    /// Of the request.
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,
@@ -59,8 +58,6 @@ pub enum ReplyFields<'a> {
 }
 
 impl ReplyFields<'_> {
-    /// The type of the frame.
-    #[must_use]
     pub fn kind(&self) -> FrameType {
         match self {
             Self::Rpc => FrameType::RpcReply,
@@ -142,7 +139,6 @@ fn encode_segments(blocks: &[BlockMeta], out: &mut BytesMut) {
 /// One block of a memory reply, as the client sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// Id.
     pub block_id: i64,
     /// Place in the body.
     pub offset: i32,
@@ -150,7 +146,6 @@ pub struct Segment {
     pub length: i32,
     /// Bytes after decompression.
     pub uncompressed_length: i32,
-    /// CRC-32.
     pub crc: i64,
     /// The writing task.
     pub task_attempt_id: i64,
@@ -159,7 +154,6 @@ pub struct Segment {
 /// A reply as a client gets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
-    /// Of the request.
     pub request_id: i64,
     /// Number of `StatusCode`.
     pub status: i32,

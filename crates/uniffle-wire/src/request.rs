@@ -30,9 +30,7 @@ pub struct Target<'a> {
     pub request_id: i64,
     /// Application, not validated.
     pub app: &'a str,
-    /// Shuffle.
     pub shuffle: i32,
-    /// Partition.
     pub partition: i32,
 }
 
@@ -121,7 +119,6 @@ pub struct SortedRequest<'a> {
 }
 
 /// The request id of a message of any request type; `None` if it is cut before.
-#[must_use]
 pub fn request_id(message: &[u8]) -> Option<i64> {
     message.first_chunk().map(|bytes| i64::from_be_bytes(*bytes))
 }
@@ -168,7 +165,6 @@ impl<'a> ReadRequest<'a> {
     }
 
     /// Whose data is read.
-    #[must_use]
     pub fn target(&self) -> &Target<'a> {
         match self {
             Self::LocalIndex(request) => &request.target,
@@ -178,8 +174,6 @@ impl<'a> ReadRequest<'a> {
         }
     }
 
-    /// The type of its frame.
-    #[must_use]
     pub fn kind(&self) -> FrameType {
         match self {
             Self::LocalIndex(_) => FrameType::LocalIndex,
@@ -288,11 +282,8 @@ pub struct SendRequest {
     pub request_id: i64,
     /// Application.
     pub app: String,
-    /// Shuffle.
     pub shuffle: i32,
-    /// Ticket.
     pub ticket: i64,
-    /// Blocks by partition.
     pub partitions: Vec<(i32, Vec<SendBlock>)>,
     /// Client's clock in milliseconds.
     pub timestamp_ms: i64,
@@ -301,13 +292,11 @@ pub struct SendRequest {
 /// A block of a [`SendRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SendBlock {
-    /// Id.
     pub block_id: i64,
     /// CRC-32 of the data.
     pub crc: i64,
     /// The writing task.
     pub task_attempt_id: i64,
-    /// The bytes.
     pub data: Bytes,
     /// The servers that the client sends it to; no server looks at them.
     pub servers: Vec<BlockServer>,
@@ -324,9 +313,7 @@ pub struct BlockServer {
     pub id: String,
     /// Address.
     pub host: String,
-    /// Port.
     pub grpc_port: i32,
-    /// Port.
     pub netty_port: i32,
 }
 

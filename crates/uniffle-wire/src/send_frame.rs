@@ -80,7 +80,6 @@ pub struct SendWalker {
 
 impl SendWalker {
     /// At the start of a message of `message_bytes`.
-    #[must_use]
     pub fn new(message_bytes: u32) -> Self {
         Self {
             state: State::Start,
@@ -108,19 +107,16 @@ impl SendWalker {
     }
 
     /// The request's id once it was seen, also after an error.
-    #[must_use]
     pub fn request_id(&self) -> Option<i64> {
         self.request_id
     }
 
     /// Bytes of the message that were not fed yet.
-    #[must_use]
     pub fn left(&self) -> u64 {
         self.left
     }
 
     /// The client's clock at sending, in milliseconds; known at the end.
-    #[must_use]
     pub fn timestamp_ms(&self) -> i64 {
         self.timestamp_ms
     }

@@ -55,7 +55,6 @@ impl AppId {
     }
 
     /// The id as text.
-    #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -113,13 +112,11 @@ id!(
 pub struct ShuffleKey {
     /// The application.
     pub app: AppId,
-    /// The shuffle.
     pub shuffle: ShuffleId,
 }
 
 impl ShuffleKey {
     /// Key of `shuffle` in `app`.
-    #[must_use]
     pub fn new(app: AppId, shuffle: ShuffleId) -> Self {
         Self { app, shuffle }
     }

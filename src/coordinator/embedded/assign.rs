@@ -71,7 +71,6 @@ fn tie(a: &Candidate, b: &Candidate) -> Ordering {
 
 /// Takes the first `wanted` of the ordered candidates, those on a new host first (Java's `PREFER_DIFF`).
 /// Returns indexes into `ordered`.
-#[must_use]
 pub fn take_prefer_different_hosts(ordered: &[Candidate], wanted: usize) -> Vec<usize> {
     let mut hosts = HashSet::new();
     let (first_on_host, others): (Vec<usize>, Vec<usize>) =
@@ -93,7 +92,6 @@ pub struct Placement {
 impl Placement {
     /// A plan for `ranges` ranges; `concurrency` is min(partitionNum, estimateTaskConcurrency), 0 if unknown.
     /// `None` unless `1 <= replicas <= servers` and there is a range.
-    #[must_use]
     pub fn plan(selection: PartitionSelection, shape: Shape) -> Option<Self> {
         let Shape { ranges, servers, replicas, partitions_per_range, concurrency } = shape;
         if ranges == 0 || replicas == 0 || replicas > servers {
@@ -105,7 +103,6 @@ impl Placement {
     }
 
     /// Number of ranges.
-    #[must_use]
     pub fn ranges(&self) -> usize {
         self.ranges
     }
@@ -150,7 +147,6 @@ pub struct Shape {
     pub servers: usize,
     /// Distinct servers per range.
     pub replicas: usize,
-    /// Partitions in one range.
     pub partitions_per_range: usize,
     /// Tasks expected to run at once.
     pub concurrency: usize,

@@ -53,7 +53,6 @@ impl FromStr for CoordinatorAddress {
 
 impl CoordinatorAddress {
     /// Host name or IP address, IPv6 without brackets.
-    #[must_use]
     pub fn host(&self) -> &str {
         let host = self.0.rsplit_once(':').map_or("", |(host, _)| host);
         host.trim_start_matches('[').trim_end_matches(']')
@@ -170,7 +169,6 @@ impl Heartbeats {
     }
 
     /// The link of coordinator `at`, to wait for changes.
-    #[must_use]
     pub fn watch(&self, at: usize) -> Option<watch::Receiver<Link>> {
         self.links.get(at).map(|(_, link)| link.clone())
     }

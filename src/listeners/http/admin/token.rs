@@ -31,7 +31,6 @@ impl Token {
     }
 
     /// Whether `offered` is the token. Only the lengths decide how long this takes.
-    #[must_use]
     pub fn is(&self, offered: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(offered).into()
     }
