@@ -120,11 +120,6 @@ impl Tasks {
         self.close.clone().cancelled_owned()
     }
 
-    /// Whether [`Tasks::close`] or [`Tasks::cancel`] was called.
-    pub fn is_closing(&self) -> bool {
-        self.close.is_cancelled()
-    }
-
     /// Asks all tasks of the group to finish what they have begun; returns at once.
     pub fn close(&self) {
         self.close.cancel();
@@ -282,7 +277,7 @@ mod tests {
         tasks.spawn("waits for the other", pair.cancelled());
         pair.spawn_linked("panics", async { panic!("on purpose") });
         pair.cancelled().await;
-        assert!(!tasks.is_closing(), "others go on");
+        assert!(!tasks.close.is_cancelled(), "others go on");
         while *begun.lock() < 3 {
             tokio::time::sleep(PAUSE_AFTER_PANIC).await;
         }

@@ -30,7 +30,7 @@ pub use serve::HttpConfig;
 const NAMES: Names = Names { listener: "http", accepting: "http accept", connection: "http connection" };
 
 /// What the listener tells of the worker.
-pub trait Node: Send + Sync {
+pub trait Node: std::fmt::Debug + Send + Sync {
     /// Brings gauges up to date; called before each gathering.
     fn refresh_metrics(&self);
 
@@ -48,7 +48,7 @@ pub trait Node: Send + Sync {
 }
 
 /// What the listener shows.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Pages {
     /// Metrics.
     pub registry: Registry,
@@ -58,12 +58,6 @@ pub struct Pages {
     pub node: Arc<dyn Node>,
     /// Paths of other parts, such as [`api::router`]; like all here they must not change anything.
     pub mounted: Router,
-}
-
-impl std::fmt::Debug for Pages {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pages").finish_non_exhaustive()
-    }
 }
 
 metrics::table! {

@@ -125,6 +125,7 @@ metrics::table! {
 }
 
 /// Pushes until its tasks are cancelled.
+#[derive(Debug)]
 pub struct Pusher {
     gateway: Endpoint,
     interval: Duration,
@@ -132,12 +133,6 @@ pub struct Pusher {
     registry: Registry,
     node: Arc<dyn Node>,
     metrics: PushMetrics,
-}
-
-impl std::fmt::Debug for Pusher {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pusher").field("gateway", &self.gateway).finish_non_exhaustive()
-    }
 }
 
 impl Pusher {

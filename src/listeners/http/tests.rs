@@ -20,6 +20,7 @@ struct TestServer {
     registry: Registry,
 }
 
+#[derive(Debug)]
 struct TestNode {
     gauge: IntGauge,
     is_ready: Arc<AtomicBool>,

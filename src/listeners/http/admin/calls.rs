@@ -17,7 +17,7 @@ use super::guard::{Audited, refusal};
 use crate::service::{Service, ServiceError};
 
 /// What the calls change beside the service.
-pub trait Control: Send + Sync {
+pub trait Control: fmt::Debug + Send + Sync {
     /// Replaces the configured tags.
     ///
     /// # Errors
@@ -38,18 +38,12 @@ pub trait Control: Send + Sync {
 }
 
 /// What the calls ask of the rest of the worker.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct AdminHooks {
     /// Decommissioning, flushing, purging.
     pub service: Arc<Service>,
     /// Everything else.
     pub control: Arc<dyn Control>,
-}
-
-impl fmt::Debug for AdminHooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AdminHooks")
-    }
 }
 
 /// All calls, without the gate.

@@ -30,18 +30,12 @@ const PARTS: &[&str] =
     &["node", "memory", "tiers", "disks", "flush", "tickets", "coordinators", "connections", "process"];
 
 /// What the API asks.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct ApiHooks {
     /// Tells of applications and of the last minutes.
     pub service: Arc<Service>,
     /// Tells of everything else.
     pub node: Arc<dyn Node>,
-}
-
-impl std::fmt::Debug for ApiHooks {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("ApiHooks")
-    }
 }
 
 /// All paths of the API.
