@@ -298,7 +298,7 @@ async fn a_keytab_outlives_its_tickets() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_ticket_cache_the_worker_writes_until_it_expires() {
+async fn with_a_ticket_cache_the_worker_writes_as_the_applications_user() {
     let Some(place) = secured().await else { return };
     let secured = place.as_ref().unwrap();
     let cache = secured.kdc.kinit("good", "uniffle", "1h").unwrap();
@@ -307,6 +307,35 @@ async fn with_a_ticket_cache_the_worker_writes_until_it_expires() {
     assert!(files.iter().all(|file| file.owner == "carol"), "{files:?}");
     let files = secured.write_as(&worker, "uniffle").await;
     assert!(files.iter().all(|file| file.owner == "uniffle"), "{files:?}");
+    worker.stop();
+}
+
+/// Memory holds what cannot be written meanwhile; a job only takes longer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_ticket_cache_that_expired_is_waited_for_until_it_is_renewed() {
+    let Some(place) = secured().await else { return };
+    let secured = place.as_ref().unwrap();
+    let kinit = |life| secured.kdc.kinit("brief", "uniffle", life).unwrap();
+    let cache = kinit("10s");
+    let worker = Worker::start(&secured.setup("cache-expires", "", Some(&cache)));
+    wait_until("the ticket expires", Duration::from_secs(30), || {
+        Worker::refused(&secured.setup("cache-expired", "", Some(&cache)))
+    });
+    let renew_after_a_failure = || {
+        wait_until("nothing can be written", WRITE_DEADLINE, || {
+            match worker.metrics().total("total_memory_to_hdfs_spill_failed") {
+                Some(failed) if failed > 0.0 => Ok(()),
+                other => Err(format!("{other:?} failures; {}", worker.log())),
+            }
+        });
+        kinit("1h");
+    };
+    tokio::task::block_in_place(|| {
+        std::thread::scope(|scope| {
+            scope.spawn(renew_after_a_failure);
+            tokio::runtime::Handle::current().block_on(secured.write_as(&worker, "uniffle"));
+        });
+    });
     worker.stop();
 }
 
