@@ -34,6 +34,7 @@ fn memory() -> (Arc<Memory>, Arc<Buffer>, AppId) {
     let config = MemoryConfig {
         capacity_bytes: 256 << 20,
         read_capacity_bytes: 2 << 20,
+        heap_bytes: 96 << 20,
         ticket_timeout: Duration::from_secs(300),
         tickets_max: 1000,
         blocks_max: 1_000_000,

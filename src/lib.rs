@@ -7,7 +7,7 @@
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → tiers, at its own pace |
 //! | state | [`app`], [`memory`], [`tiers`], [`metadata_log`] | siblings that do not know each other |
-//! | words | [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
+//! | words | [`budget`], [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
 //! are crates below all of it.
@@ -39,6 +39,7 @@ pub mod profile;
 pub mod runtime;
 pub mod telemetry;
 
+pub mod budget;
 pub mod metrics;
 pub mod proto;
 pub mod schema;

@@ -1,6 +1,6 @@
 //! Why memory was not given. Each variant exists because `service` answers it differently.
 
-use super::budget::NoCapacity;
+use crate::budget::NoCapacity;
 
 /// A refusal of this module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

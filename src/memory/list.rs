@@ -9,9 +9,9 @@ use std::hash::BuildHasher;
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
-use super::budget::{Budget, Charge};
 use super::chain::{BlockFill, Chain};
 use super::region::Slice;
+use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
 /// Charged per block beside its bytes.

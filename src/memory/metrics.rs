@@ -1,6 +1,6 @@
 //! What this module tells a scraper: live values as gauges, refreshed for each scrape, and a few counters.
 
-use prometheus::{IntCounter, IntGauge};
+use prometheus::{IntCounter, IntGauge, IntGaugeVec};
 
 use crate::metrics;
 
@@ -25,6 +25,8 @@ metrics::table! {
         shuffles: IntGauge = "shuffle_count_in_buffer_pool", "shuffles registered";
         buffers: IntGauge = "buffer_count_in_buffer_pool", "partitions that were written to";
         region_touched: IntGauge = "memory_region_touched_bytes", "bytes of the region that were ever in use";
+        heap: IntGaugeVec["kind"] = "heap_charged_bytes", "bytes charged to the heap budget, by kind";
+        heap_capacity: IntGauge = "heap_capacity_bytes", "bytes of the heap budget";
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "tickets that expired";
         expired_tickets: IntCounter = "total_expired_preAllocated_buffer_num", "tickets that expired";
         read_waits: IntCounter =

@@ -5,7 +5,6 @@
 //! | file | holds |
 //! | --- | --- |
 //! | [`region`], `buddy` | the mapping, its segments; which of them are free |
-//! | [`budget`] | capacity as a value with `Drop` |
 //! | [`ticket`] | capacity promised by `requireBuffer` |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
 //! | [`pool`] | buffers for reads from disk |
@@ -13,7 +12,6 @@
 //! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
 //! shuffles are purged and all readers gone, every counter is zero and the region is whole again.
 
-pub mod budget;
 pub mod buffer;
 pub mod chain;
 pub mod error;
@@ -38,7 +36,7 @@ use prometheus::Registry;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-pub use budget::{Budget, Charge, NoCapacity};
+pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Buffer, Committed};
 pub use chain::BlockFill;
 pub use error::MemoryError;
@@ -47,6 +45,7 @@ pub use read::MemoryRead;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::{Reservation, Tickets};
 
+use crate::budget::{Heap, HeapKind};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
 use crate::schema::section;
 
@@ -77,6 +76,12 @@ section! {
         /// Bytes for reads from disk under way. Not part of the capacity.
         #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart)]
         pub read_capacity_bytes: u64 = 64 * MIB,
+        /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
+        /// that are not complete, registrations, reported block ids, partitions, answers. When a kind is used up, requests of
+        /// that kind wait or are refused by its name. Not part of the capacity. Default: 96 MiB and a thirty-second of the
+        /// capacity, which stays within capacity × 1.05 + 200 MiB for the process.
+        #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
+        pub heap_bytes: u64 = 96 * MIB + capacity_bytes / 32,
         /// Life of a granted buffer ticket that is not used.
         #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
         pub ticket_timeout: Duration = 300 * SECOND,
@@ -104,6 +109,7 @@ fn default_capacity_bytes(memory_bytes: u64) -> u64 {
 #[derive(Debug)]
 pub struct Memory {
     shared: Arc<Shared>,
+    heap: Heap,
     tickets: Tickets,
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
@@ -146,6 +152,7 @@ impl Memory {
         };
         Ok(Arc::new(Self {
             shared: Arc::new(shared),
+            heap: Heap::new(config.heap_bytes),
             tickets: Tickets::new(budget, config.ticket_timeout, config.tickets_max),
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
             shuffles: DashMap::new(),
@@ -156,6 +163,12 @@ impl Memory {
     #[must_use]
     pub fn budget(&self) -> &Budget {
         &self.shared.budget
+    }
+
+    /// What is held beside blocks and reads is charged to.
+    #[must_use]
+    pub fn heap(&self) -> &Heap {
+        &self.heap
     }
 
     /// The tickets.
@@ -281,6 +294,10 @@ impl Memory {
         metrics.shuffles.set(clamped(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
         metrics.buffers.set(clamped(buffers as u64));
+        for kind in HeapKind::ALL {
+            metrics.heap.with_label_values(&[kind.name()]).set(clamped(self.heap.of(kind).used()));
+        }
+        metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
         metrics.region_touched.set(clamped(self.shared.region.touched_bytes()));
     }
 }

@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 
 use bytes::Bytes;
 
-use super::budget::Charge;
 use super::list::{BlockList, Gather};
 use super::region::Slice;
+use crate::budget::Charge;
 use uniffle_wire::types::{BlockMeta, Distribution, PartitionId};
 
 /// Blocks of one partition on their way to the next tier.

@@ -12,9 +12,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use super::budget::{Budget, Charge};
 use super::error::MemoryError;
 use super::region::SEGMENT_BYTES_MIN;
+use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Rounding allowance of a request that names no partition (clients before 0.9 may not): sixteen partitions' worth.

@@ -11,11 +11,13 @@ use parking_lot::Mutex;
 use prometheus::IntGauge;
 use tokio::time::Instant;
 
+use crate::budget::{Budget, HeapKind};
 use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
-    AppTotals, Connections, Coordinator, Disk, Flush, Memory, Node, Process, Status, Tickets, Tier, Totals,
+    AppTotals, Connections, Coordinator, Disk, Flush, HeapUse, Memory, Node, Process, Status, Tickets, Tier,
+    Totals,
 };
 use crate::metrics;
 use crate::profile::allocator::AllocatorMetrics;
@@ -222,6 +224,9 @@ impl Inspector {
             reserved_bytes: memory.pre_allocated_bytes(),
             in_flight_bytes: memory.in_flight_bytes(),
             read_buffer_bytes: memory.read_pool().used_bytes(),
+            heap_capacity_bytes: memory.heap().whole().capacity(),
+            heap_used_bytes: memory.heap().whole().used(),
+            heap: HeapKind::ALL.map(|kind| heap_use(kind, memory.heap().of(kind))).to_vec(),
             blocks: memory.block_count(),
             blocks_max: memory.blocks_max(),
             high_watermark,
@@ -256,6 +261,10 @@ impl Inspector {
         };
         heartbeats.links().map(coordinator).collect()
     }
+}
+
+fn heap_use(kind: HeapKind, budget: &Budget) -> HeapUse {
+    HeapUse { kind: kind.name(), capacity_bytes: budget.capacity(), used_bytes: budget.used() }
 }
 
 fn disk(info: &DiskInfo) -> Disk {

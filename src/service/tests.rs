@@ -64,6 +64,7 @@ impl World {
         let memory_config = MemoryConfig {
             capacity_bytes: CAPACITY,
             read_capacity_bytes: 4 << 20,
+            heap_bytes: 96 << 20,
             ticket_timeout: Duration::from_secs(30),
             tickets_max: 100,
             blocks_max: 10_000,

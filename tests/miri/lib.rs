@@ -2,8 +2,9 @@
 
 #![allow(dead_code, missing_docs, reason = "only the region's tests are of interest")]
 
+pub mod budget;
+
 pub mod memory {
-    pub mod budget;
     mod buddy;
     pub mod region;
 }

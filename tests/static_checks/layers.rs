@@ -27,7 +27,7 @@ const LAYERS: &[&[&str]] = &[
     &["app", "memory", "tiers", "metadata_log"],
     &["profile"],
     &["runtime", "telemetry"],
-    &["metrics", "proto", "schema"],
+    &["budget", "metrics", "proto", "schema"],
 ];
 
 type Names = Vec<String>;

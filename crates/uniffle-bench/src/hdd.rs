@@ -125,6 +125,7 @@ impl Bench {
         let config = MemoryConfig {
             capacity_bytes: capacity,
             read_capacity_bytes: 4 << 20,
+            heap_bytes: 96 << 20,
             ticket_timeout: Duration::from_secs(60),
             tickets_max: 100,
             blocks_max: 10_000_000,

@@ -53,6 +53,7 @@ impl Default for ServiceBuilder {
                 read_capacity_bytes: 4 << 20,
                 ticket_timeout: Duration::from_secs(30),
                 tickets_max: 100,
+                heap_bytes: 96 << 20,
                 blocks_max: 10_000,
             },
             flush: FlushConfig {

@@ -17,7 +17,6 @@ use hashbrown::DefaultHashBuilder;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use super::budget::Budget;
 use super::chain::BlockFill;
 use super::error::MemoryError;
 use super::list::{BlockList, METADATA_BYTES};
@@ -26,6 +25,7 @@ use super::read::{self, MemoryRead};
 use super::region::Region;
 use super::sealed::{InFlight, SealedBatch};
 use super::ticket::Reservation;
+use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
 /// What all buffers of one memory share.

@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::buddy::{BLOCK_BYTES, Buddy, UNIT_BYTES};
-use super::budget::Charge;
+use crate::budget::Charge;
 
 /// Smallest segment, and the unit of alignment of every segment.
 pub const SEGMENT_BYTES_MIN: usize = UNIT_BYTES;

@@ -1,7 +1,7 @@
 //! Run under Miri too, so: small, and no time or files.
 
-use super::super::budget::Budget;
 use super::*;
+use crate::budget::Budget;
 
 fn region() -> (Arc<Region>, Budget) {
     let region = Region::new(1).unwrap();

@@ -74,6 +74,7 @@ impl TcpFixture {
         let memory = MemoryConfig {
             capacity_bytes: 64 * MIB,
             read_capacity_bytes: 8 * MIB,
+            heap_bytes: 96 << 20,
             ticket_timeout: Duration::from_secs(300),
             tickets_max: 10_000,
             blocks_max: 1_000_000,

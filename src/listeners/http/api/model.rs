@@ -79,6 +79,12 @@ pub struct Memory {
     pub in_flight_bytes: u64,
     /// Buffers of reads from disk, outside the capacity.
     pub read_buffer_bytes: u64,
+    /// `memory_store.heap_capacity`
+    pub heap_capacity_bytes: u64,
+    /// Charged to it.
+    pub heap_used_bytes: u64,
+    /// ... by kind.
+    pub heap: Vec<HeapUse>,
     /// Blocks stored.
     pub blocks: u64,
     /// At most.
@@ -87,6 +93,17 @@ pub struct Memory {
     pub high_watermark: f64,
     /// ... and ends at this one.
     pub low_watermark: f64,
+}
+
+/// What the heap is held for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct HeapUse {
+    /// `requests`, `unfinished_blocks`, `answers`, `registrations`, `reported_ids` or `partitions`.
+    pub kind: &'static str,
+    /// The most that it may have.
+    pub capacity_bytes: u64,
+    /// What it has.
+    pub used_bytes: u64,
 }
 
 /// A place where blocks are.

@@ -233,7 +233,7 @@ function showNode(status) {
   const data = memory.used_bytes - memory.reserved_bytes - memory.in_flight_bytes;
   const parts = [[data, 'blue'], [memory.in_flight_bytes, 'amber'], [memory.reserved_bytes, 'grey']];
   $('t-memory-bar').replaceChildren(...bar(parts.map(([b, c]) => [Math.max(0, b) / memory.capacity_bytes, c])).children);
-  text('t-memory-sub', `${size(memory.used_bytes)} of ${size(memory.capacity_bytes)}`);
+  text('t-memory-sub', `${size(memory.used_bytes)} of ${size(memory.capacity_bytes)}, heap ${size(memory.heap_used_bytes)} of ${size(memory.heap_capacity_bytes)}`);
   text('t-in-sub', `${size(status.totals.received_bytes)} since start`);
   text('t-out-sub', `${size(status.totals.read_bytes)} since start`);
   big('t-apps', count(apps.count));

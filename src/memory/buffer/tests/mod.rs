@@ -16,6 +16,7 @@ fn memory(capacity_bytes: u64) -> Arc<Memory> {
     let config = MemoryConfig {
         capacity_bytes,
         read_capacity_bytes: 2 * MIB,
+        heap_bytes: 96 << 20,
         ticket_timeout: std::time::Duration::from_secs(300),
         tickets_max: 1000,
         blocks_max: 10_000,
@@ -435,6 +436,7 @@ fn metrics_show_live_values() {
     let config = MemoryConfig {
         capacity_bytes: 8 * MIB,
         read_capacity_bytes: 2 * MIB,
+        heap_bytes: 96 << 20,
         ticket_timeout: std::time::Duration::ZERO,
         tickets_max: 10,
         blocks_max: 10,

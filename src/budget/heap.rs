@@ -1,0 +1,162 @@
+//! The budget of the heap: what requests make the process hold beside the region and the read memory.
+//!
+//! Everything a client can make grow is charged here before it is held, by kind. Requests that are arriving wait for it
+//! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
+//!
+//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
+//! three quarters of it at most, so that requests can always be answered, and one application half of each kind.
+
+use super::ledger::{Budget, Charge, NoCapacity};
+
+/// What heap is held for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeapKind {
+    /// Requests that are arriving or being answered: their bytes, and the messages made of them.
+    Requests,
+    /// Blocks of sends that are not committed.
+    Blocks,
+    /// Answers that are made or not taken yet: their heads, bitmaps of block ids.
+    Answers,
+    /// What registrations keep: applications, shuffles, ranges, properties.
+    Registrations,
+    /// Block ids of finished task attempts.
+    ReportedIds,
+    /// Partitions that were written to.
+    Partitions,
+}
+
+impl HeapKind {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Requests,
+        Self::Blocks,
+        Self::Answers,
+        Self::Registrations,
+        Self::ReportedIds,
+        Self::Partitions,
+    ];
+
+    /// As metrics, the status and errors call it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Blocks => "unfinished_blocks",
+            Self::Answers => "answers",
+            Self::Registrations => "registrations",
+            Self::ReportedIds => "reported_ids",
+            Self::Partitions => "partitions",
+        }
+    }
+
+    /// Sixteenths of the whole that it may have, and whether it outlives its request.
+    fn share(self) -> (u64, bool) {
+        match self {
+            Self::Requests | Self::Blocks | Self::Answers => (8, false),
+            Self::Registrations | Self::ReportedIds => (4, true),
+            Self::Partitions => (8, true),
+        }
+    }
+}
+
+/// No heap for something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no heap left for {kind}: {asked} bytes asked, {free} free (see memory_store.heap_capacity)")]
+pub struct HeapFull {
+    /// What for.
+    pub kind: &'static str,
+    /// What was asked for.
+    pub asked: u64,
+    /// What was free.
+    pub free: u64,
+}
+
+impl HeapFull {
+    /// A refusal of a budget of `kind`.
+    #[must_use]
+    pub fn of(kind: HeapKind, refusal: NoCapacity) -> Self {
+        Self { kind: kind.name(), asked: refusal.asked, free: refusal.free }
+    }
+}
+
+/// See the module. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Heap {
+    whole: Budget,
+    kinds: [Budget; HeapKind::ALL.len()],
+}
+
+impl Heap {
+    /// A heap of `capacity_bytes`.
+    #[must_use]
+    pub fn new(capacity_bytes: u64) -> Self {
+        let whole = Budget::new(capacity_bytes);
+        let kept = whole.child(capacity_bytes / 4 * 3);
+        let kinds = HeapKind::ALL.map(|kind| {
+            let (sixteenths, is_kept) = kind.share();
+            let above = if is_kept { &kept } else { &whole };
+            above.child(capacity_bytes / 16 * sixteenths)
+        });
+        Self { whole, kinds }
+    }
+
+    /// All kinds together.
+    #[must_use]
+    pub fn whole(&self) -> &Budget {
+        &self.whole
+    }
+
+    /// The budget of a kind.
+    #[must_use]
+    pub fn of(&self, kind: HeapKind) -> &Budget {
+        &self.kinds[kind as usize]
+    }
+
+    /// What one application may have of a kind.
+    #[must_use]
+    pub fn of_one_app(&self, kind: HeapKind) -> Budget {
+        let budget = self.of(kind);
+        budget.child(budget.capacity() / 2)
+    }
+
+    /// Charges `bytes` of a kind, or nothing.
+    ///
+    /// # Errors
+    /// [`HeapFull`] when fewer are free.
+    pub fn try_charge(&self, kind: HeapKind, bytes: u64) -> Result<Charge, HeapFull> {
+        self.of(kind).try_charge(bytes).map_err(|refusal| HeapFull::of(kind, refusal))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_leaves_a_quarter_for_requests() {
+        let heap = Heap::new(1600);
+        for (number, kind) in HeapKind::ALL.into_iter().enumerate() {
+            assert_eq!(kind as usize, number);
+        }
+        let ids = heap.try_charge(HeapKind::ReportedIds, 400).unwrap();
+        let partitions = heap.try_charge(HeapKind::Partitions, 800).unwrap();
+        let refused = heap.try_charge(HeapKind::Registrations, 1).unwrap_err();
+        assert_eq!(refused, HeapFull { kind: "registrations", asked: 1, free: 0 });
+        let text = refused.to_string();
+        assert!(text.contains("registrations") && text.contains("memory_store.heap_capacity"), "{text}");
+        drop(heap.try_charge(HeapKind::Requests, 400).unwrap());
+        assert!(heap.try_charge(HeapKind::Requests, 401).is_err());
+        drop((ids, partitions));
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[test]
+    fn one_application_has_half_of_a_kind() {
+        let heap = Heap::new(1600);
+        let (some, other) = (heap.of_one_app(HeapKind::ReportedIds), heap.of_one_app(HeapKind::ReportedIds));
+        let held = some.try_charge(200).unwrap();
+        assert!(some.try_charge(1).is_err());
+        assert!(other.try_charge(200).is_ok());
+        drop(held);
+    }
+}

@@ -1,0 +1,378 @@
+//! Capacity as a value with `Drop`: what is reserved, held or charged is a [`Charge`] that gives itself back.
+//!
+//! This is not an allocator: a charge is a number, the memory behind it comes from elsewhere. There is no `inc`/`dec`
+//! pair anywhere else; when every charge has been dropped, [`Budget::used`] is zero. The same type counts blocks (a
+//! budget of blocks), mirrors sub-totals (a budget without a limit) and divides (a budget with a parent).
+//!
+//! Invariant: a budget never holds more than its parent knows of. What a child is charged, every budget above it is
+//! charged too, all of them or none.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use tokio::sync::Notify;
+
+/// A refused charge: how much was asked, how much was free at that moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no capacity: asked {asked}, free {free}")]
+pub struct NoCapacity {
+    /// What was asked for.
+    pub asked: u64,
+    /// What was free.
+    pub free: u64,
+}
+
+#[derive(Debug)]
+struct Ledger {
+    capacity: u64,
+    used: AtomicU64,
+    parent: Option<Budget>,
+    pressure: Notify,
+    /// Those that wait until something is given back; counted in the topmost ledger.
+    waiting: AtomicUsize,
+    freed: Notify,
+}
+
+impl Ledger {
+    /// Adds `bytes`, or says what is free.
+    fn take(&self, bytes: u64) -> Result<(), u64> {
+        // Acquire pairs with the Release in `give_back`: the thread that gets the amount of a dropped charge also sees
+        // that its memory went back to the allocator before. All of it in one order with `waiting`, see `charge`.
+        let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |used| {
+            used.checked_add(bytes).filter(|sum| *sum <= self.capacity)
+        });
+        taken.map(drop).map_err(|used| self.capacity.saturating_sub(used))
+    }
+
+    fn give_back(&self, bytes: u64) {
+        let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
+        assert!(before >= bytes, "budget underflow: {bytes} given back of {before}");
+    }
+}
+
+/// A bounded amount that charges are taken from. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Budget(Arc<Ledger>);
+
+impl Budget {
+    /// A budget of `capacity_bytes`, all of it free.
+    #[must_use]
+    pub fn new(capacity_bytes: u64) -> Self {
+        Self::below(None, capacity_bytes)
+    }
+
+    /// A part of this budget: what it is charged, this one is charged too. The parts may together be more than the whole;
+    /// then the whole is what ends first.
+    #[must_use]
+    pub fn child(&self, capacity_bytes: u64) -> Self {
+        Self::below(Some(self.clone()), capacity_bytes)
+    }
+
+    fn below(parent: Option<Self>, capacity: u64) -> Self {
+        Self(Arc::new(Ledger {
+            capacity,
+            used: AtomicU64::new(0),
+            parent,
+            pressure: Notify::new(),
+            waiting: AtomicUsize::new(0),
+            freed: Notify::new(),
+        }))
+    }
+
+    /// This ledger and those above it, to the topmost.
+    fn path(&self) -> impl Iterator<Item = &Ledger> {
+        std::iter::successors(Some(&*self.0), |ledger| ledger.parent.as_ref().map(|parent| &*parent.0))
+    }
+
+    /// The whole amount.
+    #[must_use]
+    pub fn capacity(&self) -> u64 {
+        self.0.capacity
+    }
+
+    /// What is charged now; more than the capacity while something is overdrawn.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.0.used.load(Ordering::Relaxed)
+    }
+
+    /// What could be charged now.
+    #[must_use]
+    pub fn free(&self) -> u64 {
+        let free = |ledger: &Ledger| ledger.capacity.saturating_sub(ledger.used.load(Ordering::Relaxed));
+        self.path().map(free).min().unwrap_or(0)
+    }
+
+    /// Charges `bytes`, or nothing.
+    ///
+    /// # Errors
+    /// [`NoCapacity`] when fewer are free, here or above.
+    pub fn try_charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
+        self.take(bytes)?;
+        Ok(Charge { budget: self.clone(), bytes })
+    }
+
+    fn take(&self, bytes: u64) -> Result<(), NoCapacity> {
+        for (level, ledger) in self.path().enumerate() {
+            if let Err(free) = ledger.take(bytes) {
+                self.path().take(level).for_each(|taken| taken.give_back(bytes));
+                return Err(NoCapacity { asked: bytes, free });
+            }
+        }
+        Ok(())
+    }
+
+    /// Charges `bytes` as soon as they are free. Those that wait are not in line: those that ask for less may be first.
+    ///
+    /// # Errors
+    /// [`NoCapacity`] at once when they never can be.
+    pub async fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
+        if let Some(least) = self.path().map(|ledger| ledger.capacity).filter(|most| *most < bytes).min() {
+            return Err(NoCapacity { asked: bytes, free: least });
+        }
+        if let Ok(charge) = self.try_charge(bytes) {
+            return Ok(charge);
+        }
+        let top = self.path().last().unwrap_or(&self.0);
+        // In the one order of all: either the look below sees what was given back, or the one that gives back sees this.
+        let _waiting = Waiting::among(&top.waiting);
+        loop {
+            let mut freed = pin!(top.freed.notified());
+            freed.as_mut().enable();
+            if let Ok(charge) = self.try_charge(bytes) {
+                return Ok(charge);
+            }
+            freed.await;
+        }
+    }
+
+    /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere: block metadata (by the block limit)
+    /// and what a redeemed ticket has already been promised.
+    pub fn force_charge(&self, bytes: u64) -> Charge {
+        for ledger in self.path() {
+            ledger.used.fetch_add(bytes, Ordering::SeqCst);
+        }
+        Charge { budget: self.clone(), bytes }
+    }
+
+    /// A charge of nothing, to merge others into.
+    pub fn nothing(&self) -> Charge {
+        Charge { budget: self.clone(), bytes: 0 }
+    }
+
+    /// Whether no charge and no other handle of it exists.
+    #[must_use]
+    pub fn is_unshared(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
+    /// Notified by [`Budget::wake`], of this budget or of any part of it.
+    #[must_use]
+    pub fn pressure(&self) -> &Notify {
+        &self.path().last().unwrap_or(&self.0).pressure
+    }
+
+    /// Wakes those that wait for pressure: a charge was refused.
+    pub fn wake(&self) {
+        self.pressure().notify_one();
+    }
+
+    fn give_back(&self, bytes: u64) {
+        for ledger in self.path() {
+            ledger.give_back(bytes);
+            let is_top = ledger.parent.is_none();
+            if is_top && ledger.waiting.load(Ordering::SeqCst) > 0 {
+                ledger.freed.notify_waiters();
+            }
+        }
+    }
+}
+
+/// One that waits.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn among(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A part of a [`Budget`] that is given back on drop.
+#[derive(Debug)]
+#[must_use = "a dropped charge is given back at once"]
+pub struct Charge {
+    budget: Budget,
+    bytes: u64,
+}
+
+impl Charge {
+    /// How much it holds.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The budget it is of.
+    #[must_use]
+    pub fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Charges `bytes` more, or nothing.
+    ///
+    /// # Errors
+    /// See [`Budget::try_charge`].
+    pub fn try_grow(&mut self, bytes: u64) -> Result<(), NoCapacity> {
+        self.budget.take(bytes)?;
+        self.bytes += bytes;
+        Ok(())
+    }
+
+    /// Takes `bytes` out of this charge; `None` when it holds fewer.
+    pub fn split(&mut self, bytes: u64) -> Option<Charge> {
+        self.bytes = self.bytes.checked_sub(bytes)?;
+        Some(Charge { budget: self.budget.clone(), bytes })
+    }
+
+    /// Takes up to `bytes` out of this charge.
+    pub fn split_up_to(&mut self, bytes: u64) -> Charge {
+        let part = bytes.min(self.bytes);
+        self.bytes -= part;
+        Charge { budget: self.budget.clone(), bytes: part }
+    }
+
+    /// Adds `other` to this charge.
+    pub fn merge(&mut self, mut other: Charge) {
+        assert!(Arc::ptr_eq(&self.budget.0, &other.budget.0), "charges of two budgets cannot be merged");
+        self.bytes += std::mem::take(&mut other.bytes);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.budget.give_back(self.bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn charge_beyond_capacity_is_refused_and_leaves_nothing() {
+        let budget = Budget::new(100);
+        let held = budget.try_charge(60).unwrap();
+        assert_eq!(budget.try_charge(41).unwrap_err(), NoCapacity { asked: 41, free: 40 });
+        assert_eq!(budget.try_charge(u64::MAX).unwrap_err().free, 40);
+        assert_eq!(budget.used(), 60);
+        drop(held);
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn overdrawn_budget_refuses_until_it_is_paid_back() {
+        let budget = Budget::new(10);
+        let over = budget.force_charge(15);
+        assert_eq!(budget.free(), 0);
+        assert!(budget.try_charge(1).is_err());
+        drop(over);
+        assert!(budget.try_charge(10).is_ok());
+    }
+
+    #[test]
+    fn a_child_is_bounded_by_itself_and_by_what_is_above() {
+        let whole = Budget::new(100);
+        let (some, other) = (whole.child(80), whole.child(80));
+        let mut held = some.try_charge(60).unwrap();
+        assert_eq!(some.try_charge(21).unwrap_err().free, 20);
+        assert_eq!(other.try_charge(41).unwrap_err(), NoCapacity { asked: 41, free: 40 });
+        assert_eq!((other.used(), other.free(), whole.used()), (0, 40, 60));
+        held.try_grow(20).unwrap();
+        assert!(held.try_grow(1).is_err());
+        let part = held.split(30).unwrap();
+        drop(held);
+        assert_eq!((some.used(), whole.used()), (30, 30));
+        assert!(!some.is_unshared(), "its charge is a handle");
+        drop((part, other.force_charge(90)));
+        assert!(some.is_unshared());
+        assert_eq!((some.used(), other.used(), whole.used()), (0, 0, 0));
+    }
+
+    #[tokio::test]
+    async fn what_waits_is_charged_when_something_of_another_child_comes_back() {
+        let whole = Budget::new(100);
+        let (some, other) = (whole.child(100), whole.child(50));
+        assert!(other.charge(51).await.is_err(), "what can never be does not wait");
+        let held = some.try_charge(80).unwrap();
+        let mut waits = std::pin::pin!(other.charge(30));
+        assert!(futures::poll!(&mut waits).is_pending());
+        drop(held);
+        assert_eq!(waits.await.unwrap().bytes(), 30);
+        assert_eq!((whole.used(), whole.0.waiting.load(Ordering::SeqCst)), (0, 0));
+    }
+
+    async fn takes_again_and_again(budget: Budget, bytes: u64) {
+        for _ in 0..500 {
+            let held = budget.charge(bytes).await.unwrap();
+            tokio::task::yield_now().await;
+            drop(held);
+        }
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_forever() {
+        let whole = Budget::new(7);
+        let part = whole.child(5);
+        let many = (0..8).map(|n| {
+            let budget = if n % 2 == 0 { whole.clone() } else { part.clone() };
+            takes_again_and_again(budget, 1 + n % 4)
+        });
+        futures::future::join_all(many).await;
+        assert_eq!((whole.used(), part.used()), (0, 0));
+    }
+
+    proptest! {
+        #[test]
+        fn budget_follows_a_counter(steps in prop::collection::vec((0u8..5, 0u64..60, any::<prop::sample::Index>()), 1..200)) {
+            let budget = Budget::new(100);
+            let mut charges: Vec<Charge> = Vec::new();
+            let mut used = 0u64;
+            for (what, bytes, at) in steps {
+                match what {
+                    0 => {
+                        let granted = budget.try_charge(bytes);
+                        prop_assert_eq!(granted.is_ok(), used + bytes <= 100);
+                        if let Ok(charge) = granted { used += bytes; charges.push(charge); }
+                    }
+                    1 => { used += bytes; charges.push(budget.force_charge(bytes)); }
+                    2 if !charges.is_empty() => { let i = at.index(charges.len()); used -= charges.swap_remove(i).bytes(); }
+                    3 if !charges.is_empty() => {
+                        let i = at.index(charges.len());
+                        let had = charges[i].bytes();
+                        let part = charges[i].split(bytes);
+                        prop_assert_eq!(part.is_some(), bytes <= had);
+                        charges.extend(part);
+                    }
+                    4 if charges.len() > 1 => { let other = charges.pop().unwrap(); charges[0].merge(other); }
+                    _ => {}
+                }
+                prop_assert_eq!(budget.used(), used);
+                prop_assert_eq!(charges.iter().map(Charge::bytes).sum::<u64>(), used);
+            }
+            charges.clear();
+            prop_assert_eq!(budget.used(), 0);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+../../src/budget/ledger.rs
