@@ -2,18 +2,76 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::time::sleep;
 use uniffle_testkit::fake_fs::{FakeFs, RemoteCall, RemoteFault};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs as _;
 use uniffle_worker::tiers::hdfs::{AllowList, RemoteLocation};
-use uniffle_worker::tiers::{HdfsConfig, RemoteStorage, StoreErrorKind};
+use uniffle_worker::tiers::{Cause, ExtentData, ExtentWrite, HdfsConfig, RemoteStorage, StoreErrorKind};
 
 use crate::fixture::{APP, HdfsFixture, SERVER_ID, Setup};
 
 fn both() -> Setup {
     Setup { local: true, ..Setup::default() }
+}
+
+/// One partition's extent of one block.
+fn extent(partition: i32) -> ExtentWrite {
+    let data = Bytes::from_static(b"0123456789");
+    let block = BlockMeta {
+        block_id: BlockId(i64::from(partition)),
+        task_attempt_id: TaskAttemptId(1),
+        length: 10,
+        uncompressed_length: 10,
+        crc: 0,
+    };
+    let (partition, blocks) = (PartitionId(partition), vec![block]);
+    ExtentWrite { partition, blocks, length: 10, data: ExtentData::Pieces(vec![data]) }
+}
+
+/// A write of an application hangs, and one of its shuffles goes: its other writes wait for that. They hold no place
+/// meanwhile, so that another application writes on.
+#[tokio::test(start_paused = true)]
+async fn d11_an_app_that_waits_for_its_own_deletion_keeps_nobody_else_from_writing() {
+    let hdfs = HdfsConfig { max_concurrency: 2, ..Setup::default().hdfs };
+    let (fixture, fs) = HdfsFixture::fake(Setup { hdfs, ..Setup::default() }).await;
+    let store = std::sync::Arc::clone(&fixture.hdfs);
+    let key = |app: &str, shuffle| ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle));
+    let path = "hdfs://fake:8020/uniffle".to_owned();
+    let prepared = store.prepare(&RemoteStorage { path, ..RemoteStorage::default() }).unwrap();
+    let handle = |app, shuffle| {
+        store.register(&key(app, shuffle), &prepared, &[(0, 0), (1, 1)]);
+        store.handle(&key(app, shuffle)).unwrap()
+    };
+    let (gone, stays, other) = (handle("one", 1), handle("one", 2), handle("other", 1));
+    fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, Some(1));
+    let mut hung = std::pin::pin!(store.write_to(&gone, extent(0)));
+    assert!(futures::poll!(hung.as_mut()).is_pending());
+    let hangs = || if fs.calls().is_empty() { Err("no call".to_owned()) } else { Ok(()) };
+    fixture.eventually("the write hangs", hangs).await;
+
+    let app = AppId::parse("one").unwrap();
+    let removal = store.forget_shuffles(&app, &[key("one", 1)]).unwrap();
+    let mut first = std::pin::pin!(store.write_to(&stays, extent(0)));
+    let mut second = std::pin::pin!(store.write_to(&stays, extent(1)));
+    assert!(futures::poll!(first.as_mut()).is_pending() && futures::poll!(second.as_mut()).is_pending());
+    let written = tokio::time::timeout(Duration::from_secs(30), store.write_to(&other, extent(0))).await;
+    written.expect("the other application writes on").unwrap();
+
+    fs.release();
+    hung.await.unwrap();
+    removal.run().await;
+    first.await.unwrap();
+    second.await.unwrap();
+    assert_eq!(store.usage(&key("one", 2)).files, 4);
+    for (app, shuffle) in [("one", 2), ("other", 1)] {
+        let key = key(app, shuffle);
+        store.forget_app(&key.app, std::slice::from_ref(&key), Cause::Unregistered).unwrap().run().await;
+    }
+    fixture.finish().await;
 }
 
 /// `app_config.partition_limit_threshold` changes while the worker runs.

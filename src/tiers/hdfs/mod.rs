@@ -56,12 +56,12 @@ pub use self::purge::Removal;
 pub use self::remote::RemoteTarget;
 pub(super) use self::tier::NAMES;
 
-use self::deletion_gate::DeletionGate;
+use self::deletion_gate::{DeletionGate, Writing};
 use self::fs::RemoteFs;
 use self::layout::WideRanges;
 use self::metrics::Metrics;
 use self::remote::Remote;
-use self::writer::Writers;
+use self::writer::{Writer, Writers};
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, Kind, SECOND, count, flag, list, optional, parsed, path, seconds, text};
@@ -434,21 +434,24 @@ impl Core {
         Ok(remote)
     }
 
+    /// What is the application's own is waited for first, a place, which all share, last: who waits for its own
+    /// deletion or for its own writer must not keep others from writing.
     async fn write(&self, shuffle: &Arc<Shuffle>, extent: ExtentWrite) -> Result<(), StoreError> {
+        let turn = timeout(self.config.write_timeout, self.turn(shuffle, extent.partition)).await;
+        let mut turn = turn.map_err(|late| StoreError::io(&shuffle.remote.authority, late.into()))??;
         let place = place(&shuffle.remote).await?;
         let bytes = extent.length;
-        let writers = self.writers(shuffle, extent.partition);
         let (told, result) = oneshot::channel();
         let (owned, tasks) = (Arc::clone(shuffle), self.tasks.clone());
         self.tasks.spawn("remote write", async move {
-            let job = write_batch(&owned, &writers, &extent, &tasks);
+            let job = write_batch(&owned, &mut turn, &extent, &tasks);
             let result = tokio::select! {
                 biased;
                 () = tasks.cancelled() => Err(StoreError::new(StoreErrorKind::Unhealthy, owned.key.to_string())),
                 result = job => result,
             };
             owned.remote.note(&result);
-            drop((extent, place));
+            drop((extent, turn, place));
             drop(told.send(result));
         });
         let deadline = self.config.write_timeout + Duration::from_secs(bytes >> 20);
@@ -465,6 +468,14 @@ impl Core {
                 Err(error)
             }
         }
+    }
+
+    /// Waits until the application may write and a writer of the partition's directory is free.
+    async fn turn(&self, shuffle: &Shuffle, partition: PartitionId) -> Result<Turn, StoreError> {
+        let writing = shuffle.gate.write().await;
+        shuffle.require_present()?;
+        let writer = self.writers(shuffle, partition).take().await;
+        Ok(Turn { writer, _writing: writing })
     }
 
     fn writers(&self, shuffle: &Shuffle, partition: PartitionId) -> Arc<Writers> {
@@ -495,17 +506,22 @@ async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
     }
 }
 
+/// A write that may begin as soon as there is a place: its writer goes back before its application's gate opens.
+#[derive(Debug)]
+struct Turn {
+    writer: Writer,
+    _writing: Writing,
+}
+
 async fn write_batch(
     shuffle: &Arc<Shuffle>,
-    writers: &Arc<Writers>,
+    turn: &mut Turn,
     extent: &ExtentWrite,
     tasks: &Tasks,
 ) -> Result<(), StoreError> {
-    let _writing = shuffle.gate.write().await;
     shuffle.require_present()?;
-    let mut writer = writers.take().await;
-    let result = writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;
-    for path in writer.take_torn() {
+    let result = turn.writer.write(&*shuffle.remote.fs, &extent.blocks, extent.payload()).await;
+    for path in turn.writer.take_torn() {
         tasks.spawn("file recovery", recover(Arc::clone(shuffle), path, tasks.clone()));
     }
     result
