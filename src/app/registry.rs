@@ -327,37 +327,37 @@ impl AppRegistry {
         self.apps.iter().for_each(|app| self.touch(&app));
     }
 
-    /// Removes one shuffle and runs `with` before it can be registered again. False if it was not known.
-    pub fn remove_shuffle(&self, key: &ShuffleKey, with: impl FnOnce()) -> bool {
+    /// Removes one shuffle and runs `with` before it can be registered again. Whether it was known, and what `with` gave if
+    /// its app is; what takes long to drop belongs in there, because it is dropped after the lock is free.
+    pub fn remove_shuffle<T>(&self, key: &ShuffleKey, with: impl FnOnce() -> T) -> (bool, Option<T>) {
         let _alone = self.lifecycle.lock();
-        let Some(app) = self.find(&key.app) else { return false };
+        let Some(app) = self.find(&key.app) else { return (false, None) };
         let removed = app.shuffles.write().remove(&key.shuffle).is_some();
-        with();
-        removed
+        (removed, Some(with()))
     }
 
-    /// Removes an app and runs `with` on its shuffles before it can be registered again. False if it was not known.
-    pub fn remove_app(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>)) -> bool {
+    /// Removes an app and runs `with` on its shuffles before it can be registered again; what that gave, see
+    /// [`AppRegistry::remove_shuffle`]. None if the app was not known.
+    pub fn remove_app<T>(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>) -> T) -> Option<T> {
         self.remove_app_if(id, |_| true, with)
     }
 
     /// As [`AppRegistry::remove_app`], but only if the app is still expired (docs/protocol.md §11 trap 73: time passes
     /// between finding an expired app and purging it).
-    pub fn remove_app_if_expired(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>)) -> bool {
+    pub fn remove_app_if_expired<T>(&self, id: &AppId, with: impl FnOnce(Vec<ShuffleKey>) -> T) -> Option<T> {
         self.remove_app_if(id, |app| self.is_expired(app), with)
     }
 
-    fn remove_app_if(
+    fn remove_app_if<T>(
         &self,
         id: &AppId,
         condition: impl Fn(&App) -> bool,
-        with: impl FnOnce(Vec<ShuffleKey>),
-    ) -> bool {
+        with: impl FnOnce(Vec<ShuffleKey>) -> T,
+    ) -> Option<T> {
         let _alone = self.lifecycle.lock();
-        let Some((_, app)) = self.apps.remove_if(id, |_, app| condition(app)) else { return false };
+        let (_, app) = self.apps.remove_if(id, |_, app| condition(app))?;
         let shuffles = std::mem::take(&mut *app.shuffles.write());
-        with(shuffles.into_values().map(|shuffle| shuffle.key.clone()).collect());
-        true
+        Some(with(shuffles.into_values().map(|shuffle| shuffle.key.clone()).collect()))
     }
 
     /// Apps without use for longer than the timeout.
@@ -420,6 +420,28 @@ mod tests {
         }
     }
 
+    /// What takes long to drop; tells whether others could register meanwhile.
+    struct Large<'a>(&'a AppRegistry, &'a std::cell::Cell<u32>);
+
+    impl Drop for Large<'_> {
+        fn drop(&mut self) {
+            self.1.set(self.1.get() + u32::from(self.0.lifecycle.try_lock().is_some()));
+        }
+    }
+
+    #[tokio::test]
+    async fn d13_others_register_while_what_was_removed_is_evicted() {
+        let registry = AppRegistry::new(AppConfig::default());
+        let free = std::cell::Cell::new(0);
+        for shuffle in [1, 2] {
+            registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
+        }
+        let id = AppId::parse("app").unwrap();
+        drop(registry.remove_shuffle(&ShuffleKey::new(id.clone(), ShuffleId(1)), || Large(&registry, &free)));
+        drop(registry.remove_app(&id, |_| Large(&registry, &free)));
+        assert_eq!(free.get(), 2);
+    }
+
     #[tokio::test]
     async fn unregistering_app_1_leaves_app_10() {
         let registry = AppRegistry::new(AppConfig::default());
@@ -428,12 +450,12 @@ mod tests {
             registry.register(registration(app, 10, &[(0, 0)]), || ()).unwrap();
         }
         let mut purged = Vec::new();
-        assert!(registry.remove_app(&AppId::parse("app-1").unwrap(), |keys| purged = keys));
+        registry.remove_app(&AppId::parse("app-1").unwrap(), |keys| purged = keys).unwrap();
         purged.sort();
         assert_eq!(purged.iter().map(ToString::to_string).collect::<Vec<_>>(), ["app-1/1", "app-1/10"]);
         let other = registry.find(&AppId::parse("app-10").unwrap()).unwrap();
         assert_eq!(other.shuffles().len(), 2);
-        assert!(registry.remove_shuffle(&ShuffleKey::new(other.id().clone(), ShuffleId(1)), || ()));
+        assert!(registry.remove_shuffle(&ShuffleKey::new(other.id().clone(), ShuffleId(1)), || ()).0);
         assert!(other.shuffle(ShuffleId(10)).is_some());
     }
 
@@ -457,10 +479,10 @@ mod tests {
         let expired = registry.expired();
         assert_eq!(expired.len(), 1);
         registry.touch(&registry.find(&expired[0]).unwrap());
-        assert!(!registry.remove_app_if_expired(&expired[0], |_| ()));
+        assert!(registry.remove_app_if_expired(&expired[0], |_| ()).is_none());
         assert_eq!(registry.app_count(), 1);
         tokio::time::advance(Duration::from_secs(301)).await;
-        assert!(registry.remove_app_if_expired(&expired[0], |_| ()));
+        registry.remove_app_if_expired(&expired[0], |_| ()).unwrap();
         assert_eq!(registry.app_count(), 0);
     }
 

@@ -203,11 +203,10 @@ impl Memory {
         self.shuffles.get(key).map(|buffers| Arc::clone(&buffers))
     }
 
-    /// Forgets a shuffle and evicts its buffers; sends under way find them evicted.
-    pub fn purge(&self, key: &ShuffleKey) {
-        if let Some((_, buffers)) = self.shuffles.remove(key) {
-            buffers.purge();
-        }
+    /// Forgets a shuffle at once; its buffers are evicted when the returned value is dropped, and sends under way find them
+    /// so.
+    pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
+        self.shuffles.remove(key).map(|(_, buffers)| Evicted(buffers))
     }
 
     /// All buffers with something to flush. Gives back dead segments of the others in passing.
@@ -299,6 +298,18 @@ impl Memory {
         }
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
         metrics.region_touched.set(clamped(self.shared.region.touched_bytes()));
+    }
+}
+
+/// Buffers of a shuffle that was forgotten. Dropping it gives their memory back, which takes a while when it is gigabytes:
+/// not under a lock.
+#[derive(Debug)]
+#[must_use = "dropped under a lock it keeps others waiting"]
+pub struct Evicted(Arc<ShuffleBuffers>);
+
+impl Drop for Evicted {
+    fn drop(&mut self) {
+        self.0.purge();
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 use prometheus::HistogramTimer;
 
 use crate::app::{PartitionRanges, Registration};
+use crate::memory::Evicted;
 use crate::metadata_log::{self, Record};
 use crate::telemetry::AUDIT;
 use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier};
@@ -135,7 +136,8 @@ impl Service {
         let app = self.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
-        let removed = self.apps.remove_shuffle(&key, || self.purge_state(&key.app, keys, Purge::Shuffles));
+        let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);
+        let (removed, _evicted) = self.apps.remove_shuffle(&key, remove);
         self.metrics.unregisters.inc_by(u64::from(removed));
         tracing::info!(target: AUDIT, shuffle = %key, "unregistered");
         Ok(())
@@ -148,7 +150,9 @@ impl Service {
     pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
         let remove = || {
-            self.apps.remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
+            self.apps
+                .remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
+                .is_some()
         };
         if !self.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
@@ -163,7 +167,7 @@ impl Service {
         let mut purged = 0;
         for id in self.apps.expired() {
             let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
-            let remove = || self.apps.remove_app_if_expired(&id, purge);
+            let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
             if self.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
@@ -246,8 +250,9 @@ impl Service {
     }
 
     /// Runs under the registry's lock: takes the state out of memory and of every tier, leaves the slow deletion to tasks.
-    /// How long a removal takes is counted until the data that this worker serves is gone.
-    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) {
+    /// How long a removal takes is counted until the data that this worker serves is gone. The memory is free when the
+    /// returned values are dropped, which is for after the lock.
+    pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<Evicted> {
         let removal = match purge {
             Purge::Shuffles => &self.metrics.shuffle_removal,
             Purge::App(_) => {
@@ -256,9 +261,7 @@ impl Service {
             }
         };
         let timer = Arc::new(removal.start_timer());
-        for key in keys {
-            self.memory.purge(key);
-        }
+        let evicted = keys.iter().filter_map(|key| self.memory.forget(key)).collect();
         for tier in self.tiers.iter() {
             let timer: Option<Arc<HistogramTimer>> = tier.served().map(|_| Arc::clone(&timer));
             if let Some(deletion) = Arc::clone(tier).forget(app, keys, purge) {
@@ -268,6 +271,7 @@ impl Service {
                 });
             }
         }
+        evicted
     }
 
     /// What registers a shuffle in the tiers that take it, and whether clients read one of these themselves.

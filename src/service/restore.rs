@@ -85,7 +85,7 @@ impl Service {
     }
 
     fn discard(self: &Arc<Self>, key: &ShuffleKey) {
-        self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles);
+        drop(self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.

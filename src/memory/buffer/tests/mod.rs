@@ -138,7 +138,7 @@ fn a_block_is_visible_from_commit_on_and_not_before() {
     assert_eq!((buffer.active_bytes(), buffer.block_count(), memory.block_count()), (1000, 1, 1));
     drop(funds);
     assert_eq!(memory.used_bytes(), 4096 + METADATA_BYTES);
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
 
@@ -172,7 +172,7 @@ fn more_payload_than_the_ticket_was_for_is_refused() {
         MemoryError::TicketOverspent { asked: 401, left: 400 }
     );
     drop((first, funds));
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
 
@@ -198,7 +198,7 @@ fn a_ticket_for_all_memory_is_good_to_its_last_byte() {
         assert_eq!(ids(&read), [1, 2]);
     }
     drop(shuffle);
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
 
@@ -247,7 +247,7 @@ fn duplicates_are_dropped_in_the_active_list_and_in_flight() {
     buffer.release(&batch);
     assert_eq!(put(&memory, &buffer, 1, 0, 10).blocks, 1, "legal again once it is released");
     drop((batch, funds));
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     drop(buffer);
     assert_empty(&memory);
 }
@@ -328,7 +328,7 @@ fn aborted_sends_give_their_segments_back() {
     put(&memory, &buffer, 2, 0, 100);
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);
     assert_eq!(extent_ids(&buffer.seal().unwrap().extent(Distribution::Normal)), [1, 2]);
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     drop(buffer);
     assert_empty(&memory);
 }
@@ -377,7 +377,7 @@ fn an_evicted_buffer_takes_nothing_and_holds_nothing() {
     put(&memory, &buffer, 2, 0, 100);
     let mut funds = funds(&memory, 5000);
     let block = fill(&buffer, 3, 0, 100, &mut funds);
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_eq!(buffer.reserve(1, &mut funds).unwrap_err(), MemoryError::Evicted);
     assert_eq!(buffer.commit(vec![block], &mut funds).unwrap_err(), MemoryError::Evicted);
     assert!(buffer.read(None, 100, None).blocks.is_empty() && buffer.seal().is_none());

@@ -220,7 +220,7 @@ impl Run {
         }
         buffer.drop_dead();
         // Nothing is left but what a chain without blocks keeps for the next one; a purge takes that, too.
-        memory.purge(&key());
+        drop(memory.forget(&key()));
         assert_empty(&memory);
     }
 }

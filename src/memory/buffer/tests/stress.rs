@@ -130,7 +130,7 @@ fn every_acknowledged_block_is_in_a_tier_at_every_moment() {
     flush(&memory, &published, Distribution::Normal);
     assert_eq!(*acknowledged.lock(), *published.lock(), "every block once, none that was aborted");
     assert!(memory.candidates().is_empty());
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
 
@@ -158,11 +158,11 @@ fn purges_amid_sends_and_flushes_leave_nothing() {
         });
         scope.spawn(|| {
             while writing.load(Ordering::Acquire) > 0 {
-                memory.purge(&key());
+                drop(memory.forget(&key()));
                 memory.register(&key(), Distribution::Normal);
             }
         });
     });
-    memory.purge(&key());
+    drop(memory.forget(&key()));
     assert_empty(&memory);
 }
