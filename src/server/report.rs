@@ -59,7 +59,9 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
             status: match mount.condition {
                 DiskCondition::Healthy => StorageStatus::Normal,
                 DiskCondition::Full => StorageStatus::Overused,
-                DiskCondition::Hung | DiskCondition::Broken => StorageStatus::Unhealthy,
+                DiskCondition::ReadOnly | DiskCondition::Hung | DiskCondition::Broken => {
+                    StorageStatus::Unhealthy
+                }
             }
             .into(),
             ..StorageInfo::default()

@@ -279,6 +279,7 @@ fn disk(info: &DiskInfo) -> Disk {
         condition: match info.condition {
             DiskCondition::Healthy => "healthy",
             DiskCondition::Full => "full",
+            DiskCondition::ReadOnly => "read_only",
             DiskCondition::Hung => "hung",
             DiskCondition::Broken => "broken",
         },

@@ -41,7 +41,8 @@ pub(super) async fn start(
 }
 
 async fn start_local(config: &Config, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
-    let settings = LocalConfig { boot: boot_id(), ..config.local.clone() };
+    let read_memory_bytes = config.memory.read_capacity_bytes;
+    let settings = LocalConfig { boot: boot_id(), read_memory_bytes, ..config.local.clone() };
     let disks = settings.real_disks();
     LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
 }

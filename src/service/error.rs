@@ -99,6 +99,9 @@ pub enum ServiceError {
     /// Whether blocks that are wanted are lost is being found out.
     #[error("{0}")]
     InDoubt(String),
+    /// A disk does not answer: what it holds may be readable again later.
+    #[error("{0}")]
+    DiskHangs(StoreError),
     /// The node's state does not allow it.
     #[error("{0}")]
     WrongState(&'static str),
@@ -164,6 +167,7 @@ impl ServiceError {
             | Self::Store(_)
             | Self::Lost(_)
             | Self::InDoubt(_)
+            | Self::DiskHangs(_)
             | Self::WrongState(_)
             | Self::NoReadMemory { .. }
             | Self::NoRequestMemory
@@ -190,9 +194,11 @@ impl ServiceError {
             }
             Self::PartitionTooLarge { client_knows_code: false, .. } => StatusCode::NoRegister,
             Self::Memory(error) => memory_status(error),
-            Self::NoReadMemory { .. } | Self::NoRequestMemory | Self::Stopping | Self::InDoubt(_) => {
-                StatusCode::NoBuffer
-            }
+            Self::NoReadMemory { .. }
+            | Self::NoRequestMemory
+            | Self::Stopping
+            | Self::InDoubt(_)
+            | Self::DiskHangs(_) => StatusCode::NoBuffer,
             Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
             Self::Malformed(_)
             | Self::Undecodable(_)

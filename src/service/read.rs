@@ -140,7 +140,10 @@ impl ChunkStream {
         };
         self.on_disk += began.elapsed();
         self.tell(&chunk).await;
-        Ok(chunk?)
+        chunk.map_err(|error| match error.kind {
+            StoreErrorKind::Unhealthy => ServiceError::DiskHangs(error),
+            _ => error.into(),
+        })
     }
 
     /// Enters what a checksum has shown to be gone, or a disk that goes on failing.

@@ -27,6 +27,8 @@ pub enum StoreErrorKind {
     NotOurs,
     /// Another process holds the directory.
     InUse,
+    /// The directory was on a mount point that is not mounted.
+    NotMounted,
     /// A file of that name is there already.
     Exists,
     /// A remote store refuses: permission or login.
@@ -96,6 +98,7 @@ impl StoreError {
             | StoreErrorKind::InvalidRange
             | StoreErrorKind::InvalidBatch
             | StoreErrorKind::NotOurs
+            | StoreErrorKind::NotMounted
             | StoreErrorKind::InUse => false,
         }
     }
@@ -114,6 +117,7 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidBatch => "batch contradicts itself",
             Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
             Self::InUse => "directory is in use by another process",
+            Self::NotMounted => "directory is empty, and what it was on is not mounted",
             Self::Exists => "exists already",
             Self::Denied => "permission or login refused",
             Self::Unreachable => "remote store does not answer or takes no writes",

@@ -27,6 +27,8 @@ pub enum DiskCondition {
     Healthy,
     /// Serves; takes batches again below the low watermark.
     Full,
+    /// Its file system is read-only: serves, and takes nothing until a probe succeeds.
+    ReadOnly,
     /// Did not answer in time; avoided until a probe succeeds.
     Hung,
     /// Failed; avoided until a probe succeeds.
@@ -42,7 +44,7 @@ pub struct DiskInfo {
     pub uuid: Uuid,
     /// Whether it takes batches, and why not.
     pub condition: DiskCondition,
-    /// What is wrong when it is hung or broken.
+    /// What is wrong when it is read-only, hung or broken.
     pub fault: Option<String>,
     /// Errors that were held against it.
     pub failures: u64,
@@ -61,7 +63,7 @@ pub struct DiskInfo {
 }
 
 impl DiskInfo {
-    /// Neither hung nor broken; it may be full.
+    /// Not read-only, hung or broken; it may be full.
     #[must_use]
     pub fn is_healthy(&self) -> bool {
         self.condition <= DiskCondition::Full

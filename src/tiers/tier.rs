@@ -172,7 +172,7 @@ pub trait ChunkRead: fmt::Debug + Send + Sync {
 /// What a read that failed has shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Suspicion {
-    /// An extent is damaged and was marked lost.
+    /// Something is damaged and was marked lost.
     pub marked_lost: bool,
     /// The device of which too many reads have failed; known of one read only.
     pub device: Option<usize>,

@@ -261,7 +261,7 @@ impl Bench {
         if create {
             self.disk.create_dir_all(&directory).await?;
         }
-        let how = WriteOpen { create, direct: false };
+        let how = WriteOpen { create, ..WriteOpen::default() };
         let data_bytes: u64 = data.iter().map(|piece| piece.len() as u64).sum();
         let index_bytes = index.len() as u64;
         self.disk.open_write(&directory.join("data"), how).await?.write_at(data, data_end).await?;

@@ -167,6 +167,10 @@ impl Disk for SeekDisk {
         self.disk.lock(path)
     }
 
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        self.disk.lock_existing(path)
+    }
+
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.disk.space()
     }

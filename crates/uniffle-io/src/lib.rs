@@ -54,13 +54,27 @@ pub trait File: Send + Sync + fmt::Debug {
     fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
 }
 
+/// Which writes and syncs of a disk a file's own wait for: those of its lane and no others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Lane {
+    /// Small records that somebody waits for: registrations, reports.
+    Metadata,
+    /// What makes bulk data readable.
+    Index,
+    /// Data, in calls of megabytes.
+    #[default]
+    Bulk,
+}
+
 /// How [`Disk::open_write`] opens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteOpen {
     /// True: the file must not exist yet. False: it must exist.
     pub create: bool,
     /// Go around the page cache where the file system allows it.
     pub direct: bool,
+    /// Where its writes and syncs queue.
+    pub lane: Lane,
 }
 
 /// Space of the file system that holds a disk's root.
@@ -110,9 +124,11 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
     /// Locks a file, which is created when absent; `WouldBlock` when another process holds it.
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
+    /// The same for a file that exists, without writing anything: also on a read-only file system.
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>>;
     /// Space of the file system.
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
-    /// Where the root, which exists, is mounted.
+    /// Where the root is mounted, or will be once it is made.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
 }
 

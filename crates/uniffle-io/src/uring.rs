@@ -27,7 +27,7 @@ use tokio::sync::oneshot;
 
 use super::blocking::{BlockingDisk, Gate, OpenFile, Permits};
 use super::progress::{Detour, ReadProgress, WriteProgress};
-use super::{BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
+use super::{BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, Lane, Mount, ReadTarget, Space, WriteOpen};
 
 /// Entries that are handed over at once; more follow at once.
 const ENTRIES: u32 = 256;
@@ -56,9 +56,10 @@ impl UringDisk {
 
     fn file(
         &self,
+        lane: Lane,
         opening: BoxFuture<'static, io::Result<OpenFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let (ring, (writes, reads)) = (Arc::clone(&self.ring), self.disk.gates());
+        let (ring, (writes, reads)) = (Arc::clone(&self.ring), self.disk.gates(lane));
         Box::pin(async move {
             let open = opening.await?;
             let file: Arc<dyn File> = Arc::new(UringFile { open, ring, writes, reads });
@@ -73,15 +74,15 @@ impl Disk for UringDisk {
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.disk.open_write_file(path, how))
+        self.file(how.lane, self.disk.open_write_file(path, how))
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.disk.open_read_file(path, false))
+        self.file(Lane::Bulk, self.disk.open_read_file(path, false))
     }
 
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.disk.open_read_file(path, true))
+        self.file(Lane::Bulk, self.disk.open_read_file(path, true))
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -122,6 +123,10 @@ impl Disk for UringDisk {
 
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
         self.disk.lock(path)
+    }
+
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        self.disk.lock_existing(path)
     }
 
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {

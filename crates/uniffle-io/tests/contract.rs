@@ -27,8 +27,8 @@ async fn read(file: &Arc<dyn File>, offset: u64, len: usize) -> io::Result<Vec<u
 async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let path = Path::new("a/b/file");
     let kind = |result: io::Result<Arc<dyn File>>| result.map(drop).unwrap_err().kind();
-    let new = WriteOpen { create: true, direct };
-    let old = WriteOpen { create: false, direct };
+    let new = WriteOpen { create: true, direct, ..WriteOpen::default() };
+    let old = WriteOpen { create: false, direct, ..WriteOpen::default() };
     assert_eq!(kind(disk.open_write(path, new).await), io::ErrorKind::NotFound, "no directory");
     disk.create_dir_all(Path::new("a/b")).await.unwrap();
     disk.create_dir_all(Path::new("a/b")).await.unwrap();
@@ -168,7 +168,8 @@ fn without_io_uring(error: &io::Error) {
 #[tokio::test]
 async fn a_full_memory_disk_stores_what_fits() {
     let disk = MemoryDisk::new("/memory", Some(10));
-    let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+    let file =
+        disk.open_write(Path::new("f"), WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();
     file.write_at(vec![Bytes::from_static(b"1234")], 0).await.unwrap();
     let pieces = vec![Bytes::from_static(b"56"), Bytes::from_static(b"7890abc")];
     let full = file.write_at(pieces, 4).await.unwrap_err();
@@ -183,7 +184,8 @@ async fn a_hung_write_lands_when_it_is_released_although_its_caller_is_gone() {
     let memory = Arc::new(MemoryDisk::new("/memory", None));
     let faults = Faults::default();
     let disk = FaultDisk::new(Arc::clone(&memory) as Arc<dyn Disk>, faults.clone());
-    let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+    let file =
+        disk.open_write(Path::new("f"), WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();
     faults.add(fault::Rule::once(fault::Operation::Write, fault::Fault::Hang));
     drop(file.write_at(vec![Bytes::from_static(b"late")], 0));
     assert_eq!(faults.hung(), 1);
@@ -198,7 +200,10 @@ async fn seeded_faults_repeat() {
     for _ in 0..2 {
         let faults = Faults::default();
         let disk = FaultDisk::new(Arc::new(MemoryDisk::new("/m", None)), faults.clone());
-        let file = disk.open_write(Path::new("f"), WriteOpen { create: true, direct: false }).await.unwrap();
+        let file = disk
+            .open_write(Path::new("f"), WriteOpen { create: true, ..WriteOpen::default() })
+            .await
+            .unwrap();
         faults.seed(7, 3, vec![(fault::Operation::Write, fault::Fault::Errno(fault::EIO))]);
         let mut run = Vec::new();
         for _ in 0..60 {
@@ -217,7 +222,7 @@ async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
     for seed in 0..200 {
         let disk = MemoryDisk::new("/memory", None);
         disk.create_dir_all(Path::new("a")).await.unwrap();
-        let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+        let file = disk.open_write(path, WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();
         file.write_at(vec![Bytes::from(vec![1; 700])], 0).await.unwrap();
         file.sync().await.unwrap();
         if seed % 2 == 0 {
@@ -244,7 +249,7 @@ async fn a_memory_disk_keeps_what_was_synced_and_may_lose_the_rest() {
 async fn a_sync_that_failed_is_not_made_good_by_the_next() {
     let path = Path::new("f");
     let disk = MemoryDisk::new("/memory", None);
-    let file = disk.open_write(path, WriteOpen { create: true, direct: false }).await.unwrap();
+    let file = disk.open_write(path, WriteOpen { create: true, ..WriteOpen::default() }).await.unwrap();
     disk.sync_dir(Path::new("")).await.unwrap();
     file.write_at(vec![Bytes::from(vec![1; 5000])], 0).await.unwrap();
     disk.fail_syncs(1);

@@ -37,7 +37,7 @@ pub enum Operation {
     Remove,
     /// [`Disk::space`].
     Space,
-    /// [`Disk::list`], [`Disk::read_small`], [`Disk::write_small`], [`Disk::lock`] and [`File::size`].
+    /// [`Disk::list`], [`Disk::read_small`], [`Disk::write_small`], [`Disk::lock`], [`Disk::lock_existing`] and [`File::size`].
     Other,
 }
 
@@ -59,6 +59,9 @@ pub enum Fault {
     Hang,
     /// It takes so much longer.
     Slow(Duration),
+    /// A read gives one byte other than it is stored, the one in the middle of its first part. Other operations are not
+    /// concerned.
+    Flip,
     /// The caller that waits for it panics.
     Panic,
     /// The process dies in it: a write stores so many bytes, and no call returns any more. Other operations do nothing.
@@ -235,7 +238,7 @@ impl Faults {
         work: BoxFuture<'static, io::Result<T>>,
     ) -> BoxFuture<'static, io::Result<T>> {
         match self.pick(operation, path) {
-            None | Some(Fault::Zeros) => work,
+            None | Some(Fault::Zeros | Fault::Flip) => work,
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready(Err(io::Error::from_raw_os_error(errno))))
             }
@@ -356,6 +359,10 @@ impl Disk for FaultDisk {
         self.faults.apply(Operation::Other, path, self.disk.lock(path))
     }
 
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        self.faults.apply(Operation::Other, path, self.disk.lock_existing(path))
+    }
+
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
         self.faults.apply(Operation::Space, Path::new(""), self.disk.space())
     }
@@ -386,7 +393,7 @@ fn cut(pieces: Vec<Bytes>, mut limit: usize) -> Vec<Bytes> {
 impl File for FaultFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         match self.faults.pick(Operation::Write, &self.path) {
-            None => self.file.write_at(pieces, offset),
+            None | Some(Fault::Flip) => self.file.write_at(pieces, offset),
             Some(Fault::Zeros) => {
                 let zeros = pieces.iter().map(|piece| Bytes::from(vec![0; piece.len()])).collect();
                 self.file.write_at(zeros, offset)
@@ -420,6 +427,17 @@ impl File for FaultFile {
     fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
         match self.faults.pick(Operation::Read, &self.path) {
             None | Some(Fault::Zeros) => self.file.read(target),
+            Some(Fault::Flip) => {
+                let reading = self.file.read(target);
+                Box::pin(async move {
+                    let (mut target, result) = reading.await;
+                    if let Some(bytes) = target.part_mut(0) {
+                        let middle = bytes.len() / 2;
+                        bytes[middle] ^= 1;
+                    }
+                    (target, result)
+                })
+            }
             Some(Fault::Errno(errno) | Fault::Short { errno, .. }) => {
                 Box::pin(std::future::ready((target, Err(io::Error::from_raw_os_error(errno)))))
             }

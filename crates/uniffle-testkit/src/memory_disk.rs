@@ -77,6 +77,10 @@ pub struct MemoryDisk {
 #[derive(Debug, Default)]
 struct Tree {
     capacity_bytes: Option<u64>,
+    /// Nothing can be changed.
+    read_only: bool,
+    /// Where it says that it is mounted; none, at its root.
+    mount_point: Option<PathBuf>,
     directories: BTreeSet<PathBuf>,
     files: BTreeMap<PathBuf, Content>,
     /// Files and directories whose name the device may not have.
@@ -98,6 +102,16 @@ impl MemoryDisk {
     /// Changes the capacity; what is stored stays.
     pub fn set_capacity(&self, capacity_bytes: Option<u64>) {
         self.tree.lock().capacity_bytes = capacity_bytes;
+    }
+
+    /// Makes the file system read-only, as Linux does after errors, or writable again.
+    pub fn set_read_only(&self, read_only: bool) {
+        self.tree.lock().read_only = read_only;
+    }
+
+    /// Where the disk says that it is mounted.
+    pub fn set_mount_point(&self, point: &str) {
+        self.tree.lock().mount_point = Some(point.into());
     }
 
     /// Paths of all files, relative to the root.
@@ -170,6 +184,17 @@ impl Tree {
         self.files.values().map(|content| content.lock().bytes.len() as u64).sum()
     }
 
+    fn require_writable(&self) -> io::Result<()> {
+        if self.read_only { Err(io::Error::from_raw_os_error(crate::fault::EROFS)) } else { Ok(()) }
+    }
+
+    fn lock(tree: &Arc<Mutex<Self>>, path: PathBuf) -> io::Result<Box<dyn DiskLock>> {
+        if !tree.lock().locked.insert(path.clone()) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        Ok(Box::new(MemoryLock { tree: Arc::clone(tree), path }))
+    }
+
     fn find(&self, path: &Path) -> io::Result<Content> {
         self.files.get(path).cloned().ok_or_else(not_found)
     }
@@ -221,6 +246,7 @@ impl Disk for MemoryDisk {
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let disk = self.clone();
         self.run(path, move |tree, path| {
+            tree.require_writable()?;
             if !how.create {
                 return Ok(disk.file(tree.find(&path)?));
             }
@@ -248,6 +274,9 @@ impl Disk for MemoryDisk {
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
             for directory in path.ancestors().map(Path::to_path_buf) {
+                if !tree.directories.contains(&directory) {
+                    tree.require_writable()?;
+                }
                 if tree.directories.insert(directory.clone()) {
                     tree.unsynced.insert(directory);
                 }
@@ -258,6 +287,7 @@ impl Disk for MemoryDisk {
 
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
+            tree.require_writable()?;
             if !tree.is_empty(&path) {
                 return Err(io::ErrorKind::DirectoryNotEmpty.into());
             }
@@ -268,6 +298,7 @@ impl Disk for MemoryDisk {
 
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
+            tree.require_writable()?;
             if !tree.directories.contains(&path) {
                 return Err(not_found());
             }
@@ -280,6 +311,7 @@ impl Disk for MemoryDisk {
         let to = to.to_path_buf();
         self.run(from, move |tree, from| {
             require_inside(&to)?;
+            tree.require_writable()?;
             let to_parent = to.parent().is_some_and(|parent| tree.directories.contains(parent));
             let source = tree.directories.contains(&from) || tree.files.contains_key(&from);
             if !to_parent || !source {
@@ -334,6 +366,7 @@ impl Disk for MemoryDisk {
 
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
         self.run(path, |tree, path| {
+            tree.require_writable()?;
             let durable = content.clone();
             *tree.create(path)?.lock() = Stored { bytes: content, durable, doomed: false };
             Ok(())
@@ -342,14 +375,18 @@ impl Disk for MemoryDisk {
 
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
         let shared = Arc::clone(&self.tree);
-        self.run(path, move |tree, path| {
+        let creating = self.run(path, |tree, path| {
+            tree.require_writable()?;
             tree.create(path.clone())?;
-            if !tree.locked.insert(path.clone()) {
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            let lock: Box<dyn DiskLock> = Box::new(MemoryLock { tree: shared, path });
-            Ok(lock)
-        })
+            Ok(path)
+        });
+        Box::pin(async move { Tree::lock(&shared, creating.await?) })
+    }
+
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        let shared = Arc::clone(&self.tree);
+        let finding = self.run(path, |tree, path| tree.find(&path).map(|_| path));
+        Box::pin(async move { Tree::lock(&shared, finding.await?) })
     }
 
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
@@ -362,7 +399,8 @@ impl Disk for MemoryDisk {
     }
 
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
-        let mount = Mount { point: self.root.clone(), media: Media::Unknown };
+        let point = self.tree.lock().mount_point.clone().unwrap_or_else(|| self.root.clone());
+        let mount = Mount { point, media: Media::Unknown };
         Box::pin(std::future::ready(Ok(mount)))
     }
 }
@@ -391,6 +429,7 @@ struct MemoryFile {
 
 /// Writes as much as the capacity allows.
 fn write(tree: &Tree, content: &Content, pieces: &[Bytes], offset: u64) -> io::Result<()> {
+    tree.require_writable()?;
     let capacity = tree.capacity_bytes.unwrap_or(u64::MAX);
     let mut room = capacity.saturating_sub(tree.used_bytes());
     let mut content = content.lock();

@@ -56,7 +56,7 @@ const PORT_TRIES: usize = 5;
 const READY_FILE: &str = "ready.json";
 
 /// The marker by which a worker claims a data directory, and its list of them: the files that stay.
-pub const OWN_FILES: [&str; 2] = ["uniffle-worker.claim", "uniffle-worker.peers"];
+pub const OWN_FILES: [&str; 3] = ["uniffle-worker.claim", "uniffle-worker.mounts", "uniffle-worker.peers"];
 
 /// What a test chooses; everything else is the worker's default or belongs to the harness.
 #[derive(Debug, Clone)]

@@ -128,6 +128,7 @@ fn is_own_fault(kind: StoreErrorKind) -> bool {
         | StoreErrorKind::InvalidBatch
         | StoreErrorKind::NotOurs
         | StoreErrorKind::InUse
+        | StoreErrorKind::NotMounted
         | StoreErrorKind::Exists
         | StoreErrorKind::Denied => false,
     }

@@ -1,7 +1,7 @@
 //! What a disk does not give back any more.
 //!
-//! A block with other bytes than were written makes a hole of its extent at once. A read that fails may succeed later, so
-//! it only counts: after the third failure of a partition on a disk all that it has there is tried, three times within
+//! A block with other bytes than were written is read once more, by itself and around the page cache; if it still has, it is
+//! given up, and nothing else of its extent. A read that fails may succeed later, so it only counts: after the third failure of a partition on a disk all that it has there is tried, three times within
 //! half a second, and what still cannot be read can be given up and becomes a hole. Blocks in holes can be sent again and
 //! found; whether one is lost is not decided here (`service`).
 //!
@@ -10,6 +10,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,9 +18,11 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 
 use super::disk::within;
+use super::files::Mode;
 use super::health::{Verdict, judge};
-use super::read::DIRECT_BYTES_MIN;
+use super::log::Log;
 use super::shuffle::{Extent, NO_LOG, Shuffle};
+use super::verify::Check;
 use super::{Core, LocalStore};
 use crate::tiers::{DamagedExtents, StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
@@ -103,19 +106,65 @@ impl Shuffle {
 }
 
 impl Core {
-    /// A disk returned other bytes than were written: blames it, and makes a hole of the extent, so that its blocks can
-    /// be sent again and found.
-    pub(super) fn mark_damaged(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> StoreError {
-        self.metrics.read_crc_mismatches.inc();
-        let Some(extent) = self.mark_lost(shuffle, partition, base) else {
+    /// Whether a block that was read with other bytes than were written has the right ones when the device is asked again.
+    pub(super) async fn is_sound(
+        &self,
+        shuffle: &Shuffle,
+        partition: PartitionId,
+        block: &Check,
+    ) -> Result<bool, StoreError> {
+        let Ok(_turn) = self.probes.acquire().await else { return Ok(false) };
+        let Some(extent) = shuffle.extent_at(partition, block.base) else { return Ok(false) };
+        let log = shuffle.log_at(extent.data_log);
+        let mut hasher = crc32fast::Hasher::new();
+        let offset = extent.data_offset() + (block.place.start - extent.base);
+        let length = block.place.end - block.place.start;
+        self.read_again(&log, offset..offset + length, |bytes| hasher.update(bytes)).await?;
+        Ok(hasher.finalize() == block.crc)
+    }
+
+    /// Gives up a block that had other bytes than were written twice, so that it can be sent again and found; blames its
+    /// disk.
+    pub(super) fn condemn(&self, shuffle: &Shuffle, partition: PartitionId, block: &Check) -> StoreError {
+        let Some(extent) = shuffle.extent_at(partition, block.base) else {
             return shuffle.error(StoreErrorKind::Corrupt);
         };
+        shuffle.condemned.add(partition, &block.place);
+        self.metrics.blocks_condemned.inc();
         let log = shuffle.log_at(extent.data_log);
-        let what = "a block has another checksum than when it was written";
+        let what = "a block has another checksum than when it was written, also when it is read again";
         log.disk.note(&io::Error::new(io::ErrorKind::InvalidData, what));
-        let path = log.full_path();
-        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes = extent.length, what);
+        let (path, bytes) = (log.full_path(), block.place.end - block.place.start);
+        tracing::error!(shuffle = %shuffle.key, %partition, path = %path.display(), bytes, what);
         StoreError::corrupt(path, what)
+    }
+
+    /// Reads a range of a data log around the page cache, whole disk blocks at a time: an extent fills its last one.
+    async fn read_again(
+        &self,
+        log: &Log,
+        range: Range<u64>,
+        mut take: impl FnMut(&[u8]),
+    ) -> Result<(), StoreError> {
+        let failed = |error| self.failed(&log.disk, log.full_path(), error);
+        let file = self.files.open_read(log, Mode::ReadDirect).await.map_err(failed)?;
+        let mut at = range.start;
+        while at < range.end {
+            let start = at - at % BLOCK_ALIGN as u64;
+            let skip = usize::try_from(at - start).unwrap_or(0);
+            let left = usize::try_from(range.end - start).unwrap_or(usize::MAX);
+            let part = left.min(READ_CHUNK_BYTES_MAX);
+            let blocks = part.next_multiple_of(BLOCK_ALIGN);
+            let reading = file.read(ReadTarget::one(Box::new(vec![0; blocks]), 0..blocks, start));
+            let target = within(self.config.read_timeout, async {
+                let (target, result) = reading.await;
+                result.map(|()| target)
+            });
+            let mut target = target.await.map_err(failed)?;
+            take(target.part_mut(0).and_then(|bytes| bytes.get(skip..part)).unwrap_or_default());
+            at = start + part as u64;
+        }
+        Ok(())
     }
 
     fn mark_lost(&self, shuffle: &Shuffle, partition: PartitionId, base: u64) -> Option<Extent> {
@@ -189,23 +238,8 @@ impl Core {
         if !here(extent.data_log) {
             return Ok(());
         }
-        let log = shuffle.log_at(extent.data_log);
-        let failed = |error| self.failed(&log.disk, log.full_path(), error);
-        let direct = extent.length >= DIRECT_BYTES_MIN && self.files.is_direct(&log);
-        let opened =
-            if direct { self.files.direct_reader(&log).await } else { self.files.reader(&log).await };
-        let file = opened.map_err(failed)?;
-        let mut done = 0;
-        while done < extent.length {
-            let left = usize::try_from(extent.length - done).unwrap_or(usize::MAX);
-            // An extent fills its last block.
-            let part = left.min(READ_CHUNK_BYTES_MAX).next_multiple_of(BLOCK_ALIGN);
-            let target = ReadTarget::one(Box::new(vec![0; part]), 0..part, extent.data_offset() + done);
-            let reading = file.read(target);
-            within(self.config.read_timeout, async { reading.await.1 }).await.map_err(failed)?;
-            done += part as u64;
-        }
-        Ok(())
+        let start = extent.data_offset();
+        self.read_again(&shuffle.log_at(extent.data_log), start..start + extent.length, |_| ()).await
     }
 }
 

@@ -1,4 +1,4 @@
-//! One data directory: claimed by marker file and lock, its space and its health.
+//! One data directory: its space and its health.
 //!
 //! Health and fullness are different things: a full disk is sound (its data is served, and it takes batches again
 //! below the low watermark), an unhealthy one is avoided until a probe has written and read back random bytes.
@@ -20,23 +20,17 @@ use super::LocalConfig;
 use super::health::{Health, Verdict, judge};
 use super::pace::Paces;
 use super::placement::Candidate;
-use super::sync::SyncWrites;
-use crate::tiers::{DiskCondition, DiskInfo, StoreError, StoreErrorKind};
+use super::share::ReadShare;
+use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Media, Mount, ReadTarget, Space, WriteOpen};
+use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Lane, Mount, ReadTarget, Space, WriteOpen};
 
-/// The file that makes a directory ours and that the owner keeps locked.
-pub const MARKER: &str = "uniffle-worker.claim";
-/// First line of the marker: format and version.
-const MARKER_HEAD: &str = "uniffle-worker local store 1";
 /// Directory of everything that apps wrote.
 pub(super) const APPS: &str = "apps";
 /// Directory of what waits to be deleted.
 pub(super) const TRASH: &str = "trash";
 /// Directory of the probe's files.
 const PROBE: &str = "probe";
-/// What `mkfs` leaves in a root and nobody minds.
-const LOST_AND_FOUND: &str = "lost+found";
 
 /// A claimed data directory.
 #[derive(Debug)]
@@ -44,6 +38,8 @@ pub(super) struct LocalDisk {
     /// Place among the claimed disks, set by the store.
     pub(super) index: usize,
     pub(super) io: Arc<dyn Disk>,
+    /// Memory that its reads may hold, set by the store.
+    pub(super) reads: ReadShare,
     /// Persistent identity, written into index groups.
     pub(super) uuid: Uuid,
     /// The root as text, for labels.
@@ -51,7 +47,7 @@ pub(super) struct LocalDisk {
     state: Mutex<State>,
     in_flight_bytes: AtomicU64,
     used_bytes: AtomicU64,
-    /// Data calls that ended well.
+    /// Calls that the device has answered well.
     completed_calls: AtomicU64,
     /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
     unreadable: AtomicBool,
@@ -83,40 +79,17 @@ pub(super) async fn within<T>(
 }
 
 impl LocalDisk {
-    /// Makes the directory ours, or says why it cannot be. Without recovery, content of ours from an earlier process is
-    /// moved into the trash, which [`LocalDisk::empty_trash`] deletes later, so that a start is quick.
-    ///
-    /// Every change of its condition is told through `changes`.
-    pub(super) async fn claim(
-        io: Arc<dyn Disk>,
+    /// A directory with its identity and what keeps it ours.
+    pub(super) fn new(
+        (io, uuid, lock): (Arc<dyn Disk>, Uuid, Box<dyn DiskLock>),
+        mount: Mount,
         config: &LocalConfig,
         changes: Arc<watch::Sender<()>>,
-    ) -> Result<Self, StoreError> {
-        let root = io.root().to_path_buf();
-        let deadline = config.name_timeout;
-        let failed = |error| StoreError::io(&root, error);
-        within(deadline, io.create_dir_all(Path::new(""))).await.map_err(failed)?;
-        let names = within(deadline, io.list(Path::new(""))).await.map_err(failed)?;
-        let ours = names.iter().any(|name| name == MARKER);
-        if !ours && names.iter().any(|name| name != LOST_AND_FOUND) {
-            return Err(StoreError::new(StoreErrorKind::NotOurs, &root));
-        }
-        let lock = match within(deadline, io.lock(Path::new(MARKER))).await {
-            Ok(lock) => lock,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return Err(StoreError::new(StoreErrorKind::InUse, &root));
-            }
-            Err(error) => return Err(failed(error)),
-        };
-        let uuid = identify(io.as_ref(), &root, deadline).await?;
-        for directory in [TRASH, APPS] {
-            within(deadline, io.create_dir_all(Path::new(directory))).await.map_err(failed)?;
-        }
-        let unknown = || Mount { point: root.clone(), media: Media::Unknown };
-        let mount = within(deadline, io.mount()).await.unwrap_or_else(|_| unknown());
-        let disk = Self {
+    ) -> Self {
+        Self {
             index: 0,
-            label: root.display().to_string(),
+            reads: ReadShare::new(0),
+            label: io.root().display().to_string(),
             io,
             uuid,
             state: Mutex::default(),
@@ -127,21 +100,32 @@ impl LocalDisk {
             mount,
             changes,
             watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
-            deadline,
+            deadline: config.name_timeout,
             _lock: lock,
-        };
-        if !config.recovery
-            && !within(deadline, disk.io.list(Path::new(APPS))).await.map_err(failed)?.is_empty()
-        {
-            disk.discard(Path::new(APPS)).await.map_err(failed)?;
-            within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
         }
-        if config.sync == SyncWrites::Group {
-            // What an earlier process wrote is only in the page cache yet, and it is to be believed.
-            within(config.write_timeout, disk.io.sync_all()).await.map_err(failed)?;
+    }
+
+    /// Makes the directories in which everything is.
+    pub(super) async fn make_directories(&self) -> io::Result<()> {
+        for directory in [TRASH, APPS] {
+            within(self.deadline, self.io.create_dir_all(Path::new(directory))).await?;
         }
-        disk.measure().await.map_err(failed)?;
-        Ok(disk)
+        Ok(())
+    }
+
+    /// Moves content of an earlier process into the trash, which [`LocalDisk::empty_trash`] deletes later, so that a start
+    /// is quick.
+    pub(super) async fn discard_everything(&self) -> io::Result<()> {
+        if within(self.deadline, self.io.list(Path::new(APPS))).await?.is_empty() {
+            return Ok(());
+        }
+        self.discard(Path::new(APPS)).await?;
+        self.make_directories().await
+    }
+
+    /// Where it is mounted.
+    pub(super) fn mount_point(&self) -> &Path {
+        &self.mount.point
     }
 
     /// Renames `path` into the trash; one that does not exist is fine. Returns where it is now.
@@ -223,10 +207,13 @@ impl LocalDisk {
             Verdict::Full if before == DiskCondition::Healthy => {
                 tracing::warn!(disk = %self.label, error = %error, "disk is full, avoiding it");
             }
-            Verdict::Hung | Verdict::Broken if before <= DiskCondition::Full => {
+            Verdict::ReadOnly if before <= DiskCondition::Full => {
+                tracing::error!(disk = %self.label, "the file system is read-only: the disk serves and takes nothing");
+            }
+            Verdict::Hung | Verdict::Broken if before <= DiskCondition::ReadOnly => {
                 tracing::error!(disk = %self.label, error = %error, "disk failed, avoiding it until a probe succeeds");
             }
-            Verdict::Full | Verdict::Hung | Verdict::Broken => {}
+            Verdict::Full | Verdict::ReadOnly | Verdict::Hung | Verdict::Broken => {}
         }
     }
 
@@ -240,9 +227,28 @@ impl LocalDisk {
         self.unreadable.fetch_or(unreadable, Ordering::Relaxed);
     }
 
-    /// A data call has ended well: the disk makes progress.
+    /// A call that the device must have answered, not the page cache, has ended well.
     pub(super) fn progressed(&self) {
         self.completed_calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A call that moves bytes, with its deadline; a failure is held against the disk. One that misses its deadline while
+    /// others come through only stood in the queue of a device that has too much to do: that disk works.
+    pub(super) async fn call<T>(
+        &self,
+        deadline: Duration,
+        call: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
+        let before = self.completed_calls.load(Ordering::Relaxed);
+        within(deadline, call).await.inspect_err(|error| self.note_call(error, before))
+    }
+
+    /// Notes a failed call that began after `completed_before` others had ended well.
+    fn note_call(&self, error: &io::Error, completed_before: u64) {
+        let is_busy = self.completed_calls.load(Ordering::Relaxed) != completed_before;
+        if judge(error) != Verdict::Hung || !is_busy {
+            self.note(error);
+        }
     }
 
     /// A batch was written since `began`, when with it `in_flight_bytes` were to be: "no space" is no longer its habit,
@@ -255,27 +261,17 @@ impl LocalDisk {
     }
 
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
-    /// other (so "no space" means full, not sick). A deadline that passes while other calls come through means busy:
-    /// the probe only stood in the queue, and nothing is held against the disk.
+    /// other (so "no space" means full, not sick).
     ///
     /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
-        let calls_before = self.completed_calls.load(Ordering::Relaxed);
-        let result = within(self.deadline, self.write_and_read_back(direct)).await;
-        match &result {
-            Ok(()) => {
-                if let Some(fault) = self.update(|state| state.health.proved()) {
-                    tracing::info!(disk = %self.label, fault, "disk answers again");
-                }
-            }
-            Err(error) => {
-                let busy = self.completed_calls.load(Ordering::Relaxed) != calls_before;
-                if judge(error) != Verdict::Hung || !busy {
-                    self.note(error);
-                }
-            }
+        self.call(self.deadline, self.write_and_read_back(direct)).await?;
+        // One that was claimed while it was read-only may have none.
+        self.make_directories().await?;
+        if let Some(fault) = self.update(|state| state.health.proved()) {
+            tracing::info!(disk = %self.label, fault, "disk answers again");
         }
-        result
+        Ok(())
     }
 
     async fn write_and_read_back(&self, direct: bool) -> io::Result<()> {
@@ -286,7 +282,8 @@ impl LocalDisk {
         rand::rng().fill_bytes(&mut expected);
         let mut buffer = AlignedBuffer::unpooled();
         buffer.put(&expected);
-        let file = self.io.open_write(&path, WriteOpen { create: true, direct }).await?;
+        let how = WriteOpen { create: true, direct, lane: Lane::Bulk };
+        let file = self.io.open_write(&path, how).await?;
         file.write_at(vec![buffer.freeze()], 0).await?;
         file.sync().await?;
         let target = ReadTarget::one(Box::new(vec![0; BLOCK_ALIGN]), 0..BLOCK_ALIGN, 0);
@@ -318,7 +315,16 @@ impl LocalDisk {
         self.state.lock().health.condition()
     }
 
-    /// True unless it is hung or broken.
+    /// Refuses what would wait for a disk that does not answer.
+    pub(super) fn require_answering(&self) -> Result<(), StoreError> {
+        if self.condition() != DiskCondition::Hung {
+            return Ok(());
+        }
+        let text = "the disk has not answered in time, and nothing is read from it until a probe succeeds";
+        Err(StoreError::io(self.io.root(), io::Error::new(io::ErrorKind::TimedOut, text)))
+    }
+
+    /// True unless it is read-only, hung or broken.
     pub(super) fn is_healthy(&self) -> bool {
         self.state.lock().health.fault().is_none()
     }
@@ -349,26 +355,6 @@ pub(super) fn used_ratio(space: Space) -> f64 {
         return 0.0;
     }
     1.0 - space.free_bytes.min(space.total_bytes) as f64 / space.total_bytes as f64
-}
-
-/// Reads the disk's identity from the marker, or gives it one.
-async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
-    let marker = Path::new(MARKER);
-    let failed = |error| StoreError::io(root, error);
-    let content = within(deadline, io.read_small(marker)).await.map_err(failed)?;
-    if content.is_empty() {
-        let uuid = Uuid::new_v4();
-        let text = format!("{MARKER_HEAD}\n{uuid}\n");
-        within(deadline, io.write_small(marker, text.into_bytes())).await.map_err(failed)?;
-        // Without its marker a directory with data in it is nobody's.
-        within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
-        return Ok(uuid);
-    }
-    let text = String::from_utf8_lossy(&content);
-    let mut lines = text.lines();
-    let head_fits = lines.next() == Some(MARKER_HEAD);
-    let uuid = lines.next().and_then(|line| Uuid::parse_str(line).ok()).filter(|_| head_fits);
-    uuid.ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
 }
 
 /// Bytes of our files on a disk; given back when dropped.

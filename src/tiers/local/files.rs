@@ -17,9 +17,12 @@ use super::disk::within;
 use super::log::{Log, LogKind};
 use uniffle_io::{File, WriteOpen};
 
+/// How a log is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Mode {
+pub(super) enum Mode {
+    /// By way of the page cache.
     Read,
+    /// Around it, in whole blocks.
     ReadDirect,
     Write,
 }
@@ -73,12 +76,8 @@ impl Files {
         self.open_read(log, Mode::Read).await
     }
 
-    /// The log's file for reading whole blocks, around the page cache.
-    pub(super) async fn direct_reader(&self, log: &Log) -> io::Result<Arc<dyn File>> {
-        self.open_read(log, Mode::ReadDirect).await
-    }
-
-    async fn open_read(&self, log: &Log, mode: Mode) -> io::Result<Arc<dyn File>> {
+    /// The log's file for reading.
+    pub(super) async fn open_read(&self, log: &Log, mode: Mode) -> io::Result<Arc<dyn File>> {
         if let Some(file) = self.cached(log, mode) {
             return Ok(file);
         }
@@ -114,7 +113,7 @@ impl Files {
 
     async fn open_write(&self, log: &Log, create: bool) -> io::Result<Arc<dyn File>> {
         let direct = self.is_direct(log);
-        let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct });
+        let opening = log.disk.io.open_write(&log.path, WriteOpen { create, direct, lane: log.kind.lane() });
         let file = within(self.deadline, opening).await?;
         self.keep(log, Mode::Write, &file);
         Ok(file)
@@ -124,6 +123,12 @@ impl Files {
     /// and one read does not pay for putting it there. Index groups are small and unaligned: they go through it.
     pub(super) fn is_direct(&self, log: &Log) -> bool {
         self.direct && log.kind == LogKind::Data
+    }
+
+    /// Whether a call on a log that has ended well proves that its device answers: what goes by way of the page cache does
+    /// not, unless everything goes there.
+    pub(super) fn proves_progress(&self, log: &Log, mode: Mode) -> bool {
+        !self.direct || (self.is_direct(log) && mode != Mode::Read)
     }
 
     fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {

@@ -1,4 +1,4 @@
-//! What errors say about a disk: full, hung, broken, or nothing at all. A pure state machine with the clock passed in.
+//! What errors say about a disk: full, read-only, hung, broken, or nothing at all. A pure state machine with the clock passed in.
 //!
 //! Not here: who does the I/O (`disk`). Full and sick are different things: a full disk is healthy, its data is served,
 //! and it takes batches again when there is room. Neither state flaps: fullness has two watermarks, a disk that says
@@ -25,6 +25,8 @@ pub enum Verdict {
     NotTheDisk,
     /// No space (or quota) left.
     Full,
+    /// Its file system takes no changes: what is there can be read.
+    ReadOnly,
     /// No answer in time.
     Hung,
     /// It fails, or returns other bytes than were written.
@@ -40,12 +42,14 @@ pub fn judge(error: &io::Error) -> Verdict {
             Errno::MFILE | Errno::NFILE | Errno::INTR | Errno::NOMEM | Errno::AGAIN | Errno::NOENT => {
                 Verdict::NotTheDisk
             }
+            Errno::ROFS => Verdict::ReadOnly,
             Errno::TIMEDOUT => Verdict::Hung,
             _ => Verdict::Broken,
         };
     }
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Verdict::Full,
+        io::ErrorKind::ReadOnlyFilesystem => Verdict::ReadOnly,
         io::ErrorKind::TimedOut => Verdict::Hung,
         io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof | io::ErrorKind::WriteZero => {
             Verdict::Broken
@@ -69,7 +73,7 @@ pub(super) struct Health {
 #[derive(Debug)]
 struct Fault {
     text: String,
-    hung: bool,
+    condition: DiskCondition,
 }
 
 #[derive(Debug)]
@@ -81,14 +85,13 @@ impl Health {
     /// The state now.
     pub(super) fn condition(&self) -> DiskCondition {
         match &self.fault {
-            Some(fault) if fault.hung => DiskCondition::Hung,
-            Some(_) => DiskCondition::Broken,
+            Some(fault) => fault.condition,
             None if self.above_watermark || self.refusal.is_some() => DiskCondition::Full,
             None => DiskCondition::Healthy,
         }
     }
 
-    /// Why it is hung or broken.
+    /// Why it is read-only, hung or broken.
     pub(super) fn fault(&self) -> Option<&str> {
         self.fault.as_ref().map(|fault| fault.text.as_str())
     }
@@ -106,6 +109,7 @@ impl Health {
     /// Draws the consequences of a failed operation.
     pub(super) fn note(&mut self, error: &io::Error, now: Instant) -> Verdict {
         let verdict = judge(error);
+        let fault = |condition| Some(Fault { text: error.to_string(), condition });
         match verdict {
             Verdict::NotTheDisk => return verdict,
             Verdict::Full => {
@@ -117,9 +121,9 @@ impl Health {
                     self.refusals = self.refusals.saturating_add(1);
                 }
             }
-            Verdict::Hung | Verdict::Broken => {
-                self.fault = Some(Fault { text: error.to_string(), hung: verdict == Verdict::Hung });
-            }
+            Verdict::ReadOnly => self.fault = fault(DiskCondition::ReadOnly),
+            Verdict::Hung => self.fault = fault(DiskCondition::Hung),
+            Verdict::Broken => self.fault = fault(DiskCondition::Broken),
         }
         self.failures = self.failures.saturating_add(1);
         verdict
@@ -165,7 +169,9 @@ mod tests {
         assert_eq!(judge(&errno(Errno::NOSPC)), Verdict::Full);
         assert_eq!(judge(&errno(Errno::DQUOT)), Verdict::Full);
         assert_eq!(judge(&io::ErrorKind::TimedOut.into()), Verdict::Hung);
-        for broken in [Errno::IO, Errno::ROFS, Errno::NXIO, Errno::NODEV] {
+        assert_eq!(judge(&errno(Errno::ROFS)), Verdict::ReadOnly);
+        assert_eq!(judge(&io::ErrorKind::ReadOnlyFilesystem.into()), Verdict::ReadOnly);
+        for broken in [Errno::IO, Errno::NXIO, Errno::NODEV] {
             assert_eq!(judge(&errno(broken)), Verdict::Broken, "{broken:?}");
         }
         assert_eq!(judge(&io::ErrorKind::InvalidData.into()), Verdict::Broken);

@@ -1,4 +1,4 @@
-//! A data or index log or a metadata_log: one append-only file of one shuffle on one disk.
+//! A data, index or metadata log: one append-only file of one shuffle on one disk.
 //!
 //! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
 //! late write can only land on a range that nobody else was given.
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::disk::LocalDisk;
 use super::sync::Syncs;
-use uniffle_io::BLOCK_ALIGN;
+use uniffle_io::{BLOCK_ALIGN, Lane};
 
 /// Longest log: extents keep their offset as a 32-bit number of blocks. A longer one is continued in a new file.
 pub(super) const LOG_BYTES_MAX: u64 = (u32::MAX as u64) * BLOCK_ALIGN as u64;
@@ -21,7 +21,7 @@ pub(super) enum LogKind {
     Data,
     /// Index groups.
     Index,
-    /// Notes.
+    /// Registrations and reports.
     Metadata,
 }
 
@@ -31,6 +31,15 @@ impl LogKind {
             Self::Data => "data",
             Self::Index => "index",
             Self::Metadata => "journal",
+        }
+    }
+
+    /// Where its writes queue on a disk.
+    pub(super) fn lane(self) -> Lane {
+        match self {
+            Self::Data => Lane::Bulk,
+            Self::Index => Lane::Index,
+            Self::Metadata => Lane::Metadata,
         }
     }
 

@@ -6,7 +6,6 @@
 
 use bytes::Bytes;
 
-use super::disk::within;
 use super::log::LogKind;
 use super::metadata_record;
 use super::shuffle::Shuffle;
@@ -79,11 +78,11 @@ impl Core {
         let bytes = record.len() as u64;
         let (log, offset) = shuffle.reserve(self, disk, LogKind::Metadata, bytes).await?;
         let file = self.writer(&log).await?;
-        match within(self.config.metadata_timeout, file.write_at(vec![record], offset)).await {
+        match disk.call(self.config.metadata_timeout, file.write_at(vec![record], offset)).await {
             Ok(()) => self.make_durable(&log, &file, self.config.metadata_timeout).await,
             Err(error) => {
                 log.close();
-                Err(self.failed(disk, log.full_path(), error))
+                Err(StoreError::io(log.full_path(), error))
             }
         }
     }

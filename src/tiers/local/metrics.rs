@@ -40,6 +40,8 @@ metrics::table! {
             "localfile_index_cache_misses", "extents whose index records were read from disk";
         read_crc_mismatches: IntCounter = "total_read_crc_mismatch",
             "blocks that a disk returned with other bytes", also "total_localfile_detected_in_consistency";
+        blocks_condemned: IntCounter = "total_local_blocks_given_up",
+            "blocks that had other bytes when they were read again, too, and are lost";
         extents_lost: IntCounter = "total_local_extents_given_up",
             "extents that could not be read again and again, and are holes now";
         index_cache_bytes: IntGauge = "localfile_index_cache_bytes", "bytes of cached index records";
@@ -62,6 +64,8 @@ metrics::table! {
         disk_is_healthy: IntGaugeVec["root"] = "local_disk_is_healthy", "0 = healthy, 1 = not";
         disk_is_corrupted: IntGaugeVec["root"] =
             "local_disk_is_corrupted", "1 = fails or returns wrong bytes";
+        disk_is_read_only: IntGaugeVec["root"] =
+            "local_disk_is_read_only", "1 = its file system is read-only: it serves and takes nothing";
         disk_capacity: IntGaugeVec["root"] = "local_disk_capacity", "bytes of the file system";
         disk_used: IntGaugeVec["root"] = "local_disk_used", "bytes used by anybody";
         disk_service_used: IntGaugeVec["root"] = "local_disk_service_used", "bytes used by this worker";

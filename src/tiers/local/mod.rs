@@ -7,7 +7,8 @@
 //!
 //! | file | does |
 //! | --- | --- |
-//! | `disk`, `health` | claim, space, health of one directory |
+//! | `claim`, `mounts` | which directories are ours, and which are empty for want of a mount |
+//! | `disk`, `health`, `share` | space and health of one directory, and its share of the memory for reads |
 //! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
@@ -18,14 +19,18 @@
 //! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
 //! | `damage` | what a disk does not give back any more becomes a hole |
-//! | `purge` | removal and maintenance |
+//! | `condemned` | blocks that it gives back with other bytes |
+//! | `purge`, `deletes` | removal and maintenance, each disk by itself |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
 //! that dies leaves its writes to the page cache. With [`SyncWrites::Group`] data is on the device before its index group
 //! is written, the group before its extents are visible, a metadata record before it is acknowledged, and what an earlier process
 //! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
+mod claim;
+mod condemned;
 mod damage;
+mod deletes;
 mod disk;
 mod files;
 pub mod health;
@@ -35,6 +40,7 @@ mod manifest;
 mod metadata_log;
 pub mod metadata_record;
 pub(crate) mod metrics;
+mod mounts;
 pub mod pace;
 pub mod placement;
 mod publish;
@@ -43,6 +49,7 @@ mod read;
 mod records;
 mod recover;
 mod scan;
+mod share;
 mod shuffle;
 mod sync;
 mod tier;
@@ -67,26 +74,27 @@ use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::{Semaphore, watch};
 
-pub use self::disk::MARKER;
+pub use self::claim::MARKER;
 pub use self::read::{DataRead, IndexRead};
 pub use self::sync::SyncWrites;
 pub use self::verify::VerifyReads;
 
 pub(super) use self::tier::NAMES;
 
+use self::deletes::Deletes;
 use self::disk::LocalDisk;
 use self::files::Files;
 use self::manifest::Manifest;
 use self::metrics::{ALL_DISKS, Metrics};
 use self::placement::Candidate;
-use self::purge::PendingDelete;
 use self::records::RecordCache;
+use self::share::ReadShare;
 use self::shuffle::Shuffle;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
 use crate::schema::section;
 use crate::tiers::{DiskCondition, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_io::blocking::BlockingDisk;
-use uniffle_io::buffers::AlignedPool;
+use uniffle_io::buffers::{AlignedPool, READ_CHUNK_BYTES_MAX};
 use uniffle_io::{Disk, Engine};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -110,10 +118,11 @@ section! {
         /// ... until it is below this one.
         #[key("localfile_store.disk_low_watermark", ratio(), AtOnce)]
         pub low_watermark: f64 = 0.7,
-        /// Reads and writes together under way per disk.
+        /// Reads and writes together under way per disk, metadata left out.
         #[key("localfile_store.disk_max_concurrency", count(1..=1_000_000), Restart)]
         pub max_concurrency_per_disk: usize = 2000,
-        /// Writes under way per disk.
+        /// Writes of data under way per disk. Index groups have as many places of their own, metadata two, so neither waits
+        /// for data.
         #[key("localfile_store.write_concurrency_per_disk", count(1..=256), Restart)]
         pub write_concurrency_per_disk: usize = 4,
         /// Between two probes of the disks.
@@ -145,6 +154,8 @@ section! {
         pub index_cache_bytes: u64 = 16 * MIB,
         /// Read calls per disk at a time. At least 1.
         pub read_concurrency_per_disk: usize = 16,
+        /// Memory for reads of all disks, of which each has a share.
+        pub read_memory_bytes: u64 = 64 * MIB,
         /// Time for one write call of at most 16 MiB, queueing included.
         pub write_timeout: Duration = 60 * SECOND,
         /// Time for one read call of at most 2 MiB, queueing included.
@@ -202,6 +213,14 @@ impl LocalConfig {
         self.paths.iter().map(disk).collect()
     }
 
+    /// Memory that reads of one of `disks` may hold at a time: what is useful to it at most, and so much that the others can
+    /// go on when all of it is stuck.
+    fn read_share_bytes(&self, disks: usize) -> usize {
+        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX);
+        let share = self.read_memory_bytes / (disks as u64 + 1);
+        usize::try_from(share).unwrap_or(usize::MAX).min(useful).max(READ_CHUNK_BYTES_MAX)
+    }
+
     fn staging_buffers_for(&self, disks: usize) -> usize {
         if self.staging_buffers > 0 {
             return self.staging_buffers;
@@ -250,7 +269,8 @@ struct Core {
     records: RecordCache,
     staging: Arc<AlignedPool>,
     metrics: Metrics,
-    pending_deletes: Mutex<Vec<PendingDelete>>,
+    /// By disk.
+    deletes: Vec<Deletes>,
     /// See `damage`.
     probes: Semaphore,
     /// Data reads so far, for sampling.
@@ -285,39 +305,23 @@ impl LocalStore {
             Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
         let roots = disks.len() as u64;
         let changes = Arc::new(watch::Sender::new(()));
-        let claims = disks.into_iter().map(|disk| LocalDisk::claim(disk, &config, Arc::clone(&changes)));
-        let mut claimed = Vec::new();
-        let mut last_error = None;
-        for claim in join_all(claims.collect::<Vec<_>>()).await {
-            match claim {
-                Ok(mut disk) => {
-                    disk.index = claimed.len();
-                    claimed.push(Arc::new(disk));
-                }
-                Err(error) if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse) => {
-                    return Err(error);
-                }
-                Err(error) => {
-                    tracing::error!(error = %error, "data directory cannot be used, going on without it");
-                    last_error = Some(error);
-                }
-            }
+        let read_share_bytes = config.read_share_bytes(disks.len());
+        let mut claimed = claim::claim_all(disks, &config, &changes).await?;
+        for (index, disk) in claimed.iter_mut().enumerate() {
+            disk.index = index;
+            disk.reads = ReadShare::new(read_share_bytes);
         }
-        if claimed.is_empty() {
-            return Err(
-                last_error.unwrap_or_else(|| StoreError::new(StoreErrorKind::Unhealthy, "no data directory"))
-            );
-        }
+        let claimed: Vec<_> = claimed.into_iter().map(Arc::new).collect();
         let min_disks = AtomicUsize::new(config.min_disks);
         let core = Core {
             disks_refused: roots - claimed.len() as u64,
             records: RecordCache::new(config.index_cache_bytes),
             files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
             staging: AlignedPool::new(config.staging_buffers_for(claimed.len())),
+            deletes: claimed.iter().map(|_| Deletes::default()).collect(),
             disks: claimed,
             changes,
             metrics,
-            pending_deletes: Mutex::default(),
             probes: Semaphore::new(damage::PROBED_AT_ONCE),
             data_reads: AtomicU64::new(0),
             config,
@@ -402,7 +406,13 @@ impl LocalStore {
         let mut present = Treemap::new();
         for extent in extents.unwrap_or_default().iter().filter(|extent| !extent.is_lost()) {
             let records = self.core.records_of(&shuffle, extent).await?;
-            records.iter().for_each(|record| present.add(record.block_id.unsigned_abs()));
+            for record in records {
+                let start = extent.base + record.offset.unsigned_abs();
+                let place = start..start + u64::from(record.length.unsigned_abs());
+                if !shuffle.condemned.touches(partition, &place) {
+                    present.add(record.block_id.unsigned_abs());
+                }
+            }
         }
         Ok(present)
     }

@@ -9,11 +9,13 @@ use std::future::Future;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::future::join_all;
 use prometheus::IntGaugeVec;
 use tokio::time::{Instant, sleep};
 
+use super::deletes::PendingDelete;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
 use super::shuffle::{NO_LOG, Shuffle};
 use super::{Core, LocalStore};
@@ -23,52 +25,25 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 
 use crate::metrics::clamped;
 
-/// A directory that is to be removed.
-#[derive(Debug)]
-pub(super) struct PendingDelete {
-    shuffle: Arc<Shuffle>,
-    disk: Arc<LocalDisk>,
-    /// Payload that goes with it.
-    bytes: u64,
-}
-
 impl Core {
-    /// Removes what was to be deleted before the call; failures stay on the list. Returns the apps of which something is
-    /// gone, by disk.
-    async fn run_pending_deletes(&self) -> HashSet<(usize, AppId)> {
-        let batch = std::mem::take(&mut *self.pending_deletes.lock());
-        let mut work = Retry { core: self, left: batch };
-        // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
-        let removals = self.disks.iter().map(|disk| {
-            let here = work.left.iter().filter(|it| Arc::ptr_eq(&it.disk, disk));
-            self.remove_all(disk, here.map(|it| (Arc::clone(&it.shuffle), it.bytes)).collect())
-        });
-        let failed: Vec<_> = join_all(removals.collect::<Vec<_>>()).await.into_iter().flatten().collect();
-        let at = |it: &PendingDelete| (it.disk.index, it.shuffle.key.clone());
-        let still_there: HashSet<_> = failed.iter().map(at).collect();
-        let gone = work.left.iter().map(at).filter(|it| !still_there.contains(it));
-        let apps = gone.map(|(disk, key)| (disk, key.app)).collect();
-        work.left = failed;
-        apps
-    }
-
-    /// Removes shuffles from one disk; returns those that are still there.
-    async fn remove_all(
-        &self,
-        disk: &Arc<LocalDisk>,
-        shuffles: Vec<(Arc<Shuffle>, u64)>,
-    ) -> Vec<PendingDelete> {
-        let mut left = Vec::new();
-        for (shuffle, bytes) in shuffles {
+    /// Removes from a disk what was to be deleted there before the call; what fails stays on its list. Returns the apps of
+    /// which something is gone.
+    async fn run_deletes(&self, disk: &LocalDisk) -> HashSet<AppId> {
+        let mut work = self.deletes[disk.index].take();
+        let mut gone = HashSet::new();
+        for _ in 0..work.left.len() {
+            let Some(shuffle) = work.left.front().map(|it| Arc::clone(&it.shuffle)) else { break };
             // Removals on a bad disk hang: they wait for a probe that succeeds.
             let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
+            let Some(pending) = work.left.pop_front() else { break };
             if removed {
-                self.metrics.deleted_bytes.inc_by(bytes);
+                self.metrics.deleted_bytes.inc_by(pending.bytes);
+                gone.insert(shuffle.key.app.clone());
             } else {
-                left.push(PendingDelete { shuffle, disk: Arc::clone(disk), bytes });
+                work.left.push_back(pending);
             }
         }
-        left
+        gone
     }
 
     async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
@@ -98,18 +73,6 @@ impl Core {
     }
 }
 
-/// Directories that go back on the list when dropped, so that a cancelled purge forgets nothing.
-struct Retry<'a> {
-    core: &'a Core,
-    left: Vec<PendingDelete>,
-}
-
-impl Drop for Retry<'_> {
-    fn drop(&mut self) {
-        self.core.pending_deletes.lock().append(&mut self.left);
-    }
-}
-
 impl LocalStore {
     /// Forgets a shuffle and removes its files. From the first poll on it is unknown: writes under way end with
     /// `Purged` and leave nothing behind. An unknown shuffle is fine.
@@ -132,18 +95,24 @@ impl LocalStore {
         self.remove_files(app).await;
     }
 
-    /// Removes what was to be deleted before the call, and the directories of apps that have no shuffle any more. Whoever
-    /// removes the last shuffle's files does it, which may be another app's purge that found them on the list.
+    /// [`LocalStore::run_deletes`] of all disks.
     async fn run_pending_deletes(&self) {
-        let mut emptied = self.core.run_pending_deletes().await;
-        emptied.retain(|(_, app)| !self.shuffles.iter().any(|it| it.key().app == *app));
-        let removals = emptied.iter().map(|(disk, app)| self.remove_app_directory(*disk, app));
-        join_all(removals.collect::<Vec<_>>()).await;
+        join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk)).collect::<Vec<_>>()).await;
     }
 
-    async fn remove_app_directory(&self, disk: usize, app: &AppId) {
+    /// Removes from a disk what was to be deleted before the call, and the directories of apps that have no shuffle any
+    /// more. Whoever removes the last shuffle's files does it, which may be another app's purge that found them on the list.
+    async fn run_deletes(&self, disk: &LocalDisk) {
+        let mut emptied = self.core.run_deletes(disk).await;
+        emptied.retain(|app| !self.shuffles.iter().any(|it| it.key().app == *app));
+        for app in emptied {
+            self.remove_app_directory(disk, &app).await;
+        }
+    }
+
+    async fn remove_app_directory(&self, disk: &LocalDisk, app: &AppId) {
         let directory = Path::new(APPS).join(app.as_str());
-        let removal = self.core.disks[disk].io.remove_dir(&directory);
+        let removal = disk.io.remove_dir(&directory);
         // Absent, or not empty because the app registered again: both are fine.
         within(self.core.config.name_timeout, removal).await.ok();
     }
@@ -166,18 +135,17 @@ impl LocalStore {
     /// Removes the files of all forgotten shuffles, and the directory of `app` if nothing is left in it.
     pub async fn remove_files(&self, app: &AppId) {
         self.run_pending_deletes().await;
-        let removals = (0..self.core.disks.len()).map(|disk| self.remove_app_directory(disk, app));
+        let removals = self.core.disks.iter().map(|disk| self.remove_app_directory(disk, app));
         join_all(removals.collect::<Vec<_>>()).await;
     }
 
     /// Marks a shuffle and puts its directories on the list. Synchronous: a cancelled purge has happened or has not.
     fn queue_deletes(&self, shuffle: Arc<Shuffle>) {
         let bytes = self.mark_forgotten(&shuffle);
-        let pending = shuffle.touched_disks().into_iter().map(|index| {
-            let disk = Arc::clone(&self.core.disks[index]);
-            PendingDelete { shuffle: Arc::clone(&shuffle), disk, bytes: bytes[index] }
-        });
-        self.core.pending_deletes.lock().extend(pending);
+        for disk in shuffle.touched_disks() {
+            let pending = PendingDelete { shuffle: Arc::clone(&shuffle), bytes: bytes[disk] };
+            self.core.deletes[disk].add(pending);
+        }
     }
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
@@ -199,24 +167,37 @@ impl LocalStore {
         bytes
     }
 
-    /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait for each other.
+    /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait
+    /// for each other.
     pub async fn maintain_once(&self) {
         let disks = self.core.disks.iter().map(|disk| async {
-            if let Err(error) = disk.measure().await {
-                tracing::warn!(disk = %disk.label, error = %error, "space cannot be measured");
-                disk.note(&error);
-            }
-            disk.forgive_refusal();
-            if !disk.is_healthy() {
-                return;
-            }
-            if let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await {
-                tracing::warn!(disk = %disk.label, error = %error, "trash cannot be emptied");
-                self.core.metrics.deletion_failed.inc();
-            }
+            self.measure(disk).await;
+            self.clean(disk).await;
         });
         join_all(disks.collect::<Vec<_>>()).await;
-        self.run_pending_deletes().await;
+        self.tidy();
+    }
+
+    async fn measure(&self, disk: &LocalDisk) {
+        if let Err(error) = disk.measure().await {
+            tracing::warn!(disk = %disk.label, error = %error, "space cannot be measured");
+            disk.note(&error);
+        }
+        disk.forgive_refusal();
+    }
+
+    /// Empties the trash and removes what is to be removed. May take as long as the file system likes.
+    async fn clean(&self, disk: &LocalDisk) {
+        if disk.is_healthy()
+            && let Err(error) = disk.empty_trash(self.core.config.purge_timeout).await
+        {
+            tracing::warn!(disk = %disk.label, error = %error, "trash cannot be emptied");
+            self.core.metrics.deletion_failed.inc();
+        }
+        self.run_deletes(disk).await;
+    }
+
+    fn tidy(&self) {
         self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
         self.core.set_gauges();
     }
@@ -228,25 +209,28 @@ impl LocalStore {
 
     /// Writes and reads back random bytes on every disk: a sick one that succeeds takes batches again.
     pub async fn probe(&self) {
-        let direct = self.core.config.direct_io;
-        let probes = self.core.disks.iter().map(|disk| async move {
-            if let Err(error) = disk.probe(direct).await {
-                tracing::warn!(disk = %disk.label, error = %error, "probe failed");
-            }
-        });
-        join_all(probes.collect::<Vec<_>>()).await;
+        join_all(self.core.disks.iter().map(|disk| self.probe_disk(disk)).collect::<Vec<_>>()).await;
         self.core.set_gauges();
+    }
+
+    async fn probe_disk(&self, disk: &LocalDisk) {
+        if let Err(error) = disk.probe(self.core.config.direct_io).await {
+            tracing::warn!(disk = %disk.label, error = %error, "probe failed");
+        }
     }
 
     /// Removes directories of ours that belong to no shuffle: what a call that hung through a purge made afterwards.
     pub async fn sweep(&self) {
-        let sweepable = |disk: &&Arc<LocalDisk>| disk.is_healthy() && !disk.is_unreadable();
-        let sweeps = self.core.disks.iter().filter(sweepable).map(|disk| async move {
-            if let Err(error) = self.sweep_disk(disk).await {
-                tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
-            }
-        });
-        join_all(sweeps.collect::<Vec<_>>()).await;
+        join_all(self.core.disks.iter().map(|disk| self.sweep_sound(disk)).collect::<Vec<_>>()).await;
+    }
+
+    async fn sweep_sound(&self, disk: &LocalDisk) {
+        if disk.is_healthy()
+            && !disk.is_unreadable()
+            && let Err(error) = self.sweep_disk(disk).await
+        {
+            tracing::warn!(disk = %disk.label, error = %error, "sweep failed");
+        }
     }
 
     async fn sweep_disk(&self, disk: &LocalDisk) -> io::Result<()> {
@@ -274,26 +258,57 @@ impl LocalStore {
         Ok(())
     }
 
-    /// [`LocalStore::maintain_once`], [`LocalStore::probe`] and [`LocalStore::sweep`] at their intervals, until `stop`.
+    /// Watches and cleans every disk at its intervals, until `stop`. No disk waits for another, and no probe for a deletion.
     pub async fn maintain(self: Arc<Self>, stop: impl Future<Output = ()>) {
-        let looping = async {
-            let mut last_probe = Instant::now();
-            loop {
-                self.maintain_once().await;
-                if last_probe.elapsed() >= self.core.config.probe_interval {
-                    self.probe().await;
-                    self.sweep().await;
-                    last_probe = Instant::now();
-                }
-                // A probe is never later than it was asked for, also when it is wanted more often than space is measured.
-                let config = &self.core.config;
-                sleep(config.space_interval.min(config.probe_interval)).await;
-            }
-        };
+        let watching = self.core.disks.iter().map(|disk| self.keep_watching(disk));
+        let cleaning = self.core.disks.iter().map(|disk| self.keep_cleaning(disk));
+        let (watching, cleaning) =
+            (join_all(watching.collect::<Vec<_>>()), join_all(cleaning.collect::<Vec<_>>()));
         tokio::select! {
             biased;
             () = stop => {}
-            () = looping => {}
+            _ = watching => {}
+            _ = cleaning => {}
+            () = self.keep_tidying() => {}
+        }
+    }
+
+    /// A probe is never later than it was asked for, also when it is wanted more often than space is measured.
+    fn pause(&self) -> Duration {
+        let config = &self.core.config;
+        config.space_interval.min(config.probe_interval)
+    }
+
+    async fn keep_watching(&self, disk: &LocalDisk) {
+        let mut last_probe = Instant::now();
+        loop {
+            self.measure(disk).await;
+            // Nobody can read from a disk that hangs: it is asked again as soon as may be.
+            let hangs = disk.condition() == DiskCondition::Hung;
+            if hangs || last_probe.elapsed() >= self.core.config.probe_interval {
+                self.probe_disk(disk).await;
+                last_probe = Instant::now();
+            }
+            sleep(self.pause()).await;
+        }
+    }
+
+    async fn keep_cleaning(&self, disk: &LocalDisk) {
+        let mut last_sweep = Instant::now();
+        loop {
+            self.clean(disk).await;
+            if last_sweep.elapsed() >= self.core.config.probe_interval {
+                self.sweep_sound(disk).await;
+                last_sweep = Instant::now();
+            }
+            sleep(self.pause()).await;
+        }
+    }
+
+    async fn keep_tidying(&self) {
+        loop {
+            self.tidy();
+            sleep(self.pause()).await;
         }
     }
 }
@@ -340,6 +355,7 @@ impl Core {
         set(&metrics.is_timeout, u64::from(info.condition == DiskCondition::Hung));
         set(&metrics.disk_is_healthy, u64::from(!info.is_healthy()));
         set(&metrics.disk_is_corrupted, u64::from(info.condition == DiskCondition::Broken));
+        set(&metrics.disk_is_read_only, u64::from(info.condition == DiskCondition::ReadOnly));
         set(&metrics.disk_capacity, total_bytes);
         set(&metrics.disk_used, total_bytes.saturating_sub(free_bytes));
         set(&metrics.disk_service_used, info.used_bytes);

@@ -16,6 +16,7 @@ use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
 use super::metadata_record::{self, MetadataRecord};
 use super::sync::SyncWrites;
+use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
@@ -85,7 +86,7 @@ async fn ask<T>(
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    if !disk.is_healthy() {
+    if disk.condition() > DiskCondition::ReadOnly {
         return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk failed before"));
     }
     let result = within(deadline, operation).await;

@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::RwLock;
 
 use super::Core;
+use super::condemned::Condemned;
 use super::damage::FailedReads;
 use super::disk::{APPS, LocalDisk, Occupied, within};
 use super::log::{Log, LogKind};
@@ -129,6 +130,7 @@ pub(super) struct Shuffle {
     published_bytes: AtomicU64,
     next_record: AtomicU64,
     pub(super) failed_reads: FailedReads,
+    pub(super) condemned: Condemned,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
@@ -172,6 +174,7 @@ impl Shuffle {
             published_bytes: AtomicU64::new(0),
             next_record: AtomicU64::new(0),
             failed_reads: FailedReads::default(),
+            condemned: Condemned::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
@@ -239,6 +242,15 @@ impl Shuffle {
             self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// The extent of a partition that begins at `base`, unless it is a hole.
+    pub(super) fn extent_at(&self, partition: PartitionId, base: u64) -> Option<Extent> {
+        self.with_partition(partition, |found| {
+            let extents = &found?.extents;
+            let at = extents.binary_search_by_key(&base, |extent| extent.base).ok()?;
+            extents.get(at).filter(|extent| !extent.is_lost()).copied()
+        })
     }
 
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.

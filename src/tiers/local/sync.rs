@@ -75,17 +75,18 @@ impl Core {
         // Until the answer is there: the caller may go away.
         state.in_doubt = true;
         let started = Instant::now();
-        let result = within(deadline, file.sync()).await;
+        let result = log.disk.call(deadline, file.sync()).await;
         let seconds = started.elapsed().as_secs_f64();
         self.metrics.sync_duration.with_label_values(&[log.disk.label.as_str()]).observe(seconds);
         match result {
             Ok(()) => {
                 (state.durable, state.in_doubt) = (covered, false);
+                log.disk.progressed();
                 Ok(())
             }
             Err(error) => {
                 log.close();
-                Err(self.failed(&log.disk, log.full_path(), error))
+                Err(StoreError::io(log.full_path(), error))
             }
         }
     }

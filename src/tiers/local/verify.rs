@@ -13,6 +13,7 @@ use super::shuffle::{Extent, Shuffle};
 use crate::schema::words;
 use crate::tiers::StoreError;
 use uniffle_wire::index::{IndexRecord, records};
+use uniffle_wire::types::PartitionId;
 
 words! {
     /// Which data reads are checked.
@@ -30,66 +31,82 @@ words! {
 pub(super) const SAMPLE: u64 = 16;
 
 /// A block that is to pass by.
-#[derive(Debug)]
-struct Check {
+#[derive(Debug, Clone)]
+pub(super) struct Check {
     /// Its place in the stream.
-    place: Range<u64>,
+    pub(super) place: Range<u64>,
     /// 0 = was not computed.
-    crc: u32,
+    pub(super) crc: u32,
     /// Base of its extent.
-    base: u64,
+    pub(super) base: u64,
 }
 
 /// Checks the blocks of one read as its bytes pass, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
+    partition: PartitionId,
     extents: std::vec::IntoIter<Extent>,
     range: Range<u64>,
     checks: VecDeque<Check>,
+    /// So many of them have passed since the last mark.
+    passed: usize,
     hasher: crc32fast::Hasher,
     /// Where in the stream the next byte stands.
     at: u64,
 }
 
-/// What was found.
+/// Where a [`Verifier`] was.
 #[derive(Debug)]
-pub(super) enum Mismatch {
-    /// A block has other bytes.
-    Block {
-        /// Base of its extent.
-        base: u64,
-    },
-    /// The records of an extent cannot be read.
-    Records {
-        /// Why.
-        error: StoreError,
-        /// Where they stand.
-        log: Arc<Log>,
-    },
+pub(super) struct Mark {
+    hasher: crc32fast::Hasher,
+    at: u64,
 }
 
 impl Verifier {
     /// For a read of `range`, which `extents` cover, holes left out.
-    pub(super) fn new(extents: Vec<Extent>, range: Range<u64>) -> Self {
+    pub(super) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
         let (checks, hasher, at) = (VecDeque::new(), crc32fast::Hasher::new(), range.start);
-        Self { extents: extents.into_iter(), range, checks, hasher, at }
+        Self { partition, extents: extents.into_iter(), range, checks, passed: 0, hasher, at }
     }
 
-    /// The next bytes of the range.
-    pub(super) async fn check(
+    /// Remembers where it is.
+    pub(super) fn mark(&mut self) -> Mark {
+        self.checks.drain(..self.passed);
+        self.passed = 0;
+        Mark { hasher: self.hasher.clone(), at: self.at }
+    }
+
+    /// Goes back to the last mark.
+    pub(super) fn rewind(&mut self, mark: Mark) {
+        self.passed = 0;
+        (self.hasher, self.at) = (mark.hasher, mark.at);
+    }
+
+    /// Knows the checksums of the next `bytes` of the range from now on.
+    ///
+    /// # Errors
+    /// The records of an extent cannot be read; where they stand.
+    pub(super) async fn prepare(
         &mut self,
         core: &Core,
         shuffle: &Shuffle,
-        mut bytes: &[u8],
-    ) -> Result<(), Mismatch> {
-        while !bytes.is_empty() {
-            let Some(check) = self.checks.front() else {
-                match self.extents.next() {
-                    Some(extent) => self.load(core, shuffle, &extent).await?,
-                    None => return Ok(()),
-                }
-                continue;
-            };
+        bytes: u64,
+    ) -> Result<(), (StoreError, Arc<Log>)> {
+        let until = self.at.saturating_add(bytes);
+        while let Some(extent) = self.extents.as_slice().first().filter(|extent| extent.base < until).copied()
+        {
+            self.load(core, shuffle, &extent).await?;
+            self.extents.next();
+        }
+        Ok(())
+    }
+
+    /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
+    /// were written.
+    pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
+        while !bytes.is_empty()
+            && let Some(check) = self.checks.get(self.passed)
+        {
             let until = if self.at < check.place.start { check.place.start } else { check.place.end };
             let len = usize::try_from(until - self.at).unwrap_or(usize::MAX).min(bytes.len());
             let (head, rest) = bytes.split_at(len);
@@ -99,25 +116,29 @@ impl Verifier {
             self.at += len as u64;
             bytes = rest;
             if self.at == check.place.end {
-                let (crc, base) = (check.crc, check.base);
                 let actual = std::mem::take(&mut self.hasher).finalize();
-                self.checks.pop_front();
-                if crc != 0 && actual != crc {
-                    return Err(Mismatch::Block { base });
+                if check.crc != 0 && actual != check.crc {
+                    return Some(check.clone());
                 }
+                self.passed += 1;
             }
         }
-        Ok(())
+        self.at += bytes.len() as u64;
+        None
     }
 
-    async fn load(&mut self, core: &Core, shuffle: &Shuffle, extent: &Extent) -> Result<(), Mismatch> {
+    async fn load(
+        &mut self,
+        core: &Core,
+        shuffle: &Shuffle,
+        extent: &Extent,
+    ) -> Result<(), (StoreError, Arc<Log>)> {
         let (found, base) = match core.records.find(&shuffle.records_key(extent)) {
             // What is cached has offsets in the stream.
             Some(cached) => (records(&cached).collect(), 0),
             None => {
                 let found = core.records_of(shuffle, extent).await;
-                let log = || shuffle.log_at(extent.index_log);
-                (found.map_err(|error| Mismatch::Records { error, log: log() })?, extent.base)
+                (found.map_err(|error| (error, shuffle.log_at(extent.index_log)))?, extent.base)
             }
         };
         let check = |record: &IndexRecord| {
@@ -125,7 +146,8 @@ impl Verifier {
             let place = start..start + u64::from(record.length.unsigned_abs());
             let whole = place.start >= self.range.start && place.end <= self.range.end;
             let crc = u32::try_from(record.crc).unwrap_or(0);
-            whole.then_some(Check { place, crc, base: extent.base })
+            let is_checked = whole && !shuffle.condemned.touches(self.partition, &place);
+            is_checked.then_some(Check { place, crc, base: extent.base })
         };
         self.checks.extend(found.iter().filter_map(check));
         Ok(())

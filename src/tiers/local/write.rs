@@ -10,7 +10,8 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::Core;
-use super::disk::{InFlight, LocalDisk, within};
+use super::disk::{InFlight, LocalDisk};
+use super::files::Mode;
 use super::index::occupied_bytes;
 use super::log::{Log, LogKind};
 use super::shuffle::Shuffle;
@@ -118,19 +119,21 @@ impl Core {
     ) -> Result<(), StoreError> {
         let bytes: usize = pieces.iter().map(Bytes::len).sum();
         let started = Instant::now();
-        let result = within(self.config.write_timeout, file.write_at(pieces, offset)).await;
+        let result = log.disk.call(self.config.write_timeout, file.write_at(pieces, offset)).await;
         let root = [log.disk.label.as_str()];
         self.metrics.append_operations.with_label_values(&root).inc();
         self.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         match result {
             Ok(()) => {
-                log.disk.progressed();
+                if self.files.proves_progress(log, Mode::Write) {
+                    log.disk.progressed();
+                }
                 self.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(())
             }
             Err(error) => {
                 log.close();
-                Err(self.failed(&log.disk, log.full_path(), error))
+                Err(StoreError::io(log.full_path(), error))
             }
         }
     }

@@ -107,6 +107,8 @@ impl Reader {
                 tracing::info!(target: "life", text, "a read is refused");
                 history.tally.reads_refused += 1;
             }
+            // Clients wait until a probe of the disk succeeds, and ask again.
+            ServiceError::DiskHangs(_) => {}
             // A disk that fails, or an index of a time when the missing disk was there.
             _ if now.has_holes() || self.began.has_holes() => {}
             other => panic!("a read failed: {other}"),

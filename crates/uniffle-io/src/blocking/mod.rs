@@ -2,6 +2,8 @@
 //!
 //! Every call takes a permit of its disk and keeps it until the system call returns, even when its future was dropped.
 //! So a hung disk costs a bounded number of threads, and what queues behind it is cancelled by dropping its future.
+//! Writes have a queue for each [`Lane`]: a record of 100 bytes that a client waits for does not stand behind calls of
+//! 16 MiB.
 
 mod read;
 
@@ -17,7 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::progress::WriteProgress;
 use super::{
-    BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, mount,
+    BoxFuture, Disk, DiskLock, File, Lane, Mount, ReadTarget, SMALL_FILE_BYTES_MAX, Space, WriteOpen, mount,
     require_inside,
 };
 
@@ -26,6 +28,9 @@ const NAME_CALLS_MAX: usize = 4;
 
 /// Recursive removals at a time: long, so they must not queue in front of opens.
 const REMOVALS_MAX: usize = 2;
+
+/// Writes and syncs of metadata at a time: one that writes while another syncs.
+const METADATA_CALLS_MAX: usize = 2;
 
 /// Bounds the calls of one kind, and with others those of the whole disk.
 ///
@@ -59,11 +64,34 @@ impl Gate {
     }
 }
 
+/// The bounds of writes and syncs.
+#[derive(Debug, Clone)]
+struct Lanes {
+    metadata: Gate,
+    index: Gate,
+    bulk: Gate,
+}
+
+impl Lanes {
+    fn new(calls_max: usize) -> Self {
+        let metadata = Gate::new(METADATA_CALLS_MAX);
+        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max) }
+    }
+
+    fn of(&self, lane: Lane) -> Gate {
+        match lane {
+            Lane::Metadata => self.metadata.clone(),
+            Lane::Index => self.index.clone(),
+            Lane::Bulk => self.bulk.clone(),
+        }
+    }
+}
+
 /// A directory of the operating system.
 #[derive(Debug, Clone)]
 pub struct BlockingDisk {
     root: Arc<Path>,
-    writes: Gate,
+    writes: Lanes,
     reads: Gate,
     names: Gate,
     removals: Gate,
@@ -75,20 +103,22 @@ impl BlockingDisk {
     pub fn new(root: &Path, write_concurrency: usize, read_concurrency: usize) -> Self {
         Self {
             root: root.into(),
-            writes: Gate::new(write_concurrency),
+            writes: Lanes::new(write_concurrency),
             reads: Gate::new(read_concurrency),
             names: Gate::new(NAME_CALLS_MAX),
             removals: Gate::new(REMOVALS_MAX),
         }
     }
 
-    /// The same disk with at most `calls_max` reads and writes together at a time. Calls on names are not counted:
-    /// they must get through for the disk to be told healthy.
+    /// The same disk with at most `calls_max` reads and writes together at a time. Calls on names are not counted, nor is
+    /// metadata: they are small and must get through, the former for the disk to be told healthy.
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
-        let writes = Gate { disk: disk.clone(), ..self.writes };
-        let reads = Gate { disk, ..self.reads };
+        let Lanes { metadata, index, bulk } = self.writes;
+        let counted = |gate| Gate { disk: disk.clone(), ..gate };
+        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk) };
+        let reads = counted(self.reads);
         Self { writes, reads, ..self }
     }
 
@@ -107,9 +137,9 @@ impl BlockingDisk {
         Box::pin(blocking(gate.clone(), move || work(path)))
     }
 
-    /// The bounds of writes and of reads.
-    pub(super) fn gates(&self) -> (Gate, Gate) {
-        (self.writes.clone(), self.reads.clone())
+    /// The bounds of writes in a lane and of reads.
+    pub(super) fn gates(&self, lane: Lane) -> (Gate, Gate) {
+        (self.writes.of(lane), self.reads.clone())
     }
 
     /// What [`Disk::open_write`] opens.
@@ -132,9 +162,10 @@ impl BlockingDisk {
 
     fn file(
         &self,
+        lane: Lane,
         opening: BoxFuture<'static, io::Result<OpenFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let (writes, reads) = self.gates();
+        let (writes, reads) = self.gates(lane);
         Box::pin(async move {
             let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads });
             Ok(file)
@@ -163,15 +194,15 @@ impl Disk for BlockingDisk {
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.open_write_file(path, how))
+        self.file(how.lane, self.open_write_file(path, how))
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.open_read_file(path, false))
+        self.file(Lane::Bulk, self.open_read_file(path, false))
     }
 
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.file(self.open_read_file(path, true))
+        self.file(Lane::Bulk, self.open_read_file(path, true))
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -235,11 +266,12 @@ impl Disk for BlockingDisk {
 
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
         self.on_path(&self.names, path, |path| {
-            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
-            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-            let lock: Box<dyn DiskLock> = Box::new(FileLock { _file: file });
-            Ok(lock)
+            lock(OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?)
         })
+    }
+
+    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
+        self.on_path(&self.names, path, |path| lock(OpenOptions::new().read(true).open(path)?))
     }
 
     fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
@@ -257,7 +289,10 @@ impl Disk for BlockingDisk {
     }
 
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
-        self.on_path(&self.names, Path::new(""), |path| mount::mount_of(&path))
+        self.on_path(&self.names, Path::new(""), |path| {
+            let existing = path.ancestors().find(|path| path.exists());
+            mount::mount_of(existing.unwrap_or(&path))
+        })
     }
 }
 
@@ -268,6 +303,11 @@ struct FileLock {
 }
 
 impl DiskLock for FileLock {}
+
+fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(Box::new(FileLock { _file: file }))
+}
 
 /// An open file, and whether it goes around the page cache.
 #[derive(Debug, Clone)]
@@ -384,11 +424,36 @@ mod tests {
     #[tokio::test]
     async fn one_bound_holds_for_reads_and_writes_together() {
         let disk = BlockingDisk::new(Path::new("/"), 2, 2).with_max_concurrency(1);
-        let writing = disk.writes.clone().enter().await;
+        let writing = disk.writes.of(Lane::Bulk).enter().await;
         let mut reading = std::pin::pin!(disk.reads.clone().enter());
         assert!(futures::poll!(reading.as_mut()).is_pending());
         drop(disk.names.clone().enter().await);
+        drop(disk.writes.of(Lane::Metadata).enter().await);
         drop(writing);
         drop(reading.await);
+    }
+
+    #[tokio::test]
+    async fn d9_metadata_and_index_writes_do_not_queue_behind_bulk_writes() {
+        let root = tempfile::tempdir().unwrap();
+        let disk = BlockingDisk::new(root.path(), 1, 1);
+        let open = async |name: &str, lane| {
+            let how = WriteOpen { create: true, lane, ..WriteOpen::default() };
+            disk.open_write(Path::new(name), how).await.unwrap()
+        };
+        let write = |file: &Arc<dyn File>| file.write_at(vec![Bytes::from_static(b"x")], 0);
+        let bulk = open("bulk", Lane::Bulk).await;
+        // A call of 16 MiB is at work, and others wait for it.
+        let at_work = disk.writes.of(Lane::Bulk).enter().await;
+        let mut waiting = write(&bulk);
+        assert!(futures::poll!(&mut waiting).is_pending());
+        for lane in [Lane::Metadata, Lane::Index] {
+            let file = open(&format!("{lane:?}"), lane).await;
+            write(&file).await.unwrap();
+            file.sync().await.unwrap();
+        }
+        assert!(futures::poll!(&mut waiting).is_pending());
+        drop(at_work);
+        waiting.await.unwrap();
     }
 }

@@ -126,9 +126,9 @@ pub struct Disk {
     pub mount: String,
     /// `ssd`, `hdd` or `unknown`.
     pub media: &'static str,
-    /// `healthy`, `full`, `hung` or `broken`.
+    /// `healthy`, `full`, `read_only`, `hung` or `broken`.
     pub condition: &'static str,
-    /// What is wrong with a hung or broken one.
+    /// What is wrong with a read-only, hung or broken one.
     pub fault: Option<String>,
     /// Errors so far.
     pub failures: u64,

@@ -247,7 +247,7 @@ function showNode(status) {
 
 function showAlarms(status) {
   const alarms = [];
-  const sick = status.disks.filter(disk => disk.condition === 'hung' || disk.condition === 'broken');
+  const sick = status.disks.filter(disk => ['read_only', 'hung', 'broken'].includes(disk.condition));
   if (sick.length) alarms.push(`${plural(sick.length, 'disk')} of ${status.disks.length} out of order`);
   const full = status.disks.filter(disk => disk.condition === 'full');
   if (status.disks.length && full.length === status.disks.length) alarms.push('all disks are full');
@@ -260,7 +260,7 @@ function showAlarms(status) {
   text('alarm', alarms.join(' · '));
 }
 
-const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
+const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only, serves'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
 function showDisks(disks) {
   $('disks-empty').hidden = disks.length > 0;

@@ -5,17 +5,20 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use super::{DIRECT_BYTES_MIN, How, PartsByLog, Piece, Stream};
+use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Stream};
 use crate::tiers::local::Core;
+use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::{Extent, NO_LOG, Shuffle};
-use crate::tiers::local::verify::{self, Mismatch, Verifier, VerifyReads};
+use crate::tiers::local::verify::{self, Check, Verifier, VerifyReads};
 use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
@@ -26,7 +29,11 @@ pub struct DataRead {
     /// Bytes of the range.
     pub length: u64,
     stream: Stream,
-    pieces: std::vec::IntoIter<Piece>,
+    range: Range<u64>,
+    pieces: Vec<Piece>,
+    /// Of these the next.
+    next: usize,
+    /// What is left of the one before.
     current: Option<Piece>,
     /// Read and checked together with what was given last.
     ready: VecDeque<Bytes>,
@@ -80,7 +87,9 @@ impl DataRead {
     /// Whether part of the range is lost: zeros stand for it.
     #[must_use]
     pub fn has_hole(&self) -> bool {
-        self.pieces.as_slice().iter().any(|piece| piece.log == NO_LOG)
+        let Stream { shuffle, partition, .. } = &self.stream;
+        self.pieces.iter().any(|piece| piece.log == NO_LOG)
+            || shuffle.condemned.touches(*partition, &self.range)
     }
 
     pub(in crate::tiers::local) fn new(
@@ -101,11 +110,12 @@ impl DataRead {
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
         core.metrics.read_data_file.inc();
-        let verifier = core.verifies_next().then(|| Verifier::new(extents, offset..end));
-        let stream = Stream::new(core, (shuffle, partition), u64::from(length));
-        let (length, pieces) = (u64::from(length), pieces.into_iter());
-        let (current, ready) = (None, VecDeque::new());
-        Ok(Self { length, stream, pieces, current, ready, verifier })
+        let range = offset..end;
+        let verifier = core.verifies_next().then(|| Verifier::new(partition, extents, range.clone()));
+        let length = u64::from(length);
+        let stream = Stream::new(core, (shuffle, partition), length);
+        let ready = VecDeque::new();
+        Ok(Self { length, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
     /// What the last error says of the data.
@@ -132,37 +142,70 @@ impl DataRead {
         Ok(Some(chunk))
     }
 
-    /// Reads and checks the next bytes, at most `len` unless they are read around the page cache.
+    /// Reads and checks the next bytes, at most `len` unless they are read around the page cache. A block with other bytes
+    /// than were written is read again before anything is concluded from it.
     async fn fetch(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<(), StoreError> {
-        let next = self.current.take().or_else(|| self.pieces.next());
+        if let Some(verifier) = &mut self.verifier {
+            let Stream { core, shuffle, .. } = &self.stream;
+            if let Err((error, log)) = verifier.prepare(core, shuffle, READ_CHUNK_BYTES_MAX as u64).await {
+                shuffle.require_present()?;
+                self.stream.blame(&log);
+                return Err(error);
+            }
+        }
+        let before = (self.current, self.next, self.verifier.as_mut().map(Verifier::mark));
+        let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
+        let Stream { core, shuffle, partition, .. } = &self.stream;
+        core.metrics.read_crc_mismatches.inc();
+        let is_sound = core.is_sound(shuffle, *partition, &block).await;
+        shuffle.require_present()?;
+        if !is_sound? {
+            let error = core.condemn(shuffle, *partition, &block);
+            self.stream.suspicion.marked_lost = true;
+            return Err(error);
+        }
+        tracing::warn!(shuffle = %shuffle.key, %partition, "a block was read with other bytes than are stored, and is read again");
+        let mark;
+        (self.current, self.next, mark) = before;
+        if let (Some(verifier), Some(mark)) = (&mut self.verifier, mark) {
+            verifier.rewind(mark);
+        }
+        match self.fetch_once(len, buffers).await? {
+            None => Ok(()),
+            // Its first bytes may be with the client already.
+            Some(_) => {
+                let what = "a block was read with other bytes than are stored; nothing is lost";
+                Err(StoreError::io(self.stream.shuffle.key.to_string(), io::Error::other(what)))
+            }
+        }
+    }
+
+    /// The first block that has other bytes than were written, if there is one.
+    async fn fetch_once(
+        &mut self,
+        len: usize,
+        buffers: &dyn ReadBuffers,
+    ) -> Result<Option<Check>, StoreError> {
+        let next = self.current.take().or_else(|| self.next_piece());
         let piece = next.expect("the length is the sum over the pieces");
         let chunks = if self.goes_direct(&piece) {
             self.read_aligned(piece, buffers).await?
         } else {
             VecDeque::from([self.gather(piece, len, buffers).await?])
         };
-        for chunk in &chunks {
-            self.verify(chunk).await?;
+        if let Some(verifier) = &mut self.verifier
+            && let Some(block) = chunks.iter().find_map(|chunk| verifier.check(chunk))
+        {
+            return Ok(Some(block));
         }
         self.ready = chunks;
-        Ok(())
+        Ok(None)
     }
 
-    async fn verify(&mut self, chunk: &[u8]) -> Result<(), StoreError> {
-        let Some(verifier) = &mut self.verifier else { return Ok(()) };
-        let Stream { core, shuffle, .. } = &self.stream;
-        match verifier.check(core, shuffle, chunk).await {
-            Ok(()) => Ok(()),
-            Err(Mismatch::Records { error, log }) => {
-                self.stream.blame(&log);
-                Err(error)
-            }
-            Err(Mismatch::Block { base }) => {
-                let error = core.mark_damaged(shuffle, self.stream.partition, base);
-                self.stream.suspicion.marked_lost = true;
-                Err(error)
-            }
-        }
+    fn next_piece(&mut self) -> Option<Piece> {
+        let piece = self.pieces.get(self.next).copied();
+        self.next += usize::from(piece.is_some());
+        piece
     }
 
     /// Whether a part is read around the page cache.
@@ -171,16 +214,18 @@ impl DataRead {
         piece.length >= DIRECT_BYTES_MIN && self.stream.log(*piece).is_some_and(direct)
     }
 
-    /// Room that the next read needs at most, 0 when there is none to come.
+    /// Room that the next read needs at most; 0 when there is none to come, and when its disk has no time for it.
     #[must_use]
     pub fn next_room(&self) -> usize {
         if !self.ready.is_empty() || self.stream.left == 0 {
             return 0;
         }
         // What is read directly may begin and end with a part of a block.
-        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() + 1);
+        let ends = 2 * BLOCK_ALIGN * (self.pieces.len() - self.next + 1);
         let left = usize::try_from(self.stream.left).unwrap_or(usize::MAX);
-        left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX)
+        let room = left.saturating_add(ends).next_multiple_of(BLOCK_ALIGN).min(READ_CHUNK_BYTES_MAX);
+        let next = self.current.as_ref().or_else(|| self.pieces.get(self.next));
+        if next.is_some_and(|piece| self.stream.is_free(piece.log, room)) { room } else { 0 }
     }
 
     /// `piece`, and what follows as long as it fits and is read alike: as the whole blocks in which they lie, straight
@@ -202,7 +247,7 @@ impl DataRead {
             filled += aligned.blocks;
             self.keep_rest(piece, aligned.part);
             if self.current.is_none() {
-                next = self.pieces.next();
+                next = self.next_piece();
             }
             // One that would be cut begins the next buffer.
             let fits = |piece: &Piece| Aligned::of(piece, usize::MAX).blocks <= room - filled;
@@ -210,8 +255,8 @@ impl DataRead {
                 self.current = next.take();
             }
         }
-        let buffer = buffers.acquire(filled).await;
-        let bytes = self.stream.read_all(How::Direct, buffer, parts).await?.freeze(filled);
+        let read = self.stream.read_all(Mode::ReadDirect, (filled, buffers), parts).await?;
+        let bytes = read.freeze(filled);
         Ok(ranges.into_iter().map(|range| bytes.slice(range)).collect())
     }
 
@@ -237,12 +282,12 @@ impl DataRead {
             if filled == len {
                 break;
             }
-            next = self.pieces.next();
+            next = self.next_piece();
             if next.is_some_and(|piece| self.goes_direct(&piece)) {
                 self.current = next.take();
             }
         }
-        let buffer = self.stream.read_all(How::Cached, buffers.acquire(filled).await, parts).await?;
+        let buffer = self.stream.read_all(Mode::Read, (filled, buffers), parts).await?;
         let buffer = holes.into_iter().fold(buffer, zeroed);
         Ok(buffer.freeze(filled))
     }

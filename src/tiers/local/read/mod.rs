@@ -22,14 +22,17 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Core;
-use super::disk::within;
+use super::condemned::filler;
+use super::disk::{LocalDisk, within};
+use super::files::Mode;
 use super::index::RecordCheck;
 use super::log::Log;
+use super::share::ReadTurn;
 use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
 use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
-use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES, rebase, records};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
 use uniffle_wire::types::PartitionId;
 
 pub use data::DataRead;
@@ -42,7 +45,7 @@ const fn whole_records(bytes: usize) -> usize {
 }
 
 /// Shorter parts are read by way of the page cache.
-pub(super) const DIRECT_BYTES_MIN: u64 = 64 << 10;
+const DIRECT_BYTES_MIN: u64 = 64 << 10;
 
 /// The index of a partition: the records of all its extents, with offsets into its data stream.
 pub struct IndexRead {
@@ -82,21 +85,22 @@ struct Step {
     range: std::ops::Range<usize>,
 }
 
+/// Where the bytes of a chunk come from.
+#[derive(Default)]
+struct Plan {
+    /// What is in memory, and where it goes.
+    copies: Vec<(usize, Bytes)>,
+    /// What is read and checked.
+    steps: Vec<Step>,
+    parts: PartsByLog,
+}
+
 /// A part of a data log.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     log: u16,
     offset: u64,
     length: u64,
-}
-
-/// Through which descriptor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum How {
-    /// By way of the page cache.
-    Cached,
-    /// Around it, in whole blocks.
-    Direct,
 }
 
 /// What both reads share.
@@ -152,56 +156,98 @@ impl Stream {
     /// Fills parts of the buffer from a log, in one call.
     async fn read(
         &self,
-        (log, how): (&Log, How),
+        (log, mode): (&Log, Mode),
         buffer: Box<dyn ReadBuffer>,
         parts: Vec<ReadPart>,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
         let started = Instant::now();
-        let result = self.read_file((log, how), ReadTarget { buffer, parts }).await;
+        let result = self.read_file((log, mode), ReadTarget { buffer, parts }).await;
         let metrics = &self.core.metrics;
         let root = [log.disk.label.as_str()];
         metrics.read_operations.with_label_values(&root).inc();
         metrics.read_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         match result {
             Ok(target) => {
-                log.disk.progressed();
+                if self.core.files.proves_progress(log, mode) {
+                    log.disk.progressed();
+                }
                 metrics.read_bytes.with_label_values(&root).inc_by(bytes as u64);
                 Ok(target.buffer)
             }
             Err(error) => {
                 self.shuffle.require_present()?;
                 self.blame(log);
-                Err(self.core.failed(&log.disk, log.full_path(), error))
+                Err(StoreError::io(log.full_path(), error))
             }
         }
     }
 
-    async fn read_file(&self, (log, how): (&Log, How), target: ReadTarget) -> io::Result<ReadTarget> {
-        let files = &self.core.files;
-        let file = match how {
-            How::Cached => files.reader(log).await?,
-            How::Direct => files.direct_reader(log).await?,
-        };
-        let reading = file.read(target);
-        within(self.core.config.read_timeout, async {
-            let (target, result) = reading.await;
-            result.map(|()| target)
-        })
-        .await
+    async fn read_file(&self, (log, mode): (&Log, Mode), target: ReadTarget) -> io::Result<ReadTarget> {
+        let opened = self.core.files.open_read(log, mode).await;
+        let reading = opened.inspect_err(|error| log.disk.note(error))?.read(target);
+        log.disk
+            .call(self.core.config.read_timeout, async {
+                let (target, result) = reading.await;
+                result.map(|()| target)
+            })
+            .await
     }
 
-    /// Fills all parts, in one call per log.
+    /// A buffer of `len` bytes whose parts are filled, in one call per log.
     async fn read_all(
         &self,
-        how: How,
-        mut buffer: Box<dyn ReadBuffer>,
+        mode: Mode,
+        (len, buffers): (usize, &dyn ReadBuffers),
         parts: PartsByLog,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
-        for (slot, parts) in parts.0 {
-            buffer = self.read((&*self.shuffle.log_at(slot), how), buffer, parts).await?;
+        let logs: SmallVec<[_; 2]> = parts.0.iter().map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
+        let _turns = turns(&logs, len).await?;
+        let mut buffer = buffers.acquire(len).await;
+        for (log, (_, parts)) in logs.iter().zip(parts.0) {
+            buffer = self.read((log, mode), buffer, parts).await?;
         }
         Ok(buffer)
+    }
+
+    /// Whether a log's disk answers, and has room in its share for a read of `len` bytes now.
+    fn is_free(&self, slot: u16, len: usize) -> bool {
+        if slot == NO_LOG {
+            return true;
+        }
+        let log = self.shuffle.log_at(slot);
+        log.disk.reads.has_room(len) && log.disk.require_answering().is_ok()
+    }
+}
+
+/// Waits for `len` bytes of the shares of all logs' disks; while one is waited for, nothing of the others is held. A disk
+/// that hangs is refused, also when that turns out while it is waited for.
+async fn turns(logs: &[Arc<Log>], len: usize) -> Result<SmallVec<[ReadTurn<'_>; 2]>, StoreError> {
+    let mut disks: SmallVec<[&LocalDisk; 2]> = logs.iter().map(|log| &*log.disk).collect();
+    disks.sort_unstable_by_key(|disk| disk.index);
+    disks.dedup_by_key(|disk| disk.index);
+    for disk in &disks {
+        disk.require_answering()?;
+    }
+    let mut waited_for = disks.first().copied();
+    loop {
+        let mut turns = SmallVec::new();
+        if let Some(disk) = waited_for {
+            turns.push(disk.reads.take(len).await);
+            disk.require_answering()?;
+        }
+        let others = disks.iter().filter(|disk| waited_for.is_none_or(|it| it.index != disk.index));
+        let mut full = None;
+        for disk in others {
+            match disk.reads.try_take(len) {
+                Some(turn) => turns.push(turn),
+                None => full = Some(*disk),
+            }
+        }
+        if full.is_none() {
+            return Ok(turns);
+        }
+        waited_for = full;
     }
 }
 
@@ -226,6 +272,7 @@ impl Core {
         extent: &Extent,
     ) -> Result<Vec<IndexRecord>, StoreError> {
         let log = shuffle.log_at(extent.index_log);
+        log.disk.require_answering()?;
         let failed = |error| self.failed(&log.disk, log.full_path(), error);
         let file = self.files.reader(&log).await.map_err(failed)?;
         let bytes = extent.blocks as usize * RECORD_BYTES;
@@ -273,13 +320,19 @@ impl IndexRead {
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let mut buffer = buffers.acquire(len).await;
-        let (steps, parts) = self.plan(&mut *buffer, len);
-        buffer = self.stream.read_all(How::Cached, buffer, parts).await?;
+        let Plan { copies, steps, parts } = self.plan(len);
+        let mut buffer = self.stream.read_all(Mode::Read, (len, buffers), parts).await?;
+        for (at, records) in copies {
+            if let Some(room) = (*buffer).as_mut().get_mut(at..at + records.len()) {
+                room.copy_from_slice(&records);
+            }
+        }
         for step in steps {
             let bytes = (*buffer).as_mut().get_mut(step.range).unwrap_or_default();
             self.check(step.records, bytes)?;
         }
+        let Stream { shuffle, partition, .. } = &self.stream;
+        shuffle.condemned.mask(*partition, (*buffer).as_mut().get_mut(..len).unwrap_or_default());
         Ok(buffer.freeze(len))
     }
 
@@ -289,19 +342,17 @@ impl IndexRead {
         self.stream.suspicion
     }
 
-    /// Fills `len` bytes of the buffer with what is in memory; the rest is what must be read.
-    fn plan(&mut self, buffer: &mut dyn ReadBuffer, len: usize) -> (Vec<Step>, PartsByLog) {
-        let (mut steps, mut parts) = (Vec::new(), PartsByLog::default());
+    /// Where the next `len` bytes come from. Takes no memory: their disks are asked first.
+    fn plan(&mut self, len: usize) -> Plan {
+        let mut plan = Plan::default();
         let mut filled = 0;
         while filled < len {
-            if let Some(bytes) = self.fill_gap(buffer, filled, len) {
-                filled += bytes;
-                continue;
-            }
             if self.current.is_none()
-                && let Some(bytes) = self.copy_cached(buffer, filled, len)
+                && let Some(records) = self.gap(len - filled).or_else(|| self.cached(len - filled))
             {
-                filled += bytes;
+                let at = filled;
+                filled += records.len();
+                plan.copies.push((at, records));
                 continue;
             }
             let records = self.current.take().unwrap_or_else(|| {
@@ -312,11 +363,11 @@ impl IndexRead {
             let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
             let range = filled..filled + left.min(len - filled);
             let offset = records.extent.index_offset + records.done_bytes;
-            parts.push(records.extent.index_log, ReadPart { range: range.clone(), offset });
+            plan.parts.push(records.extent.index_log, ReadPart { range: range.clone(), offset });
             filled = range.end;
-            steps.push(Step { records, range });
+            plan.steps.push(Step { records, range });
         }
-        (steps, parts)
+        plan
     }
 
     /// Checks the next `bytes` of an extent's records and moves them to their place in the stream.
@@ -345,42 +396,41 @@ impl IndexRead {
 }
 
 impl IndexRead {
-    /// Filler records when nothing is known of the next extent; returns how many bytes.
-    fn fill_gap(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
-        let gap =
-            *self.extents.as_slice().first().filter(|it| self.current.is_none() && it.index_log == NO_LOG)?;
-        let room = buffer.as_mut().get_mut(at..end)?;
-        let count = room.len().div_euclid(RECORD_BYTES).min((gap.blocks - self.fillers) as usize);
-        for (record, number) in room.chunks_exact_mut(RECORD_BYTES).zip(self.fillers..gap.blocks) {
-            record.copy_from_slice(&filler(&gap, number).encode());
-        }
-        self.fillers += u32::try_from(count).ok()?;
+    /// Filler records, `room` bytes at most, when nothing is known of the next extent.
+    fn gap(&mut self, room: usize) -> Option<Bytes> {
+        let gap = *self.extents.as_slice().first().filter(|it| it.index_log == NO_LOG)?;
+        let count = u32::try_from(room / RECORD_BYTES).ok()?.min(gap.blocks - self.fillers);
+        let numbers = self.fillers..self.fillers + count;
+        self.fillers += count;
         if self.fillers == gap.blocks {
             self.extents.next();
             self.fillers = 0;
         }
-        Some(count * RECORD_BYTES)
+        Some(numbers.flat_map(|number| gap_filler(&gap, number).encode()).collect())
     }
 
-    /// Room that the next chunk needs at most, 0 at the end.
+    /// Room that the next chunk needs at most; 0 at the end, and when its disk has no time for it.
     #[must_use]
     pub fn next_room(&self) -> usize {
-        usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX)
+        let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
+        let current = self.current.as_ref().map(|it| &it.extent).or(self.extents.as_slice().first());
+        if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
     }
 
-    /// Copies the next extent's records when they are in memory and have room; returns how many bytes.
-    fn copy_cached(&mut self, buffer: &mut dyn ReadBuffer, at: usize, end: usize) -> Option<usize> {
+    /// The next extent's records when they are in memory and have room.
+    fn cached(&mut self, room: usize) -> Option<Bytes> {
         let Stream { core, shuffle, .. } = &self.stream;
         let extent = self.extents.as_slice().first()?;
         let Some(records) = core.records.find(&shuffle.records_key(extent)) else {
             core.metrics.index_cache_misses.inc();
             return None;
         };
-        let room = buffer.as_mut().get_mut(at..end)?.get_mut(..records.len())?;
-        room.copy_from_slice(&records);
+        if records.len() > room {
+            return None;
+        }
         core.metrics.index_cache_hits.inc();
         self.extents.next();
-        Some(records.len())
+        Some(records)
     }
 
     /// Keeps the checked records of a whole extent for the next reader.
@@ -397,15 +447,8 @@ impl IndexRead {
     }
 }
 
-fn filler(gap: &Extent, number: u32) -> IndexRecord {
+fn gap_filler(gap: &Extent, number: u32) -> IndexRecord {
     let within = u64::from(number) * FILLER_BYTES;
     let length = (gap.length - within).min(FILLER_BYTES);
-    IndexRecord {
-        offset: (gap.base + within).cast_signed(),
-        length: i32::try_from(length).unwrap_or(i32::MAX),
-        uncompressed_length: 0,
-        crc: 0,
-        block_id: FILLER_BLOCK_ID,
-        task_attempt_id: -1,
-    }
+    filler((gap.base + within).cast_signed(), i32::try_from(length).unwrap_or(i32::MAX))
 }

@@ -154,6 +154,72 @@ async fn read_errors_are_errors_and_never_short_answers() {
     }
 }
 
+fn mismatches(store: &LocalStore) -> [u64; 2] {
+    let metrics = &store.core.metrics;
+    [metrics.read_crc_mismatches.get(), metrics.blocks_condemned.get()]
+}
+
+/// By way of the page cache and around it, with the block in one chunk and in several.
+#[tokio::test(start_paused = true)]
+async fn d8_a_block_that_is_right_when_it_is_read_again_costs_nothing() {
+    for sizes in [[500, 600, 700], [50_000, 60_000, 70_000], [500_000, 1_000_000, 3_000_000]] {
+        let (disks, store, key) = two_disks().await;
+        let blocks: Vec<_> = (1..).zip(sizes).collect();
+        store.write(&key, vec![extent(1, &blocks, false)]).await.unwrap();
+        disks[0].faults.add(Rule::once(Operation::Read, Fault::Flip).on(".data"));
+        assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2, 3], "{sizes:?}");
+        assert_eq!(disks[0].faults.injected(), 1);
+        assert_eq!(mismatches(&store), [1, 0]);
+        assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    }
+}
+
+/// The wrong bytes are with the client before the block's end shows them: the answer ends, and nothing is given up.
+#[tokio::test(start_paused = true)]
+async fn d8_a_block_whose_first_bytes_were_read_wrong_once_is_not_given_up() {
+    let (disks, store, key) = two_disks().await;
+    store.write(&key, vec![extent(1, &[(1, 5_000_000)], false)]).await.unwrap();
+    disks[0].faults.add(Rule::once(Operation::Read, Fault::Flip).on(".data"));
+    let error = range_of(&store, &key, 1, (0, 5_000_000)).await.unwrap_err();
+    assert!(error.to_string().contains("nothing is lost"), "{error}");
+    assert_eq!(mismatches(&store), [1, 0]);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn d8_a_block_that_stays_wrong_takes_no_other_with_it() {
+    for size in [900, 90_000] {
+        let (disks, store, key) = two_disks().await;
+        let p = PartitionId(1);
+        store.write(&key, vec![extent(1, &[(1, size), (2, size), (3, size)], true)]).await.unwrap();
+        let path = disks[0].app_files().into_iter().find(|path| path.ends_with("0.data")).unwrap();
+        disks[0].memory.corrupt(&path, size + 10, 1);
+        let all = (0, 3 * size as u32);
+        assert!(!store.data(&key, p, all.0, all.1).unwrap().has_hole());
+        assert_eq!(range_of(&store, &key, 1, all).await.unwrap_err().kind, StoreErrorKind::Corrupt);
+        assert_eq!(mismatches(&store), [1, 1]);
+        assert_eq!(store.disks()[0].condition, DiskCondition::Broken);
+
+        let (records, _) = index_of(&store, &key, 1).await.unwrap();
+        let told: Vec<_> = records.iter().map(|it| (it.block_id, it.offset, it.length)).collect();
+        let length = size as i32;
+        let places =
+            [1, FILLER_BLOCK_ID, 3].into_iter().zip(0..).map(|(id, n)| (id, n * size as i64, length));
+        assert_eq!(told, places.collect::<Vec<_>>());
+        assert_eq!(store.present(&key, p).await.unwrap().iter().collect::<Vec<_>>(), [1, 3]);
+        for (id, n) in [(1, 0), (3, 2)] {
+            let place = (n * size as u64, size as u32);
+            assert_eq!(range_of(&store, &key, 1, place).await.unwrap(), payload(id, size));
+            assert!(!store.data(&key, p, place.0, place.1).unwrap().has_hole());
+        }
+        // Who knows the index from before is told that there is a hole, and the service whether somebody misses it.
+        assert!(store.data(&key, p, size as u64 - 1, 2).unwrap().has_hole());
+        store.write(&key, vec![extent(1, &[(2, size)], false)]).await.unwrap();
+        assert_eq!(store.present(&key, p).await.unwrap().iter().collect::<Vec<_>>(), [1, 2, 3]);
+        range_of(&store, &key, 1, (0, 4 * size as u32)).await.unwrap();
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_flipped_bit_in_the_index_is_found_before_it_is_served() {
     let (disks, store, key) = two_disks().await;

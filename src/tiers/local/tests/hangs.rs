@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use futures::FutureExt;
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
+use uniffle_io::BoxFuture;
+use uniffle_io::buffers::{ReadBuffer, ReadBuffers};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
@@ -37,6 +40,142 @@ async fn a_hung_data_write_moves_on_and_its_late_end_harms_nobody() {
     assert_nothing_left(&store, &disks).await;
 }
 
+/// One disk with far more to write than it can: calls miss their deadline in its queue, and others come through.
+#[tokio::test(start_paused = true)]
+async fn d9_a_device_with_a_long_queue_is_busy_and_not_hung() {
+    let disks = [TestDisk::new("/a")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    for path in [".journal", ".data"] {
+        disks[0].faults.add(Rule::once(Operation::Write, Fault::Slow(Duration::from_secs(3600))).on(path));
+    }
+    let written = async |id| {
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    };
+    let (record, late, ..) = tokio::join!(
+        biased;
+        store.append_metadata(&handle, b"report"),
+        store.write(&key, vec![extent(1, &[(1, 9000)], true)]),
+        written(2),
+        written(3)
+    );
+    assert_eq!(record.unwrap_err().kind, StoreErrorKind::Unhealthy, "its time is over");
+    assert_eq!(late.unwrap_err().kind, StoreErrorKind::Unhealthy);
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "and yet it works");
+    store.append_metadata(&handle, b"report").await.unwrap();
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [2, 3]);
+}
+
+/// So much memory; who wants more waits.
+struct BoundedBuffers {
+    free: Arc<Semaphore>,
+    asked: AtomicUsize,
+}
+
+struct BoundedBuffer {
+    memory: Vec<u8>,
+    _taken: OwnedSemaphorePermit,
+}
+
+impl ReadBuffers for BoundedBuffers {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let taking = Arc::clone(&self.free).acquire_many_owned(u32::try_from(len).unwrap());
+        let memory = vec![0; len];
+        async move { Box::new(BoundedBuffer { memory, _taken: taking.await.unwrap() }) as Box<dyn ReadBuffer> }
+            .boxed()
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        1 << 20
+    }
+}
+
+impl ReadBuffer for BoundedBuffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.memory
+    }
+
+    fn freeze(self: Box<Self>, len: usize) -> Bytes {
+        Bytes::from(self.memory).slice(..len)
+    }
+}
+
+const READ_MEMORY: usize = 8 << 20;
+
+#[tokio::test(start_paused = true)]
+async fn d7_reads_stuck_on_one_disk_leave_memory_to_the_others() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let config = LocalConfig { read_memory_bytes: READ_MEMORY as u64, ..LocalConfig::default() };
+    let io = disks.iter().map(TestDisk::disk).collect();
+    let store = LocalStore::open(config, io, &Registry::new()).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    for partition in [0, 1] {
+        let batch = vec![extent(partition, &[(1, 1_000_000)], false)];
+        assert_eq!(store.write(&key, batch).await.unwrap().disk, partition as usize);
+    }
+    let buffers = BoundedBuffers { free: Arc::new(Semaphore::new(READ_MEMORY)), asked: AtomicUsize::new(0) };
+    let first_chunk = async |partition| {
+        let mut read = store.data(&key, PartitionId(partition), 0, 1_000_000)?;
+        read.next_chunk(&buffers).await.map(|chunk| chunk.map(|bytes| bytes.len()))
+    };
+    disks[0].faults.add(Rule::always(Operation::Read, Fault::Hang).on(".data"));
+    let mut stuck = std::pin::pin!(futures::future::join_all((0..20).map(|_| first_chunk(0))));
+    assert!((&mut stuck).now_or_never().is_none());
+    let other = tokio::time::timeout(Duration::from_secs(1), first_chunk(1)).await;
+    assert_eq!(other.expect("memory is left").unwrap(), Some(1_000_000));
+
+    let began = tokio::time::Instant::now();
+    for read in stuck.await {
+        assert_eq!(read.unwrap_err().kind, StoreErrorKind::Unhealthy);
+    }
+    assert!(began.elapsed() <= Duration::from_secs(60), "those behind the first are refused with them");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Hung);
+    let (asked, now) = (buffers.asked.load(Ordering::Relaxed), tokio::time::Instant::now());
+    let error = first_chunk(0).await.unwrap_err();
+    assert!(error.to_string().contains("until a probe succeeds"), "{error}");
+    assert_eq!((buffers.asked.load(Ordering::Relaxed), now.elapsed()), (asked, Duration::ZERO));
+    assert_eq!(first_chunk(1).await.unwrap(), Some(1_000_000));
+    disks[0].faults.clear();
+    disks[0].faults.release().await;
+    store.probe().await;
+    assert_eq!(first_chunk(0).await.unwrap(), Some(1_000_000));
+}
+
+/// One deletion that takes its 600 s: the disk that failed meanwhile is probed, and what is to be deleted on it is.
+#[tokio::test(start_paused = true)]
+async fn d10_a_slow_deletion_holds_up_neither_probes_nor_deletions_of_other_disks() {
+    let (disks, store, key) = two_disks().await;
+    let (young, spare) = (super::key("young", 1), super::key("spare", 1));
+    for key in [&key, &young, &spare] {
+        store.register(key);
+        for id in 0..4 {
+            store.write(key, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+        }
+    }
+    disks[0].faults.add(Rule::once(Operation::Remove, Fault::Hang));
+    disks[1].faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".data"));
+    store.forget_shuffle(&key);
+    let mut maintenance = std::pin::pin!(Arc::clone(&store).maintain(std::future::pending()));
+    tokio::time::timeout(Duration::from_secs(1), &mut maintenance).await.unwrap_err();
+    assert_eq!(disks[0].faults.hung(), 1);
+    for id in 4..8 {
+        store.write(&spare, vec![extent(1, &[(id, 100)], false)]).await.unwrap();
+    }
+    store.forget_shuffle(&young);
+    assert_eq!(store.disks()[1].condition, DiskCondition::Broken);
+    tokio::time::timeout(Duration::from_secs(100), &mut maintenance).await.unwrap_err();
+    assert_eq!(store.disks()[1].condition, DiskCondition::Healthy, "it was probed");
+    assert!(disks[1].app_directories().iter().all(|path| path.starts_with("apps/spare")), "and cleaned");
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy, "it only deletes slowly");
+    disks[0].faults.release().await;
+    tokio::time::timeout(Duration::from_secs(20), &mut maintenance).await.unwrap_err();
+    assert!(disks[0].app_directories().iter().all(|path| path.starts_with("apps/spare")));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_hung_index_append_moves_the_lane_with_the_same_bytes() {
     let (disks, store, key) = two_disks().await;
@@ -44,6 +183,7 @@ async fn a_hung_index_append_moves_the_lane_with_the_same_bytes() {
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     store.write(&key, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
     disks[0].faults.release().await;
+    store.probe().await;
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1, 2]);
     let groups = groups(&disks);
     let sequences: Vec<_> = groups.iter().map(|group| group.header.sequence).collect();

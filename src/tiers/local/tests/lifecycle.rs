@@ -165,6 +165,94 @@ async fn a_directory_that_is_not_ours_is_left_alone() {
 }
 
 #[tokio::test]
+async fn d6_a_read_only_disk_serves_and_takes_nothing_until_it_is_writable() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    for id in 0..4 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    drop((handle, store));
+    disks[0].memory.set_read_only(true);
+    let before = disks[0].memory.files();
+    let store = store_on(&disks).await;
+    let info = &store.disks()[0];
+    assert_eq!((info.condition, info.path.as_path()), (DiskCondition::ReadOnly, Path::new("/a")));
+    assert!(info.fault.is_some());
+    assert_eq!(store.core.metrics.disk_is_read_only.with_label_values(&["/a"]).get(), 1);
+    assert_eq!(open(vec![disks[0].disk()]).await.unwrap_err().kind, StoreErrorKind::InUse, "it is locked");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1, 2, 3]);
+    for id in 4..8 {
+        assert_eq!(store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap().disk, 1);
+    }
+    store.probe().await;
+    store.maintain_once().await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::ReadOnly);
+    assert_eq!(disks[0].memory.files(), before);
+
+    disks[0].memory.set_read_only(false);
+    store.probe().await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    let mut taken = [0; 2];
+    for id in 8..16 {
+        taken[store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap().disk] += 1;
+    }
+    assert!(taken[0] > 0, "{taken:?}");
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..16).collect::<Vec<_>>());
+}
+
+/// All that is left is a read-only disk: it serves.
+#[tokio::test]
+async fn d6_a_read_only_disk_alone_is_enough_to_start() {
+    let disks = [TestDisk::new("/a")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    drop((handle, store));
+    disks[0].memory.set_read_only(true);
+    let store = store_on(&disks).await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    let error = store.write(&key, vec![extent(1, &[(2, 9000)], true)]).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Unhealthy);
+}
+
+#[tokio::test]
+async fn d13_an_empty_directory_where_a_disk_is_not_mounted_is_left_out() {
+    let disks = [TestDisk::new("/a/data"), TestDisk::new("/b/data")];
+    disks[0].memory.set_mount_point("/a");
+    disks[1].memory.set_mount_point("/b");
+    drop(store_on(&disks).await);
+
+    let unmounted = TestDisk::new("/b/data");
+    unmounted.memory.set_mount_point("/");
+    for _ in 0..2 {
+        let store = open(vec![unmounted.disk(), disks[0].disk()]).await.unwrap();
+        assert_eq!(
+            store.disks().iter().map(|disk| disk.path.clone()).collect::<Vec<_>>(),
+            [Path::new("/a/data")]
+        );
+        assert_eq!(store.core.metrics.dirs_corrupted.get(), 1);
+        assert!(unmounted.memory.files().is_empty(), "nothing was written");
+    }
+    // It is back.
+    assert_eq!(store_on(&disks).await.disks().len(), 2);
+    // A new disk in its place.
+    let new = TestDisk::new("/b/data");
+    new.memory.set_mount_point("/b");
+    assert_eq!(open(vec![disks[0].disk(), new.disk()]).await.unwrap().disks().len(), 2);
+    // And one that was on the root file system gets a disk of its own.
+    new.memory.set_mount_point("/");
+    drop(open(vec![disks[0].disk(), new.disk()]).await.unwrap());
+    let own = TestDisk::new("/b/data");
+    own.memory.set_mount_point("/b");
+    assert_eq!(open(vec![disks[0].disk(), own.disk()]).await.unwrap().disks().len(), 2);
+}
+
+#[tokio::test]
 async fn an_empty_file_system_with_lost_and_found_is_taken() {
     let disk = TestDisk::new("/mnt");
     disk.memory.create_dir_all(Path::new("lost+found")).await.unwrap();
@@ -223,6 +311,5 @@ async fn descriptors_are_bounded_and_opened_again() {
         assert_eq!(read_all(&store, key, 1).await.unwrap(), [0, 1, 2]);
     }
     assert_eq!(disk.app_files().len(), 10);
-    let reopen = WriteOpen { create: false, direct: false };
-    disk.memory.open_write(&disk.app_files()[0], reopen).await.unwrap();
+    disk.memory.open_write(&disk.app_files()[0], WriteOpen::default()).await.unwrap();
 }

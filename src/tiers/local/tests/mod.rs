@@ -175,7 +175,7 @@ pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
 pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
     store.maintain_once().await;
     for disk in disks {
-        assert_eq!(disk.memory.files(), [PathBuf::from(MARKER), PathBuf::from(manifest::MANIFEST)]);
+        assert_eq!(disk.memory.files(), [MARKER, mounts::MOUNTS, manifest::MANIFEST].map(PathBuf::from));
         assert_eq!(disk.app_directories(), Vec::<PathBuf>::new());
     }
     assert_eq!(store.used_bytes(), 0);

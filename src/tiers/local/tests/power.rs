@@ -246,7 +246,7 @@ fn what_was_not_synced_is_missed_and_never_served_wrong() {
                     continue;
                 }
                 let place = (record.offset as u64, record.length as u32);
-                // Its neighbour was found damaged before: from then on the extent is a hole, which is refused or zeros.
+                // It was found damaged before: from then on it is a hole, which is refused or nobody's.
                 if store.data(&key, PartitionId(1), place.0, place.1).is_ok_and(|read| read.has_hole()) {
                     damaged.set(damaged.get() + 1);
                     continue;

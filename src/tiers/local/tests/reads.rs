@@ -82,7 +82,8 @@ async fn descriptors_that_nobody_uses_are_closed() {
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_waits_behind_others_does_not_make_a_disk_sick() {
     let disks = [TestDisk::new("/a")];
-    let store = store_on(&disks).await;
+    let config = LocalConfig { direct_io: false, index_cache_bytes: 0, ..LocalConfig::default() };
+    let store = LocalStore::open(config, vec![disks[0].disk()], &Registry::new()).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();

@@ -1,0 +1,91 @@
+//! Blocks that their disk has returned with other bytes than were written, also when it was asked again. Readers of the
+//! index are given filler records in their place; everything else of their extents is served as before.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::RwLock;
+
+use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, RECORD_BYTES};
+use uniffle_wire::types::PartitionId;
+
+/// Those of one shuffle.
+#[derive(Debug, Default)]
+pub(super) struct Condemned {
+    /// False as long as there is none, which is nearly always: readers look no further.
+    any: AtomicBool,
+    /// Ends of the blocks in the partition's stream, by their starts.
+    blocks: RwLock<HashMap<PartitionId, BTreeMap<u64, u64>>>,
+}
+
+impl Condemned {
+    /// Adds a block by its place in the stream.
+    pub(super) fn add(&self, partition: PartitionId, place: &Range<u64>) {
+        self.blocks.write().entry(partition).or_default().insert(place.start, place.end);
+        self.any.store(true, Ordering::Release);
+    }
+
+    /// Whether one of them lies in a range of the stream, or reaches into it.
+    pub(super) fn touches(&self, partition: PartitionId, range: &Range<u64>) -> bool {
+        self.any.load(Ordering::Acquire)
+            && self.blocks.read().get(&partition).is_some_and(|blocks| {
+                let before_end = blocks.range(..range.end).next_back();
+                before_end.is_some_and(|(_, end)| *end > range.start)
+            })
+    }
+
+    /// Replaces their records among `records`, whose offsets are those of the stream.
+    pub(super) fn mask(&self, partition: PartitionId, records: &mut [u8]) {
+        if !self.any.load(Ordering::Acquire) {
+            return;
+        }
+        let blocks = self.blocks.read();
+        let Some(blocks) = blocks.get(&partition) else { return };
+        for bytes in records.chunks_exact_mut(RECORD_BYTES) {
+            let Some(record) = uniffle_wire::index::records(bytes).next() else { continue };
+            if blocks.contains_key(&record.offset.unsigned_abs()) {
+                bytes.copy_from_slice(&filler(record.offset, record.length).encode());
+            }
+        }
+    }
+}
+
+/// A record that says where bytes are that belong to no block.
+pub(super) fn filler(offset: i64, length: i32) -> IndexRecord {
+    IndexRecord {
+        offset,
+        length,
+        uncompressed_length: 0,
+        crc: 0,
+        block_id: FILLER_BLOCK_ID,
+        task_attempt_id: -1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_touched_by_what_overlaps_it() {
+        let condemned = Condemned::default();
+        let p = PartitionId(1);
+        assert!(!condemned.touches(p, &(0..u64::MAX)));
+        condemned.add(p, &(100..200));
+        condemned.add(p, &(300..400));
+        for (range, expected) in [
+            (0..100, false),
+            (0..101, true),
+            (150..160, true),
+            (199..200, true),
+            (200..300, false),
+            (200..301, true),
+            (399..1000, true),
+            (400..1000, false),
+        ] {
+            assert_eq!(condemned.touches(p, &range), expected, "{range:?}");
+        }
+        assert!(!condemned.touches(PartitionId(2), &(0..1000)));
+    }
+}

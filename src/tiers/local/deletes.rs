@@ -1,0 +1,45 @@
+//! What is to be removed from one disk. Every disk has a list of its own: one that deletes slowly holds up no other.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::shuffle::Shuffle;
+
+/// A shuffle's directory.
+#[derive(Debug)]
+pub(super) struct PendingDelete {
+    pub(super) shuffle: Arc<Shuffle>,
+    /// Payload that goes with it.
+    pub(super) bytes: u64,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Deletes(Mutex<VecDeque<PendingDelete>>);
+
+impl Deletes {
+    pub(super) fn add(&self, pending: PendingDelete) {
+        self.0.lock().push_back(pending);
+    }
+
+    /// Everything on the list, which nobody else has meanwhile.
+    pub(super) fn take(&self) -> Deleting<'_> {
+        let left = std::mem::take(&mut *self.0.lock());
+        Deleting { list: self, left }
+    }
+}
+
+/// Taken from the list. What is left of it goes back when this is dropped, so that a cancelled purge forgets nothing.
+#[derive(Debug)]
+pub(super) struct Deleting<'a> {
+    list: &'a Deletes,
+    pub(super) left: VecDeque<PendingDelete>,
+}
+
+impl Drop for Deleting<'_> {
+    fn drop(&mut self) {
+        self.list.0.lock().append(&mut self.left);
+    }
+}
