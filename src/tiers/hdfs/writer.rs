@@ -83,7 +83,6 @@ impl Writers {
         self.files.load(Ordering::Relaxed)
     }
 
-    /// The directory.
     pub(super) fn directory(&self) -> &str {
         &self.directory
     }
