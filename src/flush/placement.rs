@@ -25,14 +25,12 @@ pub struct TierView {
 }
 
 /// Whether a partition's chain is cold.
-#[must_use]
 pub fn is_cold(bytes: u64, received_bytes: u64, cold_bytes: u64, huge_partition_bytes: u64) -> bool {
     bytes > cold_bytes || received_bytes > huge_partition_bytes
 }
 
 /// The tier for a batch by its place in `tiers`; none when the shuffle has no tier at all. `failed` is the tier that
 /// failed it last.
-#[must_use]
 pub fn select(tiers: &[TierView], is_cold: bool, failed: Option<usize>) -> Option<usize> {
     let belongs = |index: &usize| tiers[*index].is_for_cold == is_cold;
     let (mut order, others): (Vec<usize>, Vec<usize>) = (0..tiers.len()).partition(belongs);

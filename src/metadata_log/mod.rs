@@ -51,7 +51,6 @@ pub struct Registration {
 pub struct Report {
     /// `bitmapNum`.
     pub bitmap_count: i32,
-    /// The task attempt.
     pub task_attempt: i64,
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
@@ -75,7 +74,6 @@ pub enum RecordError {
 
 impl Record {
     /// The record as bytes.
-    #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Registration(registration) => record(REGISTRATION, registration),

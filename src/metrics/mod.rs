@@ -7,9 +7,7 @@ mod renamed;
 mod table;
 mod transit;
 
-use prometheus::core::Collector as _;
 use prometheus::process_collector::ProcessCollector;
-use prometheus::proto::MetricFamily;
 use prometheus::{IntGauge, Registry, Result};
 
 pub use fill::{Description, Fill};
@@ -17,46 +15,6 @@ pub use renamed::{IN_MS, IN_SECONDS, View};
 pub(crate) use table::table;
 pub use table::{Family, Metric, Row};
 pub use transit::{TRANSIT_MS_BUCKETS, TransitTimes};
-
-/// Values of metrics at one moment, by name.
-#[derive(Debug)]
-pub struct Values(std::collections::HashMap<String, f64>);
-
-impl Values {
-    /// Those of a registry; of metrics with labels the sum.
-    #[must_use]
-    pub fn gather(registry: &Registry) -> Self {
-        Self::of(&registry.gather())
-    }
-
-    /// The standard `process_*` metrics.
-    #[must_use]
-    pub fn of_process() -> Self {
-        Self::of(&ProcessCollector::for_self().collect())
-    }
-
-    fn of(families: &[MetricFamily]) -> Self {
-        let of = |metric: &prometheus::proto::Metric| {
-            metric.get_counter().get_value() + metric.get_gauge().get_value()
-        };
-        Self(families.iter().map(|it| (it.name().to_owned(), it.get_metric().iter().map(of).sum())).collect())
-    }
-
-    /// The counter or gauge `name`; 0 when there is none.
-    pub fn value(&self, name: &str) -> f64 {
-        self.0.get(name).copied().unwrap_or(0.0)
-    }
-
-    /// The same as a whole number.
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a count; the cast saturates"
-    )]
-    pub fn whole(&self, name: &str) -> u64 {
-        self.value(name) as u64
-    }
-}
 
 /// What has been added to a gauge; taken back when dropped.
 #[derive(Debug)]

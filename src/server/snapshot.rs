@@ -19,7 +19,6 @@ use crate::listeners::http::api::model::{
     AppTotals, Connections, Coordinator, Disk, Flush, HeapUse, Memory, Node, Process, Status, Tickets, Tier,
     Totals,
 };
-use crate::metrics;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Service};
@@ -142,7 +141,6 @@ impl Inspector {
     fn take(&self) -> NodeSnapshot {
         let service = &self.service;
         let sample = service.sample();
-        let process = metrics::Values::of_process();
         let (refused_memory, refused_partition) = service.refused_tickets();
         let memory = self.memory();
         let mut tiers = vec![Tier {
@@ -181,13 +179,7 @@ impl Inspector {
                 read_bytes: sample.read_bytes,
                 flushed_bytes: sample.flushed_bytes,
             },
-            process: Process {
-                resident_bytes: process.whole("process_resident_memory_bytes"),
-                cpu_seconds: process.value("process_cpu_seconds_total"),
-                threads: process.whole("process_threads"),
-                open_files: process.whole("process_open_fds"),
-                panics: panic_count(),
-            },
+            process: process(),
         }
     }
 
@@ -289,6 +281,22 @@ fn disk(info: &DiskInfo) -> Disk {
         free_bytes: info.free_bytes,
         used_bytes: info.used_bytes,
         in_flight_bytes: info.in_flight_bytes,
+    }
+}
+
+/// What the kernel says of this process; 0 for what it does not.
+#[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+fn process() -> Process {
+    let own = procfs::process::Process::myself();
+    let stat = own.as_ref().ok().and_then(|own| own.stat().ok());
+    let (rss_pages, ticks, threads) =
+        stat.map_or((0, 0, 0), |stat| (stat.rss, stat.utime + stat.stime, stat.num_threads));
+    Process {
+        resident_bytes: rss_pages.saturating_mul(procfs::page_size()),
+        cpu_seconds: ticks as f64 / procfs::ticks_per_second() as f64,
+        threads: u64::try_from(threads).unwrap_or(0),
+        open_files: own.and_then(|own| own.fd_count()).map_or(0, |count| count as u64),
+        panics: panic_count(),
     }
 }
 

@@ -95,7 +95,11 @@ mod tests {
     fn a_read_counts_while_it_lasts_and_its_time_for_ever() {
         let registry = Registry::new();
         let metrics = ReadMetrics::new(&registry).unwrap();
-        let value = |name: &str| crate::metrics::Values::gather(&registry).value(name);
+        let value = |name: &str| {
+            let families = registry.gather();
+            let metric = &families.iter().find(|it| it.name() == name).unwrap().get_metric()[0];
+            metric.get_counter().get_value() + metric.get_gauge().get_value()
+        };
         let reading = metrics.local_data.begin(70);
         reading.waited_for_disk(Duration::from_millis(3));
         let _other = metrics.memory.begin(u64::MAX);

@@ -5,14 +5,16 @@
 
 use std::cmp::Reverse;
 
+use serde::Serialize;
 use uniffle_wire::types::AppId;
 
 use super::Service;
 
 /// One application at one moment; sums over counters that go on changing meanwhile.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AppStatistics {
     /// The application.
+    #[serde(skip)]
     pub app: AppId,
     /// Partitions registered.
     pub partitions: u64,

@@ -283,7 +283,7 @@ impl RemoteFs for FakeFs {
         })
     }
 
-    /// A file that nobody closed has nothing to read, as little as one whose last block is not complete.
+    /// A file that was not closed has nothing to read, as little as one whose last block is not complete.
     fn read_range(&self, path: &str, offset: u64, length: usize) -> Call<Bytes> {
         self.call(RemoteCall::Read, path, move |state, path| match state.nodes.get(path) {
             Some(Node::File { open: true, .. }) => Ok(Bytes::new()),

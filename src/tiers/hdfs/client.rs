@@ -139,7 +139,7 @@ impl RemoteFs for HdfsFs {
             let writer = client.create(&path, WriteOptions::default()).await?;
             let written = write_and_close(writer, data).await;
             if written.is_err() {
-                // It is ours since `create` succeeded, and nobody has been told of it: it would only hold space.
+                // It is ours since `create` succeeded, and no reader knows it: it would only hold space.
                 drop(client.delete(&path, false).await);
             }
             written

@@ -57,18 +57,15 @@ impl HadoopConf {
     }
 
     /// Whether a login is needed.
-    #[must_use]
     pub fn is_secure(&self) -> bool {
         self.0.get(AUTHENTICATION).is_some_and(|value| !value.trim().eq_ignore_ascii_case("simple"))
     }
 
     /// Whether `host` is a nameservice with NameNodes of its own.
-    #[must_use]
     pub fn is_nameservice(&self, host: &str) -> bool {
         self.0.contains_key(&format!("dfs.ha.namenodes.{host}"))
     }
 
-    /// All of them.
     #[must_use]
     pub fn into_map(self) -> HashMap<String, String> {
         self.0.into_iter().collect()

@@ -34,13 +34,11 @@ pub struct Login {
 
 impl Login {
     /// Whether the worker's configuration asks for security, whatever clients' settings say.
-    #[must_use]
     pub fn is_required(&self) -> bool {
         self.keytab.is_some()
     }
 
     /// The name that a NameNode gives the worker, as far as it is known here.
-    #[must_use]
     pub fn short_name(&self) -> Option<&str> {
         match &self.keytab {
             Some((_, principal)) => Some(short_name(principal)),
@@ -49,14 +47,12 @@ impl Login {
     }
 
     /// The user to act as for an application of `user`; none = the worker's own.
-    #[must_use]
     pub fn user_to_act_as(&self, user: &str) -> Option<String> {
         let acts = self.act_as_users && !user.is_empty() && self.short_name() != Some(user);
         acts.then(|| user.to_owned())
     }
 
     /// Makes a client log in this way.
-    #[must_use]
     pub fn apply(&self, builder: ClientBuilder) -> ClientBuilder {
         match &self.keytab {
             Some((path, principal)) => {

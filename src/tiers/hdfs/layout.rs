@@ -7,14 +7,11 @@ const DATA: &str = ".data";
 /// Ending of a file with index records.
 const INDEX: &str = ".index";
 
-/// `<root>/<app>`.
-#[must_use]
 pub fn app_directory(root: &str, app: &AppId) -> String {
     format!("{}/{app}", root.trim_end_matches('/'))
 }
 
 /// `<root>/<app>/<shuffle>`.
-#[must_use]
 pub fn shuffle_directory(root: &str, key: &ShuffleKey) -> String {
     format!("{}/{}", app_directory(root, &key.app), key.shuffle)
 }
@@ -38,7 +35,6 @@ impl WideRanges {
     }
 
     /// The range that names the directory of a partition.
-    #[must_use]
     pub fn of(&self, partition: PartitionId) -> (i32, i32) {
         let at = self.0.partition_point(|(start, _)| *start <= partition.0);
         let holding = at.checked_sub(1).map(|at| self.0[at]).filter(|(_, end)| partition.0 <= *end);
@@ -64,14 +60,12 @@ impl WriterName<'_> {
     }
 
     /// Data and index file of the writer after so many failures.
-    #[must_use]
     pub fn files(&self, failures: u32) -> (String, String) {
         let prefix = self.prefix();
         (format!("{prefix}{failures}{DATA}"), format!("{prefix}{failures}{INDEX}"))
     }
 
     /// The number of failures in a name, if it is one of this writer's.
-    #[must_use]
     pub fn failures_of(&self, name: &str) -> Option<u32> {
         let stem = name.strip_suffix(DATA).or_else(|| name.strip_suffix(INDEX))?;
         stem.strip_prefix(&self.prefix())?.parse().ok()
@@ -80,19 +74,16 @@ impl WriterName<'_> {
 
 /// Whether a file was written by this server. The character behind the id counts: `…-1999` has not written the files
 /// of `…-19999` (docs/protocol.md §11 trap 65).
-#[must_use]
 pub fn is_own(name: &str, server_id: &str) -> bool {
     name.strip_prefix(server_id).is_some_and(|rest| rest.starts_with('_'))
 }
 
 /// Whether a file has index records.
-#[must_use]
 pub fn is_index(name: &str) -> bool {
     name.ends_with(INDEX)
 }
 
 /// The data file of an index file.
-#[must_use]
 pub fn data_of(index_name: &str) -> String {
     format!("{}{DATA}", index_name.trim_end_matches(INDEX))
 }

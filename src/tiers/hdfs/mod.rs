@@ -71,10 +71,10 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Remote file systems (by settings and user) in use at once: clients name them.
 const REMOTES_MAX: usize = 1024;
-/// How often whoever waits for a place to write looks whether waiting makes sense.
+/// How often a write that waits for a place looks whether waiting makes sense.
 const PLACE_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Between two looks for remote stores that nobody tries.
+/// Between two looks for remote stores that are not tried.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Between two attempts to close a torn file; doubles up to the second, and ends with the third.
@@ -355,7 +355,7 @@ impl HdfsStore {
         !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())
     }
 
-    /// Asks remote stores that fail and that nobody tries, until `stop`. Deleting what is not there needs an
+    /// Asks remote stores that fail and are not tried, until `stop`. Deleting what is not there needs an
     /// active NameNode that takes changes.
     pub async fn keep_probing(self: Arc<Self>, stop: impl Future<Output = ()>) {
         tokio::pin!(stop);

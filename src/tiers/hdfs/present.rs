@@ -3,7 +3,7 @@
 //!
 //! Asked for when it has to be known what is lost, and only then: after a restart of the process, of partitions whose
 //! reported blocks are neither in memory nor on a disk, and when a disk fails to give back what it had. Files that
-//! nobody writes to any more are closed first: a process that was killed amid an append leaves them to its lease, and
+//! are no longer written to are closed first: a process that was killed amid an append leaves them to its lease, and
 //! until that ends (an hour) what was published in them long ago may be unreadable, to clients too.
 
 use std::collections::HashMap;
@@ -84,7 +84,7 @@ impl Core {
         Ok(present)
     }
 
-    /// Closes a file that nobody writes to. One that is gone needs no closing.
+    /// Closes a file that is not written to. One that is gone needs no closing.
     async fn close(&self, fs: &dyn RemoteFs, path: &str) -> Result<(), StoreError> {
         let give_up = Instant::now() + CLOSE_DEADLINE;
         loop {

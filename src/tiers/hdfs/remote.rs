@@ -2,7 +2,7 @@
 //!
 //! Failures in a row that are its own fault (it does not answer, its DataNodes fail) suspend it for a moment that grows:
 //! batches then go elsewhere or wait, instead of each finding out for itself. A quota or a permission is the fault of one
-//! path and suspends nothing. One that fails and that nobody has tried for a while is asked whether it answers, so that
+//! path and suspends nothing. One that fails and was not tried for a while is asked whether it answers, so that
 //! the worker is not unhealthy forever because nothing is sent to it.
 
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const PROBE_AFTER: Duration = Duration::from_secs(30);
 /// What tells remotes apart: two clients of one file system with different settings must not get each other's.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct RemoteTarget {
-    /// File system; its path is that of whoever named it first and does not count.
+    /// File system; its path is that of the first application that named it and does not count.
     pub location: RemoteLocation,
     /// Hadoop settings that came with it, sorted.
     pub conf: Vec<(String, String)>,
@@ -42,7 +42,7 @@ pub struct RemoteTarget {
 #[derive(Debug)]
 pub(super) struct Remote {
     pub(super) authority: String,
-    /// Nobody's file, by which it is asked whether it answers.
+    /// A file that never is, by which it is asked whether it answers.
     pub(super) probe_path: String,
     pub(super) fs: Arc<dyn RemoteFs>,
     /// Writes to the file system at a time, all users together.
@@ -68,7 +68,7 @@ impl Remote {
         Self { authority, probe_path, fs, permits, metrics, condition: Mutex::default() }
     }
 
-    /// Whether it fails and nobody has found out for a while whether it still does.
+    /// Whether it fails and was not tried for a while.
     pub(super) fn is_forgotten(&self) -> bool {
         let suspended_until = self.condition.lock().suspended_until;
         self.is_failing() && suspended_until.is_none_or(|until| Instant::now() >= until + PROBE_AFTER)
@@ -84,7 +84,7 @@ impl Remote {
         self.condition.lock().failures >= FAILURES_MIN
     }
 
-    /// An error for whoever may not try now.
+    /// An error for those that may not try now.
     pub(super) fn suspended(&self) -> StoreError {
         let text = format!("not tried, its last calls failed: {}", self.condition.lock().last_error);
         StoreError::remote(StoreErrorKind::Unreachable, &self.authority, text)

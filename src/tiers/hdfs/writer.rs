@@ -1,7 +1,7 @@
 //! The writers of one directory: several batches of a partition at a time, each into a pair of files of its own.
 //!
 //! A pair is data then index, and the data is readable before an index record names it. A writer whose call failed
-//! never touches its files again: nobody knows what they hold, and the NameNode may still lease them to us. It goes on
+//! never touches its files again: what they hold is unknown, and the NameNode may still lease them to us. It goes on
 //! with the next number. For the same reason a pair is begun with a new file only: one that an earlier process left may
 //! end in blocks without records, and readers take the blocks between two records to lie side by side.
 //!
@@ -53,7 +53,7 @@ impl Writers {
         Arc::new(Self { directory, server_id, max, slots: Mutex::default(), free, files: AtomicU64::new(0) })
     }
 
-    /// A writer that nobody else has; waits for one. The lowest number that is free, so that few files are made.
+    /// A writer of the caller's own; waits for one. The lowest number that is free, so that few files are made.
     pub(super) async fn take(self: &Arc<Self>) -> Writer {
         let permit = Arc::clone(&self.free).acquire_owned().await.ok();
         let mut slots = self.slots.lock();
@@ -83,7 +83,6 @@ impl Writers {
         self.files.load(Ordering::Relaxed)
     }
 
-    /// The directory.
     pub(super) fn directory(&self) -> &str {
         &self.directory
     }

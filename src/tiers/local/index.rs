@@ -28,11 +28,8 @@ use uniffle_wire::types::{BlockMeta, PartitionId};
 
 /// First bytes of a group.
 pub const MAGIC: [u8; 4] = *b"UWIG";
-/// The one version there is.
 pub const VERSION: u16 = 1;
-/// Bytes of the header.
 pub const HEADER_BYTES: usize = 64;
-/// Bytes of one entry.
 pub const ENTRY_BYTES: usize = 40;
 
 /// What a group says once.
@@ -51,7 +48,6 @@ pub struct GroupHeader {
 /// One extent to be encoded.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupExtent<'a> {
-    /// Its partition.
     pub partition: PartitionId,
     /// Where it begins in the partition's stream.
     pub base: u64,
@@ -64,7 +60,6 @@ pub struct GroupExtent<'a> {
 /// An encoded group, and where its extents' records stand in it.
 #[derive(Debug, Clone)]
 pub struct EncodedGroup {
-    /// The bytes.
     pub bytes: Bytes,
     /// Per extent, in order.
     pub places: Vec<RecordsPlace>,
@@ -91,7 +86,6 @@ pub struct IndexGroup {
 /// A decoded extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupEntry {
-    /// Its partition.
     pub partition: PartitionId,
     /// Where it begins in the partition's stream.
     pub base: u64,
@@ -126,13 +120,11 @@ pub enum GroupError {
 }
 
 /// Bytes that `length` bytes of data occupy in a data log.
-#[must_use]
 pub fn occupied_bytes(length: u64) -> u64 {
     length.next_multiple_of(BLOCK_ALIGN as u64)
 }
 
 /// Encodes a group. The caller has checked that blocks have bytes and that counts fit (`u32`).
-#[must_use]
 pub fn encode(header: &GroupHeader, extents: &[GroupExtent<'_>]) -> EncodedGroup {
     let blocks: usize = extents.iter().map(|extent| extent.blocks.len()).sum();
     let head_bytes = HEADER_BYTES + extents.len() * ENTRY_BYTES;

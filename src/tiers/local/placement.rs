@@ -53,7 +53,6 @@ impl Candidate {
 /// Work in flight is weighed by how slow the disk has been, so that what a slow disk gets is about what it can carry
 /// beside the others, and by free space, which fills unequal disks at the same time. An idle disk is found at once because
 /// the batch itself counts as load. What is known of a disk is believed less with time: a slow one is tried again.
-#[must_use]
 pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Option<usize> {
     let able: Vec<(usize, &Candidate)> = candidates
         .iter()
@@ -76,7 +75,6 @@ pub fn choose(candidates: &[Candidate], bytes: u64, excluded: &[usize]) -> Optio
 }
 
 /// The watermarks with their hysteresis: full from `high` on, until below `low`.
-#[must_use]
 pub fn is_full(was_full: bool, used_ratio: f64, high: f64, low: f64) -> bool {
     if was_full { used_ratio >= low } else { used_ratio >= high }
 }

@@ -101,12 +101,12 @@ async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Resp
         .into_iter()
         .filter_map(|statistics| {
             let app = service.apps().find(&statistics.app)?;
-            Some(App::new(&app, &statistics, service.apps().idle(&app), service.lost_blocks(&app)))
+            Some(App::new(&app, statistics, service.apps().idle(&app), service.lost_blocks(&app)))
         })
         .collect();
     let count = apps.len();
     apps.sort_by(|left, right| {
-        let weight = |app: &App| (app.received_bytes, app.in_memory_bytes);
+        let weight = |app: &App| (app.statistics.received_bytes, app.statistics.in_memory_bytes);
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));

@@ -247,7 +247,6 @@ pub struct Apps {
 pub struct App {
     /// Its id.
     pub app: String,
-    /// Its user.
     pub user: String,
     /// Since its first registration.
     pub age_seconds: f64,
@@ -255,47 +254,24 @@ pub struct App {
     pub idle_seconds: f64,
     /// Shuffles registered.
     pub shuffles: usize,
-    /// Partitions registered.
-    pub partitions: u64,
-    /// Of those, huge.
-    pub huge_partitions: u64,
-    /// Payload received for the shuffles that it still has.
-    pub received_bytes: u64,
-    /// Payload in memory.
-    pub in_memory_bytes: u64,
-    /// Blocks in memory.
-    pub in_memory_blocks: u64,
-    /// Payload on local disks.
-    pub local_bytes: u64,
-    /// Files there.
-    pub local_files: u64,
-    /// Payload that the largest partition has received.
-    pub largest_partition_bytes: u64,
-    /// That by the mean of the partitions with data; 0 without any.
+    #[serde(flatten)]
+    pub statistics: AppStatistics,
+    /// The largest partition by the mean of those with data; 0 without any.
     pub skew: f64,
-    /// Blocks that are lost.
     pub lost_blocks: u64,
 }
 
 impl App {
     /// What is told of `app`.
-    #[must_use]
-    pub fn new(app: &crate::app::App, statistics: &AppStatistics, idle: Duration, lost_blocks: u64) -> Self {
+    pub fn new(app: &crate::app::App, statistics: AppStatistics, idle: Duration, lost_blocks: u64) -> Self {
         Self {
             app: app.id().to_string(),
             user: app.user(),
             age_seconds: app.age().as_secs_f64(),
             idle_seconds: idle.as_secs_f64(),
             shuffles: app.shuffles().len(),
-            partitions: statistics.partitions,
-            huge_partitions: statistics.huge_partitions,
-            received_bytes: statistics.received_bytes,
-            in_memory_bytes: statistics.in_memory_bytes,
-            in_memory_blocks: statistics.in_memory_blocks,
-            local_bytes: statistics.local_bytes,
-            local_files: statistics.local_files,
-            largest_partition_bytes: statistics.largest_partition_bytes,
             skew: statistics.skew(),
+            statistics,
             lost_blocks,
         }
     }
