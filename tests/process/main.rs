@@ -13,4 +13,5 @@ mod operations;
 mod overload;
 mod rss;
 mod tcp_rss;
+mod upgrades;
 mod writes;

@@ -8,6 +8,7 @@
 //! | file | does |
 //! | --- | --- |
 //! | `disk`, `health` | claim, space, health of one directory |
+//! | `claimable` | whether a successor could claim what the running worker holds |
 //! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
@@ -25,6 +26,7 @@
 //! is written, the group before its extents are visible, a metadata record before it is acknowledged, and what an earlier process
 //! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
+pub mod claimable;
 mod damage;
 mod disk;
 mod files;
