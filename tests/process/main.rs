@@ -6,6 +6,7 @@
 
 mod checker;
 mod cli;
+mod kept_directories;
 mod lifecycle;
 mod network;
 mod observe;
