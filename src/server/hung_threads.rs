@@ -1,7 +1,7 @@
 //! Threads that hang in the kernel, such as one that waits for a disk that does not answer.
 //!
 //! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not, not
-//! even by SIGKILL. So whoever means to execute a successor looks here before it lets go.
+//! even by SIGKILL. So a worker looks here before it lets go for a successor.
 
 use std::collections::BTreeMap;
 use std::path::Path;

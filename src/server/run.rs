@@ -42,7 +42,7 @@ pub enum Ended {
 }
 
 /// Runs a worker until `commands` ends it. Prints the banner, tells the service manager and writes the ready file
-/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for whoever started the worker with port 0).
+/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for the process that started the worker with port 0).
 ///
 /// # Errors
 /// See [`Worker::start`].

@@ -173,7 +173,7 @@ async fn d5_a_binary_that_is_not_executable_or_never_answers_leaves_everything_a
     refusing.ends_with_an_upgrade().await;
 }
 
-/// A file system of its own in a file, which can be frozen: then whoever writes to it hangs in the kernel. Unmounted when
+/// A file system of its own in a file, which can be frozen: then a thread that writes to it hangs in the kernel. Unmounted when
 /// it is dropped.
 struct FreezableDisk(PathBuf);
 
@@ -198,7 +198,7 @@ impl FreezableDisk {
     }
 }
 
-/// Thaws when it is dropped, which must be before anybody waits for the end of a process that hangs.
+/// Thaws when it is dropped, which must be before the end of a process is waited for that hangs.
 struct Frozen<'a>(&'a FreezableDisk);
 
 impl Drop for Frozen<'_> {
@@ -420,7 +420,7 @@ async fn d5_the_gap_at_ten_gigabytes_in_small_blocks_is_at_most_a_second() {
         worker.finish_upgrade();
     });
     let gap_ms = worker.ready().upgrade_gap_ms.expect("an upgrade");
-    say(&format!("{} blocks of {BLOCK_BYTES} bytes: nobody was accepted for {gap_ms} ms", tasks * 500));
+    say(&format!("{} blocks of {BLOCK_BYTES} bytes: no process accepted for {gap_ms} ms", tasks * 500));
     assert!(gap_ms <= 1000, "{gap_ms} ms");
     let found = client_of(&worker).await.results(&key, &[PartitionId(7)], None).await.expect("an answer");
     assert_eq!(found.cardinality(), u64::try_from(tasks).expect("small"));
