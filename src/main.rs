@@ -110,18 +110,30 @@ fn take_jemalloc_options() -> std::io::Result<()> {
     Err(again.args(arguments).env("MALLOC_CONF", options).exec())
 }
 
-/// The configuration is valid; and where a running worker asks, it can follow that one's in place.
+/// The configuration is valid; and where a running worker asks, this program can take over from it in place.
 fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
-    let problems = env.get(server::UPGRADE_FROM).map(|facts| server::upgrade_problems(config, facts));
-    let problems = problems.unwrap_or_default();
-    if !problems.is_empty() {
-        return fail(2, &format!("no upgrade in place:\n  {}", problems.join("\n  ")));
-    }
     if let Err(error) = server::check_files(config) {
         return fail(2, &format!("{error:#}"));
     }
+    let verdict = match env.get(server::UPGRADE_FROM).map(|facts| rehearse(config, facts)).transpose() {
+        Ok(verdict) => verdict.unwrap_or_default(),
+        Err(problems) => return fail(2, &problems),
+    };
     let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
-    print(&format!("the configuration{source} is valid\n{}", notes(config)))
+    print(&format!("the configuration{source} is valid\n{}{verdict}", notes(config)))
+}
+
+/// What the running worker waits for, or what keeps this program from taking over.
+fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
+    let problems = runtime.block_on(server::rehearse(config, facts));
+    // A disk that hangs is not waited for.
+    runtime.shutdown_background();
+    match problems.is_empty() {
+        true => Ok(format!("{}\n", server::REHEARSED)),
+        false => Err(format!("no upgrade in place:\n  {}", problems.join("\n  "))),
+    }
 }
 
 /// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that cannot be

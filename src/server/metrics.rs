@@ -14,6 +14,7 @@ use crate::telemetry::PanicMetrics;
 use crate::tiers::{hdfs, local};
 
 use super::reload::ReloadMetrics;
+use super::upgrade::UpgradeMetrics;
 
 /// What every module declares, module by module. `{…}` in a name stands for what is known at run time only.
 #[must_use]
@@ -32,6 +33,7 @@ pub fn metric_descriptions() -> Vec<Description> {
         embedded::metrics::Metrics::described(),
         heartbeat::Metrics::described(),
         ReloadMetrics::described(),
+        UpgradeMetrics::described(),
         RuntimeMetrics::described(),
         AllocatorMetrics::described(),
         PanicMetrics::described(),

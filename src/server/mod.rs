@@ -6,8 +6,10 @@
 
 mod admin;
 mod health;
+mod hung_threads;
 mod metrics;
 mod notify;
+mod rehearsal;
 mod reload;
 mod report;
 mod run;
@@ -55,15 +57,18 @@ use self::reload::Reloader;
 use self::settings::{Pace, RuntimeSettings};
 use self::snapshot::{Inspector, OpenConnections, ProcessGauges};
 use self::sockets::{Sockets, accepting};
+use self::tiers::{Beside, Precheck};
 use self::tls::Tls;
+use self::upgrade::{RefusedBy, UpgradeMetrics};
 
 pub use self::metrics::metric_descriptions;
+pub use self::rehearsal::{REHEARSED, rehearse};
 pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
 pub use self::sockets::{Addresses, Inherited};
 pub use self::stop::Stopped;
 pub use self::successor::Successor;
-pub use self::upgrade::{UPGRADE_FROM, problems as upgrade_problems};
+pub use self::upgrade::UPGRADE_FROM;
 
 /// A running worker.
 #[derive(Debug)]
@@ -84,6 +89,7 @@ pub struct Worker {
     grpc_handover: Handover,
     tcp_handover: Handover,
     flush_timeout: Duration,
+    upgrades: UpgradeMetrics,
 }
 
 /// What a worker is given of the process that it runs in. The default is a worker among others.
@@ -115,14 +121,12 @@ impl Worker {
         inherited: Inherited,
         config: &Config,
     ) -> anyhow::Result<Self> {
+        let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
         // Before anything else, so that a port in use is the first thing to be told.
         let tls = Tls::load(config)?;
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
-        let ip = match config.worker.advertised_ip {
-            Some(ip) => ip,
-            None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP")?,
-        };
+        let ip = advertised_ip(config)?;
         let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
         let background = listeners.sibling();
@@ -134,8 +138,8 @@ impl Worker {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let server_id = server_id(ip, &addresses);
-        let tiers = (server_id, environment.tiers);
-        let flusher = tiers::start(config, tiers, &memory, &background, &registry).await?;
+        let beside = Beside { server_id, precheck, others: environment.tiers };
+        let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(config.app.clone()));
         let service = Service::new(
             config.service.clone(),
@@ -152,6 +156,10 @@ impl Worker {
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
+        let upgrades = UpgradeMetrics::new(&registry)?;
+        for by in RefusedBy::ALL {
+            upgrades.refused.with_label_values(&[by.as_str()]);
+        }
         let worker = Self {
             addresses,
             ip,
@@ -168,6 +176,7 @@ impl Worker {
             grpc_handover: Handover::default(),
             tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
+            upgrades,
         };
         worker.spawn_upkeep(config);
         worker.open_listeners(config, sockets, tls, gauges)?;
@@ -311,6 +320,10 @@ impl Worker {
         &self.registry
     }
 
+    fn note_refused_upgrade(&self, by: RefusedBy) {
+        self.upgrades.refused.with_label_values(&[by.as_str()]).inc();
+    }
+
     /// What a report says whatever happens.
     fn report(&self) -> NodeReport {
         let netty_port = self.addresses.tcp.map(|address| address.port());
@@ -361,6 +374,14 @@ pub fn check_files(config: &Config) -> anyhow::Result<()> {
     Tls::load(config)?;
     admin::token(config)?;
     Ok(())
+}
+
+/// The address that clients are told.
+fn advertised_ip(config: &Config) -> anyhow::Result<IpAddr> {
+    match config.worker.advertised_ip {
+        Some(ip) => Ok(ip),
+        None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP"),
+    }
 }
 
 /// By this id coordinators and clients know the worker, and its remote files begin with it.

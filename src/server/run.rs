@@ -8,11 +8,13 @@ use anyhow::Context as _;
 use tokio::sync::mpsc;
 
 use crate::config::{Config, startup_banner};
+use crate::memory::InMemory;
+use crate::metrics::clamped;
 
 use super::sockets::Inherited;
 use super::successor::Successor;
-use super::upgrade::{Facts, UPGRADE_FROM};
-use super::{Addresses, Environment, Worker, notify};
+use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
+use super::{Addresses, Environment, Worker, hung_threads, notify};
 
 /// What a running worker is told.
 #[derive(Debug, Clone)]
@@ -40,7 +42,7 @@ pub enum Ended {
 }
 
 /// Runs a worker until `commands` ends it. Prints the banner, tells the service manager and writes the ready file
-/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for whoever started the worker with port 0).
+/// (`WORKER_READY_FILE`: one line of JSON with the bound ports, for the process that started the worker with port 0).
 ///
 /// # Errors
 /// See [`Worker::start`].
@@ -50,8 +52,11 @@ pub async fn run(
     inherited: Inherited,
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
-    let gap_began_ms = inherited.gap_began_ms;
+    let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
     let worker = Worker::start_in(environment, inherited, config).await?;
+    if is_returned {
+        worker.note_refused_upgrade(RefusedBy::Exec);
+    }
     tell_ready(config, &worker, gap_began_ms)?;
     loop {
         let told = match config.worker.decommission_shutdown {
@@ -67,12 +72,19 @@ pub async fn run(
             }
             Some(Command::Stop) | None => break,
         };
-        let facts = Facts::of(config, worker.addresses());
-        match prepare(&worker, &successor, &facts, &mut commands).await {
+        match prepare(&worker, &successor, config, &mut commands).await {
             Prepared::HandOver => {
                 let gap_began_ms = now_ms();
                 let stopped = worker.hand_over().await;
-                tracing::info!(tasks_left = stopped.tasks_left, "stopped, the successor takes over");
+                let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
+                if tasks_left > 0 || unflushed > 0 {
+                    tracing::error!(
+                        tasks_left,
+                        unflushed,
+                        "the successor takes over what could not be ended"
+                    );
+                }
+                tracing::info!("stopped, the successor takes over");
                 let sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
                 return Ok(Ended::Upgrade { successor, sockets });
             }
@@ -111,36 +123,16 @@ enum Prepared {
 async fn prepare(
     worker: &Worker,
     successor: &Successor,
-    facts: &Facts,
+    config: &Config,
     commands: &mut mpsc::Receiver<Command>,
 ) -> Prepared {
     let ready = async {
         notify::reloading();
-        if !facts.has_journal() {
-            tracing::error!(
-                "upgrade refused, going on as before: without local disks no registration and no report outlives the \
-                 process; decommission the worker, stop it and start it"
-            );
-            return Prepared::GoOn;
-        }
-        if let Err(error) = successor.check((UPGRADE_FROM, facts.to_text())).await {
-            tracing::error!("upgrade refused, going on as before: {error:#}");
-            return Prepared::GoOn;
-        }
-        tracing::info!("upgrade: the new binary takes the configuration, flushing");
-        match worker.prepare_to_hand_over().await {
+        match get_ready(worker, successor, config).await {
             Ok(()) => Prepared::HandOver,
-            Err(left) => {
-                let (blocks, bytes): (u64, u64) =
-                    left.iter().fold((0, 0), |sum, shuffle| (sum.0 + shuffle.blocks, sum.1 + shuffle.bytes));
-                let largest = left.first().map(|shuffle| shuffle.shuffle.to_string());
-                tracing::error!(
-                    blocks,
-                    bytes,
-                    shuffles = left.len(),
-                    largest,
-                    "upgrade refused, going on as before: not everything in memory could be brought to a disk"
-                );
+            Err(Refusal { by, why }) => {
+                worker.note_refused_upgrade(by);
+                tracing::error!(by = by.as_str(), "upgrade refused, going on as before: {why}");
                 Prepared::GoOn
             }
         }
@@ -159,11 +151,53 @@ async fn prepare(
     }
 }
 
+/// The successor proves that it can take over, while this worker serves as ever; then memory is emptied.
+async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> Result<(), Refusal> {
+    let disks: Vec<_> = worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect();
+    let facts = Facts::of(config, worker.addresses(), &disks);
+    if !facts.has_journal() {
+        let why = "without local disks no registration and no report outlives the process; decommission the worker, stop \
+                   it and start it";
+        return Err(Refusal { by: RefusedBy::Tiers, why: why.to_owned() });
+    }
+    let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
+    rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
+    threads_awake().await?;
+    tracing::info!("upgrade: the successor has rehearsed it, flushing");
+    let emptied = worker.prepare_to_hand_over().await;
+    emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
+    // A disk may have begun to hang under the flush, which went to another then.
+    threads_awake().await
+}
+
+async fn threads_awake() -> Result<(), Refusal> {
+    let refused = |threads| {
+        let why = format!(
+            "{threads} threads hang in the kernel, as they do when a disk does not answer, and the successor \
+                           would wait for them"
+        );
+        Refusal { by: RefusedBy::Hang, why }
+    };
+    hung_threads::awake().await.map_err(refused)
+}
+
+fn left_in_memory(left: &[InMemory]) -> String {
+    let sum = |of: fn(&InMemory) -> u64| left.iter().map(of).sum::<u64>();
+    let (blocks, bytes) = (sum(|shuffle| shuffle.blocks), sum(|shuffle| shuffle.bytes));
+    let largest = left.first().map(|shuffle| format!(", most of {}", shuffle.shuffle)).unwrap_or_default();
+    format!(
+        "not everything in memory could be brought to a disk: {blocks} blocks of {bytes} bytes in {} shuffles are \
+         left{largest}",
+        left.len()
+    )
+}
+
 fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> anyhow::Result<()> {
     let addresses = worker.addresses();
     tracing::info!(grpc = %addresses.grpc, http = %addresses.http, tcp = ?addresses.tcp, admin = ?addresses.admin, "listening");
     let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
     if let Some(gap_ms) = gap_ms {
+        worker.upgrades.gap_ms.set(clamped(gap_ms));
         tracing::info!(gap_ms, "upgraded: connects had to wait for so long");
     }
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {

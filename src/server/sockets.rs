@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 
 use anyhow::Context as _;
@@ -39,7 +39,7 @@ pub struct Addresses {
 const GRPC: &str = "grpc";
 const TCP: &str = "urpc";
 const HTTP: &str = "http";
-const ADMIN: &str = "admin";
+pub(super) const ADMIN: &str = "admin";
 /// Names of connections. Short: there may be thousands, and the environment has limits.
 const GRPC_CONNECTION: &str = "g";
 const TCP_CONNECTION: &str = "u";
@@ -54,6 +54,8 @@ pub struct Inherited {
     pub(super) tcp_connections: Vec<TcpStream>,
     /// When the predecessor stopped to accept, in ms since 1970.
     pub(super) gap_began_ms: Option<u64>,
+    /// They come from this very program: the successor that it had made way for could not be executed.
+    pub(super) is_returned: bool,
 }
 
 /// Carries [`Inherited::gap_began_ms`].
@@ -67,7 +69,9 @@ impl Inherited {
         let names: Vec<&str> =
             env.get("LISTEN_FDNAMES").map(|names| names.split(':').collect()).unwrap_or_default();
         let mut passed = ListenFd::from_env();
+        // Without a listener to take over, the variable is of an earlier start.
         let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
+        let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
         let mut inherited = Self { gap_began_ms, ..Self::default() };
         for index in 0..passed.len() {
             // What is no TCP socket is not ours to close.
@@ -134,14 +138,13 @@ pub(super) struct Sockets {
 impl Sockets {
     /// Takes what `config` wants from `inherited` and binds the rest.
     pub(super) fn open(config: &Config, mut inherited: Inherited) -> anyhow::Result<Self> {
-        let mut open = |name: &str, address: IpAddr, port: u16| {
-            inherited.take(name, port).map_or_else(|| bind(name, SocketAddr::new(address, port)), Ok)
+        let mut open = |(name, address): (&str, SocketAddr)| {
+            inherited.take(name, address.port()).map_or_else(|| bind(name, address), Ok)
         };
-        let address = config.worker.bind_address;
-        let (grpc, http) =
-            (open(GRPC, address, config.worker.grpc_port)?, open(HTTP, address, config.worker.http_port)?);
-        let tcp = config.worker.urpc_port.map(|port| open(TCP, address, port)).transpose()?;
-        let admin = config.admin.port.map(|port| open(ADMIN, config.admin.bind_address, port)).transpose()?;
+        let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
+        let (grpc, http) = (open(grpc)?, open(http)?);
+        let tcp = tcp.map(&mut open).transpose()?;
+        let admin = admin.map(&mut open).transpose()?;
         for (name, listener) in &inherited.listeners {
             let address = listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
             tracing::warn!(name, address, "an inherited listener is not configured, it is closed");
@@ -177,6 +180,36 @@ impl Sockets {
         }
         Ok(Inherited { listeners, ..Inherited::default() })
     }
+}
+
+/// The listeners that a configuration asks for, by name.
+struct Wanted {
+    grpc: (&'static str, SocketAddr),
+    http: (&'static str, SocketAddr),
+    tcp: Option<(&'static str, SocketAddr)>,
+    admin: Option<(&'static str, SocketAddr)>,
+}
+
+impl Wanted {
+    fn by(config: &Config) -> Self {
+        let (worker, admin) = (&config.worker, &config.admin);
+        let at = |name, port| (name, SocketAddr::new(worker.bind_address, port));
+        Self {
+            grpc: at(GRPC, worker.grpc_port),
+            http: at(HTTP, worker.http_port),
+            tcp: worker.urpc_port.map(|port| at(TCP, port)),
+            admin: admin.port.map(|port| (ADMIN, SocketAddr::new(admin.bind_address, port))),
+        }
+    }
+}
+
+/// Binds for a moment what `config` asks for and `is_open` does not have, by name and port. What cannot be had, one line
+/// each.
+pub(super) fn unavailable(config: &Config, is_open: impl Fn(&str, u16) -> bool) -> Vec<String> {
+    let Wanted { grpc, http, tcp, admin } = Wanted::by(config);
+    let wanted = [Some(grpc), Some(http), tcp, admin].into_iter().flatten();
+    let new = wanted.filter(|(name, address)| address.port() != 0 && !is_open(name, address.port()));
+    new.filter_map(|(name, address)| bind(name, address).err()).map(|error| format!("{error:#}")).collect()
 }
 
 /// The descriptors of the listeners, by name, for the service manager's store.

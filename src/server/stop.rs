@@ -4,6 +4,9 @@
 //! the sends that hold tickets go on. Then the listeners close: gRPC connections get a GOAWAY, calls that have begun are
 //! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
 //! meanwhile is flushed. What could not be flushed is named here and found lost by the next start.
+//!
+//! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
+//! still be taken back; from there on nothing can be lost by it.
 
 use std::time::Duration;
 
@@ -56,19 +59,27 @@ impl Worker {
         tasks_left
     }
 
-    /// Refuses tickets and flushes, for an upgrade. If memory is not empty in time the worker goes on as before.
+    /// Refuses tickets and flushes, then refuses sends and flushes the rest: afterwards memory is empty and stays so. If it
+    /// is not in time, [`Worker::go_on`].
     ///
     /// # Errors
     /// What is left in memory.
     pub(super) async fn prepare_to_hand_over(&self) -> Result<(), Vec<InMemory>> {
         self.service.status().stop(Stopping::ForSuccessor);
-        let left = self.flush_until(Instant::now() + self.flush_timeout).await;
+        let deadline = Instant::now() + self.flush_timeout;
+        let left = self.flush_until(deadline).await;
+        if !left.is_empty() {
+            return Err(left);
+        }
+        self.service.refuse_sends();
+        self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
+        let left = self.memory.contents();
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
 
-    /// It did not come to a handover.
+    /// It did not come to a handover: tickets and sends are taken as before.
     pub(super) fn go_on(&self) {
-        self.service.status().go_on();
+        self.service.go_on();
     }
 
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before.

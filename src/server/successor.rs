@@ -1,4 +1,5 @@
-//! The process that takes over: the same command line, executed in this very process.
+//! The process that takes over: the same command line, executed in this very process once it has rehearsed that in
+//! another one (`rehearsal`).
 //!
 //! `exec` keeps the process id, the children's place under their service manager and every descriptor that is not closed
 //! on exec; the sockets are passed as systemd passes them (`sockets`). The binary is looked up by the name that this
@@ -14,11 +15,16 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
+use tokio::process::ChildStdout;
 
+use super::rehearsal::REHEARSED;
 use super::sockets::{GAP_BEGAN, Inherited};
 
-/// What `--check` of the new binary may take.
-const CHECK_DEADLINE: Duration = Duration::from_secs(20);
+/// What a rehearsal may take: disks and remote stores are given up after 30 s and 60 s, and meanwhile this worker serves.
+const REHEARSAL_DEADLINE: Duration = Duration::from_secs(150);
+/// What is heard of a rehearsal's complaints, and of its other lines.
+const COMPLAINTS_BYTES_MAX: u64 = 64 << 10;
 /// Descriptors for the successor are looked for from here up, behind those that every process has.
 const FIRST_DESCRIPTOR: RawFd = 16;
 /// Much more than descriptors can be open.
@@ -45,29 +51,47 @@ impl Successor {
         Ok(Self { program, arguments: arguments.collect() })
     }
 
-    /// Whether the new binary runs and takes the configuration; `facts` are variables that it compares it with.
+    /// Has the new binary prove in a process of its own that it can take over; `facts` is the variable that tells it from
+    /// what. Also what a binary of before says to `--check` counts, by its exit code.
     ///
     /// # Errors
     /// What it said.
-    pub(super) async fn check(&self, facts: (&str, String)) -> anyhow::Result<()> {
-        let run = tokio::process::Command::new(&self.program)
+    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<()> {
+        let program = self.program.display();
+        let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .arg("--check")
             .env(facts.0, facts.1)
             .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .kill_on_drop(true)
-            .output();
-        let output = tokio::time::timeout(CHECK_DEADLINE, run)
-            .await
-            .with_context(|| {
-                format!("{} --check took longer than {CHECK_DEADLINE:?}", self.program.display())
-            })?
-            .with_context(|| format!("{} cannot be run", self.program.display()))?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
-            bail!("{} --check: {}: {}", self.program.display(), output.status, said.trim());
+            .spawn()
+            .with_context(|| format!("{program} cannot be run"))?;
+        let verdict = child.stdout.take().map(verdict).context("no pipe from the rehearsal")?;
+        let complaints = child.stderr.take().context("no pipe from the rehearsal")?;
+        let mut said = Vec::new();
+        let judged = tokio::time::timeout(REHEARSAL_DEADLINE, async {
+            let ended = async {
+                let mut complaints = complaints.take(COMPLAINTS_BYTES_MAX);
+                let (_, status) = tokio::join!(complaints.read_to_end(&mut said), child.wait());
+                status
+            };
+            tokio::select! {
+                biased;
+                () = verdict => Ok(None),
+                status = ended => status.map(Some),
+            }
+        })
+        .await;
+        let said = || String::from_utf8_lossy(&said).trim().to_owned();
+        let Ok(status) = judged else {
+            bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", said());
+        };
+        match status? {
+            Some(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Becomes the next process; returns only if that fails, with the sockets.
@@ -75,7 +99,7 @@ impl Successor {
         let gap_began_ms = sockets.gap_began_ms;
         let named = sockets.into_named();
         let error = self.exec_with(&named, gap_began_ms);
-        (error, Inherited { gap_began_ms, ..Inherited::from_named(named) })
+        (error, Inherited { gap_began_ms, is_returned: true, ..Inherited::from_named(named) })
     }
 
     fn exec_with(&self, named: &[(String, OwnedFd)], gap_began_ms: Option<u64>) -> io::Error {
@@ -99,6 +123,17 @@ impl Successor {
             .env(GAP_BEGAN, gap_began_ms.unwrap_or_default().to_string())
             .exec()
     }
+}
+
+/// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does.
+async fn verdict(stdout: ChildStdout) {
+    let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
+    while let Ok(Some(line)) = lines.next_line().await {
+        if line == REHEARSED {
+            return;
+        }
+    }
+    std::future::pending().await
 }
 
 /// Copies of `descriptors` with numbers that follow each other, as the convention wants them.

@@ -12,11 +12,27 @@ use crate::memory::Memory;
 use crate::runtime::Tasks;
 use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, Tiers};
 
-/// Starts the tiers and what fills them; none for store type MEMORY. `server_id` is what coordinators are told, and
-/// names remote files; `others` come after the configured ones.
+/// What the tiers get beside the configuration.
+pub(super) struct Beside {
+    /// As coordinators are told; names remote files.
+    pub(super) server_id: String,
+    pub(super) precheck: Precheck,
+    /// Tiers that come after the configured ones.
+    pub(super) others: Vec<Arc<dyn Tier>>,
+}
+
+/// Whether remote paths are tried out, where the configuration asks for that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Precheck {
+    Asked,
+    /// They were just now, by the rehearsal of this start, whose predecessor is gone already.
+    Done,
+}
+
+/// Starts the tiers and what fills them; none for store type MEMORY.
 pub(super) async fn start(
     config: &Config,
-    (server_id, others): (String, Vec<Arc<dyn Tier>>),
+    beside: Beside,
     memory: &Arc<Memory>,
     tasks: &Tasks,
     registry: &Registry,
@@ -26,9 +42,9 @@ pub(super) async fn start(
         tiers.push(start_local(config, registry).await?);
     }
     if config.worker.store_type.has_hdfs() {
-        tiers.push(start_hdfs(config, server_id, tasks, registry).await?);
+        tiers.push(start_hdfs(config, beside.server_id, beside.precheck, tasks, registry).await?);
     }
-    tiers.extend(others);
+    tiers.extend(beside.others);
     if tiers.is_empty() {
         return Ok(None);
     }
@@ -54,9 +70,10 @@ fn boot_id() -> String {
 }
 
 #[cfg(feature = "hdfs")]
-async fn start_hdfs(
+pub(super) async fn start_hdfs(
     config: &Config,
     server_id: String,
+    precheck: Precheck,
     tasks: &Tasks,
     registry: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
@@ -81,7 +98,7 @@ async fn start_hdfs(
     let connector = Arc::new(HdfsConnector { conf, login });
     let store =
         HdfsStore::new(HdfsConfig { server_id, ..section.clone() }, connector, tasks.clone(), registry)?;
-    if section.precheck {
+    if section.precheck && precheck == Precheck::Asked {
         for location in &section.allowed.0 {
             store.precheck(location).await.map_err(|error| {
                 anyhow::anyhow!("hdfs_store.precheck_enable: {location} cannot be used: {error}")
@@ -93,6 +110,12 @@ async fn start_hdfs(
 
 #[cfg(not(feature = "hdfs"))]
 #[expect(clippy::unused_async, reason = "as the other one")]
-async fn start_hdfs(_: &Config, _: String, _: &Tasks, _: &Registry) -> anyhow::Result<Arc<HdfsStore>> {
+pub(super) async fn start_hdfs(
+    _: &Config,
+    _: String,
+    _: Precheck,
+    _: &Tasks,
+    _: &Registry,
+) -> anyhow::Result<Arc<HdfsStore>> {
     anyhow::bail!("store_type: this build has no HDFS (it was made without the feature `hdfs`)")
 }

@@ -1,22 +1,74 @@
-//! Whether a configuration may follow the running one without a restart that clients notice.
+//! Whether the running worker may be followed by a successor without clients noticing, and what is told of it.
 //!
-//! The running worker tells the new binary's `--check` what it is ([`Facts`], in the environment), and the new binary
-//! says what does not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the
-//! ports, which are known to clients and part of the server's id, and data directories that hold data of running jobs.
+//! The running worker tells the successor's rehearsal what it is ([`Facts`], in the environment), and that says what does
+//! not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the ports, which are known
+//! to clients and part of the server's id, and data directories that hold data of running jobs.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use prometheus::{IntCounterVec, IntGauge};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
+use crate::metrics;
+use crate::tiers::DiskInfo;
+use crate::tiers::local::claimable::HeldBy;
 
-use super::sockets::Addresses;
+use super::sockets::{ADMIN, Addresses};
 
 /// The variable that carries [`Facts`].
 pub const UPGRADE_FROM: &str = "WORKER_UPGRADE_FROM";
 
-/// What clients and files know of the running worker.
+metrics::table! {
+    pub(super) struct UpgradeMetrics {
+        refused: IntCounterVec["by"] =
+            "upgrades_refused_total", "upgrades in place that did not happen, by what stood against them: tiers, rehearsal, hang, flush or exec";
+        gap_ms: IntGauge =
+            "upgrade_gap_ms", "milliseconds that connects waited while this program took over from another; 0 after an ordinary start";
+    }
+}
+
+/// Why an upgrade does not happen. The running worker goes on, and nothing is lost.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Refusal {
+    /// A value of the metric's label.
+    pub(super) by: RefusedBy,
+    /// For the log.
+    pub(super) why: String,
+}
+
+/// What stands against an upgrade.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RefusedBy {
+    /// Nothing that this worker was told would outlive the process.
+    Tiers,
+    /// The successor found in a process of its own that it could not take over.
+    Rehearsal,
+    /// A thread hangs in the kernel, for which `exec` would wait.
+    Hang,
+    /// Memory could not be emptied.
+    Flush,
+    /// The successor could not be executed after all.
+    Exec,
+}
+
+impl RefusedBy {
+    pub(super) const ALL: [Self; 5] = [Self::Tiers, Self::Rehearsal, Self::Hang, Self::Flush, Self::Exec];
+
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Tiers => "tiers",
+            Self::Rehearsal => "rehearsal",
+            Self::Hang => "hang",
+            Self::Flush => "flush",
+            Self::Exec => "exec",
+        }
+    }
+}
+
+/// What clients and files know of the running worker. A successor of another version reads it: fields are only added, with
+/// a default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Facts {
     grpc_port: u16,
@@ -25,20 +77,31 @@ pub(super) struct Facts {
     bind_address: IpAddr,
     /// Empty without a local tier.
     data_paths: Vec<PathBuf>,
+    /// Those of them that it does without.
+    #[serde(default)]
+    given_up: Vec<PathBuf>,
+    /// Ports of all its listeners; empty from a worker before 0.2.
+    #[serde(default)]
+    ports: Vec<u16>,
 }
 
 impl Facts {
-    pub(super) fn of(config: &Config, addresses: Addresses) -> Self {
+    /// What a worker is now that runs with `config`, listens at `addresses` and has `disks`.
+    pub(super) fn of(config: &Config, addresses: Addresses, disks: &[DiskInfo]) -> Self {
+        let ports = [Some(addresses.grpc), Some(addresses.http), addresses.tcp, addresses.admin];
+        let data_paths = match config.worker.store_type.has_local() {
+            true => config.local.paths.clone(),
+            false => Vec::new(),
+        };
+        let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && disk.is_healthy());
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
             urpc_port: addresses.tcp.map(|address| address.port()),
             bind_address: config.worker.bind_address,
-            data_paths: if config.worker.store_type.has_local() {
-                config.local.paths.clone()
-            } else {
-                Vec::new()
-            },
+            given_up: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
+            data_paths,
+            ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
         }
     }
 
@@ -47,44 +110,71 @@ impl Facts {
         !self.data_paths.is_empty()
     }
 
-    /// For [`problems`] of another process.
+    /// For another process.
     pub(super) fn to_text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
-}
 
-/// What of `config` cannot be taken over in place from the worker that wrote `facts`, one line each.
-#[must_use]
-pub fn problems(config: &Config, facts: &str) -> Vec<String> {
-    let facts: Facts = match serde_json::from_str(facts) {
-        Ok(facts) => facts,
-        Err(error) => return vec![format!("{UPGRADE_FROM} cannot be read: {error}")],
-    };
-    let mut problems = Vec::new();
-    let mut port = |key: &str, wanted: Option<u16>, running: Option<u16>| {
-        let same = wanted == running || (wanted == Some(0) && running.is_some());
-        // A listener that is new can be opened; one that clients use can neither move nor close.
-        if !same && let Some(running) = running {
-            let wanted = wanted.map_or("off".to_owned(), |port| port.to_string());
-            problems.push(format!("{key} = {wanted}: the running worker has {running}, and clients know it"));
+    /// The reverse.
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        serde_json::from_str(text).map_err(|error| format!("{UPGRADE_FROM} cannot be read: {error}"))
+    }
+
+    /// Whether the listener `name` is open on `port`, and so is inherited.
+    pub(super) fn has_listener(&self, name: &str, port: u16) -> bool {
+        if self.ports.is_empty() {
+            // It does not say whether it has an administration.
+            return name == ADMIN
+                || [Some(self.grpc_port), Some(self.http_port), self.urpc_port].contains(&Some(port));
         }
-    };
-    port("grpc_port", Some(config.worker.grpc_port), Some(facts.grpc_port));
-    port("urpc_port", config.worker.urpc_port, facts.urpc_port);
-    port("http_port", Some(config.worker.http_port), Some(facts.http_port));
-    if config.worker.bind_address != facts.bind_address {
-        let (wanted, running) = (config.worker.bind_address, facts.bind_address);
-        problems.push(format!("bind_address = {wanted}: the running worker listens on {running}"));
+        self.ports.contains(&port)
     }
-    let kept = |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
-    for gone in facts.data_paths.iter().filter(kept) {
-        let path = gone.display();
-        problems.push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
+
+    /// What it has to do with the data directories.
+    pub(super) fn held(&self) -> HeldBy<'_> {
+        HeldBy { running: &self.data_paths, given_up: &self.given_up }
     }
-    if !problems.is_empty() {
-        problems.push("this needs a stop and a start (decommission the worker first)".to_owned());
+
+    /// The server's id is made of these.
+    pub(super) fn data_ports(&self) -> (u16, Option<u16>) {
+        (self.grpc_port, self.urpc_port)
     }
-    problems
+
+    /// What of `config` cannot be taken over in place, one line each.
+    pub(super) fn problems(&self, config: &Config) -> Vec<String> {
+        let mut problems = Vec::new();
+        let mut port = |key: &str, wanted: Option<u16>, running: Option<u16>| {
+            let same = wanted == running || (wanted == Some(0) && running.is_some());
+            // A listener that is new can be opened; one that clients use can neither move nor close.
+            if !same && let Some(running) = running {
+                let wanted = wanted.map_or("off".to_owned(), |port| port.to_string());
+                problems
+                    .push(format!("{key} = {wanted}: the running worker has {running}, and clients know it"));
+            }
+        };
+        port("grpc_port", Some(config.worker.grpc_port), Some(self.grpc_port));
+        port("urpc_port", config.worker.urpc_port, self.urpc_port);
+        port("http_port", Some(config.worker.http_port), Some(self.http_port));
+        if config.worker.bind_address != self.bind_address {
+            let (wanted, running) = (config.worker.bind_address, self.bind_address);
+            problems.push(format!("bind_address = {wanted}: the running worker listens on {running}"));
+        }
+        let kept =
+            |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
+        for gone in self.data_paths.iter().filter(kept) {
+            let path = gone.display();
+            problems
+                .push(format!("localfile_store.data_paths: {path} is missing, and has data of running jobs"));
+        }
+        if !config.local.recovery {
+            problems
+                .push("localfile_store.recovery = false would delete the data of running jobs".to_owned());
+        }
+        if !problems.is_empty() {
+            problems.push("this needs a stop and a start (decommission the worker first)".to_owned());
+        }
+        problems
+    }
 }
 
 #[cfg(test)]
@@ -97,24 +187,25 @@ mod tests {
         Config::parse(text, &std::collections::HashMap::new(), &machine).unwrap()
     }
 
-    fn running(text: &str) -> String {
+    fn running(text: &str) -> Facts {
         let config = config(text);
-        let address = |port| std::net::SocketAddr::new(config.worker.bind_address, port);
-        let tcp = config.worker.urpc_port.map(address);
-        let addresses = Addresses {
-            grpc: address(config.worker.grpc_port),
-            http: address(config.worker.http_port),
-            tcp,
-            admin: None,
-        };
-        Facts::of(&config, addresses).to_text()
+        let worker = &config.worker;
+        Facts {
+            grpc_port: worker.grpc_port,
+            http_port: worker.http_port,
+            urpc_port: worker.urpc_port,
+            bind_address: worker.bind_address,
+            data_paths: config.local.paths.clone(),
+            given_up: Vec::new(),
+            ports: vec![worker.grpc_port, worker.http_port, 7],
+        }
     }
 
     #[test]
     fn what_clients_know_may_not_change() {
         let paths = "[localfile_store]\ndata_paths = [\"/a\", \"/b\"]\n";
         let facts = running(&format!("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n{paths}"));
-        let said = |text: &str| problems(&config(text), &facts).join("\n");
+        let said = |text: &str| facts.problems(&config(text)).join("\n");
         let same = format!(
             "grpc_port = 1\nhttp_port = 0\nurpc_port = 3\n[memory_store]\ncapacity = \"64M\"\n{paths}"
         );
@@ -126,6 +217,20 @@ mod tests {
         let gone =
             said("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n[localfile_store]\ndata_paths = [\"/b\"]");
         assert!(gone.contains("/a is missing") && gone.contains("needs a stop"), "{gone}");
-        assert!(problems(&config(&same), "{").join("").contains(UPGRADE_FROM));
+        let deleted = said(&format!("{same}recovery = false\n"));
+        assert!(deleted.starts_with("localfile_store.recovery = false would delete"), "{deleted}");
+    }
+
+    #[test]
+    fn facts_of_an_older_worker_are_read_and_those_of_a_newer_one() {
+        let old = "{\"grpc_port\":1,\"http_port\":2,\"urpc_port\":null,\"bind_address\":\"::\",\"data_paths\":[\"/a\"]}";
+        let facts = Facts::parse(old).unwrap();
+        assert!(
+            facts.has_listener("grpc", 1) && facts.has_listener(ADMIN, 9) && !facts.has_listener("urpc", 3)
+        );
+        let text = running("grpc_port = 1\nhttp_port = 2\nurpc_port = 3\n").to_text();
+        let newer = Facts::parse(&text.replacen('{', "{\"unheard_of\":1,", 1)).unwrap();
+        assert!(newer.has_listener(ADMIN, 7) && !newer.has_listener(ADMIN, 9));
+        assert!(Facts::parse("{").unwrap_err().contains(UPGRADE_FROM));
     }
 }

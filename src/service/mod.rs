@@ -3,6 +3,7 @@
 //! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
 //! two local reads.
 
+mod commit_gate;
 mod doubt;
 mod error;
 mod examine;
@@ -50,6 +51,7 @@ pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
 pub use write::{SendHeader, SendSession};
 
+use commit_gate::CommitGate;
 use explain::Gone;
 use history::History;
 
@@ -93,6 +95,7 @@ pub struct Service {
     tiers: Tiers,
     flusher: Option<Arc<Flusher>>,
     status: WorkerStatus,
+    commits: CommitGate,
     tasks: crate::runtime::Tasks,
     metrics: metrics::ServiceMetrics,
     history: History,
@@ -126,6 +129,7 @@ impl Service {
             tiers,
             flusher,
             status: WorkerStatus::default(),
+            commits: CommitGate::default(),
             tasks,
             metrics,
             history: History::default(),
@@ -150,6 +154,18 @@ impl Service {
     #[must_use]
     pub fn status(&self) -> &WorkerStatus {
         &self.status
+    }
+
+    /// From here on no send is acknowledged: clients get NO_BUFFER, wait and send again. When this returns none is being
+    /// acknowledged either, so what is in memory can only become less.
+    pub fn refuse_sends(&self) {
+        self.commits.close();
+    }
+
+    /// Undoes [`Service::refuse_sends`] and [`WorkerStatus::stop`]: it did not come to that.
+    pub fn go_on(&self) {
+        self.commits.open();
+        self.status.go_on();
     }
 
     /// The memory tier.

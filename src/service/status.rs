@@ -128,7 +128,7 @@ impl WorkerStatus {
     }
 
     /// Undoes [`WorkerStatus::stop`]: it did not come to that.
-    pub fn go_on(&self) {
+    pub(super) fn go_on(&self) {
         self.update(|inputs| inputs.stopping = None);
     }
 

@@ -51,6 +51,7 @@ impl Service {
         // The ticket first: whatever is wrong with the rest, its memory must come back now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
+        drop(self.commits.pass()?); // rather now than after all of its bytes
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;
@@ -201,8 +202,8 @@ impl SendSession {
     /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
-    /// The request carried no block, is of a stage attempt that is over, a partition would be too large, or its shuffle
-    /// was purged.
+    /// The request carried no block, is of a stage attempt that is over, a partition would be too large, its shuffle was
+    /// purged, or a successor is about to take over.
     pub fn commit(mut self, stage_attempt: i32) -> Result<(), ServiceError> {
         if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
@@ -212,6 +213,8 @@ impl SendSession {
             return Err(ServiceError::StaleStageAttempt { sent: stage_attempt, latest });
         }
         self.check_hard_limit()?;
+        let service = Arc::clone(&self.service);
+        let _passing = service.commits.pass()?;
         for run in std::mem::take(&mut self.runs) {
             self.store(run)?;
         }

@@ -16,7 +16,11 @@ use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
 
 use crate::writes::{Written, client_of, key, local};
+use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
+
+/// Each takes a rehearsal, a flush and a start.
+const UPGRADES_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Bytes of the data logs below the worker's disks.
 fn data_bytes(worker: &Worker) -> u64 {
@@ -233,30 +237,36 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
     written.task(&client, 0, 1000).await.expect("sent");
     block_in_place(|| {
         worker.begin_upgrade();
-        // Without a pause, so that some come between two programs.
-        while worker.log().matches("upgraded: connects had to wait").count() < 3 {
+        wait_until("three upgrades", UPGRADES_DEADLINE, || {
+            // So many that some come between two programs.
             for _ in 0..1000 {
                 worker.signal(rustix::process::Signal::USR2);
             }
             let pid = worker.pid();
             assert!(worker.is_running(), "process {pid} has ended:\n{}", worker.log());
-        }
+            match worker.log().matches("upgraded: connects had to wait").count() {
+                0..3 => Err("too few".to_owned()),
+                _ => Ok(()),
+            }
+        });
     });
     let upgrades = || {
         let log = worker.log();
-        let begun = log.matches("upgrade: the new binary takes the configuration").count();
+        let begun = log.matches("upgrade: the successor has rehearsed it").count();
         (begun, log.matches("upgraded: connects had to wait").count())
     };
     // A signal may be left that was not seen yet.
-    loop {
-        let before = upgrades();
-        let read = written.readable(&client_of(&worker).await).await;
-        if before.0 == before.1 && upgrades() == before {
-            // This client does not call again what met a closing connection, so only now it must not fail.
-            read.expect("nothing is going on any more");
-            break;
+    let calm = async {
+        loop {
+            let before = upgrades();
+            let read = written.readable(&client_of(&worker).await).await;
+            if before.0 == before.1 && upgrades() == before {
+                // This client does not call again what met a closing connection, so only now it must not fail.
+                return read.expect("nothing is going on any more");
+            }
         }
-    }
+    };
+    tokio::time::timeout(UPGRADES_DEADLINE, calm).await.expect("the last upgrade ends");
     worker.assert_no_error_logged();
     block_in_place(|| worker.stop());
 }

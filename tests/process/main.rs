@@ -6,6 +6,7 @@
 
 mod checker;
 mod cli;
+mod kept_directories;
 mod lifecycle;
 mod network;
 mod observe;
@@ -13,4 +14,5 @@ mod operations;
 mod overload;
 mod rss;
 mod tcp_rss;
+mod upgrades;
 mod writes;

@@ -23,8 +23,30 @@ pub(crate) struct Written {
 impl Written {
     /// Registers the shuffle.
     pub(crate) async fn register(client: &ShuffleClient, key: ShuffleKey, partitions: i32) -> Self {
-        client.register(&key, &[(0, partitions - 1)]).await.expect("registered");
+        let written = Self::of(key, partitions);
+        written.registered(client).await;
+        written
+    }
+
+    /// One that was registered before.
+    pub(crate) fn of(key: ShuffleKey, partitions: i32) -> Self {
         Self { key, generator: BlockGenerator::new(7, IdLayout::SPARK), partitions, blocks: BTreeMap::new() }
+    }
+
+    pub(crate) async fn registered(&self, client: &ShuffleClient) {
+        client.register(&self.key, &[(0, self.partitions - 1)]).await.expect("registered");
+    }
+
+    fn batch(&self, task: i64, length: u32) -> Vec<(PartitionId, Vec<Block>)> {
+        let block = |partition| self.generator.block(PartitionId(partition), TaskAttemptId(task), 0, length);
+        (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
+    }
+
+    /// What [`Written::task`] sent before, in another process.
+    pub(crate) fn expect(&mut self, task: i64, length: u32) {
+        for (partition, blocks) in self.batch(task, length) {
+            self.blocks.entry(partition.0).or_default().extend(blocks);
+        }
     }
 
     /// One task's blocks, `length` bytes each, one for each partition: sent and reported.
@@ -34,14 +56,11 @@ impl Written {
         task: i64,
         length: u32,
     ) -> Result<(), ClientError> {
-        let block = |partition| self.generator.block(PartitionId(partition), TaskAttemptId(task), 0, length);
-        let batch: Vec<_> = (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect();
+        let batch = self.batch(task, length);
         client.push(&self.key, SendForm::Classic, &batch).await?;
         let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
         client.report(&self.key, TaskAttemptId(task), &ids).await?;
-        for (partition, blocks) in batch {
-            self.blocks.entry(partition.0).or_default().extend(blocks);
-        }
+        self.expect(task, length);
         Ok(())
     }
 

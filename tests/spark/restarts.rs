@@ -4,14 +4,14 @@
 //! counters, which begin anew with each process.
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::spark::Kind;
-use uniffle_testkit::tools::{may_mount, weaker};
+use uniffle_testkit::tools::{binary, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{say, wait_until};
 
@@ -37,7 +37,35 @@ fn goes_on(worker: &Worker, counter: &str) {
     wait_total(worker, counter, now + 1.0);
 }
 
-fn upgrade(worker: &mut Worker) {
+/// What the worker begins as: a copy of the binary that `UPGRADE_FROM` names, which the first upgrade replaces as a
+/// package manager does. Without the variable it is upgraded to itself.
+struct Installed(Option<(tempfile::TempDir, PathBuf)>);
+
+impl Installed {
+    fn by_variable() -> Self {
+        Self(std::env::var_os("UPGRADE_FROM").map(|old| {
+            let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+            let path = dir.path().join("uniffle-worker");
+            std::fs::copy(old, &path).expect("UPGRADE_FROM is a file");
+            (dir, path)
+        }))
+    }
+
+    fn path(&self) -> Option<PathBuf> {
+        self.0.as_ref().map(|(_, path)| path.clone())
+    }
+
+    fn replace(&self) {
+        if let Some((dir, path)) = &self.0 {
+            let beside = dir.path().join("new");
+            std::fs::copy(binary("uniffle-worker"), &beside).expect("the worker was built");
+            std::fs::rename(beside, path).expect("one file system");
+        }
+    }
+}
+
+fn upgrade(worker: &mut Worker, installed: &Installed) {
+    installed.replace();
     worker.begin_upgrade();
     worker.finish_upgrade();
     say(&format!(
@@ -49,15 +77,17 @@ fn upgrade(worker: &mut Worker) {
 /// The same job in both of its stages.
 fn upgraded_in_both_stages(name: &'static str, jvm: Kind, words: &str) {
     let Some(mut spark) = spark() else { return };
-    let worker = Worker::start(&Setup { name, capacity: "300M", disks: 2, ..Setup::default() });
+    let installed = Installed::by_variable();
+    let setup = Setup { name, capacity: "300M", disks: 2, binary: installed.path(), ..Setup::default() };
+    let worker = Worker::start(&setup);
     let application = Application { jvm, scenarios: JOB, words };
     let (workers, answers) = spark.run_while(vec![worker], application, |workers| {
         let received = wait_total(&workers[0], "total_received_data", 40e6);
         assert!(received < JOB_BYTES, "{received}: the map stage is over");
-        upgrade(&mut workers[0]);
+        upgrade(&mut workers[0], &installed);
         let read = wait_total(&workers[0], "total_read_data", 15e6);
         assert!(read < JOB_BYTES, "{read}: the reduce stage is over");
-        upgrade(&mut workers[0]);
+        upgrade(&mut workers[0], &installed);
     });
     assert_eq!(answers[0]["failed_tasks"], 0, "{answers:?}");
     for worker in workers {

@@ -25,7 +25,7 @@ pub const MARKER: &str = "uniffle-worker.claim";
 /// First line of the marker: format and version.
 const MARKER_HEAD: &str = "uniffle-worker local store 1";
 /// What `mkfs` leaves in a root and nobody minds.
-const LOST_AND_FOUND: &str = "lost+found";
+pub(super) const LOST_AND_FOUND: &str = "lost+found";
 
 /// What is in a directory before it is claimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,9 +179,13 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
         within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
         return Ok(uuid);
     }
-    let text = String::from_utf8_lossy(&content);
-    let mut lines = text.lines();
-    let head_fits = lines.next() == Some(MARKER_HEAD);
-    let uuid = lines.next().and_then(|line| Uuid::parse_str(line).ok()).filter(|_| head_fits);
-    uuid.ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
+    uuid_of(&content).ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
+}
+
+/// The identity in a marker of ours.
+pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
+    let text = std::str::from_utf8(marker).ok()?;
+    let (head, rest) = text.split_once('\n')?;
+    let uuid = rest.lines().next().and_then(|line| Uuid::parse_str(line).ok());
+    uuid.filter(|_| head == MARKER_HEAD)
 }

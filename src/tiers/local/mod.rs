@@ -9,6 +9,7 @@
 //! | --- | --- |
 //! | `claim`, `mounts` | which directories are ours, and which are empty for want of a mount |
 //! | `disk`, `health`, `share` | space and health of one directory, and its share of the memory for reads |
+//! | `claimable` | whether a successor could claim what the running worker holds |
 //! | `placement`, `pace` | which disk takes a batch, how fast it was lately (pure) |
 //! | `log`, `files` | append-only files and their descriptors |
 //! | `shuffle` | the extents and logs of one shuffle |
@@ -28,6 +29,7 @@
 //! left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
 mod claim;
+pub mod claimable;
 mod condemned;
 mod damage;
 mod deletes;

@@ -41,6 +41,8 @@ impl AdminFixture {
     }
 }
 
+const ANSWERS_DEADLINE: std::time::Duration = std::time::Duration::from_secs(20);
+
 fn stage<'a>(explanation: &'a Value, name: &str) -> &'a Value {
     explanation["stages"].as_array().unwrap().iter().find(|stage| stage["stage"] == json!(name)).unwrap()
 }
@@ -139,11 +141,16 @@ async fn an_app_is_explained_while_it_runs_and_after() {
     fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
 
     // An answer is entered when its last byte is gone, which the client need not wait for.
-    let mut told = fixture.told("/apps/app-1/explain").await;
-    while stage(&told, "answer")["count"].as_u64().unwrap() < 3 {
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-        told = fixture.told("/apps/app-1/explain").await;
-    }
+    let answers = async {
+        loop {
+            let told = fixture.told("/apps/app-1/explain").await;
+            if stage(&told, "answer")["count"].as_u64().unwrap() >= 3 {
+                return told;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    let told = tokio::time::timeout(ANSWERS_DEADLINE, answers).await.expect("three answers are entered");
     assert_eq!((&told["presence"], &told["partitions"]), (&json!("known"), &json!(3)));
     let bytes = &told["bytes"];
     assert_eq!((&bytes["received"], &bytes["on_local_disks"]), (&json!(60_000), &json!(60_000)));

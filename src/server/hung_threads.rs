@@ -1,0 +1,82 @@
+//! Threads that hang in the kernel, such as one that waits for a disk that does not answer.
+//!
+//! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not, not
+//! even by SIGKILL. So a worker looks here before it lets go for a successor.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+/// A call that takes so long is taken for one that never ends. Slow disks answer within seconds.
+const HANGS_AFTER: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Waits until no thread of this process sleeps in an uninterruptible call that it sleeps in now.
+///
+/// # Errors
+/// How many still do after [`HANGS_AFTER`].
+pub(super) async fn awake() -> Result<(), usize> {
+    let mut asleep = sleeping(Path::new("/proc/self/task"));
+    for _ in 0..HANGS_AFTER.as_millis() / LOOK.as_millis() {
+        if asleep.is_empty() {
+            return Ok(());
+        }
+        sleep(LOOK).await;
+        let now = sleeping(Path::new("/proc/self/task"));
+        asleep.retain(|thread, call| now.get(thread) == Some(call));
+    }
+    if asleep.is_empty() { Ok(()) } else { Err(asleep.len()) }
+}
+
+/// Threads in an uninterruptible call, and which of their calls that is. None where the kernel does not say.
+fn sleeping(tasks: &Path) -> BTreeMap<String, u64> {
+    let threads = std::fs::read_dir(tasks).into_iter().flatten().flatten();
+    let asleep = threads.filter_map(|thread| {
+        let status = std::fs::read_to_string(thread.path().join("status")).ok()?;
+        Some((thread.file_name().to_string_lossy().into_owned(), uninterruptible(&status)?))
+    });
+    asleep.collect()
+}
+
+/// How often a thread that is in an uninterruptible sleep has gone to sleep: the number changes when it wakes.
+fn uninterruptible(status: &str) -> Option<u64> {
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let sleeps = field("State:")?.starts_with('D');
+    field("voluntary_ctxt_switches:")?.parse().ok().filter(|_| sleeps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_tells_a_call_that_does_not_end_from_many_short_ones() {
+        let status = |state: &str, switches: u64| {
+            format!(
+                "Name:\tx\nState:\t{state}\nvoluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t9\n"
+            )
+        };
+        assert_eq!(uninterruptible(&status("D (disk sleep)", 7)), Some(7));
+        assert_eq!(uninterruptible(&status("S (sleeping)", 7)), None);
+        assert_eq!(uninterruptible("State:\tD (disk sleep)\n"), None);
+    }
+
+    #[test]
+    fn d5_threads_are_found_by_the_kernels_word_and_none_without_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for (thread, state) in [("11", "D (disk sleep)"), ("12", "S (sleeping)")] {
+            std::fs::create_dir(dir.path().join(thread)).unwrap();
+            let status = format!("State:\t{state}\nvoluntary_ctxt_switches:\t3\n");
+            std::fs::write(dir.path().join(thread).join("status"), status).unwrap();
+        }
+        assert_eq!(sleeping(dir.path()), BTreeMap::from([("11".to_owned(), 3)]));
+        assert!(sleeping(&dir.path().join("nothing")).is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_process_whose_threads_only_wait_is_awake() {
+        awake().await.unwrap();
+    }
+}

@@ -1,0 +1,74 @@
+//! What a successor proves in a process of its own before the running worker lets go (`--check` with [`UPGRADE_FROM`] in the
+//! environment): that it can read its files, bind what is new, map its memory, claim its data directories, log in to
+//! HDFS and use it.
+//!
+//! Nothing is taken: sockets and mappings last for a moment, locks of the running worker are left alone. What a rehearsal
+//! cannot see is what changes after it; the successor does not repeat what asks a remote system.
+//!
+//! The verdict is a line on stdout and not the exit code alone: a process of which a thread hangs in the kernel cannot end.
+//!
+//! [`UPGRADE_FROM`]: super::UPGRADE_FROM
+
+use anyhow::Context as _;
+
+use crate::config::Config;
+use crate::coordinator::identity;
+use crate::memory::Memory;
+use crate::runtime::Tasks;
+use crate::tiers::local::claimable;
+
+use super::tiers::{Precheck, start_hdfs};
+use super::upgrade::Facts;
+use super::{advertised_ip, check_files, sockets};
+
+/// The line that says that nothing stands against the upgrade.
+pub const REHEARSED: &str = "rehearsed: the running worker may let go";
+
+/// What keeps this program with `config` from following the worker that wrote `facts`, one line each. Needs tokio's timers
+/// and blocking threads, some of which may hang when it returns.
+pub async fn rehearse(config: &Config, facts: &str) -> Vec<String> {
+    let facts = match Facts::parse(facts) {
+        Ok(facts) => facts,
+        Err(error) => return vec![error],
+    };
+    let mut problems = facts.problems(config);
+    if !problems.is_empty() {
+        return problems;
+    }
+    let said = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
+    problems.extend(said(check_files(config)));
+    problems.extend(sockets::unavailable(config, |name, port| facts.has_listener(name, port)));
+    problems.extend(said(map_memory(config)));
+    let local = async {
+        match config.worker.store_type.has_local() {
+            true => claimable::obstacles(&config.local, facts.held()).await,
+            false => Vec::new(),
+        }
+    };
+    let (local, remote) = tokio::join!(local, log_in(config, &facts));
+    problems.extend(local);
+    problems.extend(said(remote));
+    problems
+}
+
+fn map_memory(config: &Config) -> anyhow::Result<()> {
+    let registry = crate::metrics::registry()?;
+    let mapped = Memory::new(&config.memory, &registry);
+    mapped
+        .map(drop)
+        .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
+}
+
+/// As the same worker that runs: by its server id remote files are told apart.
+async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
+    let ip = advertised_ip(config)?;
+    if !config.worker.store_type.has_hdfs() {
+        return Ok(());
+    }
+    let (grpc, tcp) = facts.data_ports();
+    let tasks = Tasks::new();
+    let server_id = identity::server_id(ip, grpc, tcp);
+    let store = start_hdfs(config, server_id, Precheck::Asked, &tasks, &crate::metrics::registry()?).await;
+    tasks.cancel();
+    store.map(drop)
+}

@@ -1,0 +1,60 @@
+//! Whether sends may still become visible, for a worker that is about to leave its place to a successor.
+//!
+//! Invariant: once [`CommitGate::close`] has returned no commit is under way and none begins until [`CommitGate::open`], so
+//! memory can only shrink: what was empty then stays empty.
+
+use parking_lot::{RwLock, RwLockReadGuard};
+
+use super::ServiceError;
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct CommitGate {
+    closed: RwLock<bool>,
+}
+
+/// Keeps the gate as it is for one commit.
+pub(super) type Passing<'a> = RwLockReadGuard<'a, bool>;
+
+impl CommitGate {
+    /// Passes, for as long as the value lives.
+    ///
+    /// # Errors
+    /// `Stopping`, for which clients wait and send again, while the gate is closed.
+    pub(super) fn pass(&self) -> Result<Passing<'_>, ServiceError> {
+        let passing = self.closed.read();
+        if *passing { Err(ServiceError::Stopping) } else { Ok(passing) }
+    }
+
+    /// Waits for those who are passing; a commit touches memory only.
+    pub(super) fn close(&self) {
+        *self.closed.write() = true;
+    }
+
+    pub(super) fn open(&self) {
+        *self.closed.write() = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gate_is_closed_once_everyone_has_passed() {
+        let gate = CommitGate::default();
+        let passing = gate.pass().unwrap();
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| gate.close());
+            while gate.closed.try_read().is_some() {
+                std::thread::yield_now(); // until the writer waits
+            }
+            assert!(!closing.is_finished(), "one is still passing");
+            drop(passing);
+            closing.join().unwrap();
+        });
+        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)));
+        gate.open();
+        drop(gate.pass().unwrap());
+    }
+}

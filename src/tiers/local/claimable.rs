@@ -1,0 +1,115 @@
+//! Whether the data directories could be claimed, found out without claiming them: for the successor of a running worker,
+//! which holds their locks until it lets go.
+//!
+//! Nothing is left behind but new directories themselves, empty.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures::future::join_all;
+use uuid::Uuid;
+
+use super::LocalConfig;
+use super::claim::{LOST_AND_FOUND, MARKER, uuid_of};
+use super::disk::within;
+use uniffle_io::Disk;
+
+/// What a worker that runs has to do with the directories.
+#[derive(Debug, Clone, Copy)]
+pub struct HeldBy<'a> {
+    /// Those that it is configured with: their locks are its own.
+    pub running: &'a [PathBuf],
+    /// Those of them that it does without: hung, broken, or never claimed. They are not touched, since a call may hang.
+    pub given_up: &'a [PathBuf],
+}
+
+/// What keeps a successor from using the directories of `config`, one line each.
+pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
+    let disks = config.real_disks();
+    let wanted = disks.iter().filter(|disk| !held.given_up.iter().any(|path| path == disk.root()));
+    let looks = wanted.map(|disk| async {
+        let is_held = held.running.iter().any(|path| path == disk.root());
+        let found = look(disk.as_ref(), is_held, config.name_timeout).await;
+        found.err().map(|why| format!("localfile_store.data_paths: {}: {why}", disk.root().display()))
+    });
+    join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
+}
+
+async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), String> {
+    let said = |error: std::io::Error| error.to_string();
+    let root = Path::new("");
+    if !is_held {
+        within(deadline, disk.create_dir_all(root)).await.map_err(said)?;
+    }
+    let names = within(deadline, disk.list(root)).await.map_err(said)?;
+    let marker = Path::new(MARKER);
+    if names.iter().any(|name| name == MARKER) {
+        let content = within(deadline, disk.read_small(marker)).await.map_err(said)?;
+        let is_new = content.is_empty() && !is_held;
+        if !is_new && uuid_of(&content).is_none() {
+            return Err(format!("{MARKER} is not this worker's marker"));
+        }
+        if !is_held {
+            let locked = within(deadline, disk.lock(marker)).await;
+            drop(locked.map_err(|error| format!("another process uses it: {error}"))?);
+        }
+    } else if is_held {
+        return Err(format!("{MARKER} is gone: is it still mounted?"));
+    } else if names.iter().any(|name| name != LOST_AND_FOUND) {
+        return Err("it is new, not empty, and not this worker's; it would not be claimed".to_owned());
+    }
+    // A directory needs an inode and a block as a file does, and cannot be left half written.
+    let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
+    match within(deadline, disk.create_dir_all(&trial)).await {
+        // It goes on being served without a change to it.
+        Err(error) if is_held && error.kind() == std::io::ErrorKind::ReadOnlyFilesystem => Ok(()),
+        made => {
+            made.map_err(said)?;
+            within(deadline, disk.remove_dir(&trial)).await.map_err(said)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(paths: &[&Path]) -> LocalConfig {
+        LocalConfig { paths: paths.iter().map(|path| path.to_path_buf()).collect(), ..LocalConfig::default() }
+    }
+
+    #[tokio::test]
+    async fn d5_a_new_directory_that_is_not_ours_and_one_that_was_unmounted_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let (held, gone, full, fresh, hung) =
+            (path("held"), path("gone"), path("full"), path("fresh"), path("hung"));
+        for made in [&held, &gone, &full] {
+            std::fs::create_dir(made).unwrap();
+        }
+        let marker = format!("{}\n{}\n", "uniffle-worker local store 1", Uuid::new_v4());
+        std::fs::write(held.join(MARKER), marker).unwrap();
+        std::fs::write(full.join("theirs"), "x").unwrap();
+        let running = [held.clone(), gone.clone(), hung.clone()];
+        let by = HeldBy { running: &running, given_up: std::slice::from_ref(&hung) };
+        let told = obstacles(&config(&[&held, &gone, &full, &fresh, &hung]), by).await;
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[0].contains("gone") && told[0].contains("still mounted"), "{told:?}");
+        assert!(told[1].contains("full") && told[1].contains("not empty"), "{told:?}");
+        let left = |path: &Path| std::fs::read_dir(path).unwrap().count();
+        assert_eq!((left(&fresh), left(&held), left(&full)), (0, 1, 1), "nothing is left behind");
+        assert!(!hung.exists(), "what the running worker does without is not touched");
+
+        // One that another worker uses, and a marker of something else.
+        let disk = &config(&[&held]).real_disks()[0];
+        let lock = disk.lock(Path::new(MARKER)).await.unwrap();
+        let by = HeldBy { running: &[], given_up: &[] };
+        let told = obstacles(&config(&[&held]), by).await;
+        assert!(told[0].contains("another process uses it"), "{told:?}");
+        drop(lock);
+        assert!(obstacles(&config(&[&held]), by).await.is_empty());
+        std::fs::write(held.join(MARKER), "something else").unwrap();
+        let told = obstacles(&config(&[&held]), by).await;
+        assert!(told[0].contains("not this worker's marker"), "{told:?}");
+    }
+}

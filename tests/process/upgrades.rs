@@ -1,0 +1,428 @@
+//! SIGUSR2 when the successor cannot take over, and what callers see while it does.
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::task::{JoinSet, block_in_place};
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::{ClientError, ShuffleClient};
+use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::tools::{available, find, may_mount, weaker};
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{eventually, say, wait_until};
+use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::StatusCode;
+
+use crate::writes::{Written, client_of, key, local, patient};
+
+const COUNT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// A worker that refuses one upgrade after another, with a job that goes on.
+struct Refusing {
+    worker: Worker,
+    config: String,
+    client: ShuffleClient,
+    written: Written,
+    refused: i32,
+}
+
+impl Refusing {
+    async fn start(setup: Setup) -> Self {
+        let worker = Worker::start(&setup);
+        let (client, config) = (client_of(&worker).await, worker.config());
+        let written = Written::register(&client, key("app", 0), 5).await;
+        Self { worker, config, client, written, refused: 0 }
+    }
+
+    /// Asks for an upgrade to `config`, or to whatever the test has changed. It must be refused with `complaint` by a
+    /// rehearsal while calls go on, on the connections of before and on new ones.
+    async fn refuses(&mut self, config: &str, complaint: &str) {
+        let pid = self.worker.pid();
+        self.worker.write_config(config);
+        self.worker.signal(rustix::process::Signal::USR2);
+        block_in_place(|| self.worker.wait_log(complaint));
+        self.refused += 1;
+        let refused = self.refused;
+        block_in_place(|| {
+            wait_until("the refusal is counted", COUNT_DEADLINE, || {
+                let counted = self.worker.metrics().total_of("upgrades_refused_total", "by=\"rehearsal\"");
+                if counted == Some(f64::from(refused)) { Ok(()) } else { Err(format!("{counted:?}")) }
+            });
+        });
+        assert!(self.worker.is_running() && self.worker.pid() == pid);
+        assert!(!self.worker.log().contains("upgraded: connects had to wait"));
+        self.written.task(&self.client, refused.into(), 1000).await.expect("it goes on");
+        let client = client_of(&self.worker).await;
+        self.written.assert_readable(&client).await;
+        self.worker.write_config(&self.config);
+    }
+
+    /// After all that a good one is taken.
+    async fn ends_with_an_upgrade(mut self) {
+        block_in_place(|| {
+            self.worker.begin_upgrade();
+            self.worker.finish_upgrade();
+        });
+        let client = client_of(&self.worker).await;
+        self.written.assert_readable(&client).await;
+        block_in_place(|| self.worker.stop());
+    }
+}
+
+fn setup(name: &'static str) -> Setup {
+    Setup { name, capacity: "64M", disks: 2, ..Setup::default() }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_new_directory_that_is_not_empty_and_one_that_cannot_be_made_are_refused_before_anything_stops()
+{
+    let mut refusing = Refusing::start(setup("new-directory")).await;
+    let theirs = refusing.worker.dir().join("theirs");
+    std::fs::create_dir(&theirs).expect("a directory");
+    std::fs::write(theirs.join("file"), "not ours").expect("a file");
+    let with =
+        |path: &Path| refusing.config.replacen("data_paths = [", &format!("data_paths = [{path:?}, "), 1);
+    let (not_empty, not_a_directory, fresh) =
+        (with(&theirs), with(&theirs.join("file")), with(&refusing.worker.dir().join("fresh")));
+    refusing.refuses(&not_empty, "it is new, not empty, and not this worker's").await;
+    refusing.refuses(&not_a_directory, "theirs/file: File exists").await;
+    assert_eq!(std::fs::read(theirs.join("file")).expect("a file"), b"not ours");
+    refusing.worker.write_config(&fresh);
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_new_port_in_use_is_refused_before_anything_stops() {
+    let mut refusing = Refusing::start(setup("new-port")).await;
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("bound").port();
+    let config = format!("{}[admin]\nport = {port}\n", refusing.config);
+    refusing.refuses(&config, &format!("cannot listen on admin.port = 127.0.0.1:{port}")).await;
+    drop(taken);
+    refusing.worker.write_config(&config);
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[cfg(feature = "hdfs")]
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_precheck_or_a_login_that_fails_is_refused_before_anything_stops() {
+    let mut refusing = Refusing::start(setup("precheck")).await;
+    let hdfs = refusing.config.replace("\"MEMORY_LOCALFILE\"", "\"MEMORY_LOCALFILE_HDFS\"");
+    // Port 1 has no NameNode.
+    let config = format!(
+        "{hdfs}[hdfs_store]\nallowed_paths = [\"hdfs://127.0.0.1:1/uniffle\"]\nprecheck_enable = true\n"
+    );
+    refusing.refuses(&config, "hdfs_store.precheck_enable: hdfs://127.0.0.1:1/uniffle cannot be used").await;
+    let config = format!(
+        "{hdfs}[hdfs_store.kerberos_security_config]\nkeytab_path = \"/nonexistent/keytab\"\nprincipal = \"a@B\"\n"
+    );
+    refusing.refuses(&config, "Hadoop's security is on").await;
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_configuration_that_cannot_be_read_or_deletes_the_jobs_is_refused_before_anything_stops() {
+    let mut refusing = Refusing::start(setup("bad-config")).await;
+    refusing.refuses("grpc_port = [", "--check: exit status: 2").await;
+    let config = refusing.config.replace("[localfile_store]\n", "[localfile_store]\nrecovery = false\n");
+    refusing.refuses(&config, "localfile_store.recovery = false would delete the data of running jobs").await;
+    let config = format!(
+        "{}[tls]\ncert_file = \"/nonexistent/cert\"\nkey_file = \"/nonexistent/key\"\n",
+        refusing.config
+    );
+    refusing.refuses(&config, "tls.cert_file").await;
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_memory_that_cannot_be_mapped_is_refused_before_anything_stops() {
+    // 16 GiB of address space.
+    let wrapper = ["bash", "-c", "ulimit -v 16777216; exec \"$@\"", "bash"].map(str::to_owned).to_vec();
+    let mut refusing = Refusing::start(Setup { wrapper, ..setup("no-memory") }).await;
+    let config = refusing.config.replace("\"64M\"", "\"20G\"");
+    refusing.refuses(&config, "cannot map memory_store.capacity = 20000000000 bytes").await;
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_binary_that_is_not_executable_or_never_answers_leaves_everything_as_it_is() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let binary = dir.path().join("worker");
+    let install = |mode| {
+        let beside = dir.path().join("new");
+        std::fs::copy(env!("CARGO_BIN_EXE_uniffle-worker"), &beside).expect("copied");
+        std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(mode)).expect("our file");
+        std::fs::rename(beside, &binary).expect("renamed");
+    };
+    install(0o755);
+    let mut refusing = Refusing::start(Setup { binary: Some(binary.clone()), ..setup("mode") }).await;
+    let config = refusing.config.clone();
+    install(0o644);
+    refusing.refuses(&config, "cannot be run: Permission denied").await;
+    std::fs::remove_file(&binary).expect("our file");
+    refusing.refuses(&config, "cannot be run: No such file").await;
+    install(0o755);
+    refusing.ends_with_an_upgrade().await;
+}
+
+/// A file system of its own in a file, which can be frozen: then a thread that writes to it hangs in the kernel. Unmounted when
+/// it is dropped.
+struct FreezableDisk(PathBuf);
+
+impl FreezableDisk {
+    fn mount(dir: &Path) -> Option<Self> {
+        if !available("a disk that hangs in the kernel", &["mkfs.ext4", "fsfreeze", "mount"]) {
+            return None;
+        }
+        let (image, at) = (dir.join("image"), dir.join("mounted"));
+        std::fs::File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("an image");
+        std::fs::create_dir(&at).expect("a mount point");
+        let made = run("mkfs.ext4", &["-q"], &image) && run_with("mount", &["-o", "loop"], &[&image, &at]);
+        if !made {
+            weaker("a disk that hangs in the kernel", "nothing can be mounted", may_mount());
+        }
+        made.then_some(Self(at))
+    }
+
+    fn freeze(&self) -> Frozen<'_> {
+        assert!(run("fsfreeze", &["-f"], &self.0), "frozen");
+        Frozen(self)
+    }
+}
+
+/// Thaws when it is dropped, which must be before the end of a process is waited for that hangs.
+struct Frozen<'a>(&'a FreezableDisk);
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        run("fsfreeze", &["-u"], &self.0.0);
+    }
+}
+
+impl Drop for FreezableDisk {
+    fn drop(&mut self) {
+        run("umount", &["-l"], &self.0);
+    }
+}
+
+fn run(program: &str, options: &[&str], path: &Path) -> bool {
+    run_with(program, options, &[path])
+}
+
+fn run_with(program: &str, options: &[&str], paths: &[&Path]) -> bool {
+    let program = find(program).unwrap_or_else(|| program.into());
+    let status = Command::new(program).args(options).args(paths).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_thread_that_hangs_in_the_kernel_never_takes_the_worker_along() {
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
+    let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
+    let tables = "disk_healthy_check_interval_sec = 1\n";
+    let mut worker = Worker::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 1000).await.expect("sent");
+    let frozen = disk.freeze();
+    // Notes of it go to both disks.
+    let mut more = Written::register(&client, key("app", 1), 5).await;
+    block_in_place(|| {
+        worker.wait_log("disk failed, avoiding it");
+        worker.signal(rustix::process::Signal::USR2);
+        worker.wait_log("hang in the kernel, as they do when a disk does not answer");
+    });
+    let client = client_of(&worker).await;
+    more.task(&client, 0, 1000).await.expect("it goes on");
+    more.assert_readable(&client).await;
+    drop(frozen);
+    block_in_place(|| {
+        wait_until("the disk answers again", COUNT_DEADLINE, || {
+            let log = worker.log();
+            if log.contains("disk answers again") { Ok(()) } else { Err("not yet".to_owned()) }
+        });
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+    more.assert_readable(&client).await;
+    block_in_place(|| worker.stop());
+}
+
+/// Calls that one side made while the worker was upgraded.
+#[derive(Debug, Default)]
+struct Calls {
+    stop: AtomicBool,
+    reported: AtomicUsize,
+    asked: AtomicUsize,
+    no_buffer: AtomicUsize,
+    /// Not begun by a server that was closing the connection.
+    repeated: AtomicUsize,
+    acknowledged: Mutex<BTreeSet<u64>>,
+    failed: Mutex<Vec<String>>,
+}
+
+impl Calls {
+    /// One call on a connection of its own, until it is answered.
+    async fn call<T, F>(&self, port: u16, call: impl Fn(ShuffleClient) -> F) -> Option<T>
+    where
+        F: Future<Output = Result<T, ClientError>>,
+    {
+        loop {
+            let client = ShuffleClient::connect(local(port)).await;
+            let client = match client {
+                Ok(client) => client.with_backoff(patient()),
+                Err(error) => return self.fail(&error),
+            };
+            match call(client).await {
+                Ok(answer) => return Some(answer),
+                Err(error) if error.status() == Some(StatusCode::NoBuffer) => {
+                    self.no_buffer.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(ClientError::Rpc { status, .. }) if was_not_begun(&status) => {
+                    self.repeated.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(error) => return self.fail(&error),
+            }
+        }
+    }
+
+    fn fail<T>(&self, error: &dyn std::error::Error) -> Option<T> {
+        let mut text = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            text.push_str(&format!(": {error:?}"));
+            cause = error.source();
+        }
+        self.failed.lock().push(text);
+        None
+    }
+
+    async fn report(self: Arc<Self>, port: u16, key: ShuffleKey, blocks: Arc<Vec<Block>>) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let at = self.reported.fetch_add(1, Ordering::Relaxed) % blocks.len();
+            let id = blocks[at].meta.block_id;
+            let ids = [(PartitionId(0), vec![id])];
+            let task = TaskAttemptId(i64::try_from(at).expect("small"));
+            let (key, ids) = (&key, &ids);
+            if self.call(port, |client| async move { client.report(key, task, ids).await }).await.is_some() {
+                self.acknowledged.lock().insert(id.0.cast_unsigned());
+            }
+        }
+    }
+
+    async fn ask(self: Arc<Self>, port: u16, key: ShuffleKey) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let before = self.acknowledged.lock().clone();
+            let key = &key;
+            let ask =
+                |client: ShuffleClient| async move { client.results(key, &[PartitionId(0)], None).await };
+            if let Some(found) = self.call(port, ask).await {
+                let missing = before.iter().find(|id| !found.contains(**id));
+                assert!(missing.is_none(), "the report of {missing:?} was acknowledged and is gone");
+                self.asked.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// HTTP/2 says which streams a closing server has not looked at (RFC 9113, 6.8), and a call that was still to be sent when
+/// its connection closed never was. gRPC clients repeat both on another connection without a word.
+fn was_not_begun(status: &tonic::Status) -> bool {
+    let text = format!("{status:?}");
+    let signs = [
+        "REFUSED_STREAM",
+        "GoAway(b\"\", NO_ERROR, Remote)",
+        "hyper::Error(Canceled, \"connection closed\")",
+    ];
+    signs.iter().any(|sign| text.contains(sign))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
+    let mut worker = Worker::start(&setup("held"));
+    let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
+    client.register(&key, &[(0, 0)]).await.expect("registered");
+    let generator = BlockGenerator::new(7, IdLayout::SPARK);
+    let blocks: Vec<_> =
+        (0..4000).map(|task| generator.block(PartitionId(0), TaskAttemptId(task), 0, 100)).collect();
+    client.push(&key, SendForm::Classic, &[(PartitionId(0), blocks.clone())]).await.expect("sent");
+    let (calls, blocks, mut callers) = (Arc::new(Calls::default()), Arc::new(blocks), JoinSet::new());
+    for _ in 0..4 {
+        callers.spawn(Arc::clone(&calls).report(port, key.clone(), Arc::clone(&blocks)));
+        callers.spawn(Arc::clone(&calls).ask(port, key.clone()));
+    }
+    let answered = || (calls.reported.load(Ordering::Relaxed), calls.asked.load(Ordering::Relaxed));
+    for _ in 0..3 {
+        let before = answered();
+        block_in_place(|| {
+            worker.begin_upgrade();
+            worker.finish_upgrade();
+        });
+        // All callers get on: two answers of each kind by every one of them.
+        eventually("calls are answered", || {
+            let now = answered();
+            let is_enough = now.0 >= before.0 + 16 && now.1 >= before.1 + 16;
+            if is_enough || !calls.failed.lock().is_empty() { Ok(()) } else { Err(format!("{now:?}")) }
+        })
+        .await;
+    }
+    calls.stop.store(true, Ordering::Relaxed);
+    while let Some(ended) = callers.join_next().await {
+        ended.expect("no report is forgotten");
+    }
+    let (reported, asked) = answered();
+    let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+    say(&format!(
+        "three upgrades under {reported} reports and {asked} result queries, each on a connection of its own: none failed, {} \
+         waited for NO_BUFFER, {} were not begun and repeated",
+        of(&calls.no_buffer),
+        of(&calls.repeated)
+    ));
+    let failed = calls.failed.lock();
+    assert!(failed.is_empty(), "{} calls failed: {:?}", failed.len(), failed.first());
+    drop(failed);
+    worker.assert_no_error_logged();
+    block_in_place(|| worker.stop());
+}
+
+/// Bytes and seconds: `D5_GIGABYTES=10 cargo test --test process d5_the_gap -- --ignored --nocapture`.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "writes 10 GB; the figure is in docs/operations.md"]
+async fn d5_the_gap_at_ten_gigabytes_in_small_blocks_is_at_most_a_second() {
+    const BLOCK_BYTES: u32 = 14 << 10;
+    const PARTITIONS: i32 = 500;
+    let gigabytes = std::env::var("D5_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(10_u64);
+    let mut worker = Worker::start(&Setup { capacity: "1G", ..setup("ten-gigabytes") });
+    let (client, key) = (client_of(&worker).await, key("app", 0));
+    client.register(&key, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    let generator = BlockGenerator::new(7, IdLayout::SPARK);
+    let tasks = i64::try_from(gigabytes * 1_000_000_000 / u64::from(BLOCK_BYTES) / 500).expect("small");
+    for task in 0..tasks {
+        let block = |at| generator.block(PartitionId(at), TaskAttemptId(task), 0, BLOCK_BYTES);
+        let batch: Vec<_> = (0..PARTITIONS).map(|at| (PartitionId(at), vec![block(at)])).collect();
+        client.push(&key, SendForm::Classic, &batch).await.expect("sent");
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        client.report(&key, TaskAttemptId(task), &ids).await.expect("reported");
+    }
+    block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    let gap_ms = worker.ready().upgrade_gap_ms.expect("an upgrade");
+    say(&format!("{} blocks of {BLOCK_BYTES} bytes: no process accepted for {gap_ms} ms", tasks * 500));
+    assert!(gap_ms <= 1000, "{gap_ms} ms");
+    let found = client_of(&worker).await.results(&key, &[PartitionId(7)], None).await.expect("an answer");
+    assert_eq!(found.cardinality(), u64::try_from(tasks).expect("small"));
+    block_in_place(|| worker.stop());
+}
