@@ -46,7 +46,7 @@ use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
-use crate::service::Service;
+use crate::service::{Service, read_limits};
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
@@ -136,7 +136,7 @@ impl Worker {
         let server_id = server_id(ip, &addresses);
         let tiers = (server_id, environment.tiers);
         let flusher = tiers::start(config, tiers, &memory, &background, &registry).await?;
-        let apps = Arc::new(AppRegistry::new(config.app.clone()));
+        let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), read_limits(&memory)));
         let service = Service::new(
             config.service.clone(),
             Arc::clone(&apps),
