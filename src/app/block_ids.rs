@@ -1,4 +1,4 @@
-//! The block ids that finished task attempts reported, one 64-bit set per partition.
+//! The block ids that finished task attempts reported, one set per partition, charged to the heap before they are kept.
 //!
 //! Ids are opaque here: the partition stands beside them in every request, so any block-id layout works
 //! (docs/protocol.md §3.1). A retried report changes nothing.
@@ -9,7 +9,13 @@ use croaring::Treemap;
 
 use uniffle_wire::types::PartitionId;
 
+use super::id_set::{Cost, IdSet};
 use super::quota::{Quota, QuotaExceeded, Share};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Budget, Charge, HeapKind};
+
+/// A partition's place in the table.
+const PARTITION_BYTES: u64 = 96;
 
 /// A report named another number of bitmaps than the shuffle's first (docs/protocol.md §11 trap 13: ids were lost
 /// silently).
@@ -31,6 +37,9 @@ pub enum ReportError {
     /// Too many ids are held.
     #[error("reported block ids: {0}")]
     TooMany(#[from] QuotaExceeded),
+    /// No heap for them.
+    #[error(transparent)]
+    NoHeap(#[from] HeapFull),
     /// A block id is negative.
     #[error("block id {0} is negative")]
     NegativeId(i64),
@@ -40,15 +49,17 @@ pub enum ReportError {
 #[derive(Debug)]
 pub struct BlockIds {
     bitmap_count: Option<i32>,
-    partitions: HashMap<PartitionId, Treemap>,
+    partitions: HashMap<PartitionId, IdSet>,
     share: Share,
+    charge: Charge,
 }
 
 impl BlockIds {
-    /// No ids; what is added counts against `quota`.
+    /// No ids; what is added counts against `quota` and is charged to `heap`.
     #[must_use]
-    pub fn new(quota: &Quota) -> Self {
-        Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share() }
+    pub fn new(quota: &Quota, heap: &Budget) -> Self {
+        let charge = heap.nothing();
+        Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share(), charge }
     }
 
     /// Whether [`BlockIds::report`] would take these ids, and whether it would learn anything.
@@ -58,23 +69,42 @@ impl BlockIds {
     pub fn would_learn(
         &self,
         bitmap_count: i32,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[(PartitionId, impl AsRef<[i64]>)],
     ) -> Result<bool, ReportError> {
         self.check(bitmap_count, partitions)?;
-        let new = partitions.iter().map(|(partition, ids)| match self.partitions.get(partition) {
-            Some(set) => ids.iter().filter(|id| !set.contains(id.unsigned_abs())).count(),
-            None => ids.len(),
-        });
-        let new = new.sum::<usize>() as u64;
+        let Cost { new, bytes } = self.cost(partitions);
         self.share.check(new)?;
+        let free = self.charge.budget().free();
+        if bytes > free {
+            return Err(HeapFull { kind: HeapKind::ReportedIds.name(), asked: bytes, free }.into());
+        }
         Ok(new > 0 || self.bitmap_count.is_none())
     }
 
-    fn check(&self, bitmap_count: i32, partitions: &[(PartitionId, Vec<i64>)]) -> Result<(), ReportError> {
+    fn cost(&self, partitions: &[(PartitionId, impl AsRef<[i64]>)]) -> Cost {
+        let none = IdSet::default();
+        let costs = partitions.iter().map(|(partition, ids)| match self.partitions.get(partition) {
+            Some(set) => set.cost(ids.as_ref()),
+            None => {
+                let Cost { new, bytes } = none.cost(ids.as_ref());
+                Cost { new, bytes: bytes + PARTITION_BYTES }
+            }
+        });
+        costs.fold(Cost::default(), |sum, cost| Cost {
+            new: sum.new + cost.new,
+            bytes: sum.bytes + cost.bytes,
+        })
+    }
+
+    fn check(
+        &self,
+        bitmap_count: i32,
+        partitions: &[(PartitionId, impl AsRef<[i64]>)],
+    ) -> Result<(), ReportError> {
         if let Some(first) = self.bitmap_count.filter(|first| *first != bitmap_count) {
             return Err(BitmapCountChanged { first, sent: bitmap_count }.into());
         }
-        let mut all_ids = partitions.iter().flat_map(|(_, ids)| ids.iter().copied());
+        let mut all_ids = partitions.iter().flat_map(|(_, ids)| ids.as_ref().iter().copied());
         match all_ids.find(|id| *id < 0) {
             Some(negative) => Err(ReportError::NegativeId(negative)),
             None => Ok(()),
@@ -88,16 +118,22 @@ impl BlockIds {
     pub fn report(
         &mut self,
         bitmap_count: i32,
-        partitions: &[(PartitionId, Vec<i64>)],
+        partitions: &[(PartitionId, impl AsRef<[i64]>)],
     ) -> Result<(), ReportError> {
         self.check(bitmap_count, partitions)?;
         let before = self.share.held();
-        self.share.grow(partitions.iter().map(|(_, ids)| ids.len() as u64).sum())?;
+        let cost = self.cost(partitions);
+        self.share.grow(cost.new)?;
+        let charged = self.charge.try_grow(cost.bytes);
+        if let Err(refusal) = charged {
+            self.share.shrink_to(before);
+            return Err(HeapFull::of(HeapKind::ReportedIds, refusal).into());
+        }
         self.bitmap_count = Some(bitmap_count);
         let mut added = 0;
         for (partition, ids) in partitions {
             let set = self.partitions.entry(*partition).or_default();
-            added += ids.iter().filter(|id| set.add_checked(id.unsigned_abs())).count() as u64;
+            added += ids.as_ref().iter().filter(|id| set.add(id.unsigned_abs())).count() as u64;
         }
         self.share.shrink_to(before + added);
         Ok(())
@@ -108,19 +144,25 @@ impl BlockIds {
     pub fn of(&self, partitions: &[PartitionId]) -> Treemap {
         let mut all = Treemap::new();
         for set in partitions.iter().filter_map(|partition| self.partitions.get(partition)) {
-            all.or_inplace(set);
+            set.add_to(&mut all);
         }
         all
+    }
+
+    /// The ids of `partition`, as they are now and shared as far as they are many; none if there are none.
+    #[must_use]
+    pub fn set(&self, partition: PartitionId) -> Option<IdSet> {
+        self.partitions.get(&partition).cloned()
     }
 
     /// Those of `ids` that were reported in `partition`.
     #[must_use]
     pub fn among(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
-        self.partitions.get(&partition).map(|set| set.and(ids)).unwrap_or_default()
+        self.partitions.get(&partition).map(|set| set.among(ids)).unwrap_or_default()
     }
 
     /// All partitions with their ids.
-    pub fn by_partition(&self) -> impl Iterator<Item = (PartitionId, &Treemap)> {
+    pub fn by_partition(&self) -> impl Iterator<Item = (PartitionId, &IdSet)> {
         self.partitions.iter().map(|(partition, ids)| (*partition, ids))
     }
 
@@ -138,25 +180,56 @@ mod tests {
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);
 
+    fn heap() -> Budget {
+        Budget::new(1 << 20)
+    }
+
     #[test]
     fn a_retried_report_changes_nothing() {
-        let quota = Quota::new(100);
-        let mut ids = BlockIds::new(&quota);
+        let (quota, heap) = (Quota::new(100), heap());
+        let mut ids = BlockIds::new(&quota, &heap);
         let report = [(P0, vec![0, 1, i64::MAX]), (P1, vec![7])];
         ids.report(1, &report).unwrap();
+        let charged = heap.used();
         ids.report(1, &report).unwrap();
+        assert_eq!(heap.used(), charged);
         assert_eq!(ids.of(&[P0]).to_vec(), vec![0, 1, i64::MAX.unsigned_abs()]);
         assert_eq!(ids.of(&[P0, P1]).cardinality(), 4);
         assert_eq!(ids.of(&[PartitionId(9)]).cardinality(), 0);
         assert_eq!(quota.used(), 4);
         drop(ids);
-        assert_eq!(quota.used(), 0);
+        assert_eq!((quota.used(), heap.used()), (0, 0));
+    }
+
+    /// A bounded number of ids is no bound: scattered ones take a hundred times what neighbours take.
+    #[test]
+    fn n17_reported_ids_follow_the_heap_and_not_a_number() {
+        let heap = heap();
+        let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap);
+        let refused = (0..).find_map(|task: i64| {
+            let scattered = (0..1000).map(|id| (task * 1000 + id) << 33).collect();
+            let report = [(P0, scattered)];
+            let known = ids.count();
+            match (ids.would_learn(1, &report), ids.report(1, &report)) {
+                (Ok(true), Ok(())) => None,
+                (Err(foreseen), Err(error)) => {
+                    assert_eq!((foreseen, ids.count()), (error, known), "nothing of it was taken");
+                    Some((task, error))
+                }
+                other => panic!("{other:?}"),
+            }
+        });
+        let (reports, error) = refused.unwrap();
+        assert!((2..8).contains(&reports), "{reports} reports of 1,000 scattered ids in 1 MiB");
+        assert!(matches!(error, ReportError::NoHeap(HeapFull { kind: "reported_ids", .. })), "{error}");
+        assert!(heap.used() <= heap.capacity());
+        ids.report(1, &[(P1, vec![1])]).unwrap();
     }
 
     #[test]
     fn a_refused_report_leaves_the_sets_as_they_were() {
-        let quota = Quota::new(3);
-        let mut ids = BlockIds::new(&quota);
+        let (quota, heap) = (Quota::new(3), heap());
+        let mut ids = BlockIds::new(&quota, &heap);
         ids.report(1, &[(P0, vec![1])]).unwrap();
         assert!(matches!(ids.report(2, &[(P0, vec![2])]), Err(ReportError::BitmapCountChanged(_))));
         assert!(matches!(ids.report(1, &[(P0, vec![2, -1])]), Err(ReportError::NegativeId(-1))));

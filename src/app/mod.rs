@@ -5,6 +5,7 @@
 
 mod account;
 mod block_ids;
+mod id_set;
 mod losses;
 mod quota;
 mod ranges;
@@ -12,15 +13,16 @@ mod registry;
 
 use std::time::Duration;
 
-use crate::schema::kind::{DAY, SECOND, minutes};
+use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
+pub use id_set::IdSet;
 pub use losses::{Loss, Losses, ranges};
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
-pub use registry::{App, AppRegistry, Registration, ShuffleState};
+pub use registry::{App, AppRegistry, ReadLimits, RegisterError, Registration, ShuffleState};
 
 section! {
     /// Limits of the registry.
@@ -31,8 +33,10 @@ section! {
         /// afterwards.
         #[key("app_config.app_heartbeat_timeout_min", minutes(10 * SECOND..=7 * DAY), NextUse)]
         pub heartbeat_timeout: Duration = 300 * SECOND,
-        /// Reported block ids held for all apps together.
-        pub reported_blocks_max: u64 = 100_000_000,
+        /// Reported block ids held for all applications together. What they take of memory_store.heap_capacity is bounded
+        /// anyhow (half of it); one application may have half of that.
+        #[key("app_config.reported_block_max_count", count(1000..=1 << 40), Restart)]
+        pub reported_blocks_max: u64 = 1 << 40,
         /// Losses listed for all apps together; beyond it they are only counted.
         pub loss_entries_max: u64 = 10_000,
         /// Apps known at a time.

@@ -49,6 +49,12 @@ impl PartitionRanges {
         self.0.clone()
     }
 
+    /// How many ranges there are.
+    #[must_use]
+    pub fn ranges(&self) -> usize {
+        self.0.len()
+    }
+
     /// How many partitions the ranges hold.
     #[must_use]
     pub fn count(&self) -> u64 {
@@ -57,7 +63,8 @@ impl PartitionRanges {
 }
 
 fn merge(mut ranges: Vec<(i32, i32)>) -> Vec<(i32, i32)> {
-    ranges.sort_unstable();
+    // The stable sort sees that these are two sorted runs when ranges are added to others.
+    ranges.sort();
     let mut merged: Vec<(i32, i32)> = Vec::new();
     for (start, end) in ranges {
         match merged.last_mut() {

@@ -20,6 +20,42 @@ use super::block_ids::BlockIds;
 use super::losses::Losses;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
+use crate::budget::heap::HeapFull;
+use crate::budget::{Budget, Charge, Heap, HeapKind};
+
+/// Ranges of one shuffle that cannot be merged: what a coordinator makes of so many partitions dealt out one by one.
+const RANGES_MAX: usize = 1 << 18;
+
+/// Heap of an application, in all modules together, beside what it was registered with.
+const APP_BYTES: u64 = 4096;
+/// ... of a shuffle.
+const SHUFFLE_BYTES: u64 = 2048;
+/// ... of a range, which tiers keep too.
+const RANGE_BYTES: u64 = 24;
+/// ... of a string, beside its bytes.
+const STRING_BYTES: u64 = 48;
+
+/// Why a registration was not taken; nothing of it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RegisterError {
+    /// As many applications as are allowed.
+    #[error("applications: {0}")]
+    Apps(QuotaExceeded),
+    /// As many shuffles of the application as are allowed.
+    #[error("shuffles of the application: {0}")]
+    Shuffles(QuotaExceeded),
+    /// More ranges than a shuffle may have.
+    #[error(
+        "partitionRanges has {ranges} ranges that do not touch, with those registered before; at most {RANGES_MAX} are allowed"
+    )]
+    Ranges {
+        /// How many there would be.
+        ranges: usize,
+    },
+    /// No heap for it.
+    #[error(transparent)]
+    NoHeap(#[from] HeapFull),
+}
 
 /// What `registerShuffle` says.
 #[derive(Debug, Clone)]
@@ -38,6 +74,17 @@ pub struct Registration {
     pub sent_properties: bool,
     /// What this app wants instead of the configured timeout, within bounds.
     pub heartbeat_timeout: Option<Duration>,
+    /// Bytes that other modules keep of it.
+    pub kept_elsewhere_bytes: u64,
+}
+
+impl Registration {
+    /// What an application keeps of it, beside its shuffle.
+    fn app_bytes(&self) -> u64 {
+        let strings = self.properties.iter().flat_map(|(key, value)| [key, value]);
+        let properties: u64 = strings.map(|text| text.len() as u64 + STRING_BYTES).sum();
+        APP_BYTES + self.user.len() as u64 + properties + self.kept_elsewhere_bytes
+    }
 }
 
 /// One shuffle.
@@ -45,6 +92,8 @@ pub struct Registration {
 pub struct ShuffleState {
     key: ShuffleKey,
     ranges: RwLock<PartitionRanges>,
+    /// Of the registrations.
+    charge: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
     losses: Losses,
     stage_attempt: AtomicI32,
@@ -132,9 +181,27 @@ pub struct App {
     shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
     account: Account,
     since: Instant,
+    /// What it may have of the heap, and what its latest registration takes of it.
+    registrations: Budget,
+    reported_ids: Budget,
+    charge: Mutex<Charge>,
+    answers: Budget,
+    local_reads: Budget,
 }
 
 impl App {
+    /// Bytes of blocks in answers that it has not taken.
+    #[must_use]
+    pub fn answers(&self) -> &Budget {
+        &self.answers
+    }
+
+    /// Answers from disk that it has under way.
+    #[must_use]
+    pub fn local_reads(&self) -> &Budget {
+        &self.local_reads
+    }
+
     /// Its id.
     #[must_use]
     pub fn id(&self) -> &AppId {
@@ -210,6 +277,20 @@ impl App {
     }
 }
 
+/// What the reads of all applications may have under way.
+#[derive(Debug, Clone)]
+pub struct ReadLimits {
+    /// Bytes of blocks in answers from memory that are not taken.
+    pub answers: Budget,
+    /// Answers from disk, by number.
+    pub local_reads: Budget,
+}
+
+/// Of one application.
+fn half(budget: &Budget) -> Budget {
+    budget.child((budget.capacity() / 2).max(1))
+}
+
 /// All applications.
 #[derive(Debug)]
 pub struct AppRegistry {
@@ -217,6 +298,8 @@ pub struct AppRegistry {
     /// For apps that register from now on and do not choose another.
     heartbeat_timeout_ms: AtomicU64,
     apps: DashMap<AppId, Arc<App>>,
+    heap: Heap,
+    limits: ReadLimits,
     block_ids: Quota,
     loss_entries: Quota,
     started: Instant,
@@ -225,9 +308,9 @@ pub struct AppRegistry {
 }
 
 impl AppRegistry {
-    /// No apps.
+    /// No apps. What is registered and reported is charged to `heap`; of `limits` each app may have half.
     #[must_use]
-    pub fn new(config: AppConfig) -> Self {
+    pub fn new(config: AppConfig, heap: &Heap, limits: ReadLimits) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
         let loss_entries = Quota::new(config.loss_entries_max);
         let heartbeat_timeout_ms = AtomicU64::new(millis(config.heartbeat_timeout));
@@ -235,6 +318,8 @@ impl AppRegistry {
             config,
             heartbeat_timeout_ms,
             apps: DashMap::new(),
+            heap: heap.clone(),
+            limits,
             block_ids,
             loss_entries,
             started: Instant::now(),
@@ -245,46 +330,73 @@ impl AppRegistry {
     /// Adds or refreshes an app and its shuffle, then runs `with` before anybody can remove them.
     ///
     /// # Errors
-    /// [`QuotaExceeded`] if there are too many apps or shuffles.
+    /// [`RegisterError`]; nothing was changed then.
     pub fn register<T>(
         &self,
         registration: Registration,
         with: impl FnOnce() -> T,
-    ) -> Result<T, QuotaExceeded> {
+    ) -> Result<T, RegisterError> {
         let _alone = self.lifecycle.lock();
-        let Registration { key, ranges, user, properties, sent_properties, heartbeat_timeout, .. } =
-            registration;
-        let app = match self.find(&key.app) {
-            Some(app) => app,
-            None if self.apps.len() >= self.config.apps_max => {
-                return Err(QuotaExceeded { max: self.config.apps_max as u64 });
-            }
-            None => self.insert(&key.app),
-        };
+        let known = self.find(&registration.key.app);
+        if known.is_none() && self.apps.len() >= self.config.apps_max {
+            return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
+        }
+        let app = known.clone().unwrap_or_else(|| self.fresh(&registration.key.app));
+        let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
+        let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
+        self.add_shuffle(&app, &registration)?;
+        if known.is_none() {
+            self.apps.insert(app.id.clone(), Arc::clone(&app));
+        }
         self.touch(&app);
+        let Registration { user, properties, sent_properties, heartbeat_timeout, .. } = registration;
         *app.user.write() = user;
         *app.properties.write() = properties;
+        *app.charge.lock() = charge;
         app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
         let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
         app.heartbeat_timeout_ms.store(heartbeat_timeout.map_or(usual_ms, millis), Ordering::Relaxed);
-        let mut shuffles = app.shuffles.write();
-        if !shuffles.contains_key(&key.shuffle) && shuffles.len() >= self.config.shuffles_per_app_max {
-            return Err(QuotaExceeded { max: self.config.shuffles_per_app_max as u64 });
+        Ok(with())
+    }
+
+    /// Adds the shuffle of a registration, or its ranges.
+    fn add_shuffle(&self, app: &App, registration: &Registration) -> Result<(), RegisterError> {
+        let Registration { key, ranges, .. } = registration;
+        let known = app.shuffle(key.shuffle);
+        let max = self.config.shuffles_per_app_max;
+        if known.is_none() && app.shuffles.read().len() >= max {
+            return Err(RegisterError::Shuffles(QuotaExceeded { max: max as u64 }));
         }
-        let shuffle = shuffles.entry(key.shuffle).or_insert_with(|| {
-            Arc::new(ShuffleState {
-                key,
-                ranges: RwLock::default(),
-                block_ids: Mutex::new(BlockIds::new(&self.block_ids)),
+        let (mut all, fixed) = match &known {
+            Some(shuffle) => (shuffle.ranges.read().clone(), 0),
+            None => (PartitionRanges::default(), SHUFFLE_BYTES),
+        };
+        let before = all.ranges();
+        all.extend(ranges);
+        if all.ranges() > RANGES_MAX {
+            return Err(RegisterError::Ranges { ranges: all.ranges() });
+        }
+        // Ranges that grow together leave what they were charged with the shuffle.
+        let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
+        let charge = app.registrations.try_charge(bytes);
+        let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))?;
+        let Some(shuffle) = known else {
+            let fresh = ShuffleState {
+                key: key.clone(),
+                ranges: RwLock::new(all),
+                charge: Mutex::new(charge),
+                block_ids: Mutex::new(BlockIds::new(&self.block_ids, &app.reported_ids)),
                 losses: Losses::new(&self.loss_entries),
                 stage_attempt: AtomicI32::new(0),
                 noted_registration: AtomicU64::new(0),
                 huge_partitions: Mutex::default(),
-            })
-        });
-        shuffle.ranges.write().extend(&ranges);
-        drop(shuffles);
-        Ok(with())
+            };
+            app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
+            return Ok(());
+        };
+        shuffle.charge.lock().merge(charge);
+        *shuffle.ranges.write() = all;
+        Ok(())
     }
 
     /// Replaces the timeout of apps that register from now on.
@@ -292,8 +404,10 @@ impl AppRegistry {
         self.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
     }
 
-    fn insert(&self, id: &AppId) -> Arc<App> {
-        let app = Arc::new(App {
+    /// An app that nobody can find yet.
+    fn fresh(&self, id: &AppId) -> Arc<App> {
+        let registrations = self.heap.of_one_app(HeapKind::Registrations);
+        Arc::new(App {
             id: id.clone(),
             user: RwLock::default(),
             properties: RwLock::default(),
@@ -306,9 +420,12 @@ impl AppRegistry {
             shuffles: RwLock::default(),
             account: Account::default(),
             since: Instant::now(),
-        });
-        self.apps.insert(id.clone(), Arc::clone(&app));
-        app
+            charge: Mutex::new(registrations.nothing()),
+            registrations,
+            reported_ids: self.heap.of_one_app(HeapKind::ReportedIds),
+            answers: half(&self.limits.answers),
+            local_reads: half(&self.limits.local_reads),
+        })
     }
 
     /// The app, without refreshing it.
@@ -417,6 +534,7 @@ mod tests {
             properties: HashMap::new(),
             sent_properties: false,
             heartbeat_timeout: None,
+            kept_elsewhere_bytes: 0,
         }
     }
 
@@ -431,7 +549,7 @@ mod tests {
 
     #[tokio::test]
     async fn d13_others_register_while_what_was_removed_is_evicted() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         let free = std::cell::Cell::new(0);
         for shuffle in [1, 2] {
             registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
@@ -442,9 +560,18 @@ mod tests {
         assert_eq!(free.get(), 2);
     }
 
+    fn registry() -> AppRegistry {
+        registry_of(AppConfig::default(), &Heap::new(64 << 20))
+    }
+
+    fn registry_of(config: AppConfig, heap: &Heap) -> AppRegistry {
+        let limits = ReadLimits { answers: Budget::new(1 << 20), local_reads: Budget::new(16) };
+        AppRegistry::new(config, heap, limits)
+    }
+
     #[tokio::test]
     async fn unregistering_app_1_leaves_app_10() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         for app in ["app-1", "app-10"] {
             registry.register(registration(app, 1, &[(0, 0)]), || ()).unwrap();
             registry.register(registration(app, 10, &[(0, 0)]), || ()).unwrap();
@@ -461,7 +588,7 @@ mod tests {
 
     #[tokio::test]
     async fn registering_again_adds_ranges_and_keeps_reports() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
         let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
         shuffle.block_ids().lock().report(1, &[(PartitionId(0), vec![1])]).unwrap();
@@ -473,7 +600,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_app_used_between_check_and_purge_stays() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
         tokio::time::advance(Duration::from_secs(301)).await;
         let expired = registry.expired();
@@ -488,7 +615,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_app_may_have_a_timeout_of_its_own() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         let patient = Some(Duration::from_secs(3600));
         let request = Registration { heartbeat_timeout: patient, ..registration("patient", 1, &[(0, 1)]) };
         registry.register(request, || ()).unwrap();
@@ -501,7 +628,7 @@ mod tests {
 
     #[tokio::test]
     async fn marks_stick_and_are_told_once() {
-        let registry = AppRegistry::new(AppConfig::default());
+        let registry = registry();
         let newer = Registration { sent_properties: true, ..registration("a", 1, &[(0, 1)]) };
         registry.register(newer, || ()).unwrap();
         registry.register(registration("a", 2, &[(0, 1)]), || ()).unwrap();
@@ -516,11 +643,62 @@ mod tests {
 
     #[tokio::test]
     async fn too_many_apps_are_refused_with_the_limit() {
-        let registry =
-            AppRegistry::new(AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() });
+        let few = AppConfig { apps_max: 1, shuffles_per_app_max: 1, ..AppConfig::default() };
+        let registry = registry_of(few, &Heap::new(64 << 20));
         registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
-        assert_eq!(registry.register(registration("b", 1, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));
-        assert_eq!(registry.register(registration("a", 2, &[(0, 1)]), || ()), Err(QuotaExceeded { max: 1 }));
+        let max = QuotaExceeded { max: 1 };
+        let refused = |app, shuffle| registry.register(registration(app, shuffle, &[(0, 1)]), || ());
+        assert_eq!(refused("b", 1), Err(RegisterError::Apps(max)));
+        assert_eq!(refused("a", 2), Err(RegisterError::Shuffles(max)));
         assert_eq!(registry.app_count(), 1);
+    }
+
+    #[tokio::test]
+    async fn n7_what_registrations_keep_is_bounded_by_the_heap() {
+        let heap = Heap::new(64 << 20);
+        let registry = registry_of(AppConfig::default(), &heap);
+        let kept = heap.of(HeapKind::Registrations);
+        let refused = (0..100_000).find_map(|app| {
+            let with =
+                Registration { user: "u".repeat(1000), ..registration(&format!("app-{app}"), 1, &[(0, 1)]) };
+            registry.register(with, || ()).err()
+        });
+        assert!(
+            matches!(refused, Some(RegisterError::NoHeap(full)) if full.kind == "registrations"),
+            "{refused:?}"
+        );
+        let apps = registry.app_count();
+        assert!((1000..10_000).contains(&apps) && kept.used() <= kept.capacity(), "{apps} apps");
+        let known = registry.apps()[0].id().clone();
+        assert!(registry.remove_app(&known, |_| ()));
+        registry.register(registration("late", 1, &[(0, 1)]), || ()).unwrap();
+        for app in registry.apps() {
+            registry.remove_app(app.id(), |_| ());
+        }
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[tokio::test]
+    async fn n7_ranges_of_one_shuffle_are_bounded_and_merged() {
+        let heap = Heap::new(256 << 20);
+        let registry = registry_of(AppConfig::default(), &heap);
+        let scattered =
+            |from: i32| (0..100_000).map(|n| (2 * (from + n), 2 * (from + n))).collect::<Vec<_>>();
+        for from in [0, 100_000] {
+            registry.register(registration("a", 1, &scattered(from)), || ()).unwrap();
+        }
+        let used = heap.whole().used();
+        let refused = registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap_err();
+        assert_eq!(refused, RegisterError::Ranges { ranges: 300_000 });
+        assert!(refused.to_string().starts_with("partitionRanges has 300000 ranges"), "{refused}");
+        let shuffle = registry.apps()[0].shuffle(ShuffleId(1)).unwrap();
+        assert_eq!(
+            (shuffle.partition_count(), heap.whole().used()),
+            (200_000, used),
+            "nothing of it was taken"
+        );
+        registry.register(registration("a", 1, &[(0, 399_999)]), || ()).unwrap();
+        assert_eq!(shuffle.partition_count(), 400_000);
+        registry.register(registration("a", 1, &scattered(200_000)), || ()).unwrap();
     }
 }

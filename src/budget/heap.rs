@@ -3,8 +3,8 @@
 //! Everything a client can make grow is charged here before it is held, by kind. Requests that are arriving wait for it
 //! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
 //!
-//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
-//! three quarters of it at most, so that requests can always be answered, and one application half of each kind.
+//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids) has three
+//! quarters of it at most, so that requests can always be answered, and one application half of each kind.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 
@@ -21,20 +21,12 @@ pub enum HeapKind {
     Registrations,
     /// Block ids of finished task attempts.
     ReportedIds,
-    /// Partitions that were written to.
-    Partitions,
 }
 
 impl HeapKind {
     /// All of them.
-    pub const ALL: [Self; 6] = [
-        Self::Requests,
-        Self::Blocks,
-        Self::Answers,
-        Self::Registrations,
-        Self::ReportedIds,
-        Self::Partitions,
-    ];
+    pub const ALL: [Self; 5] =
+        [Self::Requests, Self::Blocks, Self::Answers, Self::Registrations, Self::ReportedIds];
 
     /// As metrics, the status and errors call it.
     #[must_use]
@@ -45,16 +37,14 @@ impl HeapKind {
             Self::Answers => "answers",
             Self::Registrations => "registrations",
             Self::ReportedIds => "reported_ids",
-            Self::Partitions => "partitions",
         }
     }
 
-    /// Sixteenths of the whole that it may have, and whether it outlives its request.
-    fn share(self) -> (u64, bool) {
+    /// Sixteenths of the whole that it may have. Those that outlive their request have twelve together.
+    fn sixteenths(self) -> u64 {
         match self {
-            Self::Requests | Self::Blocks | Self::Answers => (8, false),
-            Self::Registrations | Self::ReportedIds => (4, true),
-            Self::Partitions => (8, true),
+            Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds => 8,
+            Self::Registrations => 4,
         }
     }
 }
@@ -91,12 +81,7 @@ impl Heap {
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
         let whole = Budget::new(capacity_bytes);
-        let kept = whole.child(capacity_bytes / 4 * 3);
-        let kinds = HeapKind::ALL.map(|kind| {
-            let (sixteenths, is_kept) = kind.share();
-            let above = if is_kept { &kept } else { &whole };
-            above.child(capacity_bytes / 16 * sixteenths)
-        });
+        let kinds = HeapKind::ALL.map(|kind| whole.child(capacity_bytes / 16 * kind.sixteenths()));
         Self { whole, kinds }
     }
 
@@ -138,15 +123,15 @@ mod tests {
         for (number, kind) in HeapKind::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, number);
         }
-        let ids = heap.try_charge(HeapKind::ReportedIds, 400).unwrap();
-        let partitions = heap.try_charge(HeapKind::Partitions, 800).unwrap();
+        let ids = heap.try_charge(HeapKind::ReportedIds, 800).unwrap();
+        let registered = heap.try_charge(HeapKind::Registrations, 400).unwrap();
         let refused = heap.try_charge(HeapKind::Registrations, 1).unwrap_err();
         assert_eq!(refused, HeapFull { kind: "registrations", asked: 1, free: 0 });
         let text = refused.to_string();
         assert!(text.contains("registrations") && text.contains("memory_store.heap_capacity"), "{text}");
         drop(heap.try_charge(HeapKind::Requests, 400).unwrap());
         assert!(heap.try_charge(HeapKind::Requests, 401).is_err());
-        drop((ids, partitions));
+        drop((ids, registered));
         assert_eq!(heap.whole().used(), 0);
     }
 
@@ -154,9 +139,9 @@ mod tests {
     fn one_application_has_half_of_a_kind() {
         let heap = Heap::new(1600);
         let (some, other) = (heap.of_one_app(HeapKind::ReportedIds), heap.of_one_app(HeapKind::ReportedIds));
-        let held = some.try_charge(200).unwrap();
+        let held = some.try_charge(400).unwrap();
         assert!(some.try_charge(1).is_err());
-        assert!(other.try_charge(200).is_ok());
+        assert!(other.try_charge(400).is_ok());
         drop(held);
     }
 }

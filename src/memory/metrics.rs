@@ -25,6 +25,7 @@ metrics::table! {
         shuffles: IntGauge = "shuffle_count_in_buffer_pool", "shuffles registered";
         buffers: IntGauge = "buffer_count_in_buffer_pool", "partitions that were written to";
         region_touched: IntGauge = "memory_region_touched_bytes", "bytes of the region that were ever in use";
+        answered: IntGauge = "memory_answered_bytes", "bytes of blocks in answers that are not taken";
         heap: IntGaugeVec["kind"] = "heap_charged_bytes", "bytes charged to the heap budget, by kind";
         heap_capacity: IntGauge = "heap_capacity_bytes", "bytes of the heap budget";
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "tickets that expired";

@@ -77,7 +77,7 @@ section! {
         #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart)]
         pub read_capacity_bytes: u64 = 64 * MIB,
         /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
-        /// that are not complete, registrations, reported block ids, partitions, answers. When a kind is used up, requests of
+        /// that are not complete, registrations, reported block ids, answers. When a kind is used up, requests of
         /// that kind wait or are refused by its name. Not part of the capacity. Default: 96 MiB and a thirty-second of the
         /// capacity, which stays within capacity × 1.05 + 200 MiB for the process.
         #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
@@ -110,6 +110,7 @@ fn default_capacity_bytes(memory_bytes: u64) -> u64 {
 pub struct Memory {
     shared: Arc<Shared>,
     heap: Heap,
+    answered: Budget,
     tickets: Tickets,
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
@@ -153,6 +154,7 @@ impl Memory {
         Ok(Arc::new(Self {
             shared: Arc::new(shared),
             heap: Heap::new(config.heap_bytes),
+            answered: Budget::new(capacity / 2),
             tickets: Tickets::new(budget, config.ticket_timeout, config.tickets_max),
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
             shuffles: DashMap::new(),
@@ -169,6 +171,13 @@ impl Memory {
     #[must_use]
     pub fn heap(&self) -> &Heap {
         &self.heap
+    }
+
+    /// Bytes of blocks in answers that are not taken: half of the capacity at most. They stay where they are, flushed or
+    /// not, until the reader has them.
+    #[must_use]
+    pub fn answered(&self) -> &Budget {
+        &self.answered
     }
 
     /// The tickets.
@@ -293,6 +302,7 @@ impl Memory {
         metrics.shuffles.set(clamped(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
         metrics.buffers.set(clamped(buffers as u64));
+        metrics.answered.set(clamped(self.answered.used()));
         for kind in HeapKind::ALL {
             metrics.heap.with_label_values(&[kind.name()]).set(clamped(self.heap.of(kind).used()));
         }

@@ -11,9 +11,9 @@ use super::list::{BlockList, Gather};
 use super::region::Slice;
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Most blocks of one answer. Clients ask by bytes; of tiny blocks an answer would be mostly head, which is heap that
-/// no budget knows (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
-const READ_BLOCKS_MAX: usize = 64 << 10;
+/// Most blocks of one answer: what is found in a millisecond, under the buffer's lock. Clients ask by bytes; of tiny blocks
+/// an answer would be mostly head (36 B a block). A client goes on from its cursor until an answer is empty, so a short one is fine.
+const READ_BLOCKS_MAX: usize = 16 << 10;
 
 /// The answer to a memory read.
 #[derive(Debug, Default)]

@@ -48,7 +48,7 @@ use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
-use crate::service::Service;
+use crate::service::{Service, read_limits};
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
@@ -140,7 +140,7 @@ impl Worker {
         let server_id = server_id(ip, &addresses);
         let beside = Beside { server_id, precheck, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
-        let apps = Arc::new(AppRegistry::new(config.app.clone()));
+        let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), read_limits(&memory)));
         let service = Service::new(
             config.service.clone(),
             Arc::clone(&apps),

@@ -4,7 +4,8 @@
 //! they get `NO_REGISTER` instead, the only "do not retry" that every version understands. `STAGE_RETRY_IGNORE` reaches
 //! only apps whose clients number their stage attempts, which they do since 0.10: others always send 0.
 
-use crate::app::{QuotaExceeded, RangeError, ReportError};
+use crate::app::{RangeError, RegisterError, ReportError};
+use crate::budget::heap::HeapFull;
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
 use crate::tiers::StoreError;
@@ -36,6 +37,18 @@ pub enum ServiceError {
         /// What is allowed.
         allowed: &'static str,
     },
+    /// A field is larger than is kept of it.
+    #[error("{field} has {size} {unit}, at most {max} are allowed")]
+    FieldTooLarge {
+        /// Name on the wire.
+        field: &'static str,
+        /// As sent.
+        size: usize,
+        /// What is counted.
+        unit: &'static str,
+        /// The limit.
+        max: usize,
+    },
     /// The request contradicts itself or what it announced.
     #[error("{0}")]
     Malformed(String),
@@ -52,9 +65,12 @@ pub enum ServiceError {
         /// Computed.
         actual: u32,
     },
-    /// Too many apps or shuffles.
-    #[error("too many applications or shuffles: {0}")]
-    TooMany(#[from] QuotaExceeded),
+    /// A registration that is not taken.
+    #[error("registration refused: {0}")]
+    Register(#[from] RegisterError),
+    /// No heap for what the request needs.
+    #[error(transparent)]
+    NoHeap(#[from] HeapFull),
     /// See [`ReportError`].
     #[error("{0}")]
     Report(#[from] ReportError),
@@ -113,9 +129,16 @@ pub enum ServiceError {
         /// How long was waited.
         waited_ms: u64,
     },
-    /// Too many large requests are arriving.
-    #[error("no memory for a request of this size, try again")]
-    NoRequestMemory,
+    /// Answers from memory that are not taken hold what the application may have of it.
+    #[error(
+        "answers that are not taken hold {pinned} bytes of memory, {max} are allowed to one application, try again"
+    )]
+    TooManyAnswers {
+        /// Bytes.
+        pinned: u64,
+        /// The limit.
+        max: u64,
+    },
     /// The worker is about to stop.
     #[error("the worker is stopping")]
     Stopping,
@@ -150,10 +173,16 @@ impl ServiceError {
     #[must_use]
     pub fn client_fault(&self) -> Option<&'static str> {
         match self {
-            Self::InvalidApp(_) | Self::InvalidRange(_) | Self::InvalidField { .. } => Some("invalid value"),
+            Self::InvalidApp(_)
+            | Self::InvalidRange(_)
+            | Self::InvalidField { .. }
+            | Self::FieldTooLarge { .. } => Some("invalid value"),
+            Self::Report(ReportError::NoHeap(_))
+            | Self::Register(RegisterError::NoHeap(_))
+            | Self::NoHeap(_) => None,
             Self::Malformed(_) | Self::Undecodable(_) | Self::Report(_) => Some(MALFORMED),
             Self::BlockCrc { .. } => Some("checksum"),
-            Self::TooMany(_) => Some("too many applications or shuffles"),
+            Self::Register(_) => Some("too many applications, shuffles or ranges"),
             Self::PartitionTooLarge { .. } => Some("partition beyond the hard limit"),
             Self::RemoteStorage(_) | Self::NoRemoteStorage => Some("remote storage"),
             Self::Memory(MemoryError::UnknownTicket | MemoryError::TicketOverspent { .. }) => Some("ticket"),
@@ -170,7 +199,7 @@ impl ServiceError {
             | Self::DiskHangs(_)
             | Self::WrongState(_)
             | Self::NoReadMemory { .. }
-            | Self::NoRequestMemory
+            | Self::TooManyAnswers { .. }
             | Self::Stopping
             | Self::StaleStageAttempt { .. }
             | Self::Unsupported(_) => None,
@@ -185,6 +214,7 @@ impl ServiceError {
             Self::InvalidApp(_)
             | Self::InvalidRange(_)
             | Self::InvalidField { .. }
+            | Self::FieldTooLarge { .. }
             | Self::RemoteStorage(_)
             | Self::NoRemoteStorage
             | Self::WrongState(_) => StatusCode::InvalidRequest,
@@ -195,7 +225,8 @@ impl ServiceError {
             Self::PartitionTooLarge { client_knows_code: false, .. } => StatusCode::NoRegister,
             Self::Memory(error) => memory_status(error),
             Self::NoReadMemory { .. }
-            | Self::NoRequestMemory
+            | Self::TooManyAnswers { .. }
+            | Self::NoHeap(_)
             | Self::Stopping
             | Self::InDoubt(_)
             | Self::DiskHangs(_) => StatusCode::NoBuffer,
@@ -203,7 +234,7 @@ impl ServiceError {
             Self::Malformed(_)
             | Self::Undecodable(_)
             | Self::BlockCrc { .. }
-            | Self::TooMany(_)
+            | Self::Register(_)
             | Self::Report(_)
             | Self::Store(_)
             | Self::Lost(_)

@@ -18,6 +18,7 @@ use crate::telemetry::AUDIT;
 use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
+use super::results::aside;
 use super::{Presence, Service, ServiceError, WorkerState};
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (docs/protocol.md §8.4).
@@ -31,6 +32,22 @@ const PROPERTIES_BYTES_MAX: usize = 64 << 10;
 
 /// Of a user's name; what clients send can be anything.
 const USER_CHARS_LOGGED: usize = 100;
+
+/// Of a user's name that is taken: Kerberos principals have some 50 characters.
+const USER_BYTES_MAX: usize = 1024;
+
+/// Of the path of a remote storage, as HDFS allows.
+const REMOTE_PATH_BYTES_MAX: usize = 8000;
+
+/// Settings of a remote storage, and their bytes. Coordinators send those of a name service, a few KiB.
+const REMOTE_SETTINGS_MAX: usize = 1000;
+const REMOTE_SETTINGS_BYTES_MAX: usize = 64 << 10;
+
+/// Ranges of one registration; what more of them make is refused by the registry too.
+const RANGES_SENT_MAX: usize = 1 << 18;
+
+/// Above this many ranges a registration is sorted and encoded on a blocking thread.
+const INLINE_RANGES_MAX: usize = 4096;
 
 /// `registerShuffle`.
 #[derive(Debug, Clone)]
@@ -61,7 +78,10 @@ impl Service {
         if request.shuffle < 0 {
             return Err(invalid_shuffle(request.shuffle));
         }
-        let ranges = PartitionRanges::parse(&request.ranges)?;
+        check_sizes(&request)?;
+        let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
+        let sent = request.ranges.clone();
+        let ranges = aside(is_small, move || PartitionRanges::parse(&sent)).await??;
         let wanted_storage = request.remote_storage.as_ref();
         let (admissions, is_remote) = self.admissions(wanted_storage)?;
         let partitions = ranges.count();
@@ -75,6 +95,7 @@ impl Service {
             sent_properties: !request.properties.is_empty(),
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: kept_properties(request.properties),
+            kept_elsewhere_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
         };
         let metadata = self.tiers.metadata().map(|tier| {
             let remote_storage = is_remote.then(|| remote_note(wanted_storage, &request.ranges));
@@ -289,6 +310,29 @@ impl Service {
     }
 }
 
+/// What a registration keeps is small in every honest one; each field has its bound.
+fn check_sizes(request: &RegisterRequest<'_>) -> Result<(), ServiceError> {
+    let (path, settings, bytes) = match &request.remote_storage {
+        Some(storage) => (storage.path.len(), storage.conf.len(), remote_bytes(storage)),
+        None => (0, 0, 0),
+    };
+    let bounds = [
+        ("user", request.user.len(), "bytes", USER_BYTES_MAX),
+        ("partitionRanges", request.ranges.len(), "ranges", RANGES_SENT_MAX),
+        ("remoteStorage.path", path, "bytes", REMOTE_PATH_BYTES_MAX),
+        ("remoteStorage.remoteStorageConf", settings, "settings", REMOTE_SETTINGS_MAX),
+        ("remoteStorage.remoteStorageConf", bytes, "bytes", REMOTE_SETTINGS_BYTES_MAX),
+    ];
+    match bounds.into_iter().find(|(_, size, _, max)| size > max) {
+        Some((field, size, unit, max)) => Err(ServiceError::FieldTooLarge { field, size, unit, max }),
+        None => Ok(()),
+    }
+}
+
+fn remote_bytes(storage: &RemoteStorage) -> usize {
+    storage.conf.iter().map(|(key, value)| key.len() + value.len()).sum()
+}
+
 /// What has to be known of a remote storage to register it again: as the client said it, and the ranges, which name
 /// directories.
 fn remote_note(storage: Option<&RemoteStorage>, ranges: &[(i32, i32)]) -> Vec<u8> {
@@ -369,6 +413,42 @@ mod tests {
             assert_eq!(timeout_of(nonsense), None, "{nonsense:?}");
         }
         assert_eq!(wanted_timeout(&HashMap::new()), None);
+    }
+
+    fn request(
+        user: usize,
+        ranges: usize,
+        path: usize,
+        settings: (usize, usize),
+    ) -> RegisterRequest<'static> {
+        let setting = |n: usize| (n.to_string(), "v".repeat(settings.1));
+        RegisterRequest {
+            app: "app-1",
+            shuffle: 1,
+            ranges: vec![(0, 0); ranges],
+            user: "u".repeat(user),
+            distribution: Distribution::Normal,
+            properties: HashMap::new(),
+            remote_storage: Some(RemoteStorage {
+                path: "p".repeat(path),
+                conf: (0..settings.0).map(setting).collect(),
+                user: String::new(),
+                writers: None,
+            }),
+        }
+    }
+
+    #[test]
+    fn n7_every_field_of_a_registration_is_bounded_by_name() {
+        assert!(check_sizes(&request(1024, 1 << 18, 8000, (1000, 50))).is_ok());
+        let refusal = |request| check_sizes(&request).unwrap_err().to_string();
+        let said = "user has 62914560 bytes, at most 1024 are allowed";
+        assert_eq!(refusal(request(60 << 20, 1, 1, (0, 0))), said);
+        let said = "partitionRanges has 262145 ranges, at most 262144 are allowed";
+        assert_eq!(refusal(request(1, (1 << 18) + 1, 1, (0, 0))), said);
+        assert!(refusal(request(1, 1, 8001, (0, 0))).starts_with("remoteStorage.path has 8001 bytes"));
+        assert!(refusal(request(1, 1, 1, (1001, 0))).contains("remoteStorageConf has 1001 settings"));
+        assert!(refusal(request(1, 1, 1, (2, 40_000))).contains("remoteStorageConf has 80002 bytes"));
     }
 
     #[test]

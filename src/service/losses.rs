@@ -210,7 +210,7 @@ impl Service {
         shuffle.losses().watch(present);
         let mut missing: Vec<(PartitionId, Treemap)> = Vec::new();
         for (partition, ids) in shuffle.block_ids().lock().by_partition() {
-            let gone = shuffle.losses().missing(partition, ids);
+            let gone = shuffle.losses().missing(partition, &ids.to_bitmap());
             if !gone.is_empty() {
                 missing.push((partition, gone));
             }

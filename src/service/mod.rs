@@ -20,6 +20,7 @@ mod read_metrics;
 mod report;
 mod require;
 mod restore;
+mod results;
 pub mod statistics;
 mod status;
 mod top_apps;
@@ -41,11 +42,14 @@ pub use intake::Intake;
 pub use lifecycle::RegisterRequest;
 pub use losses::{LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
-pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
+pub use read::{
+    Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, read_limits,
+};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
 pub use restore::Restored;
+pub use results::Results;
 pub use statistics::AppStatistics;
 pub use status::{Stopping, WorkerState, WorkerStatus};
 pub use uniffle_wire::BlockHeader;
@@ -78,6 +82,8 @@ section! {
         pub partitions_per_request_max: usize = 1_000_000,
         /// How long a local read waits for read memory before NO_BUFFER.
         pub read_memory_wait: Duration = 10 * SECOND,
+        /// How long a request waits for heap before NO_BUFFER.
+        pub heap_wait: Duration = 10 * SECOND,
         /// Whether a block's CRC-32 is checked as it arrives.
         pub verify_crc: bool = true,
         /// Bounds of one partition.
@@ -195,6 +201,12 @@ impl Service {
     /// Replaces them.
     pub fn set_partition_limits(&self, limits: PartitionLimits) {
         *self.partition_limits.write() = limits;
+    }
+
+    /// How long a request waits for heap.
+    #[must_use]
+    pub fn heap_wait(&self) -> Duration {
+        self.config.heap_wait
     }
 
     /// The registry of apps.

@@ -13,9 +13,11 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
-use crate::app::{App, ShuffleState, Stage};
+use crate::app::{App, ReadLimits, ShuffleState, Stage};
+use crate::budget::{Budget, Charge};
 use crate::memory::{Memory, MemoryRead};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
+use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -25,8 +27,12 @@ use super::lifecycle::invalid_shuffle;
 use super::read_metrics::{Reading, TierReads};
 use super::{Service, ServiceError};
 
-/// Largest answer of a memory read that a client may ask for; a block that is larger still goes out whole.
-const MEMORY_READ_BYTES_MAX: u64 = 256 << 20;
+/// Part of what an application may still have unanswered that one answer from memory takes at most; a block that is larger
+/// still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
+const ANSWER_DIVISOR: u64 = 4;
+
+/// When less of it is left, readers wait: others of the application do not take what they asked for.
+const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
 /// `getMemoryShuffleData`.
 #[derive(Debug, Clone, Copy)]
@@ -61,6 +67,7 @@ pub struct Answering {
     began: Instant,
     bytes: u64,
     _reading: Reading,
+    _pinned: Charge,
 }
 
 impl Drop for Answering {
@@ -104,6 +111,8 @@ pub struct ChunkStream {
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
     reading: Reading,
+    /// One of the application's answers from disk.
+    turn: Charge,
     /// Who is told when a disk returned other bytes than were written, or goes on failing.
     reporter: Option<ErrorReporter>,
 }
@@ -211,6 +220,22 @@ impl ReadBuffers for HeldBuffer {
     }
 }
 
+/// What the reads of all applications may have under way, by the sizes of `memory`.
+#[must_use]
+pub fn read_limits(memory: &Memory) -> ReadLimits {
+    let chunks = memory.read_pool().capacity_bytes() / READ_CHUNK_BYTES_SHORT as u64;
+    ReadLimits { answers: memory.answered().clone(), local_reads: Budget::new(chunks.max(2)) }
+}
+
+/// Bytes after which an answer from memory ends.
+fn answer_limit(answers: &Budget, wanted: i32) -> Result<u64, ServiceError> {
+    let free = answers.free();
+    if free < ANSWER_BYTES_MIN.min(answers.capacity()) {
+        return Err(ServiceError::TooManyAnswers { pinned: answers.used(), max: answers.capacity() });
+    }
+    Ok(u64::try_from(wanted).unwrap_or(0).min(free / ANSWER_DIVISOR))
+}
+
 impl Service {
     /// Blocks of a partition that are in memory.
     ///
@@ -235,7 +260,7 @@ impl Service {
             return Ok(MemoryAnswer { read, answering });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
-        let limit = u64::try_from(request.read_buffer_size).unwrap_or(0).min(MEMORY_READ_BYTES_MAX);
+        let limit = answer_limit(app.answers(), request.read_buffer_size)?;
         let read = buffer.read(after, limit, filter.as_ref());
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
@@ -245,7 +270,15 @@ impl Service {
     }
 
     fn answering(&self, app: Arc<App>, bytes: u64) -> Answering {
-        Answering { app, began: Instant::now(), bytes, _reading: self.metrics.reads.memory.begin(bytes) }
+        // The limit is looked at before: one answer too many is let through rather than made twice.
+        let _pinned = app.answers().force_charge(bytes);
+        Answering {
+            app,
+            _pinned,
+            began: Instant::now(),
+            bytes,
+            _reading: self.metrics.reads.memory.begin(bytes),
+        }
     }
 
     /// All index records of a partition that are on local disks.
@@ -340,8 +373,8 @@ impl Service {
     ) -> ChunkStream {
         let memory = Arc::clone(&self.memory);
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
-        let reading = reads.begin(length);
-        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, reporter }
+        let (reading, turn) = (reads.begin(length), app.local_reads().nothing());
+        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, turn, reporter }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.
@@ -349,11 +382,45 @@ impl Service {
         self.metrics.read_memory_asked.inc();
         let wait = self.config.read_memory_wait;
         let asked = stream.length;
-        stream.first = timeout(wait, stream.next()).await.map_err(|_| {
+        let app = Arc::clone(&stream.app);
+        let first = async {
+            // Slow readers of one application leave the others their part of the read memory.
+            if let Ok(turn) = app.local_reads().charge(1).await {
+                stream.turn.merge(turn);
+            }
+            stream.next().await
+        };
+        let first = timeout(wait, first).await;
+        stream.first = first.map_err(|_| {
             self.metrics.read_memory_refused.inc();
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             ServiceError::NoReadMemory { asked, waited_ms }
         })??;
         Ok(stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn n8_answers_that_are_not_taken_get_smaller_and_end() {
+        let whole = Budget::new(64 << 20);
+        let (slow, honest) = (whole.child(32 << 20), whole.child(32 << 20));
+        let mut held = Vec::new();
+        while let Ok(limit) = answer_limit(&slow, 14 << 20) {
+            assert!(limit <= slow.free() / 4);
+            held.push(slow.force_charge(limit));
+        }
+        assert!((10..100).contains(&held.len()), "{} answers", held.len());
+        assert!(slow.used() <= slow.capacity());
+        let refused = answer_limit(&slow, 1).unwrap_err();
+        assert!(matches!(refused, ServiceError::TooManyAnswers { max, .. } if max == 32 << 20), "{refused}");
+        assert_eq!(answer_limit(&honest, 4 << 20).unwrap(), 4 << 20);
+        assert_eq!(answer_limit(&honest, -1).unwrap(), 0, "one block");
+        held.pop();
+        held.remove(0);
+        assert!(answer_limit(&slow, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
     }
 }

@@ -1,28 +1,23 @@
-//! Reports of finished task attempts, and what reducers are to expect.
+//! Reports of finished task attempts.
 //!
 //! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with
 //! the process, or its results would be short without anybody noticing.
 
 use std::sync::Arc;
 
-use bytes::Bytes;
-use croaring::Treemap;
-
+use crate::app::{ReportError, ShuffleState};
 use crate::metadata_log::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
-use uniffle_wire::bitmap;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
+use super::results::aside;
 use super::{Service, ServiceError, shuffle_of};
 
-/// Above this many ids a result is built on a blocking thread (docs/protocol.md §11 trap 16).
-const INLINE_IDS_MAX: u64 = 100_000;
+/// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 trap 16).
+const INLINE_IDS_MAX: u64 = 10_000;
 
-/// Bits of a block id (docs/protocol.md §3.1): they add up to 63.
-const BLOCK_ID_BITS: i32 = 63;
-
-/// Bits of the task attempt when a client does not tell its layout.
-const TASK_BITS_DEFAULT: i32 = 21;
+/// Ids compared or entered under one hold of the shuffle's lock.
+const IDS_AT_ONCE: usize = 4096;
 
 /// `reportShuffleResult`.
 #[derive(Debug, Clone)]
@@ -45,7 +40,7 @@ impl Service {
     /// # Errors
     /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, no disk that takes the note;
     /// nothing was taken then.
-    pub async fn report(self: &Arc<Self>, request: ReportRequest<'_>) -> Result<(), ServiceError> {
+    pub async fn report(self: &Arc<Self>, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
@@ -58,55 +53,67 @@ impl Service {
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
         let bitmap_count = request.bitmap_count;
+        let is_small = ids_in(&request.partitions) <= INLINE_IDS_MAX;
+        let (asked, partitions) = (Arc::clone(&shuffle), std::mem::take(&mut request.partitions));
+        let (learns, partitions) =
+            aside(is_small, move || (would_learn(&asked, bitmap_count, &partitions), partitions)).await?;
         // What adds nothing was written down before.
-        if !shuffle.block_ids().lock().would_learn(bitmap_count, &request.partitions)? {
+        if !learns? {
             return Ok(());
         }
+        request.partitions = partitions;
         self.judge_report(&app, &shuffle, &request.partitions).await?;
         let partitions = match self.tiers.metadata() {
             Some(tier) => note_report(&**tier, &key, request).await?,
             None => request.partitions,
         };
-        shuffle.block_ids().lock().report(bitmap_count, &partitions)?;
+        aside(is_small, move || enter(&shuffle, bitmap_count, &partitions)).await??;
         Ok(())
     }
+}
 
-    /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
-    ///
-    /// # Errors
-    /// Unknown app, a layout whose widths are not 1..=31 each and 63 together, or reports that may be missing.
-    pub async fn results(
-        &self,
-        app: &str,
-        shuffle: i32,
-        partitions: &[i32],
-        layout: Option<(i32, i32, i32)>,
-    ) -> Result<Bytes, ServiceError> {
-        let app = self.touched_app(app)?;
-        if let Some(layout) = layout {
-            check_layout(layout)?;
+fn ids_in(partitions: &[(PartitionId, Vec<i64>)]) -> u64 {
+    partitions.iter().map(|(_, ids)| ids.len() as u64).sum()
+}
+
+/// The report in pieces small enough for one hold of the shuffle's lock.
+fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64])>> {
+    let (mut pieces, mut room) = (vec![Vec::new()], IDS_AT_ONCE);
+    for (partition, ids) in partitions {
+        for some in ids.chunks(IDS_AT_ONCE) {
+            if some.len() > room {
+                pieces.push(Vec::new());
+                room = IDS_AT_ONCE;
+            }
+            room -= some.len();
+            pieces.last_mut().expect("begins with one").push((*partition, some));
         }
-        let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
-        app.learn_task_bits(task_bits.unsigned_abs());
-        let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
-            return Ok(bitmap::encode(&Treemap::new()));
-        };
-        if let Some(reason) = shuffle.losses().reports_incomplete() {
-            let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
-            return Err(ServiceError::Lost(text));
-        }
-        let partitions: Vec<PartitionId> = partitions.iter().copied().map(PartitionId).collect();
-        if shuffle.block_ids().lock().count() <= INLINE_IDS_MAX {
-            return Ok(bitmap::encode(&shuffle.block_ids().lock().of(&partitions)));
-        }
-        let build = move || {
-            let ids = shuffle.block_ids().lock().of(&partitions);
-            bitmap::encode(&ids)
-        };
-        tokio::task::spawn_blocking(build)
-            .await
-            .map_err(|error| ServiceError::Malformed(format!("block id bitmap could not be built: {error}")))
     }
+    pieces
+}
+
+fn would_learn(
+    shuffle: &ShuffleState,
+    bitmap_count: i32,
+    partitions: &[(PartitionId, Vec<i64>)],
+) -> Result<bool, ReportError> {
+    let mut learns = false;
+    for piece in pieces(partitions) {
+        learns |= shuffle.block_ids().lock().would_learn(bitmap_count, &piece)?;
+    }
+    Ok(learns)
+}
+
+/// Enters a report. One that is refused in between leaves ids that no successful attempt names.
+fn enter(
+    shuffle: &ShuffleState,
+    bitmap_count: i32,
+    partitions: &[(PartitionId, Vec<i64>)],
+) -> Result<(), ReportError> {
+    for piece in pieces(partitions) {
+        shuffle.block_ids().lock().report(bitmap_count, &piece)?;
+    }
+    Ok(())
 }
 
 /// Makes a report survive the process; gives its ids back.
@@ -118,7 +125,7 @@ async fn note_report(
     let unknown = || unknown_shuffle(request.shuffle);
     let log = tier.metadata_log(key).ok_or_else(unknown)?;
     let ReportRequest { task_attempt, bitmap_count, partitions, .. } = request;
-    let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
+    let ids = ids_in(&partitions);
     let report = Report { bitmap_count, task_attempt, partitions };
     let encode = move || {
         let note = Record::Report(report);
@@ -144,31 +151,19 @@ fn unknown_shuffle(shuffle: i32) -> ServiceError {
     ServiceError::NotRegisteredPart(format!("shuffle {shuffle}"))
 }
 
-fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {
-    let widths = [sequence, partition, task];
-    let legal =
-        widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
-    if legal {
-        return Ok(());
-    }
-    Err(ServiceError::InvalidField {
-        field: "blockIdLayout",
-        value: widths.iter().map(|bits| i64::from(*bits)).sum(),
-        allowed: "three widths of 1 to 31 bits that add up to 63 are allowed",
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn layouts() {
-        for legal in [(18, 24, 21), (21, 20, 22), (31, 1, 31)] {
-            assert!(check_layout(legal).is_ok());
-        }
-        for illegal in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
-            assert!(check_layout(illegal).is_err());
-        }
+    fn a_report_is_entered_in_pieces_and_whole() {
+        let report =
+            [(PartitionId(1), vec![7; 10_000]), (PartitionId(2), Vec::new()), (PartitionId(3), vec![8; 3])];
+        let pieces = pieces(&report);
+        assert_eq!(pieces.iter().map(Vec::len).collect::<Vec<_>>(), [1, 1, 2]);
+        assert!(
+            pieces.iter().all(|piece| piece.iter().map(|(_, ids)| ids.len()).sum::<usize>() <= IDS_AT_ONCE)
+        );
+        assert_eq!(pieces.iter().flatten().map(|(_, ids)| ids.len()).sum::<usize>(), 10_003);
     }
 }

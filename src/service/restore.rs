@@ -192,5 +192,6 @@ fn registration_of(key: &ShuffleKey, note: metadata_log::Registration) -> Result
         properties: note.properties.into_iter().collect::<HashMap<_, _>>(),
         sent_properties: note.sent_properties,
         heartbeat_timeout: note.heartbeat_timeout_ms.map(Duration::from_millis),
+        kept_elsewhere_bytes: note.remote_storage.len() as u64,
     })
 }

@@ -10,12 +10,24 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use crate::app::{App, ShuffleState, Stage};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Budget, Charge, HeapKind};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
 use super::partition_limit::{PartitionLimits, PartitionSizes};
 use super::{Service, ServiceError, shuffle_of};
+
+/// Blocks of a send that are kept track of without a charge; a small send has no more.
+const BLOCKS_FREE: usize = 16;
+
+/// Blocks charged at once: less than one look at the heap per 256.
+const BLOCKS_AT_ONCE: usize = 256;
+
+/// What is kept of a block until it is committed, with the room that lists grow by.
+const BLOCK_BYTES: u64 =
+    (size_of::<(BlockMeta, BlockFill)>() + size_of::<(BlockMeta, BlockFill)>() / 2) as u64;
 
 /// What stands before the data of a send.
 #[derive(Debug, Clone, Copy)]
@@ -58,6 +70,7 @@ impl Service {
         funds.cut_to(header.message_bytes);
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
+            bookkeeping: Bookkeeping::new(self.memory.heap().of(HeapKind::Blocks)),
             service: Arc::clone(self),
             app,
             shuffle,
@@ -79,6 +92,41 @@ impl Service {
 struct Run {
     buffer: Arc<Buffer>,
     blocks: Vec<(BlockMeta, BlockFill)>,
+}
+
+impl Run {
+    /// Grows by halves: lists of hundreds of thousands must not take twice what is in them.
+    fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
+        if self.blocks.len() == self.blocks.capacity() {
+            self.blocks.reserve_exact((self.blocks.len() / 2).max(4));
+        }
+        self.blocks.push((meta, fill));
+    }
+}
+
+/// What is kept of the blocks of a send until they are committed, charged ahead.
+#[derive(Debug)]
+struct Bookkeeping {
+    blocks: usize,
+    paid: usize,
+    charge: Charge,
+}
+
+impl Bookkeeping {
+    fn new(budget: &Budget) -> Self {
+        Self { blocks: 0, paid: BLOCKS_FREE, charge: budget.nothing() }
+    }
+
+    #[inline]
+    fn add(&mut self) -> Result<(), HeapFull> {
+        self.blocks += 1;
+        if self.blocks > self.paid {
+            let charged = self.charge.try_grow(BLOCKS_AT_ONCE as u64 * BLOCK_BYTES);
+            charged.map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal))?;
+            self.paid += BLOCKS_AT_ONCE;
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Run {
@@ -111,6 +159,7 @@ pub struct SendSession {
     open: Option<OpenBlock>,
     runs: Vec<Run>,
     funds: Reservation,
+    bookkeeping: Bookkeeping,
     payload_bytes_max: u64,
     payload_bytes: u64,
     stored_bytes: u64,
@@ -137,7 +186,7 @@ impl SendSession {
     /// A block of `length` bytes follows; takes its place in the partition's chain.
     ///
     /// # Errors
-    /// A length of 0 or above the limit, or more payload than the ticket was for.
+    /// A length of 0 or above the limit, more payload than the ticket was for, or more blocks than there is heap for.
     pub fn begin_block(&mut self, length: u32) -> Result<(), ServiceError> {
         if length == 0 || length > BLOCK_BYTES_MAX {
             return Err(ServiceError::InvalidField {
@@ -151,6 +200,7 @@ impl SendSession {
             let (asked, left) = (self.payload_bytes, self.payload_bytes_max);
             return Err(MemoryError::TicketOverspent { asked, left }.into());
         }
+        self.bookkeeping.add()?;
         let Some(run) = self.runs.last_mut() else {
             return Err(ServiceError::Malformed("a block stands before any partition".to_owned()));
         };
@@ -192,7 +242,7 @@ impl SendSession {
             }
         }
         if let Some(run) = self.runs.last_mut() {
-            run.blocks.push((meta, open.fill));
+            run.push(meta, open.fill);
         }
         Ok(())
     }

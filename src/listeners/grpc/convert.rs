@@ -2,6 +2,7 @@
 
 use tonic::{Code, Status};
 
+use super::inbound::is_heap_full;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, Service, ServiceError};
 use crate::tiers::RemoteStorage;
@@ -24,8 +25,12 @@ pub(super) fn refusal(service: &Service, error: &ServiceError) -> Verdict {
     (error.status().into(), error.to_string())
 }
 
-/// A call that ends with an error of gRPC's own; the log hears of it unless clients just went away or were slow.
+/// A call that ends with an error of gRPC's own; the log hears of it unless clients just went away or were slow, or
+/// the heap is used up.
 pub(super) fn note_broken_call(service: &Service, status: &Status) {
+    if is_heap_full(status) {
+        return;
+    }
     match status.code() {
         Code::Internal | Code::ResourceExhausted | Code::Unimplemented => {
             service.note_malformed(LISTENER, &status.message());

@@ -12,9 +12,6 @@ use tonic::{Code, Status};
 /// One byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
 
-/// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
-const COLLECT_BYTES: usize = 64 << 10;
-
 /// What a request body must be; `Incoming` in the server, a scripted body in tests.
 pub(super) trait RequestBody:
     http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static
@@ -70,36 +67,6 @@ fn parse_prefix(flags: u8, length: u32, length_max: u32) -> Result<u32, Status> 
         )));
     }
     Ok(length)
-}
-
-/// Reads one whole small message.
-pub(super) async fn read_message<B, M>(body: &mut B, length_max: u32) -> Result<M, Status>
-where
-    B: RequestBody,
-    M: Message + Default,
-{
-    let (length, first) = read_prefix(body, length_max).await?;
-    let bytes = collect(body, length as usize, first).await?;
-    M::decode(bytes).map_err(|error| Status::internal(format!("the request cannot be decoded: {error}")))
-}
-
-async fn collect<B: RequestBody>(body: &mut B, length: usize, first: Bytes) -> Result<Bytes, Status> {
-    let mut message = first;
-    if message.len() < length {
-        let mut all = BytesMut::with_capacity(length.min(COLLECT_BYTES.max(message.len())));
-        all.extend_from_slice(&message);
-        while all.len() < length {
-            let Some(data) = next_data(body).await? else {
-                return Err(Status::internal("the request ended inside its message"));
-            };
-            all.extend_from_slice(&data);
-        }
-        message = all.freeze();
-    }
-    if message.len() > length || next_data(body).await?.is_some() {
-        return Err(Status::internal("the request has more than one message"));
-    }
-    Ok(message)
 }
 
 /// The HTTP frame of an answer with a body.
@@ -159,37 +126,6 @@ pub(super) mod tests {
         all.extend_from_slice(&u32::try_from(bytes.len()).unwrap().to_be_bytes());
         all.extend_from_slice(&bytes);
         all.chunks(cut).map(Bytes::copy_from_slice).collect()
-    }
-
-    async fn heartbeat(pieces: Vec<Bytes>, max: u32) -> Result<proto::AppHeartBeatRequest, Code> {
-        read_message(&mut body_of(pieces), max).await.map_err(|status| status.code())
-    }
-
-    #[tokio::test]
-    async fn messages_are_read_however_they_are_cut() {
-        let request = proto::AppHeartBeatRequest { app_id: "app-1".into() };
-        for cut in 1..20 {
-            assert_eq!(heartbeat(framed(&request, cut), 100).await.as_ref(), Ok(&request), "cut at {cut}");
-        }
-        let empty = proto::AppHeartBeatRequest::default();
-        assert_eq!(heartbeat(framed(&empty, 5), 100).await, Ok(empty));
-    }
-
-    #[tokio::test]
-    async fn broken_framing_is_refused() {
-        let whole = framed(&proto::AppHeartBeatRequest { app_id: "app-1".into() }, 100);
-        assert_eq!(heartbeat(Vec::new(), 100).await, Err(Code::Internal));
-        assert_eq!(heartbeat(vec![whole[0].slice(..4)], 100).await, Err(Code::Internal));
-        assert_eq!(heartbeat(vec![whole[0].slice(..8)], 100).await, Err(Code::Internal));
-        assert_eq!(
-            heartbeat(vec![whole[0].clone(), Bytes::from_static(b"x")], 100).await,
-            Err(Code::Internal)
-        );
-        assert_eq!(heartbeat(whole.clone(), 6).await, Err(Code::ResourceExhausted));
-        let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
-        assert_eq!(heartbeat(vec![claim], 100).await, Err(Code::ResourceExhausted));
-        let compressed = Bytes::from_static(&[1, 0, 0, 0, 0]);
-        assert_eq!(heartbeat(vec![compressed], 100).await, Err(Code::Unimplemented));
     }
 
     #[tokio::test]

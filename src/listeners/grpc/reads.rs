@@ -9,14 +9,15 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::message::{RequestBody, read_message, respond_message};
+use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat};
+use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
-use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, Service};
+use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, Service, ServiceError};
 
 /// Payload fields of the three answers.
 const MEMORY_DATA: u32 = 2;
@@ -33,22 +34,15 @@ impl Chunks for ReadAhead {
 pub(super) async fn memory<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    request_bytes_max: u32,
+    (inbound, request_bytes_max): (&Inbound, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
-    let request: GetMemoryShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    let (request, _charge): (GetMemoryShuffleDataRequest, _) =
+        inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
-    // An empty filter is no filter (docs/protocol.md §3.4).
-    let task_filter =
-        request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
-    let read = service.read_memory(MemoryReadRequest {
-        app: &request.app_id,
-        shuffle: request.shuffle_id,
-        partition: request.partition_id,
-        last_block_id: request.last_block_id,
-        read_buffer_size: request.read_buffer_size,
-        task_filter,
-    });
+    let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
+    let asked = Arc::clone(service);
+    let read = aside(filter_bytes <= INLINE_BYTES_MAX, move || read_memory(&asked, &request)).await?;
     match read {
         Ok(MemoryAnswer { read, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
@@ -61,13 +55,31 @@ pub(super) async fn memory<B: RequestBody>(
     }
 }
 
+fn read_memory(
+    service: &Service,
+    request: &GetMemoryShuffleDataRequest,
+) -> Result<MemoryAnswer, ServiceError> {
+    // An empty filter is no filter (docs/protocol.md §3.4).
+    let task_filter =
+        request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
+    service.read_memory(MemoryReadRequest {
+        app: &request.app_id,
+        shuffle: request.shuffle_id,
+        partition: request.partition_id,
+        last_block_id: request.last_block_id,
+        read_buffer_size: request.read_buffer_size,
+        task_filter,
+    })
+}
+
 /// `getLocalShuffleIndex`
 pub(super) async fn local_index<B: RequestBody>(
     service: &Arc<Service>,
-    request_bytes_max: u32,
+    (inbound, request_bytes_max): (&Inbound, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
-    let request: GetLocalShuffleIndexRequest = read_message(&mut body, request_bytes_max).await?;
+    let (request, _charge): (GetLocalShuffleIndexRequest, _) =
+        inbound.message(&mut body, request_bytes_max, flat).await?;
     match service.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
         Ok(index) => from_chunks(
             Head::local_index("OK", index.data_length),
@@ -86,10 +98,11 @@ pub(super) async fn local_index<B: RequestBody>(
 pub(super) async fn local_data<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    request_bytes_max: u32,
+    (inbound, request_bytes_max): (&Inbound, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
-    let request: GetLocalShuffleDataRequest = read_message(&mut body, request_bytes_max).await?;
+    let (request, _charge): (GetLocalShuffleDataRequest, _) =
+        inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
     match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {

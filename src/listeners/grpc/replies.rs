@@ -75,6 +75,13 @@ impl Head {
         head
     }
 
+    /// Head of a `GetShuffleResultResponse` or one for many partitions, with status SUCCESS: field 2.
+    pub(super) fn result(message: &str) -> Self {
+        let mut head = Self::with_capacity(message.len());
+        head.string(2, message);
+        head
+    }
+
     /// `ShuffleDataBlockSegment`, field 1 of the memory answer.
     fn segment(&mut self, block: &BlockMeta, offset: u64) {
         let fields = [

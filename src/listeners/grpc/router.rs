@@ -1,4 +1,4 @@
-//! One call: by path to the five hot methods or to tonic's router, counted and with a deadline.
+//! One call: by path to the methods that are served here or to tonic's router, counted and with a deadline.
 //!
 //! Not here: connections (`server`). Invariant: a call ends with an answer within its deadline, and a panic-free
 //! infallible type: whatever goes wrong is a gRPC status.
@@ -18,13 +18,15 @@ use tower::ServiceExt;
 
 use super::config::GrpcConfig;
 use super::convert::note_broken_call;
+use super::inbound::{Inbound, RequestHeap};
 use super::internal::Peer;
 use super::methods::{
-    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, REQUIRE_BUFFER,
+    GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
+    GET_SHUFFLE_RESULT_FOR_MULTI_PART, REGISTER_SHUFFLE, REPORT_SHUFFLE_RESULT, REQUIRE_BUFFER,
     SEND_SHUFFLE_DATA,
 };
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
-use super::{ingest, reads, tickets};
+use super::{bookkeeping, ingest, reads, tickets};
 use crate::runtime::Tasks;
 use crate::service::Service;
 
@@ -34,6 +36,16 @@ const INTERNAL: &str = "/rss.common.ShuffleServerInternal/";
 /// W3C trace context, as gRPC clients with tracing send it.
 const TRACEPARENT: &str = "traceparent";
 
+/// Largest request of the calls that tonic serves: ids and a few words, or a coordinator's view of a worker.
+const OTHER_BYTES_MAX: u32 = 4 << 20;
+
+/// The connection that a call comes by.
+#[derive(Debug)]
+pub(super) struct Caller {
+    pub(super) peer: Peer,
+    pub(super) inbound: Inbound,
+}
+
 /// What every connection shares.
 #[derive(Debug)]
 pub(super) struct Router {
@@ -42,6 +54,7 @@ pub(super) struct Router {
     pub(super) routes: Routes,
     pub(super) metrics: GrpcMetrics,
     pub(super) tasks: Tasks,
+    pub(super) requests: RequestHeap,
 }
 
 impl Router {
@@ -49,13 +62,13 @@ impl Router {
     pub(super) async fn call(
         self: Arc<Self>,
         mut request: Request<Incoming>,
-        peer: Peer,
+        caller: Arc<Caller>,
     ) -> Result<Response<Body>, Infallible> {
         let span = self.span(&request);
         if request.uri().path().starts_with(INTERNAL) {
-            request.extensions_mut().insert(peer);
+            request.extensions_mut().insert(caller.peer);
         }
-        self.counted(request).in_span(span).await
+        self.counted(request, &caller).in_span(span).await
     }
 
     /// The span of a call. Nothing is looked up when nothing is traced.
@@ -67,7 +80,11 @@ impl Router {
         self.config.traces.begin(label(request.uri().path()), parent)
     }
 
-    async fn counted(self: Arc<Self>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
+    async fn counted(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        caller: &Caller,
+    ) -> Result<Response<Body>, Infallible> {
         let _counted = self.metrics.begin(request.uri().path());
         if request.uri().path() == SEND_SHUFFLE_DATA {
             // Has its own deadline, because it goes on reading after it.
@@ -80,7 +97,8 @@ impl Router {
             )
             .await);
         }
-        let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request))).await;
+        let answer =
+            timeout(self.config.send_deadline, Box::pin(self.small_call(request, &caller.inbound))).await;
         let answer =
             answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
         Ok(answer.unwrap_or_else(|status| {
@@ -89,21 +107,34 @@ impl Router {
         }))
     }
 
-    /// A call whose request is small.
-    async fn small_call(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
-        let max = self.config.read_request_bytes_max;
+    /// A call whose request is collected before it is understood.
+    async fn small_call(
+        &self,
+        request: Request<Incoming>,
+        inbound: &Inbound,
+    ) -> Result<Response<Body>, Status> {
+        let max = (inbound, self.config.read_request_bytes_max);
+        let large = (inbound, u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX));
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
+        let service = &self.service;
         match request.uri().path() {
-            REQUIRE_BUFFER => tickets::require_buffer(&self.service, max, request.into_body()).await,
-            GET_MEMORY_SHUFFLE_DATA => reads::memory(&self.service, memory, max, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(&self.service, max, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_DATA => {
-                reads::local_data(&self.service, local_data, max, request.into_body()).await
+            REQUIRE_BUFFER => tickets::require_buffer(service, max, request.into_body()).await,
+            GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, max, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, max, request.into_body()).await,
+            REGISTER_SHUFFLE => bookkeeping::register(service, large, request.into_body()).await,
+            REPORT_SHUFFLE_RESULT => bookkeeping::report(service, large, request.into_body()).await,
+            GET_SHUFFLE_RESULT => bookkeeping::result(service, max, request.into_body()).await,
+            GET_SHUFFLE_RESULT_FOR_MULTI_PART => {
+                bookkeeping::result_of_many(service, large, request.into_body()).await
             }
-            _ => match self.routes.clone().oneshot(request).await {
-                Ok(response) => Ok(response),
-                Err(never) => match never {},
-            },
+            _ => {
+                let (request, _charge) = inbound.whole(request, OTHER_BYTES_MAX).await?;
+                match self.routes.clone().oneshot(request).await {
+                    Ok(response) => Ok(response),
+                    Err(never) => match never {},
+                }
+            }
         }
     }
 }

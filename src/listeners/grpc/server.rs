@@ -22,9 +22,10 @@ use tracing::{debug, info};
 
 use super::config::GrpcConfig;
 use super::convert::LISTENER;
+use super::inbound::RequestHeap;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
-use super::router::Router;
+use super::router::{Caller, Router};
 use super::shares::{STREAMS_MIN, Share, ShareBudget, ShareLimits, WINDOW_BYTES_MIN};
 use super::shuffle::ShuffleCalls;
 
@@ -62,15 +63,13 @@ impl GrpcServer {
         tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<IntGauge> {
-        let small = config.small_message_bytes_max;
         let metrics = GrpcMetrics::new(registry)?;
         let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
         let shuffle = ShuffleServerServer::new(calls);
         let internal =
             InternalCalls::new(Arc::clone(&service), config.decommission_by, config.coordinators.clone());
         let internal = ShuffleServerInternalServer::new(internal);
-        // Answers are not limited here: a bitmap of a large shuffle may be larger than any request.
-        routes.add_service(shuffle.max_decoding_message_size(small).max_encoding_message_size(usize::MAX));
+        routes.add_service(shuffle);
         routes.add_service(internal);
         let routes: Routes = routes.routes().prepare();
 
@@ -89,7 +88,8 @@ impl GrpcServer {
         let windows = ShareBudget::new(config.window_budget_bytes, windows);
         let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
         let streams = ShareBudget::new(config.stream_budget, streams);
-        let router = Arc::new(Router { config, service, routes, metrics, tasks });
+        let requests = RequestHeap::new(service.memory().heap(), service.heap_wait());
+        let router = Arc::new(Router { config, service, routes, metrics, tasks, requests });
         let server = Arc::new(Self { router, windows, streams });
         acceptor.start(move |connection| Arc::clone(&server).serve(connection));
         Ok(open)
@@ -123,7 +123,8 @@ async fn drive(
     shares: &Shares,
 ) -> Result<(), hyper::Error> {
     let mut closing = pin!(router.tasks.closing());
-    let service = service_fn(|request| Arc::clone(router).call(request, peer));
+    let caller = Arc::new(Caller { peer, inbound: router.requests.of_connection() });
+    let service = service_fn(|request| Arc::clone(router).call(request, Arc::clone(&caller)));
     let connection =
         builder(&router.config, shares, &router.tasks).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);

@@ -1,14 +1,13 @@
-//! The small calls of `ShuffleServer` through tonic. The five hot methods never get here (`router`).
+//! The small calls of `ShuffleServer` through tonic. The others never get here (`router`).
 
 use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
-use super::convert::{layout, not_offered, refusal, register_request, success, verdict};
+use super::convert::{not_offered, success, verdict};
 use crate::metrics::TransitTimes;
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
-use crate::service::{ReportRequest, Service};
-use uniffle_wire::types::PartitionId;
+use crate::service::Service;
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -37,12 +36,9 @@ fn taken_by_path<T>() -> Answer<T> {
 impl ShuffleServer for ShuffleCalls {
     async fn register_shuffle(
         &self,
-        request: Request<proto::ShuffleRegisterRequest>,
+        _: Request<proto::ShuffleRegisterRequest>,
     ) -> Answer<proto::ShuffleRegisterResponse> {
-        let mut request = request.into_inner();
-        let (status, ret_msg) =
-            verdict(&self.service, self.service.register(register_request(&mut request)).await, "");
-        answer(proto::ShuffleRegisterResponse { status, ret_msg })
+        taken_by_path()
     }
 
     async fn unregister_shuffle(
@@ -78,57 +74,23 @@ impl ShuffleServer for ShuffleCalls {
 
     async fn report_shuffle_result(
         &self,
-        request: Request<proto::ReportShuffleResultRequest>,
+        _: Request<proto::ReportShuffleResultRequest>,
     ) -> Answer<proto::ReportShuffleResultResponse> {
-        let request = request.into_inner();
-        let partitions = request.partition_to_block_ids.into_iter();
-        let report = self.service.report(ReportRequest {
-            app: &request.app_id,
-            shuffle: request.shuffle_id,
-            task_attempt: request.task_attempt_id,
-            bitmap_count: request.bitmap_num,
-            partitions: partitions
-                .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
-                .collect(),
-        });
-        let (status, ret_msg) = verdict(&self.service, report.await, "OK");
-        answer(proto::ReportShuffleResultResponse { status, ret_msg })
+        taken_by_path()
     }
 
     async fn get_shuffle_result(
         &self,
-        request: Request<proto::GetShuffleResultRequest>,
+        _: Request<proto::GetShuffleResultRequest>,
     ) -> Answer<proto::GetShuffleResultResponse> {
-        let request = request.into_inner();
-        let partitions = [request.partition_id];
-        let layout = layout(request.block_id_layout);
-        let result = self.service.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
-        let ((status, ret_msg), serialized_bitmap) = match result {
-            Ok(bitmap) => (success("OK"), bitmap),
-            Err(error) => (refusal(&self.service, &error), bytes::Bytes::new()),
-        };
-        answer(proto::GetShuffleResultResponse { status, ret_msg, serialized_bitmap })
+        taken_by_path()
     }
 
     async fn get_shuffle_result_for_multi_part(
         &self,
-        request: Request<proto::GetShuffleResultForMultiPartRequest>,
+        _: Request<proto::GetShuffleResultForMultiPartRequest>,
     ) -> Answer<proto::GetShuffleResultForMultiPartResponse> {
-        let request = request.into_inner();
-        let layout = layout(request.block_id_layout);
-        let result =
-            self.service.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
-        let ((status, ret_msg), serialized_bitmap) = match result {
-            Ok(bitmap) => (success("OK"), bitmap),
-            Err(error) => (refusal(&self.service, &error), bytes::Bytes::new()),
-        };
-        let partition_stats = Vec::new();
-        answer(proto::GetShuffleResultForMultiPartResponse {
-            status,
-            ret_msg,
-            serialized_bitmap,
-            partition_stats,
-        })
+        taken_by_path()
     }
 
     /// Storage without a memory part only; Spark with MEMORY_* never calls it (docs/protocol.md §2.6).

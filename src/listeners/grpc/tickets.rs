@@ -9,7 +9,8 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::{refusal, success};
-use super::message::{RequestBody, read_message, respond_message};
+use super::inbound::{Inbound, numbers};
+use super::message::{RequestBody, respond_message};
 use crate::proto::{RequireBufferRequest, RequireBufferResponse};
 use crate::service::{RequireRequest, Service};
 
@@ -19,10 +20,11 @@ const NO_TICKET: i64 = -1;
 /// `requireBuffer`
 pub(super) async fn require_buffer<B: RequestBody>(
     service: &Arc<Service>,
-    request_bytes_max: u32,
+    (inbound, request_bytes_max): (&Inbound, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
-    let request: RequireBufferRequest = read_message(&mut body, request_bytes_max).await?;
+    let (request, _charge): (RequireBufferRequest, _) =
+        inbound.message(&mut body, request_bytes_max, numbers).await?;
     let grant = service.require_buffer(RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,

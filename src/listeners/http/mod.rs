@@ -108,7 +108,13 @@ fn router(pages: Pages) -> Router {
         .merge(page::router())
 }
 
+/// Gauges are sums over everything that the worker holds, so they are gathered on a blocking thread.
 async fn metrics_text(State(pages): State<Pages>) -> Response {
+    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    tokio::task::spawn_blocking(move || gathered(&pages)).await.unwrap_or_else(failed)
+}
+
+fn gathered(pages: &Pages) -> Response {
     pages.node.refresh_metrics();
     let mut text = Vec::new();
     match TextEncoder::new().encode(&pages.registry.gather(), &mut text) {

@@ -38,10 +38,9 @@ section! {
         /// bound costs no memory; it must let one block of 512 MiB pass (`types::BLOCK_BYTES_MAX`) and refuses only broken
         /// peers: Spark aims at 16 MiB per request (`rss.client.send.size.limit`). Java's decoder allows `i32::MAX`.
         pub frame_bytes_max: u32 = 1 << 30,
-        /// Largest read request accepted. Default: 8 MiB, a task filter of four million scattered attempts.
+        /// Largest read request accepted. Default: 8 MiB, a task filter of four million scattered attempts. What has come of
+        /// one is charged to the heap until its answer is there.
         pub read_request_bytes_max: u32 = 8 << 20,
-        /// Bytes of incomplete read requests over 64 KiB that all connections may hold together. Default: 64 MiB.
-        pub large_requests_bytes_max: u32 = 64 << 20,
         /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/performance.md §E). One such
         /// buffer exists per thread, not per connection.
         pub chunk_bytes: usize = 256 << 10,

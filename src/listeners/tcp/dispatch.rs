@@ -18,6 +18,7 @@ use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
 
+use super::frames::ReadMessage;
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
 
@@ -117,7 +118,7 @@ pub(super) struct LocalRead {
     pub(super) turns: Arc<Semaphore>,
     pub(super) kind: FrameType,
     pub(super) request_id: i64,
-    pub(super) message: Vec<u8>,
+    pub(super) message: ReadMessage,
     pub(super) guard: ReplyGuard,
 }
 
@@ -143,7 +144,7 @@ impl LocalRead {
     }
 
     async fn answer(&mut self) -> Result<Reply, ServiceError> {
-        let request = ReadRequest::decode(self.kind, &self.message)?;
+        let request = ReadRequest::decode(self.kind, &self.message.bytes)?;
         // The index's request does not say when it was sent.
         if let ReadRequest::LocalData(request) = &request {
             self.guard.counted.metrics().transit().arrived(request.timestamp_ms);

@@ -11,6 +11,8 @@ use fastrace::Span;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
+use crate::budget::heap::HeapFull;
+use crate::budget::{Budget, Charge, HeapKind};
 use crate::runtime::Tasks;
 use crate::service::{Intake, ServiceError};
 use uniffle_wire::DecodeError;
@@ -23,8 +25,14 @@ use super::metrics::InProgress;
 use super::shared::Shared;
 use super::writer::{Outbox, Outgoing, ReplyGuard};
 
-/// Incomplete read requests up to this size are bounded by the number of connections, larger ones by their sum.
+/// Taken from the socket between frames, so that little is left over when what they want is not there yet.
 const SMALL_REQUEST_BYTES: u32 = 64 << 10;
+/// Read requests up to this size are bounded by the number of requests; larger ones are charged to the heap.
+const FREE_REQUEST_BYTES: usize = 256;
+/// What a read request is charged by its bytes: they, and the task filter that is made of them.
+const REQUEST_WEIGHT: u64 = 5;
+/// Above this size a task filter is decoded on a blocking thread.
+const INLINE_REQUEST_BYTES_MAX: usize = 64 << 10;
 /// Every message begins with its request id.
 const REQUEST_ID_BYTES: usize = 8;
 
@@ -64,7 +72,31 @@ struct PartialRead {
     kind: FrameType,
     message_bytes: usize,
     message: Vec<u8>,
-    _large: Option<OwnedSemaphorePermit>,
+    charge: Charge,
+}
+
+impl PartialRead {
+    /// Room for `more` bytes, charged first.
+    fn make_room(&mut self, more: usize) -> Result<(), HeapFull> {
+        let needed = self.message.len() + more;
+        if needed <= self.message.capacity() {
+            return Ok(());
+        }
+        let wanted = (2 * self.message.capacity()).max(needed).min(self.message_bytes);
+        if self.message_bytes > FREE_REQUEST_BYTES {
+            let charged = self.charge.try_grow(REQUEST_WEIGHT * (wanted - self.message.capacity()) as u64);
+            charged.map_err(|refusal| HeapFull::of(HeapKind::Requests, refusal))?;
+        }
+        self.message.reserve_exact(wanted - self.message.len());
+        Ok(())
+    }
+}
+
+/// A read request that has come whole, with what it is charged until its answer is there.
+#[derive(Debug)]
+pub(super) struct ReadMessage {
+    pub(super) bytes: Vec<u8>,
+    pub(super) charge: Charge,
 }
 
 /// What is left of a frame whose answer is certain.
@@ -89,8 +121,10 @@ pub(super) struct Frames {
     walker: SendWalker,
     /// The current or next request's place.
     place: Option<OwnedSemaphorePermit>,
+    /// What its requests are charged to.
+    heap: Budget,
     /// A memory read that waits for its place.
-    memory_read: Option<(i64, Vec<u8>)>,
+    memory_read: Option<(i64, ReadMessage)>,
     /// When the current frame's first byte came.
     began: Option<Instant>,
     /// Counts the current frame's request, from its header on.
@@ -102,6 +136,9 @@ pub(super) struct Frames {
 impl Frames {
     pub(super) fn new(shared: Arc<Shared>, outbox: Outbox, connection: Tasks) -> Self {
         let requests = Arc::new(Semaphore::new(shared.config.requests_in_flight_per_connection_max));
+        // Half of all, so that one connection alone cannot use it up.
+        let heap = shared.service.memory().heap().of(HeapKind::Requests);
+        let heap = heap.child(heap.capacity() / 2);
         Self {
             shared,
             outbox,
@@ -111,6 +148,7 @@ impl Frames {
             phase: Phase::START,
             walker: SendWalker::new(0),
             place: None,
+            heap,
             memory_read: None,
             began: None,
             counted: None,
@@ -183,7 +221,7 @@ impl Frames {
     /// A place for the memory read that waits.
     pub(super) fn give_memory_read(&mut self, permit: OwnedSemaphorePermit) {
         if let Some((id, message)) = self.memory_read.take() {
-            self.answer_memory(id, &message, permit);
+            self.read_memory(id, message, permit);
         }
     }
 
@@ -235,15 +273,8 @@ impl Frames {
             let (len, max) = (u64::from(message_bytes), u64::from(max));
             return drain(DecodeError::TooLarge { what: "read request", len, max }.into());
         }
-        let mut large = None;
-        if message_bytes > SMALL_REQUEST_BYTES {
-            large = Arc::clone(&self.shared.large_requests).try_acquire_many_owned(message_bytes).ok();
-            if large.is_none() {
-                return drain(ServiceError::NoRequestMemory);
-            }
-        }
-        let message_bytes = message_bytes as usize;
-        Phase::Read(PartialRead { kind, message_bytes, message: Vec::new(), _large: large })
+        let (message_bytes, charge) = (message_bytes as usize, self.heap.nothing());
+        Phase::Read(PartialRead { kind, message_bytes, message: Vec::new(), charge })
     }
 
     fn walk_send(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
@@ -298,34 +329,73 @@ impl Frames {
 
     fn walk_read(&mut self, chunk: &[u8]) -> Result<usize, DecodeError> {
         let Phase::Read(read) = &mut self.phase else { return Ok(0) };
-        let kind = read.kind;
-        let taken = (read.message_bytes - read.message.len()).min(chunk.len());
-        if taken == read.message_bytes {
-            self.complete(kind, &chunk[..taken])?;
+        let (kind, have) = (read.kind, read.message.len());
+        let taken = (read.message_bytes - have).min(chunk.len());
+        if taken == read.message_bytes && kind == FrameType::Memory && taken <= FREE_REQUEST_BYTES {
+            self.complete_memory(&chunk[..taken])?;
             return Ok(taken);
+        }
+        if let Err(full) = read.make_room(taken) {
+            let mut id = read.message.clone();
+            id.truncate(REQUEST_ID_BYTES);
+            let left = (read.message_bytes - have) as u64;
+            self.phase = Phase::Drain(Drain { kind, left, id, error: full.into() });
+            return Ok(0);
         }
         read.message.extend_from_slice(&chunk[..taken]);
         if read.message.len() == read.message_bytes {
-            let message = std::mem::take(&mut read.message);
-            self.complete(kind, &message)?;
+            let bytes = std::mem::take(&mut read.message);
+            let all = read.charge.bytes();
+            let charge = read.charge.split_up_to(all);
+            self.complete(kind, ReadMessage { bytes, charge })?;
         }
         Ok(taken)
     }
 
+    /// Answers a read of memory on the spot: it is small and nothing is in its way.
+    fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
+            Ok(permit) => {
+                let id = request_id(message).ok_or(DecodeError::Incomplete)?;
+                self.answer_memory(id, message, permit);
+                Ok(())
+            }
+            Err(_) => {
+                let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
+                self.complete(FrameType::Memory, message)
+            }
+        }
+    }
+
     /// Answers a read request that has come whole, or hands it to a task.
-    fn complete(&mut self, kind: FrameType, message: &[u8]) -> Result<(), DecodeError> {
-        let id = request_id(message).ok_or(DecodeError::Incomplete)?;
+    fn complete(&mut self, kind: FrameType, message: ReadMessage) -> Result<(), DecodeError> {
+        let id = request_id(&message.bytes).ok_or(DecodeError::Incomplete)?;
         if kind == FrameType::Sorted {
-            self.reply(dispatch::sorted(&self.shared, id, message));
+            self.reply(dispatch::sorted(&self.shared, id, &message.bytes));
         } else if kind == FrameType::Memory {
             match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
-                Ok(permit) => self.answer_memory(id, message, permit),
-                Err(_) => self.memory_read = Some((id, message.to_vec())),
+                Ok(permit) => self.read_memory(id, message, permit),
+                Err(_) => self.memory_read = Some((id, message)),
             }
         } else {
-            self.read_local(kind, id, message.to_vec());
+            self.read_local(kind, id, message);
         }
         Ok(())
+    }
+
+    fn read_memory(&mut self, id: i64, message: ReadMessage, permit: OwnedSemaphorePermit) {
+        if message.bytes.len() <= INLINE_REQUEST_BYTES_MAX {
+            return self.answer_memory(id, &message.bytes, permit);
+        }
+        let Some(mut guard) = self.finish() else { return };
+        guard.read = Some(permit);
+        let (shared, outbox) = (Arc::clone(&self.shared), self.outbox.clone());
+        self.connection.spawn_linked("tcp memory read", async move {
+            let answer = move || (dispatch::memory(&shared, id, &message.bytes), message.charge);
+            if let Ok(((head, body), _charge)) = tokio::task::spawn_blocking(answer).await {
+                outbox.post(Outgoing { head, body, guard });
+            }
+        });
     }
 
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
@@ -336,7 +406,7 @@ impl Frames {
         }
     }
 
-    fn read_local(&mut self, kind: FrameType, request_id: i64, message: Vec<u8>) {
+    fn read_local(&mut self, kind: FrameType, request_id: i64, message: ReadMessage) {
         let Some(guard) = self.finish() else { return };
         let read = LocalRead {
             shared: Arc::clone(&self.shared),

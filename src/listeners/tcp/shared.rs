@@ -21,7 +21,6 @@ pub(super) struct Shared {
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
     pub(super) local_reads: Arc<Semaphore>,
-    pub(super) large_requests: Arc<Semaphore>,
     pub(super) handover: Handover,
 }
 
@@ -35,7 +34,6 @@ impl Shared {
         Arc::new(Self {
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
             local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
-            large_requests: Arc::new(Semaphore::new(config.large_requests_bytes_max as usize)),
             config,
             service,
             metrics,

@@ -124,6 +124,8 @@ impl WorkerFixture {
             ("tickets", memory.tickets().count() as u64),
             ("bytes in flight", memory.in_flight_bytes()),
             ("blocks", memory.block_count()),
+            ("heap bytes", memory.heap().whole().used()),
+            ("bytes of answers", memory.answered().used()),
             ("read bytes", memory.read_pool().used_bytes()),
             ("batches", flusher.unfinished() as u64),
             ("stored bytes", flusher.tiers().iter().map(|tier| tier.state().used_bytes).sum()),

@@ -187,7 +187,7 @@ impl History {
         for (key, promised) in &self.promised {
             for partition in 0..PARTITIONS {
                 let known = match self.service().results(key.0, key.1, &[partition], None).await {
-                    Ok(known) => bitmap::decode(&known).expect("a bitmap"),
+                    Ok(known) => bitmap::decode(&known.bitmap).expect("a bitmap"),
                     Err(error) => {
                         assert!(self.missing.is_some(), "results are refused: {error}");
                         continue;

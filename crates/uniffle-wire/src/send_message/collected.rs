@@ -57,6 +57,12 @@ impl Collected {
         self.blocks.len() as u64
     }
 
+    /// Bytes of the lists.
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.partitions.capacity() * size_of::<Partition>()
+            + self.blocks.capacity() * size_of::<BlockHeader>()
+    }
+
     /// A new partition; the blocks pushed next are its.
     pub(super) fn push_partition(&mut self, id: i32, max: usize) -> Result<(), Refusal> {
         push(&mut self.partitions, Partition { id, blocks: 0 }, "number of partitions", max)

@@ -107,6 +107,12 @@ impl Decoder {
         Ok(())
     }
 
+    /// Bytes of block headers and partitions that it keeps for now.
+    #[must_use]
+    pub fn collected_bytes(&self) -> usize {
+        self.collected.kept_bytes()
+    }
+
     /// Ends the message; the sink has seen its header even when there was no data.
     ///
     /// # Errors

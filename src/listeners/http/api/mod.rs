@@ -50,6 +50,12 @@ pub fn router(hooks: ApiHooks) -> Router {
         .with_state(hooks)
 }
 
+/// What is asked grows with what the worker holds, so it is collected on a blocking thread.
+async fn aside(collect: impl FnOnce() -> Response + Send + 'static) -> Response {
+    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    tokio::task::spawn_blocking(collect).await.unwrap_or_else(failed)
+}
+
 fn fresh(value: &impl Serialize) -> Response {
     ([(header::CACHE_CONTROL, "no-store")], Json(value)).into_response()
 }
@@ -65,17 +71,18 @@ async fn index() -> Response {
 }
 
 async fn status(State(hooks): State<ApiHooks>) -> Response {
-    fresh(&hooks.node.status())
+    aside(move || fresh(&hooks.node.status())).await
 }
 
 async fn part(State(hooks): State<ApiHooks>, Path(part): Path<String>) -> Response {
     if !PARTS.contains(&part.as_str()) {
         return missing("no such part; /api/v1 lists them");
     }
-    match serde_json::to_value(hooks.node.status()) {
+    let collect = move || match serde_json::to_value(hooks.node.status()) {
         Ok(status) => fresh(&status[part]),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
-    }
+    };
+    aside(collect).await
 }
 
 #[derive(Deserialize)]
@@ -94,6 +101,10 @@ struct Limit {
 }
 
 async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Response {
+    aside(move || all_apps(&hooks, limit.limit)).await
+}
+
+fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
     let service = &hooks.service;
     let mut apps: Vec<App> = hooks
         .node
@@ -109,14 +120,15 @@ async fn apps(State(hooks): State<ApiHooks>, Query(limit): Query<Limit>) -> Resp
         let weight = |app: &App| (app.statistics.received_bytes, app.statistics.in_memory_bytes);
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
-    apps.truncate(limit.limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
+    apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
     let gone = service.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
-    match hooks.service.explain(&app) {
+    let collect = move || match hooks.service.explain(&app) {
         Some(explanation) => fresh(&*explanation),
         None => missing("no such application, neither here nor among the latest that are gone"),
-    }
+    };
+    aside(collect).await
 }

@@ -1,0 +1,431 @@
+//! Requests that are collected whole before they are understood, charged to the heap as they arrive.
+//!
+//! Not here: sends, whose payload is never collected (`ingest`), and how long a caller may pause (`message`).
+//!
+//! Invariant: what a request holds, its bytes and the message made of them, is charged before it is held, and until the
+//! call has its answer. When the heap is used up a request is not read any further, so that its HTTP/2 window stays
+//! shut; it gets on when something comes back, or ends after a while and gives back what it has. Only so many wait,
+//! for each has a window of bytes behind it.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::Request;
+use http_body_util::Full;
+use prost::Message;
+use tokio::sync::Semaphore;
+use tokio::time::{Duration, timeout};
+use tonic::Status;
+
+use super::message::{PREFIX_BYTES, RequestBody, next_data, read_prefix};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Budget, Charge, Heap, HeapKind};
+
+/// First allocation for a message that comes in pieces; it grows with the bytes that really arrive.
+const COLLECT_BYTES: usize = 64 << 10;
+
+/// Messages up to this size are a part of what their call takes anyway, and the number of calls is bounded.
+const FREE_BYTES: usize = 256;
+
+/// Larger messages are understood on a blocking thread: that takes half a millisecond for so many bytes.
+pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
+
+/// Requests of all connections that wait for heap; one more is refused at once.
+const WAITING_MAX: usize = 16;
+
+/// How deep messages of the protocol are nested.
+const DEPTH_MAX: u32 = 3;
+
+/// What requests of all connections are charged to.
+#[derive(Debug)]
+pub(super) struct RequestHeap {
+    budget: Budget,
+    waiting: Arc<Semaphore>,
+    wait: Duration,
+}
+
+impl RequestHeap {
+    pub(super) fn new(heap: &Heap, wait: Duration) -> Self {
+        let budget = heap.of(HeapKind::Requests).clone();
+        Self { budget, waiting: Arc::new(Semaphore::new(WAITING_MAX)), wait }
+    }
+
+    /// Of a connection: half of all, so that one alone cannot use it up.
+    pub(super) fn of_connection(&self) -> Inbound {
+        let budget = self.budget.child(self.budget.capacity() / 2);
+        Inbound { budget, waiting: Arc::clone(&self.waiting), wait: self.wait }
+    }
+}
+
+/// Collects the requests of one connection.
+#[derive(Debug)]
+pub(super) struct Inbound {
+    budget: Budget,
+    waiting: Arc<Semaphore>,
+    wait: Duration,
+}
+
+/// What a message made of bytes takes.
+pub(super) type Weigh = fn(&[u8]) -> u64;
+
+impl Inbound {
+    /// One whole message, and what it is charged.
+    pub(super) async fn message<B, M>(
+        &self,
+        body: &mut B,
+        length_max: u32,
+        weigh: Weigh,
+    ) -> Result<(M, Charge), Status>
+    where
+        B: RequestBody,
+        M: Message + Default + 'static,
+    {
+        let (length, first) = read_prefix(body, length_max).await?;
+        let (bytes, mut charge) = self.collect(body, length as usize, first, 0).await?;
+        let decode = |bytes| {
+            M::decode(bytes)
+                .map_err(|error| Status::internal(format!("the request cannot be decoded: {error}")))
+        };
+        if bytes.len() <= FREE_BYTES {
+            return Ok((decode(bytes)?, charge));
+        }
+        let is_small = bytes.len() <= INLINE_BYTES_MAX;
+        let (weight, bytes) = aside(is_small, move || (weigh(&bytes), bytes)).await?;
+        self.charge(&mut charge, weight).await?;
+        Ok((aside(is_small, move || decode(bytes)).await??, charge))
+    }
+
+    /// `request` with its whole body, for those who read it at once.
+    pub(super) async fn whole<B: RequestBody>(
+        &self,
+        request: Request<B>,
+        length_max: u32,
+    ) -> Result<(Request<Full<Bytes>>, Charge), Status> {
+        let (head, mut body) = request.into_parts();
+        let (length, first) = read_prefix(&mut body, length_max).await?;
+        let (bytes, mut charge) = self.collect(&mut body, length as usize, first, PREFIX_BYTES).await?;
+        // The reader makes a copy and then the message.
+        let weight = bytes.len() as u64 + nested(&bytes[PREFIX_BYTES..]);
+        if bytes.len() > FREE_BYTES {
+            self.charge(&mut charge, weight).await?;
+        }
+        Ok((Request::from_parts(head, Full::new(bytes)), charge))
+    }
+
+    /// The message of `length` bytes that begins with `first`, behind its prefix if that is wanted.
+    async fn collect<B: RequestBody>(
+        &self,
+        body: &mut B,
+        length: usize,
+        first: Bytes,
+        prefix_bytes: usize,
+    ) -> Result<(Bytes, Charge), Status> {
+        let mut charge = self.budget.nothing();
+        if first.len() == length && prefix_bytes == 0 {
+            // Nothing is copied; the frame's memory goes with the message.
+            if length > FREE_BYTES {
+                self.charge(&mut charge, length as u64).await?;
+            }
+            ended(body).await?;
+            return Ok((first, charge));
+        }
+        let whole = prefix_bytes + length;
+        let mut all = Vec::new();
+        self.make_room(&mut all, &mut charge, prefix_bytes + first.len(), whole).await?;
+        if prefix_bytes > 0 {
+            all.push(0);
+            all.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes());
+        }
+        all.extend_from_slice(&first);
+        drop(first);
+        while all.len() < whole {
+            let Some(data) = next_data(body).await? else {
+                return Err(Status::internal("the request ended inside its message"));
+            };
+            self.make_room(&mut all, &mut charge, data.len(), whole).await?;
+            all.extend_from_slice(&data);
+        }
+        ended(body).await?;
+        Ok((all.into(), charge))
+    }
+
+    /// Room for `more` bytes of a message that will have `whole`, charged first.
+    async fn make_room(
+        &self,
+        all: &mut Vec<u8>,
+        charge: &mut Charge,
+        more: usize,
+        whole: usize,
+    ) -> Result<(), Status> {
+        let needed = all.len() + more;
+        if needed > whole {
+            return Err(more_than_one());
+        }
+        if needed <= all.capacity() {
+            return Ok(());
+        }
+        let wanted = (2 * all.capacity()).max(COLLECT_BYTES).max(needed).min(whole);
+        if whole > FREE_BYTES + PREFIX_BYTES {
+            self.charge(charge, (wanted - all.capacity()) as u64).await?;
+        }
+        all.reserve_exact(wanted - all.len());
+        Ok(())
+    }
+
+    /// Charges `bytes` more, waiting for them as long as a request may.
+    async fn charge(&self, charge: &mut Charge, bytes: u64) -> Result<(), Status> {
+        let Err(refusal) = charge.try_grow(bytes) else { return Ok(()) };
+        let full = |refusal| {
+            let error = HeapFull::of(HeapKind::Requests, refusal);
+            let mut status = Status::resource_exhausted(format!("{error}; try again later"));
+            status.set_source(Arc::new(error));
+            status
+        };
+        let Ok(_place) = self.waiting.try_acquire() else { return Err(full(refusal)) };
+        match timeout(self.wait, self.budget.charge(bytes)).await {
+            Ok(Ok(more)) => charge.merge(more),
+            Ok(Err(refusal)) => return Err(full(refusal)),
+            Err(_elapsed) => return Err(full(refusal)),
+        }
+        Ok(())
+    }
+}
+
+/// Whether a call ended for want of heap.
+pub(super) fn is_heap_full(status: &Status) -> bool {
+    std::error::Error::source(status).is_some_and(|source| source.is::<HeapFull>())
+}
+
+async fn ended<B: RequestBody>(body: &mut B) -> Result<(), Status> {
+    if next_data(body).await?.is_some() { Err(more_than_one()) } else { Ok(()) }
+}
+
+fn more_than_one() -> Status {
+    Status::internal("the request has more than one message")
+}
+
+/// Does `work` here if it is small, else on a blocking thread.
+pub(super) async fn aside<T: Send + 'static>(
+    is_small: bool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Status> {
+    if is_small {
+        return Ok(work());
+    }
+    let failed = |error| Status::internal(format!("work on a blocking thread ended: {error}"));
+    tokio::task::spawn_blocking(work).await.map_err(failed)
+}
+
+/// Of a request with a few fields, of which one may be a bitmap that is decoded.
+pub(super) fn flat(bytes: &[u8]) -> u64 {
+    4 * bytes.len() as u64
+}
+
+/// Of a request with lists of numbers only.
+pub(super) fn numbers(bytes: &[u8]) -> u64 {
+    2 * size_of::<i64>() as u64 * values_in(bytes)
+}
+
+/// Of any request: lists of messages with lists in them, each of which grows by doubling.
+pub(super) fn nested(bytes: &[u8]) -> u64 {
+    weigh(bytes, 1).unwrap_or(48 * bytes.len() as u64)
+}
+
+/// Numbers that `bytes` may be a packed list of.
+fn values_in(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|byte| **byte < 0x80).count() as u64
+}
+
+/// `None` when these are not the fields of a message.
+fn weigh(mut bytes: &[u8], depth: u32) -> Option<u64> {
+    /// A number, alone or in a list.
+    const VALUE_BYTES: u64 = 16;
+    /// A string or a message in a list, beside what is in it.
+    const ITEM_BYTES: u64 = 96;
+    let mut sum = 0;
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes)?;
+        match key & 7 {
+            0 => drop(varint(&mut bytes)?),
+            1 => bytes = bytes.get(8..)?,
+            5 => bytes = bytes.get(4..)?,
+            2 => {
+                let length = usize::try_from(varint(&mut bytes)?).ok()?;
+                let (content, rest) = bytes.split_at_checked(length)?;
+                bytes = rest;
+                let packed = VALUE_BYTES * values_in(content);
+                let inner = if depth < DEPTH_MAX { weigh(content, depth + 1) } else { None };
+                sum += ITEM_BYTES + content.len() as u64 + packed.max(inner.unwrap_or(0));
+                continue;
+            }
+            _ => return None,
+        }
+        sum += VALUE_BYTES;
+    }
+    Some(sum)
+}
+
+fn varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut value = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        value |= u64::from(byte & 0x7F) << shift;
+        if *byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use futures::{StreamExt as _, poll};
+    use tokio::sync::mpsc;
+    use tonic::Code;
+
+    use super::super::message::tests::{body_of, framed};
+    use super::*;
+    use crate::proto;
+
+    const WAIT: Duration = Duration::from_secs(10);
+
+    fn heap() -> Heap {
+        Heap::new(16 << 20)
+    }
+
+    async fn heartbeat(pieces: Vec<Bytes>, max: u32) -> Result<proto::AppHeartBeatRequest, Code> {
+        let inbound = RequestHeap::new(&heap(), WAIT).of_connection();
+        let read = inbound.message(&mut body_of(pieces), max, nested).await;
+        read.map(|(message, _)| message).map_err(|status| status.code())
+    }
+
+    #[tokio::test]
+    async fn messages_are_read_however_they_are_cut() {
+        for app_id in ["app-1".to_owned(), "a".repeat(3000)] {
+            let request = proto::AppHeartBeatRequest { app_id };
+            for cut in [1, 2, 3, 4, 5, 6, 7, 11, 19, 2999, 4000] {
+                assert_eq!(
+                    heartbeat(framed(&request, cut), 4000).await.as_ref(),
+                    Ok(&request),
+                    "cut at {cut}"
+                );
+                let inbound = RequestHeap::new(&heap(), WAIT).of_connection();
+                let (whole, _) =
+                    inbound.whole(Request::new(body_of(framed(&request, cut))), 4000).await.unwrap();
+                let bytes = http_body_util::BodyExt::collect(whole.into_body()).await.unwrap().to_bytes();
+                assert_eq!(bytes, framed(&request, 4000)[0], "cut at {cut}");
+            }
+        }
+        let empty = proto::AppHeartBeatRequest::default();
+        assert_eq!(heartbeat(framed(&empty, 5), 100).await, Ok(empty));
+    }
+
+    #[tokio::test]
+    async fn broken_framing_is_refused() {
+        let whole = framed(&proto::AppHeartBeatRequest { app_id: "app-1".into() }, 100);
+        assert_eq!(heartbeat(Vec::new(), 100).await, Err(Code::Internal));
+        assert_eq!(heartbeat(vec![whole[0].slice(..4)], 100).await, Err(Code::Internal));
+        assert_eq!(heartbeat(vec![whole[0].slice(..8)], 100).await, Err(Code::Internal));
+        assert_eq!(
+            heartbeat(vec![whole[0].clone(), Bytes::from_static(b"x")], 100).await,
+            Err(Code::Internal)
+        );
+        assert_eq!(heartbeat(whole.clone(), 6).await, Err(Code::ResourceExhausted));
+        let claim = Bytes::from_static(&[0, 0xFF, 0xFF, 0xFF, 0xFF]);
+        assert_eq!(heartbeat(vec![claim], 100).await, Err(Code::ResourceExhausted));
+        let compressed = Bytes::from_static(&[1, 0, 0, 0, 0]);
+        assert_eq!(heartbeat(vec![compressed], 100).await, Err(Code::Unimplemented));
+    }
+
+    /// A request of `announced` bytes of which those that are sent into the channel have come.
+    fn unfinished(announced: u32) -> (mpsc::UnboundedSender<Bytes>, impl RequestBody) {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let frames = tokio_stream::wrappers::UnboundedReceiverStream::new(receiver);
+        let mut prefix = vec![0];
+        prefix.extend_from_slice(&announced.to_be_bytes());
+        sender.send(Bytes::from(prefix)).unwrap();
+        let frames = frames.map(|data| Ok::<_, std::convert::Infallible>(http_body::Frame::data(data)));
+        (sender, http_body_util::StreamBody::new(frames))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n2_unfinished_requests_of_all_connections_stay_within_the_heap() {
+        let heap = heap();
+        let requests = RequestHeap::new(&heap, WAIT);
+        let most = heap.of(HeapKind::Requests).capacity();
+        let ended = Cell::new(0);
+        let (mut senders, mut calls) = (Vec::new(), Vec::new());
+        for _ in 0..24 {
+            let (sender, mut body) = unfinished(64 << 20);
+            let (inbound, ended) = (requests.of_connection(), &ended);
+            calls.push(async move {
+                let read =
+                    inbound.message::<_, proto::ReportShuffleResultRequest>(&mut body, 64 << 20, nested);
+                let read = read.await.map(drop);
+                ended.set(ended.get() + 1);
+                read
+            });
+            senders.push(sender);
+        }
+        let sending = async {
+            let mut peak = 0;
+            for _ in 0..64 {
+                for sender in &senders {
+                    let _refused = sender.send(Bytes::from(vec![0x80; 1 << 20]));
+                }
+                tokio::task::yield_now().await;
+                peak = peak.max(heap.of(HeapKind::Requests).used());
+            }
+            // Those that wait end after a while and give back what they have, so that others could go on.
+            tokio::time::sleep(100 * WAIT).await;
+            assert_eq!(ended.get(), 24);
+            peak
+        };
+        let (peak, read) = tokio::join!(sending, futures::future::join_all(calls));
+        assert!(peak > most / 2 && peak <= most, "{peak} of {most}");
+        for status in read.into_iter().map(Result::unwrap_err) {
+            assert!(is_heap_full(&status), "{status}");
+        }
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_waits_for_heap_and_goes_on() {
+        let heap = heap();
+        let inbound = RequestHeap::new(&heap, WAIT).of_connection();
+        let held = heap.of(HeapKind::Requests).try_charge(heap.of(HeapKind::Requests).free()).unwrap();
+        let request = proto::AppHeartBeatRequest { app_id: "a".repeat(3000) };
+        let mut body = body_of(framed(&request, 100));
+        let mut read = std::pin::pin!(inbound.message(&mut body, 4000, nested));
+        assert!(poll!(&mut read).is_pending());
+        drop(held);
+        let (message, charge): (proto::AppHeartBeatRequest, _) = read.await.unwrap();
+        assert_eq!(message, request);
+        assert!(charge.bytes() > 3000, "{}", charge.bytes());
+        drop(charge);
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    /// Lists of empty messages take thirty times their bytes.
+    #[test]
+    fn what_a_message_takes_is_known_before_it_is_made() {
+        let partition = |ids: Vec<i64>| proto::PartitionToBlockIds { partition_id: 0, block_ids: ids };
+        let weight_of = |partitions: Vec<proto::PartitionToBlockIds>| {
+            let request = proto::ReportShuffleResultRequest {
+                partition_to_block_ids: partitions,
+                ..Default::default()
+            };
+            nested(&request.encode_to_vec())
+        };
+        let item = size_of::<proto::PartitionToBlockIds>() as u64;
+        assert!(weight_of(vec![partition(Vec::new()); 1000]) >= 2 * 1000 * item);
+        assert!(weight_of(vec![partition(vec![1; 1000])]) >= 2 * 8 * 1000);
+        let spark = weight_of(vec![partition((0..1000).map(|id| id << 45).collect())]);
+        assert!(spark < 40 * 1000, "{spark}: not more than it must be for what clients send");
+        assert_eq!(nested(&[0xFF; 11]), 48 * 11);
+        assert_eq!(nested(&[0x0A, 0x7F, 1]), 48 * 3);
+    }
+}

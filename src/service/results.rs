@@ -1,0 +1,169 @@
+//! What reducers are to expect: the reported block ids of partitions as Java's bitmap.
+//!
+//! A request names any number of partitions, repeated at will, and an answer is as large as what was reported; so
+//! partitions are bounded and each is asked once, sets are shared out of the lock a few at a time, and whatever takes
+//! more than about a millisecond is done on a blocking thread. Memory for the merged set and the answer is charged
+//! before either is made.
+
+use bytes::Bytes;
+use croaring::Treemap;
+use tokio::time::timeout;
+
+use crate::app::{IdSet, ShuffleState};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Charge, HeapKind};
+use uniffle_wire::bitmap;
+use uniffle_wire::types::PartitionId;
+
+use super::{Service, ServiceError, shuffle_of};
+
+/// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours.
+const INLINE_IDS_MAX: u64 = 10_000;
+
+/// ... or partitions that are asked.
+const INLINE_PARTITIONS_MAX: usize = 1000;
+
+/// Sets shared under one hold of the shuffle's lock.
+const SETS_AT_ONCE: usize = 1024;
+
+/// Bits of a block id (docs/protocol.md §3.1): they add up to 63.
+const BLOCK_ID_BITS: i32 = 63;
+
+/// Bits of the task attempt when a client does not tell its layout.
+const TASK_BITS_DEFAULT: i32 = 21;
+
+/// Reported ids, as they are answered.
+#[derive(Debug)]
+pub struct Results {
+    /// Java's bitmap.
+    pub bitmap: Bytes,
+    /// To be kept until the bytes are on their way.
+    pub held: Charge,
+}
+
+impl Service {
+    /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
+    ///
+    /// # Errors
+    /// Unknown app, too many partitions, a layout whose widths are not 1..=31 each and 63 together, reports that may be
+    /// missing, or no heap for the answer in time.
+    pub async fn results(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partitions: &[i32],
+        layout: Option<(i32, i32, i32)>,
+    ) -> Result<Results, ServiceError> {
+        let app = self.touched_app(app)?;
+        if let Some(layout) = layout {
+            check_layout(layout)?;
+        }
+        let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
+        app.learn_task_bits(task_bits.unsigned_abs());
+        let (size, max) = (partitions.len(), self.config.partitions_per_request_max);
+        if size > max {
+            return Err(ServiceError::FieldTooLarge { field: "partitions", size, unit: "entries", max });
+        }
+        let answers = self.memory.heap().of(HeapKind::Answers);
+        let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
+            return Ok(Results { bitmap: bitmap::encode(&Treemap::new()), held: answers.nothing() });
+        };
+        if let Some(reason) = shuffle.losses().reports_incomplete() {
+            let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
+            return Err(ServiceError::Lost(text));
+        }
+        let is_small = size <= INLINE_PARTITIONS_MAX && shuffle.block_ids().lock().count() <= INLINE_IDS_MAX;
+        let partitions = partitions.to_vec();
+        let sets = aside(is_small, move || Sets::of(&shuffle, partitions)).await?;
+        let charged = timeout(self.config.heap_wait, answers.charge(sets.answer_bytes));
+        let full = |refusal| ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal));
+        let mut held = match charged.await {
+            Ok(charged) => charged.map_err(full)?,
+            Err(_elapsed) => answers.try_charge(sets.answer_bytes).map_err(full)?,
+        };
+        let bitmap = aside(is_small, move || bitmap::encode(&sets.merged())).await?;
+        let unused = held.bytes().saturating_sub(bitmap.len() as u64);
+        drop(held.split_up_to(unused));
+        Ok(Results { bitmap, held })
+    }
+}
+
+/// Does `work` here if it is small, else on a blocking thread.
+pub(super) async fn aside<T: Send + 'static>(
+    is_small: bool,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ServiceError> {
+    if is_small {
+        return Ok(work());
+    }
+    let failed = |error| ServiceError::Malformed(format!("work on a blocking thread ended: {error}"));
+    tokio::task::spawn_blocking(work).await.map_err(failed)
+}
+
+/// Each of `partitions` once.
+fn distinct(mut partitions: Vec<i32>) -> Vec<PartitionId> {
+    partitions.sort_unstable();
+    partitions.dedup();
+    partitions.into_iter().map(PartitionId).collect()
+}
+
+/// The sets of a request, shared with the shuffle.
+struct Sets {
+    sets: Vec<IdSet>,
+    /// At most what the merged set and the answer take.
+    answer_bytes: u64,
+}
+
+impl Sets {
+    fn of(shuffle: &ShuffleState, partitions: Vec<i32>) -> Self {
+        let mut sets = Vec::new();
+        for some in distinct(partitions).chunks(SETS_AT_ONCE) {
+            let ids = shuffle.block_ids().lock();
+            sets.extend(some.iter().filter_map(|partition| ids.set(*partition)));
+        }
+        let answer_bytes = sets.iter().map(IdSet::bitmap_bytes).sum();
+        Self { sets, answer_bytes }
+    }
+
+    fn merged(self) -> Treemap {
+        let mut all = Treemap::new();
+        for set in self.sets {
+            set.add_to(&mut all);
+        }
+        all
+    }
+}
+
+fn check_layout((sequence, partition, task): (i32, i32, i32)) -> Result<(), ServiceError> {
+    let widths = [sequence, partition, task];
+    let legal =
+        widths.iter().all(|bits| (1..=31).contains(bits)) && widths.iter().sum::<i32>() == BLOCK_ID_BITS;
+    if legal {
+        return Ok(());
+    }
+    Err(ServiceError::InvalidField {
+        field: "blockIdLayout",
+        value: widths.iter().map(|bits| i64::from(*bits)).sum(),
+        allowed: "three widths of 1 to 31 bits that add up to 63 are allowed",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts() {
+        for legal in [(18, 24, 21), (21, 20, 22), (31, 1, 31)] {
+            assert!(check_layout(legal).is_ok());
+        }
+        for illegal in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
+            assert!(check_layout(illegal).is_err());
+        }
+    }
+
+    #[test]
+    fn partitions_are_asked_once_each() {
+        assert_eq!(distinct(vec![3, 1, 3, 3, -1]), [-1, 1, 3].map(PartitionId));
+    }
+}

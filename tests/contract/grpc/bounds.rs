@@ -1,0 +1,322 @@
+//! What one client can make the worker hold or do is bounded, and others are served meanwhile.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::{StreamExt, stream};
+use http_body_util::BodyExt;
+use prost::Message;
+use tokio::runtime::{HistogramConfiguration, Runtime};
+use tokio::sync::mpsc;
+use tonic::transport::Endpoint;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::send::{self, SendForm};
+use uniffle_wire::bitmap;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_worker::budget::HeapKind;
+use uniffle_worker::proto::{
+    GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetMemoryShuffleDataRequest,
+    GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest, PartitionToBlockIds, RemoteStorage,
+    ReportShuffleResultRequest, ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
+};
+
+use super::blocks::{batch, block};
+use super::fixture::{Setup, WorkerFixture, eventually, key};
+use super::raw;
+
+const REPORT: &str = "/rss.common.ShuffleServer/reportShuffleResult";
+const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
+const GET_MEMORY_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
+
+fn report(key: &ShuffleKey, partition: i32, ids: Vec<i64>) -> ReportShuffleResultRequest {
+    ReportShuffleResultRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        task_attempt_id: 3,
+        bitmap_num: 1,
+        partition_to_block_ids: vec![PartitionToBlockIds { partition_id: partition, block_ids: ids }],
+        partition_stats: Vec::new(),
+    }
+}
+
+fn results(key: &ShuffleKey, partitions: Vec<i32>) -> GetShuffleResultForMultiPartRequest {
+    GetShuffleResultForMultiPartRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partitions,
+        block_id_layout: None,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n1_a_repeated_partition_costs_no_more_than_one() {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
+    // Scattered, so that merging them once takes milliseconds, and 300,000 times minutes.
+    let ids = (0..20_000).map(|id| id << 33).collect();
+    let taken = fixture.client.raw().report_shuffle_result(report(&key, 0, ids)).await;
+    assert_eq!(taken.unwrap().into_inner().status(), StatusCode::Success);
+    let asked = (0..3).map(|_| async {
+        let request = results(&key, vec![0; 300_000]);
+        fixture.client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner()
+    });
+    for answer in futures::future::join_all(asked).await {
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        assert_eq!(bitmap::decode(&answer.serialized_bitmap).unwrap().cardinality(), 20_000);
+    }
+    let refused = results(&key, vec![0; 1_000_001]);
+    let answer = fixture.client.raw().get_shuffle_result_for_multi_part(refused).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::InvalidRequest);
+    assert_eq!(answer.ret_msg, "partitions has 1000001 entries, at most 1000000 are allowed");
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n2_unfinished_reports_of_one_connection_stay_within_half_of_their_heap() {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
+    let heap = fixture.memory().heap().clone();
+    let requests = heap.of(HeapKind::Requests);
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
+    // As many as a connection may have at once, each as large as a report may be, without its last byte.
+    let (mut senders, mut calls) = (Vec::new(), Vec::new());
+    for _ in 0..24 {
+        let (sender, receiver) = mpsc::channel(1);
+        let pieces = tokio_stream::wrappers::ReceiverStream::new(receiver);
+        senders.push(sender);
+        let channel = channel.clone();
+        calls.push(async move { raw::call_streamed(&channel, REPORT, pieces).await });
+    }
+    let sending = stream::iter(senders).for_each_concurrent(None, |sender| async move {
+        let mut prefix = vec![0];
+        prefix.extend_from_slice(&(60_u32 << 20).to_be_bytes());
+        let _gone = sender.send(Bytes::from(prefix)).await;
+        // Until the worker has ended the call, which is when nobody takes any more.
+        while sender.send(Bytes::from(vec![0x80; 256 << 10])).await.is_ok() {}
+    });
+    let watching = async {
+        let mut peak = 0;
+        loop {
+            peak = peak.max(requests.used());
+            // Another connection is served meanwhile.
+            fixture.client.heartbeat("app-1").await.unwrap();
+            let small = fixture.client.raw().report_shuffle_result(report(&key, 1, vec![7; 100])).await;
+            assert_eq!(small.unwrap().into_inner().status(), StatusCode::Success);
+            if peak > requests.capacity() / 3 {
+                return peak;
+            }
+        }
+    };
+    let peak = tokio::select! {
+        peak = watching => peak,
+        _ = futures::future::join(sending, futures::future::join_all(calls)) => panic!("all ended at once"),
+    };
+    assert!(peak <= requests.capacity() / 2 + (1 << 20), "{peak} of {}", requests.capacity());
+    drop(channel);
+    eventually("what they held is back", || match requests.used() {
+        0 => Ok(()),
+        left => Err(format!("{left} bytes")),
+    })
+    .await;
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n6_a_send_of_one_byte_blocks_is_refused_before_they_fill_the_heap() {
+    let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks: Vec<_> = (0..200_000).map(|n| block(0, 1, n, 1)).collect();
+    for form in [SendForm::Classic, SendForm::Contiguous] {
+        let ticket = fixture.ticket(&key, 8 << 20).await;
+        let request = send::request(&key, ticket, form, &batch(0, &blocks));
+        let channel = raw::connect(fixture.worker.addresses().grpc).await;
+        let answer = raw::call(&channel, raw::SEND, vec![raw::framed(&request)], raw::End::Closed).await;
+        let (status, text) = answer.send_status();
+        assert_eq!(status, StatusCode::NoBuffer, "{form:?}: {text}");
+        assert!(text.contains("unfinished_blocks") && text.contains("memory_store.heap_capacity"), "{text}");
+        fixture.assert_memory_is_free().await;
+    }
+    fixture.push(&key, &batch(0, &blocks[..10_000])).await;
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n7_a_registration_says_which_field_is_too_large_and_keeps_nothing() {
+    let fixture =
+        WorkerFixture::with(Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() }).await;
+    let request = |user: usize, ranges: i32, path: usize| ShuffleRegisterRequest {
+        app_id: "app-1".to_owned(),
+        shuffle_id: 1,
+        partition_ranges: (0..ranges).map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n }).collect(),
+        remote_storage: Some(RemoteStorage { path: "p".repeat(path), remote_storage_conf: Vec::new() }),
+        user: "u".repeat(user),
+        ..ShuffleRegisterRequest::default()
+    };
+    let cases = [
+        (request(100_000, 1, 0), "user has 100000 bytes, at most 1024 are allowed"),
+        (request(1, 262_145, 0), "partitionRanges has 262145 ranges, at most 262144 are allowed"),
+        (request(1, 1, 9000), "remoteStorage.path has 9000 bytes, at most 8000 are allowed"),
+    ];
+    for (request, said) in cases {
+        let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
+        assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::InvalidRequest, said));
+    }
+    assert_eq!((fixture.worker.apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
+    let answer = fixture.client.raw().register_shuffle(request(1024, 1000, 0)).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_readers_of_one_application_that_do_not_read_leave_the_others_theirs() {
+    let setup = Setup { capacity: "64MiB", memory: "read_buffer_capacity = \"4MiB\"", ..Setup::default() };
+    let fixture = WorkerFixture::with(setup).await;
+    let (slow, honest) = (key("slow", 1), key("honest", 1));
+    let length = 8 << 20;
+    for key in [&slow, &honest] {
+        fixture.client.register(key, &[(0, 0)]).await.unwrap();
+        fixture.push(key, &batch(0, &[block(0, 1, 0, length)])).await;
+    }
+    fixture.flush().await;
+    let request = |key: &ShuffleKey| GetLocalShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_num_per_range: 1,
+        partition_num: 1,
+        length: i32::try_from(length).unwrap(),
+        ..GetLocalShuffleDataRequest::default()
+    };
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
+    let opened = (0..16).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request(&slow))));
+    let bodies = futures::future::join_all(opened).await;
+    let pool = fixture.memory().read_pool().clone();
+    assert!(pool.used_bytes() < pool.capacity_bytes(), "{} bytes", pool.used_bytes());
+    let read = fixture.client.read_data(&honest, PartitionId(0), 0, u64::from(length)).await.unwrap();
+    assert!(read == block(0, 1, 0, length).data);
+    for whole in futures::future::join_all(bodies.into_iter().map(BodyExt::collect)).await {
+        let whole = whole.unwrap().to_bytes();
+        let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
+        assert!(matches!(answer.status(), StatusCode::Success | StatusCode::NoBuffer), "{}", answer.ret_msg);
+    }
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_answers_from_memory_that_are_not_taken_pin_a_bounded_part_of_it() {
+    let setup = Setup { capacity: "64MiB", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks: Vec<_> = (0..24).map(|n| block(0, 1, n, 1 << 20)).collect();
+    fixture.push(&key, &batch(0, &blocks)).await;
+    let request = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        read_buffer_size: i32::MAX,
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let (mut refused, mut bodies) = (0, Vec::new());
+    let answered = fixture.memory().answered();
+    let address = format!("http://{}", fixture.worker.addresses().grpc);
+    for _ in 0..40 {
+        // With the smallest window that there is at the start of a connection.
+        let endpoint = Endpoint::from_shared(address.clone()).unwrap().initial_stream_window_size(65_535);
+        let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
+        bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
+        assert!(answered.used() <= answered.capacity() / 2 + (2 << 20), "{} bytes", answered.used());
+    }
+    for body in bodies {
+        let whole = body.collect().await.unwrap().to_bytes();
+        let answer = GetMemoryShuffleDataResponse::decode(whole.slice(5..)).unwrap();
+        match answer.status() {
+            StatusCode::Success => assert!(!answer.data.is_empty()),
+            status => {
+                assert_eq!(status, StatusCode::NoBuffer);
+                assert!(answer.ret_msg.contains("answers that are not taken"), "{}", answer.ret_msg);
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 0, "all were served: nothing was bounded");
+    eventually("nothing is pinned", || match answered.used() {
+        0 => Ok(()),
+        left => Err(format!("{left} bytes")),
+    })
+    .await;
+    fixture.assert_reads(&key, 0, &blocks).await;
+    fixture.finish().await;
+}
+
+/// What the worker's runtime must not see. In an optimised build every poll takes about a millisecond at most; here
+/// nothing is optimised and the machine may be busy, and what used to be done on a runtime thread took a hundred times as
+/// long.
+const POLL_MAX: Duration = Duration::from_secs(2);
+
+fn runtime() -> Runtime {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder
+        .worker_threads(2)
+        .enable_all()
+        .enable_metrics_poll_time_histogram()
+        .metrics_poll_time_histogram_configuration(HistogramConfiguration::linear(POLL_MAX, 2));
+    builder.build().unwrap()
+}
+
+/// Polls that took longer than [`POLL_MAX`].
+fn long_polls(runtime: &Runtime) -> u64 {
+    let metrics = runtime.metrics();
+    (0..metrics.num_workers()).map(|worker| metrics.poll_time_histogram_bucket_count(worker, 1)).sum()
+}
+
+async fn attack(client: ShuffleClient, key: ShuffleKey) {
+    let ranges = (0..100_000).map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n }).collect();
+    let registration = ShuffleRegisterRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_ranges: ranges,
+        ..ShuffleRegisterRequest::default()
+    };
+    let taken = client.raw().register_shuffle(registration).await.unwrap().into_inner();
+    assert_eq!(taken.status(), StatusCode::Success, "{}", taken.ret_msg);
+    for partition in 0..3 {
+        let ids = (0..40_000).map(|id| id << 33 | i64::from(partition)).collect();
+        let taken =
+            client.raw().report_shuffle_result(report(&key, partition, ids)).await.unwrap().into_inner();
+        assert_eq!(taken.status(), StatusCode::Success, "{}", taken.ret_msg);
+    }
+    let partitions: Vec<i32> = (0..900_000).map(|n| n % 3).collect();
+    let answer = client.raw().get_shuffle_result_for_multi_part(results(&key, partitions)).await;
+    let answer = answer.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    assert_eq!(bitmap::decode(&answer.serialized_bitmap).unwrap().cardinality(), 120_000);
+    let filter: Treemap = (0..20_000_u64).map(|task| task << 33).collect();
+    let read = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        serialized_expected_task_ids_bitmap: Some(bitmap::encode(&filter)),
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let answer = client.raw().get_memory_shuffle_data(read).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+}
+
+#[test]
+fn no_request_keeps_a_thread_of_the_runtime_for_long() {
+    let (of_worker, of_clients) = (runtime(), runtime());
+    let setup = Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() };
+    let fixture = of_worker.block_on(WorkerFixture::with(setup));
+    let address = fixture.worker.addresses().grpc;
+    of_clients.block_on(async {
+        let attacks = (0..3).map(|app| async move {
+            let client = ShuffleClient::connect(address).await.unwrap();
+            attack(client, key(&format!("app-{app}"), 1)).await;
+        });
+        futures::future::join_all(attacks).await;
+    });
+    assert_eq!(long_polls(&of_worker), 0);
+    drop(of_clients);
+    of_worker.block_on(fixture.finish());
+}
