@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, Tiers};
+use crate::tiers::{HdfsStore, LocalStore, Tier, Tiers};
 
 /// Starts the tiers and what fills them; none for store type MEMORY. `server_id` is what coordinators are told, and
 /// names remote files; `others` come after the configured ones.
@@ -41,15 +41,8 @@ pub(super) async fn start(
 }
 
 async fn start_local(config: &Config, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
-    let settings = LocalConfig { boot: boot_id(), ..config.local.clone() };
-    let disks = settings.real_disks();
-    LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
-}
-
-/// The id that Linux gives to each start of its own; empty where there is none.
-fn boot_id() -> String {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    id.split_whitespace().collect()
+    let disks = config.local.real_disks();
+    LocalStore::open(config.local.clone(), disks, registry).await.context("localfile_store.data_paths")
 }
 
 #[cfg(feature = "hdfs")]

@@ -1,14 +1,14 @@
 //! Reports of finished task attempts, and what reducers are to expect.
 //!
-//! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with
-//! the process, or its results would be short without anybody noticing.
+//! A report is on the device before it is taken and acknowledged: what reducers are told to expect outlives process and
+//! power, or their results would be short without an error. Where that is not proven after a start, results are refused.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use croaring::Treemap;
 
-use crate::metadata_log::{Record, Report};
+use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -71,10 +71,12 @@ impl Service {
         Ok(())
     }
 
-    /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
+    /// The reported ids of `partitions` as Java's bitmap. A partition without reports has none, nor has a shuffle that was
+    /// never registered.
     ///
     /// # Errors
-    /// Unknown app, a layout whose widths are not 1..=31 each and 63 together, or reports that may be missing.
+    /// Unknown app, a layout whose widths are not 1..=31 each and 63 together, reports that may be missing, or a shuffle
+    /// that an earlier process may have known.
     pub async fn results(
         &self,
         app: &str,
@@ -89,10 +91,17 @@ impl Service {
         let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
         app.learn_task_bits(task_bits.unsigned_abs());
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
-            return Ok(bitmap::encode(&Treemap::new()));
+            return match self.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
+                None => Ok(bitmap::encode(&Treemap::new())),
+                Some(reason) => Err(ServiceError::Lost(format!(
+                    "whether shuffle {}/{shuffle} was registered is not known: {reason}",
+                    app.id()
+                ))),
+            };
         };
-        if let Some(reason) = shuffle.losses().reports_incomplete() {
-            let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
+        if let Some(reason) = shuffle.losses().incomplete() {
+            let key = shuffle.key();
+            let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
         let partitions: Vec<PartitionId> = partitions.iter().copied().map(PartitionId).collect();
@@ -130,7 +139,7 @@ async fn note_report(
         let encoding = tokio::task::spawn_blocking(encode).await;
         encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
     };
-    match log.append(&bytes).await {
+    match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {

@@ -21,6 +21,7 @@ use super::health::{Health, Verdict, judge};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::sync::SyncWrites;
+use crate::durability::METADATA;
 use crate::tiers::{DiskCondition, DiskInfo, StoreError, StoreErrorKind};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Media, Mount, ReadTarget, Space, WriteOpen};
@@ -135,6 +136,9 @@ impl LocalDisk {
         {
             disk.discard(Path::new(APPS)).await.map_err(failed)?;
             within(deadline, disk.io.create_dir_all(Path::new(APPS))).await.map_err(failed)?;
+        }
+        if !config.recovery {
+            disk.discard(Path::new(METADATA)).await.map_err(failed)?;
         }
         if config.sync == SyncWrites::Group {
             // What an earlier process wrote is only in the page cache yet, and it is to be believed.

@@ -1,6 +1,6 @@
 //! Removing shuffles, and what the store does from time to time.
 //!
-//! A purge marks the shuffle, waits until nobody is creating a file, renames its directories into the trash and
+//! A purge marks the shuffle, is written to the metadata log, waits until nobody is creating a file, renames its directories into the trash and
 //! deletes them there. What cannot be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
 //! by [`LocalStore::maintain_once`].
 
@@ -36,6 +36,7 @@ impl Core {
     /// Removes what was to be deleted before the call; failures stay on the list. Returns the apps of which something is
     /// gone, by disk.
     async fn run_pending_deletes(&self) -> HashSet<(usize, AppId)> {
+        self.note_purges().await;
         let batch = std::mem::take(&mut *self.pending_deletes.lock());
         let mut work = Retry { core: self, left: batch };
         // One disk that hangs must not keep the others from being cleaned: every disk works through its own list.
@@ -61,7 +62,8 @@ impl Core {
         let mut left = Vec::new();
         for (shuffle, bytes) in shuffles {
             // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
+            let may_be_removed = disk.is_healthy() && shuffle.purge_is_noted();
+            let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
             if removed {
                 self.metrics.deleted_bytes.inc_by(bytes);
             } else {
@@ -178,6 +180,7 @@ impl LocalStore {
             PendingDelete { shuffle: Arc::clone(&shuffle), disk, bytes: bytes[index] }
         });
         self.core.pending_deletes.lock().extend(pending);
+        self.core.pending_purges.lock().push(shuffle);
     }
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
@@ -216,6 +219,7 @@ impl LocalStore {
             }
         });
         join_all(disks.collect::<Vec<_>>()).await;
+        self.core.log().settle().await;
         self.run_pending_deletes().await;
         self.core.files.close_idle(self.core.config.descriptor_idle_timeout);
         self.core.set_gauges();
