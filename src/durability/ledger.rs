@@ -235,7 +235,7 @@ mod tests {
                         prop_assert_eq!(before - healed, ledger.lost().cardinality());
                         tiers.extend(&ids);
                         let ids: Treemap = ids.into_iter().collect();
-                        prop_assert!(ledger.missing(&ids).is_empty() && !ledger.lost().intersect(&ids));
+                        prop_assert!(ledger.missing(&ids).is_empty() && ledger.lost().and(&ids).is_empty());
                     }
                     Step::LoseMissing => {
                         let missing = ledger.missing(&all);

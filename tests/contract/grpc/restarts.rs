@@ -128,8 +128,9 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
         fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
         fixture.push(&damaged, &batch(0, &all)).await;
         fixture.flush().await;
-        report(&fixture, &damaged, 1, &all).await;
-        report(&fixture, &damaged, 2, &[]).await;
+        for (task, part) in [(1, &all[..20]), (2, &all[20..])] {
+            report(&fixture, &damaged, task, part).await;
+        }
         crashed(fixture)
     });
     let copies = log_copies(&disks);
