@@ -6,7 +6,8 @@
 //! | listeners | [`listeners`], [`coordinator`] | translate, never decide |
 //! | service | [`service`] | decides: register, write, report, read, purge |
 //! | flush | [`flush`] | memory → tiers, at its own pace |
-//! | state | [`app`], [`memory`], [`tiers`], [`metadata_log`] | siblings that do not know each other |
+//! | state | [`app`], [`memory`], [`tiers`] | siblings that do not know each other |
+//! | durability | [`durability`] | the metadata log, and whether it is complete |
 //! | words | [`budget`], [`profile`], [`runtime`], [`telemetry`], [`metrics`], [`proto`], [`schema`] | used everywhere |
 //!
 //! Imports point down this table only; `tests/static_checks/layers.rs` holds that. Formats (`uniffle-wire`) and disks (`uniffle-io`)
@@ -31,8 +32,9 @@ pub mod flush;
 
 pub mod app;
 pub mod memory;
-pub mod metadata_log;
 pub mod tiers;
+
+pub mod durability;
 
 pub mod profile;
 

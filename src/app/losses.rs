@@ -1,12 +1,11 @@
 //! The loss ledger of a shuffle: blocks that were acknowledged and are in no tier any more.
 //!
-//! Which blocks an earlier process left readable is known (*present*); a reported block that is not among them is lost.
-//! What it left in remote files is known only once they were searched: until then reported blocks that are nowhere else
-//! are *unverified*, neither present nor lost.
-//! Ids are kept exactly, so that reads that do not ask for a lost block are served and a block that is sent again is no
-//! longer lost. The entries listed for operators are bounded; beyond the bound losses are only counted.
+//! What is known of each partition is its `Ledger`'s; here these are shared, counted, so that to ask costs one load where
+//! there is nothing, and listed. Ids are kept exactly, so that reads that do not ask for a lost block are served and a
+//! block that is sent again is no longer lost. The entries listed for operators are bounded; beyond the bound losses are
+//! only counted.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -16,6 +15,7 @@ use croaring::Treemap;
 use parking_lot::Mutex;
 
 use super::quota::{Quota, Share};
+use crate::durability::Ledger;
 use uniffle_wire::types::{BlockId, PartitionId};
 
 /// Entries listed of one shuffle.
@@ -67,36 +67,30 @@ pub struct Losses {
 
 #[derive(Debug)]
 struct State {
-    /// Every partition is watched: one without an entry has nothing.
+    /// Every partition is watched: one without a ledger has nothing.
     whole: bool,
-    present: HashMap<PartitionId, Treemap>,
-    /// Commits while a partition is being counted.
-    counting: HashMap<PartitionId, Treemap>,
-    /// An earlier process may have left blocks in remote files, which are not in `present` until they are counted.
+    /// An earlier process may have left blocks in remote files, which are not known before they are counted.
     left_remote: bool,
-    /// Partitions that were counted.
-    counted: HashSet<PartitionId>,
-    /// Reported blocks that may be in remote files or nowhere.
-    unverified: HashMap<PartitionId, Treemap>,
-    /// Partitions with a damaged extent of which it is not known yet which blocks it held.
-    damaged: HashSet<PartitionId>,
-    lost: HashMap<PartitionId, Treemap>,
+    partitions: HashMap<PartitionId, Ledger>,
     entries: Vec<Entry>,
     /// What the entries take of the bound for all shuffles.
     share: Share,
+}
+
+impl State {
+    fn ledger(&mut self, partition: PartitionId) -> &mut Ledger {
+        let whole = self.whole;
+        let new = || if whole { Ledger::left(Treemap::new()) } else { Ledger::default() };
+        self.partitions.entry(partition).or_insert_with(new)
+    }
 }
 
 impl Losses {
     pub(super) fn new(entries: &Quota) -> Self {
         let state = State {
             whole: false,
-            present: HashMap::new(),
-            counting: HashMap::new(),
             left_remote: false,
-            counted: HashSet::new(),
-            unverified: HashMap::new(),
-            damaged: HashSet::new(),
-            lost: HashMap::new(),
+            partitions: HashMap::new(),
             entries: Vec::new(),
             share: entries.share(),
         };
@@ -114,7 +108,8 @@ impl Losses {
     /// The shuffle was taken over from an earlier process with these blocks readable. From now on blocks are counted.
     pub fn watch(&self, present: HashMap<PartitionId, Treemap>) {
         let mut state = self.state.lock();
-        (state.whole, state.present) = (true, present);
+        state.whole = true;
+        state.partitions = present.into_iter().map(|(id, present)| (id, Ledger::left(present))).collect();
         drop(state);
         self.watched.store(true, Ordering::Release);
     }
@@ -132,7 +127,7 @@ impl Losses {
     /// The caller, whose turn it is, is about to count the blocks of a partition: what is committed meanwhile is added.
     /// A count that is dropped comes to nothing.
     pub fn begin_count(&self, partition: PartitionId) -> Count<'_> {
-        self.state.lock().counting.entry(partition).or_default();
+        self.state.lock().ledger(partition).begin_count();
         self.watched.store(true, Ordering::Release);
         Count { losses: self, partition }
     }
@@ -141,24 +136,23 @@ impl Losses {
     #[must_use]
     pub fn uncounted(&self, partition: PartitionId, ids: &Treemap) -> Treemap {
         let state = self.state.lock();
-        if !state.left_remote || state.counted.contains(&partition) {
-            return Treemap::new();
+        match state.partitions.get(&partition) {
+            _ if !state.left_remote => Treemap::new(),
+            Some(ledger) => ledger.uncounted(ids),
+            None => ids.clone(),
         }
-        state.present.get(&partition).map_or_else(|| ids.clone(), |present| ids.andnot(present))
     }
 
     /// Whether a count of the partition has come to its end.
     #[must_use]
     pub fn is_counted(&self, partition: PartitionId) -> bool {
-        self.state.lock().counted.contains(&partition)
+        self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_counted)
     }
 
     /// Reported blocks are unverified; true when none of the partition were.
     pub fn mark_unverified(&self, partition: PartitionId, ids: &Treemap) -> bool {
-        let mut state = self.state.lock();
-        let is_first = !state.unverified.contains_key(&partition);
-        state.unverified.entry(partition).or_default().or_inplace(ids);
-        self.unverified_count.store(state.unverified.len() as u64, Ordering::Release);
+        let is_first = self.state.lock().ledger(partition).mark_unverified(ids);
+        self.unverified_count.fetch_add(u64::from(is_first && !ids.is_empty()), Ordering::Release);
         is_first
     }
 
@@ -168,21 +162,19 @@ impl Losses {
         if self.unverified_partitions() == 0 {
             return None;
         }
-        self.state.lock().unverified.get(&partition).cloned()
+        let state = self.state.lock();
+        let unverified = state.partitions.get(&partition).map(Ledger::unverified);
+        unverified.filter(|ids| !ids.is_empty()).cloned()
     }
 
     /// These blocks were counted, and the lost ones entered; true when none of the partition is unverified any more.
     pub fn mark_verified(&self, partition: PartitionId, ids: &Treemap) -> bool {
         let mut state = self.state.lock();
-        let left = state.unverified.get_mut(&partition).is_some_and(|unverified| {
-            unverified.andnot_inplace(ids);
-            !unverified.is_empty()
-        });
-        if !left {
-            state.unverified.remove(&partition);
-        }
-        self.unverified_count.store(state.unverified.len() as u64, Ordering::Release);
-        !left
+        let ledger = state.ledger(partition);
+        let had_some = !ledger.unverified().is_empty();
+        let is_done = ledger.mark_verified(ids);
+        self.unverified_count.fetch_sub(u64::from(had_some && is_done), Ordering::Release);
+        is_done
     }
 
     /// Partitions with unverified blocks.
@@ -194,21 +186,25 @@ impl Losses {
     /// An extent of a partition is found damaged.
     pub fn mark_damaged(&self, partition: PartitionId) {
         let mut state = self.state.lock();
-        state.damaged.insert(partition);
-        self.damaged_count.store(state.damaged.len(), Ordering::Release);
+        let ledger = state.ledger(partition);
+        self.damaged_count.fetch_add(usize::from(!ledger.is_damaged()), Ordering::Release);
+        ledger.set_damaged(true);
     }
 
     /// The blocks that the damage cost the partition are entered.
     pub fn clear_damaged(&self, partition: PartitionId) {
         let mut state = self.state.lock();
-        state.damaged.remove(&partition);
-        self.damaged_count.store(state.damaged.len(), Ordering::Release);
+        let ledger = state.ledger(partition);
+        self.damaged_count.fetch_sub(usize::from(ledger.is_damaged()), Ordering::Release);
+        ledger.set_damaged(false);
     }
 
     /// Whether a partition has damage whose blocks are not known yet; none such costs no lock.
     #[must_use]
     pub fn is_damaged(&self, partition: PartitionId) -> bool {
-        self.damaged_count.load(Ordering::Acquire) > 0 && self.state.lock().damaged.contains(&partition)
+        let is_damaged =
+            || self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_damaged);
+        self.damaged_count.load(Ordering::Acquire) > 0 && is_damaged()
     }
 
     /// Whether blocks of it are counted.
@@ -230,13 +226,13 @@ impl Losses {
     }
 
     /// Reports may be missing, for this reason.
-    pub fn mark_reports_incomplete(&self, reason: String) {
+    pub fn mark_incomplete(&self, reason: String) {
         let _ = self.incomplete.set(reason);
     }
 
     /// Why reports may be missing, if they may.
     #[must_use]
-    pub fn reports_incomplete(&self) -> Option<&str> {
+    pub fn incomplete(&self) -> Option<&str> {
         self.incomplete.get().map(String::as_str)
     }
 
@@ -247,9 +243,8 @@ impl Losses {
             return Treemap::new();
         }
         let state = self.state.lock();
-        match state.present.get(&partition) {
-            _ if state.counting.contains_key(&partition) => Treemap::new(),
-            Some(present) => ids.andnot(present),
+        match state.partitions.get(&partition) {
+            Some(ledger) => ledger.missing(ids),
             None if state.whole => ids.clone(),
             None => Treemap::new(),
         }
@@ -258,17 +253,12 @@ impl Losses {
     /// Enters `ids` as lost; returns how many are new.
     pub fn lose(&self, partition: PartitionId, ids: &Treemap, bytes: Option<u64>, reason: &Arc<str>) -> u64 {
         let mut state = self.state.lock();
-        let State { present, lost, entries, share, .. } = &mut *state;
-        let known = lost.entry(partition).or_default();
-        let new = ids.andnot(known);
+        let new = state.ledger(partition).lose(ids);
         let count = new.cardinality();
         if count == 0 {
             return 0;
         }
-        known.or_inplace(&new);
-        if let Some(present) = present.get_mut(&partition) {
-            present.andnot_inplace(&new);
-        }
+        let State { entries, share, .. } = &mut *state;
         self.lost.fetch_add(count, Ordering::Release);
         if entries.len() < ENTRIES_MAX && share.grow(1).is_ok() {
             let (reason, at) = (Arc::clone(reason), SystemTime::now());
@@ -280,22 +270,14 @@ impl Losses {
     /// Blocks are in a tier (again); returns how many were lost until now.
     pub fn committed(&self, partition: PartitionId, ids: &[u64]) -> u64 {
         let mut state = self.state.lock();
-        let State { whole, present, counting, lost, entries, share, .. } = &mut *state;
-        let there = match whole {
-            true => Some(present.entry(partition).or_default()),
-            false => present.get_mut(&partition),
-        };
-        for set in there.into_iter().chain(counting.get_mut(&partition)) {
-            ids.iter().for_each(|id| set.add(*id));
+        if !state.whole && !state.partitions.contains_key(&partition) {
+            return 0;
         }
-        let Some(known) = lost.get_mut(&partition) else { return 0 };
-        let healed = ids.iter().filter(|id| known.remove_checked(**id)).count() as u64;
+        let healed = state.ledger(partition).commit(ids);
         if healed == 0 {
             return 0;
         }
-        if known.is_empty() {
-            lost.remove(&partition);
-        }
+        let State { entries, share, .. } = &mut *state;
         for entry in entries.iter_mut().filter(|entry| entry.partition == partition) {
             ids.iter().for_each(|id| entry.ids.remove(*id));
         }
@@ -311,7 +293,8 @@ impl Losses {
         if self.count() == 0 {
             return None;
         }
-        self.state.lock().lost.get(&partition).cloned()
+        let state = self.state.lock();
+        state.partitions.get(&partition).map(Ledger::lost).filter(|ids| !ids.is_empty()).cloned()
     }
 
     /// The entries, and how many lost blocks they leave out.
@@ -341,19 +324,14 @@ pub struct Count<'a> {
 
 impl Count<'_> {
     /// These blocks are readable, and those that were committed meanwhile.
-    pub fn end(self, mut found: Treemap) {
-        let mut state = self.losses.state.lock();
-        if let Some(meanwhile) = state.counting.remove(&self.partition) {
-            found.or_inplace(&meanwhile);
-        }
-        state.present.insert(self.partition, found);
-        state.counted.insert(self.partition);
+    pub fn end(self, found: Treemap) {
+        self.losses.state.lock().ledger(self.partition).end_count(found);
     }
 }
 
 impl Drop for Count<'_> {
     fn drop(&mut self) {
-        self.losses.state.lock().counting.remove(&self.partition);
+        self.losses.state.lock().ledger(self.partition).abandon_count();
     }
 }
 

@@ -10,7 +10,6 @@
 
 use std::time::Duration;
 
-use futures::future::join_all;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::memory::InMemory;
@@ -51,12 +50,7 @@ impl Worker {
         self.flush_until(deadline).await;
         // Connects are refused from here on: nobody will ever accept them.
         self.held = Inherited::default();
-        let tiers = self.service.tiers().clone();
-        let tasks_left = self.end(deadline).await.tasks_left;
-        if tasks_left == 0 {
-            join_all(tiers.iter().map(|tier| tier.end())).await;
-        }
-        tasks_left
+        self.end(deadline).await.tasks_left
     }
 
     /// Refuses tickets and flushes, then refuses sends and flushes the rest: afterwards memory is empty and stays so. If it

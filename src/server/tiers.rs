@@ -58,15 +58,9 @@ pub(super) async fn start(
 
 async fn start_local(config: &Config, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
     let read_memory_bytes = config.memory.read_capacity_bytes;
-    let settings = LocalConfig { boot: boot_id(), read_memory_bytes, ..config.local.clone() };
+    let settings = LocalConfig { read_memory_bytes, ..config.local.clone() };
     let disks = settings.real_disks();
     LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
-}
-
-/// The id that Linux gives to each start of its own; empty where there is none.
-fn boot_id() -> String {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    id.split_whitespace().collect()
 }
 
 #[cfg(feature = "hdfs")]

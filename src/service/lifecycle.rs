@@ -1,6 +1,6 @@
 //! Register, heartbeat, unregister, expire.
 //!
-//! A registration is acknowledged once its note is on a disk, so that it survives the process.
+//! A registration is acknowledged once it is on the device, so that it outlives process and power.
 //! An app or shuffle is taken out of the registry, memory and store together, under the registry's lock, so that a
 //! registration that follows at once meets clean ground. Deleting files comes after, in a task.
 
@@ -12,8 +12,8 @@ use std::time::Duration;
 use prometheus::HistogramTimer;
 
 use crate::app::{PartitionRanges, Registration};
+use crate::durability::{self, Record};
 use crate::memory::Evicted;
-use crate::metadata_log::{self, Record};
 use crate::telemetry::AUDIT;
 use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
@@ -106,7 +106,7 @@ impl Service {
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));
         })?;
         if let Some((tier, note)) = metadata {
-            self.note_registration(&key, &**tier, &note).await?;
+            self.note_registration(&key, &**tier, note).await?;
         }
         self.metrics.apps_registered.inc_by(u64::from(new_app));
         self.metrics.partitions_registered.inc_by(partitions);
@@ -122,16 +122,16 @@ impl Service {
         &self,
         key: &ShuffleKey,
         tier: &dyn Tier,
-        note: &[u8],
+        note: Vec<u8>,
     ) -> Result<(), ServiceError> {
         let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
         // Unregistered in the meantime: nothing is left to survive.
         let (Some(log), Some(state)) = (tier.metadata_log(key), state) else { return Ok(()) };
-        let digest = digest(note);
+        let digest = digest(&note);
         if state.noted_registration() == digest {
             return Ok(());
         }
-        match log.append(note).await {
+        match log.append(note.into()).await {
             Err(error) if error.kind == StoreErrorKind::Purged => Ok(()),
             Err(error) => Err(error.into()),
             Ok(()) => {
@@ -345,7 +345,7 @@ fn registration_note(registration: &Registration, remote_storage: Vec<u8>) -> Ve
         registration.properties.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
     properties.sort();
     let timeout = registration.heartbeat_timeout;
-    let note = metadata_log::Registration {
+    let note = durability::Registration {
         ranges: registration.ranges.to_vec(),
         distribution: registration.distribution,
         user: registration.user.clone(),

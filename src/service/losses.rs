@@ -66,6 +66,19 @@ pub struct LossReport {
     pub losses: Vec<ShuffleLoss>,
     /// Lost blocks that found no room in it.
     pub unlisted_blocks: u64,
+    /// Shuffles whose results are refused, as reports of them may be missing.
+    pub incomplete: Vec<IncompleteShuffle>,
+}
+
+/// A shuffle of which not everything that was acknowledged is proven to be known.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct IncompleteShuffle {
+    /// Application.
+    pub app: String,
+    /// Shuffle.
+    pub shuffle: i32,
+    /// What may be missing, and what to do.
+    pub reason: String,
 }
 
 /// The ledger of one app, and how many lost blocks found no room in it.
@@ -88,26 +101,31 @@ impl Service {
             let (told, unlisted) = losses_of(&app);
             report.losses.extend(told);
             report.unlisted_blocks += unlisted;
+            report.incomplete.extend(app.shuffles().iter().filter_map(|shuffle| {
+                let (key, reason) = (shuffle.key(), shuffle.losses().incomplete()?.to_owned());
+                Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
+            }));
         }
+        report.incomplete.sort();
         report.losses.sort_by_key(|loss| (loss.app.clone(), loss.shuffle, loss.partition, loss.at_ms));
         report
     }
 
     pub(super) fn set_loss_gauges(&self) {
-        let (mut blocks, mut apps, mut in_doubt, mut unreported) = (0, 0, 0, 0);
+        let (mut blocks, mut apps, mut unverified, mut incomplete) = (0, 0, 0, 0);
         for app in self.apps.apps() {
             let shuffles = app.shuffles();
             let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
-            in_doubt += shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
-            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().reports_incomplete().is_some();
-            unreported += shuffles.iter().filter(may_miss).count() as u64;
+            unverified += shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
+            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().incomplete().is_some();
+            incomplete += shuffles.iter().filter(may_miss).count() as u64;
             blocks += lost;
             apps += u64::from(lost > 0);
         }
         self.metrics.lost_blocks_now.set(clamped(blocks));
         self.metrics.apps_with_loss.set(clamped(apps));
-        self.metrics.partitions_in_doubt.set(clamped(in_doubt));
-        self.metrics.reports_in_doubt.set(clamped(unreported));
+        self.metrics.unverified_partitions.set(clamped(unverified));
+        self.metrics.incomplete_shuffles.set(clamped(incomplete));
     }
 
     /// Enters blocks as lost, and tells it.

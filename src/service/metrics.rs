@@ -26,9 +26,9 @@ metrics::table! {
             "Reports refused because blocks of theirs were lost with an earlier process";
         lost_blocks_now: IntGauge = "lost_blocks", "Lost blocks now";
         apps_with_loss: IntGauge = "app_with_lost_blocks_num", "Applications with lost blocks now";
-        partitions_in_doubt: IntGauge =
-            "partitions_in_doubt", "Partitions with reported blocks that are sought in remote stores now";
-        reports_in_doubt: IntGauge = "shuffles_with_reports_in_doubt",
+        unverified_partitions: IntGauge =
+            "unverified_partitions", "Partitions with reported blocks that are sought in remote stores now";
+        incomplete_shuffles: IntGauge = "incomplete_shuffles",
             "Shuffles whose results are refused, as reports of them may be missing";
         recovered_blocks: IntGauge = "recovered_blocks", "Blocks taken over from an earlier process";
         recovered_bytes: IntGauge = "recovered_bytes", "Payload bytes taken over from an earlier process";

@@ -40,7 +40,7 @@ pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use intake::Intake;
 pub use lifecycle::RegisterRequest;
-pub use losses::{LossReport, ShuffleLoss};
+pub use losses::{IncompleteShuffle, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use read::{
     Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, read_limits,

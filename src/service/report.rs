@@ -1,12 +1,12 @@
 //! Reports of finished task attempts.
 //!
-//! A report is on a disk before it is taken and acknowledged: what reducers are told to expect is not forgotten with
-//! the process, or its results would be short without anybody noticing.
+//! A report is on the device before it is taken and acknowledged: what reducers are told to expect outlives process and
+//! power, or their results would be short without an error. Where that is not proven after a start, results are refused.
 
 use std::sync::Arc;
 
 use crate::app::{ReportError, ShuffleState};
-use crate::metadata_log::{Record, Report};
+use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -137,7 +137,7 @@ async fn note_report(
         let encoding = tokio::task::spawn_blocking(encode).await;
         encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
     };
-    match log.append(&bytes).await {
+    match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {

@@ -1,19 +1,20 @@
-//! Takes over what the store found at the start: registrations and reports, from their notes, and so what is lost.
+//! Takes over what the store found at the start: registrations and reports, from the metadata log, and so what is lost.
 //!
-//! A shuffle without a registration is nobody's and is removed, unless a disk is missing that may have it.
+//! A shuffle without a registration was never registered and is removed, unless something is missing that may have it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::app::{PartitionRanges, Registration};
-use crate::metadata_log::{self, Record};
+use crate::durability::{self, Record};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
 use super::doubt::Suspect;
 use super::{Service, ServiceError};
 use crate::metrics::clamped;
+use crate::telemetry::AUDIT;
 
 /// What was taken over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -119,8 +120,9 @@ impl Service {
                 tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
             }
         }
-        if !shuffle.metadata_missing.is_empty() {
-            state.losses().mark_reports_incomplete(shuffle.metadata_missing);
+        if let Some(reason) = shuffle.incomplete {
+            tracing::error!(target: AUDIT, shuffle = %key, reason, "reports may be missing, its results are refused");
+            state.losses().mark_incomplete(reason);
         }
         if remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
@@ -183,7 +185,7 @@ impl Service {
     }
 }
 
-fn registration_of(key: &ShuffleKey, note: metadata_log::Registration) -> Result<Registration, ServiceError> {
+fn registration_of(key: &ShuffleKey, note: durability::Registration) -> Result<Registration, ServiceError> {
     Ok(Registration {
         key: key.clone(),
         ranges: PartitionRanges::parse(&note.ranges)?,

@@ -42,11 +42,12 @@ pub struct Results {
 }
 
 impl Service {
-    /// The reported ids of `partitions` as Java's bitmap. A shuffle or partition without reports has none.
+    /// The reported ids of `partitions` as Java's bitmap. A partition without reports has none, nor has a shuffle that
+    /// was never registered.
     ///
     /// # Errors
     /// Unknown app, too many partitions, a layout whose widths are not 1..=31 each and 63 together, reports that may be
-    /// missing, or no heap for the answer in time.
+    /// missing, a shuffle that an earlier process may have known, or no heap for the answer in time.
     pub async fn results(
         &self,
         app: &str,
@@ -66,10 +67,17 @@ impl Service {
         }
         let answers = self.memory.heap().of(HeapKind::Answers);
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
-            return Ok(Results { bitmap: bitmap::encode(&Treemap::new()), held: answers.nothing() });
+            return match self.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
+                None => Ok(Results { bitmap: bitmap::encode(&Treemap::new()), held: answers.nothing() }),
+                Some(reason) => Err(ServiceError::Lost(format!(
+                    "whether shuffle {}/{shuffle} was registered is not known: {reason}",
+                    app.id()
+                ))),
+            };
         };
-        if let Some(reason) = shuffle.losses().reports_incomplete() {
-            let text = format!("reports of shuffle {} may be missing: {reason}", shuffle.key());
+        if let Some(reason) = shuffle.losses().incomplete() {
+            let key = shuffle.key();
+            let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
         let is_small = size <= INLINE_PARTITIONS_MAX && shuffle.block_ids().lock().count() <= INLINE_IDS_MAX;

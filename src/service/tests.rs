@@ -385,7 +385,7 @@ async fn statistics_are_sums_over_an_apps_partitions() {
     let by_name: HashMap<&str, &AppStatistics> = all.iter().map(|app| (app.app.as_str(), app)).collect();
     let (busy, idle) = (by_name[APP], by_name["app-10"]);
     assert_eq!((busy.received_bytes, busy.in_memory_bytes, busy.in_memory_blocks), (30_000, 10_000, 1));
-    assert_eq!((busy.local_bytes, busy.local_files, busy.partitions), (20_000, 3, 10));
+    assert_eq!((busy.local_bytes, busy.local_files, busy.partitions), (20_000, 2, 10));
     assert_eq!((idle.received_bytes, idle.partitions, idle.average_block_bytes()), (0, 10, None));
     assert_eq!(world.metric("topN_of_total_data_size_for_app"), 30_000);
     assert_eq!(world.metric("topN_of_on_localfile_data_size_for_app"), 20_000);

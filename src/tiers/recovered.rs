@@ -14,8 +14,8 @@ pub struct RecoveredShuffle {
     pub key: ShuffleKey,
     /// Contents of its metadata records, in their order.
     pub metadata: Vec<Bytes>,
-    /// Why records may be missing; empty when none are.
-    pub metadata_missing: String,
+    /// Why records may be missing; none when it is proven that none are.
+    pub incomplete: Option<String>,
     /// Blocks that can be read.
     pub present: HashMap<PartitionId, Treemap>,
     /// Extents that are known and cannot be read.

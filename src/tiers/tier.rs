@@ -49,6 +49,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Why an earlier process may have known shuffles that are not known here.
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        None
+    }
+
     /// Ids of the blocks of a partition that readers find here. For rare paths: may read all index records.
     fn present<'a>(
         &'a self,
@@ -86,11 +91,6 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         stop
     }
-
-    /// The last call, when nothing is under way any more: makes what was written survive.
-    fn end(&self) -> BoxFuture<'_, ()> {
-        ready(()).boxed()
-    }
 }
 
 /// One registration of a shuffle in a tier: what is written with it cannot end up in a later one of the same name.
@@ -107,11 +107,11 @@ pub trait TierShuffle: fmt::Debug + Send + Sync {
 
 /// Metadata of one registration of a shuffle that survives the process.
 pub trait MetadataLog: Send + Sync {
-    /// Appends a record; durable as far as the tier is when this returns `Ok`.
+    /// Appends a record: when this returns `Ok` it outlives process and power.
     ///
     /// # Errors
     /// `Purged`, `InvalidBatch` when it is too long, or that no disk took it.
-    fn append<'a>(&'a self, record: &'a [u8]) -> BoxFuture<'a, Result<(), StoreError>>;
+    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>>;
 }
 
 /// Reads for clients that do not see the tier: a partition is one contiguous stream of blocks, with an index.

@@ -122,12 +122,12 @@ impl LossesFixture {
         }
     }
 
-    fn in_doubt(&self) -> f64 {
-        self.worker.metrics().expect("partitions_in_doubt")
+    fn unverified(&self) -> f64 {
+        self.worker.metrics().expect("unverified_partitions")
     }
 
-    fn nothing_is_in_doubt_soon(&self) {
-        wait_until("nothing is in doubt", SETTLE_DEADLINE, || match self.in_doubt() {
+    fn nothing_is_unverified_soon(&self) {
+        wait_until("nothing is unverified", SETTLE_DEADLINE, || match self.unverified() {
             0.0 => Ok(()),
             left => Err(format!("{left} partitions")),
         });
@@ -170,7 +170,7 @@ async fn after_a_kill_blocks_in_memory_are_named_lost_and_those_in_hdfs_are_ther
         hdfs.run(&format!("leave-open {}", file.path));
     }
     fixture.worker.start_again();
-    fixture.nothing_is_in_doubt_soon();
+    fixture.nothing_is_unverified_soon();
     for partition in [COLD, WARM] {
         fixture.read(partition).await.unwrap();
     }
@@ -204,7 +204,7 @@ async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answer
     let unreported = fixture.send(3, 2, 1000).await;
     hdfs.run("stop-namenode");
     fixture.kill_and_start();
-    assert_eq!(fixture.in_doubt(), 2.0);
+    assert_eq!(fixture.unverified(), 2.0);
     for partition in [COLD, IN_MEMORY] {
         let (status, text) = refusal(fixture.read(partition).await);
         assert_eq!(status, StatusCode::NoBuffer, "{text}");
@@ -213,9 +213,9 @@ async fn while_hdfs_does_not_answer_nothing_is_called_lost_and_nothing_is_answer
     fixture.assert_all(WARM, &fixture.near(WARM).await.unwrap());
     // It cannot be said that these are lost.
     fixture.report(3, &unreported).await.unwrap();
-    assert_eq!((fixture.in_doubt(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
+    assert_eq!((fixture.unverified(), fixture.worker.metrics().expect("lost_blocks")), (3.0, 0.0));
     hdfs.run("start-namenode");
-    fixture.nothing_is_in_doubt_soon();
+    fixture.nothing_is_unverified_soon();
     fixture.read(COLD).await.unwrap();
     for (partition, blocks) in [(IN_MEMORY, "3 blocks"), (3, "2 blocks")] {
         let (status, text) = refusal(fixture.read(partition).await);

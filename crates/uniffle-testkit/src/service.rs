@@ -159,7 +159,7 @@ impl ServiceFixture {
     /// Files of the disks other than the worker's own.
     pub fn files(&self) -> Vec<PathBuf> {
         let all = self.disks.iter().flat_map(|disk| disk.files());
-        all.filter(|file| OWN_FILES.iter().all(|name| !file.ends_with(name))).collect()
+        all.filter(|file| OWN_FILES.iter().all(|name| !file.starts_with(name))).collect()
     }
 
     /// Opens the gRPC listener and connects to it.

@@ -55,8 +55,8 @@ const PORT_TRIES: usize = 5;
 /// Named by `WORKER_READY_FILE`.
 const READY_FILE: &str = "ready.json";
 
-/// The marker by which a worker claims a data directory, and its list of them: the files that stay.
-pub const OWN_FILES: [&str; 3] = ["uniffle-worker.claim", "uniffle-worker.mounts", "uniffle-worker.peers"];
+/// The marker by which a worker claims a data directory, where it is mounted, and its metadata log: what stays.
+pub const OWN_FILES: [&str; 3] = ["uniffle-worker.claim", "uniffle-worker.mounts", "uniffle-worker.metadata"];
 
 /// What a test chooses; everything else is the worker's default or belongs to the harness.
 #[derive(Debug, Clone)]

@@ -21,6 +21,7 @@ use super::health::{Health, Verdict, judge};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::share::ReadShare;
+use crate::durability::METADATA;
 use crate::tiers::{DiskCondition, DiskInfo, StoreError};
 use uniffle_io::buffers::AlignedBuffer;
 use uniffle_io::{BLOCK_ALIGN, Disk, DiskLock, Lane, Mount, ReadTarget, Space, WriteOpen};
@@ -116,6 +117,7 @@ impl LocalDisk {
     /// Moves content of an earlier process into the trash, which [`LocalDisk::empty_trash`] deletes later, so that a start
     /// is quick.
     pub(super) async fn discard_everything(&self) -> io::Result<()> {
+        self.discard(Path::new(METADATA)).await?;
         if within(self.deadline, self.io.list(Path::new(APPS))).await?.is_empty() {
             return Ok(());
         }

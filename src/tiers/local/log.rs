@@ -1,4 +1,4 @@
-//! A data, index or metadata log: one append-only file of one shuffle on one disk.
+//! A data or index log: one append-only file of one shuffle on one disk.
 //!
 //! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
 //! late write can only land on a range that nobody else was given.
@@ -21,8 +21,6 @@ pub(super) enum LogKind {
     Data,
     /// Index groups.
     Index,
-    /// Registrations and reports.
-    Metadata,
 }
 
 impl LogKind {
@@ -30,7 +28,6 @@ impl LogKind {
         match self {
             Self::Data => "data",
             Self::Index => "index",
-            Self::Metadata => "journal",
         }
     }
 
@@ -39,13 +36,12 @@ impl LogKind {
         match self {
             Self::Data => Lane::Bulk,
             Self::Index => Lane::Index,
-            Self::Metadata => Lane::Metadata,
         }
     }
 
     /// The kind of a file by its extension.
     pub(super) fn of(extension: &str) -> Option<Self> {
-        [Self::Data, Self::Index, Self::Metadata].into_iter().find(|kind| kind.extension() == extension)
+        [Self::Data, Self::Index].into_iter().find(|kind| kind.extension() == extension)
     }
 }
 

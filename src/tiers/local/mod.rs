@@ -15,18 +15,17 @@
 //! | `shuffle` | the extents and logs of one shuffle |
 //! | `write`, `publish`, `index` | data, then index group, then visibility |
 //! | `read`, `records` | index and data streams, cached index records |
-//! | `metadata_record`, `metadata_log` | what else must survive a restart: a log of records on two disks |
-//! | `scan`, `recover`, `manifest` | what an earlier process left becomes the store's state again |
+//! | `take_over` | the metadata log of the worker, on these disks |
+//! | `scan`, `recover` | what an earlier process left becomes the store's state again |
 //! | `sync` | what must be on the device first, and group commit |
 //! | `verify` | checksums of blocks while they are read |
 //! | `damage` | what a disk does not give back any more becomes a hole |
 //! | `condemned` | blocks that it gives back with other bytes |
 //! | `purge`, `deletes` | removal and maintenance, each disk by itself |
 //!
-//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index|.journal`. By default nothing is synced: a process
-//! that dies leaves its writes to the page cache. With [`SyncWrites::Group`] data is on the device before its index group
-//! is written, the group before its extents are visible, a metadata record before it is acknowledged, and what an earlier process
-//! left before it is taken over: a machine that dies loses nothing that anybody was told of.
+//! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. By default these are not synced: a process
+//! that dies leaves its writes to the page cache. What shuffles say always is (`durability`). With [`SyncWrites::Group`] data is on the device before its index group
+//! is written, the group before its extents are visible, and what an earlier process left before it is taken over: a machine that dies loses nothing that anybody was told of.
 
 mod claim;
 pub mod claimable;
@@ -38,9 +37,6 @@ mod files;
 pub mod health;
 pub mod index;
 mod log;
-mod manifest;
-mod metadata_log;
-pub mod metadata_record;
 pub(crate) mod metrics;
 mod mounts;
 pub mod pace;
@@ -54,6 +50,7 @@ mod scan;
 mod share;
 mod shuffle;
 mod sync;
+mod take_over;
 mod tier;
 
 mod verify;
@@ -65,7 +62,7 @@ mod tests;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -86,13 +83,14 @@ pub(super) use self::tier::NAMES;
 use self::deletes::Deletes;
 use self::disk::LocalDisk;
 use self::files::Files;
-use self::manifest::Manifest;
 use self::metrics::{ALL_DISKS, Metrics};
 use self::placement::Candidate;
 use self::records::RecordCache;
 use self::share::ReadShare;
 use self::shuffle::Shuffle;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
+use crate::durability::MetadataLog;
+use crate::runtime::Tasks;
 use crate::schema::section;
 use crate::tiers::{DiskCondition, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_io::blocking::BlockingDisk;
@@ -145,10 +143,10 @@ section! {
         /// wrong block that nobody can place.
         #[key("localfile_store.verify_reads", word(), Restart)]
         pub verify_reads: VerifyReads = VerifyReads::Always,
-        /// What is on the disks before it counts: off = nothing, the page cache survives kill -9 and upgrades; group = data
-        /// before its index, both before memory is released, registrations and reports before they are acknowledged, so
-        /// that a power loss takes nothing that was published or reported and synced. One fdatasync serves all who wait
-        /// for it.
+        /// What of the data is on the device before it counts: off = nothing, the page cache survives kill -9 and
+        /// upgrades; group = data before its index, both before memory is released, so that a power loss takes nothing
+        /// that was flushed. One fdatasync serves all who wait for it. Registrations and reports are always synced before
+        /// they are acknowledged.
         #[key("localfile_store.sync", word(), Restart)]
         pub sync: SyncWrites = SyncWrites::Off,
         /// Index records kept in memory, so that reducers' first question needs no disk.
@@ -172,12 +170,7 @@ section! {
         pub descriptors_max: usize = 1024,
         /// A cached descriptor that is not used for this long is closed.
         pub descriptor_idle_timeout: Duration = 60 * SECOND,
-        /// Id of the running kernel's boot; empty = not known, and then what a reset of the machine took along is not
-        /// missed.
-        pub boot: String = String::new(),
-        /// Time to sync everything at an orderly end, and to write that down.
-        pub end_sync_timeout: Duration = 10 * SECOND,
-        /// Time for one copy of a metadata record to reach a disk.
+        /// Time for what waits to reach the device in one copy of the metadata log.
         pub metadata_timeout: Duration = 10 * SECOND,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
         pub staging_buffers: usize = 0,
@@ -273,6 +266,9 @@ struct Core {
     metrics: Metrics,
     /// By disk.
     deletes: Vec<Deletes>,
+    /// Shuffles that are gone, of which the metadata log does not know it yet.
+    pending_purges: Mutex<Vec<Arc<Shuffle>>>,
+    metadata: OnceLock<MetadataLog>,
     /// See `damage`.
     probes: Semaphore,
     /// Data reads so far, for sampling.
@@ -287,8 +283,8 @@ pub struct LocalStore {
     next_incarnation: AtomicU64,
     min_disks: AtomicUsize,
     recovered: Mutex<Recovered>,
-    /// What the lists of data directories say; none when nothing was taken over, or at the end.
-    manifest: Mutex<Option<Manifest>>,
+    /// Of the metadata log.
+    tasks: Tasks,
 }
 
 impl LocalStore {
@@ -324,6 +320,8 @@ impl LocalStore {
             disks: claimed,
             changes,
             metrics,
+            pending_purges: Mutex::default(),
+            metadata: OnceLock::new(),
             probes: Semaphore::new(damage::PROBED_AT_ONCE),
             data_reads: AtomicU64::new(0),
             config,
@@ -334,11 +332,9 @@ impl LocalStore {
             next_incarnation: AtomicU64::new(1),
             min_disks,
             recovered: Mutex::default(),
-            manifest: Mutex::default(),
+            tasks: Tasks::new(),
         });
-        if store.core.config.recovery {
-            store.take_over().await;
-        }
+        store.take_over().await;
         store.core.set_gauges();
         Ok(store)
     }

@@ -1,6 +1,6 @@
 //! Removing shuffles, and what the store does from time to time.
 //!
-//! A purge marks the shuffle, waits until nobody is creating a file, renames its directories into the trash and
+//! A purge marks the shuffle, is written to the metadata log, waits until nobody is creating a file, renames its directories into the trash and
 //! deletes them there. What cannot be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
 //! by [`LocalStore::maintain_once`].
 
@@ -34,7 +34,8 @@ impl Core {
         for _ in 0..work.left.len() {
             let Some(shuffle) = work.left.front().map(|it| Arc::clone(&it.shuffle)) else { break };
             // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let removed = disk.is_healthy() && self.try_remove(&shuffle, disk).await;
+            let may_be_removed = disk.is_healthy() && shuffle.purge_is_noted();
+            let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
             let Some(pending) = work.left.pop_front() else { break };
             if removed {
                 self.metrics.deleted_bytes.inc_by(pending.bytes);
@@ -97,6 +98,7 @@ impl LocalStore {
 
     /// [`LocalStore::run_deletes`] of all disks.
     async fn run_pending_deletes(&self) {
+        self.core.note_purges().await;
         join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk)).collect::<Vec<_>>()).await;
     }
 
@@ -146,6 +148,7 @@ impl LocalStore {
             let pending = PendingDelete { shuffle: Arc::clone(&shuffle), bytes: bytes[disk] };
             self.core.deletes[disk].add(pending);
         }
+        self.core.pending_purges.lock().push(shuffle);
     }
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
@@ -170,11 +173,9 @@ impl LocalStore {
     /// Measures space, removes what is still to be removed, closes idle descriptors, and sets the gauges. Disks do not wait
     /// for each other.
     pub async fn maintain_once(&self) {
-        let disks = self.core.disks.iter().map(|disk| async {
-            self.measure(disk).await;
-            self.clean(disk).await;
-        });
-        join_all(disks.collect::<Vec<_>>()).await;
+        join_all(self.core.disks.iter().map(|disk| self.measure(disk)).collect::<Vec<_>>()).await;
+        self.core.log().settle().await;
+        join_all(self.core.disks.iter().map(|disk| self.clean(disk)).collect::<Vec<_>>()).await;
         self.tidy();
     }
 
@@ -193,6 +194,9 @@ impl LocalStore {
         {
             tracing::warn!(disk = %disk.label, error = %error, "trash cannot be emptied");
             self.core.metrics.deletion_failed.inc();
+        }
+        if self.core.has_purges_to_note() {
+            self.core.note_purges().await;
         }
         self.run_deletes(disk).await;
     }
@@ -307,6 +311,7 @@ impl LocalStore {
 
     async fn keep_tidying(&self) {
         loop {
+            self.core.log().settle().await;
             self.tidy();
             sleep(self.pause()).await;
         }

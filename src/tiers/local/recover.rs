@@ -1,6 +1,6 @@
 //! What an earlier process left on the disks becomes the store's state again, with the same bases.
 //!
-//! Groups and metadata records are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
+//! Groups are united over all disks. Where a group or the data of an extent is gone, the stream keeps a hole
 //! of the same length, so that every other offset stays what clients were promised. When the end of a stream may be
 //! missing (a disk is absent or does not answer, a sequence number is missing), new extents begin behind a gap. Whose
 //! blocks are missing is for the caller to find out: it knows what was reported.
@@ -12,10 +12,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use bytes::Bytes;
 use croaring::Treemap;
 use futures::StreamExt;
-use futures::future::join_all;
 use futures::stream;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -23,10 +21,10 @@ use uuid::Uuid;
 use super::disk::LocalDisk;
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
-use super::manifest::Manifest;
-use super::scan::{FoundDirectory, LogReader, scan_disk};
+use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Extent, Partition, Restored, Shuffle};
 use super::{Core, LocalStore};
+use crate::durability::{Found, FoundShuffle};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
 use uniffle_io::BLOCK_ALIGN;
@@ -42,38 +40,48 @@ const REBUILDS: usize = 8;
 /// Reasons kept per shuffle in words; blocks are always counted.
 const REASONS_MAX: usize = 64;
 
-/// What a reset of the machine does to what is not synced.
-const RESET: &str =
-    "the machine was reset while what was written last was not synced (localfile_store.sync = \"off\")";
+/// What the metadata log knows of the disks.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Directories that are not here and may have files.
+    pub(super) absent: Vec<(Uuid, String)>,
+    /// Starts before that could not see everything.
+    pub(super) blind_starts: u32,
+    /// Why there may be shuffles that are not known, if this start found that out.
+    pub(super) gap: Option<String>,
+}
 
 impl LocalStore {
-    /// Rebuilds the shuffles that are on the disks.
-    pub(super) async fn recover(&self, known: &Manifest) -> Recovered {
+    /// Rebuilds the shuffles that are on the disks or in the log.
+    pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found) -> Recovered {
         let started = Instant::now();
-        let absent = known.absent.as_slice();
         let core = &self.core;
-        let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
-        let mut by_key: BTreeMap<ShuffleKey, Vec<FoundDirectory>> = BTreeMap::new();
-        let mut highest_incarnation = 0;
-        let mut incomplete = !absent.is_empty() || known.was_reset;
-        for (disk, scan) in core.disks.iter().zip(join_all(scans).await) {
+        let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
+        let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap) };
+        let absent = known.absent.as_slice();
+        let mut by_key: BTreeMap<ShuffleKey, (FoundShuffle, Vec<FoundDirectory>)> =
+            shuffles.into_iter().map(|(key, said)| (key, (said, Vec::new()))).collect();
+        let mut highest_incarnation = next_incarnation.saturating_sub(1);
+        let mut incomplete = !absent.is_empty() || known.gap.is_some();
+        for (disk, scan) in core.disks.iter().zip(scans) {
             incomplete |= scan.unreadable;
             // While something is missing, what is not known may belong to it.
-            disk.set_unreadable(scan.unreadable || !absent.is_empty());
+            disk.set_unreadable(scan.unreadable || !absent.is_empty() || known.gap.is_some());
             for path in scan.empty_apps {
                 // An app that comes back makes its directory again.
                 let _ = disk.io.remove_dir(&path).await;
             }
             for directory in scan.directories {
                 highest_incarnation = highest_incarnation.max(directory.incarnation);
-                by_key.entry(directory.key.clone()).or_default().push(directory);
+                by_key.entry(directory.key.clone()).or_default().1.push(directory);
             }
         }
         self.next_incarnation.store(
-            next_number(Some(highest_incarnation), incomplete.then_some(known.epoch)),
+            next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts)),
             Ordering::Relaxed,
         );
-        let rebuilds = by_key.into_iter().map(|(key, directories)| self.rebuild(key, directories, known));
+        let rebuilds =
+            by_key.into_iter().map(|(key, (said, directories))| self.rebuild(key, said, directories, known));
         let mut recovered = Recovered::default();
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes)) = rebuilds.next().await {
@@ -81,7 +89,7 @@ impl LocalStore {
             recovered.blocks += shuffle.present.values().map(Treemap::cardinality).sum::<u64>();
             recovered.shuffles.push(shuffle);
         }
-        recovered.missing_disks = absent.iter().map(|peer| peer.path.clone()).collect();
+        recovered.missing_disks = absent.iter().map(|(_, path)| path.clone()).collect();
         recovered.took = started.elapsed();
         recovered
     }
@@ -89,26 +97,35 @@ impl LocalStore {
     async fn rebuild(
         &self,
         key: ShuffleKey,
+        said: FoundShuffle,
         directories: Vec<FoundDirectory>,
-        known: &Manifest,
+        known: &Known,
     ) -> (RecoveredShuffle, u64) {
         let core = &self.core;
-        let incarnation = directories.iter().map(|found| found.incarnation).max().unwrap_or(0);
-        let (present, earlier): (Vec<_>, Vec<_>) =
+        let incarnation = match said.said.is_empty() {
+            true => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
+            false => said.incarnation,
+        };
+        let (present, others): (Vec<_>, Vec<_>) =
             directories.into_iter().partition(|found| found.incarnation == incarnation);
-        for found in earlier {
+        // What is not proven to be over may be asked for by a later start.
+        let over = others.into_iter().filter(|_| known.gap.is_none() && known.absent.is_empty());
+        for found in over {
             if let Err(error) = found.disk.discard(&found.path).await {
-                tracing::warn!(disk = %found.disk.label, shuffle = %key, %error, "an earlier incarnation stays");
+                tracing::warn!(disk = %found.disk.label, shuffle = %key, %error, "another incarnation stays");
             }
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len()));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
+        if said.said.is_empty() && rebuild.incomplete.is_none() {
+            // It may have been registered all the same.
+            rebuild.incomplete.clone_from(&known.gap);
+        }
         for found in &present {
             shuffle.found_on(&found.disk, found.next_number(), found.bytes());
             rebuild.read_indexes(found).await;
-            rebuild.read_metadata_logs(found).await;
         }
-        let (recovered, bytes) = rebuild.finish().await;
+        let (recovered, bytes) = rebuild.finish(said).await;
         self.shuffles.insert(key, shuffle);
         (recovered, bytes)
     }
@@ -127,14 +144,13 @@ struct Source {
 struct Rebuild<'a> {
     core: &'a Core,
     shuffle: &'a Arc<Shuffle>,
-    known: &'a Manifest,
+    known: &'a Known,
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
     present: HashMap<PartitionId, Treemap>,
     lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
-    metadata: BTreeMap<u64, Bytes>,
     /// Why some of it may be unknown.
     incomplete: Option<String>,
 }
@@ -144,19 +160,16 @@ impl<'a> Rebuild<'a> {
         core: &'a Core,
         shuffle: &'a Arc<Shuffle>,
         directories: &[FoundDirectory],
-        known: &'a Manifest,
+        known: &'a Known,
     ) -> Self {
         let mut sources = HashMap::new();
         let mut incomplete =
-            known.absent.first().map(|peer| format!("data directory {} is missing", peer.path));
+            known.absent.first().map(|(_, path)| format!("data directory {path} is missing"));
         for found in directories {
             for file in found.files_of(LogKind::Data) {
                 let source = Source { disk: Arc::clone(&found.disk), bytes: file.bytes, log: None };
                 sources.insert((found.disk.uuid, file.number), source);
             }
-        }
-        if known.was_reset {
-            incomplete.get_or_insert_with(|| RESET.to_owned());
         }
         for disk in core.disks.iter().filter(|disk| disk.is_unreadable()) {
             incomplete.get_or_insert_with(|| format!("{} could not be read back", disk.label));
@@ -171,7 +184,6 @@ impl<'a> Rebuild<'a> {
             present: HashMap::new(),
             lost: Vec::new(),
             reasons: HashMap::new(),
-            metadata: BTreeMap::new(),
             incomplete,
         }
     }
@@ -261,8 +273,8 @@ impl<'a> Rebuild<'a> {
     fn reason(&mut self, (disk, number): (Uuid, u32)) -> Arc<str> {
         let place = self.core.disks.iter().find(|it| it.uuid == disk);
         let text = match (place, self.sources.contains_key(&(disk, number))) {
-            (None, _) => match self.known.absent.iter().find(|peer| peer.uuid == disk) {
-                Some(peer) => format!("data directory {} is missing", peer.path),
+            (None, _) => match self.known.absent.iter().find(|(uuid, _)| *uuid == disk) {
+                Some((_, path)) => format!("data directory {path} is missing"),
                 None => format!("the data directory with id {disk} is missing"),
             },
             (Some(place), found) => {
@@ -282,32 +294,6 @@ impl<'a> Rebuild<'a> {
         reason
     }
 
-    async fn read_metadata_logs(&mut self, found: &FoundDirectory) {
-        for file in found.files_of(LogKind::Metadata) {
-            let path = self.shuffle.log_path(LogKind::Metadata, file.number);
-            if let Err(error) = self.read_metadata_log(&found.disk, &path, file.bytes).await {
-                self.failed(&found.disk, &path, &error);
-            }
-        }
-    }
-
-    async fn read_metadata_log(
-        &mut self,
-        disk: &Arc<LocalDisk>,
-        path: &Path,
-        bytes: u64,
-    ) -> Result<(), StoreError> {
-        let failed = |error| StoreError::io(disk.io.root().join(path), error);
-        let mut reader = LogReader::open(self.core, disk, path, bytes).await.map_err(failed)?;
-        while let Some(record) = reader.next_record().await.map_err(failed)? {
-            if record.incarnation == self.shuffle.incarnation {
-                self.metadata.entry(record.number).or_insert(record.content);
-            }
-        }
-        tell_damage(disk, path, &reader);
-        Ok(())
-    }
-
     fn failed(&mut self, disk: &LocalDisk, path: &Path, error: &StoreError) {
         tracing::error!(%error, "cannot be read back");
         disk.set_unreadable(true);
@@ -315,13 +301,13 @@ impl<'a> Rebuild<'a> {
         self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
     }
 
-    async fn finish(mut self) -> (RecoveredShuffle, u64) {
+    async fn finish(mut self, said: FoundShuffle) -> (RecoveredShuffle, u64) {
         let highest = self.sequences.iter().max().copied();
         if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
         }
         let gap = self.incomplete.is_some();
-        let epoch = gap.then_some(self.known.epoch);
+        let epoch = gap.then_some(self.known.blind_starts);
         let next_sequence = next_number(highest, epoch);
         // Streams of which nothing is known may have been begun in any epoch before.
         let first_base = epoch.map_or(0, |epoch| (u64::from(epoch) + 1).saturating_mul(TAIL_GAP_BYTES));
@@ -345,19 +331,11 @@ impl<'a> Rebuild<'a> {
         let extents: usize = partitions.values().map(|it: &Partition| it.known_extents()).sum();
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.lane.lock().await.resume_at(next_sequence);
-        let highest_record = self.metadata.last_key_value().map(|(number, _)| *number);
-        let next_record = next_number(highest_record, epoch);
-        let is_doubted = self.known.was_reset || self.shuffle.incarnation < self.known.doubted_below;
-        let metadata_missing = match &self.incomplete {
-            _ if is_doubted => RESET.to_owned(),
-            Some(reason) if has_gap(self.metadata.keys().copied()) => reason.clone(),
-            _ => String::new(),
-        };
-        self.shuffle.restore(Restored { partitions, first_base, next_record });
+        self.shuffle.restore(Restored { partitions, first_base });
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
-            metadata: self.metadata.into_values().collect(),
-            metadata_missing,
+            metadata: said.said,
+            incomplete: said.incomplete,
             present: self.present,
             lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),

@@ -14,8 +14,8 @@ use super::Core;
 use super::disk::{APPS, LocalDisk, within};
 use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
-use super::metadata_record::{self, MetadataRecord};
 use super::sync::SyncWrites;
+use crate::durability::legacy;
 use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
@@ -39,6 +39,8 @@ pub(super) struct FoundDirectory {
     pub(super) incarnation: u64,
     pub(super) path: PathBuf,
     pub(super) files: Vec<FoundFile>,
+    /// Journals of earlier versions.
+    pub(super) journals: Vec<(u32, PathBuf)>,
     /// Some of it could not be read.
     pub(super) unreadable: bool,
 }
@@ -54,7 +56,9 @@ impl FoundDirectory {
 
     /// The least number that no file has.
     pub(super) fn next_number(&self) -> u32 {
-        self.files.iter().map(|file| file.number.saturating_add(1)).max().unwrap_or(0)
+        let journals = self.journals.iter().map(|(number, _)| *number);
+        let numbers = self.files.iter().map(|file| file.number).chain(journals);
+        numbers.map(|number| number.saturating_add(1)).max().unwrap_or(0)
     }
 }
 
@@ -75,9 +79,11 @@ fn parse_name(app: &AppId, name: &str) -> Option<(ShuffleKey, u64)> {
     Some((ShuffleKey::new(app.clone(), shuffle), incarnation.parse().ok()?))
 }
 
-fn parse_file(name: &str) -> Option<(LogKind, u32)> {
+/// Kind and number of a file; no kind is a journal of an earlier version.
+fn parse_file(name: &str) -> Option<(Option<LogKind>, u32)> {
     let (number, extension) = name.split_once('.')?;
-    Some((LogKind::of(extension)?, number.parse().ok()?))
+    let kind = LogKind::of(extension);
+    (kind.is_some() || extension == legacy::JOURNAL).then_some((kind, number.parse().ok()?))
 }
 
 /// An operation of a disk that still answers, within its deadline; a failure is noted against the disk.
@@ -143,7 +149,7 @@ async fn scan_directory(
 ) -> FoundDirectory {
     let deadline = core.config.name_timeout;
     let disk = Arc::clone(disk);
-    let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), unreadable: false };
+    let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), journals: Vec::new(), unreadable: false };
     let disk = Arc::clone(&found.disk);
     let names = ask(&disk, deadline, disk.io.list(&found.path)).await.unwrap_or_else(|error| {
         tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
@@ -153,14 +159,15 @@ async fn scan_directory(
     for (name, (kind, number)) in names.iter().filter_map(|name| Some((name, parse_file(name)?))) {
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
-        match ask(&disk, deadline, size).await {
-            Ok(bytes) => found.files.push(FoundFile { kind, number, bytes }),
-            Err(error) => {
-                tracing::error!(path = %disk.io.root().join(&path).display(), %error, "cannot be read back");
-                found.unreadable = true;
-                // Its number is taken all the same.
-                found.files.push(FoundFile { kind, number, bytes: 0 });
-            }
+        let bytes = ask(&disk, deadline, size).await.unwrap_or_else(|error| {
+            tracing::error!(path = %disk.io.root().join(&path).display(), %error, "cannot be read back");
+            found.unreadable = true;
+            // Its number is taken all the same.
+            0
+        });
+        match kind {
+            Some(kind) => found.files.push(FoundFile { kind, number, bytes }),
+            None => found.journals.push((number, path)),
         }
     }
     found
@@ -218,17 +225,6 @@ impl<'a> LogReader<'a> {
         Ok(None)
     }
 
-    /// The next whole metadata record; `None` at the end.
-    pub(super) async fn next_record(&mut self) -> io::Result<Option<MetadataRecord>> {
-        while self.find(metadata_record::MAGIC).await? {
-            if let Some(note) = self.try_record().await? {
-                return Ok(Some(note));
-            }
-            self.skip(1);
-        }
-        Ok(None)
-    }
-
     async fn try_group(&mut self) -> io::Result<Option<(u64, IndexGroup)>> {
         let Some(fixed) = self.bytes(index::HEADER_BYTES as u64).await? else { return Ok(None) };
         let Ok(head_bytes) = index::head_bytes(fixed) else { return Ok(None) };
@@ -237,14 +233,6 @@ impl<'a> LogReader<'a> {
         let Some(whole) = self.bytes(total).await? else { return Ok(None) };
         let decoded = index::decode(whole);
         Ok(self.accept(decoded))
-    }
-
-    async fn try_record(&mut self) -> io::Result<Option<MetadataRecord>> {
-        let Some(fixed) = self.bytes(metadata_record::HEADER_BYTES as u64).await? else { return Ok(None) };
-        let Ok(total) = metadata_record::total_bytes(fixed) else { return Ok(None) };
-        let Some(whole) = self.bytes(total as u64).await? else { return Ok(None) };
-        let decoded = metadata_record::decode(whole).map(|note| (note, total));
-        Ok(self.accept(decoded).map(|(_, note)| note))
     }
 
     fn accept<T>(&mut self, decoded: Result<(T, usize), GroupError>) -> Option<(u64, T)> {

@@ -18,6 +18,7 @@ use super::disk::{APPS, LocalDisk, Occupied, within};
 use super::log::{Log, LogKind};
 use super::publish::Lane;
 use super::records::RecordsKey;
+use crate::durability::Incarnation;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -111,7 +112,6 @@ impl Partition {
 pub(super) struct Restored {
     pub(super) partitions: HashMap<PartitionId, Partition>,
     pub(super) first_base: u64,
-    pub(super) next_record: u64,
 }
 
 /// A registered shuffle.
@@ -128,7 +128,8 @@ pub(super) struct Shuffle {
     partitions: RwLock<HashMap<PartitionId, Partition>>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
-    next_record: AtomicU64,
+    /// The metadata log knows that it is purged.
+    purge_is_noted: AtomicBool,
     pub(super) failed_reads: FailedReads,
     pub(super) condemned: Condemned,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
@@ -141,7 +142,6 @@ impl ShuffleDisk {
         Box::new(Self {
             data: tokio::sync::Mutex::default(),
             index: tokio::sync::Mutex::default(),
-            metadata_log: tokio::sync::Mutex::default(),
             next_number: AtomicU32::new(next_number),
             occupied: Occupied::none(Arc::clone(disk)),
         })
@@ -153,7 +153,6 @@ impl ShuffleDisk {
 struct ShuffleDisk {
     data: tokio::sync::Mutex<Option<Arc<Log>>>,
     index: tokio::sync::Mutex<Option<Arc<Log>>>,
-    metadata_log: tokio::sync::Mutex<Option<Arc<Log>>>,
     next_number: AtomicU32,
     occupied: Occupied,
 }
@@ -172,7 +171,7 @@ impl Shuffle {
             partitions: RwLock::default(),
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
-            next_record: AtomicU64::new(0),
+            purge_is_noted: AtomicBool::new(false),
             failed_reads: FailedReads::default(),
             condemned: Condemned::default(),
             first_base: AtomicU64::new(0),
@@ -182,6 +181,21 @@ impl Shuffle {
 
     pub(super) fn is_purged(&self) -> bool {
         self.purged.load(Ordering::Acquire)
+    }
+
+    /// By what the metadata log calls it.
+    pub(super) fn incarnation(&self) -> Incarnation {
+        Incarnation { key: self.key.clone(), number: self.incarnation }
+    }
+
+    /// See [`Shuffle::set_purge_noted`].
+    pub(super) fn purge_is_noted(&self) -> bool {
+        self.purge_is_noted.load(Ordering::Acquire)
+    }
+
+    /// Its files may be removed.
+    pub(super) fn set_purge_noted(&self) {
+        self.purge_is_noted.store(true, Ordering::Release);
     }
 
     pub(super) fn error(&self, kind: StoreErrorKind) -> StoreError {
@@ -280,11 +294,6 @@ impl Shuffle {
         self.first_base.load(Ordering::Relaxed)
     }
 
-    /// A number for a metadata record.
-    pub(super) fn next_record(&self) -> u64 {
-        self.next_record.fetch_add(1, Ordering::Relaxed)
-    }
-
     /// Notes that files of it are on a disk already.
     pub(super) fn found_on(&self, disk: &Arc<LocalDisk>, next_number: u32, bytes: u64) {
         self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, next_number)).occupied.found(bytes);
@@ -311,7 +320,6 @@ impl Shuffle {
         let bytes = restored.partitions.values().map(|partition| partition.bytes).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
         self.first_base.store(restored.first_base, Ordering::Relaxed);
-        self.next_record.store(restored.next_record, Ordering::Relaxed);
         *self.partitions.write() = restored.partitions;
     }
 
@@ -337,7 +345,6 @@ impl Shuffle {
         let current = match kind {
             LogKind::Data => &here.data,
             LogKind::Index => &here.index,
-            LogKind::Metadata => &here.metadata_log,
         };
         let mut current = current.lock().await;
         let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));

@@ -52,7 +52,7 @@ impl TierShuffle for LocalShuffle {
 }
 
 impl MetadataLog for LocalShuffle {
-    fn append<'a>(&'a self, record: &'a [u8]) -> BoxFuture<'a, Result<(), StoreError>> {
+    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         self.core.append_metadata(&self.shuffle, record).boxed()
     }
 }
@@ -143,8 +143,8 @@ impl Tier for LocalStore {
         LocalStore::maintain(self, stop).boxed()
     }
 
-    fn end(&self) -> BoxFuture<'_, ()> {
-        LocalStore::end(self).boxed()
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        self.core.log().gap()
     }
 }
 

@@ -116,6 +116,8 @@ async fn app_ids_that_are_no_names_never_reach_the_file_system() {
     assert_eq!(tree(above), before);
     assert_eq!(fixture.worker.apps().app_count(), 0);
     fixture.client.register(&key("x", 0), &[(0, 0)]).await.unwrap();
+    fixture.push(&key("x", 0), &super::blocks::batch(0, &super::blocks::blocks(0, 1, 0..2))).await;
+    fixture.flush().await;
     assert_ne!(tree(above), before, "a name that is taken leaves its mark there");
     fixture.finish().await;
 }

@@ -76,7 +76,7 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     assert_eq!((app.app_id.as_str(), app.partition_num), ("app-1", 10));
     assert_eq!((app.memory_size, app.local_total_size), (total(1), total(0)));
     assert_eq!(app.total_size, total(0) + total(1));
-    assert_eq!(app.local_file_num, 4, "a data log, an index log, and a journal on each of two disks");
+    assert_eq!(app.local_file_num, 2, "a data log and an index log");
     assert_eq!((app.hadoop_file_num, app.hadoop_total_size), (0, 0));
     assert!(beat.used_memory > beat.pre_allocated_memory, "{beat:?}");
     assert_eq!(beat.used_memory + beat.available_memory, 32 << 20);

@@ -84,31 +84,64 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
     });
 }
 
-/// As if the machine had been started again: another kernel's id stands in the lists of data directories.
-fn reset_machine(disks: &[PathBuf]) {
-    for path in disks {
-        let list = path.join("uniffle-worker.peers");
-        let text = std::fs::read_to_string(&list).unwrap();
-        let line = text.lines().find(|line| line.starts_with("boot ")).unwrap();
-        let (state, id) = line.rsplit_once(' ').unwrap();
-        assert!(!id.is_empty(), "{text}");
-        std::fs::write(&list, text.replace(line, &format!("{state} another"))).unwrap();
-    }
+/// Every copy of the metadata log.
+fn log_copies(disks: &[PathBuf]) -> Vec<PathBuf> {
+    let copies = disks.iter().flat_map(|disk| std::fs::read_dir(disk.join("uniffle-worker.metadata")).unwrap());
+    let copies = copies.map(|entry| entry.unwrap().path().join("log")).filter(|path| path.exists());
+    copies.collect()
+}
+
+/// Flips a bit of the last byte.
+fn damage(path: &std::path::Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(path, bytes).unwrap();
 }
 
 #[test]
-fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
-    let (doubtful, fresh) = (key("app-1", 1), key("app-2", 1));
+fn d2_a_damaged_metadata_log_is_made_good_by_its_other_copy() {
+    let key = key("app-1", 1);
     let all = blocks(0, 1, 0..40);
     let (dir, disks) = process(async {
         let fixture = WorkerFixture::start().await;
-        fixture.client.register(&doubtful, &[(0, 3)]).await.unwrap();
-        fixture.push(&doubtful, &batch(0, &all)).await;
+        fixture.client.register(&key, &[(0, 3)]).await.unwrap();
+        fixture.push(&key, &batch(0, &all)).await;
         fixture.flush().await;
-        report(&fixture, &doubtful, 1, &all).await;
+        report(&fixture, &key, 1, &all).await;
         crashed(fixture)
     });
-    reset_machine(&disks);
+    damage(&log_copies(&disks)[1]);
+    process(async {
+        let fixture = WorkerFixture::on(Setup::default(), dir, disks).await;
+        assert_eq!(reported(&fixture, &key).await, ids(&all));
+        fixture.assert_reads(&key, 0, &all).await;
+        fixture.finish().await;
+    });
+}
+
+#[test]
+fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() {
+    let (damaged, unknown, fresh) = (key("app-1", 1), key("app-1", 7), key("app-2", 1));
+    let all = blocks(0, 1, 0..40);
+    let (dir, disks) = process(async {
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
+        fixture.push(&damaged, &batch(0, &all)).await;
+        fixture.flush().await;
+        for (task, part) in [(1, &all[..20]), (2, &all[20..])] {
+            report(&fixture, &damaged, task, part).await;
+        }
+        crashed(fixture)
+    });
+    let copies = log_copies(&disks);
+    assert_eq!(copies.len(), 2);
+    for copy in &copies {
+        // In the middle: what follows says that it is no end that was never acknowledged.
+        let mut bytes = std::fs::read(copy).unwrap();
+        let at = bytes.windows(4).enumerate().filter(|(_, word)| word == b"UWML").nth(2).unwrap().0;
+        bytes[at + 20] ^= 1;
+        std::fs::write(copy, bytes).unwrap();
+    }
     process(async {
         let fixture = WorkerFixture::on(Setup::default(), dir, disks).await;
         fixture.client.register(&fresh, &[(0, 3)]).await.unwrap();
@@ -116,16 +149,26 @@ fn after_a_reset_of_the_machine_results_are_refused_until_the_app_is_gone() {
         fixture.flush().await;
         report(&fixture, &fresh, 1, &all).await;
         assert_eq!(reported(&fixture, &fresh).await, ids(&all));
-        let refused =
-            fixture.client.results(&doubtful, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
-        assert!(refused.contains("may be missing") && refused.contains("localfile_store.sync"), "{refused}");
+        let refusal = async |key: &ShuffleKey| {
+            fixture.client.results(key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string()
+        };
+        let refused = refusal(&damaged).await;
+        assert!(refused.contains("results of shuffle app-1/1 are refused"), "{refused}");
+        assert!(refused.contains("/log is damaged at record 2") && refused.contains("unregister"), "{refused}");
+        let refused = refusal(&unknown).await;
+        assert!(refused.contains("whether shuffle app-1/7 was registered is not known"), "{refused}");
+        // Its data is served.
+        let read = fixture.client.read_index(&damaged, P).await.unwrap();
+        assert!(!read.records.is_empty());
         fixture.worker.service().refresh_metrics(&fixture.worker.service().app_statistics());
-        assert!((fixture.metric("shuffles_with_reports_in_doubt") - 1.0).abs() < f64::EPSILON);
+        assert!((fixture.metric("incomplete_shuffles") - 1.0).abs() < f64::EPSILON);
+        let told = fixture.worker.service().losses().incomplete;
+        assert_eq!((told.len(), told[0].app.as_str(), told[0].shuffle), (1, "app-1", 1));
         fixture.client.unregister_app("app-1").await.unwrap();
-        fixture.client.register(&doubtful, &[(0, 3)]).await.unwrap();
-        fixture.push(&doubtful, &batch(0, &all)).await;
-        report(&fixture, &doubtful, 1, &all).await;
-        assert_eq!(reported(&fixture, &doubtful).await, ids(&all));
+        fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
+        fixture.push(&damaged, &batch(0, &all)).await;
+        report(&fixture, &damaged, 1, &all).await;
+        assert_eq!(reported(&fixture, &damaged).await, ids(&all));
         fixture.finish().await;
     });
 }
@@ -148,8 +191,6 @@ fn an_orderly_stop_is_survived_too_and_an_unregistered_app_does_not_come_back() 
         assert_eq!(worker.stop().await, 0);
         (dir, disks)
     });
-    // Nor does the machine's end matter any more.
-    reset_machine(&disks);
     process(async {
         let fixture = WorkerFixture::on(Setup::default(), dir, disks).await;
         let options = ReadOptions::default();
@@ -270,7 +311,8 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
     let left = disks.iter().filter(|disk| **disk != gone).cloned().collect();
     process(async {
         let fixture = WorkerFixture::on(Setup::default(), dir, left).await;
-        assert_eq!(reported(&fixture, &key).await, ids(&all), "reports are on two disks");
+        let results = fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
+        assert!(results.contains(&format!("data directory {} is missing", gone.display())), "{results}");
         let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
         assert!(refused.contains(&format!("data directory {} is missing", gone.display())), "{refused}");
         fixture.finish().await;

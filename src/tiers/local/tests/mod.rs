@@ -5,6 +5,7 @@
 mod faults;
 mod hangs;
 mod lifecycle;
+mod metadata;
 mod model;
 mod power;
 mod reads;
@@ -18,6 +19,7 @@ use bytes::Bytes;
 use prometheus::Registry;
 
 use super::*;
+use crate::durability::METADATA;
 use crate::tiers::{DiskCondition, ExtentData, Tier, TierUsage, by_mount};
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
 use uniffle_testkit::fault::{FaultDisk, Faults};
@@ -154,6 +156,15 @@ pub(super) async fn read_all(
     Ok(ids)
 }
 
+/// Every copy of the metadata log, by its disk.
+pub(super) fn log_copies(disks: &[TestDisk]) -> Vec<(usize, PathBuf)> {
+    let of = |(at, disk): (usize, &TestDisk)| {
+        let all = disk.memory.files().into_iter().filter(|path| path.ends_with("log"));
+        all.map(|path| (at, path)).collect::<Vec<_>>()
+    };
+    disks.iter().enumerate().flat_map(of).collect()
+}
+
 /// What recovery would find: all whole groups of a shuffle's index logs, by sequence.
 pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
     let mut found = Vec::new();
@@ -175,7 +186,8 @@ pub(super) fn groups(disks: &[TestDisk]) -> Vec<index::IndexGroup> {
 pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) {
     store.maintain_once().await;
     for disk in disks {
-        assert_eq!(disk.memory.files(), [MARKER, mounts::MOUNTS, manifest::MANIFEST].map(PathBuf::from));
+        let ours = disk.memory.files().into_iter().filter(|path| !path.starts_with(METADATA));
+        assert_eq!(ours.collect::<Vec<_>>(), [MARKER, mounts::MOUNTS].map(PathBuf::from));
         assert_eq!(disk.app_directories(), Vec::<PathBuf>::new());
     }
     assert_eq!(store.used_bytes(), 0);

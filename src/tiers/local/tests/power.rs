@@ -18,46 +18,21 @@ async fn open_with(disks: &[TestDisk], sync: SyncWrites) -> Arc<LocalStore> {
     LocalStore::open(config, disks, &Registry::new()).await.unwrap()
 }
 
-fn syncs(store: &LocalStore, disk: &str) -> u64 {
-    store.core.metrics.sync_duration.with_label_values(&[disk]).get_sample_count()
-}
-
 #[tokio::test(start_paused = true)]
-async fn one_sync_serves_all_who_wait_for_it() {
-    let disks = [TestDisk::new("/a")];
-    let store = open_with(&disks, SyncWrites::Group).await;
-    let handle = store.register(&key("app", 1));
-    store.append_metadata(&handle, b"creates the file").await.unwrap();
-    disks[0].faults.add(Rule::once(Operation::Sync, Fault::Hang).on(".journal"));
-    let mut first = Box::pin(store.append_metadata(&handle, b"first"));
-    assert!((&mut first).now_or_never().is_none());
-    let mut others = Box::pin(join_all((0..20).map(|_| store.append_metadata(&handle, b"another"))));
-    assert!((&mut others).now_or_never().is_none());
-    assert_eq!(disks[0].faults.hung(), 1, "they wait for the one sync");
-    disks[0].faults.release().await;
-    first.await.unwrap();
-    assert!(others.await.into_iter().all(|noted| noted.is_ok()));
-    assert_eq!(syncs(&store, "/a"), 3, "the file's first note, the first, and all others together");
-}
-
-#[tokio::test(start_paused = true)]
-async fn nothing_is_visible_or_acknowledged_before_it_is_synced() {
-    for kind in [".data", ".index", ".journal"] {
+async fn nothing_is_visible_before_it_is_synced() {
+    for kind in [".data", ".index"] {
         let disks = [TestDisk::new("/a")];
         let store = open_with(&disks, SyncWrites::Group).await;
         let key = key("app", 1);
-        let handle = store.register(&key);
+        store.register(&key);
         disks[0].faults.add(Rule::once(Operation::Sync, Fault::Slow(Duration::from_secs(5))).on(kind));
         let started = tokio::time::Instant::now();
         let batch = vec![extent(1, &[(1, 9000)], true)];
-        let mut write = Box::pin(async {
-            store.append_metadata(&handle, b"note").await.unwrap();
-            store.write(&key, batch).await.unwrap();
-        });
+        let mut write = Box::pin(store.write(&key, batch));
         let early = tokio::time::timeout(Duration::from_secs(4), &mut write).await;
         assert!(early.is_err(), "{kind}");
         assert_eq!(read_all(&store, &key, 1).await.unwrap(), Vec::<i64>::new(), "{kind}");
-        write.await;
+        write.await.unwrap();
         assert!(started.elapsed() >= Duration::from_secs(5));
         assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
     }
@@ -115,14 +90,13 @@ async fn a_directory_that_can_not_be_synced_fails_like_one_that_can_not_be_made(
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_syncing_nobody_syncs() {
+async fn without_syncing_no_data_is_synced() {
     let disks = [TestDisk::new("/a")];
     let store = open_with(&disks, SyncWrites::Off).await;
     disks[0].faults.add(Rule::always(Operation::SyncDir, Fault::Errno(EIO)));
     disks[0].faults.add(Rule::always(Operation::Sync, Fault::Errno(EIO)));
     let key = key("app", 1);
-    let handle = store.register(&key);
-    store.append_metadata(&handle, b"note").await.unwrap();
+    store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
     assert_eq!(disks[0].faults.injected(), 0);
 }
@@ -146,7 +120,7 @@ async fn live(disks: &[TestDisk], random: &mut StdRng, sync: SyncWrites, told: &
         match random.random_range(0..8) {
             0 => disks[random.random_range(0..disks.len())].memory.fail_syncs(1),
             1 => {
-                let kind = *[".data", ".index", ".journal"].get(random.random_range(0..3)).unwrap();
+                let kind = *[".data", ".index", "/log"].get(random.random_range(0..3)).unwrap();
                 let fault = if random.random() { Fault::Errno(EIO) } else { Fault::Hang };
                 let operation = if random.random() { Operation::Sync } else { Operation::Write };
                 let rule = Rule::once(operation, fault).on(kind);

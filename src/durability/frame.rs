@@ -1,0 +1,426 @@
+//! Frames of the worker's metadata log: what a copy of it consists of. Version 1 is FROZEN (see the golden test).
+//!
+//! A copy is a file of frames; the first is the epoch. Everything is big-endian:
+//!
+//! ```text
+//! header, 40 bytes      0  magic "UWML"            4  version u16 = 1     6  kind u16
+//!                       8  generation u64         16  sequence u64 (0 is the epoch)
+//!                      24  length u32             28  frames before it that were written with it u32
+//!                      32  crc32 of the frame before (0 before the first)
+//!                      36  crc32 of bytes 0..36 and of the payload
+//! then the payload      in postcard's format; what a shuffle said follows its name as it is (`record`)
+//! ```
+//!
+//! As a frame's checksum covers the checksum of the one before, a file that fits to its end has all frames up to there:
+//! none is missing, doubled or of another file. How many copies there are stands in the epoch. Pure: no I/O.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::{Deserialize, Serialize};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+use uuid::Uuid;
+
+/// First bytes of a frame.
+pub const MAGIC: [u8; 4] = *b"UWML";
+/// The one version there is.
+const VERSION: u16 = 1;
+/// Bytes of the header.
+pub const HEADER_BYTES: usize = 40;
+/// Longest payload. Twice the largest message that a listener takes.
+pub const PAYLOAD_BYTES_MAX: usize = 512 << 20;
+/// Lives that an epoch remembers. A directory that was away for longer is not known to have gone on alone or not.
+pub const LINEAGE_MAX: usize = 64;
+
+const EPOCH: u16 = 0;
+const SAID: u16 = 1;
+const PURGED: u16 = 2;
+const INCOMPLETE: u16 = 3;
+
+/// One registration of a shuffle: its files have the number in their directory's name.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Incarnation {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// Never given twice by one worker.
+    pub number: u64,
+}
+
+/// What a frame says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Entry {
+    /// The first one: who holds copies from here on.
+    Epoch(Box<Epoch>),
+    /// A registration or a report, see `record`.
+    Said(Incarnation, Bytes),
+    /// The shuffle is gone; its files are removed after this is written.
+    Purged(Incarnation),
+    /// Something that the shuffle said may be missing.
+    Incomplete(Incarnation, Gap),
+}
+
+/// Why acknowledged records may be missing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gap {
+    /// In words, with what to do.
+    pub reason: String,
+    /// It is over when these directories are back and have not gone on by themselves; none, never.
+    pub until_back: Vec<[u8; 16]>,
+}
+
+/// A data directory, as an epoch knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    uuid: [u8; 16],
+    /// Where it was.
+    pub path: String,
+    /// Whether it counts when it is decided if a newer epoch can exist.
+    pub votes: bool,
+    /// It is away, and the epoch that it knows lets it go on by itself.
+    pub may_go_alone: bool,
+}
+
+impl Member {
+    /// A directory.
+    #[must_use]
+    pub fn new(uuid: Uuid, path: &str) -> Self {
+        Self { uuid: uuid.into_bytes(), path: path.to_owned(), votes: true, may_go_alone: false }
+    }
+
+    /// Its identity.
+    #[must_use]
+    pub fn uuid(&self) -> Uuid {
+        Uuid::from_bytes(self.uuid)
+    }
+}
+
+/// Who held the log from some moment on. A start makes one, and so does every change of the copies' places.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Epoch {
+    /// Which of all epochs, at random.
+    pub id: u64,
+    /// Ids of those before, the latest last, at most [`LINEAGE_MAX`].
+    pub lineage: Vec<u64>,
+    /// All directories that may have data of living shuffles.
+    pub members: Vec<Member>,
+    /// Directories that have copies; one that has both stands twice.
+    pub holders: Vec<[u8; 16]>,
+    /// Greater than any incarnation that was given.
+    pub next_incarnation: u64,
+    /// Starts before that could not see everything: what they number must not be numbered so by others.
+    pub blind_starts: u32,
+    /// Why it is not known which shuffles there were.
+    pub gap: Option<Gap>,
+}
+
+impl Epoch {
+    /// Whether `other` is this epoch or one that led to it.
+    #[must_use]
+    pub fn follows(&self, other: &Self) -> bool {
+        self.id == other.id || self.lineage.contains(&other.id)
+    }
+
+    /// The next one, by a new id; all else as it is.
+    #[must_use]
+    pub fn next(&self, id: u64) -> Self {
+        let mut lineage = self.lineage.clone();
+        if self.id != 0 {
+            lineage.push(self.id);
+        }
+        let surplus = lineage.len().saturating_sub(LINEAGE_MAX);
+        lineage.drain(..surplus);
+        Self { id, lineage, ..self.clone() }
+    }
+
+    /// Directories whose word counts.
+    #[must_use]
+    pub fn voters(&self) -> Vec<&Member> {
+        self.members.iter().filter(|member| member.votes).collect()
+    }
+}
+
+/// A decoded frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// Of the file.
+    pub generation: u64,
+    /// Its place in the file.
+    pub sequence: u64,
+    /// Frames before it that were written together with it.
+    pub batch: u32,
+    /// Checksum of the frame before.
+    pub previous: u32,
+    /// Its checksum.
+    pub crc: u32,
+    /// What it says.
+    pub entry: Entry,
+}
+
+/// Why bytes are no frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The bytes end before the frame does.
+    #[error("it is cut off")]
+    Incomplete,
+    /// It does not begin like a frame.
+    #[error("no record begins here")]
+    Magic,
+    /// A later program wrote it.
+    #[error("it has version {0}, this program knows {VERSION}")]
+    Version(u16),
+    /// The checksum does not fit.
+    #[error("its checksum does not fit")]
+    Checksum,
+    /// The payload is not what its kind has.
+    #[error("it is malformed")]
+    Malformed,
+}
+
+/// Encodes the frames of one file in their order.
+#[derive(Debug, Clone)]
+pub struct Encoder {
+    generation: u64,
+    sequence: u64,
+    previous: u32,
+}
+
+impl Encoder {
+    /// The first frame is the next.
+    #[must_use]
+    pub fn new(generation: u64) -> Self {
+        Self { generation, sequence: 0, previous: 0 }
+    }
+
+    /// Frames so far.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Appends the next frame to `out`; `batch` frames before it are written together with it. False, and nothing is
+    /// appended, when the entry is longer than [`PAYLOAD_BYTES_MAX`].
+    #[must_use]
+    pub fn encode(&mut self, entry: &Entry, batch: u32, out: &mut BytesMut) -> bool {
+        let (kind, name, content) = entry.parts();
+        let length = name.len() + content.len();
+        let Some(length) = u32::try_from(length).ok().filter(|_| length <= PAYLOAD_BYTES_MAX) else {
+            return false;
+        };
+        let start = out.len();
+        out.reserve(HEADER_BYTES + name.len() + content.len());
+        out.put_slice(&MAGIC);
+        out.put_u16(VERSION);
+        out.put_u16(kind);
+        out.put_u64(self.generation);
+        out.put_u64(self.sequence);
+        out.put_u32(length);
+        out.put_u32(batch);
+        out.put_u32(self.previous);
+        let mut hasher = crc32fast::Hasher::new();
+        for part in [&out[start..], &name, &content] {
+            hasher.update(part);
+        }
+        let crc = hasher.finalize();
+        out.put_u32(crc);
+        out.put_slice(&name);
+        out.put_slice(&content);
+        (self.sequence, self.previous) = (self.sequence + 1, crc);
+        true
+    }
+}
+
+/// Bytes of the whole frame whose header begins `bytes`, by its own unchecked word.
+///
+/// # Errors
+/// [`FrameError`] when no frame begins here.
+pub fn total_bytes(bytes: &[u8]) -> Result<usize, FrameError> {
+    let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
+    if header[0..4] != MAGIC {
+        return Err(FrameError::Magic);
+    }
+    let version = u16::from_be_bytes([header[4], header[5]]);
+    if version != VERSION {
+        return Err(FrameError::Version(version));
+    }
+    let length = u32::from_be_bytes([header[24], header[25], header[26], header[27]]) as usize;
+    if length > PAYLOAD_BYTES_MAX {
+        return Err(FrameError::Malformed);
+    }
+    Ok(HEADER_BYTES + length)
+}
+
+/// Decodes the frame that `bytes` begins with; the rest is ignored. Whatever the bytes are, nothing is allocated that
+/// they do not pay for.
+///
+/// # Errors
+/// [`FrameError`].
+pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
+    let frame = bytes.get(..total_bytes(bytes)?).ok_or(FrameError::Incomplete)?;
+    let (header, payload) = frame.split_first_chunk::<HEADER_BYTES>().ok_or(FrameError::Incomplete)?;
+    let word = |at: usize| u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+    let long = |at: usize| (u64::from(word(at)) << 32) | u64::from(word(at + 4));
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&header[..36]);
+    hasher.update(payload);
+    let crc = hasher.finalize();
+    if crc != word(36) {
+        return Err(FrameError::Checksum);
+    }
+    let kind = u16::from_be_bytes([header[6], header[7]]);
+    let entry = Entry::from_parts(kind, payload).ok_or(FrameError::Malformed)?;
+    Ok(Frame { generation: long(8), sequence: long(16), batch: word(28), previous: word(32), crc, entry })
+}
+
+/// As written: app, shuffle, number.
+type Name<'a> = (&'a str, i32, u64);
+
+impl Incarnation {
+    fn name(&self) -> Name<'_> {
+        (self.key.app.as_str(), self.key.shuffle.0, self.number)
+    }
+
+    fn from_name((app, shuffle, number): Name<'_>) -> Option<Self> {
+        Some(Self { key: ShuffleKey::new(AppId::parse(app).ok()?, ShuffleId(shuffle)), number })
+    }
+}
+
+impl Entry {
+    /// Kind, fields in postcard's format, and what follows them.
+    fn parts(&self) -> (u16, Vec<u8>, Bytes) {
+        let (kind, fields, content) = match self {
+            Self::Epoch(epoch) => (EPOCH, postcard::to_allocvec(epoch), Bytes::new()),
+            Self::Said(shuffle, content) => (SAID, postcard::to_allocvec(&shuffle.name()), content.clone()),
+            Self::Purged(shuffle) => (PURGED, postcard::to_allocvec(&shuffle.name()), Bytes::new()),
+            Self::Incomplete(shuffle, gap) => {
+                (INCOMPLETE, postcard::to_allocvec(&(shuffle.name(), gap)), Bytes::new())
+            }
+        };
+        (kind, fields.expect("lists and texts of known length always have a form"), content)
+    }
+
+    fn from_parts(kind: u16, payload: &[u8]) -> Option<Self> {
+        let whole = |rest: &[u8]| rest.is_empty().then_some(());
+        match kind {
+            EPOCH => {
+                let (epoch, rest) = postcard::take_from_bytes(payload).ok()?;
+                whole(rest)?;
+                Some(Self::Epoch(Box::new(epoch)))
+            }
+            SAID => {
+                let (name, content) = postcard::take_from_bytes(payload).ok()?;
+                Some(Self::Said(Incarnation::from_name(name)?, Bytes::copy_from_slice(content)))
+            }
+            PURGED => {
+                let (name, rest) = postcard::take_from_bytes(payload).ok()?;
+                whole(rest)?;
+                Some(Self::Purged(Incarnation::from_name(name)?))
+            }
+            INCOMPLETE => {
+                let ((name, gap), rest) = postcard::take_from_bytes::<(Name<'_>, Gap)>(payload).ok()?;
+                whole(rest)?;
+                Some(Self::Incomplete(Incarnation::from_name(name)?, gap))
+            }
+            _ => None,
+        }
+    }
+
+    /// The shuffle that it is about; none for an epoch.
+    #[must_use]
+    pub fn shuffle(&self) -> Option<&Incarnation> {
+        match self {
+            Self::Epoch(_) => None,
+            Self::Said(shuffle, _) | Self::Purged(shuffle) | Self::Incomplete(shuffle, _) => Some(shuffle),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shuffle(number: u64) -> Incarnation {
+        Incarnation { key: ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(7)), number }
+    }
+
+    /// The format is a promise to every later version: these bytes must not change while the version is 1.
+    #[test]
+    fn version_1_is_frozen() {
+        let gap = Gap { reason: "no".into(), until_back: vec![[2; 16]] };
+        let epoch = Epoch {
+            id: 300,
+            lineage: vec![5],
+            members: vec![Member::new(Uuid::from_bytes([1; 16]), "/a")],
+            holders: vec![[1; 16]],
+            next_incarnation: 4,
+            blind_starts: 1,
+            gap: Some(gap.clone()),
+        };
+        let entries = [
+            Entry::Epoch(Box::new(epoch)),
+            Entry::Said(shuffle(3), Bytes::from_static(b"hello")),
+            Entry::Purged(shuffle(3)),
+            Entry::Incomplete(shuffle(4), gap),
+        ];
+        let (mut encoder, mut out) = (Encoder::new(9), BytesMut::new());
+        for (batch, entry) in (0..).zip(&entries) {
+            assert!(encoder.encode(entry, batch, &mut out));
+        }
+        let hex: String = out.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, GOLDEN.concat());
+        let mut rest = &out[..];
+        for entry in &entries {
+            let frame = decode(rest).unwrap();
+            assert_eq!(&frame.entry, entry);
+            rest = &rest[total_bytes(rest).unwrap()..];
+        }
+    }
+
+    const GOLDEN: [&str; 6] = [
+        "55574d4c00010000000000000000000900000000000000000000004200000000000000002613ce0aac02010501010101",
+        "01010101010101010101010101022f6101000101010101010101010101010101010101040101026e6f01020202020202",
+        "0202020202020202020255574d4c00010001000000000000000900000000000000010000000b000000012613ce0a3871",
+        "c4a1036170700e0368656c6c6f55574d4c000100020000000000000009000000000000000200000006000000023871c4",
+        "a1453e4a2f036170700e0355574d4c00010003000000000000000900000000000000030000001a00000003453e4a2ffc",
+        "254d88036170700e04026e6f0102020202020202020202020202020202",
+    ];
+
+    fn any_entry() -> impl Strategy<Value = Entry> {
+        let name = any::<u64>().prop_map(shuffle);
+        let gap = ("[a-z]{0,9}", prop::collection::vec(any::<[u8; 16]>(), 0..3))
+            .prop_map(|(reason, until_back)| Gap { reason, until_back });
+        prop_oneof![
+            (name.clone(), prop::collection::vec(any::<u8>(), 0..200))
+                .prop_map(|(shuffle, content)| Entry::Said(shuffle, content.into())),
+            name.clone().prop_map(Entry::Purged),
+            (name, gap).prop_map(|(shuffle, gap)| Entry::Incomplete(shuffle, gap)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn every_frame_survives_and_no_damage_does(
+            entries in prop::collection::vec(any_entry(), 1..4), at: prop::sample::Index, bit in 0u8..8,
+        ) {
+            let (mut encoder, mut out) = (Encoder::new(1), BytesMut::new());
+            let mut previous = 0;
+            for (sequence, entry) in (0..).zip(&entries) {
+                let start = out.len();
+                prop_assert!(encoder.encode(entry, 0, &mut out));
+                let frame = decode(&out[start..]).unwrap();
+                prop_assert_eq!((frame.generation, frame.sequence, frame.previous), (1, sequence, previous));
+                prop_assert_eq!(&frame.entry, entry);
+                previous = frame.crc;
+                let one = &out[start..];
+                prop_assert!(decode(&one[..at.index(one.len())]).is_err());
+                let mut damaged = one.to_vec();
+                damaged[at.index(one.len())] ^= 1 << bit;
+                prop_assert!(decode(&damaged).is_err());
+            }
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic(kind in 0u16..5, payload in prop::collection::vec(any::<u8>(), 0..60)) {
+            let _ = Entry::from_parts(kind, &payload);
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! What was acknowledged and must be known after any end of the process or the machine: the metadata log, the rule that
+//! says whether it is complete, and the ledger of what is lost.
+//!
+//! | file | does |
+//! | --- | --- |
+//! | `record` | what a shuffle says: its registrations and reports, as bytes (pure) |
+//! | `frame` | the frames of the log, and the epoch: who holds it (pure) |
+//! | `proof` | the rule of recovery: is anything acknowledged missing? (pure) |
+//! | `read` | what the data directories have of it |
+//! | `log` | the one writer: two copies, synced in groups, begun anew where a copy fails |
+//! | `legacy` | the journals of earlier versions, read once (pure) |
+//! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
+//!
+//! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
+
+pub mod frame;
+mod ledger;
+pub mod legacy;
+mod log;
+#[cfg(test)]
+mod measure;
+pub mod proof;
+mod read;
+mod record;
+
+pub use self::frame::Incarnation;
+pub use self::ledger::{Ledger, Phase};
+pub use self::legacy::Legacy;
+pub use self::log::{Deadlines, Found, FoundShuffle, LogError, MetadataLog};
+pub use self::read::{Directory, Health, METADATA, Survey};
+pub use self::record::{Record, RecordError, Registration, Report};

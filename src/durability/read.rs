@@ -1,0 +1,419 @@
+//! Reading what the data directories have of the metadata log: lists, copies, and their frames one by one.
+//!
+//! Nothing that cannot be read is replaced by a default: it is told to the rule (`proof`) as damage.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use croaring::Treemap;
+use futures::future::join_all;
+use uuid::Uuid;
+
+use super::frame::{self, Entry, Epoch, Frame};
+use super::proof::{CopySeen, Present, Torn, judge};
+use uniffle_io::{Disk, File, ReadTarget};
+
+/// Directory of the log in a data directory.
+pub const METADATA: &str = "uniffle-worker.metadata";
+/// The list of data directories.
+pub(super) const MEMBERS: &str = "members";
+/// The file of a copy, in a directory of its own, so that it gets its name and loses it at once.
+const LOG: &str = "log";
+/// Bytes read at a time.
+const WINDOW_BYTES: u64 = 1 << 20;
+
+/// How a data directory is, as far as the log has to know.
+pub trait Health: fmt::Debug + Send + Sync {
+    /// None when it cannot be written; the least is the best.
+    fn rank(&self) -> Option<u8>;
+    /// An operation failed.
+    fn failed(&self, error: &io::Error);
+}
+
+/// A data directory that is here.
+#[derive(Debug, Clone)]
+pub struct Directory {
+    /// Its identity.
+    pub uuid: Uuid,
+    /// Its root, for messages.
+    pub label: String,
+    /// Its files.
+    pub io: Arc<dyn Disk>,
+    /// How it is; gone with the store, and then nothing is written any more.
+    pub health: Weak<dyn Health>,
+}
+
+impl Directory {
+    /// See [`Health::rank`].
+    pub(super) fn rank(&self) -> Option<u8> {
+        self.health.upgrade()?.rank()
+    }
+}
+
+/// Directory of a copy.
+pub(super) fn copy_directory(generation: u64, number: usize) -> PathBuf {
+    Path::new(METADATA).join(format!("{generation}.{number}"))
+}
+
+/// File of a copy.
+pub(super) fn copy_file(directory: &Path) -> PathBuf {
+    directory.join(LOG)
+}
+
+/// Generation in the name of a copy's directory; none of one that was not finished.
+pub(super) fn generation_of(name: &str) -> Option<u64> {
+    let (generation, number) = name.split_once('.')?;
+    number.parse::<usize>().ok()?;
+    generation.parse().ok()
+}
+
+/// `TimedOut` when it takes too long. The operation itself may run on.
+pub(super) async fn within<T>(
+    deadline: Duration,
+    operation: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
+    let ended = tokio::time::timeout(deadline, operation).await;
+    ended.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the disk in time")))
+}
+
+/// What is known of all directories.
+#[derive(Debug)]
+pub struct Survey {
+    pub(super) present: Vec<Present>,
+    /// Files of the copies, as in `present`.
+    files: Vec<Vec<PathBuf>>,
+    /// The highest generation in a name, that of what was not finished included.
+    pub(super) generation: u64,
+}
+
+impl Survey {
+    /// Reads every directory's list and copies.
+    pub async fn take(directories: &[Directory], deadline: Duration) -> Self {
+        let seen = directories.iter().map(|directory| survey_one(directory, deadline));
+        let (mut present, mut files, mut generation) = (Vec::new(), Vec::new(), 0);
+        for seen in join_all(seen.collect::<Vec<_>>()).await {
+            present.push(seen.present);
+            files.push(seen.files);
+            generation = generation.max(seen.generation);
+        }
+        Self { present, files, generation }
+    }
+
+    /// Whether no log is there.
+    #[must_use]
+    pub fn is_fresh(&self) -> bool {
+        judge(&self.present).is_fresh
+    }
+
+    /// The copies at these places, to be read as far as they fit; `whole` copies are read only up to where they stop.
+    pub(super) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> Source {
+        let part = |(directory, copy): &(usize, usize)| {
+            let seen = &self.present[*directory].copies[*copy];
+            Part {
+                directory: *directory,
+                path: self.files[*directory][*copy].clone(),
+                generation: seen.generation,
+                epoch: seen.epoch.unwrap_or(0),
+                frames: if is_proven { seen.frames } else { u64::MAX },
+            }
+        };
+        Source { parts: places.iter().map(part).collect() }
+    }
+}
+
+/// What is known of one directory.
+struct Seen {
+    present: Present,
+    files: Vec<PathBuf>,
+    generation: u64,
+}
+
+async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
+    let mut present =
+        Present { uuid: directory.uuid, path: directory.label.clone(), ..Present::default() };
+    let (mut files, mut highest) = (Vec::new(), 0);
+    let names = match within(deadline, directory.io.list(Path::new(METADATA))).await {
+        Ok(names) => names,
+        Err(error) => {
+            if error.kind() != io::ErrorKind::NotFound {
+                present.damaged.push(format!("{}/{METADATA} cannot be listed: {error}", directory.label));
+            }
+            return Seen { present, files, generation: highest };
+        }
+    };
+    for generation in names.iter().filter_map(|name| name.split_once('.')?.0.parse::<u64>().ok()) {
+        highest = highest.max(generation);
+    }
+    match read_members(directory, deadline).await {
+        Ok(members) => present.epochs.extend(members),
+        Err(error) => {
+            present.damaged.push(format!("{}/{METADATA}/{MEMBERS}: {error}", directory.label));
+            if error.kind() == io::ErrorKind::TimedOut {
+                // It would only be waited for again and again.
+                return Seen { present, files, generation: highest };
+            }
+        }
+    }
+    for (name, generation) in names.iter().filter_map(|name| Some((name, generation_of(name)?))) {
+        let path = copy_file(&Path::new(METADATA).join(name));
+        let (seen, epoch) = survey_copy(directory, &path, generation, deadline).await;
+        present.epochs.extend(epoch.map(|epoch| (generation, epoch)));
+        present.copies.push(seen);
+        files.push(path);
+    }
+    Seen { present, files, generation: highest }
+}
+
+async fn read_members(directory: &Directory, deadline: Duration) -> io::Result<Option<(u64, Epoch)>> {
+    let path = Path::new(METADATA).join(MEMBERS);
+    let bytes = match within(deadline, directory.io.read_small(&path)).await {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        read => read?,
+    };
+    match frame::decode(&bytes).map_err(io::Error::other)? {
+        Frame { generation, entry: Entry::Epoch(epoch), .. } => Ok(Some((generation, *epoch))),
+        _ => Err(io::Error::other("it is no list")),
+    }
+}
+
+async fn survey_copy(
+    directory: &Directory,
+    path: &Path,
+    generation: u64,
+    deadline: Duration,
+) -> (CopySeen, Option<Epoch>) {
+    let mut seen = CopySeen {
+        path: directory.io.root().join(path).display().to_string(),
+        generation,
+        epoch: None,
+        frames: 0,
+        newest: (0, 0),
+        torn: None,
+    };
+    let mut reader = match CopyReader::open(directory, path, generation, deadline).await {
+        Ok(reader) => reader,
+        Err(error) => {
+            seen.torn = Some(Torn { at: 0, why: error.to_string(), frames_follow: false });
+            return (seen, None);
+        }
+    };
+    let mut first = None;
+    while let Some(frame) = reader.next().await {
+        seen.newest = seen.newest.max((frame.sequence, u64::from(frame.batch)));
+        if let (0, Entry::Epoch(epoch)) = (frame.sequence, frame.entry) {
+            first = Some(*epoch);
+        }
+    }
+    (seen.frames, seen.torn) = (reader.fitting, reader.torn);
+    seen.epoch = first.as_ref().map(|epoch| epoch.id);
+    (seen, first)
+}
+
+/// Reads one copy from its beginning.
+struct CopyReader {
+    file: Arc<dyn File>,
+    deadline: Duration,
+    generation: u64,
+    size: u64,
+    /// Where `window` begins.
+    start: u64,
+    window: Bytes,
+    at: u64,
+    previous: u32,
+    /// Frames that fit, from the beginning.
+    fitting: u64,
+    torn: Option<Torn>,
+}
+
+impl CopyReader {
+    async fn open(
+        directory: &Directory,
+        path: &Path,
+        generation: u64,
+        deadline: Duration,
+    ) -> io::Result<Self> {
+        let file = within(deadline, directory.io.open_read(path)).await?;
+        let size = within(deadline, file.size()).await?;
+        let (window, torn) = (Bytes::new(), None);
+        Ok(Self { file, deadline, generation, size, start: 0, window, at: 0, previous: 0, fitting: 0, torn })
+    }
+
+    /// The next frame whose own checksum fits, whatever is before it; `None` at the end.
+    async fn next(&mut self) -> Option<Frame> {
+        loop {
+            if self.at >= self.size {
+                return None;
+            }
+            match self.try_frame().await {
+                Ok(Ok((frame, bytes))) => {
+                    self.accept(&frame);
+                    self.at += bytes as u64;
+                    return Some(frame);
+                }
+                Ok(Err(why)) => {
+                    self.tear(&why);
+                    if !self.find().await {
+                        return None;
+                    }
+                }
+                Err(error) => {
+                    self.tear(&error.to_string());
+                    return None;
+                }
+            }
+        }
+    }
+
+    fn accept(&mut self, frame: &Frame) {
+        let fits = frame.sequence == self.fitting && frame.previous == self.previous;
+        match &mut self.torn {
+            None if fits => (self.fitting, self.previous) = (self.fitting + 1, frame.crc),
+            None => {
+                let why = "a record before it is missing".to_owned();
+                self.torn = Some(Torn { at: self.at, why, frames_follow: true });
+            }
+            Some(torn) => torn.frames_follow = true,
+        }
+    }
+
+    fn tear(&mut self, why: &str) {
+        let at = self.at;
+        self.torn.get_or_insert_with(|| Torn { at, why: why.to_owned(), frames_follow: false });
+    }
+
+    async fn try_frame(&mut self) -> io::Result<Result<(Frame, usize), String>> {
+        let Some(header) = self.bytes(frame::HEADER_BYTES as u64).await? else {
+            return Ok(Err("it is cut off".to_owned()));
+        };
+        let total = match frame::total_bytes(&header) {
+            Ok(total) => total,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let Some(whole) = self.bytes(total as u64).await? else {
+            return Ok(Err("it is cut off".to_owned()));
+        };
+        let frame = frame::decode(&whole).map_err(|error| error.to_string());
+        Ok(frame.and_then(|frame| match frame.generation == self.generation {
+            true => Ok((frame, total)),
+            false => Err("it belongs to another file".to_owned()),
+        }))
+    }
+
+    /// Moves to the next place behind this one where a frame may begin; false when there is none.
+    async fn find(&mut self) -> bool {
+        self.at += 1;
+        loop {
+            let left = self.size.saturating_sub(self.at);
+            if left < frame::HEADER_BYTES as u64 {
+                return false;
+            }
+            let Ok(Some(window)) = self.bytes(left.min(WINDOW_BYTES)).await else { return false };
+            match window.windows(frame::MAGIC.len()).position(|bytes| bytes == frame::MAGIC) {
+                Some(skipped) => {
+                    self.at += skipped as u64;
+                    return true;
+                }
+                None => self.at += (window.len() + 1 - frame::MAGIC.len()) as u64,
+            }
+        }
+    }
+
+    /// The next `len` bytes, or `None` when the file ends before.
+    async fn bytes(&mut self, len: u64) -> io::Result<Option<Bytes>> {
+        if self.at.checked_add(len).is_none_or(|end| end > self.size) {
+            return Ok(None);
+        }
+        if self.at < self.start || self.at + len > self.start + self.window.len() as u64 {
+            let bytes = len.max(WINDOW_BYTES).min(self.size - self.at);
+            let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
+            let reading = self.file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, self.at));
+            let target = within(self.deadline, async {
+                let (target, result) = reading.await;
+                result.map(|()| target)
+            });
+            self.window = target.await?.buffer.freeze(bytes);
+            self.start = self.at;
+        }
+        let from = usize::try_from(self.at - self.start).map_err(io::Error::other)?;
+        let len = usize::try_from(len).map_err(io::Error::other)?;
+        Ok(Some(self.window.slice(from..from + len)))
+    }
+}
+
+/// A copy that is to be read.
+#[derive(Debug, Clone)]
+pub(super) struct Part {
+    /// Index of the directory.
+    pub(super) directory: usize,
+    pub(super) path: PathBuf,
+    pub(super) generation: u64,
+    pub(super) epoch: u64,
+    /// So many frames from the beginning; all that can be read if it is [`u64::MAX`].
+    pub(super) frames: u64,
+}
+
+/// Where the present contents of the log can be read.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Source {
+    pub(super) parts: Vec<Part>,
+}
+
+impl Source {
+    /// All entries but the epochs, each once; in the order of the copy.
+    pub(super) fn read<'a>(&self, directories: &'a [Directory], deadline: Duration) -> SourceReader<'a> {
+        let parts = self.parts.clone().into_iter();
+        SourceReader { directories, deadline, parts, open: None, seen: HashMap::new() }
+    }
+}
+
+/// See [`Source::read`].
+pub(super) struct SourceReader<'a> {
+    directories: &'a [Directory],
+    deadline: Duration,
+    parts: std::vec::IntoIter<Part>,
+    open: Option<(Part, CopyReader)>,
+    /// Sequences by epoch: two copies say the same.
+    seen: HashMap<u64, Treemap>,
+}
+
+impl SourceReader<'_> {
+    /// The next entry.
+    ///
+    /// # Errors
+    /// A copy of which a number of frames is wanted has less, or cannot be read.
+    pub(super) async fn next(&mut self) -> io::Result<Option<Entry>> {
+        loop {
+            let Some((part, reader)) = &mut self.open else {
+                let Some(part) = self.parts.next() else { return Ok(None) };
+                let directory = &self.directories[part.directory];
+                let opened = CopyReader::open(directory, &part.path, part.generation, self.deadline).await;
+                match opened {
+                    Ok(reader) => self.open = Some((part, reader)),
+                    Err(error) if part.frames != u64::MAX => return Err(error),
+                    Err(_) => {}
+                }
+                continue;
+            };
+            let is_over = reader.fitting >= part.frames;
+            let frame = if is_over { None } else { reader.next().await };
+            let Some(frame) = frame else {
+                if part.frames != u64::MAX && reader.fitting < part.frames {
+                    let why = reader.torn.as_ref().map_or("it is too short", |torn| torn.why.as_str());
+                    return Err(io::Error::other(format!("{}: {why}", part.path.display())));
+                }
+                self.open = None;
+                continue;
+            };
+            let is_new = self.seen.entry(part.epoch).or_default().add_checked(frame.sequence);
+            if is_new && !matches!(frame.entry, Entry::Epoch(_)) {
+                return Ok(Some(frame.entry));
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The disks under the metadata log: what an earlier process left is taken over, what shuffles say is written down.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+
+use bytes::Bytes;
+use futures::future::join_all;
+
+use super::disk::{LocalDisk, within};
+use super::scan::{DiskScan, FoundDirectory, scan_disk};
+use super::shuffle::Shuffle;
+use super::{Core, LocalStore, ShuffleHandle};
+use crate::durability::legacy::{Journal, LIST};
+use crate::durability::{Deadlines, Directory, Health, Incarnation, Legacy, LogError, MetadataLog, Survey};
+use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
+use uniffle_io::ReadTarget;
+
+/// A journal of an earlier version that is longer is not read.
+const JOURNAL_BYTES_MAX: u64 = 1 << 30;
+
+impl Health for LocalDisk {
+    fn rank(&self) -> Option<u8> {
+        match self.condition() {
+            DiskCondition::Healthy => Some(0),
+            // A record is small and may be all that fits.
+            DiskCondition::Full => Some(1),
+            DiskCondition::Hung | DiskCondition::Broken => None,
+        }
+    }
+
+    fn failed(&self, error: &io::Error) {
+        self.note(error);
+    }
+}
+
+impl Drop for LocalStore {
+    fn drop(&mut self) {
+        self.tasks.cancel();
+    }
+}
+
+impl LocalStore {
+    /// Takes over what an earlier process left, and begins the metadata log.
+    pub(super) async fn take_over(&self) {
+        let core = &self.core;
+        let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
+        let scans = join_all(scans).await;
+        let directory = |disk: &Arc<LocalDisk>| {
+            let (uuid, label, io) = (disk.uuid, disk.label.clone(), Arc::clone(&disk.io));
+            let health: Weak<dyn Health> = Arc::downgrade(disk) as Weak<dyn Health>;
+            Directory { uuid, label, io, health }
+        };
+        let directories: Vec<Directory> = core.disks.iter().map(directory).collect();
+        let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
+        let survey = Survey::take(&directories, name).await;
+        let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };
+        let deadlines = Deadlines { write, name };
+        let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, &self.tasks).await;
+        for (uuid, path) in &found.absent {
+            tracing::error!(path, id = %uuid, "a data directory that was in use is missing");
+        }
+        if core.metadata.set(log).is_err() {
+            tracing::error!("the metadata log is open already");
+        }
+        let is_blind = found.has_new_gap;
+        let recovered = self.recover(scans, found).await;
+        if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
+            core.log().count_blind_start().await;
+        }
+        *self.recovered.lock() = recovered;
+    }
+
+    /// Writes down what a shuffle says: when this returns `Ok` it outlives process and power.
+    ///
+    /// # Errors
+    /// `Purged`; otherwise that too few directories can be written.
+    pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
+        self.core.append_metadata(&handle.shuffle, Bytes::copy_from_slice(content)).await
+    }
+}
+
+impl Core {
+    /// The metadata log, which is begun before anybody is told of the store.
+    pub(super) fn log(&self) -> &MetadataLog {
+        self.metadata.get().expect("open() begins it")
+    }
+
+    pub(super) async fn append_metadata(&self, shuffle: &Shuffle, content: Bytes) -> Result<(), StoreError> {
+        shuffle.require_present()?;
+        let appended = self.log().append(shuffle.incarnation(), content).await;
+        shuffle.require_present()?;
+        appended.map_err(|error| failed_log(&error))
+    }
+
+    /// Writes down that shuffles are purged; of those for which that fails the files stay.
+    pub(super) async fn note_purges(&self) {
+        // They stay on the list until it is done: the caller may go away. To say it twice does no harm.
+        let purged = self.pending_purges.lock().clone();
+        let notes = purged.into_iter().map(|shuffle| async move {
+            let noted = self.log().purge(shuffle.incarnation()).await;
+            (shuffle, noted)
+        });
+        for (shuffle, noted) in join_all(notes.collect::<Vec<_>>()).await {
+            match noted {
+                Ok(()) => shuffle.set_purge_noted(),
+                Err(error) => {
+                    tracing::warn!(shuffle = %shuffle.key, %error, "a purge cannot be written down, its files stay for now");
+                }
+            }
+        }
+        self.pending_purges.lock().retain(|shuffle| !shuffle.purge_is_noted());
+    }
+
+    /// Whether a purge is not in the metadata log yet.
+    pub(super) fn has_purges_to_note(&self) -> bool {
+        !self.pending_purges.lock().is_empty()
+    }
+
+    /// What an earlier version left; nothing where none was.
+    async fn read_legacy(&self, scans: &[DiskScan]) -> Option<Legacy> {
+        let deadline = self.config.name_timeout;
+        let lists = self.disks.iter().map(|disk| async {
+            match within(deadline, disk.io.read_small(Path::new(LIST))).await {
+                Ok(bytes) => Ok(Some(bytes)),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+                Err(error) => Err(error.to_string()),
+            }
+        });
+        let lists = join_all(lists.collect::<Vec<_>>()).await;
+        let directories: Vec<&FoundDirectory> = scans.iter().flat_map(|scan| &scan.directories).collect();
+        let was_used = !directories.is_empty() || scans.iter().any(|scan| scan.unreadable);
+        if !was_used && lists.iter().all(|list| matches!(list, Ok(None))) {
+            return None;
+        }
+        let here: Vec<_> = self.disks.iter().map(|disk| (disk.uuid, disk.label.clone())).collect();
+        let mut legacy = Legacy::new(&here, &lists, &boot_id());
+        let mut by_shuffle = std::collections::BTreeMap::new();
+        for found in directories {
+            let journals: &mut Vec<Journal> =
+                by_shuffle.entry((found.key.clone(), found.incarnation)).or_default();
+            if found.unreadable {
+                journals.push(Journal::unreadable(&found.path.display().to_string(), "see the log"));
+            }
+            for (_, path) in &found.journals {
+                journals.push(self.read_journal(&found.disk, path, found.incarnation).await);
+            }
+        }
+        for ((key, number), journals) in by_shuffle {
+            legacy.take_shuffle(&Incarnation { key, number }, journals);
+        }
+        Some(legacy)
+    }
+
+    async fn read_journal(&self, disk: &LocalDisk, path: &Path, incarnation: u64) -> Journal {
+        let name = disk.io.root().join(path).display().to_string();
+        let reading = async {
+            let file = disk.io.open_read(path).await?;
+            let size = file.size().await?;
+            if size > JOURNAL_BYTES_MAX {
+                return Err(io::Error::from(io::ErrorKind::FileTooLarge));
+            }
+            let size = usize::try_from(size).map_err(io::Error::other)?;
+            let (target, result) = file.read(ReadTarget::one(Box::new(vec![0; size]), 0..size, 0)).await;
+            result.map(|()| target.buffer.freeze(size))
+        };
+        match within(self.config.read_timeout, reading).await {
+            Ok(bytes) => Journal::decode(&name, &bytes, incarnation),
+            Err(error) => {
+                disk.note(&error);
+                Journal::unreadable(&name, &error.to_string())
+            }
+        }
+    }
+}
+
+fn failed_log(error: &LogError) -> StoreError {
+    match error.kind {
+        io::ErrorKind::Other => {
+            StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string())
+        }
+        kind => StoreError::io(&error.path, io::Error::new(kind, error.to_string())),
+    }
+}
+
+/// The id that Linux gives to each start of its own, by which earlier versions noticed a reset; none is another one.
+fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map_or_else(|_| "unknown".to_owned(), |id| id.split_whitespace().collect())
+}

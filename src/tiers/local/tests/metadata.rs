@@ -1,0 +1,304 @@
+//! The metadata log on the disks of a store: what is proven after damage, absence and power loss, and what is not.
+
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::join_all;
+
+use super::*;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+/// A shuffle that says something.
+async fn say(store: &LocalStore, key: &ShuffleKey, said: &[u8]) {
+    let handle = store.register(key);
+    store.append_metadata(&handle, said).await.unwrap();
+}
+
+/// What is known of a shuffle, and whether it is incomplete.
+fn found(recovered: &Recovered, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
+    let shuffle = recovered.shuffles.iter().find(|shuffle| shuffle.key == *key);
+    shuffle.map(|shuffle| (shuffle.metadata.clone(), shuffle.incomplete.clone())).unwrap_or_default()
+}
+
+fn disks<const N: usize>() -> [TestDisk; N] {
+    let names = ["/a", "/b", "/c", "/d"];
+    std::array::from_fn(|at| TestDisk::new(names[at]))
+}
+
+#[tokio::test(start_paused = true)]
+async fn d1_a_young_shuffle_outlives_power_without_synced_data() {
+    for count in 1..=2 {
+        let disks = &disks::<2>()[..count];
+        let (old, young) = (key("app", 1), key("app", 2));
+        let store = store_on(disks).await;
+        say(&store, &old, b"old").await;
+        say(&store, &young, b"registered").await;
+        say(&store, &young, b"reported").await;
+        drop(store);
+        disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
+        let store = store_on(disks).await;
+        let recovered = store.take_recovered();
+        assert_eq!(found(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
+        assert_eq!(found(&recovered, &young).0, [&b"registered"[..], b"reported"]);
+        assert_eq!((found(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused() {
+    for count in 1..=2 {
+        for both in [false, true] {
+            let disks = &disks::<2>()[..count];
+            let shuffles = [key("app", 1), key("app", 2)];
+            let store = store_on(disks).await;
+            for shuffle in &shuffles {
+                say(&store, shuffle, b"registered").await;
+                say(&store, shuffle, b"reported").await;
+            }
+            drop(store);
+            let copies = log_copies(disks);
+            assert_eq!(copies.len(), 2);
+            let length = disks[0].memory.content(&copies[0].1).unwrap().len();
+            for (at, path) in copies.iter().take(if both { 2 } else { 1 }) {
+                disks[*at].memory.corrupt(path, length - 100, 1);
+            }
+            let store = store_on(disks).await;
+            let recovered = store.take_recovered();
+            for shuffle in &shuffles {
+                let (said, incomplete) = found(&recovered, shuffle);
+                assert_eq!(incomplete.is_some(), both, "{incomplete:?}");
+                assert!(both || said == [&b"registered"[..], b"reported"]);
+            }
+            assert_eq!(store.metadata_gap().is_some(), both);
+            if both {
+                let reason = found(&recovered, &shuffles[0]).1.unwrap();
+                assert!(reason.contains("/log is damaged at record") && reason.contains("unregister"), "{reason}");
+                // It stays so, whatever the next starts find; what is registered anew is not touched.
+                let fresh = key("app", 3);
+                say(&store, &fresh, b"new").await;
+                drop(store);
+                let store = store_on(disks).await;
+                let recovered = store.take_recovered();
+                assert!(found(&recovered, &shuffles[1]).1.is_some() && store.metadata_gap().is_some());
+                assert_eq!(found(&recovered, &fresh), (vec![Bytes::from_static(b"new")], None));
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
+    let disks = disks::<2>();
+    let shuffle = key("app", 1);
+    let store = store_on(&disks).await;
+    say(&store, &shuffle, b"first").await;
+    drop(store);
+    let store = store_on(&disks[..1]).await;
+    assert!(found(&store.take_recovered(), &shuffle).1.unwrap().contains("/b is missing"));
+    say(&store, &shuffle, b"second").await;
+    drop(store);
+    let store = store_on(&disks[1..]).await;
+    let recovered = store.take_recovered();
+    assert_eq!(found(&recovered, &shuffle).0, [&b"first"[..]]);
+    assert!(found(&recovered, &shuffle).1.unwrap().contains("/a is missing") && store.metadata_gap().is_some());
+    drop(store);
+    let store = store_on(&disks).await;
+    let reason = found(&store.take_recovered(), &shuffle).1.unwrap();
+    assert!(reason.contains("was used without the others"), "{reason}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn d3_of_three_directories_two_prove_what_they_have() {
+    let disks = disks::<3>();
+    let shuffle = key("app", 1);
+    say(&*store_on(&disks).await, &shuffle, b"first").await;
+    let two = |away: usize| {
+        let here = disks.iter().enumerate().filter(move |(at, _)| *at != away);
+        let here: Vec<_> = here.map(|(_, disk)| disk.disk()).collect();
+        open(here)
+    };
+    for (away, said) in [(2, &b"second"[..]), (0, b"third")] {
+        let store = two(away).await.unwrap();
+        assert_eq!(found(&store.take_recovered(), &shuffle).1, None);
+        say(&store, &shuffle, said).await;
+    }
+    let store = store_on(&disks[..1]).await;
+    assert!(found(&store.take_recovered(), &shuffle).1.unwrap().contains("is missing"));
+    let handle = store.handle(&shuffle).unwrap();
+    let error = store.append_metadata(&handle, b"no").await.unwrap_err().to_string();
+    assert!(error.contains("of 3 data directories only 1 can be written"), "{error}");
+    drop((handle, store));
+    let store = store_on(&disks).await;
+    let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+    assert_eq!((said.len(), incomplete), (3, None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn d4_no_file_of_the_log_that_is_torn_deleted_or_unreadable_hides_anything() {
+    for count in 1..=2 {
+        let shuffle = key("app", 1);
+        let files = async |disks: &[TestDisk]| {
+            say(&*store_on(disks).await, &shuffle, b"said").await;
+            let all = disks.iter().enumerate().flat_map(|(at, disk)| {
+                let ours = disk.memory.files().into_iter().filter(|path| path.starts_with(METADATA));
+                ours.map(move |path| (at, path)).collect::<Vec<_>>()
+            });
+            all.collect::<Vec<_>>()
+        };
+        let damages = files(&disks::<2>()[..count]).await.len();
+        for (damaged, how) in (0..damages).flat_map(|file| (0..3).map(move |how| (file, how))) {
+            let disks = &disks::<2>()[..count];
+            let (at, path) = files(disks).await[damaged].clone();
+            let disk = &disks[at];
+            match how {
+                0 => disk.memory.write_small(&path, Vec::new()).await.unwrap(),
+                1 => disk.memory.rename(&path, Path::new("trash/away")).await.unwrap(),
+                _ => {
+                    let name = if path.ends_with("log") { "/log" } else { "/members" };
+                    disk.faults.add(Rule::always(Operation::OpenRead, Fault::Errno(EIO)).on(name));
+                    disk.faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)).on(name));
+                }
+            }
+            let store = store_on(disks).await;
+            let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+            let is_refused = store.metadata_gap().is_some();
+            assert!(said.len() == 1 || is_refused, "{path:?} {how}");
+            assert!(!is_refused || how == 2, "one damaged file is made good: {path:?} {how} {incomplete:?}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_sync_serves_all_who_wait_for_it_and_nothing_is_acknowledged_before() {
+    let disks = disks::<1>();
+    let store = store_on(&disks).await;
+    let handle = store.register(&key("app", 1));
+    disks[0].faults.add(Rule::once(Operation::Sync, Fault::Slow(Duration::from_secs(5))).on("/log"));
+    let started = tokio::time::Instant::now();
+    let mut first = Box::pin(store.append_metadata(&handle, b"first"));
+    let early = tokio::time::timeout(Duration::from_secs(4), &mut first).await;
+    assert!(early.is_err());
+    // A sync each, in one group, if nobody waits for another's.
+    disks[0].faults.add(Rule::always(Operation::Sync, Fault::Slow(Duration::from_secs(2))).on("/log"));
+    let mut others = Box::pin(join_all((0..20).map(|_| store.append_metadata(&handle, b"another"))));
+    assert!((&mut others).now_or_never().is_none());
+    first.await.unwrap();
+    assert!(others.await.into_iter().all(|appended| appended.is_ok()));
+    assert_eq!(started.elapsed().as_secs(), 7);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_copy_that_hangs_is_given_up_and_made_again_when_its_disk_answers() {
+    let disks = disks::<2>();
+    let shuffle = key("app", 1);
+    let store = store_on(&disks).await;
+    say(&store, &shuffle, b"first").await;
+    disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang).on("/log"));
+    say(&store, &shuffle, b"second").await;
+    assert!(!store.disks()[1].is_healthy(), "it did not answer in time");
+    let copies: Vec<usize> = log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
+    assert_eq!(copies, [0, 0], "both copies are on the one that answers");
+    disks[1].faults.clear();
+    disks[1].faults.release().await;
+    store.probe().await;
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    store.maintain_once().await;
+    assert_eq!(log_copies(&disks).into_iter().map(|(at, _)| at).collect::<Vec<_>>(), [0, 1]);
+    drop(store);
+    let (said, incomplete) = found(&store_on(&disks).await.take_recovered(), &shuffle);
+    assert_eq!((said.len(), incomplete), (2, None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_purged_leaves_the_log_and_does_not_come_back() {
+    let disks = disks::<2>();
+    let store = store_on(&disks).await;
+    let (kept, big) = (key("app", 1), key("app", 2));
+    say(&store, &kept, b"kept").await;
+    let large = vec![7; 3 << 20];
+    for _ in 0..4 {
+        say(&store, &big, &large).await;
+    }
+    let bytes = || -> usize {
+        let sizes = log_copies(&disks).into_iter();
+        sizes.map(|(at, path)| disks[at].memory.content(&path).unwrap().len()).sum()
+    };
+    assert!(bytes() > 24 << 20);
+    store.purge(&big).await;
+    store.maintain_once().await;
+    assert!(bytes() < 10_000, "what is dead was the larger part: {}", bytes());
+    drop(store);
+    let store = store_on(&disks).await;
+    let recovered = store.take_recovered();
+    assert_eq!(recovered.shuffles.len(), 1);
+    assert_eq!(found(&recovered, &kept), (vec![Bytes::from_static(b"kept")], None));
+    assert_eq!(format!("{:?}", store.register(&big)), "ShuffleHandle(app/2.3)", "no number is given twice");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_purge_that_cannot_be_written_down_keeps_the_files() {
+    let disks = disks::<1>();
+    let store = store_on(&disks).await;
+    let shuffle = key("app", 1);
+    say(&store, &shuffle, b"said").await;
+    store.write(&shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    disks[0].faults.add(Rule::always(Operation::Write, Fault::Errno(EIO)).on("/log"));
+    store.purge(&shuffle).await;
+    assert!(!disks[0].app_files().is_empty());
+    disks[0].faults.clear();
+    store.probe().await;
+    store.maintain_once().await;
+    store.remove_files(&shuffle.app).await;
+    assert_nothing_left(&store, &disks).await;
+    drop(store);
+    assert!(store_on(&disks).await.take_recovered().shuffles.is_empty());
+}
+
+/// `RECOVER_DIR=/tmp/recover cargo test --release --lib recovery_of_a_million -- --ignored --nocapture`, twice: the first run
+/// fills the directory, the second one starts with an empty heap.
+#[tokio::test]
+#[ignore = "a measurement"]
+#[expect(clippy::disallowed_methods, reason = "the environment of a measurement")]
+async fn recovery_of_a_million_blocks_in_a_thousand_shuffles() {
+    use crate::durability::{Record, Report};
+    use uniffle_io::blocking::BlockingDisk;
+    const SHUFFLES: i32 = 1000;
+    const TASKS: i64 = 100;
+    const PARTITIONS: i64 = 10;
+    let root = PathBuf::from(std::env::var("RECOVER_DIR").unwrap_or_else(|_| "/tmp/recover".to_owned()));
+    let disk = || Arc::new(BlockingDisk::new(&root, 4, 16)) as Arc<dyn Disk>;
+    let resident = || {
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    };
+    if !root.exists() {
+        let store = open(vec![disk()]).await.unwrap();
+        for shuffle in 0..SHUFFLES {
+            let key = key("app", shuffle);
+            let handle = store.register(&key);
+            let id = |task: i64, partition: i64| (partition << 21) | task;
+            let reports = (0..TASKS).map(|task| {
+                let partitions = (0..PARTITIONS).map(|it| (PartitionId(it as i32), vec![id(task, it)]));
+                let report = Report { bitmap_count: 1, task_attempt: task, partitions: partitions.collect() };
+                Record::Report(report).encode()
+            });
+            let reports: Vec<_> = reports.collect();
+            let appended = join_all(reports.iter().map(|report| store.append_metadata(&handle, report))).await;
+            assert!(appended.iter().all(Result::is_ok));
+            let blocks = |partition: i64| (0..TASKS).map(|task| (id(task, partition), 16)).collect::<Vec<_>>();
+            let extents = (0..PARTITIONS).map(|it| extent(it as i32, &blocks(it), false)).collect();
+            store.write(&key, extents).await.unwrap();
+        }
+        println!("filled");
+        return;
+    }
+    let before = resident();
+    let began = std::time::Instant::now();
+    let store = open(vec![disk()]).await.unwrap();
+    let took = began.elapsed();
+    let after = resident();
+    let recovered = store.take_recovered();
+    let reports: usize = recovered.shuffles.iter().map(|shuffle| shuffle.metadata.len()).sum();
+    assert_eq!((recovered.blocks, reports), (1_000_000, 100_000));
+    println!("{} blocks: {took:?}, {} MiB more", recovered.blocks, (after - before) >> 20);
+}
