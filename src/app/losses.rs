@@ -202,8 +202,7 @@ impl Losses {
     /// Whether a partition has damage whose blocks are not known yet; none such costs no lock.
     #[must_use]
     pub fn is_damaged(&self, partition: PartitionId) -> bool {
-        let is_damaged =
-            || self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_damaged);
+        let is_damaged = || self.state.lock().partitions.get(&partition).is_some_and(Ledger::is_damaged);
         self.damaged_count.load(Ordering::Acquire) > 0 && is_damaged()
     }
 

@@ -132,8 +132,13 @@ impl List {
     /// None when a line is none of its own: the file was written in place and may be torn.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(bytes).ok()?;
-        let mut list =
-            Self { era: 0, is_unsynced: false, boot: String::new(), doubted_below: 0, directories: Vec::new() };
+        let mut list = Self {
+            era: 0,
+            is_unsynced: false,
+            boot: String::new(),
+            doubted_below: 0,
+            directories: Vec::new(),
+        };
         if !text.ends_with('\n') {
             return None;
         }
@@ -261,8 +266,14 @@ mod tests {
     #[test]
     fn version_1_of_the_journal_is_read() {
         let hex: String = encode(3, 7, b"hello").iter().map(|byte| format!("{byte:02x}")).collect();
-        let golden =
-            ["55574e5400010000", "0000000000000003", "0000000000000007", "00000005", "21219e7b", "68656c6c6f"];
+        let golden = [
+            "55574e5400010000",
+            "0000000000000003",
+            "0000000000000007",
+            "00000005",
+            "21219e7b",
+            "68656c6c6f",
+        ];
         assert_eq!(hex, golden.concat());
         let whole = [encode(3, 0, b"a"), encode(9, 5, b"another's"), encode(3, 1, b"bc")].concat();
         assert_eq!(incomplete(Legacy::default(), &whole), (2, None));
@@ -277,13 +288,16 @@ mod tests {
         assert_eq!((said, reason.as_deref()), (1, Some("/a/0.journal is damaged at byte 0")));
         let hole = [encode(3, 0, b"a"), encode(3, 2, b"bc")].concat();
         assert!(incomplete(Legacy::default(), &hole).1.unwrap().contains("is missing"));
-        assert!(incomplete(lists(&format!("era 0\nboot synced x\ndoubted 4\n{UUID} /a\n"), "x"), &[]).1.is_some());
+        assert!(
+            incomplete(lists(&format!("era 0\nboot synced x\ndoubted 4\n{UUID} /a\n"), "x"), &[]).1.is_some()
+        );
     }
 
     #[test]
     fn d4_a_list_that_is_torn_or_of_another_boot_or_names_others_is_a_gap() {
         let gap = |text: &str| lists(text, "two").judged().gap.map(|gap| gap.reason);
-        let of = |state: &str, boot: &str| gap(&format!("era 0\nboot {state} {boot}\ndoubted 0\n{UUID} /a\n"));
+        let of =
+            |state: &str, boot: &str| gap(&format!("era 0\nboot {state} {boot}\ndoubted 0\n{UUID} /a\n"));
         assert_eq!((of("unsynced", "two"), of("synced", "one")), (None, None));
         assert!(of("unsynced", "one").unwrap().contains("was reset"));
         for torn in ["", "era 0", "era 0\nboot uns", "era 0\nboot unsynced two\ndoubted 0\n", "era x\n"] {

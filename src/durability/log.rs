@@ -25,7 +25,9 @@ use uuid::Uuid;
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, Member};
 use super::legacy::Legacy;
 use super::proof::{Judgement, judge, members_after};
-use super::read::{Directory, METADATA, MEMBERS, Part, Source, Survey, copy_directory, copy_file, generation_of, within};
+use super::read::{
+    Directory, MEMBERS, METADATA, Part, Source, Survey, copy_directory, copy_file, generation_of, within,
+};
 use crate::runtime::Tasks;
 use uniffle_io::{File, Lane, WriteOpen};
 use uniffle_wire::types::ShuffleKey;
@@ -333,7 +335,8 @@ impl Writer {
         };
         self.epoch.gap = self.epoch.gap.take().or_else(|| unreadable.clone());
         let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
-        for (number, (key, said)) in said.into_iter().filter(|(number, _)| !self.contents.is_purged(*number)) {
+        for (number, (key, said)) in said.into_iter().filter(|(number, _)| !self.contents.is_purged(*number))
+        {
             let found = shuffles.entry(key).or_default();
             if found.said.is_empty() || found.incarnation < number {
                 *found = FoundShuffle { incarnation: number, said, incomplete: None };
@@ -621,7 +624,8 @@ impl Writer {
         for (number, at) in places.iter().enumerate() {
             let directory = unfinished(&copy_directory(self.generation, number));
             let path = copy_file(&directory);
-            let file = self.create(*at, &directory, &path).await.map_err(|error| self.fail(*at, &path, &error))?;
+            let file =
+                self.create(*at, &directory, &path).await.map_err(|error| self.fail(*at, &path, &error))?;
             copies.push(Copy { directory: *at, generation: self.generation, path, file });
         }
         let (frames, end) = self.fill(epoch, &copies).await?;
@@ -684,7 +688,12 @@ impl Writer {
         Ok((fill.encoder, fill.end))
     }
 
-    async fn put_if_it_lives(&mut self, fill: &mut Fill, entry: &Entry, copies: &[Copy]) -> Result<(), Failed> {
+    async fn put_if_it_lives(
+        &mut self,
+        fill: &mut Fill,
+        entry: &Entry,
+        copies: &[Copy],
+    ) -> Result<(), Failed> {
         match entry {
             Entry::Said(shuffle, _) if !self.contents.is_purged(shuffle.number) => {
                 self.put(fill, entry, copies).await

@@ -118,7 +118,8 @@ pub fn judge(present: &[Present]) -> Judgement {
     let copies = || present.iter().flat_map(|it| &it.copies);
     let generation = epochs().map(|(generation, _)| *generation);
     let generation = generation.chain(copies().map(|copy| copy.generation)).max().unwrap_or(0);
-    let is_fresh = present.iter().all(|it| it.epochs.is_empty() && it.copies.is_empty() && it.damaged.is_empty());
+    let is_fresh =
+        present.iter().all(|it| it.epochs.is_empty() && it.copies.is_empty() && it.damaged.is_empty());
     let newest = epochs().max_by_key(|(generation, _)| *generation);
     let epoch = newest.map(|(_, epoch)| epoch.clone()).unwrap_or_else(Epoch::default);
     let back = present.iter().filter(|it| !it.epochs.is_empty()).map(|it| it.uuid.into_bytes()).collect();
@@ -187,8 +188,9 @@ fn places(present: &[Present]) -> impl Iterator<Item = (usize, usize, &CopySeen)
 /// Every directory's newest copies, the newest generation first.
 fn everything(present: &[Present]) -> Vec<(usize, usize)> {
     let newest_of = |directory: usize| present[directory].copies.iter().map(|it| it.generation).max();
-    let mut all: Vec<_> =
-        places(present).filter(|(directory, _, copy)| Some(copy.generation) == newest_of(*directory)).collect();
+    let mut all: Vec<_> = places(present)
+        .filter(|(directory, _, copy)| Some(copy.generation) == newest_of(*directory))
+        .collect();
     all.sort_by_key(|(_, _, copy)| Reverse((copy.generation, copy.frames)));
     all.into_iter().map(|(directory, copy, _)| (directory, copy)).collect()
 }
@@ -206,9 +208,8 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
 
 /// Whose absence leaves open what else was acknowledged.
 fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
-    let speaks = |member: &&&Member| {
-        present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty())
-    };
+    let speaks =
+        |member: &&&Member| present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty());
     let voters = epoch.voters();
     let votes = voters.iter().filter(speaks).count();
     let alone = epoch.members.iter().find(|member| member.may_go_alone && !speaks(&member));
@@ -239,9 +240,8 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
 /// Too few of the voters are usable for anything to be acknowledged, in words.
 pub fn members_after(epoch: &Epoch, usable: &[(Uuid, String)]) -> Result<Vec<Member>, String> {
     let is_usable = |member: &Member| usable.iter().any(|(uuid, _)| *uuid == member.uuid());
-    let is_replaced = |member: &Member| {
-        !is_usable(member) && usable.iter().any(|(_, path)| *path == member.path)
-    };
+    let is_replaced =
+        |member: &Member| !is_usable(member) && usable.iter().any(|(_, path)| *path == member.path);
     let voters = epoch.voters();
     let counted = voters.iter().filter(|it| is_usable(it) || is_replaced(it)).count();
     if voters.len() > 2 && counted <= voters.len() / 2 {
@@ -388,7 +388,8 @@ mod tests {
             }
             let generation = judged.generation + 1;
             for at in here {
-                self.directories[*at] = Directory { list: Some((generation, epoch.clone())), copies: Vec::new() };
+                self.directories[*at] =
+                    Directory { list: Some((generation, epoch.clone())), copies: Vec::new() };
             }
             for at in [here[0], here[1 % here.len()]] {
                 let copy = Copied { generation, epoch: epoch.clone(), log: log.clone() };
@@ -435,7 +436,10 @@ mod tests {
     fn one_damaged_copy_is_made_good_by_the_other_and_two_are_not() {
         let proven = |records| judge(&two_copies(records)).gap.is_none();
         assert!(proven([(9, None), (9, None)]));
-        assert!(proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]), "in the middle");
+        assert!(
+            proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]),
+            "in the middle"
+        );
         assert!(proven([(9, None), (3, None)]), "cut short");
         assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power");
         assert!(!proven([(9, Some(true)), (4, Some(true))]), "both");
@@ -470,7 +474,10 @@ mod tests {
         assert!(judge(&world.see(&[0, 2])).gap.is_none());
         let judged = judge(&world.see(&[1]));
         let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
-        assert!(error.contains("of 3 data directories only 1") && error.contains("bring back /0, /2"), "{error}");
+        assert!(
+            error.contains("of 3 data directories only 1") && error.contains("bring back /0, /2"),
+            "{error}"
+        );
         let replaced = [(uuid(1), "/1".to_owned()), (uuid(7), "/2".to_owned())];
         assert!(members_after(&judged.epoch, &replaced).is_ok(), "an empty directory in its place");
     }

@@ -135,8 +135,7 @@ struct Seen {
 }
 
 async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
-    let mut present =
-        Present { uuid: directory.uuid, path: directory.label.clone(), ..Present::default() };
+    let mut present = Present { uuid: directory.uuid, path: directory.label.clone(), ..Present::default() };
     let (mut files, mut highest) = (Vec::new(), 0);
     let names = match within(deadline, directory.io.list(Path::new(METADATA))).await {
         Ok(names) => names,

@@ -116,7 +116,8 @@ impl Service {
         for app in self.apps.apps() {
             let shuffles = app.shuffles();
             let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
-            unverified += shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
+            unverified +=
+                shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
             let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().incomplete().is_some();
             incomplete += shuffles.iter().filter(may_miss).count() as u64;
             blocks += lost;

@@ -149,7 +149,15 @@ async fn scan_directory(
 ) -> FoundDirectory {
     let deadline = core.config.name_timeout;
     let disk = Arc::clone(disk);
-    let mut found = FoundDirectory { disk, key, incarnation, path, files: Vec::new(), journals: Vec::new(), unreadable: false };
+    let mut found = FoundDirectory {
+        disk,
+        key,
+        incarnation,
+        path,
+        files: Vec::new(),
+        journals: Vec::new(),
+        unreadable: false,
+    };
     let disk = Arc::clone(&found.disk);
     let names = ask(&disk, deadline, disk.io.list(&found.path)).await.unwrap_or_else(|error| {
         tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");

@@ -25,7 +25,7 @@ impl Health for LocalDisk {
             DiskCondition::Healthy => Some(0),
             // A record is small and may be all that fits.
             DiskCondition::Full => Some(1),
-            DiskCondition::Hung | DiskCondition::Broken => None,
+            DiskCondition::ReadOnly | DiskCondition::Hung | DiskCondition::Broken => None,
         }
     }
 
@@ -176,9 +176,7 @@ impl Core {
 
 fn failed_log(error: &LogError) -> StoreError {
     match error.kind {
-        io::ErrorKind::Other => {
-            StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string())
-        }
+        io::ErrorKind::Other => StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string()),
         kind => StoreError::io(&error.path, io::Error::new(kind, error.to_string())),
     }
 }

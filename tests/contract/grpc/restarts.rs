@@ -86,7 +86,8 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
 
 /// Every copy of the metadata log.
 fn log_copies(disks: &[PathBuf]) -> Vec<PathBuf> {
-    let copies = disks.iter().flat_map(|disk| std::fs::read_dir(disk.join("uniffle-worker.metadata")).unwrap());
+    let copies =
+        disks.iter().flat_map(|disk| std::fs::read_dir(disk.join("uniffle-worker.metadata")).unwrap());
     let copies = copies.map(|entry| entry.unwrap().path().join("log")).filter(|path| path.exists());
     copies.collect()
 }
@@ -154,7 +155,10 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
         };
         let refused = refusal(&damaged).await;
         assert!(refused.contains("results of shuffle app-1/1 are refused"), "{refused}");
-        assert!(refused.contains("/log is damaged at record 2") && refused.contains("unregister"), "{refused}");
+        assert!(
+            refused.contains("/log is damaged at record 2") && refused.contains("unregister"),
+            "{refused}"
+        );
         let refused = refusal(&unknown).await;
         assert!(refused.contains("whether shuffle app-1/7 was registered is not known"), "{refused}");
         // Its data is served.
@@ -311,7 +315,8 @@ fn a_data_directory_that_is_gone_is_named_in_what_readers_are_told() {
     let left = disks.iter().filter(|disk| **disk != gone).cloned().collect();
     process(async {
         let fixture = WorkerFixture::on(Setup::default(), dir, left).await;
-        let results = fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
+        let results =
+            fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap_err().to_string();
         assert!(results.contains(&format!("data directory {} is missing", gone.display())), "{results}");
         let refused = fixture.client.read_memory(&key, P, None, 1 << 20, None).await.unwrap_err().to_string();
         assert!(refused.contains(&format!("data directory {} is missing", gone.display())), "{refused}");

@@ -72,7 +72,10 @@ async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused(
             assert_eq!(store.metadata_gap().is_some(), both);
             if both {
                 let reason = found(&recovered, &shuffles[0]).1.unwrap();
-                assert!(reason.contains("/log is damaged at record") && reason.contains("unregister"), "{reason}");
+                assert!(
+                    reason.contains("/log is damaged at record") && reason.contains("unregister"),
+                    "{reason}"
+                );
                 // It stays so, whatever the next starts find; what is registered anew is not touched.
                 let fresh = key("app", 3);
                 say(&store, &fresh, b"new").await;
@@ -100,7 +103,9 @@ async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
     let store = store_on(&disks[1..]).await;
     let recovered = store.take_recovered();
     assert_eq!(found(&recovered, &shuffle).0, [&b"first"[..]]);
-    assert!(found(&recovered, &shuffle).1.unwrap().contains("/a is missing") && store.metadata_gap().is_some());
+    assert!(
+        found(&recovered, &shuffle).1.unwrap().contains("/a is missing") && store.metadata_gap().is_some()
+    );
     drop(store);
     let store = store_on(&disks).await;
     let reason = found(&store.take_recovered(), &shuffle).1.unwrap();
@@ -196,7 +201,8 @@ async fn a_copy_that_hangs_is_given_up_and_made_again_when_its_disk_answers() {
     disks[1].faults.add(Rule::always(Operation::Write, Fault::Hang).on("/log"));
     say(&store, &shuffle, b"second").await;
     assert!(!store.disks()[1].is_healthy(), "it did not answer in time");
-    let copies: Vec<usize> = log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
+    let copies: Vec<usize> =
+        log_copies(&disks).into_iter().filter(|(at, _)| *at == 0).map(|it| it.0).collect();
     assert_eq!(copies, [0, 0], "both copies are on the one that answers");
     disks[1].faults.clear();
     disks[1].faults.release().await;
@@ -283,9 +289,11 @@ async fn recovery_of_a_million_blocks_in_a_thousand_shuffles() {
                 Record::Report(report).encode()
             });
             let reports: Vec<_> = reports.collect();
-            let appended = join_all(reports.iter().map(|report| store.append_metadata(&handle, report))).await;
+            let appended =
+                join_all(reports.iter().map(|report| store.append_metadata(&handle, report))).await;
             assert!(appended.iter().all(Result::is_ok));
-            let blocks = |partition: i64| (0..TASKS).map(|task| (id(task, partition), 16)).collect::<Vec<_>>();
+            let blocks =
+                |partition: i64| (0..TASKS).map(|task| (id(task, partition), 16)).collect::<Vec<_>>();
             let extents = (0..PARTITIONS).map(|it| extent(it as i32, &blocks(it), false)).collect();
             store.write(&key, extents).await.unwrap();
         }

@@ -85,7 +85,8 @@ async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
     }
     drop((handle, store));
     // The process died in the middle of its last append, of a group and of a record in both copies.
-    let index = disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "index"));
+    let index =
+        disks[0].app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "index"));
     let logs = log_copies(&disks).into_iter().map(|(_, path)| (path, 0));
     let files: Vec<_> = logs.chain([(index.unwrap(), 50)]).collect();
     assert_eq!(files.len(), 3, "two copies");
@@ -322,4 +323,3 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
     assert_eq!(recovered.blocks, id.cast_unsigned());
     println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
 }
-
