@@ -19,6 +19,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use uniffle_worker::flush::policy::{Candidate, Goal, Limits, Usage, flush_goal, victims};
+use uniffle_worker::memory::Claimant;
 
 const PARTITIONS: u64 = 100_000;
 
@@ -41,6 +42,7 @@ fn candidates() -> Vec<Candidate> {
         let bytes = 4096 + mixed % 65_536;
         let bytes = if n.is_multiple_of(100) { bytes * 100 } else { bytes };
         Candidate {
+            app: 0,
             charged_bytes: bytes,
             payload_bytes: bytes,
             blocks: bytes / 1024 + 1,
@@ -54,12 +56,13 @@ fn candidates() -> Vec<Candidate> {
 fn policy(c: &mut Criterion) {
     let candidates = candidates();
     let total: u64 = candidates.iter().map(|candidate| candidate.charged_bytes).sum();
+    let apps = [Claimant { weight: 1, demand: total }];
     let mut group = c.benchmark_group("victims_of_100000");
     group.throughput(Throughput::Elements(PARTITIONS));
     for share in [1, 25, 75, 100] {
         let goal = Goal { bytes: total / 100 * share, blocks: 0 };
         group.bench_with_input(BenchmarkId::new("percent", share), &goal, |b, goal| {
-            b.iter(|| victims(black_box(&candidates), *goal, &LIMITS));
+            b.iter(|| victims(black_box(&candidates), &apps, *goal, &LIMITS));
         });
     }
     group.finish();

@@ -270,6 +270,12 @@ impl App {
         self.shuffles.read().get(&id).cloned()
     }
 
+    /// Whether any is registered.
+    #[must_use]
+    pub fn has_shuffles(&self) -> bool {
+        !self.shuffles.read().is_empty()
+    }
+
     /// All its shuffles.
     #[must_use]
     pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {

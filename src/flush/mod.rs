@@ -12,6 +12,7 @@ pub mod placement;
 pub mod policy;
 mod queue;
 mod scheduler;
+mod turns;
 mod worker;
 
 use std::time::Duration;

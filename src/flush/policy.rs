@@ -6,6 +6,7 @@
 
 use std::collections::{BinaryHeap, HashSet};
 
+use crate::memory::fair::{self, Claimant};
 use crate::schema::kind::{MIB, TIB, ratio, size};
 use crate::schema::section;
 
@@ -62,6 +63,8 @@ pub struct Usage {
 /// One buffer that could be flushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
+    /// Its application, by its place in the list of them.
+    pub app: usize,
     /// Charged bytes that sealing it would put in flight: what flushing it is worth.
     pub charged_bytes: u64,
     /// Payload among them: what the extent would hold.
@@ -117,38 +120,77 @@ fn bytes_goal(usage: Usage, limits: &Limits) -> u64 {
     watermark_goal.max(refusal_goal)
 }
 
-/// Indexes of the buffers to flush: the largest first until the goal's bytes are reached, then those with the most
-/// blocks until its blocks are; buffers with too many batches in flight are left alone. O(n + k log n) for k victims
-/// of n.
+/// Indexes of the buffers to flush. Applications over their share of what is to stay in memory come first, as far as they
+/// are over it; then the largest buffers of all, until the goal's bytes are reached; then those with the most blocks, until
+/// its blocks are. Within each step the largest come first; buffers with too many batches in flight are left alone.
+/// O(n + k log n) for k victims of n.
 #[must_use]
-pub fn victims(candidates: &[Candidate], goal: Goal, limits: &Limits) -> Vec<usize> {
-    let ranked = |weight: fn(&Candidate) -> u64| {
+pub fn victims(candidates: &[Candidate], apps: &[Claimant], goal: Goal, limits: &Limits) -> Vec<usize> {
+    let ranked = |weight: &dyn Fn(&Candidate) -> (u64, u64)| {
         let may_go = |candidate: &Candidate| candidate.blocks > 0 && has_room_in_flight(candidate, limits);
         let indexed = candidates.iter().enumerate().filter(|(_, candidate)| may_go(candidate));
-        indexed.map(|(index, candidate)| (weight(candidate), index)).collect::<BinaryHeap<_>>()
+        let weighed = indexed.map(|(index, candidate)| (weight(candidate), index));
+        let mut heap: BinaryHeap<_> = weighed.filter(|((weight, _), _)| *weight > 0).collect();
+        std::iter::from_fn(move || heap.pop().map(|(_, index)| index))
     };
-    let (mut chosen, mut bytes, mut blocks) = (Vec::new(), 0_u64, 0_u64);
-    if goal.bytes > 0 {
-        let mut largest_first = ranked(|candidate| candidate.charged_bytes);
-        while bytes < goal.bytes {
-            let Some((_, index)) = largest_first.pop() else { break };
-            bytes = bytes.saturating_add(candidates[index].charged_bytes);
-            blocks += candidates[index].blocks;
-            chosen.push(index);
+    let mut victims =
+        Victims { candidates, indexes: Vec::new(), taken: HashSet::new(), sum: Goal::default() };
+    let mut excesses = excesses(apps, goal.bytes);
+    let excess_of = |candidate: &Candidate| excesses.get(candidate.app).copied().unwrap_or(0);
+    let of_those_over = ranked(&|it| (it.charged_bytes.min(excess_of(it)), it.charged_bytes));
+    for index in of_those_over {
+        let excess = &mut excesses[candidates[index].app];
+        if victims.sum.bytes >= goal.bytes {
+            break;
+        }
+        if *excess > 0 {
+            *excess = excess.saturating_sub(candidates[index].charged_bytes);
+            victims.take(index);
         }
     }
-    if blocks < goal.blocks {
-        let taken: HashSet<usize> = chosen.iter().copied().collect();
-        let mut most_blocks_first = ranked(|candidate| candidate.blocks);
-        while blocks < goal.blocks {
-            let Some((_, index)) = most_blocks_first.pop() else { break };
-            if !taken.contains(&index) {
-                blocks += candidates[index].blocks;
-                chosen.push(index);
+    if victims.sum.bytes < goal.bytes {
+        let largest = ranked(&|it| (it.charged_bytes, 0));
+        victims.take_until(largest, |sum| sum.bytes >= goal.bytes);
+    }
+    if victims.sum.blocks < goal.blocks {
+        let most_blocks = ranked(&|it| (it.blocks, 0));
+        victims.take_until(most_blocks, |sum| sum.blocks >= goal.blocks);
+    }
+    victims.indexes
+}
+
+/// Those chosen so far.
+struct Victims<'a> {
+    candidates: &'a [Candidate],
+    indexes: Vec<usize>,
+    taken: HashSet<usize>,
+    sum: Goal,
+}
+
+impl Victims<'_> {
+    fn take(&mut self, index: usize) {
+        if self.taken.insert(index) {
+            self.sum.bytes = self.sum.bytes.saturating_add(self.candidates[index].charged_bytes);
+            self.sum.blocks += self.candidates[index].blocks;
+            self.indexes.push(index);
+        }
+    }
+
+    fn take_until(&mut self, ranked: impl Iterator<Item = usize>, is_enough: impl Fn(Goal) -> bool) {
+        for index in ranked {
+            if is_enough(self.sum) {
+                return;
             }
+            self.take(index);
         }
     }
-    chosen
+}
+
+/// How far each application is above its share when `bytes` fewer are held in all.
+fn excesses(apps: &[Claimant], bytes: u64) -> Vec<u64> {
+    let held = apps.iter().fold(0_u64, |sum, app| sum.saturating_add(app.demand));
+    let level = fair::level(held.saturating_sub(bytes), apps);
+    apps.iter().map(|app| app.demand.saturating_sub(level.share(app.weight))).collect()
 }
 
 /// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
@@ -162,7 +204,7 @@ pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
         }
         false => limits.single_buffer_bytes_max,
     };
-    candidate.payload_bytes > bytes_max && has_room_in_flight(&candidate, limits)
+    candidate.payload_bytes > bytes_max
 }
 
 /// Whether a buffer that fills its partition's share of the memory is to be flushed below its threshold: if nothing of
@@ -172,7 +214,9 @@ pub fn is_stuck(candidate: Candidate) -> bool {
     candidate.payload_bytes > 0 && candidate.in_flight_batches == 0
 }
 
-fn has_room_in_flight(candidate: &Candidate, limits: &Limits) -> bool {
+/// Whether one more batch of a buffer may go.
+#[must_use]
+pub fn has_room_in_flight(candidate: &Candidate, limits: &Limits) -> bool {
     candidate.in_flight_batches < limits.in_flight_batches_max
 }
 
@@ -252,6 +296,7 @@ mod tests {
     #[test]
     fn huge_partitions_have_a_threshold_of_their_own() {
         let buffer = |payload_bytes, received_bytes, in_flight_batches| Candidate {
+            app: 0,
             charged_bytes: payload_bytes,
             payload_bytes,
             blocks: 1,
@@ -262,19 +307,51 @@ mod tests {
         assert!(is_oversized(buffer(101, 1_000, 0), &LIMITS));
         assert!(!is_oversized(buffer(50, 1_001, 0), &LIMITS));
         assert!(is_oversized(buffer(51, 1_001, 4), &LIMITS));
-        assert!(!is_oversized(buffer(51, 1_001, 5), &LIMITS), "too many of it in flight");
+        assert!(has_room_in_flight(&buffer(51, 1_001, 4), &LIMITS));
+        assert!(!has_room_in_flight(&buffer(51, 1_001, 5), &LIMITS), "too many of it in flight");
         assert!(is_stuck(buffer(1, 1_001, 0)));
         assert!(!is_stuck(buffer(1, 1_001, 1)) && !is_stuck(buffer(0, 1_001, 0)));
     }
 
     fn candidate() -> impl Strategy<Value = Candidate> {
         (0u64..200, 0u64..50, 0usize..8).prop_map(|(charged_bytes, blocks, in_flight_batches)| Candidate {
+            app: 0,
             charged_bytes,
             payload_bytes: charged_bytes,
             blocks,
             received_bytes: 0,
             in_flight_batches,
         })
+    }
+
+    /// One application that holds all of them.
+    fn all_of_one(candidates: &[Candidate]) -> [Claimant; 1] {
+        [Claimant { weight: 1, demand: candidates.iter().map(|it| it.charged_bytes).sum() }]
+    }
+
+    #[test]
+    fn applications_over_their_share_are_spilled_first_and_only_as_far_as_they_are_over_it() {
+        let of = |app, charged_bytes| Candidate {
+            app,
+            charged_bytes,
+            payload_bytes: charged_bytes,
+            blocks: 1,
+            received_bytes: 0,
+            in_flight_batches: 0,
+        };
+        let candidates = [of(0, 100), of(1, 40), of(1, 50), of(1, 60), of(2, 30)];
+        let apps = |weight| [100, 150, 30].map(|demand| Claimant { weight, demand });
+        let chosen =
+            |apps: &[Claimant], bytes| victims(&candidates, apps, Goal { bytes, blocks: 0 }, &LIMITS);
+        assert_eq!(chosen(&apps(1), 50), [3], "not the largest partition, which is of another");
+        assert_eq!(chosen(&apps(1), 100), [3, 2], "above a level of 75 each the second has most");
+        let mut heavier = apps(1);
+        heavier[1].weight = 9;
+        assert_eq!(chosen(&heavier, 50), [0], "by weight it is the first that is over its share");
+        assert_eq!(chosen(&apps(1), 1_000).len(), 5);
+        // Tickets count as held and cannot be flushed: the rest comes from the largest.
+        let hoarder = [Claimant { weight: 1, demand: 500 }, Claimant { weight: 1, demand: 150 }];
+        assert_eq!(chosen(&hoarder, 130), [0, 3]);
     }
 
     fn eligible(candidate: &Candidate) -> bool {
@@ -286,7 +363,7 @@ mod tests {
         fn victims_are_the_largest_and_no_more_than_needed(
             candidates in proptest::collection::vec(candidate(), 0..60), bytes in 0u64..4_000,
         ) {
-            let chosen = victims(&candidates, Goal { bytes, blocks: 0 }, &LIMITS);
+            let chosen = victims(&candidates, &all_of_one(&candidates), Goal { bytes, blocks: 0 }, &LIMITS);
             let total: u64 = chosen.iter().map(|i| candidates[*i].charged_bytes).sum();
             let possible: u64 = candidates.iter().filter(|c| eligible(c)).map(|c| c.charged_bytes).sum();
             prop_assert!(chosen.iter().all(|i| eligible(&candidates[*i])));
@@ -304,7 +381,8 @@ mod tests {
             candidates in proptest::collection::vec(candidate(), 0..60),
             bytes in 0u64..4_000, blocks in 0u64..1_000,
         ) {
-            let mut chosen = victims(&candidates, Goal { bytes, blocks }, &LIMITS);
+            let apps = all_of_one(&candidates);
+            let mut chosen = victims(&candidates, &apps, Goal { bytes, blocks }, &LIMITS);
             let sum = |of: fn(&Candidate) -> u64, from: &[usize]| -> u64 { from.iter().map(|i| of(&candidates[*i])).sum() };
             let all: Vec<usize> = (0..candidates.len()).filter(|i| eligible(&candidates[*i])).collect();
             prop_assert!(sum(|c| c.charged_bytes, &chosen) >= bytes.min(sum(|c| c.charged_bytes, &all)));

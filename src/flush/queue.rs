@@ -1,8 +1,7 @@
-//! Sealed batches on their way to a worker.
+//! Sealed batches on their way to a worker; applications take turns.
 //!
 //! The queue has no length limit of its own: each element holds at least one block of memory, so the budget bounds it.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -11,7 +10,9 @@ use tokio::time::Instant;
 
 use crate::memory::{Buffer, SealedBatch};
 use crate::tiers::TierShuffle;
-use uniffle_wire::types::{Distribution, ShuffleKey};
+use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
+
+use super::turns::Turns;
 
 /// The registrations that chains were sealed from, by tier: they cannot end up in a later shuffle of the same name.
 pub(super) type Handles = Arc<[Option<Arc<dyn TierShuffle>>]>;
@@ -48,24 +49,25 @@ impl Batch {
 /// The batches that wait for one tier.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    batches: Mutex<VecDeque<Batch>>,
+    batches: Mutex<Turns<AppId, Batch>>,
     arrived: Notify,
     /// Every batch that waits or is being written holds a clone.
     in_flight: Arc<()>,
 }
 
 impl Queue {
-    pub(super) fn push(&self, mut batch: Batch) {
+    /// `weight` is that of its application.
+    pub(super) fn push(&self, mut batch: Batch, weight: u32) {
         batch.in_flight = Some(Arc::clone(&self.in_flight));
-        self.batches.lock().push_back(batch);
+        self.batches.lock().push(batch.key.app.clone(), batch.bytes(), weight, batch);
         self.arrived.notify_one();
     }
 
-    /// The oldest batch; waits for one.
+    /// The batch whose turn it is; waits for one.
     pub(super) async fn pop(&self) -> Batch {
         loop {
             let arrived = self.arrived.notified();
-            if let Some(batch) = self.batches.lock().pop_front() {
+            if let Some(batch) = self.batches.lock().pop() {
                 // Permits of `notify_one` do not add up; pass the signal on if there is more to do.
                 self.arrived.notify_one();
                 return batch;

@@ -13,7 +13,7 @@ use crate::app::{App, AppRegistry};
 use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::tiers::{TierShuffle, Tiers};
-use uniffle_wire::types::{Distribution, ShuffleKey};
+use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
 
 use super::FlushConfig;
 use super::metrics::FlushMetrics;
@@ -112,30 +112,44 @@ impl Flusher {
         self.apps.get()?.find(&key.app)
     }
 
-    /// Flushes `buffer` now if it has outgrown the single-buffer threshold. Cheap when it has not.
+    /// Flushes `buffer` now if it has outgrown the single-buffer threshold, or when one of the batches of it that are in
+    /// flight ends. Cheap when it has not.
     pub fn flush_if_oversized(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
-        let candidate = policy_candidate(buffer);
-        if policy::is_oversized(candidate, &self.limits()) {
+        if policy::is_oversized(policy_candidate(0, buffer), &self.limits()) {
             self.flush_one(shuffle, buffer);
         }
     }
 
     /// Flushes `buffer` now if nothing of it is on its way: its partition has filled its share of the memory.
     pub fn flush_if_stuck(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
-        if policy::is_stuck(policy_candidate(buffer)) {
+        if policy::is_stuck(policy_candidate(0, buffer)) {
             self.flush_one(shuffle, buffer);
         }
     }
 
     fn flush_one(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         let Some(handles) = self.handles(shuffle.key()) else { return };
-        if let Some(sealed) = buffer.seal() {
+        if let Some(sealed) = buffer.seal_within(self.limits().in_flight_batches_max) {
             let group = Group {
                 handles,
                 distribution: shuffle.distribution(),
                 parts: vec![(Arc::clone(buffer), sealed)],
             };
             self.enqueue_group(shuffle.key(), group);
+        }
+    }
+
+    /// A batch has ended: flushes those of its buffers that had too many in flight for it before. The handles are those of
+    /// the batch: a buffer that can still be sealed is of the same incarnation of its shuffle.
+    pub(super) fn flush_overdue(&self, batch: &Batch) {
+        let mut parts = Vec::new();
+        for (buffer, _) in batch.parts.iter().filter(|(buffer, _)| buffer.is_overdue()) {
+            let sealed = buffer.seal_within(self.limits().in_flight_batches_max);
+            parts.extend(sealed.map(|sealed| (Arc::clone(buffer), sealed)));
+        }
+        if !parts.is_empty() {
+            let (handles, distribution) = (Arc::clone(&batch.handles), batch.distribution);
+            self.enqueue_group(&batch.key, Group { handles, distribution, parts });
         }
     }
 
@@ -188,9 +202,11 @@ impl Flusher {
         self.metrics.all.failed_writes.get()
     }
 
-    /// Puts everything that is in memory in flight (an operator's wish, tests).
+    /// Puts everything that is in memory in flight (an operator's wish, tests). What has too many batches in flight
+    /// follows as soon as one of them ends.
     pub fn flush_all(&self) {
-        self.flush_some(Goal::ALL);
+        let candidates = self.memory.candidates();
+        self.flush_these(candidates.iter());
     }
 
     /// Flushes whatever the watermarks say until nothing is in memory, what arrives meanwhile included, or until
@@ -235,8 +251,10 @@ impl Flusher {
                 () = self.memory.pressure().notified() => {}
                 _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks),
             }
-            let goal =
-                policy::flush_goal(self.usage(self.refused_bytes.swap(0, Ordering::Relaxed)), &self.limits());
+            // What those below their shares wait for is theirs, however many requests it is.
+            let refused = self.refused_bytes.swap(0, Ordering::Relaxed);
+            let refused = refused.max(self.memory.tickets().claimed_bytes());
+            let goal = policy::flush_goal(self.usage(refused), &self.limits());
             if !goal.is_nothing() {
                 self.flush_some(goal);
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
@@ -268,16 +286,25 @@ impl Flusher {
     /// Seals buffers until `goal` is under way.
     fn flush_some(&self, goal: Goal) {
         let candidates = self.memory.candidates();
+        let holders = self.memory.tickets().holders();
+        let places: HashMap<&AppId, usize> = holders.keys().zip(0..).collect();
+        let apps: Vec<_> = holders.values().copied().collect();
+        let place = |candidate: &Candidate| places.get(&candidate.key.app).copied().unwrap_or(usize::MAX);
         let sizes: Vec<policy::Candidate> =
-            candidates.iter().map(|candidate| policy_candidate(&candidate.buffer)).collect();
+            candidates.iter().map(|it| policy_candidate(place(it), &it.buffer)).collect();
+        let victims = policy::victims(&sizes, &apps, goal, &self.limits());
+        self.flush_these(victims.into_iter().map(|index| &candidates[index]));
+    }
+
+    fn flush_these<'a>(&self, victims: impl Iterator<Item = &'a Candidate>) {
+        let in_flight_max = self.limits().in_flight_batches_max;
         let mut groups: HashMap<ShuffleKey, Group> = HashMap::new();
-        for index in policy::victims(&sizes, goal, &self.limits()) {
-            let Candidate { key, distribution, buffer, .. } = &candidates[index];
+        for Candidate { key, distribution, buffer, .. } in victims {
             if !groups.contains_key(key) {
                 let Some(handles) = self.handles(key) else { continue };
                 groups.insert(key.clone(), Group { handles, distribution: *distribution, parts: Vec::new() });
             }
-            if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal()) {
+            if let (Some(group), Some(sealed)) = (groups.get_mut(key), buffer.seal_within(in_flight_max)) {
                 group.parts.push((Arc::clone(buffer), sealed));
             }
         }
@@ -331,7 +358,10 @@ impl Flusher {
             shuffle.is_accepting() && self.queues[index].in_flight() < in_flight_max
         };
         match placement::select(&self.views(&batch.handles, takes), batch.is_cold, batch.failed) {
-            Some(index) => self.queues[index].push(batch),
+            Some(index) => {
+                let weight = self.memory.tickets().weight_of(&batch.key.app);
+                self.queues[index].push(batch, weight);
+            }
             // A batch is made with a handle, so there is a tier; dropping it would lose it silently.
             None => tracing::error!(shuffle = %batch.key, "a batch has no tier"),
         }
@@ -362,8 +392,9 @@ struct Group {
     parts: Parts,
 }
 
-fn policy_candidate(buffer: &Buffer) -> policy::Candidate {
+fn policy_candidate(app: usize, buffer: &Buffer) -> policy::Candidate {
     policy::Candidate {
+        app,
         charged_bytes: buffer.active_charged_bytes(),
         payload_bytes: buffer.active_bytes(),
         blocks: buffer.active_blocks() as u64,

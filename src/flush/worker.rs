@@ -56,7 +56,7 @@ impl Flusher {
                 if let Some(app) = app {
                     app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
                 }
-                self.publish(batch, bytes, tier);
+                self.publish(&batch, bytes, tier);
             }
             Err(error) if error.kind == StoreErrorKind::Purged => {
                 self.metrics.all.purged_batches.inc();
@@ -90,12 +90,14 @@ impl Flusher {
         shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes }).await
     }
 
-    fn publish(&self, batch: Batch, bytes: u64, tier: usize) {
-        for (buffer, sealed) in batch.parts {
+    fn publish(&self, batch: &Batch, bytes: u64, tier: usize) {
+        for (buffer, sealed) in &batch.parts {
             #[expect(clippy::cast_precision_loss, reason = "a histogram bucket")]
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
-            buffer.release(&sealed);
+            buffer.release(sealed);
         }
+        self.flush_overdue(batch);
+        self.check_pressure();
         self.metrics.count_batch(tier, bytes);
         tracing::debug!(shuffle = %batch.key, bytes, tier = self.name_of(tier), "flushed");
     }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::error::MemoryError;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
-use super::ticket::Reservation;
+use super::reservation::Reservation;
 
 /// Growth by doubling ends here; larger segments only when a block needs them.
 const SEGMENT_BYTES_GROWN: u64 = 1 << 20;

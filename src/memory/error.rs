@@ -13,6 +13,18 @@ pub enum MemoryError {
         /// What was free.
         free: u64,
     },
+    /// Others wait, and it is their turn; asking again later helps.
+    #[error(
+        "no memory for {asked} bytes now: the application holds {held} bytes, its share is {share} while others wait"
+    )]
+    OverShare {
+        /// What was asked for.
+        asked: u64,
+        /// What the application holds.
+        held: u64,
+        /// What it may hold.
+        share: u64,
+    },
     /// More than there will ever be; asking again does not help.
     #[error("request of {asked} bytes exceeds what this server can ever grant, {max} bytes")]
     TooLarge {

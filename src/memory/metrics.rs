@@ -30,6 +30,8 @@ metrics::table! {
         heap_capacity: IntGauge = "heap_capacity_bytes", "bytes of the heap budget";
         evicted_tickets: IntCounter = "total_evict_timeout_tickets_num", "tickets that expired";
         expired_tickets: IntCounter = "total_expired_preAllocated_buffer_num", "tickets that expired";
+        taken_back: IntCounter = "tickets_taken_back_total",
+            "unused tickets taken back from applications over their shares, for others that waited";
         read_waits: IntCounter =
             "total_require_read_memory_retry_num", "times that a local read had to wait for read memory";
         duplicate_blocks: IntCounter = "total_duplicate_blocks", "resent blocks dropped";

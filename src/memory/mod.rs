@@ -5,7 +5,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | [`region`], `buddy` | the mapping, its segments; which of them are free |
-//! | [`ticket`] | capacity promised by `requireBuffer` |
+//! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
+//! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
 //! | [`pool`] | buffers for reads from disk |
 //!
@@ -14,10 +15,13 @@
 
 pub mod buffer;
 pub mod chain;
+pub mod claims;
 pub mod error;
+pub mod fair;
 pub mod pool;
 pub mod read;
 pub mod region;
+pub mod reservation;
 pub mod sealed;
 pub mod ticket;
 
@@ -39,11 +43,14 @@ use tokio::time::Instant;
 pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Buffer, Committed};
 pub use chain::BlockFill;
+pub use claims::Standing;
 pub use error::MemoryError;
+pub use fair::Claimant;
 pub use pool::{ReadBuf, ReadPool};
 pub use read::MemoryRead;
+pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
-pub use ticket::{Reservation, Tickets};
+pub use ticket::Tickets;
 
 use crate::budget::{Heap, HeapKind};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
@@ -82,9 +89,10 @@ section! {
         /// capacity, which stays within capacity × 1.05 + 200 MiB for the process.
         #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
         pub heap_bytes: u64 = 96 * MIB + capacity_bytes / 32,
-        /// Life of a granted buffer ticket that is not used.
+        /// Life of a granted buffer ticket that is not used. While others wait for memory, one that its application has not
+        /// used for half a second is taken back if the application has more than its share.
         #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
-        pub ticket_timeout: Duration = 300 * SECOND,
+        pub ticket_timeout: Duration = 20 * SECOND,
         /// Tickets outstanding at once.
         #[key("memory_store.buffer_ticket_max_count", count(1..=100_000_000), NextUse)]
         pub tickets_max: usize = 1_000_000,
@@ -202,7 +210,9 @@ impl Memory {
 
     /// The buffers of a shuffle, made if there are none. Registering again changes nothing.
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
-        let fresh = || Arc::new(ShuffleBuffers::new(key.clone(), distribution, Arc::clone(&self.shared)));
+        let budget = self.tickets.budget_of(&key.app);
+        let fresh =
+            || Arc::new(ShuffleBuffers::new(key.clone(), distribution, Arc::clone(&self.shared), budget));
         Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
     }
 
@@ -298,6 +308,7 @@ impl Memory {
         metrics.in_flight_blocks.set(clamped(self.in_flight_blocks()));
         metrics.read_used_buffer_size.set(clamped(self.read_pool.used_bytes()));
         metrics.read_waits.inc_by(self.read_pool.waits().saturating_sub(metrics.read_waits.get()));
+        metrics.taken_back.inc_by(self.tickets.taken_back().saturating_sub(metrics.taken_back.get()));
         metrics.tickets.set(clamped(self.tickets.count() as u64));
         metrics.shuffles.set(clamped(self.shuffles.len() as u64));
         let buffers: usize = self.shuffles.iter().map(|shuffle| shuffle.all().len()).sum();
@@ -342,13 +353,15 @@ pub struct ShuffleBuffers {
     key: ShuffleKey,
     distribution: Distribution,
     shared: Arc<Shared>,
+    /// Its application's.
+    budget: Budget,
     /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
     buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
 }
 
 impl ShuffleBuffers {
-    fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>) -> Self {
-        Self { key, distribution, shared, buffers: RwLock::new(Some(HashMap::new())) }
+    fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>, budget: Budget) -> Self {
+        Self { key, distribution, shared, budget, buffers: RwLock::new(Some(HashMap::new())) }
     }
 
     fn contents(&self) -> Option<InMemory> {
@@ -380,7 +393,7 @@ impl ShuffleBuffers {
         if let Some(buffer) = self.existing(partition) {
             return Some(buffer);
         }
-        let fresh = || Arc::new(Buffer::new(partition, Arc::clone(&self.shared)));
+        let fresh = || Arc::new(Buffer::new(partition, Arc::clone(&self.shared), self.budget.clone()));
         let mut buffers = self.buffers.write();
         Some(Arc::clone(buffers.as_mut()?.entry(partition).or_insert_with(fresh)))
     }

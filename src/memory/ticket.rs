@@ -1,10 +1,11 @@
-//! Tickets: capacity promised to a sender by `requireBuffer`, and what a redeemed one may still spend.
+//! Tickets: capacity promised to a sender by `requireBuffer`.
 //!
 //! A ticket reserves the bytes asked for plus one smallest segment per named partition, so that rounding never makes a
-//! valid send fail. It is single use, belongs to one application and expires. Everything here is a [`Charge`]: a
+//! valid send fail. It is single use, belongs to one application and expires; while others wait, one that its application
+//! does not use and that is beyond its share is taken back sooner ([`super::claims`]). Everything here is a [`Charge`]: a
 //! ticket that expires or a send that dies gives back by being dropped.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -12,38 +13,32 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use super::claims::{Ask, Claims, Standing, Ticket};
 use super::error::MemoryError;
+use super::fair::Claimant;
 use super::region::SEGMENT_BYTES_MIN;
-use crate::budget::{Budget, Charge};
+use super::reservation::Reservation;
+use crate::budget::Budget;
 use uniffle_wire::types::{AppId, TicketId};
 
 /// Rounding allowance of a request that names no partition (clients before 0.9 may not): sixteen partitions' worth.
 const ALLOWANCE_UNNAMED_BYTES: u64 = 64 << 10;
-
-/// Dead entries tolerated in the expiry queue before it is swept, beside as many as there are live tickets.
-const QUEUE_SLACK: usize = 1024;
 
 /// All tickets that were granted and neither redeemed nor expired.
 pub struct Tickets {
     budget: Budget,
     /// Mirror of what tickets and reservations hold: a budget without a limit, for its `used()` only.
     pre_allocated: Budget,
+    /// Tickets likewise.
+    count: Budget,
     timeout: Duration,
     tickets_max: AtomicUsize,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
-struct Ticket {
-    app: AppId,
-    reservation: Reservation,
-}
-
-#[derive(Debug)]
 struct State {
-    live: HashMap<TicketId, Ticket>,
-    /// Oldest first, since the timeout is the same for all; redeemed ones stay until they are swept.
-    queue: VecDeque<(Instant, TicketId)>,
+    claims: Claims,
     next: i64,
 }
 
@@ -51,10 +46,11 @@ impl Tickets {
     pub(super) fn new(budget: Budget, timeout: Duration, tickets_max: usize) -> Self {
         // A random start, so that a ticket of a process before this one is unknown here rather than someone's.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
-        let state = State { live: HashMap::new(), queue: VecDeque::new(), next };
+        let state = State { claims: Claims::new(budget.clone()), next };
         Self {
             budget,
             pre_allocated: Budget::new(u64::MAX),
+            count: Budget::new(u64::MAX),
             timeout,
             tickets_max: AtomicUsize::new(tickets_max),
             state: Mutex::new(state),
@@ -64,7 +60,7 @@ impl Tickets {
     /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 = not named).
     ///
     /// # Errors
-    /// `TooLarge` for what can never be granted, else `NoCapacity` (which also wakes the flusher).
+    /// `TooLarge` for what can never be granted, else `NoCapacity` (which also wakes the flusher) or `OverShare`.
     pub fn require(&self, app: &AppId, bytes: u64, partitions: usize) -> Result<TicketId, MemoryError> {
         let allowance = match partitions {
             0 => ALLOWANCE_UNNAMED_BYTES,
@@ -74,23 +70,26 @@ impl Tickets {
         if bytes > max {
             return Err(MemoryError::TooLarge { asked: bytes, max });
         }
-        let charge = self.budget.try_charge(bytes + allowance).inspect_err(|_| self.budget.wake())?;
-        let held = Held { mirror: self.pre_allocated.force_charge(charge.bytes()), charge };
-        let granted = Instant::now();
-        let budget = self.budget.clone();
-        let reservation = Reservation { requested: bytes, spent: 0, granted, budget, held };
-        let ticket = Ticket { app: app.clone(), reservation };
-        let expires = granted + self.timeout;
+        let ask = Ask { bytes: bytes + allowance, partitions };
+        let now = Instant::now();
         let mut state = self.state.lock();
-        if state.live.len() >= self.tickets_max.load(Ordering::Relaxed) {
+        if self.count() >= self.tickets_max.load(Ordering::Relaxed) && !state.claims.take_back_one(app, now) {
             drop(state);
             return Err(MemoryError::NoCapacity { asked: bytes, free: self.budget.free() });
         }
+        let charge = match state.claims.charge(app, ask, now) {
+            Ok(charge) => charge,
+            Err(refused) => {
+                drop(state);
+                self.budget.wake();
+                return Err(refused);
+            }
+        };
+        let reservation = Reservation::new(bytes, charge, &self.pre_allocated, now);
+        let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
         state.next += 1;
         let id = TicketId(state.next);
-        state.live.insert(id, ticket);
-        state.queue.push_back((expires, id));
-        state.sweep();
+        state.claims.holder(app).tickets.insert(id, ticket);
         Ok(id)
     }
 
@@ -105,33 +104,20 @@ impl Tickets {
     /// `UnknownTicket`.
     pub fn redeem(&self, app: &AppId, id: TicketId) -> Result<Reservation, MemoryError> {
         let mut state = self.state.lock();
-        match state.live.entry(id) {
-            std::collections::hash_map::Entry::Occupied(ticket) if ticket.get().app == *app => {
-                Ok(ticket.remove().reservation)
-            }
-            _ => Err(MemoryError::UnknownTicket),
-        }
+        let ticket = state.claims.find(app).and_then(|holder| holder.tickets.remove(&id));
+        drop(state);
+        ticket.map(|ticket| ticket.reservation).ok_or(MemoryError::UnknownTicket)
     }
 
     /// Drops every ticket whose time ran out at `now`; how many there were.
     pub fn expire(&self, now: Instant) -> usize {
-        let mut expired = Vec::new();
-        let mut state = self.state.lock();
-        while let Some((expires, id)) = state.queue.front().copied()
-            && expires <= now
-        {
-            state.queue.pop_front();
-            expired.extend(state.live.remove(&id));
-        }
-        drop(state);
-        expired.len()
+        let expired = now.checked_sub(self.timeout).map(|before| self.state.lock().claims.expire(before));
+        expired.map_or(0, |expired| expired.len())
     }
 
     /// Drops every ticket of `app`.
     pub fn forget_app(&self, app: &AppId) {
-        let mut state = self.state.lock();
-        let forgotten: Vec<_> = state.live.extract_if(|_, ticket| ticket.app == *app).collect();
-        drop(state);
+        let forgotten = self.state.lock().claims.forget(app);
         drop(forgotten);
     }
 
@@ -144,142 +130,58 @@ impl Tickets {
     /// Tickets neither redeemed nor expired.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.state.lock().live.len()
+        usize::try_from(self.count.used()).unwrap_or(usize::MAX)
+    }
+
+    /// Tickets taken back from applications over their shares, so far.
+    #[must_use]
+    pub fn taken_back(&self) -> u64 {
+        self.state.lock().claims.taken_back()
+    }
+
+    /// What everything that `app` has in memory is charged to.
+    #[must_use]
+    pub fn budget_of(&self, app: &AppId) -> Budget {
+        self.state.lock().claims.holder(app).budget.clone()
+    }
+
+    /// How much `app` counts beside others, as long as it holds anything or has shuffles.
+    pub fn set_weight(&self, app: &AppId, weight: u32) {
+        self.state.lock().claims.set_weight(app, weight.max(1));
+    }
+
+    /// See [`Tickets::set_weight`].
+    #[must_use]
+    pub fn weight_of(&self, app: &AppId) -> u32 {
+        self.state.lock().claims.find(app).map_or(1, |holder| holder.weight)
+    }
+
+    /// How `app` stands beside others.
+    #[must_use]
+    pub fn standing(&self, app: &AppId) -> Standing {
+        self.state.lock().claims.standing(app, Instant::now())
+    }
+
+    /// Bytes that are to come free for applications below their shares.
+    #[must_use]
+    pub fn claimed_bytes(&self) -> u64 {
+        self.state.lock().claims.claimed_bytes(Instant::now())
+    }
+
+    /// What every application holds, and its weight.
+    #[must_use]
+    pub fn holders(&self) -> HashMap<AppId, Claimant> {
+        let state = self.state.lock();
+        let holders = state.claims.holders().map(|(app, holder)| {
+            (app.clone(), Claimant { weight: holder.weight, demand: holder.budget.used() })
+        });
+        holders.collect()
     }
 }
 
 impl fmt::Debug for Tickets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tickets").field("count", &self.count()).finish_non_exhaustive()
-    }
-}
-
-impl State {
-    /// Keeps the queue proportional to the live tickets: a redeemed ticket is popped when it comes to the front, or
-    /// with all the others once they are the majority (amortised over as many redemptions).
-    fn sweep(&mut self) {
-        while let Some((_, id)) = self.queue.front()
-            && !self.live.contains_key(id)
-        {
-            self.queue.pop_front();
-        }
-        if self.queue.len() > 2 * self.live.len() + QUEUE_SLACK {
-            self.queue.retain(|(_, id)| self.live.contains_key(id));
-        }
-    }
-}
-
-/// A charge and its mirror in the pre-allocated total, always of the same size.
-#[derive(Debug)]
-struct Held {
-    charge: Charge,
-    mirror: Charge,
-}
-
-impl Held {
-    fn take_up_to(&mut self, bytes: u64) -> Charge {
-        let charge = self.charge.split_up_to(bytes);
-        drop(self.mirror.split_up_to(charge.bytes()));
-        charge
-    }
-}
-
-/// What a redeemed ticket may still spend. Dropping it gives the rest back.
-#[derive(Debug)]
-pub struct Reservation {
-    requested: u64,
-    spent: u64,
-    granted: Instant,
-    budget: Budget,
-    held: Held,
-}
-
-impl Reservation {
-    /// Payload bytes the ticket was asked for.
-    #[must_use]
-    pub fn requested_bytes(&self) -> u64 {
-        self.requested
-    }
-
-    /// Time since the ticket was granted.
-    #[must_use]
-    pub fn age(&self) -> Duration {
-        self.granted.elapsed()
-    }
-
-    /// Payload bytes not spent yet.
-    #[must_use]
-    pub fn left_bytes(&self) -> u64 {
-        self.requested - self.spent
-    }
-
-    /// Bytes of capacity still held.
-    #[must_use]
-    pub fn held_bytes(&self) -> u64 {
-        self.held.charge.bytes()
-    }
-
-    /// Gives back what a message of `message_bytes` cannot need; clients may ask for twice their data.
-    pub fn cut_to(&mut self, message_bytes: u64) {
-        let surplus = self.requested.saturating_sub(message_bytes);
-        drop(self.held.take_up_to(surplus));
-    }
-
-    /// A charge of `bytes`: what is held first, the rest from the free budget.
-    ///
-    /// # Errors
-    /// `NoCapacity`; what was held stays held.
-    pub fn take(&mut self, bytes: u64) -> Result<Charge, MemoryError> {
-        let missing = bytes.saturating_sub(self.held_bytes());
-        let rest = self.budget.try_charge(missing)?;
-        let mut charge = self.held.take_up_to(bytes);
-        charge.merge(rest);
-        Ok(charge)
-    }
-
-    /// Counts `bytes` of payload against the ticket.
-    pub(super) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
-        let left = self.left_bytes();
-        if bytes > left {
-            return Err(MemoryError::TicketOverspent { asked: bytes, left });
-        }
-        self.spent += bytes;
-        Ok(())
-    }
-
-    /// A charge that cannot be refused, for what is bounded elsewhere: block metadata, and payload within the
-    /// ticket. The latter can run short only because other senders filled room that this one had paid for (their
-    /// tickets then hold as much too much until they end) or because a seal cut off the tail of a segment; the
-    /// region's slack covers that.
-    pub(super) fn cover(&mut self, bytes: u64) -> Charge {
-        let mut charge = self.held.take_up_to(bytes);
-        let missing = bytes - charge.bytes();
-        if missing > 0 {
-            charge
-                .merge(self.budget.try_charge(missing).unwrap_or_else(|_| self.budget.force_charge(missing)));
-        }
-        charge
-    }
-
-    /// A charge for a segment: `needed` is covered, `extra` (room for later blocks) only if it is free just now.
-    pub(super) fn cover_with_extra(&mut self, needed: u64, extra: u64) -> Option<Charge> {
-        let extra = self.budget.try_charge(extra).ok()?;
-        let mut charge = self.cover(needed);
-        charge.merge(extra);
-        Some(charge)
-    }
-
-    /// Takes a charge back that [`Reservation::cover`] gave and that found no memory.
-    pub(super) fn put_back(&mut self, mut charge: Charge, needed: u64) {
-        let back = charge.split_up_to(needed);
-        let Held { charge: held, mirror } = &mut self.held;
-        held.merge(back);
-        let lacking = held.bytes() - mirror.bytes();
-        mirror.merge(mirror.budget().force_charge(lacking));
-    }
-
-    pub(super) fn free_budget(&self) -> u64 {
-        self.budget.free()
     }
 }
 
@@ -333,7 +235,7 @@ mod tests {
         let young = tickets.require(&app("a"), 10, 0).unwrap();
         let other = tickets.require(&app("a0"), 10, 0).unwrap();
         assert!(
-            matches!(tickets.require(&app("b"), 1, 0), Err(MemoryError::NoCapacity { .. })),
+            matches!(tickets.require(&app("a"), 1, 0), Err(MemoryError::NoCapacity { .. })),
             "three at most"
         );
         assert_eq!(tickets.expire(Instant::now()), 0);
@@ -344,17 +246,6 @@ mod tests {
         assert!(tickets.redeem(&app("a"), young).is_err());
         drop(tickets.redeem(&app("a0"), other).unwrap());
         assert_eq!(budget.used(), 0);
-    }
-
-    #[tokio::test]
-    async fn redeemed_tickets_do_not_pile_up_in_the_queue() {
-        let (_, tickets) = tickets(1 << 30);
-        let _oldest = tickets.require(&app("a"), 1, 1).unwrap();
-        for _ in 0..5000 {
-            let id = tickets.require(&app("a"), 1, 1).unwrap();
-            drop(tickets.redeem(&app("a"), id));
-        }
-        assert!(tickets.state.lock().queue.len() <= QUEUE_SLACK + 4);
     }
 
     #[tokio::test]
@@ -378,5 +269,101 @@ mod tests {
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
         drop((more, funds));
         assert_eq!((budget.used(), tickets.pre_allocated_bytes()), (0, 0));
+    }
+
+    const KIB: u64 = 1 << 10;
+
+    /// Tickets of one partition each, of a memory of 100 KiB.
+    fn small() -> (Budget, Tickets) {
+        let budget = Budget::new(100 * KIB);
+        (budget.clone(), Tickets::new(budget, Duration::from_secs(20), 30))
+    }
+
+    fn ask(tickets: &Tickets, name: &str, kib: u64) -> Result<TicketId, MemoryError> {
+        tickets.require(&app(name), (kib - 4) * KIB, 1)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_those_below_their_share_the_one_that_waits_longest_is_served_first() {
+        let (_, tickets) = small();
+        let all = ask(&tickets, "flood", 100).unwrap();
+        let held = tickets.redeem(&app("flood"), all).unwrap();
+        assert!(ask(&tickets, "first", 60).is_err());
+        tokio::time::advance(Duration::from_millis(20)).await;
+        assert!(ask(&tickets, "second", 50).is_err());
+        drop(held);
+        assert_eq!(tickets.claimed_bytes(), 110 * KIB);
+        let refused = ask(&tickets, "second", 50).unwrap_err();
+        assert_eq!(refused, MemoryError::NoCapacity { asked: 50 * KIB, free: 100 * KIB });
+        assert!(ask(&tickets, "flood", 41).is_err(), "what they wait for is kept for them");
+        ask(&tickets, "first", 60).unwrap();
+        assert!(ask(&tickets, "second", 50).is_err());
+        // Whoever does not come back is not waited for.
+        tokio::time::advance(Duration::from_secs(13)).await;
+        assert_eq!(tickets.claimed_bytes(), 0);
+        ask(&tickets, "third", 40).unwrap();
+        assert_eq!(tickets.standing(&app("third")).share, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_app_over_its_share_waits_and_is_told_so() {
+        let (_, tickets) = small();
+        let mut sends: Vec<_> = (0..9)
+            .map(|_| tickets.redeem(&app("flood"), ask(&tickets, "flood", 10).unwrap()).unwrap())
+            .collect();
+        assert!(ask(&tickets, "honest", 30).is_err());
+        let refused = ask(&tickets, "flood", 10).unwrap_err();
+        assert_eq!(refused, MemoryError::OverShare { asked: 10 * KIB, held: 90 * KIB, share: 70 * KIB });
+        sends.truncate(7);
+        ask(&tickets, "honest", 30).unwrap();
+        let standing = tickets.standing(&app("honest"));
+        assert_eq!((standing.held, standing.waited, standing.weight), (30 * KIB, 0, 1));
+        assert_eq!(tickets.taken_back(), 0, "what is sent with cannot be taken back");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_tickets_are_taken_back_down_to_the_share_and_young_ones_are_not() {
+        let (budget, tickets) = small();
+        for _ in 0..9 {
+            ask(&tickets, "flood", 10).unwrap();
+            tokio::time::advance(Duration::from_millis(100)).await;
+        }
+        assert!(ask(&tickets, "honest", 70).is_err(), "five are old, which makes 60");
+        assert_eq!(tickets.taken_back(), 4, "a share is 50");
+        tokio::time::advance(Duration::from_millis(500)).await;
+        assert!(ask(&tickets, "honest", 70).is_err(), "the flood has its share");
+        ask(&tickets, "honest", 50).unwrap();
+        assert_eq!(budget.free(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_number_of_tickets_is_shared_too() {
+        let (_, tickets) = small();
+        tickets.set_max_count(10);
+        for _ in 0..10 {
+            ask(&tickets, "flood", 4).unwrap();
+        }
+        assert!(ask(&tickets, "honest", 4).is_err());
+        tokio::time::advance(Duration::from_millis(500)).await;
+        assert!(ask(&tickets, "flood", 4).is_err(), "not for itself");
+        ask(&tickets, "honest", 4).unwrap();
+        assert_eq!((tickets.count(), tickets.taken_back()), (10, 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_remembered_of_apps_of_which_nothing_is_left() {
+        let (budget, tickets) = small();
+        let id = ask(&tickets, "a", 100).unwrap();
+        let held = tickets.redeem(&app("a"), id).unwrap();
+        assert!(ask(&tickets, "b", 10).is_err());
+        tickets.forget_app(&app("b"));
+        tickets.forget_app(&app("a"));
+        // A send is under way: when the app comes back it has the same budget.
+        assert_eq!(tickets.expire(Instant::now()), 0);
+        assert_eq!(tickets.budget_of(&app("a")).used(), 100 * KIB);
+        drop(held);
+        tickets.expire(Instant::now());
+        assert!(tickets.holders().is_empty());
+        assert_eq!(budget.used(), 0);
     }
 }

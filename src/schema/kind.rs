@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use bytesize::ByteSize;
-use toml::Value;
+use toml::{Table, Value};
 
 /// `1 << 10`
 pub const KIB: u64 = 1 << 10;
@@ -299,6 +299,26 @@ pub fn table(max: usize) -> Kind<BTreeMap<String, String>> {
     Kind::new(format!("at most {max} entries"), read, print)
 }
 
+/// A list of tables, at most `max`, each of which `convert` understands.
+pub fn tables<T: 'static>(
+    max: usize,
+    bounds: &str,
+    convert: impl Fn(&Table) -> Result<T, String> + 'static,
+    print: impl Fn(&T) -> Table + 'static,
+) -> Kind<Vec<T>> {
+    let allowed = bounds.to_owned();
+    let read = move |value: &Value| {
+        let not_tables = || format!("a list of tables: {allowed}");
+        let entries = value.as_array().ok_or_else(not_tables)?;
+        if entries.len() > max {
+            return Err(format!("at most {max} entries"));
+        }
+        entries.iter().map(|entry| convert(entry.as_table().ok_or_else(not_tables)?)).collect()
+    };
+    let print = move |values: &Vec<T>| Value::Array(values.iter().map(&print).map(Value::Table).collect());
+    Kind::new(format!("at most {max}: {bounds}"), read, print)
+}
+
 fn scalar_text(name: &str, value: &Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text.clone()),
@@ -349,7 +369,6 @@ pub fn size_text(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use toml::Table;
 
     fn read<T: 'static>(kind: &Kind<T>, text: &str) -> Result<T, String> {
         let table: Table = format!("x = {text}").parse().unwrap();

@@ -188,7 +188,10 @@ impl ServiceError {
             Self::Memory(MemoryError::UnknownTicket | MemoryError::TicketOverspent { .. }) => Some("ticket"),
             Self::Memory(MemoryError::TooLarge { .. }) => Some("invalid value"),
             Self::Memory(
-                MemoryError::NoCapacity { .. } | MemoryError::Evicted | MemoryError::TooManyBlocks { .. },
+                MemoryError::NoCapacity { .. }
+                | MemoryError::OverShare { .. }
+                | MemoryError::Evicted
+                | MemoryError::TooManyBlocks { .. },
             )
             | Self::NotRegistered
             | Self::NotRegisteredPart(_)
@@ -245,7 +248,7 @@ impl ServiceError {
 
 fn memory_status(error: &MemoryError) -> StatusCode {
     match error {
-        MemoryError::NoCapacity { .. } => StatusCode::NoBuffer,
+        MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. } => StatusCode::NoBuffer,
         MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
         MemoryError::Evicted => StatusCode::NoRegister,
         MemoryError::UnknownTicket

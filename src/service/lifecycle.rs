@@ -105,6 +105,9 @@ impl Service {
             self.memory.register(&key, request.distribution);
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));
         })?;
+        if let Some(app) = self.apps.find(&key.app) {
+            self.weigh(&app);
+        }
         if let Some((tier, note)) = metadata {
             self.note_registration(&key, &**tier, note).await?;
         }

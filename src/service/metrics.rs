@@ -44,6 +44,8 @@ metrics::table! {
             "total_require_buffer_failed", "Tickets refused for lack of memory";
         require_buffer_refused_regular: IntCounter =
             "total_require_buffer_failed_for_regular_partition", "Tickets refused because the memory is full";
+        require_buffer_refused_over_share: IntCounter = "total_require_buffer_failed_over_share",
+            "Tickets refused to applications over their shares of the memory, while others wait";
         require_buffer_refused_huge: IntCounter = "total_require_buffer_failed_for_huge_partition",
             "Tickets refused because a huge partition fills its share of the memory",
             also "total_huge_partition_require_buffer_failed";

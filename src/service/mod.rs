@@ -8,6 +8,7 @@ mod doubt;
 mod error;
 mod examine;
 mod explain;
+mod fairness;
 mod history;
 mod intake;
 mod lifecycle;
@@ -37,6 +38,7 @@ use prometheus::Registry;
 
 pub use error::ServiceError;
 pub use explain::{Explanation, Presence, StageView, TopPartition};
+pub use fairness::{FairnessConfig, WeightRule};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use intake::Intake;
 pub use lifecycle::RegisterRequest;
@@ -88,6 +90,9 @@ section! {
         pub verify_crc: bool = true,
         /// Bounds of one partition.
         pub partition_limits: PartitionLimits = PartitionLimits::default(),
+        /// Who counts how much.
+        #[section(FairnessConfig)]
+        pub fairness: FairnessConfig,
     }
 }
 
@@ -96,6 +101,7 @@ section! {
 pub struct Service {
     config: ServiceConfig,
     partition_limits: RwLock<PartitionLimits>,
+    fairness: RwLock<FairnessConfig>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     tiers: Tiers,
@@ -129,6 +135,7 @@ impl Service {
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         Ok(Arc::new(Self {
             partition_limits: RwLock::new(config.partition_limits),
+            fairness: RwLock::new(config.fairness.clone()),
             config,
             apps,
             memory,

@@ -1,7 +1,8 @@
 //! `requireBuffer`: may so many bytes be sent to these partitions?
 //!
 //! The partitions are judged first ([`super::partition_limit`]): the first that may not take more decides for the whole
-//! request and nothing is reserved. Then the ticket. Nothing here waits.
+//! request and nothing is reserved. Then the ticket, which an application over its share of the memory does not get while
+//! others wait ([`crate::memory::claims`]). Nothing here waits.
 
 use crate::app::{App, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
@@ -9,7 +10,7 @@ use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
 use super::partition_limit::{PartitionSizes, Verdict};
-use super::{Service, ServiceError};
+use super::{FairnessConfig, Service, ServiceError};
 
 /// `requireBuffer`.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +40,7 @@ impl Service {
     /// Reserves memory for a send.
     ///
     /// # Errors
-    /// `NO_REGISTER` for an unknown app, `NO_BUFFER` while memory is short, `NO_BUFFER_FOR_HUGE_PARTITION` while a huge
+    /// `NO_REGISTER` for an unknown app or shuffle, `NO_BUFFER` while memory is short, `NO_BUFFER_FOR_HUGE_PARTITION` while a huge
     /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
     /// `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
@@ -55,14 +56,11 @@ impl Service {
                 allowed: "at most 1000000 partitions are allowed",
             });
         }
+        check_shuffle(&app, &request)?;
         let split_partitions = self.judge_partitions(&app, &request)?;
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
-        if let Err(MemoryError::NoCapacity { .. }) = granted {
-            self.metrics.count_regular_refusal();
-            app.account().refused(Stage::TicketWait, bytes);
-            if let Some(flusher) = &self.flusher {
-                flusher.refused(bytes);
-            }
+        if let Err(refused) = &granted {
+            self.note_refused_ticket(&app, bytes, refused);
         }
         let TicketId(ticket) = granted?;
         if let Some(waited) = app.account().granted(bytes) {
@@ -72,6 +70,32 @@ impl Service {
         Ok(RequireGrant { ticket, split_partitions })
     }
 
+    /// Memory that is short is to be made free, below the watermarks too.
+    fn note_refused_ticket(&self, app: &App, bytes: u64, refused: &MemoryError) {
+        let is_over_share = matches!(refused, MemoryError::OverShare { .. });
+        if !is_over_share && !matches!(refused, MemoryError::NoCapacity { .. }) {
+            return;
+        }
+        self.metrics.count_regular_refusal();
+        self.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
+        app.account().refused(Stage::TicketWait, bytes);
+        if let Some(flusher) = &self.flusher {
+            flusher.refused(bytes);
+        }
+    }
+
+    /// Replaces the weights; they count at once.
+    pub fn set_fairness(&self, fairness: &FairnessConfig) {
+        self.fairness.write().clone_from(fairness);
+        self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weigh(app));
+    }
+
+    /// Brings the weight of an application up to date.
+    pub(super) fn weigh(&self, app: &App) {
+        let weight = self.fairness.read().weight_of(&app.user(), app.id().as_str());
+        self.memory.tickets().set_weight(app.id(), weight);
+    }
+
     /// The partitions to be split, if all of them may take what is asked for.
     fn judge_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
         let mut split = Vec::new();
@@ -79,7 +103,6 @@ impl Service {
         if !limits.decide_anything() {
             return Ok(split);
         }
-        // A shuffle that is not registered is found out by its send, as in the Java server.
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
         let Some(buffers) = self.memory.shuffle(&key) else { return Ok(split) };
         let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
@@ -141,6 +164,16 @@ impl Service {
             client_knows_code: app.is_since_0_10(),
         }
     }
+}
+
+/// A ticket is for a shuffle that can be sent to. Clients before 0.9 do not say which: they name no partition either.
+fn check_shuffle(app: &App, request: &RequireRequest<'_>) -> Result<(), ServiceError> {
+    let is_known = match request.partitions {
+        [] => app.has_shuffles(),
+        _ => app.shuffle(ShuffleId(request.shuffle)).is_some(),
+    };
+    let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", request.shuffle));
+    is_known.then_some(()).ok_or_else(missing)
 }
 
 fn partition_sizes(buffers: &ShuffleBuffers, partition: i32, asked: u64) -> PartitionSizes {

@@ -64,6 +64,7 @@ impl Service {
             }
         }
         self.apps.touch_all();
+        self.apps.apps().iter().for_each(|app| self.weigh(app));
         self.look_up(suspects);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();

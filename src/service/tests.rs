@@ -1,5 +1,7 @@
 //! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
 
+mod fairness;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,16 +124,21 @@ impl World {
 
     /// The ticket is asked for without naming the partition, so that no limit but those of the send applies.
     fn send(&mut self, partition: i32, bytes: usize, stage_attempt: i32) -> Result<(), ServiceError> {
+        self.send_of(APP, partition, bytes, stage_attempt)
+    }
+
+    fn send_of(
+        &mut self,
+        app: &str,
+        partition: i32,
+        bytes: usize,
+        stage_attempt: i32,
+    ) -> Result<(), ServiceError> {
         let length = i32::try_from(bytes).unwrap();
-        let request = RequireRequest {
-            app: APP,
-            shuffle: 0,
-            bytes: length + 32,
-            partitions: &[],
-            partition_sizes: &[],
-        };
+        let request =
+            RequireRequest { app, shuffle: 0, bytes: length + 32, partitions: &[], partition_sizes: &[] };
         let ticket = self.service.require_buffer(request)?.ticket;
-        let header = SendHeader { app: APP, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
+        let header = SendHeader { app, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
         let mut session = self.service.begin_send(header)?;
         session.partition(partition)?;
         session.begin_block(u32::try_from(bytes).unwrap())?;
@@ -149,7 +156,11 @@ impl World {
     }
 
     fn buffer(&self, partition: i32) -> Arc<Buffer> {
-        let shuffle = self.service.apps.apps()[0].shuffles()[0].key().clone();
+        self.buffer_of(APP, partition)
+    }
+
+    fn buffer_of(&self, app: &str, partition: i32) -> Arc<Buffer> {
+        let shuffle = self.service.app(app).unwrap().shuffles()[0].key().clone();
         self.memory.shuffle(&shuffle).unwrap().existing(PartitionId(partition)).unwrap()
     }
 
@@ -316,6 +327,29 @@ async fn batches_of_one_buffer_in_flight_are_limited() {
     assert_eq!(buffer.in_flight_batches(), BATCHES_MAX);
     assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes()), (80_000, 20_000));
     world.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn n21_what_has_too_many_batches_in_flight_is_flushed_when_one_of_them_ends() {
+    let oversized = policy::Limits { single_buffer_bytes_max: 9_999, ..quiet() };
+    for (limits, by_an_operator) in [(quiet(), true), (oversized, false)] {
+        let mut world = World::new(PartitionLimits::default(), limits).await;
+        world.faults.add(Rule::always(Operation::Write, Fault::Hang));
+        for _ in 0..BATCHES_MAX + 2 {
+            world.fill(3, 10_000);
+            if by_an_operator {
+                world.flusher.flush_all();
+            }
+        }
+        let buffer = world.buffer(3);
+        assert_eq!((buffer.in_flight_batches(), buffer.active_bytes()), (BATCHES_MAX, 20_000));
+        within_time("writes hang", || world.faults.hung() > 0).await;
+        world.faults.clear();
+        world.faults.release().await;
+        world.settle().await;
+        assert_eq!(world.memory.block_count(), 0, "by an operator: {by_an_operator}");
+        world.stop().await;
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -229,6 +229,7 @@ impl Bench {
         let sizes: Vec<policy::Candidate> = candidates
             .iter()
             .map(|candidate| policy::Candidate {
+                app: 0,
                 charged_bytes: candidate.buffer.active_charged_bytes(),
                 payload_bytes: candidate.active_bytes,
                 blocks: candidate.active_blocks as u64,
@@ -236,7 +237,8 @@ impl Bench {
                 in_flight_batches: 0,
             })
             .collect();
-        for victim in policy::victims(&sizes, goal, &self.limits) {
+        let apps: Vec<_> = self.memory.tickets().holders().into_values().collect();
+        for victim in policy::victims(&sizes, &apps, goal, &self.limits) {
             let buffer = &candidates[victim].buffer;
             let Some(batch) = buffer.seal() else { continue };
             let extent = batch.extent(Distribution::Normal);

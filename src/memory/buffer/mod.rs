@@ -23,8 +23,8 @@ use super::list::{BlockList, METADATA_BYTES};
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
 use super::region::Region;
+use super::reservation::Reservation;
 use super::sealed::{InFlight, SealedBatch};
-use super::ticket::Reservation;
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
@@ -62,6 +62,8 @@ pub struct Committed {
 pub struct Buffer {
     partition: PartitionId,
     shared: Arc<Shared>,
+    /// Its application's.
+    budget: Budget,
     state: Mutex<State>,
     /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
     aborted: Arc<AtomicBool>,
@@ -81,15 +83,17 @@ struct State {
     batches: VecDeque<Arc<SealedBatch>>,
     next_chain: u64,
     evicted: bool,
+    overdue: bool,
 }
 
 impl Buffer {
-    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>) -> Self {
-        let active = BlockList::new(0, shared.hasher.clone(), &shared.blocks, &shared.budget);
-        let state = State { active, batches: VecDeque::new(), next_chain: 1, evicted: false };
+    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>, budget: Budget) -> Self {
+        let active = BlockList::new(0, shared.hasher.clone(), &shared.blocks, &budget);
+        let state = State { active, batches: VecDeque::new(), next_chain: 1, evicted: false, overdue: false };
         Self {
             partition,
             shared,
+            budget,
             state: Mutex::new(state),
             aborted: Arc::new(AtomicBool::new(false)),
             active_bytes: AtomicU64::new(0),
@@ -213,20 +217,41 @@ impl Buffer {
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
     /// whose chain overflowed gives its oldest batch not taken yet.
     pub fn seal(&self) -> Option<Arc<SealedBatch>> {
-        let mut state = self.state.lock();
+        self.seal_locked(&mut self.state.lock())
+    }
+
+    fn seal_locked(&self, state: &mut MutexGuard<'_, State>) -> Option<Arc<SealedBatch>> {
         let is_waiting = |batch: &&Arc<SealedBatch>| !batch.is_claimed();
         let batch = match state.batches.iter().find(is_waiting).cloned() {
             Some(waiting) => waiting,
             None if state.active.is_empty() => return None,
-            None => self.rotate(&mut state),
+            None => self.rotate(state),
         };
         let claimed = batch.claim(InFlight {
             _charged: self.shared.in_flight.force_charge(batch.charged_bytes()),
             _blocks: self.shared.in_flight_blocks.force_charge(batch.blocks() as u64),
         });
         debug_assert!(claimed, "claimed under the lock only");
-        self.publish_counters(&state);
+        self.publish_counters(state);
+        state.overdue &= self.active_blocks() > 0;
         Some(batch)
+    }
+
+    /// As [`Buffer::seal`], unless `batches_max` batches are in flight: then it is overdue, and the end of one of them is
+    /// to seal it.
+    pub fn seal_within(&self, batches_max: usize) -> Option<Arc<SealedBatch>> {
+        let mut state = self.state.lock();
+        if state.batches.iter().filter(|batch| batch.is_claimed()).count() < batches_max {
+            return self.seal_locked(&mut state);
+        }
+        state.overdue = true;
+        None
+    }
+
+    /// Whether it was to be sealed and had too many batches in flight, and still has blocks from then.
+    #[must_use]
+    pub fn is_overdue(&self) -> bool {
+        self.state.lock().overdue
     }
 
     /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as
@@ -316,7 +341,7 @@ impl Buffer {
     fn next_list(&self, state: &mut State) -> BlockList {
         let chain = state.next_chain;
         state.next_chain += 1;
-        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.blocks, &self.shared.budget)
+        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.blocks, &self.budget)
     }
 
     /// The active list becomes the youngest batch, an empty one takes its place.

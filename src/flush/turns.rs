@@ -1,0 +1,120 @@
+//! The order in which applications get their turns: start-time fair queueing, without a lock or a clock.
+//!
+//! Every item costs its application time, its cost by the application's weight, on a virtual clock. An item's turn is when
+//! its application has paid for those before it, or now if it had none; the earliest turn is next. So one that queues a
+//! thousand items delays another's first item by the one that is being served, and while both have items they are served
+//! as their weights say. Items of one application stay in their order.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+
+/// Cost that a unit of virtual time pays for at weight 1; below 1, so that weights up to it make a difference.
+const UNITS: u64 = 1024;
+
+/// Keys without items that are remembered at least, beside as many as there are items.
+const REMEMBERED: usize = 64;
+
+/// Items that wait, by `K`.
+#[derive(Debug)]
+pub(super) struct Turns<K, T> {
+    /// By turn, and by arrival among those of the same turn.
+    waiting: BTreeMap<(u64, u64), (K, T)>,
+    /// When each that has items or debts may be served again.
+    paid_until: HashMap<K, u64>,
+    now: u64,
+    arrivals: u64,
+}
+
+impl<K, T> Default for Turns<K, T> {
+    fn default() -> Self {
+        Self { waiting: BTreeMap::new(), paid_until: HashMap::new(), now: 0, arrivals: 0 }
+    }
+}
+
+impl<K: Clone + Eq + Hash, T> Turns<K, T> {
+    /// Adds an item of `key`.
+    pub(super) fn push(&mut self, key: K, cost: u64, weight: u32, item: T) {
+        let turn = self.paid_until.get(&key).copied().unwrap_or(0).max(self.now);
+        let time = (cost.saturating_mul(UNITS) / u64::from(weight.max(1))).max(1);
+        self.paid_until.insert(key.clone(), turn.saturating_add(time));
+        if self.paid_until.len() > 2 * self.waiting.len() + REMEMBERED {
+            let now = self.now;
+            self.paid_until.retain(|_, until| *until > now);
+        }
+        self.arrivals += 1;
+        self.waiting.insert((turn, self.arrivals), (key, item));
+    }
+
+    /// Takes the next item.
+    pub(super) fn pop(&mut self) -> Option<T> {
+        let ((turn, _), (_, item)) = self.waiting.pop_first()?;
+        self.now = turn;
+        if self.waiting.is_empty() {
+            self.clear();
+        }
+        Some(item)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn one_with_many_items_does_not_hold_up_another() {
+        let mut turns = Turns::default();
+        for n in 0..100 {
+            turns.push("flood", 64, 1, ("flood", n));
+        }
+        assert_eq!(turns.pop(), Some(("flood", 0)));
+        turns.push("small", 1, 1, ("small", 0));
+        assert_eq!(turns.pop(), Some(("small", 0)));
+        let rest: Vec<_> = std::iter::from_fn(|| turns.pop()).map(|(_, n)| n).collect();
+        assert_eq!(rest, (1..100).collect::<Vec<_>>(), "in their order");
+        assert!(turns.paid_until.is_empty(), "nothing is remembered of an empty queue");
+    }
+
+    proptest! {
+        #[test]
+        fn while_all_have_items_they_are_served_by_weight(
+            weights in prop::collection::vec(1u32..5, 2..5), cost in 1u64..100,
+        ) {
+            let mut turns = Turns::default();
+            for (key, weight) in weights.iter().enumerate() {
+                for _ in 0..100 {
+                    turns.push(key, cost, *weight, key);
+                }
+            }
+            let mut served = vec![0_i64; weights.len()];
+            for _ in 0..100 {
+                served[turns.pop().unwrap()] += 1;
+            }
+            let all: i64 = weights.iter().copied().map(i64::from).sum();
+            for (count, weight) in served.iter().zip(&weights) {
+                prop_assert!((count * all - 100 * i64::from(*weight)).abs() <= 2 * all, "{served:?}");
+            }
+        }
+
+        #[test]
+        fn everything_comes_out_once(pushes in prop::collection::vec((0u8..5, 0u64..1000, 0u32..9), 0..100)) {
+            let mut turns = Turns::default();
+            for (n, (key, cost, weight)) in pushes.iter().enumerate() {
+                turns.push(*key, *cost, *weight, n);
+            }
+            prop_assert_eq!(turns.len(), pushes.len());
+            let mut out: Vec<_> = std::iter::from_fn(|| turns.pop()).collect();
+            out.sort_unstable();
+            prop_assert_eq!(out, (0..pushes.len()).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Which applications hold memory and which wait for it; who gets the next ticket is decided here, by [`super::fair`].
+//!
+//! As long as no one waits, every request that fits is granted. From the first refusal on until all that waited have what
+//! they asked for (or have not come back for [`WAIT_MAX`]), shares count: an application over its share gets no new ticket,
+//! what comes free is kept for those below theirs, in the order in which they began to wait, and tickets that an
+//! application over its share has not used for a while are taken back. Nothing here locks or waits; the lock is
+//! [`super::ticket`]'s.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::error::MemoryError;
+use super::fair::{self, Claimant, Level, Request};
+use super::reservation::Reservation;
+use crate::budget::{Budget, Charge};
+use uniffle_wire::types::{AppId, TicketId};
+
+/// Clients that were refused come back after 2 to 10 s (docs/protocol.md §2.4); after so long one has given up.
+const WAIT_MAX: Duration = Duration::from_secs(12);
+
+/// A client sends as soon as it has its ticket: one that was not used for so long is hoarded, or its client is in trouble.
+/// Taken back it costs the client a repeated send, as one that expired.
+const IDLE_MAX: Duration = Duration::from_millis(500);
+
+/// The level is computed anew at least so often while someone waits ...
+const LEVEL_AGE_MAX: Duration = Duration::from_millis(10);
+/// ... and for so few applications whenever another begins or ends to wait.
+const CLAIMANTS_AT_ONCE: usize = 128;
+
+/// Requests remembered of one application that waits; clients have a handful of tasks per executor.
+const REQUESTS_MAX: usize = 256;
+
+/// What a request asks for. A client that was refused asks for exactly the same again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ask {
+    /// Bytes to be reserved.
+    pub(super) bytes: u64,
+    /// Partitions named.
+    pub(super) partitions: usize,
+}
+
+/// How an application stands in the division of the memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standing {
+    /// How much it counts.
+    pub weight: u32,
+    /// Bytes it holds: tickets, blocks, batches in flight.
+    pub held: u64,
+    /// Bytes that it was refused and still waits for.
+    pub waited: u64,
+    /// Most bytes it may hold now; none while there is enough for all.
+    pub share: Option<u64>,
+}
+
+/// All applications that hold memory or wait for it.
+#[derive(Debug)]
+pub(super) struct Claims {
+    root: Budget,
+    holders: HashMap<AppId, Holder>,
+    waiting: HashMap<AppId, Waiting>,
+    level: Level,
+    leveled: Instant,
+    is_stale: bool,
+    /// Tickets taken back so far.
+    taken_back: u64,
+}
+
+/// What one application holds. It exists from its first use until nothing of it is left, so that there is one budget of an
+/// application at a time, even if it unregisters and comes back while a reader holds memory of it.
+#[derive(Debug)]
+pub(super) struct Holder {
+    pub(super) budget: Budget,
+    pub(super) weight: u32,
+    /// By their ids, which grow: the oldest is the first.
+    pub(super) tickets: BTreeMap<TicketId, Ticket>,
+}
+
+/// A ticket that was granted and neither redeemed nor expired.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    pub(super) reservation: Reservation,
+    /// Counts it.
+    pub(super) _count: Charge,
+}
+
+impl Holder {
+    fn has_idle_ticket(&self, now: Instant) -> bool {
+        let oldest = self.tickets.first_key_value();
+        oldest.is_some_and(|(_, ticket)| now.duration_since(ticket.reservation.granted()) >= IDLE_MAX)
+    }
+
+    /// Bytes above its share.
+    fn excess(&self, level: Level) -> u64 {
+        self.budget.used().saturating_sub(level.share(self.weight))
+    }
+}
+
+/// Requests of one application that were refused, the oldest first.
+#[derive(Debug, Default)]
+struct Waiting(Vec<Waiter>);
+
+#[derive(Debug)]
+struct Waiter {
+    ask: Ask,
+    since: Instant,
+    seen: Instant,
+}
+
+impl Waiting {
+    fn bytes(&self) -> u64 {
+        self.0.iter().fold(0, |sum, waiter| sum.saturating_add(waiter.ask.bytes))
+    }
+
+    fn since(&self) -> Option<Instant> {
+        self.0.first().map(|waiter| waiter.since)
+    }
+
+    fn claim(&self, held: u64, share: u64) -> u64 {
+        fair::claim(held, share, self.bytes(), self.0.first().map_or(0, |waiter| waiter.ask.bytes))
+    }
+}
+
+impl Claims {
+    pub(super) fn new(root: Budget) -> Self {
+        let (holders, waiting) = (HashMap::new(), HashMap::new());
+        let leveled = Instant::now();
+        Self { root, holders, waiting, level: Level::ENOUGH, leveled, is_stale: false, taken_back: 0 }
+    }
+
+    pub(super) fn holder(&mut self, app: &AppId) -> &mut Holder {
+        let root = &self.root;
+        let fresh = || Holder { budget: root.child(root.capacity()), weight: 1, tickets: BTreeMap::new() };
+        self.holders.entry(app.clone()).or_insert_with(fresh)
+    }
+
+    pub(super) fn holders(&self) -> impl Iterator<Item = (&AppId, &Holder)> {
+        self.holders.iter()
+    }
+
+    pub(super) fn find(&mut self, app: &AppId) -> Option<&mut Holder> {
+        self.holders.get_mut(app)
+    }
+
+    pub(super) fn set_weight(&mut self, app: &AppId, weight: u32) {
+        self.is_stale |= std::mem::replace(&mut self.holder(app).weight, weight) != weight;
+    }
+
+    /// Reserves what `ask` says for `app`, or notes that it waits.
+    ///
+    /// # Errors
+    /// `NoCapacity`, or `OverShare` for an application that is to wait until others have theirs.
+    pub(super) fn charge(&mut self, app: &AppId, ask: Ask, now: Instant) -> Result<Charge, MemoryError> {
+        let budget = self.holder(app).budget.clone();
+        if self.waiting.is_empty()
+            && let Ok(charge) = budget.try_charge(ask.bytes)
+        {
+            return Ok(charge);
+        }
+        self.wait(app, ask, now);
+        self.look(now);
+        let request = self.request(app, ask);
+        let needed = request.room_needed();
+        if let Some(needed) = needed {
+            self.take_back(app, needed, now);
+        }
+        let free = self.root.free();
+        let Request { asked, held, share, .. } = request;
+        match needed {
+            None if asked <= free => return Err(MemoryError::OverShare { asked, held, share }),
+            Some(needed) if needed <= free => {}
+            None | Some(_) => return Err(MemoryError::NoCapacity { asked, free }),
+        }
+        let charge = budget.try_charge(ask.bytes)?;
+        self.satisfied(app, ask);
+        Ok(charge)
+    }
+
+    /// Drops an idle ticket of the application that has the most of them, if it has more than `app`.
+    pub(super) fn take_back_one(&mut self, app: &AppId, now: Instant) -> bool {
+        let of_app = self.holders.get(app).map_or(0, |holder| holder.tickets.len());
+        let most = self.holders.values_mut().max_by_key(|holder| holder.tickets.len());
+        let most = most.filter(|holder| holder.tickets.len() > of_app + 1 && holder.has_idle_ticket(now));
+        let taken = most.is_some_and(|holder| holder.tickets.pop_first().is_some());
+        self.taken_back += u64::from(taken);
+        taken
+    }
+
+    pub(super) fn taken_back(&self) -> u64 {
+        self.taken_back
+    }
+
+    /// `app` goes: it waits no more, and its tickets are given back.
+    #[must_use = "tickets are dropped outside of the lock"]
+    pub(super) fn forget(&mut self, app: &AppId) -> BTreeMap<TicketId, Ticket> {
+        self.is_stale |= self.waiting.remove(app).is_some();
+        self.find(app).map(|holder| std::mem::take(&mut holder.tickets)).unwrap_or_default()
+    }
+
+    /// Takes out what was granted before `granted_before`, and forgets applications of which nothing is left.
+    #[must_use = "tickets are dropped outside of the lock"]
+    pub(super) fn expire(&mut self, granted_before: Instant) -> Vec<Ticket> {
+        let mut expired = Vec::new();
+        for holder in self.holders.values_mut() {
+            while let Some(oldest) = holder.tickets.first_entry()
+                && oldest.get().reservation.granted() <= granted_before
+            {
+                expired.push(oldest.remove());
+            }
+        }
+        let waiting = &self.waiting;
+        self.holders.retain(|app, holder| {
+            !(holder.budget.is_unshared() && holder.tickets.is_empty() && !waiting.contains_key(app))
+        });
+        expired
+    }
+
+    /// Bytes to be kept free for those below their shares.
+    pub(super) fn claimed_bytes(&mut self, now: Instant) -> u64 {
+        self.look(now);
+        let claims = self.waiting.iter().map(|(app, waiting)| self.claim_of(app, waiting));
+        claims.fold(0, u64::saturating_add)
+    }
+
+    pub(super) fn standing(&mut self, app: &AppId, now: Instant) -> Standing {
+        self.look(now);
+        let (held, weight) = self.holding(app);
+        let waited = self.waiting.get(app).map_or(0, Waiting::bytes);
+        let share = (self.level != Level::ENOUGH).then(|| self.level.share(weight));
+        Standing { weight, held, waited, share }
+    }
+
+    fn holding(&self, app: &AppId) -> (u64, u32) {
+        self.holders.get(app).map_or((0, 1), |holder| (holder.budget.used(), holder.weight))
+    }
+
+    fn claim_of(&self, app: &AppId, waiting: &Waiting) -> u64 {
+        let (held, weight) = self.holding(app);
+        waiting.claim(held, self.level.share(weight))
+    }
+
+    fn request(&self, app: &AppId, ask: Ask) -> Request {
+        let (held, weight) = self.holding(app);
+        let since = self.waiting.get(app).and_then(Waiting::since);
+        let is_ahead = |waiting: &Waiting| waiting.since() < since;
+        let others = self.waiting.iter().filter(|(other, waiting)| *other != app && is_ahead(waiting));
+        let ahead = others.map(|(other, waiting)| self.claim_of(other, waiting));
+        Request {
+            asked: ask.bytes,
+            held,
+            share: self.level.share(weight),
+            ahead: ahead.fold(0, u64::saturating_add),
+        }
+    }
+
+    fn wait(&mut self, app: &AppId, ask: Ask, now: Instant) {
+        if !self.waiting.contains_key(app) {
+            self.waiting.insert(app.clone(), Waiting::default());
+            self.is_stale = true;
+        }
+        let Some(Waiting(waiters)) = self.waiting.get_mut(app) else { return };
+        match waiters.iter().position(|waiter| waiter.ask == ask) {
+            Some(at) => waiters[at].seen = now,
+            None if waiters.len() < REQUESTS_MAX => waiters.push(Waiter { ask, since: now, seen: now }),
+            None => {}
+        }
+    }
+
+    fn satisfied(&mut self, app: &AppId, ask: Ask) {
+        let Some(Waiting(waiters)) = self.waiting.get_mut(app) else { return };
+        waiters.retain(|waiter| waiter.ask != ask);
+        if waiters.is_empty() {
+            self.waiting.remove(app);
+            self.is_stale = true;
+        }
+    }
+
+    /// Brings the level up to date, without those that have given up.
+    fn look(&mut self, now: Instant) {
+        let is_due = now.duration_since(self.leveled) >= LEVEL_AGE_MAX;
+        let is_cheap = self.holders.len() <= CLAIMANTS_AT_ONCE;
+        if !(is_due || self.is_stale && is_cheap) {
+            return;
+        }
+        self.waiting.retain(|_, Waiting(waiters)| {
+            waiters.retain(|waiter| now.duration_since(waiter.seen) < WAIT_MAX);
+            !waiters.is_empty()
+        });
+        (self.leveled, self.is_stale) = (now, false);
+        if self.waiting.is_empty() {
+            self.level = Level::ENOUGH;
+            return;
+        }
+        let claimant = |(app, holder): (&AppId, &Holder)| {
+            let waited = self.waiting.get(app).map_or(0, Waiting::bytes);
+            Claimant { weight: holder.weight, demand: holder.budget.used().saturating_add(waited) }
+        };
+        let claimants: Vec<_> = self.holders.iter().map(claimant).filter(|it| it.demand > 0).collect();
+        self.level = fair::level(self.root.capacity(), &claimants);
+    }
+
+    /// Drops idle tickets of applications over their shares, those furthest over it first, until `needed` bytes are free.
+    fn take_back(&mut self, app: &AppId, needed: u64, now: Instant) {
+        let (root, level) = (&self.root, self.level);
+        while root.free() < needed {
+            let others = self.holders.iter_mut().filter(|(other, _)| *other != app).map(|(_, holder)| holder);
+            let over = others.filter(|holder| holder.excess(level) > 0 && holder.has_idle_ticket(now));
+            let Some(holder) = over.max_by_key(|holder| holder.excess(level)) else { return };
+            while root.free() < needed && holder.excess(level) > 0 && holder.has_idle_ticket(now) {
+                holder.tickets.pop_first();
+                self.taken_back += 1;
+            }
+        }
+    }
+}

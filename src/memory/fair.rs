@@ -1,0 +1,199 @@
+//! Who may have how much when there is not enough for all: weighted max-min, as pure functions of values.
+//!
+//! A claimant that wants less than its share gets what it wants; the rest is divided among the others by their weights.
+//! So the division is one number: the [`Level`] of memory per unit of weight, under which everyone may fill up. It is a
+//! bound only while somebody wants more than there is; otherwise all are satisfied and there is none.
+
+use std::cmp::Ordering;
+
+/// One that wants memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Claimant {
+    /// How much it counts; at least 1.
+    pub weight: u32,
+    /// What it holds and what it waits for.
+    pub demand: u64,
+}
+
+/// Memory per unit of weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Level {
+    bytes: u64,
+    weight: u64,
+}
+
+impl Level {
+    /// There is enough for all.
+    pub const ENOUGH: Self = Self { bytes: u64::MAX, weight: 0 };
+
+    /// What one of `weight` may have at most.
+    #[must_use]
+    pub fn share(&self, weight: u32) -> u64 {
+        if self.weight == 0 { u64::MAX } else { part(self.bytes, weight, self.weight) }
+    }
+}
+
+/// `bytes × weight / all`, rounded down.
+fn part(bytes: u64, weight: u32, all: u64) -> u64 {
+    let product = u128::from(bytes) * u128::from(weight);
+    product.checked_div(u128::from(all)).map_or(0, |part| u64::try_from(part).unwrap_or(u64::MAX))
+}
+
+/// The level at which `capacity` is divided among `claimants`. O(n log n).
+#[must_use]
+pub fn level(capacity: u64, claimants: &[Claimant]) -> Level {
+    let mut by_need = claimants.to_vec();
+    by_need.sort_unstable_by(by_demand_per_weight);
+    let mut left = capacity;
+    let mut weight: u64 = by_need.iter().map(|claimant| u64::from(claimant.weight)).sum();
+    for claimant in by_need {
+        if claimant.demand > part(left, claimant.weight, weight) {
+            return Level { bytes: left, weight };
+        }
+        left -= claimant.demand;
+        weight -= u64::from(claimant.weight);
+    }
+    Level::ENOUGH
+}
+
+fn by_demand_per_weight(a: &Claimant, b: &Claimant) -> Ordering {
+    let scaled = |demand: u64, weight: u32| u128::from(demand) * u128::from(weight);
+    scaled(a.demand, b.weight).cmp(&scaled(b.demand, a.weight))
+}
+
+/// A request at one moment, while others wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// What is asked for.
+    pub asked: u64,
+    /// What its application holds.
+    pub held: u64,
+    /// The application's share.
+    pub share: u64,
+    /// What applications below their share have waited for longer than this one.
+    pub ahead: u64,
+}
+
+impl Request {
+    /// How much must be free for the request to be granted; none for an application that has its share. Within its share
+    /// an application needs what it asks for: the shares together are no more than there is. With one request it may go
+    /// beyond (requests can be larger than shares), if those that have waited for longer still find what they wait for. So
+    /// the one that has waited longest always gets on.
+    #[must_use]
+    pub fn room_needed(&self) -> Option<u64> {
+        let Self { asked, held, share, ahead } = *self;
+        let is_within = held.saturating_add(asked) <= share;
+        let needed = if is_within { asked } else { asked.saturating_add(ahead) };
+        is_below_share(held, share).then_some(needed)
+    }
+}
+
+/// Whether an application is owed memory. One that holds nothing always is.
+#[must_use]
+pub fn is_below_share(held: u64, share: u64) -> bool {
+    held == 0 || held < share
+}
+
+/// What is kept free for an application that waits for `waited`, the oldest of its requests being for `oldest`: up to its
+/// share, and at least that one request.
+#[must_use]
+pub fn claim(held: u64, share: u64, waited: u64, oldest: u64) -> u64 {
+    if is_below_share(held, share) { waited.min(share.saturating_sub(held).max(oldest)) } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shares(capacity: u64, claimants: &[Claimant]) -> Vec<u64> {
+        let level = level(capacity, claimants);
+        claimants.iter().map(|it| it.demand.min(level.share(it.weight))).collect()
+    }
+
+    fn claimant(weight: u32, demand: u64) -> Claimant {
+        Claimant { weight, demand }
+    }
+
+    #[test]
+    fn small_ones_get_what_they_want_and_the_rest_is_divided_by_weight() {
+        let claimants = [claimant(1, 10), claimant(1, 500), claimant(4, 500), claimant(1, 90)];
+        assert_eq!(shares(600, &claimants), [10, 100, 400, 90]);
+        assert_eq!(level(1100, &claimants), Level::ENOUGH);
+        assert_eq!(level(0, &[]), Level::ENOUGH);
+        assert_eq!(shares(0, &[claimant(1, 1)]), [0]);
+        let huge = claimant(u32::MAX, u64::MAX);
+        assert_eq!(shares(u64::MAX, &[huge, huge]), [u64::MAX / 2; 2]);
+    }
+
+    #[test]
+    fn within_its_share_a_request_needs_its_own_room_and_beyond_it_what_nobody_waits_for() {
+        let request = Request { asked: 10, held: 20, share: 30, ahead: 100 };
+        assert_eq!(request.room_needed(), Some(10));
+        let beyond = Request { asked: 11, ..request };
+        assert_eq!(beyond.room_needed(), Some(111));
+        assert_eq!(Request { held: 30, ..beyond }.room_needed(), None, "it has its share");
+        assert_eq!(
+            Request { held: 0, share: 0, ..beyond }.room_needed(),
+            Some(111),
+            "one that holds nothing"
+        );
+    }
+
+    #[test]
+    fn what_is_kept_free_is_up_to_the_share_and_one_request_at_least() {
+        assert_eq!(claim(10, 50, 100, 14), 40);
+        assert_eq!(claim(10, 50, 30, 14), 30);
+        assert_eq!(claim(49, 50, 100, 14), 14);
+        assert_eq!(claim(50, 50, 100, 14), 0);
+        assert_eq!(claim(0, 0, 100, 14), 14);
+    }
+
+    proptest! {
+        #[test]
+        fn the_division_is_max_min(
+            capacity in 0u64..1_000_000,
+            claimants in prop::collection::vec((1u32..20, 0u64..200_000).prop_map(|(w, d)| claimant(w, d)), 0..40),
+        ) {
+            let given = shares(capacity, &claimants);
+            let weights: u64 = claimants.iter().map(|it| u64::from(it.weight)).sum();
+            let wanted: u64 = claimants.iter().map(|it| it.demand).sum();
+            let sum: u64 = given.iter().sum();
+            prop_assert!(sum <= capacity);
+            // Nothing is left while somebody wants it, but for less than a byte each of rounding.
+            prop_assert!(sum + claimants.len() as u64 >= capacity.min(wanted));
+            for (it, share) in claimants.iter().zip(&given) {
+                let fair = part(capacity, it.weight, weights);
+                prop_assert!(*share >= it.demand.min(fair), "at least its weighted share");
+                // Who gets less than it wants has no less by weight than any other.
+                if *share < it.demand {
+                    for (other, theirs) in claimants.iter().zip(&given) {
+                        prop_assert!((share + 1) * u64::from(other.weight) >= theirs * u64::from(it.weight));
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn the_order_of_claimants_changes_nothing(
+            claimants in prop::collection::vec((1u32..5, 0u64..50).prop_map(|(w, d)| claimant(w, d)), 1..12),
+            capacity in 0u64..300, by in 0usize..12,
+        ) {
+            let mut turned = claimants.clone();
+            turned.rotate_left(by % claimants.len());
+            let (level, other) = (level(capacity, &claimants), level(capacity, &turned));
+            for it in claimants {
+                prop_assert_eq!(it.demand.min(level.share(it.weight)), it.demand.min(other.share(it.weight)));
+            }
+        }
+
+        #[test]
+        fn the_one_that_waits_longest_needs_no_more_than_it_asks_for(
+            held in 0u64..100, asked in 1u64..100, share in 0u64..100,
+        ) {
+            let needed = Request { asked, held, share, ahead: 0 }.room_needed();
+            prop_assert_eq!(needed, is_below_share(held, share).then_some(asked));
+        }
+    }
+}

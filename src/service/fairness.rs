@@ -1,0 +1,176 @@
+//! How much an application counts when memory, flushes and read memory are divided.
+
+use toml::{Table, Value};
+
+use crate::schema::kind::{count, tables};
+use crate::schema::section;
+
+/// Largest weight: one application may count a thousand times as much as another.
+const WEIGHT_MAX: u32 = 1000;
+
+/// Characters of a pattern; names are shorter.
+const PATTERN_CHARS_MAX: usize = 1024;
+
+const RULE: &str =
+    "tables of `user` or `app` or both (texts in which * stands for anything) and `weight` (1 to 1000)";
+
+section! {
+    /// Who counts how much.
+    #[table("fairness", "How memory, the order of flushes, and read memory are divided when there is not enough for all.")]
+    pub struct FairnessConfig {
+        /// Weights of applications, by their user or id; the first rule that fits counts. What is short is divided by the
+        /// weights, among the applications that want it.
+        #[key("fairness.weights", tables(100, RULE, read_rule, print_rule), AtOnce,
+            example "[{ user = \"etl\", weight = 4 }, { app = \"application_*_adhoc*\", weight = 1 }]")]
+        pub weights: Vec<WeightRule> = Vec::new(),
+        /// The weight of all others.
+        #[key("fairness.default_weight", count(1..=WEIGHT_MAX), AtOnce)]
+        pub default_weight: u32 = 1,
+    }
+}
+
+/// The weight of applications that fit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightRule {
+    user: Option<String>,
+    app: Option<String>,
+    weight: u32,
+}
+
+impl FairnessConfig {
+    /// The weight of an application.
+    #[must_use]
+    pub fn weight_of(&self, user: &str, app: &str) -> u32 {
+        let fits =
+            |pattern: &Option<String>, name: &str| pattern.as_deref().is_none_or(|it| matches(it, name));
+        let rule = self.weights.iter().find(|rule| fits(&rule.user, user) && fits(&rule.app, app));
+        rule.map_or(self.default_weight, |rule| rule.weight)
+    }
+}
+
+fn read_rule(table: &Table) -> Result<WeightRule, String> {
+    if let Some(unknown) = table.keys().find(|key| !["user", "app", "weight"].contains(&key.as_str())) {
+        return Err(format!("{RULE}; not {unknown:?}"));
+    }
+    let pattern = |key: &str| match table.get(key) {
+        None => Ok(None),
+        Some(Value::String(text)) if !text.is_empty() && text.chars().count() <= PATTERN_CHARS_MAX => {
+            Ok(Some(text.clone()))
+        }
+        Some(_) => Err(format!("text of 1 to {PATTERN_CHARS_MAX} characters as `{key}`")),
+    };
+    let (user, app) = (pattern("user")?, pattern("app")?);
+    if user.is_none() && app.is_none() {
+        return Err(format!("{RULE}; a rule without `user` and `app` is fairness.default_weight"));
+    }
+    let weight =
+        table.get("weight").and_then(Value::as_integer).and_then(|weight| u32::try_from(weight).ok());
+    let weight = weight.filter(|weight| (1..=WEIGHT_MAX).contains(weight));
+    Ok(WeightRule { user, app, weight: weight.ok_or("1 to 1000 as `weight`")? })
+}
+
+fn print_rule(rule: &WeightRule) -> Table {
+    let text = |key: &str, text: &Option<String>| Some((key.to_owned(), Value::from(text.as_deref()?)));
+    let patterns = [text("user", &rule.user), text("app", &rule.app)];
+    let weight = ("weight".to_owned(), Value::from(i64::from(rule.weight)));
+    patterns.into_iter().flatten().chain([weight]).collect()
+}
+
+/// Whether `name` is `pattern`, in which each `*` stands for any text.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
+    let (middle, end) = rest.rsplit_once('*').map_or((None, rest), |(middle, end)| (Some(middle), end));
+    let Some(inner) = name.strip_prefix(start).and_then(|left| left.strip_suffix(end)) else { return false };
+    let mut left = inner;
+    for part in middle.iter().flat_map(|middle| middle.split('*')) {
+        match left.find(part) {
+            Some(at) => left = &left[at + part.len()..],
+            None => return false,
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn rule(text: &str) -> Result<WeightRule, String> {
+        read_rule(&text.parse().unwrap())
+    }
+
+    #[test]
+    fn the_first_rule_that_fits_counts() {
+        let weights = ["user = \"etl\"\nweight = 4", "app = \"application_*_adhoc*\"\nweight = 2"];
+        let config = FairnessConfig {
+            weights: weights.iter().map(|text| rule(text).unwrap()).collect(),
+            default_weight: 3,
+        };
+        assert_eq!(config.weight_of("etl", "application_1_adhoc"), 4);
+        assert_eq!(config.weight_of("anna", "application_1_adhoc_7"), 2);
+        assert_eq!(config.weight_of("anna", "application_1_7"), 3);
+        assert_eq!(FairnessConfig::default().weight_of("", ""), 1);
+        for rule in &config.weights {
+            assert_eq!(&read_rule(&print_rule(rule)).unwrap(), rule);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_rule_is_said() {
+        for (text, said) in [
+            ("weight = 4", "fairness.default_weight"),
+            ("user = \"a\"", "1 to 1000 as `weight`"),
+            ("user = \"a\"\nweight = 0", "1 to 1000 as `weight`"),
+            ("user = \"a\"\nweight = 1001", "1 to 1000 as `weight`"),
+            ("user = 7\nweight = 1", "as `user`"),
+            ("app = \"\"\nweight = 1", "as `app`"),
+            ("queue = \"a\"\nweight = 1", "not \"queue\""),
+        ] {
+            let refused = rule(text).unwrap_err();
+            assert!(refused.contains(said), "{text}: {refused}");
+        }
+    }
+
+    #[test]
+    fn a_star_stands_for_anything() {
+        for (pattern, name, fits) in [
+            ("*", "", true),
+            ("a*", "a", true),
+            ("a*", "ba", false),
+            ("*a", "ba", true),
+            ("a", "a", true),
+            ("a", "ab", false),
+            ("a*a", "a", false),
+            ("a*b*c", "a1b2c", true),
+            ("a*b*c", "acb", false),
+            ("**", "x", true),
+            ("a**c", "abc", true),
+            ("*ab*ab*", "abab", true),
+            ("*ab*ab*", "aba", false),
+            ("é*", "été", true),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+
+    /// The definition: a star is nothing, or one character and again the star.
+    fn plainly(pattern: &[u8], name: &[u8]) -> bool {
+        match (pattern, name) {
+            ([], []) => true,
+            ([b'*', rest @ ..], _) => {
+                plainly(rest, name) || (!name.is_empty() && plainly(pattern, &name[1..]))
+            }
+            ([a, pattern @ ..], [b, name @ ..]) => a == b && plainly(pattern, name),
+            _ => false,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn matching_is_as_defined(pattern in "[ab*]{0,6}", name in "[ab]{0,8}") {
+            prop_assert_eq!(matches(&pattern, &name), plainly(pattern.as_bytes(), name.as_bytes()));
+        }
+    }
+}
