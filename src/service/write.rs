@@ -201,15 +201,10 @@ impl SendSession {
     /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
-    /// The request carried no block, is of a stage attempt that is over, a partition would be too large, or its shuffle
-    /// was purged.
-    pub fn commit(mut self, stage_attempt: i32) -> Result<(), ServiceError> {
+    /// The request carried no block, a partition would be too large, or its shuffle was purged.
+    pub fn commit(mut self) -> Result<(), ServiceError> {
         if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
-        }
-        let latest = self.shuffle.latest_stage_attempt(stage_attempt);
-        if stage_attempt < latest {
-            return Err(ServiceError::StaleStageAttempt { sent: stage_attempt, latest });
         }
         self.check_hard_limit()?;
         for run in std::mem::take(&mut self.runs) {

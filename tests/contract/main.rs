@@ -22,6 +22,7 @@ mod replay;
 mod grpc {
     pub(crate) mod bad_input;
     pub(crate) mod blocks;
+    pub(crate) mod connections;
     pub(crate) mod decommission;
     pub(crate) mod faults;
     pub(crate) mod fixture;

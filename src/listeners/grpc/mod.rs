@@ -14,6 +14,7 @@ mod internal;
 mod message;
 mod methods;
 pub(crate) mod metrics;
+mod progress;
 mod reads;
 mod replies;
 mod router;
@@ -22,6 +23,5 @@ mod shares;
 mod shuffle;
 mod tickets;
 
-pub use config::GrpcConfig;
-pub use internal::DecommissionBy;
+pub use config::{DecommissionBy, GrpcConfig};
 pub use server::GrpcServer;
