@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use axum::Router;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
@@ -242,11 +243,9 @@ impl Worker {
             Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
         }
         let profiles = http::debug::routes(self.background.clone());
-        let mut mounted =
-            api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) });
-        if config.http.profiles {
-            mounted = mounted.merge(profiles.clone());
-        }
+        let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
+        let api = api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) });
+        let mounted = api.merge(open_profiles);
         let pages = Pages { registry: self.registry.clone(), metrics, mounted, node };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };

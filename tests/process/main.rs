@@ -4,13 +4,13 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
+mod adversary;
 mod checker;
 mod cli;
 mod lifecycle;
 mod network;
 mod observe;
 mod operations;
-mod overload;
 mod rss;
 mod tcp_rss;
 mod writes;
