@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dashmap::DashMap;
@@ -96,7 +96,6 @@ pub struct ShuffleState {
     charge: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
     losses: Losses,
-    stage_attempt: AtomicI32,
     /// Digest of the registration that was written down last; 0 = none was.
     noted_registration: AtomicU64,
     /// Touched by sends to partitions beyond the threshold only.
@@ -132,12 +131,6 @@ impl ShuffleState {
     #[must_use]
     pub fn losses(&self) -> &Losses {
         &self.losses
-    }
-
-    /// Latest stage attempt that sent data; raises it to `attempt` if that is later.
-    #[must_use]
-    pub fn latest_stage_attempt(&self, attempt: i32) -> i32 {
-        self.stage_attempt.fetch_max(attempt, Ordering::Relaxed).max(attempt)
     }
 
     /// Digest of the registration that was written down last; 0 = none was.
@@ -393,7 +386,6 @@ impl AppRegistry {
                 charge: Mutex::new(charge),
                 block_ids: Mutex::new(BlockIds::new(&self.block_ids, &app.reported_ids)),
                 losses: Losses::new(&self.loss_entries),
-                stage_attempt: AtomicI32::new(0),
                 noted_registration: AtomicU64::new(0),
                 huge_partitions: Mutex::default(),
             };

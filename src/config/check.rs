@@ -36,7 +36,7 @@ pub(super) fn check(config: &Config, reader: &mut Reader) {
     check_partition_limits(config, &mut found);
     check_coordinators(config, &mut found);
     check_hdfs(config, &mut found);
-    check_tls(&mut found);
+    check_tls(config, &mut found);
     for (name, value) in &config.push.labels {
         if let Err(allowed) = push::check_label(name, value) {
             found.refuse("metrics.labels", format_args!("{name:?} = {value:?}"), allowed);
@@ -215,16 +215,20 @@ fn check_hdfs(config: &Config, found: &mut Found) {
         if hdfs.precheck {
             found.refuse("hdfs_store.precheck_enable", true, "false, or hdfs_store.allowed_paths to check");
         }
-        found.warn(
-            "hdfs_store.allowed_paths is empty: clients may name any remote path, and the worker writes and deletes there",
-        );
+        if hdfs.allowed_paths.is_empty() && !config.is_embedded() {
+            let allowed = "needed with a coordinator_quorum: the remote paths that applications may name and the worker \
+                           then writes and deletes, or [\"*\"] for all";
+            found.refuse("hdfs_store.allowed_paths", "[]", allowed);
+        } else {
+            found.warn("hdfs_store.allowed_paths permits everything: clients may name any remote path, and the worker writes and deletes there");
+        }
     }
     if !store_type.has_hdfs() && (hdfs.keytab_path.is_some() || !hdfs.allowed_paths.is_empty()) {
         found.warn(format!("[hdfs_store] has no effect with store_type {}", store_type.as_str()));
     }
 }
 
-fn check_tls(found: &mut Found) {
+fn check_tls(config: &Config, found: &mut Found) {
     let has = |key| found.reader.given.contains(key);
     let (cert, key, client_ca) = (has("tls.cert_file"), has("tls.key_file"), has("tls.client_ca_file"));
     if !cert && (key || client_ca) {
@@ -232,5 +236,17 @@ fn check_tls(found: &mut Found) {
     }
     if cert && !key {
         found.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
+    }
+    // Whoever asks callers for certificates does not expect a port at which nobody is asked.
+    if let Some(port) = config.worker.urpc_port {
+        if config.tls.forbids_plain_tcp() {
+            let allowed = "no port with tls.client_ca_file: raw TCP knows no TLS and asks nobody for a certificate; \
+                           tls.plain_tcp = true opens it all the same";
+            found.refuse("urpc_port", port, allowed);
+        } else if client_ca {
+            found.warn(format!(
+                "urpc_port = {port} is open to everybody, without a certificate of tls.client_ca_file"
+            ));
+        }
     }
 }

@@ -18,7 +18,7 @@ use crate::schema::{Schema, Section as _, section};
 use crate::service::{PartitionConfig, ServiceConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
-use crate::tiers::hdfs::{AllowList, RemoteLocation};
+use crate::tiers::hdfs::{AllowList, AllowedPath, RemoteLocation};
 use crate::tiers::{HdfsConfig, LocalConfig};
 
 /// Port of the raw TCP listener with the embedded coordinator.
@@ -147,7 +147,8 @@ impl Config {
     /// Sets what sections take from each other.
     pub(super) fn follow(&mut self) {
         let worker = &mut self.worker;
-        if worker.urpc_port.is_none() && self.heartbeat.coordinators.is_empty() {
+        let is_open = self.heartbeat.coordinators.is_empty() && !self.tls.forbids_plain_tcp();
+        if worker.urpc_port.is_none() && is_open {
             // A first user gets both transports; with any free gRPC port comes any free TCP port.
             worker.urpc_port = Some(if worker.grpc_port == 0 { 0 } else { URPC_PORT });
         }
@@ -185,6 +186,10 @@ impl Config {
             next.tls = self.tls.clone(); // whether a listener is encrypted is decided when it opens
         }
         next.warnings.clone_from(&new.warnings);
+        if next.tls.forbids_plain_tcp() && self.worker.urpc_port.is_some() {
+            let text = "tls.client_ca_file: urpc_port stays open for everybody until the next start";
+            next.warnings.push(text.to_owned());
+        }
         next.follow();
         next
     }
@@ -197,8 +202,13 @@ impl Config {
 
     /// Remote paths that clients may name: the keys' paths, else those that the embedded coordinator hands out; none = all.
     fn allowed_remote_paths(&self) -> Vec<RemoteLocation> {
-        if !self.hdfs.allowed_paths.is_empty() || !self.is_embedded() {
-            return self.hdfs.allowed_paths.clone();
+        if !self.hdfs.allowed_paths.is_empty() {
+            let below = |allowed: &AllowedPath| match allowed {
+                AllowedPath::Any => None,
+                AllowedPath::Below(location) => Some(location.clone()),
+            };
+            // One entry that permits all makes an empty list, which does too.
+            return self.hdfs.allowed_paths.iter().map(below).collect::<Option<_>>().unwrap_or_default();
         }
         let paths = &self.embedded.remote_storage_paths;
         paths.iter().filter_map(|path| RemoteLocation::parse(path).ok()).collect()

@@ -2,6 +2,8 @@
 
 use super::sections::{NO_EFFECT, schema};
 use super::*;
+#[cfg(feature = "hdfs")]
+use crate::tiers::hdfs::RemoteLocation;
 
 const EXAMPLE: &str = include_str!("../../config.toml.example");
 
@@ -187,6 +189,47 @@ fn keys_are_checked_against_each_other() {
 }
 
 #[test]
+#[cfg(feature = "hdfs")]
+fn n11_in_a_cluster_remote_paths_are_named_or_opened_by_name() {
+    let with = |line: &str| {
+        format!("store_type = \"MEMORY_HDFS\"\ncoordinator_quorum = [\"c:1\"]\n[hdfs_store]\n{line}")
+    };
+    let refused = only_problem(&with(""));
+    assert!(
+        refused.starts_with("hdfs_store.allowed_paths = []: needed with a coordinator_quorum"),
+        "{refused}"
+    );
+    let location = |text: &str| RemoteLocation::parse(text).unwrap();
+    let named = parse(&with("allowed_paths = [\"hdfs://ns/a\"]")).unwrap();
+    assert!(named.hdfs.allowed.permits(&location("hdfs://ns/a/b")));
+    assert!(!named.hdfs.allowed.permits(&location("hdfs://ns/b")) && named.warnings.is_empty());
+    let open = parse(&with("allowed_paths = [\"hdfs://ns/a\", \"*\"]")).unwrap();
+    assert!(open.hdfs.allowed.permits(&location("hdfs://ns/b")));
+    assert!(open.warnings.iter().any(|warning| warning.contains("hdfs_store.allowed_paths")));
+    assert_eq!(parse(&open.to_toml()).unwrap(), open);
+}
+
+#[test]
+fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
+    let tls = "[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"\nclient_ca_file = \"/c\"\n";
+    let refused = only_problem(&format!("urpc_port = 7\n{tls}"));
+    assert!(refused.starts_with("urpc_port = 7: no port with tls.client_ca_file"), "{refused}");
+    assert!(refused.contains("tls.plain_tcp = true"), "{refused}");
+    assert_eq!(parse(tls).unwrap().worker.urpc_port, None, "nor is it opened by default");
+    let open = parse(&format!("urpc_port = 7\n{tls}plain_tcp = true")).unwrap();
+    assert_eq!(open.worker.urpc_port, Some(7));
+    assert!(open.warnings.iter().any(|warning| warning.starts_with("urpc_port = 7 is open")));
+    // As open as gRPC is.
+    assert!(parse(&format!("urpc_port = 7\n{tls}listeners = [\"http\"]")).is_ok());
+    assert!(parse(&format!("{tls}plain_tcp = true")).unwrap().worker.urpc_port.is_some());
+    let without = parse("urpc_port = 7\n[tls]\ncert_file = \"/a\"\nkey_file = \"/b\"").unwrap();
+    assert_eq!((without.worker.urpc_port, without.warnings.len()), (Some(7), 0));
+    // A reload cannot close the port.
+    let renewed = without.renewed(&parse(tls).unwrap());
+    assert!(renewed.warnings.iter().any(|warning| warning.contains("urpc_port stays open")));
+}
+
+#[test]
 fn coordinators_are_host_and_port() {
     let config = parse("store_type = \"memory\"\ncoordinator_quorum = \"a-1.b:21000, [::1]:5\"").unwrap();
     let shown: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
@@ -236,7 +279,8 @@ fn aliases_are_the_same_key_and_may_not_be_given_twice() {
     assert!(only_problem("http_port = 1\n[metrics]\nhttp_port = 1").contains("given twice"));
 }
 
-/// Keys that riffle's own examples and its `config.rs` have, and one value for each.
+/// Keys that riffle's own examples and its `config.rs` have, and one value for each; and `allowed_paths`, without which no
+/// worker of a cluster writes to HDFS.
 const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
@@ -274,6 +318,7 @@ const RIFFLE: &str = r#"
         [hdfs_store]
         max_concurrency = 50
         partition_write_max_concurrency = 20
+        allowed_paths = ["hdfs://ns/uniffle"]
         precheck_enable = false
         kerberos_security_config = { keytab_path = "/k", principal = "a@B" }
         [hybrid_store]

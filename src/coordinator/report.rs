@@ -82,7 +82,8 @@ impl NodeReport {
             id: self.id,
             ip: self.ip.to_string(),
             port: i32::from(self.grpc_port),
-            netty_port: self.netty_port.map_or(0, i32::from),
+            // Java's word for a listener that is off.
+            netty_port: self.netty_port.map_or(-1, i32::from),
             jetty_port: self.http_port.map_or(0, i32::from),
         };
         proto::ShuffleServerHeartBeatRequest {
@@ -143,9 +144,9 @@ mod tests {
     }
 
     #[test]
-    fn netty_port_is_zero_when_off() {
+    fn n16_netty_port_is_javas_minus_one_when_off() {
         let mut report = NodeReport::new("x".into(), [10, 0, 0, 1].into(), 21100);
-        assert_eq!(report.clone().into_request().server_id.unwrap().netty_port, 0);
+        assert_eq!(report.clone().into_request().server_id.unwrap().netty_port, -1);
         report.netty_port = Some(21200);
         assert_eq!(report.into_request().server_id.unwrap().netty_port, 21200);
     }

@@ -1,12 +1,13 @@
 //! Accepts the connections of every listener.
 //!
-//! Here are what they have in common: the bound on connections, socket options, the wait for a first byte, TLS, the
-//! pause and the log when accepting fails, the way to a thread of its own, and the handover to a successor. What is
-//! spoken on a connection is the listener's: it names its bounds in an [`Acceptor`] and gives a function that serves
-//! one connection.
+//! Here is what they have in common: the bound on connections and who goes when it is reached (`places`), socket
+//! options, the deadline for a beginning, TLS, the pause and the log when accepting fails, the way to a thread of its own,
+//! and the handover to a successor. What is spoken on a connection is the listener's: it names its bounds in an
+//! [`Acceptor`] and gives a function that serves one connection.
 //!
-//! Invariants: a connection counts until its [`Place`] is dropped. Nothing is accepted once the tasks are closing, and a
-//! connection whose first byte is waited for is then left to the successor or closed.
+//! Invariants: a connection counts until its [`Place`] is dropped or given away. One that has not begun its protocol by the
+//! deadline is closed, whatever it is waiting in. Nothing is accepted once the tasks are closing, and a connection whose
+//! first byte is waited for is then left to the successor or closed.
 
 use std::future::Future;
 use std::io;
@@ -15,11 +16,12 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::{AbortRegistration, Abortable};
 use prometheus::{IntCounter, IntGauge};
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{sleep, timeout};
+use tokio::task::yield_now;
+use tokio::time::sleep;
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
@@ -27,11 +29,13 @@ use crate::metrics::GaugeGuard;
 use crate::runtime::{CorePlace, Cores, Handover, Tasks};
 use crate::telemetry::LogLimiter;
 
+use super::places::{Held, Places, Seat, Stage, closing};
 use super::tls::TlsAcceptor;
+use super::watched::{Beginning, Watched};
 
 /// Pause after a failed accept: a full table of descriptors is not cured by asking again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Refused connections and failures of one listener are each logged once in this time.
+/// Connections closed for others and failures of one listener are each logged once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// When the kernel begins to probe an idle peer.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
@@ -58,21 +62,22 @@ impl From<TcpListener> for Binding {
     }
 }
 
-/// A listener's name in the log, and the names of its tasks.
+/// A listener's name in the log, the names of its tasks, and of the key that bounds its connections.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Names {
     pub(super) listener: &'static str,
     pub(super) accepting: &'static str,
     pub(super) connection: &'static str,
+    pub(super) limit: &'static str,
 }
 
-/// What becomes of connections over the limit.
-#[derive(Debug)]
-pub(super) enum WhenFull {
-    /// They are accepted and closed at once, and counted.
-    Close(IntCounter),
-    /// They wait in the listener's backlog.
-    Wait,
+/// How a listener sees that a connection has begun its protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Begins {
+    /// The listener says so ([`Seat::opened`]).
+    Said,
+    /// With the preface and the first frame of HTTP/2.
+    Http2,
 }
 
 /// Accepts the connections of one listener.
@@ -81,11 +86,13 @@ pub(super) struct Acceptor {
     pub(super) names: Names,
     pub(super) binding: Binding,
     pub(super) connections_max: usize,
-    pub(super) when_full: WhenFull,
+    /// Connections that were closed because others wanted their places.
+    pub(super) closed: IntCounter,
     /// Connections that are open, by all their names.
     pub(super) open: Vec<IntGauge>,
-    /// Time for a new connection to send its first byte; none = the listener sees to that.
-    pub(super) first_byte_deadline: Option<Duration>,
+    /// Time for a new connection to begin: first byte, TLS, and what the protocol begins with.
+    pub(super) opening_deadline: Duration,
+    pub(super) begins: Begins,
     /// Threads to which connections are bound; none = they run on the runtime that starts the acceptor.
     pub(super) cores: Option<Cores>,
     /// All tasks of the listener.
@@ -101,15 +108,21 @@ pub(super) struct Connection<S> {
 }
 
 /// A stream that is encrypted or not.
-pub(super) type Stream = Either<TcpStream, TlsStream<TcpStream>>;
+pub(super) type Stream = Watched<Either<TcpStream, TlsStream<TcpStream>>>;
 
 /// One of the connections that a listener may have; given back on drop.
 #[derive(Debug)]
-#[expect(dead_code, reason = "held for their drop")]
 pub(super) struct Place {
-    permit: OwnedSemaphorePermit,
-    open: Vec<GaugeGuard>,
-    core: Option<CorePlace>,
+    held: Held,
+    _open: Vec<GaugeGuard>,
+    _core: Option<CorePlace>,
+}
+
+impl Place {
+    /// Where the listener says what the connection is doing.
+    pub(super) fn seat(&self) -> &Arc<Seat> {
+        self.held.seat()
+    }
 }
 
 impl Acceptor {
@@ -121,7 +134,7 @@ impl Acceptor {
     {
         let opening = Arc::new(Opening {
             tls: self.binding.tls.take(),
-            first_byte_deadline: self.first_byte_deadline,
+            begins: self.begins,
             handover: self.binding.handover.clone(),
             tasks: self.tasks.clone(),
         });
@@ -130,7 +143,7 @@ impl Acceptor {
             let (opening, serve) = (Arc::clone(&opening), Arc::clone(&serve));
             async move {
                 let Connection { stream, peer, place } = connection;
-                match opening.open(stream).await {
+                match opening.open(stream, place.seat()).await {
                     Ok(Some(stream)) => serve(Connection { stream, peer, place }).await,
                     Ok(None) => {}
                     Err(error) => tracing::debug!(listener, %peer, %error, "connection ended as it began"),
@@ -154,26 +167,24 @@ impl Acceptor {
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
     {
         let listener = self.names.listener;
-        let places = Arc::new(Semaphore::new(self.connections_max.min(Semaphore::MAX_PERMITS)));
-        let (refusals, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
+        let places = Places::new(self.connections_max);
+        let (closings, failures) = (LogLimiter::new(1, LOG_INTERVAL), LogLimiter::new(1, LOG_INTERVAL));
         let mut kept = std::mem::take(&mut self.binding.kept).into_iter();
-        let mut closing = pin!(self.tasks.closing());
+        let mut stopping = pin!(self.tasks.closing());
         loop {
+            let kept = kept.next();
+            // What a predecessor kept of HTTP/2 has said nothing; of other protocols it had begun.
+            let has_begun = kept.is_some() && self.begins == Begins::Said;
             let next = async {
-                let permit = match self.when_full {
-                    WhenFull::Wait => Arc::clone(&places).acquire_owned().await.ok(),
-                    WhenFull::Close(_) => None,
-                };
-                let accepted = match kept.next() {
+                match kept {
                     Some(stream) => inherit(stream),
                     None => self.binding.listener.accept().await,
-                };
-                (permit, accepted)
+                }
             };
-            let (permit, accepted) = tokio::select! {
+            let accepted = tokio::select! {
                 biased;
-                () = closing.as_mut() => return,
-                next = next => next,
+                () = stopping.as_mut() => return,
+                accepted = next => accepted,
             };
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
@@ -185,25 +196,34 @@ impl Acceptor {
                     continue;
                 }
             };
-            match permit.or_else(|| Arc::clone(&places).try_acquire_owned().ok()) {
-                Some(permit) => self.open(stream, peer, permit, &serve),
-                None => self.refuse(peer, &refusals),
+            let (close, registration) = closing();
+            let (held, closed) = places.take(close);
+            if let Some(closed) = closed {
+                self.note_closed(closed, &closings);
             }
+            if has_begun {
+                held.seat().opened();
+            }
+            let seat = Arc::clone(held.seat());
+            let life = Life { seat, registration, deadline: self.opening_deadline };
+            self.open((stream, peer), held, life, &serve);
+            // Its task comes before the next connection: a storm of connects must not close one whose request is there.
+            yield_now().await;
         }
     }
 
-    fn refuse(&self, peer: SocketAddr, refusals: &LogLimiter) {
-        if let WhenFull::Close(refused) = &self.when_full {
-            refused.inc();
-        }
-        if let Some(times) = refusals.pass() {
-            let (listener, limit) = (self.names.listener, self.connections_max);
-            tracing::warn!(listener, %peer, limit, times, "connection closed: as many as allowed are open");
+    /// A connection was closed for a new one, in `stage` and without progress for `idle`.
+    fn note_closed(&self, (stage, idle): (Stage, Duration), closings: &LogLimiter) {
+        self.closed.inc();
+        if let Some(times) = closings.pass() {
+            let (Names { listener, limit, .. }, most) = (self.names, self.connections_max);
+            let text = "connection closed for a new one: as many as allowed are open";
+            tracing::warn!(listener, limit, most, ?stage, ?idle, times, "{text}");
         }
     }
 
     /// Starts the connection's task, on the core that has the fewest if there are any.
-    fn open<F, S>(&self, stream: TcpStream, peer: SocketAddr, permit: OwnedSemaphorePermit, serve: &Arc<S>)
+    fn open<F, S>(&self, (stream, peer): (TcpStream, SocketAddr), held: Held, life: Life, serve: &Arc<S>)
     where
         F: Future<Output = ()> + Send + 'static,
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
@@ -215,8 +235,8 @@ impl Acceptor {
         let open = self.open.iter().map(GaugeGuard::one).collect();
         let name = self.names.connection;
         let Some(cores) = &self.cores else {
-            let place = Place { permit, open, core: None };
-            return self.tasks.spawn(name, serve(Connection { stream, peer, place }));
+            let place = Place { held, _open: open, _core: None };
+            return self.tasks.spawn(name, life.of(serve(Connection { stream, peer, place })));
         };
         // The socket leaves this runtime's poller here and enters the core's there.
         let stream = match stream.into_std() {
@@ -224,13 +244,37 @@ impl Acceptor {
             Err(error) => return tracing::debug!(%peer, %error, "connection ended as it began"),
         };
         let (handle, core) = cores.place();
-        let (place, serve) = (Place { permit, open, core: Some(core) }, Arc::clone(serve));
+        let (place, serve) = (Place { held, _open: open, _core: Some(core) }, Arc::clone(serve));
         self.tasks.spawn_on(handle, name, async move {
             match TcpStream::from_std(stream) {
-                Ok(stream) => serve(Connection { stream, peer, place }).await,
+                Ok(stream) => life.of(serve(Connection { stream, peer, place })).await,
                 Err(error) => tracing::warn!(%peer, %error, "connection closed: its core cannot poll it"),
             }
         });
+    }
+}
+
+/// How long a connection is served: until it ends, does not begin in time, or its place is given to another.
+struct Life {
+    seat: Arc<Seat>,
+    registration: AbortRegistration,
+    deadline: Duration,
+}
+
+impl Life {
+    async fn of(self, serve: impl Future<Output = ()>) {
+        let Self { seat, registration, deadline } = self;
+        let mut served = pin!(Abortable::new(serve, registration));
+        tokio::select! {
+            biased;
+            _ended = served.as_mut() => return,
+            () = sleep(deadline) => {}
+        }
+        if seat.is_open() {
+            let _ended = served.await;
+        } else {
+            tracing::debug!(?deadline, "connection closed: it did not begin in time");
+        }
     }
 }
 
@@ -251,37 +295,34 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
 #[derive(Debug)]
 struct Opening {
     tls: Option<TlsAcceptor>,
-    first_byte_deadline: Option<Duration>,
+    begins: Begins,
     handover: Handover,
     tasks: Tasks,
 }
 
 impl Opening {
     /// `None` when the peer went without a word, or the connection is left to a successor.
-    async fn open(&self, socket: TcpStream) -> io::Result<Option<Stream>> {
-        if let Some(deadline) = self.first_byte_deadline {
-            let mut first_byte = [0];
-            let spoken = timeout(deadline, socket.peek(&mut first_byte));
-            tokio::select! {
-                biased;
-                () = self.tasks.closing() => {
-                    self.handover.keep(socket);
-                    return Ok(None);
-                }
-                spoken = spoken => if spoken.map_err(|_| silent())?? == 0 {
-                    return Ok(None);
-                },
-            }
-        }
-        let Some(tls) = &self.tls else { return Ok(Some(Either::Left(socket))) };
+    async fn open(&self, socket: TcpStream, seat: &Arc<Seat>) -> io::Result<Option<Stream>> {
+        let mut first_byte = [0];
         tokio::select! {
             biased;
-            () = self.tasks.cancelled() => Ok(None),
-            encrypted = tls.accept(socket) => Ok(Some(Either::Right(encrypted?))),
+            () = self.tasks.closing() => {
+                self.handover.keep(socket);
+                return Ok(None);
+            }
+            spoken = socket.peek(&mut first_byte) => if spoken? == 0 {
+                return Ok(None);
+            },
         }
+        let stream = match &self.tls {
+            None => Either::Left(socket),
+            Some(tls) => tokio::select! {
+                biased;
+                () = self.tasks.cancelled() => return Ok(None),
+                encrypted = tls.accept(socket) => Either::Right(encrypted?),
+            },
+        };
+        let beginning = (self.begins == Begins::Http2).then(Beginning::default);
+        Ok(Some(Watched::new(stream, Arc::clone(seat), beginning)))
     }
-}
-
-fn silent() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "the peer said nothing")
 }

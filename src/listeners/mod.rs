@@ -5,7 +5,9 @@
 mod acceptor;
 pub mod grpc;
 pub mod http;
+mod places;
 pub mod tcp;
 pub mod tls;
+mod watched;
 
 pub use acceptor::Binding;

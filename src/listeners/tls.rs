@@ -8,11 +8,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::RwLock;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -20,11 +18,8 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{RootCertStore, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
-use crate::schema::kind::{Word as _, list, optional, path, word};
+use crate::schema::kind::{Word as _, flag, list, optional, path, word};
 use crate::schema::{section, words};
-
-/// A peer that has not finished its handshake by then is none.
-const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Where certificate and keys are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,6 +61,10 @@ section! {
         /// Listeners that speak TLS and nothing else. The raw TCP protocol knows no TLS.
         #[key("tls.listeners" or "tls.doors", list(3, word()), Restart)]
         pub listeners: Vec<TlsListener> = TlsListener::ALL.to_vec(),
+        /// Lets urpc_port be open, at which nobody is asked for a certificate, although client_ca_file asks gRPC's callers.
+        /// Default: false.
+        #[key("tls.plain_tcp", flag(), Restart, example "true")]
+        pub plain_tcp: bool = false,
     }
 }
 
@@ -75,6 +74,13 @@ impl TlsConfig {
     pub fn files(&self) -> Option<TlsFiles> {
         let (cert, key) = self.cert_file.clone().zip(self.key_file.clone())?;
         Some(TlsFiles { cert, key, client_ca: self.client_ca_file.clone() })
+    }
+
+    /// Whether shuffle data is for callers with a certificate only, so that a port that asks for none needs a word.
+    #[must_use]
+    pub fn forbids_plain_tcp(&self) -> bool {
+        let asks = self.client_ca_file.is_some() && self.listeners.contains(&TlsListener::Grpc);
+        asks && !self.plain_tcp
     }
 
     /// The files of `listener`, if it is to be encrypted.
@@ -166,15 +172,13 @@ impl TlsAcceptor {
         mine.certificates == new.certificates
     }
 
-    /// The handshake with a client, within a deadline.
+    /// The handshake with a client; the caller sees to its time.
     ///
     /// # Errors
-    /// What the client did wrong, or that it was too slow.
+    /// What the client did wrong.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let config = Arc::clone(&self.0.read().config);
-        let acceptor = tokio_rustls::TlsAcceptor::from(config);
-        let accepted = timeout(HANDSHAKE_DEADLINE, acceptor.accept(socket)).await;
-        accepted.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+        tokio_rustls::TlsAcceptor::from(config).accept(socket).await
     }
 }
 

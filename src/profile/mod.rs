@@ -22,7 +22,7 @@ pub enum Format {
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
     /// A profile of the process is being taken already.
-    #[error("another profile is being taken; there can be one at a time")]
+    #[error("another profile or dump is being taken; there can be one at a time")]
     Busy,
     /// The build or the way the process was started rules it out; the text says what would help.
     #[error("{0}")]

@@ -10,6 +10,7 @@ mod key;
 pub mod kind;
 mod machine;
 pub mod names;
+pub mod network;
 mod reader;
 
 pub use key::{Key, Problem, Reload, Schema};

@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use axum::Router;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tonic::service::RoutesBuilder;
@@ -250,12 +251,11 @@ impl Worker {
             let (registry, node) = (self.registry.clone(), Arc::clone(&node));
             Pusher::start(&config.push, gateway, &instance, registry, node, &self.background)?;
         }
-        let pages = Pages {
-            registry: self.registry.clone(),
-            metrics,
-            mounted: api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) }),
-            node,
-        };
+        let profiles = http::debug::routes(self.background.clone());
+        let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
+        let api = api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) });
+        let mounted = api.merge(open_profiles);
+        let pages = Pages { registry: self.registry.clone(), metrics, mounted, node };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
         HttpServer::start(config.http, binding, pages, &self.background)?;
@@ -263,7 +263,7 @@ impl Worker {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
             let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-            let mounted = http::debug::admin_routes();
+            let mounted = http::debug::admin_routes(profiles);
             let token = admin::token(config)?;
             AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
         }

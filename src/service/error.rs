@@ -1,8 +1,7 @@
 //! Why a request was refused, and the one mapping to the protocol's status codes.
 //!
 //! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (docs/protocol.md §1.4);
-//! they get `NO_REGISTER` instead, the only "do not retry" that every version understands. `STAGE_RETRY_IGNORE` reaches
-//! only apps whose clients number their stage attempts, which they do since 0.10: others always send 0.
+//! they get `NO_REGISTER` instead, the only "do not retry" that every version understands.
 
 use crate::app::{RangeError, RegisterError, ReportError};
 use crate::budget::heap::HeapFull;
@@ -142,14 +141,6 @@ pub enum ServiceError {
     /// The worker is about to stop.
     #[error("the worker is stopping")]
     Stopping,
-    /// An older attempt of a stage sends data.
-    #[error("stage attempt {sent} sends data, attempt {latest} has begun")]
-    StaleStageAttempt {
-        /// Of the request.
-        sent: i32,
-        /// Newest seen.
-        latest: i32,
-    },
     /// The remote path cannot be used.
     #[error("{0}")]
     RemoteStorage(StoreError),
@@ -204,7 +195,6 @@ impl ServiceError {
             | Self::NoReadMemory { .. }
             | Self::TooManyAnswers { .. }
             | Self::Stopping
-            | Self::StaleStageAttempt { .. }
             | Self::Unsupported(_) => None,
         }
     }
@@ -233,7 +223,6 @@ impl ServiceError {
             | Self::Stopping
             | Self::InDoubt(_)
             | Self::DiskHangs(_) => StatusCode::NoBuffer,
-            Self::StaleStageAttempt { .. } => StatusCode::StageRetryIgnore,
             Self::Malformed(_)
             | Self::Undecodable(_)
             | Self::BlockCrc { .. }

@@ -29,12 +29,12 @@ impl Intake {
         Self { service, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
     }
 
-    /// The message was whole: makes its blocks visible. `stage_attempt` is 0 where the transport does not carry it.
+    /// The message was whole: makes its blocks visible.
     ///
     /// # Errors
     /// See [`SendSession::commit`].
-    pub fn commit(&mut self, stage_attempt: i32) -> Result<(), ServiceError> {
-        self.session.take().ok_or(DecodeError::Incomplete)?.commit(stage_attempt)
+    pub fn commit(&mut self) -> Result<(), ServiceError> {
+        self.session.take().ok_or(DecodeError::Incomplete)?.commit()
     }
 
     #[inline]

@@ -232,9 +232,8 @@ impl Service {
                     self.expire_apps();
                 }
                 _ = decommission.tick() => self.check_decommission(),
-                // The first look is one interval after the request: by then the coordinators know and an app that was
-                // assigned just before has registered.
-                () = self.status.decommission_began() => decommission.reset(),
+                // The first look is at once, as Java's: an operator who waits for an idle worker does not wait an interval.
+                () = self.status.decommission_began() => decommission.reset_immediately(),
             }
         }
     }

@@ -123,17 +123,11 @@ impl World {
     }
 
     /// The ticket is asked for without naming the partition, so that no limit but those of the send applies.
-    fn send(&mut self, partition: i32, bytes: usize, stage_attempt: i32) -> Result<(), ServiceError> {
-        self.send_of(APP, partition, bytes, stage_attempt)
+    fn send(&mut self, partition: i32, bytes: usize) -> Result<(), ServiceError> {
+        self.send_of(APP, partition, bytes)
     }
 
-    fn send_of(
-        &mut self,
-        app: &str,
-        partition: i32,
-        bytes: usize,
-        stage_attempt: i32,
-    ) -> Result<(), ServiceError> {
+    fn send_of(&mut self, app: &str, partition: i32, bytes: usize) -> Result<(), ServiceError> {
         let length = i32::try_from(bytes).unwrap();
         let request =
             RequireRequest { app, shuffle: 0, bytes: length + 32, partitions: &[], partition_sizes: &[] };
@@ -146,12 +140,12 @@ impl World {
         self.next_block += 1;
         let block = BlockHeader { block_id: self.next_block, length, ..BlockHeader::default() };
         session.end_block(block)?;
-        session.commit(stage_attempt)
+        session.commit()
     }
 
     fn fill(&mut self, partition: i32, bytes: u64) {
         for _ in 0..bytes / 10_000 {
-            self.send(partition, 10_000, 0).unwrap();
+            self.send(partition, 10_000).unwrap();
         }
     }
 
@@ -295,13 +289,13 @@ async fn the_hard_limit_is_told_in_words_that_the_client_knows() {
     world.fill(3, 40_000);
     world.require(&[3], &[10_000]).unwrap();
     assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::NoRegister);
-    assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::NoRegister);
+    assert_eq!(code(world.send(3, 10_001)), StatusCode::NoRegister);
     assert_eq!(world.buffer(3).received_bytes(), 40_000, "nothing of it was stored");
     world.register(APP, &[("spark.anything", "1")]).await;
     assert_eq!(code(world.require(&[3], &[10_001])), StatusCode::ExceedHugePartitionHardLimit);
-    assert_eq!(code(world.send(3, 10_001, 0)), StatusCode::ExceedHugePartitionHardLimit);
+    assert_eq!(code(world.send(3, 10_001)), StatusCode::ExceedHugePartitionHardLimit);
     assert_eq!(world.metric("total_huge_partition_exceed_hard_limit_num"), 4);
-    world.send(3, 10_000, 0).unwrap();
+    world.send(3, 10_000).unwrap();
     world.stop().await;
 }
 
@@ -358,7 +352,7 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
         World::new(PartitionLimits::default(), policy::Limits { blocks_high: 50, blocks_low: 5, ..quiet() })
             .await;
     for block in 0..51 {
-        world.send(block % 10, 1, 0).unwrap();
+        world.send(block % 10, 1).unwrap();
     }
     assert_eq!(world.memory.block_count(), 51);
     tokio::time::sleep(Duration::from_millis(10)).await;
@@ -368,20 +362,7 @@ async fn small_blocks_are_flushed_when_there_are_too_many() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_older_stage_attempt_is_ignored_only_where_attempts_are_numbered() {
-    let mut world = World::new(PartitionLimits::default(), quiet()).await;
-    // A client before 0.10 sends no attempt in any stage: that is 0 forever.
-    world.send(3, 10, 0).unwrap();
-    world.send(3, 10, 0).unwrap();
-    world.send(3, 10, 1).unwrap();
-    world.send(3, 10, 1).unwrap();
-    assert_eq!(code(world.send(3, 10, 0)), StatusCode::StageRetryIgnore);
-    assert_eq!(world.buffer(3).received_bytes(), 40);
-    world.stop().await;
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
+async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_the_last_app() {
     let world = World::new(PartitionLimits::default(), quiet()).await;
     let service = Arc::clone(&world.service);
     // Expiry would end the app itself.
@@ -395,10 +376,9 @@ async fn a_decommissioning_ends_at_a_check_after_the_last_app() {
     service.unregister_app(APP).unwrap();
     tokio::time::sleep(Duration::from_secs(30)).await;
     service.decommission().unwrap();
-    // Not at once: an app that was assigned a moment ago may still come.
-    tokio::time::sleep(Duration::from_secs(59)).await;
-    assert_eq!(service.status().state(), WorkerState::Decommissioning);
+    let before = tokio::time::Instant::now();
     service.status().decommissioned().await;
+    assert!(before.elapsed() < Duration::from_secs(1), "n25: an idle worker is looked at at once");
     assert_eq!(service.status().state(), WorkerState::Decommissioned);
     world.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;

@@ -252,15 +252,11 @@ impl SendSession {
     /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.
     ///
     /// # Errors
-    /// The request carried no block, is of a stage attempt that is over, a partition would be too large, its shuffle was
-    /// purged, or a successor is about to take over.
-    pub fn commit(mut self, stage_attempt: i32) -> Result<(), ServiceError> {
+    /// The request carried no block, a partition would be too large, its shuffle was purged, or a successor is about to
+    /// take over.
+    pub fn commit(mut self) -> Result<(), ServiceError> {
         if self.open.is_some() || self.runs.iter().all(|run| run.blocks.is_empty()) {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
-        }
-        let latest = self.shuffle.latest_stage_attempt(stage_attempt);
-        if stage_attempt < latest {
-            return Err(ServiceError::StaleStageAttempt { sent: stage_attempt, latest });
         }
         self.check_hard_limit()?;
         let service = Arc::clone(&self.service);

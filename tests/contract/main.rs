@@ -23,6 +23,7 @@ mod grpc {
     pub(crate) mod bad_input;
     pub(crate) mod blocks;
     pub(crate) mod bounds;
+    pub(crate) mod connections;
     pub(crate) mod decommission;
     pub(crate) mod faults;
     pub(crate) mod fixture;

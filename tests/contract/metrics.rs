@@ -163,7 +163,8 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     let (dir_a, dir_b) = (tempfile::tempdir().expect("a dir"), tempfile::tempdir().expect("a dir"));
     let a = worker(dir_a.path(), "MEMORY_LOCALFILE", "").await;
     let quorum = format!("coordinator_quorum = [\"{}\"]", a.addresses().grpc);
-    let b = worker(dir_b.path(), "MEMORY_LOCALFILE_HDFS", &quorum).await;
+    let top = format!("{quorum}\nhdfs_store.allowed_paths = [\"*\"]");
+    let b = worker(dir_b.path(), "MEMORY_LOCALFILE_HDFS", &top).await;
     // A remote store has metrics as soon as an application has named it; there is no connection yet.
     let path = "hdfs://127.0.0.1:1/uniffle".to_owned();
     let storage = RemoteStorage { path, ..RemoteStorage::default() };

@@ -219,7 +219,7 @@ impl HdfsFixture {
             };
             session.end_block(header).unwrap();
         }
-        session.commit(0).unwrap();
+        session.commit().unwrap();
         sent.extend(blocks);
     }
 

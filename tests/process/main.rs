@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
 
+mod adversary;
 mod checker;
 mod cli;
 mod kept_directories;
@@ -11,7 +12,6 @@ mod lifecycle;
 mod network;
 mod observe;
 mod operations;
-mod overload;
 mod rss;
 mod tcp_rss;
 mod upgrades;

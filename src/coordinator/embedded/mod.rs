@@ -38,8 +38,8 @@ pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::APPS_MAX;
 pub use self::nodes::{InvalidHeartbeat, NODES_MAX, Node};
 
-/// Most ranges of one assignment, replicas counted. Spark 0.9+ allows 2^20 partitions (`rss.blockId.maxPartitions`);
-/// an answer of this size has about 60 MB, larger ones are refused before anything is allocated.
+/// Most ranges of one assignment that the configuration can permit, replicas counted: Spark 0.9+ allows 2^20 partitions
+/// (`rss.blockId.maxPartitions`). An answer of this size takes 200 MB.
 pub const RANGES_MAX: u64 = 1 << 20;
 
 /// A remote storage that applications may be sent to.
@@ -108,6 +108,10 @@ section! {
         /// CONTINUOUS (neighbouring partitions together) or ROUND (one after the other).
         #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
         pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
+        /// Most ranges of one assignment, replicas counted; a range has partitionNumPerRange partitions, one by default. More
+        /// are refused before anything is allocated: an answer takes 200 bytes of memory for each.
+        #[key("embedded_coordinator.assignment_ranges_max", count(1..=RANGES_MAX), Restart)]
+        pub ranges_max: u64 = 1 << 17,
         /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
         #[key("embedded_coordinator.exclude_nodes", list(NODES_MAX, node_id()), Restart)]
         pub excluded_nodes: Vec<String> = Vec::new(),
@@ -177,8 +181,13 @@ pub enum AssignmentError {
     #[error("invalid assignment request: {0}")]
     Invalid(&'static str),
     /// Too large an answer.
-    #[error("{asked} ranges (replicas counted) asked, at most {RANGES_MAX} are assigned")]
+    #[error(
+        "{asked} ranges (replicas counted) asked, at most {max} are assigned \
+         (embedded_coordinator.assignment_ranges_max)"
+    )]
     TooLarge {
+        /// What is allowed.
+        max: u64,
         /// Ranges times replicas.
         asked: u64,
     },
@@ -264,7 +273,7 @@ impl EmbeddedCoordinator {
     /// # Errors
     /// When the report is not a valid heartbeat.
     pub fn report(&self, report: NodeReport) -> Result<(), InvalidHeartbeat> {
-        self.accept(report.into_request())
+        self.0.nodes.lock().accept_own(report.into_request(), Instant::now())
     }
 
     /// Reports `source` at once and then every `interval` (to be shorter than the node timeout), and sweeps both
@@ -462,8 +471,8 @@ impl Wanted {
         }
         let ranges = partitions.div_ceil(per_range);
         let asked = ranges.saturating_mul(replicas);
-        if asked > RANGES_MAX {
-            return Err(AssignmentError::TooLarge { asked });
+        if asked > config.ranges_max {
+            return Err(AssignmentError::TooLarge { asked, max: config.ranges_max });
         }
         if config.node_order == NodeOrder::PartitionBalance && per_range != 1 {
             return Err(AssignmentError::RangeMustBeOne);

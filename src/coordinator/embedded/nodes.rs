@@ -1,7 +1,7 @@
 //! The node table: who reported, when, and who is a candidate for an assignment.
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
+//! nodes beside the own worker, for which nobody else can speak; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -24,6 +24,9 @@ pub enum InvalidHeartbeat {
     /// A field is missing or out of its bounds.
     #[error("heartbeat: {0}")]
     Field(&'static str),
+    /// Somebody else speaks for the coordinator's own worker.
+    #[error("heartbeat: this id and this address are those of the coordinator's own worker")]
+    Own,
     /// The table holds [`NODES_MAX`] nodes.
     #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
     Full,
@@ -51,6 +54,8 @@ pub struct Node {
 pub(super) struct NodeTable {
     timeout: Duration,
     nodes: HashMap<String, Node>,
+    /// The coordinator's own worker, once it has reported.
+    own: Option<ShuffleServerId>,
     lost: HashSet<String>,
     excluded: HashSet<String>,
 }
@@ -67,15 +72,45 @@ pub(super) struct NodeCounts {
 
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
-        Self { timeout, nodes: HashMap::new(), lost: HashSet::new(), excluded }
+        Self { timeout, nodes: HashMap::new(), own: None, lost: HashSet::new(), excluded }
     }
 
     pub(super) fn set_excluded(&mut self, excluded: HashSet<String>) {
         self.excluded = excluded;
     }
 
-    /// Takes a heartbeat; the last one of an id wins.
+    /// Takes a heartbeat that came over the network; the last one of an id wins. Heartbeats are not authenticated: none
+    /// can speak for the own worker, under its id or at its address.
     pub(super) fn accept(
+        &mut self,
+        heartbeat: ShuffleServerHeartBeatRequest,
+        now: Instant,
+    ) -> Result<(), InvalidHeartbeat> {
+        if let (Some(own), Some(server)) = (&self.own, &heartbeat.server_id)
+            && (server.id == own.id || (server.ip == own.ip && server.port == own.port))
+        {
+            return Err(InvalidHeartbeat::Own);
+        }
+        self.expire(now);
+        let is_known = heartbeat.server_id.as_ref().is_some_and(|server| self.nodes.contains_key(&server.id));
+        if self.nodes.len() >= NODES_MAX && !is_known {
+            return Err(InvalidHeartbeat::Full);
+        }
+        self.put(heartbeat, now)
+    }
+
+    /// Takes the own worker's report, for which there is always room.
+    pub(super) fn accept_own(
+        &mut self,
+        report: ShuffleServerHeartBeatRequest,
+        now: Instant,
+    ) -> Result<(), InvalidHeartbeat> {
+        self.own.clone_from(&report.server_id);
+        self.expire(now);
+        self.put(report, now)
+    }
+
+    fn put(
         &mut self,
         heartbeat: ShuffleServerHeartBeatRequest,
         now: Instant,
@@ -83,10 +118,6 @@ impl NodeTable {
         let status = status_of(&heartbeat);
         let server = heartbeat.server_id.ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
-        self.expire(now);
-        if self.nodes.len() >= NODES_MAX && !self.nodes.contains_key(&server.id) {
-            return Err(InvalidHeartbeat::Full);
-        }
         if self.lost.remove(&server.id) {
             tracing::info!(node = %server.id, "node is back");
         }
@@ -288,6 +319,35 @@ mod tests {
         java.available_memory = -5;
         table.accept(java, now).unwrap();
         assert_eq!(table.counts().total, 1);
+    }
+
+    #[test]
+    fn n13_no_heartbeat_speaks_for_the_own_worker() {
+        let now = Instant::now();
+        let mut table = table();
+        // Somebody is there before the worker itself.
+        table.accept(heartbeat("own"), now).unwrap();
+        let mut own = heartbeat("own");
+        own.available_memory = 7;
+        table.accept_own(own, now).unwrap();
+        let mut elsewhere = heartbeat("own");
+        elsewhere.server_id.as_mut().unwrap().ip = "10.6.6.6".into();
+        for forged in [elsewhere, heartbeat("own"), heartbeat("another name for its address")] {
+            assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own));
+        }
+        assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
+        assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
+    }
+
+    #[test]
+    fn n13_a_table_that_strangers_filled_has_room_for_the_own_worker() {
+        let now = Instant::now();
+        let mut table = table();
+        for n in 0..NODES_MAX {
+            table.accept(heartbeat(&format!("n{n}")), now).unwrap();
+        }
+        table.accept_own(heartbeat("own"), now).unwrap();
+        assert!(table.server("own").is_some());
     }
 
     #[test]

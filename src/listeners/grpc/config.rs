@@ -4,11 +4,24 @@ use std::time::Duration;
 
 use uniffle_wire::send_message::Limits;
 
-use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, seconds, size, word};
-use crate::schema::section;
+use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, list, seconds, size, word};
+use crate::schema::network::{Network, network};
+use crate::schema::{section, words};
 use crate::telemetry::traces::Traces;
 
-use super::internal::DecommissionBy;
+words! {
+    /// Who may call `decommission` and `cancelDecommission`.
+    pub enum DecommissionBy {
+        /// The machines of the coordinators.
+        Coordinators = "coordinators",
+        /// Programs on this machine.
+        ThisMachine = "loopback",
+        /// Everybody, as with the Java server.
+        Everybody = "open",
+        /// No caller.
+        None = "off",
+    }
+}
 
 section! {
     /// Settings of the gRPC listener.
@@ -17,7 +30,8 @@ section! {
         /// Largest message accepted; nothing of this size is ever held. A block can have up to 512 MiB.
         #[key("grpc.max_message_size", size(MIB..=2 * GIB - 1), Restart)]
         pub max_message_bytes: u32 = 1 << 30,
-        /// Connections at once; more are closed.
+        /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
+        /// begun, else one without a request, else any.
         #[key("grpc.max_connections", count(1..=100_000), Restart)]
         pub connections_max: usize = 4096,
         /// Requests at once per connection while there are few ...
@@ -42,16 +56,27 @@ section! {
         /// A request must have arrived within this time, and a small call must be answered.
         #[key("grpc.request_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub send_deadline: Duration = 120 * SECOND,
+        /// Time for a new connection to begin: first byte, TLS handshake, HTTP/2 preface and SETTINGS. After that it may be
+        /// idle as long as it likes.
+        #[key("grpc.opening_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub opening_deadline: Duration = 10 * SECOND,
+        /// Longest pause between two frames of one request of the data plane.
+        #[key("grpc.frame_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub frame_deadline: Duration = 30 * SECOND,
+        /// A caller must take an answer, or the next 1 MiB of a larger one, within this time.
+        #[key("grpc.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub answer_deadline: Duration = 120 * SECOND,
         /// Who may decommission the worker by Uniffle's gRPC call, which knows no token and which Java coordinators use:
         /// coordinators (the machines of coordinator_quorum), loopback (programs on this machine), open (everybody who
         /// reaches the gRPC port, as with the Java server) or off. Needs no admin.port.
         #[key("admin.grpc_decommission", word(), Restart)]
         pub decommission_by: DecommissionBy = DecommissionBy::Coordinators,
+        /// Networks whose machines may do so too, whatever grpc_decommission says: for coordinators behind a Service or NAT,
+        /// whose calls come from other addresses than coordinator_quorum has.
+        #[key("admin.grpc_decommission_networks", list(64, network()), Restart)]
+        pub decommission_networks: Vec<Network> = Vec::new(),
         /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
         pub coordinators: Vec<String> = Vec::new(),
-        /// Time for a call from its head to the last byte of its answer; then the stream is reset. More than
-        /// `send_deadline`.
-        pub stream_deadline: Duration = 3 * send_deadline,
         /// Largest request of the small calls (reports, registrations).
         pub small_message_bytes_max: usize = 64 << 20,
         /// Largest request of a data read, where only its task filter can be large, and of a ticket.
@@ -62,8 +87,6 @@ section! {
         pub discard_bytes_max: u64 = 64 * MIB,
         /// Time for a connection's calls to end after GOAWAY.
         pub drain_deadline: Duration = 10 * SECOND,
-        /// Time for a new connection to send its first byte.
-        pub first_byte_deadline: Duration = 10 * SECOND,
         /// Pause between keep-alive pings.
         pub keep_alive_interval: Duration = 60 * SECOND,
         /// Time for the answer to a keep-alive ping.

@@ -68,7 +68,7 @@ async fn receive<B: RequestBody>(
     let filled = fill(body, (message_bytes, first), (config.send_limits, headers), &mut intake).await?;
     Ok(filled.and_then(|summary| {
         transit.arrived(summary.timestamp_ms);
-        intake.commit(summary.stage_attempt)
+        intake.commit()
     }))
 }
 

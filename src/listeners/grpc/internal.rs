@@ -9,13 +9,14 @@ use tokio::net::lookup_host;
 use tokio::time::{Duration, Instant};
 use tonic::{Request, Response, Status};
 
+use super::config::{DecommissionBy, GrpcConfig};
 use super::convert::verdict;
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternal;
 use crate::proto::{
     CancelDecommissionRequest, CancelDecommissionResponse, DecommissionRequest, DecommissionResponse,
     StatusCode,
 };
-use crate::schema::words;
+use crate::schema::network::Network;
 use crate::service::{Service, ServiceError};
 use crate::telemetry::{AUDIT, LogLimiter};
 
@@ -24,20 +25,6 @@ const ADDRESSES_LAST: Duration = Duration::from_secs(10);
 
 /// Between two log lines about callers that were turned away; the others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(10);
-
-words! {
-    /// Who may call `decommission` and `cancelDecommission`.
-    pub enum DecommissionBy {
-        /// The machines of the coordinators.
-        Coordinators = "coordinators",
-        /// Programs on this machine.
-        ThisMachine = "loopback",
-        /// Everybody, as with the Java server.
-        Everybody = "open",
-        /// No caller.
-        None = "off",
-    }
-}
 
 /// Who asks; in the extensions of calls of this service.
 #[derive(Debug, Clone, Copy)]
@@ -48,6 +35,7 @@ pub(super) struct Peer(pub(super) SocketAddr);
 pub(super) struct InternalCalls {
     service: Arc<Service>,
     by: DecommissionBy,
+    networks: Vec<Network>,
     /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
     coordinators: Vec<String>,
     /// Theirs, and when they were looked up.
@@ -56,11 +44,12 @@ pub(super) struct InternalCalls {
 }
 
 impl InternalCalls {
-    pub(super) fn new(service: Arc<Service>, by: DecommissionBy, coordinators: Vec<String>) -> Self {
+    pub(super) fn new(service: Arc<Service>, config: &GrpcConfig) -> Self {
         Self {
             service,
-            by,
-            coordinators,
+            by: config.decommission_by,
+            networks: config.decommission_networks.clone(),
+            coordinators: config.coordinators.clone(),
             addresses: tokio::sync::Mutex::default(),
             denials: LogLimiter::new(1, DENIED_LOG_INTERVAL),
         }
@@ -83,7 +72,9 @@ impl InternalCalls {
             if let Some(calls) = self.denials.pass() {
                 tracing::warn!(target: AUDIT, action, peer = shown, result = "denied", calls, "grpc call");
             }
-            let text = format!("{action} over gRPC is not for {shown}: see admin.grpc_decommission");
+            let text = format!(
+                "{action} over gRPC is not for {shown}: see admin.grpc_decommission and grpc_decommission_networks"
+            );
             return (StatusCode::AccessDenied.into(), text);
         }
         let outcome = change(&self.service);
@@ -93,6 +84,9 @@ impl InternalCalls {
     }
 
     async fn hears(&self, peer: IpAddr) -> bool {
+        if self.networks.iter().any(|network| network.holds(peer)) {
+            return true;
+        }
         match self.by {
             DecommissionBy::None => false,
             DecommissionBy::ThisMachine => peer.is_loopback(),

@@ -6,8 +6,11 @@ use bytes::{Buf, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue};
 use http_body_util::BodyExt;
 use prost::Message;
+use tokio::time::timeout;
 use tonic::body::Body;
 use tonic::{Code, Status};
+
+use super::progress::frame_deadline;
 
 /// One byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
@@ -19,9 +22,18 @@ pub(super) trait RequestBody:
 }
 impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin + 'static> RequestBody for B {}
 
-/// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it.
+/// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it. The caller has
+/// `grpc.frame_timeout_sec` for each frame.
 pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
-    while let Some(frame) = body.frame().await {
+    let deadline = frame_deadline();
+    let late =
+        |_elapsed| Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec");
+    loop {
+        let frame = match deadline {
+            Some(deadline) => timeout(deadline, body.frame()).await.map_err(late)?,
+            None => body.frame().await,
+        };
+        let Some(frame) = frame else { return Ok(None) };
         let frame = frame.map_err(|error| Status::cancelled(format!("the request broke off: {error}")))?;
         // Trailers of a request have no meaning in gRPC.
         if let Ok(data) = frame.into_data()
@@ -30,7 +42,6 @@ pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Byt
             return Ok(Some(data));
         }
     }
-    Ok(None)
 }
 
 /// Reads the prefix: the message's length, and the bytes that came with it.

@@ -119,7 +119,8 @@ metrics::table! {
         open: IntGauge = "grpc_open", "calls in progress", also "grpc_request_number";
         total: IntCounter = "grpc_total", "calls received";
         connections: IntGauge = "grpc_server_connection_number", "open connections";
-        refused_connections: IntCounter = "grpc_refused_connection_total", "connections over the limit";
+        refused_connections: IntCounter = "grpc_refused_connection_total",
+            "connections closed because new ones wanted their places";
         window_bytes: IntGauge = "grpc_window_bytes", "sum of the receive windows granted to connections";
     }
     with { transit: TransitMetrics }

@@ -17,6 +17,7 @@ mod internal;
 mod message;
 mod methods;
 pub(crate) mod metrics;
+mod progress;
 mod reads;
 mod replies;
 mod router;
@@ -25,6 +26,5 @@ mod shares;
 mod shuffle;
 mod tickets;
 
-pub use config::GrpcConfig;
-pub use internal::DecommissionBy;
+pub use config::{DecommissionBy, GrpcConfig};
 pub use server::GrpcServer;

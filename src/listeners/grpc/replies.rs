@@ -10,7 +10,7 @@
 use std::future::Future;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use futures::stream;
+use futures::{Stream, StreamExt as _, stream};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, key_len};
@@ -18,6 +18,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::message::{PREFIX_BYTES, ok_trailers, respond, status_trailers};
+use super::progress;
 use uniffle_wire::types::BlockMeta;
 
 /// Smaller pieces are copied together: below this a frame of its own costs more than the copy.
@@ -165,7 +166,7 @@ pub(super) fn from_memory(
         drop(until_sent);
         Frame::trailers(ok_trailers())
     }));
-    Ok(respond(Body::new(StreamBody::new(stream::iter(frames.map(Ok::<_, Status>))))))
+    Ok(answer(stream::iter(frames)))
 }
 
 /// Runs of small pieces (the head is the first) become one; large pieces stay as they are.
@@ -223,7 +224,22 @@ pub(super) fn from_chunks<C: Chunks>(
             Streaming::Done => None,
         }
     });
-    Ok(respond(Body::new(StreamBody::new(futures::StreamExt::map(frames, Ok::<_, Status>)))))
+    Ok(answer(frames))
+}
+
+/// An answer of `frames`. hyper asks for one when the caller can take it, which is what keeps the call alive.
+fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Response<Body> {
+    let progress = progress::of_this_call();
+    if let Some(progress) = &progress {
+        progress.answers();
+    }
+    let taken = move |frame: Frame<Bytes>| {
+        if let (Some(progress), Some(data)) = (&progress, frame.data_ref()) {
+            progress.takes(data.len());
+        }
+        Ok::<_, Status>(frame)
+    };
+    respond(Body::new(StreamBody::new(frames.map(taken))))
 }
 
 async fn next_frame<C: Chunks>(left: u64, mut chunks: C) -> (Frame<Bytes>, Streaming<C>) {

@@ -16,7 +16,7 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{IntGauge, Registry};
-use tokio::time::{Duration, timeout};
+use tokio::time::timeout;
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
 
@@ -25,17 +25,24 @@ use super::convert::LISTENER;
 use super::inbound::RequestHeap;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
+use super::progress::{self, CallDeadlines};
 use super::router::{Caller, Router};
 use super::shares::{STREAMS_MIN, Share, ShareBudget, ShareLimits, WINDOW_BYTES_MIN};
 use super::shuffle::ShuffleCalls;
 
-use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, Stream, WhenFull};
+use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
+use crate::listeners::places::Seat;
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
 use crate::service::Service;
 
-const NAMES: Names = Names { listener: LISTENER, accepting: "grpc accept", connection: "grpc connection" };
+const NAMES: Names = Names {
+    listener: LISTENER,
+    accepting: "grpc accept",
+    connection: "grpc connection",
+    limit: "grpc.max_connections",
+};
 /// Smallest frame size the protocol lets us announce (RFC 9113 §6.5.2).
 const FRAME_BYTES_MIN: u32 = 16_384;
 /// Response bytes that may wait in one stream. They are slices of memory that is accounted for elsewhere.
@@ -66,8 +73,7 @@ impl GrpcServer {
         let metrics = GrpcMetrics::new(registry)?;
         let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
         let shuffle = ShuffleServerServer::new(calls);
-        let internal =
-            InternalCalls::new(Arc::clone(&service), config.decommission_by, config.coordinators.clone());
+        let internal = InternalCalls::new(Arc::clone(&service), &config);
         let internal = ShuffleServerInternalServer::new(internal);
         routes.add_service(shuffle);
         routes.add_service(internal);
@@ -77,9 +83,10 @@ impl GrpcServer {
             names: NAMES,
             binding: binding.into(),
             connections_max: config.connections_max,
-            when_full: WhenFull::Close(metrics.refused_connections().clone()),
+            closed: metrics.refused_connections().clone(),
             open: vec![metrics.connections().clone()],
-            first_byte_deadline: Some(config.first_byte_deadline),
+            opening_deadline: config.opening_deadline,
+            begins: Begins::Http2,
             cores: None,
             tasks: tasks.clone(),
         };
@@ -100,7 +107,7 @@ impl GrpcServer {
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
-        if let Err(error) = drive(&self.router, stream, Peer(peer), &shares).await {
+        if let Err(error) = drive(&self.router, stream, Peer(peer), &shares, place.seat()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
@@ -121,12 +128,18 @@ async fn drive(
     stream: Stream,
     peer: Peer,
     shares: &Shares,
+    seat: &Arc<Seat>,
 ) -> Result<(), hyper::Error> {
     let mut closing = pin!(router.tasks.closing());
     let caller = Arc::new(Caller { peer, inbound: router.requests.of_connection() });
     let service = service_fn(|request| Arc::clone(router).call(request, Arc::clone(&caller)));
+    let executor = CallExecutor {
+        tasks: router.tasks.clone(),
+        seat: Arc::clone(seat),
+        deadlines: deadlines(&router.config),
+    };
     let connection =
-        builder(&router.config, shares, &router.tasks).serve_connection(TokioIo::new(stream), service);
+        builder(&router.config, shares, executor).serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
     tokio::select! {
         biased;
@@ -140,10 +153,13 @@ async fn drive(
     })
 }
 
-fn builder(config: &GrpcConfig, shares: &Shares, tasks: &Tasks) -> http2::Builder<TaskExecutor> {
+fn deadlines(config: &GrpcConfig) -> CallDeadlines {
+    CallDeadlines { call: config.send_deadline, frame: config.frame_deadline, answer: config.answer_deadline }
+}
+
+fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http2::Builder<CallExecutor> {
     let window_bytes = shares.window.amount();
     let stream_bytes = config.stream_window_bytes.min(window_bytes);
-    let executor = TaskExecutor { tasks: tasks.clone(), stream_deadline: config.stream_deadline };
     let mut builder = http2::Builder::new(executor);
     builder
         .timer(TokioTimer::new())
@@ -158,24 +174,27 @@ fn builder(config: &GrpcConfig, shares: &Shares, tasks: &Tasks) -> http2::Builde
     builder
 }
 
-/// Runs a connection's streams as tasks of the group, each with an end: hyper does not ask a body for more while the
+/// Runs a connection's calls as tasks of the group, each with an end: hyper does not ask a body for more while the
 /// peer takes nothing, so only from out here can a stalled answer be given up and its memory be freed.
 #[derive(Debug, Clone)]
-struct TaskExecutor {
+struct CallExecutor {
     tasks: Tasks,
-    stream_deadline: Duration,
+    seat: Arc<Seat>,
+    deadlines: CallDeadlines,
 }
 
-impl<F> hyper::rt::Executor<F> for TaskExecutor
+impl<F> hyper::rt::Executor<F> for CallExecutor
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    fn execute(&self, future: F) {
-        let bounded = timeout(self.stream_deadline, future);
+    fn execute(&self, call: F) {
+        let request = self.seat.request();
+        let bounded = progress::bounded(self.deadlines, call);
         self.tasks.spawn("grpc stream", async move {
-            if bounded.await.is_err() {
+            if !bounded.await {
                 debug!("grpc stream gave up: its answer was not taken in time");
             }
+            drop(request);
         });
     }
 }

@@ -1,13 +1,17 @@
 //! `/debug/…`: profiles of the process and the stacks of its tasks.
 //!
-//! What changes nothing is in [`routes`]; what does is in [`admin_routes`], which belong behind the administrator's listener.
-//! Parameters that are unknown, repeated or out of bounds are refused by name.
+//! All of it costs: [`admin_routes`] belong behind the administrator's listener, and [`routes`], which change nothing, stand
+//! on the open one only if the configuration says so. Invariant: of each kind one is made at a time. Parameters that are
+//! unknown, repeated or out of bounds are refused by name.
+
+use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Extension, RawQuery, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use tokio::sync::Semaphore;
 use tokio::time::Duration;
 
 use super::serve::Deadline;
@@ -17,19 +21,28 @@ use crate::runtime::Tasks;
 /// Length of a CPU profile when nothing is said: what `go tool pprof` asks for.
 const SECONDS_DEFAULT: u64 = 30;
 
-/// Paths that change nothing. The second name of the heap profile is riffle's.
-pub(super) fn routes(running: Tasks) -> Router {
+/// Paths that change nothing. The second name of the heap profile is riffle's. The routes of two listeners are clones of
+/// these, since they share what bounds them.
+pub fn routes(running: Tasks) -> Router {
+    let dumps = Dumps { running, one: Arc::new(Semaphore::new(1)) };
     Router::new()
         .route("/debug/pprof/profile", get(cpu_profile))
         .route("/debug/pprof/heap", get(heap_profile))
         .route("/debug/heap/profile", get(heap_profile))
         .route("/debug/tasks", get(task_dump))
-        .with_state(running)
+        .with_state(dumps)
 }
 
-/// Paths that change what the process does, for the administration's listener.
-pub fn admin_routes() -> Router {
-    Router::new()
+/// What a dump is made of, and the place of the one that is being made.
+#[derive(Debug, Clone)]
+struct Dumps {
+    running: Tasks,
+    one: Arc<Semaphore>,
+}
+
+/// [`routes`], and paths that change what the process does, for the administration's listener.
+pub fn admin_routes(routes: Router) -> Router {
+    routes
         .route("/admin/heap-profile/activate", post(|| async { done("active", heap::activate()) }))
         .route("/admin/heap-profile/deactivate", post(|| async { done("inactive", heap::deactivate()) }))
 }
@@ -59,8 +72,9 @@ async fn heap_profile(RawQuery(query): RawQuery) -> Response {
     }
 }
 
-async fn task_dump(State(running): State<Tasks>) -> Response {
-    match tasks::dump(&running).await {
+async fn task_dump(State(dumps): State<Dumps>) -> Response {
+    let Ok(_only) = dumps.one.try_acquire() else { return refused(&ProfileError::Busy) };
+    match tasks::dump(&dumps.running).await {
         Ok(text) => text.into_response(),
         Err(error) => refused(&error),
     }
@@ -182,6 +196,15 @@ mod tests {
             let why = CpuRequest::parse(query).unwrap_err();
             assert!(why.starts_with(expected) && why.len() < 200, "{query}: {why}");
         }
+    }
+
+    #[tokio::test]
+    async fn n12_one_dump_of_the_tasks_is_made_at_a_time() {
+        let dumps = Dumps { running: Tasks::new(), one: Arc::new(Semaphore::new(1)) };
+        let first = dumps.one.clone().try_acquire_owned().unwrap();
+        assert_eq!(task_dump(State(dumps.clone())).await.status(), StatusCode::CONFLICT);
+        drop(first);
+        assert_eq!(task_dump(State(dumps)).await.status(), StatusCode::OK);
     }
 
     #[test]

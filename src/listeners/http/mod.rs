@@ -18,7 +18,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use prometheus::{Encoder as _, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
+use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
@@ -27,7 +27,12 @@ use crate::{metrics, telemetry};
 
 pub use serve::HttpConfig;
 
-const NAMES: Names = Names { listener: "http", accepting: "http accept", connection: "http connection" };
+const NAMES: Names = Names {
+    listener: "http",
+    accepting: "http accept",
+    connection: "http connection",
+    limit: "http.max_connections",
+};
 
 /// What the listener tells of the worker.
 pub trait Node: std::fmt::Debug + Send + Sync {
@@ -65,6 +70,8 @@ metrics::table! {
     #[derive(Clone)]
     pub struct HttpMetrics {
         connections: IntGauge = "http_connection_number", "connections of the HTTP listener that are open";
+        closed: IntCounter = "http_connection_refused_total",
+            "connections of the HTTP listener closed because new ones wanted their places";
     }
 }
 
@@ -86,10 +93,10 @@ impl HttpServer {
         tasks: &Tasks,
     ) -> prometheus::Result<()> {
         telemetry::PanicMetrics::new(&pages.registry)?;
-        let connections = pages.metrics.connections.clone();
+        let counts = (pages.metrics.connections.clone(), pages.metrics.closed.clone());
         let mounted = pages.mounted.clone();
-        let router = router(pages).merge(debug::routes(tasks.clone())).merge(mounted);
-        serve::start(NAMES, config, binding.into(), router, connections, tasks);
+        let router = router(pages).merge(mounted);
+        serve::start(NAMES, config, binding.into(), router, counts, tasks);
         Ok(())
     }
 }

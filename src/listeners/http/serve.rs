@@ -1,26 +1,33 @@
 //! Connections of the HTTP listener, bounded in number, time and size.
 //!
-//! A connection carries one request and lives for at most the request timeout, accept to last byte: that bounds slow
-//! writers and slow readers alike with one timer, and scrapes are too rare for keep-alive to matter. A request that is
-//! asked to take long (a profile) moves its [`Deadline`].
+//! A connection carries one request, whose head must come within a deadline of its own, and lives for at most the request
+//! timeout, accept to last byte: that bounds slow writers and slow readers alike, and scrapes are too rare for keep-alive
+//! to matter. A request that is asked to take long (a profile) moves its [`Deadline`].
+//!
+//! Invariant: requests hold all places but [`SPARE_PLACES`]; these are for heads that are being read and for questions
+//! after the health, which wait for nothing. So a full listener still says that the worker lives.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::Request;
+use axum::response::Response;
 use axum::{Extension, Router};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use prometheus::IntGauge;
+use prometheus::{IntCounter, IntGauge};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 use tower::ServiceExt as _;
 
-use crate::listeners::acceptor::{Acceptor, Binding, Connection, Names, Stream, WhenFull};
+use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
+use crate::listeners::places::{self, Seat};
 use crate::runtime::Tasks;
-use crate::schema::kind::{SECOND, count, seconds};
+use crate::schema::kind::{SECOND, count, flag, seconds};
 use crate::schema::section;
 
 /// Request line and headers; also bounds the URL. Browsers and scrapers stay below 2 KiB.
@@ -32,6 +39,12 @@ const HEADERS_MAX: usize = 64;
 /// hyper's buffer per connection: twice the head, above its minimum of 8 KiB.
 const BUFFER_BYTES_MAX: usize = 2 * HEAD_BYTES_MAX;
 
+/// Connections beside those whose requests are served.
+const SPARE_PLACES: usize = 256;
+
+/// Below this are the paths that wait for no place.
+const HEALTH: &str = "/health/";
+
 /// What a connection gets to finish its answer after the group was cancelled.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
@@ -40,9 +53,16 @@ section! {
     #[table("http", "The HTTP listener.")]
     #[derive(Copy)]
     pub struct HttpConfig {
-        /// Connections at once; more wait in the listener's backlog.
+        /// Requests at once; more wait. Questions after the health (/health/...) have places of their own.
         #[key("http.max_connections", count(1..=10_000), Restart)]
         pub max_connections: usize = 64,
+        /// Time for a new connection to send the head of its request, with the TLS handshake.
+        #[key("http.opening_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
+        pub opening_timeout: Duration = 10 * SECOND,
+        /// Profiles and task dumps (/debug/...) at this listener too, for everybody who reaches it. They are always at the
+        /// administration's, where there is one.
+        #[key("http.profiles", flag(), Restart)]
+        pub profiles: bool = false,
         /// A request is answered, from accept to the last byte, within this time.
         #[key("http.request_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub request_timeout: Duration = 30 * SECOND,
@@ -59,24 +79,33 @@ pub(super) fn start(
     config: HttpConfig,
     binding: Binding,
     router: Router,
-    open: IntGauge,
+    (open, closed): (IntGauge, IntCounter),
     tasks: &Tasks,
 ) {
     let acceptor = Acceptor {
         names,
         binding,
-        connections_max: config.max_connections,
-        when_full: WhenFull::Wait,
+        connections_max: config.max_connections + SPARE_PLACES,
+        closed,
         open: vec![open],
-        first_byte_deadline: None,
+        opening_deadline: config.opening_timeout,
+        begins: Begins::Said,
         cores: None,
         tasks: tasks.clone(),
     };
-    let tasks = tasks.clone();
+    let (places, tasks) = (Arc::new(Semaphore::new(config.max_connections)), tasks.clone());
     acceptor.start(move |Connection { stream, peer, place }| {
-        let (router, tasks) = (router.clone().layer(Extension(Peer(peer))), tasks.clone());
+        let router = router.clone().layer(Extension(Peer(peer)));
+        let exchange = Exchange {
+            router,
+            deadline: Deadline::after(config.request_timeout),
+            places: Arc::clone(&places),
+            seat: Arc::clone(place.seat()),
+            serving: Mutex::default(),
+        };
+        let tasks = tasks.clone();
         async move {
-            exchange(stream, router, config.request_timeout, &tasks).await;
+            exchange.run(stream, &tasks).await;
             drop(place);
         }
     });
@@ -108,33 +137,52 @@ impl Deadline {
 }
 
 /// One connection: a request, an answer.
-async fn exchange(stream: Stream, router: Router, timeout: Duration, tasks: &Tasks) {
-    let deadline = Deadline::after(timeout);
-    let stopped = async {
-        tasks.cancelled().await;
-        tokio::time::sleep(STOP_GRACE).await;
-    };
-    // Whatever ends first drops the connection; a peer's bad manners are no news.
-    tokio::select! {
-        biased;
-        result = answer(stream, router, &deadline) => if let Err(error) = result {
-            tracing::debug!(%error, "http connection");
-        },
-        () = deadline.passed() => tracing::debug!("http connection timed out"),
-        () = stopped => {}
-    }
+struct Exchange {
+    router: Router,
+    deadline: Deadline,
+    places: Arc<Semaphore>,
+    seat: Arc<Seat>,
+    /// Held until the answer is taken.
+    serving: Mutex<Option<(places::Request, Option<OwnedSemaphorePermit>)>>,
 }
 
-async fn answer(stream: Stream, router: Router, deadline: &Deadline) -> hyper::Result<()> {
-    let service = service_fn(|mut request: Request<Incoming>| {
-        request.extensions_mut().insert(deadline.clone());
-        router.clone().oneshot(request)
-    });
-    hyper::server::conn::http1::Builder::new()
-        .keep_alive(false)
-        .max_header_size(HEAD_BYTES_MAX)
-        .max_headers(HEADERS_MAX)
-        .max_buf_size(BUFFER_BYTES_MAX)
-        .serve_connection(TokioIo::new(stream), service)
-        .await
+impl Exchange {
+    async fn run(self, stream: Stream, tasks: &Tasks) {
+        let stopped = async {
+            tasks.cancelled().await;
+            tokio::time::sleep(STOP_GRACE).await;
+        };
+        // Whatever ends first drops the connection; a peer's bad manners are no news.
+        tokio::select! {
+            biased;
+            result = self.answer(stream) => if let Err(error) = result {
+                tracing::debug!(%error, "http connection");
+            },
+            () = self.deadline.passed() => tracing::debug!("http connection timed out"),
+            () = stopped => {}
+        }
+    }
+
+    async fn answer(&self, stream: Stream) -> hyper::Result<()> {
+        hyper::server::conn::http1::Builder::new()
+            .keep_alive(false)
+            .max_header_size(HEAD_BYTES_MAX)
+            .max_headers(HEADERS_MAX)
+            .max_buf_size(BUFFER_BYTES_MAX)
+            .serve_connection(TokioIo::new(stream), service_fn(|request| self.call(request)))
+            .await
+    }
+
+    /// Its head has come.
+    async fn call(&self, mut request: Request<Incoming>) -> Result<Response, Infallible> {
+        self.seat.opened();
+        let begun = self.seat.request();
+        let place = match request.uri().path().starts_with(HEALTH) {
+            true => None,
+            false => Arc::clone(&self.places).acquire_owned().await.ok(),
+        };
+        *self.serving.lock() = Some((begun, place));
+        request.extensions_mut().insert(self.deadline.clone());
+        self.router.clone().oneshot(request).await
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::schema::kind::word;
+use crate::schema::kind::{HOUR, SECOND, count, seconds, word};
 use crate::schema::{section, words};
 use crate::telemetry::traces::Traces;
 use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
@@ -29,6 +29,7 @@ impl TcpConfig {
 
 section! {
     /// Settings of the TCP listener.
+    #[table("tcp", "The raw TCP listener.")]
     pub struct TcpConfig {
         /// Where connections of the raw TCP listener run: per_core = on as many threads of their own as worker_threads says,
         /// shared = with everything else.
@@ -44,7 +45,9 @@ section! {
         /// Bytes taken from a socket at once. Default: 256 KiB, which stays in the core's cache (docs/performance.md §E). One such
         /// buffer exists per thread, not per connection.
         pub chunk_bytes: usize = 256 << 10,
-        /// Connections open at once; more are closed on accept. Default: 10,000.
+        /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
+        /// begun, else one without a request, else any.
+        #[key("tcp.max_connections", count(1..=1_000_000), Restart)]
         pub connections_max: usize = 10_000,
         /// Requests of one connection whose replies are not written; then its socket is not read. Default: 256.
         pub requests_in_flight_per_connection_max: usize = 256,
@@ -56,12 +59,21 @@ section! {
         pub local_reads_in_flight_max: usize = 32,
         /// How long a local read waits for one of them before NO_BUFFER. Default: 10 s.
         pub local_read_wait: Duration = Duration::from_secs(10),
-        /// A connection without any traffic is closed after. Default: 15 min; Java's clients close after 10 themselves.
-        pub idle_timeout: Duration = Duration::from_secs(15 * 60),
-        /// How long a peer may take from a frame's first byte to its last. Default: 120 s; clients give up after 60.
-        pub fill_timeout: Duration = Duration::from_secs(120),
-        /// How long a peer may take to accept a reply, or 1 MiB of one that is streamed. Default: 120 s.
-        pub write_timeout: Duration = Duration::from_secs(120),
+        /// Time for a new connection to send the header of its first frame.
+        #[key("tcp.opening_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub opening_timeout: Duration = 30 * SECOND,
+        /// A connection without any traffic is closed after. Java's clients close theirs after 10 minutes.
+        #[key("tcp.idle_timeout_sec", seconds(SECOND..=24 * HOUR), Restart)]
+        pub idle_timeout: Duration = 15 * 60 * SECOND,
+        /// Longest pause within a frame.
+        #[key("tcp.frame_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub frame_timeout: Duration = 30 * SECOND,
+        /// Time for a frame from its first byte to its last; clients give up after 60 s.
+        #[key("tcp.request_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub fill_timeout: Duration = 120 * SECOND,
+        /// A client must take a reply, or the next 1 MiB of a larger one, within this time.
+        #[key("tcp.answer_timeout_sec", seconds(SECOND..=HOUR), Restart)]
+        pub write_timeout: Duration = 120 * SECOND,
         /// Threads that belong to the listener, each with a runtime of its own to which a connection is bound; 0 = connections
         /// run on the runtime that the listener was started in. Default: 0.
         pub own_threads: usize = 0,

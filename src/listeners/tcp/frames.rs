@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
+use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{Intake, ServiceError};
 use uniffle_wire::DecodeError;
@@ -115,6 +116,7 @@ pub(super) struct Frames {
     shared: Arc<Shared>,
     outbox: Outbox,
     connection: Tasks,
+    seat: Arc<Seat>,
     requests: Arc<Semaphore>,
     turns: Arc<Semaphore>,
     phase: Phase,
@@ -127,14 +129,14 @@ pub(super) struct Frames {
     memory_read: Option<(i64, ReadMessage)>,
     /// When the current frame's first byte came.
     began: Option<Instant>,
-    /// Counts the current frame's request, from its header on.
-    counted: Option<InProgress>,
+    /// Counts the current frame's request, from its header on: the listener's and the connection's.
+    counted: Option<(InProgress, Request)>,
     /// The listener closes: nothing behind the current frame is taken from the socket.
     aligned: bool,
 }
 
 impl Frames {
-    pub(super) fn new(shared: Arc<Shared>, outbox: Outbox, connection: Tasks) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, outbox: Outbox, (connection, seat): (Tasks, Arc<Seat>)) -> Self {
         let requests = Arc::new(Semaphore::new(shared.config.requests_in_flight_per_connection_max));
         // Half of all, so that one connection alone cannot use it up.
         let heap = shared.service.memory().heap().of(HeapKind::Requests);
@@ -143,6 +145,7 @@ impl Frames {
             shared,
             outbox,
             connection,
+            seat,
             requests,
             turns: Arc::new(Semaphore::new(LOCAL_TURNS)),
             phase: Phase::START,
@@ -253,7 +256,8 @@ impl Frames {
         *have += taken;
         if *have == HEADER_BYTES {
             let header = FrameHeader::decode_request(bytes, self.shared.config.frame_bytes_max)?;
-            self.counted = Some(self.shared.metrics.of(header.kind).begin());
+            self.seat.opened();
+            self.counted = Some((self.shared.metrics.of(header.kind).begin(), self.seat.request()));
             self.phase = self.begin(header);
         }
         Ok(taken)
@@ -285,8 +289,7 @@ impl Frames {
             Ok(false) => return Ok(taken),
             Ok(true) => {
                 self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
-                // The stage attempt is not on this wire.
-                intake.commit(0)
+                intake.commit()
             }
             Err(error) => Err(error),
         };
@@ -431,13 +434,14 @@ impl Frames {
     fn finish(&mut self) -> Option<ReplyGuard> {
         let received = Instant::now();
         let counted = self.counted.take();
-        if let (Some(began), Some(counted)) = (self.began.take(), &counted) {
+        if let (Some(began), Some((counted, _))) = (self.began.take(), &counted) {
             counted.metrics().parsing.observe(received.duration_since(began).as_secs_f64());
         }
         self.phase = Phase::START;
         let request = self.place.take();
         debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
-        let (request, counted) = (request?, counted?);
+        let (request, (counted, of_connection)) = (request?, counted?);
+        let request = (request, of_connection);
         Some(ReplyGuard { request, read: None, turn: None, answering: None, received, counted })
     }
 }

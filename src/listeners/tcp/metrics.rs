@@ -25,7 +25,8 @@ metrics::table! {
         active: IntGauge =
             "netty_active_connection", "Raw TCP connections open now", also "urpc_connection_number";
         exceptions: IntCounter = "netty_handle_exception", "Raw TCP connections that ended with an error";
-        refused: IntCounter = "urpc_connection_refused_total", "Raw TCP connections closed for being too many";
+        refused: IntCounter = "urpc_connection_refused_total",
+            "Raw TCP connections closed because new ones wanted their places";
     }
 }
 

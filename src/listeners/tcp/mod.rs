@@ -3,11 +3,11 @@
 //! It is called *tcp* in code, logs and task names. Others have other names for it: the keys `urpc_port` and
 //! `runtime_config.urpc_runtime`, the client type `GRPC_NETTY`, and the metrics of Java (`netty_…`) and riffle (`urpc_…`).
 //!
-//! A connection is two tasks and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
+//! A connection is two tasks, its own and a reader, and a queue between them. The *reader* ([`reader`]) takes what the socket has into its
 //! thread's chunk and walks the frames in it ([`frames`]) without waiting: payload goes from there into the
 //! partitions' segments ([`Intake`](crate::service::Intake)), so a chunk is free again when it was walked and no connection owns one. Reads of
 //! memory are answered on the spot, reads of local disks in tasks of their own ([`dispatch`]). The *writer*
-//! ([`writer`]) puts replies on the socket in the order in which they became ready.
+//! ([`writer`]), the connection's own task, puts replies on the socket in the order in which they became ready.
 //!
 //! Bounds: each request takes a permit of its connection before its first byte is walked and holds it until its reply
 //! was written. A peer that sends too much, or takes too little, is not read until it has taken its replies.
@@ -35,10 +35,15 @@ use metrics::TcpMetrics;
 use crate::runtime::{Cores, Tasks};
 use crate::service::Service;
 
-use super::acceptor::{Acceptor, Binding, Connection, Names, WhenFull};
+use super::acceptor::{Acceptor, Begins, Binding, Connection, Names};
 use shared::{LISTENER, Shared};
 
-const NAMES: Names = Names { listener: LISTENER, accepting: "tcp accept", connection: "tcp connection" };
+const NAMES: Names = Names {
+    listener: LISTENER,
+    accepting: "tcp accept",
+    connection: "tcp writer",
+    limit: "tcp.max_connections",
+};
 
 /// The TCP listener.
 #[derive(Debug)]
@@ -68,35 +73,40 @@ impl TcpServer {
             names: NAMES,
             binding,
             connections_max: config.connections_max,
-            when_full: WhenFull::Close(metrics.all.refused.clone()),
+            closed: metrics.all.refused.clone(),
             open: vec![open.clone()],
-            first_byte_deadline: None,
+            opening_deadline: config.opening_timeout,
+            begins: Begins::Said,
             cores,
             tasks: tasks.clone(),
         };
         let (shared, tasks) = (Shared::new(config, service, metrics, handover), tasks.clone());
-        acceptor.start_plain(move |connection| {
-            begin(&shared, connection, &tasks);
-            std::future::ready(())
-        });
+        acceptor.start_plain(move |connection| serve(Arc::clone(&shared), connection, tasks.child()));
         Ok(open)
     }
 }
 
-/// Starts the two tasks of a connection.
-fn begin(shared: &Arc<Shared>, connection: Connection<TcpStream>, tasks: &Tasks) {
+/// Serves a connection, whose tasks are `tasks`.
+async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Tasks) {
     let Connection { stream, place, .. } = connection;
     let (read_half, write_half) = stream.into_split();
-    // Cancelled when either side of the connection fails, so that the other does not wait for it.
-    let connection = tasks.child();
+    // Either side ends the other when it fails, this one also when its future is dropped or panics.
+    let _ends_reader = EndsWithThis(tasks.clone());
     let (outbox, queue) = writer::queue(shared.config.requests_in_flight_per_connection_max);
     let kept = writer::KeptHalf::default();
-    let reader = reader::Reader::new(Arc::clone(shared), read_half, outbox, connection.clone(), kept.clone());
-    connection.spawn_linked("tcp reader", reader.run());
-    let writer = writer::Writer::new(Arc::clone(shared), write_half, queue, connection.clone(), kept);
-    connection.spawn_linked("tcp writer", async move {
-        writer.run().await;
-        // The writer ends last: it outlives the reader until every reply was written or given up.
-        drop(place);
-    });
+    let (link, half) = ((tasks.clone(), Arc::clone(place.seat())), kept.clone());
+    let reader = reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half);
+    tasks.spawn_linked("tcp reader", reader.run());
+    // The writer ends last: it outlives the reader until every reply was written or given up.
+    writer::Writer::new(shared, write_half, queue, link, kept).run().await;
+    drop(place);
+}
+
+/// Cancels a connection's tasks when it is dropped.
+struct EndsWithThis(Tasks);
+
+impl Drop for EndsWithThis {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
 }

@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use crate::listeners::places::Seat;
 use crate::runtime::Tasks;
 use uniffle_wire::DecodeError;
 
@@ -56,6 +57,7 @@ pub(super) struct Reader {
     socket: OwnedReadHalf,
     frames: Frames,
     connection: Tasks,
+    seat: Arc<Seat>,
     /// Bytes that were read but cannot be walked yet.
     left_over: Vec<u8>,
     last_read: Instant,
@@ -70,13 +72,13 @@ impl Reader {
         shared: Arc<Shared>,
         socket: OwnedReadHalf,
         outbox: Outbox,
-        connection: Tasks,
+        (connection, seat): (Tasks, Arc<Seat>),
         kept: KeptHalf,
     ) -> Self {
-        let frames = Frames::new(Arc::clone(&shared), outbox, connection.clone());
+        let frames = Frames::new(Arc::clone(&shared), outbox, (connection.clone(), Arc::clone(&seat)));
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
-        Self { shared, socket, frames, connection, left_over: Vec::new(), last_read: now, alarm, kept }
+        Self { shared, socket, frames, connection, seat, left_over: Vec::new(), last_read: now, alarm, kept }
     }
 
     /// Reads until the peer closes or breaks the protocol, the listener closes between two requests, or the connection is
@@ -135,12 +137,14 @@ impl Reader {
                     if let Ok(place) = self.frames.request_places().acquire_owned().await {
                         self.frames.give_place(place);
                     }
+                    self.last_read = Instant::now();
                     self.walk_left_over()
                 }
                 Wanted::MemoryRead => {
                     if let Ok(permit) = Arc::clone(&self.shared.memory_reads).acquire_owned().await {
                         self.frames.give_memory_read(permit);
                     }
+                    self.last_read = Instant::now();
                     self.walk_left_over()
                 }
                 Wanted::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
@@ -187,6 +191,7 @@ impl Reader {
         });
         if read.is_ready() {
             self.last_read = Instant::now();
+            self.seat.progressed();
             return read;
         }
         self.poll_deadline(context).map(Err)
@@ -195,9 +200,12 @@ impl Reader {
     /// Ready when the peer let a deadline pass.
     fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<End> {
         loop {
+            let config = &self.shared.config;
             let (due, end) = match self.frames.began() {
-                Some(began) => (began + self.shared.config.fill_timeout, End::Stalled),
-                None => (self.last_read + self.shared.config.idle_timeout, End::Idle),
+                Some(began) => {
+                    ((began + config.fill_timeout).min(self.last_read + config.frame_timeout), End::Stalled)
+                }
+                None => (self.last_read + config.idle_timeout, End::Idle),
             };
             if due < self.alarm.deadline() {
                 self.alarm.as_mut().reset(due);

@@ -16,6 +16,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{Answering, ReadAhead};
 
@@ -24,7 +25,7 @@ use super::shared::Shared;
 
 /// Pieces in one vectored write; the kernel takes at most 1,024, and 128 of 14 KiB are more than a socket takes at once.
 const PIECES_PER_WRITE: usize = 128;
-/// Replies are collected up to so many bytes before they are written.
+/// Replies are collected up to so many bytes before they are written, and of large ones so many are written at a time.
 const BATCH_BYTES: usize = 1 << 20;
 
 /// Where the reader leaves its half of a connection that a successor is to have.
@@ -44,9 +45,9 @@ pub(super) enum Body {
 /// What a reply gives back when it was written, or given up.
 #[derive(Debug)]
 pub(super) struct ReplyGuard {
-    /// Of the connection.
+    /// Of the connection, with what counts it there.
     #[expect(dead_code, reason = "held until the reply is written")]
-    pub(super) request: OwnedSemaphorePermit,
+    pub(super) request: (OwnedSemaphorePermit, Request),
     /// Of the listener: one of the memory reads, or of the local reads.
     pub(super) read: Option<OwnedSemaphorePermit>,
     /// Of the connection: one of its local reads.
@@ -94,6 +95,7 @@ pub(super) struct Writer {
     socket: OwnedWriteHalf,
     queue: mpsc::Receiver<Outgoing>,
     connection: Tasks,
+    seat: Arc<Seat>,
     pieces: VecDeque<Bytes>,
     kept: KeptHalf,
 }
@@ -103,10 +105,10 @@ impl Writer {
         shared: Arc<Shared>,
         socket: OwnedWriteHalf,
         queue: mpsc::Receiver<Outgoing>,
-        connection: Tasks,
+        (connection, seat): (Tasks, Arc<Seat>),
         kept: KeptHalf,
     ) -> Self {
-        Self { shared, socket, queue, connection, pieces: VecDeque::new(), kept }
+        Self { shared, socket, queue, connection, seat, pieces: VecDeque::new(), kept }
     }
 
     /// Writes until all senders of the queue are gone, the peer takes nothing, or the grace after a cancel is over.
@@ -211,8 +213,12 @@ impl Writer {
 
     /// Writes all collected pieces and drops each as soon as the socket has it.
     async fn flush(&mut self) -> io::Result<()> {
-        let Self { socket, pieces, shared, .. } = self;
-        within(shared.config.write_timeout, write_all(socket, pieces)).await
+        while !self.pieces.is_empty() {
+            // The peer has its time for each step: progress keeps a reply alive, not its age.
+            let Self { socket, pieces, shared, seat, .. } = self;
+            within(shared.config.write_timeout, write_step(socket, pieces, seat)).await?;
+        }
+        Ok(())
     }
 }
 
@@ -236,8 +242,14 @@ async fn within(limit: std::time::Duration, writing: impl Future<Output = io::Re
     timeout(limit, writing).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }
 
-async fn write_all(socket: &mut OwnedWriteHalf, pieces: &mut VecDeque<Bytes>) -> io::Result<()> {
-    while !pieces.is_empty() {
+/// Writes all of `pieces`, or [`BATCH_BYTES`] of them.
+async fn write_step(
+    socket: &mut OwnedWriteHalf,
+    pieces: &mut VecDeque<Bytes>,
+    seat: &Seat,
+) -> io::Result<()> {
+    let mut left = BATCH_BYTES;
+    while left > 0 && !pieces.is_empty() {
         let mut slices = [IoSlice::new(&[]); PIECES_PER_WRITE];
         let mut used = 0;
         for (slice, piece) in slices.iter_mut().zip(pieces.iter()) {
@@ -248,6 +260,8 @@ async fn write_all(socket: &mut OwnedWriteHalf, pieces: &mut VecDeque<Bytes>) ->
         if written == 0 {
             return Err(io::ErrorKind::WriteZero.into());
         }
+        seat.progressed();
+        left = left.saturating_sub(written);
         while let Some(front) = pieces.front_mut() {
             if written < front.len() {
                 front.advance(written);

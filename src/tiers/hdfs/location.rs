@@ -106,6 +106,34 @@ impl fmt::Display for RemoteLocation {
     }
 }
 
+/// An entry of `hdfs_store.allowed_paths`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AllowedPath {
+    /// `*`: whatever a client names.
+    Any,
+    /// A directory and everything below.
+    Below(RemoteLocation),
+}
+
+impl AllowedPath {
+    /// Reads an entry.
+    ///
+    /// # Errors
+    /// As [`RemoteLocation::parse`].
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if text == "*" { Ok(Self::Any) } else { RemoteLocation::parse(text).map(Self::Below) }
+    }
+}
+
+impl fmt::Display for AllowedPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Any => f.write_str("*"),
+            Self::Below(location) => location.fmt(f),
+        }
+    }
+}
+
 /// The directories that clients may name; they and everything below.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AllowList(pub Vec<RemoteLocation>);

@@ -51,7 +51,7 @@ use prometheus::Registry;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 
-pub use self::location::{AllowList, RemoteLocation};
+pub use self::location::{AllowList, AllowedPath, RemoteLocation};
 pub use self::purge::Removal;
 pub use self::remote::RemoteTarget;
 pub(super) use self::tier::NAMES;
@@ -93,10 +93,11 @@ section! {
         /// Files of one partition written at a time; an application may ask for fewer.
         #[key("hdfs_store.partition_write_max_concurrency", count(1..=1000), Restart)]
         pub partition_write_max_concurrency: usize = 20,
-        /// Remote paths that applications may name, with everything below. None: those of the embedded coordinator's
-        /// remote_storage_path, else all, with a warning: the worker writes and deletes what applications name.
+        /// Remote paths that applications may name, with everything below: the worker writes and deletes what they name.
+        /// Needed with a coordinator_quorum; "*" permits every path. None with the embedded coordinator: those of its
+        /// remote_storage_path, else all, with a warning.
         #[key("hdfs_store.allowed_paths", list(256, location()), Restart)]
-        pub allowed_paths: Vec<RemoteLocation> = Vec::new(),
+        pub allowed_paths: Vec<AllowedPath> = Vec::new(),
         /// Time to write a batch; every MiB of it adds a second. Then it goes to local disks, or is tried again.
         #[key("hdfs_store.write_timeout_sec", seconds(SECOND..=HOUR), Restart)]
         pub write_timeout: Duration = 60 * SECOND,
@@ -132,12 +133,12 @@ section! {
     }
 }
 
-fn location() -> Kind<RemoteLocation> {
+fn location() -> Kind<AllowedPath> {
     let convert = |text: &str| {
-        RemoteLocation::parse(text)
+        AllowedPath::parse(text)
             .map_err(|why| format!("paths such as \"hdfs://nameservice/uniffle\"; this one {why}"))
     };
-    parsed("paths such as hdfs://nameservice/uniffle", convert)
+    parsed("paths such as hdfs://nameservice/uniffle, or *", convert)
 }
 
 const PRINCIPAL_BYTES_MAX: usize = 1024;

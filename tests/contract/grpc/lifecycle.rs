@@ -265,7 +265,7 @@ fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
         task_attempt_id: 1,
     };
     session.end_block(header).unwrap();
-    session.commit(0).unwrap();
+    session.commit().unwrap();
 }
 
 /// Paused time, so without the gRPC listener: 60 s of silence, looked for every 10 s.

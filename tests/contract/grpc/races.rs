@@ -151,7 +151,7 @@ async fn a_send_that_has_begun_is_finished_before_the_worker_stops() {
 async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     let setup = Setup {
         memory: "read_buffer_capacity = \"4MiB\"",
-        tables: "[grpc]\nrequest_timeout_sec = 1",
+        tables: "[grpc]\nanswer_timeout_sec = 1",
         ..Setup::default()
     };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
@@ -184,7 +184,6 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     })
     .await;
     assert!(pool.used_bytes() <= 4 << 20);
-    // Three times the request's timeout is the longest that a stream lives.
     eventually("the answer is given up", || match pool.used_bytes() {
         0 => Ok(()),
         held => Err(format!("{held} bytes are held")),
@@ -194,34 +193,6 @@ async fn a_reader_that_takes_nothing_holds_a_bounded_amount_and_not_for_ever() {
     assert!(taken.is_err(), "the stream was reset, so that it is not taken for the whole");
     drop(channel);
     fixture.assert_reads(&key, 0, &[large]).await;
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connections_beyond_the_limit_are_closed_and_make_room_again() {
-    let setup = Setup { tables: "[grpc]\nmax_connections = 2", ..Setup::default() };
-    let fixture = WorkerFixture::with(setup).await;
-    let address = fixture.worker.addresses().grpc;
-    // The fixture's own client is the first.
-    let second = raw::connect(address).await;
-    let path = "/rss.common.ShuffleServer/appHeartbeat";
-    let heartbeat = vec![raw::prefixed(&[])];
-    let answer = raw::call(&second, path, heartbeat.clone(), raw::End::Closed).await;
-    assert_eq!(answer.grpc_status, Some(0));
-    let mut third = tokio::net::TcpStream::connect(address).await.unwrap();
-    let mut nothing = [0; 1];
-    let closed = tokio::io::AsyncReadExt::read(&mut third, &mut nothing).await;
-    assert!(!matches!(closed, Ok(1..)), "{closed:?}");
-    drop(second);
-    eventually("there is room again", || match fixture.metric("grpc_server_connection_number") {
-        1.0 => Ok(()),
-        open => Err(format!("{open} connections")),
-    })
-    .await;
-    let again = raw::connect(address).await;
-    let answer = raw::call(&again, path, heartbeat, raw::End::Closed).await;
-    assert_eq!(answer.grpc_status, Some(0));
-    drop(again);
     fixture.finish().await;
 }
 

@@ -408,7 +408,7 @@ impl History {
     }
 
     fn commit(&mut self, send: OpenSend) {
-        let committed = send.session.commit(0);
+        let committed = send.session.commit();
         let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch)
         else {
             assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");

@@ -199,21 +199,22 @@ async fn a_read_with_a_filter_that_is_no_bitmap_is_refused() {
 }
 
 #[tokio::test]
-async fn connections_over_the_limit_are_closed() {
+async fn n3_the_connection_that_did_least_lately_makes_room() {
     let fixture = TcpFixture::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
-    let (mut first, mut second) = (fixture.raw().await, fixture.raw().await);
+    let send = frame(&fixture.request(1, &[block(0, 10)]));
+    let (mut working, mut silent) = (fixture.raw().await, fixture.raw().await);
+    working.say(&send).await;
+    assert_eq!(working.hear().await.status, 0);
     let mut third = fixture.raw().await;
-    third.expect_close().await;
-    fixture.until("both are counted", |fixture| fixture.metric("urpc_connection_number") == 2.0).await;
-    drop(first);
-    fixture.until("a place is free", |fixture| fixture.metric("netty_active_connection") < 2.0).await;
-    first = fixture.raw().await;
-    for peer in [&mut first, &mut second] {
-        let request = fixture.request(1, &[block(0, 10)]);
-        peer.say(&frame(&request)).await;
+    silent.expect_close().await;
+    for peer in [&mut third, &mut working] {
+        peer.say(&send).await;
         assert_eq!(peer.hear().await.status, 0);
     }
-    drop((first, second));
+    fixture.until("two are open", |fixture| fixture.metric("urpc_connection_number") == 2.0).await;
+    assert_eq!(fixture.metric("urpc_connection_refused_total"), 1.0);
+    drop((working, silent, third));
+    fixture.until("places are given back", |fixture| fixture.metric("netty_active_connection") == 0.0).await;
     fixture.finish().await;
 }
 

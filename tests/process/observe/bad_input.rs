@@ -9,7 +9,7 @@ use uniffle_testkit::worker::{Setup, Worker};
 
 #[test]
 fn absurd_requests_are_answered_by_name() {
-    let worker = Worker::start(&Setup::default());
+    let worker = Worker::start(&Setup { tables: "[http]\nprofiles = true", ..Setup::default() });
     let port = worker.ready().http_port;
     let long = format!("/debug/pprof/profile?{}", "x".repeat(100_000));
     for (path, status, text) in [
@@ -35,8 +35,10 @@ fn absurd_requests_are_answered_by_name() {
 
 #[test]
 fn scrape_storms_and_slow_clients_do_not_reach_the_data() {
-    let setup =
-        Setup { tables: "[http]\nmax_connections = 16\nrequest_timeout_sec = 10", ..Setup::default() };
+    let setup = Setup {
+        tables: "[http]\nprofiles = true\nmax_connections = 16\nrequest_timeout_sec = 10",
+        ..Setup::default()
+    };
     let worker = Worker::start(&setup);
     let port = worker.ready().http_port;
     let load = Load::start(&worker, "200MB", 3);

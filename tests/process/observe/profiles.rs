@@ -19,10 +19,39 @@ fn functions(profile: &[u8]) -> String {
     run(&mut pprof)
 }
 
+/// The administration is open, where profiles are.
+fn setup() -> Setup {
+    Setup { made_tables: "[admin]\nport = 0".to_owned(), ..Setup::default() }
+}
+
+fn port(worker: &Worker) -> u16 {
+    worker.ready().admin_port.unwrap()
+}
+
+#[test]
+fn n12_profiles_and_dumps_are_the_administrations_unless_they_are_opened() {
+    let paths =
+        ["/debug/pprof/profile?seconds=1", "/debug/pprof/heap", "/debug/heap/profile", "/debug/tasks"];
+    let open = |tables: &str| {
+        let tables = format!("[admin]\nport = 0\n{tables}");
+        let worker = Worker::start(&Setup { made_tables: tables, ..Setup::default() });
+        let status = |port, path| ask(port, "GET", path).0;
+        let found = paths.map(|path| {
+            assert_ne!(status(port(&worker), path), 404, "{path}");
+            assert_eq!(ask(port(&worker), "POST", path).0, 405, "{path}");
+            status(worker.ready().http_port, path) != 404
+        });
+        worker.stop();
+        found
+    };
+    assert_eq!(open(""), [false; 4]);
+    assert_eq!(open("[http]\nprofiles = true"), [true; 4]);
+}
+
 #[test]
 fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
-    let worker = Worker::start(&Setup::default());
-    let port = worker.ready().http_port;
+    let worker = Worker::start(&setup());
+    let port = port(&worker);
     // More than is needed: it ends with the profiles.
     let load = Load::start(&worker, "300MB", 10_000);
     let first = thread::spawn(move || {
@@ -37,7 +66,7 @@ fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
         let text = String::from_utf8_lossy(&text).into_owned();
         if status == 409 { Ok(text) } else { Err(format!("{status}")) }
     });
-    assert_eq!(busy, "another profile is being taken; there can be one at a time\n");
+    assert_eq!(busy, "another profile or dump is being taken; there can be one at a time\n");
     let profile = first.join().unwrap();
     let (status, svg) = ask_text(port, "GET", "/debug/pprof/profile?seconds=1&frequency=500&format=svg");
     assert_eq!(status, 200);
@@ -59,10 +88,10 @@ fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
 fn heap_profiles_work_as_documented() {
     let setup = Setup {
         env: vec![("_RJEM_MALLOC_CONF", "prof:true,prof_prefix:jeprof.out,lg_prof_sample:12".to_owned())],
-        ..Setup::default()
+        ..setup()
     };
     let worker = Worker::start(&setup);
-    let port = worker.ready().http_port;
+    let port = port(&worker);
     Load::start(&worker, "50MB", 1).finish();
     for path in ["/debug/pprof/heap", "/debug/heap/profile"] {
         let (status, profile) = ask(port, "GET", path);
@@ -81,8 +110,8 @@ fn heap_profiles_work_as_documented() {
 
 #[test]
 fn heap_profiles_are_off_by_default_and_say_so() {
-    let worker = Worker::start(&Setup::default());
-    let (status, text) = ask_text(worker.ready().http_port, "GET", "/debug/pprof/heap");
+    let worker = Worker::start(&setup());
+    let (status, text) = ask_text(port(&worker), "GET", "/debug/pprof/heap");
     assert_eq!(status, 409, "{text}");
     assert!(text.starts_with("heap profiling is not active"), "{text}");
     worker.stop();
@@ -91,14 +120,10 @@ fn heap_profiles_are_off_by_default_and_say_so() {
 /// At run time, by the administration only. The sampling is finer than by default, so that a small load shows.
 #[test]
 fn heap_profiles_are_switched_on_and_off_by_a_call() {
-    let setup = Setup {
-        env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())],
-        made_tables: "[admin]\nport = 0".to_owned(),
-        ..Setup::default()
-    };
+    let setup = Setup { env: vec![("MALLOC_CONF", "lg_prof_sample:12".to_owned())], ..setup() };
     let worker = Worker::start(&setup);
     let (http, admin) = (worker.ready().http_port, worker.ready().admin_port.unwrap());
-    let profile = || ask(http, "GET", "/debug/pprof/heap");
+    let profile = || ask(admin, "GET", "/debug/pprof/heap");
     let switch = |to: &str| ask_text(admin, "POST", &format!("/admin/heap-profile/{to}"));
     assert_eq!(ask(http, "POST", "/admin/heap-profile/activate").0, 404, "not at the open listener");
     assert_eq!(ask(admin, "GET", "/admin/heap-profile/activate").0, 405);
@@ -120,7 +145,7 @@ fn heap_profiles_are_switched_on_and_off_by_a_call() {
     for _ in 0..2 {
         assert_eq!(switch("deactivate"), (200, "{\"heap_profiling\":\"inactive\"}".to_owned()));
     }
-    let (status, text) = ask_text(http, "GET", "/debug/pprof/heap");
+    let (status, text) = ask_text(admin, "GET", "/debug/pprof/heap");
     assert!(status == 409 && text.starts_with("heap profiling is not active"), "{status} {text}");
     let calls = worker.log().matches("call=/admin/heap-profile/").count();
     assert_eq!(calls, 4, "{}", worker.log());
@@ -131,8 +156,8 @@ fn heap_profiles_are_switched_on_and_off_by_a_call() {
 
 #[test]
 fn the_task_dump_says_where_each_task_waits() {
-    let worker = Worker::start(&Setup::default());
-    let (status, text) = ask_text(worker.ready().http_port, "GET", "/debug/tasks");
+    let worker = Worker::start(&setup());
+    let (status, text) = ask_text(port(&worker), "GET", "/debug/tasks");
     assert_eq!(status, 200, "{text}");
     for name in ["grpc accept", "flush scheduler", "flush worker", "tier maintenance"] {
         assert!(text.contains(&format!("{name} (oldest ")), "{name}: {text}");

@@ -172,7 +172,7 @@ async fn the_open_listener_changes_nothing() {
 
 /// Uniffle's own call has no token: who is heard is a matter of the address, and by default of being a coordinator's.
 #[tokio::test]
-async fn grpc_decommissions_for_those_who_are_named_only() {
+async fn n15_grpc_decommissions_for_those_who_are_named_only() {
     let cases = [
         ("", "", false),
         ("", "grpc_decommission = \"off\"", false),
@@ -182,6 +182,10 @@ async fn grpc_decommissions_for_those_who_are_named_only() {
         ("coordinator_quorum = [\"localhost:1\"]", "", true),
         ("coordinator_quorum = [\"127.0.0.2:1\", \"no-such-host.invalid:1\"]", "", false),
         ("coordinator_quorum = [\"127.0.0.1:1\"]", "grpc_decommission = \"off\"", false),
+        // N15: coordinators whose calls come from elsewhere.
+        ("coordinator_quorum = [\"127.0.0.2:1\"]", "grpc_decommission_networks = [\"127.0.0.0/30\"]", true),
+        ("coordinator_quorum = [\"127.0.0.2:1\"]", "grpc_decommission_networks = [\"10.0.0.0/8\"]", false),
+        ("", "grpc_decommission = \"off\"\ngrpc_decommission_networks = [\"127.0.0.1\"]", true),
     ];
     for (top, admin, is_heard) in cases {
         let fixture = AdminFixture::with_file(top, admin).await;

@@ -255,7 +255,6 @@ impl Decoder {
                 self.ticket = int64;
             }
             (Level::Root, 5) => self.summary.timestamp_ms = int64,
-            (Level::Root, 6) => self.summary.stage_attempt = int32,
             (Level::Data, 1) => {
                 if self.entry_blocks > 0 && int32 != self.partition_id {
                     return Err(self.malformed("a partition id stands after its blocks"));

@@ -53,6 +53,4 @@ pub struct Summary {
     pub payload_bytes: u64,
     /// Field 5, milliseconds; 0 = unset.
     pub timestamp_ms: i64,
-    /// Field 6.
-    pub stage_attempt: i32,
 }

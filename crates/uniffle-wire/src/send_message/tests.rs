@@ -214,7 +214,6 @@ proptest! {
                 blocks: blocks.len() as u64,
                 payload_bytes: blocks.iter().map(|(_, _, data)| data.len() as u64).sum(),
                 timestamp_ms: classic.timestamp,
-                stage_attempt: classic.stage_attempt_number,
             });
         }
     }

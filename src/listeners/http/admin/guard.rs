@@ -22,6 +22,12 @@ use crate::telemetry::{AUDIT, LogLimiter};
 /// Largest body of a call: 64 tags of 100 characters are a tenth of it.
 const BODY_BYTES_MAX: usize = 64 << 10;
 
+/// Below this nothing changes the worker's state.
+const PROFILES: &str = "/debug/";
+
+/// Says in every request of a browser, also in one without `Origin`, where the page is from that makes it.
+const FETCH_SITE: &str = "sec-fetch-site";
+
 /// Between two log lines about callers that were turned away; the others are counted.
 const DENIED_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -79,10 +85,12 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
         gate.note_denied(peer, response.status());
         return response;
     }
-    if request.method() != Method::POST {
+    let method = if request.uri().path().starts_with(PROFILES) { Method::GET } else { Method::POST };
+    if request.method() != method {
         gate.metrics.calls.with_label_values(&["failed"]).inc();
-        let allow = [(header::ALLOW, "POST")];
-        return (allow, refusal(StatusCode::METHOD_NOT_ALLOWED, "calls are POST only")).into_response();
+        let allow = [(header::ALLOW, method.as_str())];
+        let reason = "calls are POST only, profiles GET only";
+        return (allow, refusal(StatusCode::METHOD_NOT_ALLOWED, reason)).into_response();
     }
     let path = request.uri().path().to_owned();
     let response = next.run(request).await;
@@ -99,7 +107,7 @@ impl Gate {
     fn admit(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<(), Denial> {
         let Some(token) = &self.token else {
             let is_local = peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback());
-            let is_browser = headers.contains_key(header::ORIGIN);
+            let is_browser = headers.contains_key(header::ORIGIN) || headers.contains_key(FETCH_SITE);
             return match (is_local, is_browser) {
                 (true, false) => Ok(()),
                 (true, true) => Err(Denial::Browser),
@@ -164,8 +172,9 @@ mod tests {
         for far in ["10.0.0.1:9", "[2001:db8::1]:9", "0.0.0.0:9"] {
             assert_eq!(status(&gate, None, far), Some(Denial::Remote), "{far}");
         }
-        let page = Some((header::ORIGIN, "http://evil.example"));
-        assert_eq!(status(&gate, page, "127.0.0.1:9"), Some(Denial::Browser));
+        for said in [(header::ORIGIN, "http://evil.example"), (FETCH_SITE.parse().unwrap(), "cross-site")] {
+            assert_eq!(status(&gate, Some(said), "127.0.0.1:9"), Some(Denial::Browser));
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Counters of the administration.
 
-use prometheus::{IntCounterVec, IntGauge};
+use prometheus::{IntCounter, IntCounterVec, IntGauge};
 
 use crate::metrics;
 
@@ -8,6 +8,8 @@ metrics::table! {
     #[derive(Clone)]
     pub(crate) struct AdminMetrics {
         connections: IntGauge = "admin_connection_number", "connections of the administration now open";
+        closed: IntCounter = "admin_connection_refused_total",
+            "connections of the administration closed because new ones wanted their places";
         calls: IntCounterVec["result"] = "admin_calls_total", "administration calls, by result";
     }
 }

@@ -1,6 +1,6 @@
-//! Administration: everything over HTTP that changes the worker's state, on a listener of its own.
+//! Administration: everything over HTTP that changes the worker's state or costs it much, on a listener of its own.
 //!
-//! Invariant: [`guard`] stands before every route, mounted ones too: POST only, a bearer token (or, without one, a
+//! Invariant: [`guard`] stands before every route, mounted ones too: POST only (GET for profiles), a bearer token (or, without one, a
 //! program on this machine that is no browser), a bounded body, and one event at the tracing target `audit` per call.
 //! The connections are those of `serve.rs`, bounded in number and time. The calls themselves are the service's and the
 //! composition root's ([`AdminHooks`]); here they are translated.
@@ -24,13 +24,21 @@ use super::serve::{self, HttpConfig};
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
 
-const NAMES: Names = Names { listener: "admin", accepting: "admin accept", connection: "http connection" };
+const NAMES: Names = Names {
+    listener: "admin",
+    accepting: "admin accept",
+    connection: "http connection",
+    limit: "16, which is no key",
+};
 
-/// Connections at once: people and their scripts.
-const CONNECTIONS_MAX: usize = 16;
-
-/// From accept to the last byte of the answer. Nothing here waits for data to move.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// Calls at once: people and their scripts; from accept to the last byte of the answer, since nothing here waits for data to
+/// move.
+const CONFIG: HttpConfig = HttpConfig {
+    max_connections: 16,
+    opening_timeout: Duration::from_secs(10),
+    profiles: true,
+    request_timeout: Duration::from_secs(30),
+};
 
 /// The administration's listener.
 #[derive(Debug)]
@@ -39,7 +47,7 @@ pub struct AdminServer;
 impl AdminServer {
     /// Serves on `binding` in tasks of `tasks` until they are cancelled. Callers must show `token`; without one only those
     /// on this machine are heard. `mounted` are the routes of other parts: they are guarded as the own ones, so they
-    /// need be nothing but handlers of POST below `/admin/`.
+    /// need be nothing but handlers of POST below `/admin/`, or of GET below `/debug/`.
     ///
     /// # Errors
     /// When `registry` has its metrics already.
@@ -56,10 +64,9 @@ impl AdminServer {
             metrics.calls.with_label_values(&[result]); // there from the start, so that a rate of them is one
         }
         let router = calls::router(hooks).merge(mounted);
-        let connections = metrics.connections.clone();
+        let counts = (metrics.connections.clone(), metrics.closed.clone());
         let router = guard::protect(router, token, metrics);
-        let config = HttpConfig { max_connections: CONNECTIONS_MAX, request_timeout: REQUEST_TIMEOUT };
-        serve::start(NAMES, config, binding.into(), router, connections, tasks);
+        serve::start(NAMES, CONFIG, binding.into(), router, counts, tasks);
         Ok(())
     }
 }

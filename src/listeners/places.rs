@@ -1,0 +1,270 @@
+//! The connections of one listener: how many there may be, what each is doing, and which one goes when another wants in.
+//!
+//! Not here: sockets and deadlines (`acceptor`). Invariants: there are never more connections in the table than allowed;
+//! one is in it until it ends or its place is given away. A connection that has not begun its protocol goes before one
+//! without a request, that one before one with a request, and among equals the one that got on least lately. So
+//! connections that only hold places cannot keep out one that works.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures::future::{AbortHandle, AbortRegistration};
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// Connections that have not begun of which one look through the table chooses so many to go. While they do not begin they
+/// stay the right ones, because all others came later or rank higher: so a storm of connects does not look through the
+/// table each time.
+const CHOSEN: usize = 64;
+
+/// The table. Clones share it.
+#[derive(Debug, Clone)]
+pub(super) struct Places {
+    max: usize,
+    since: Instant,
+    table: Arc<Mutex<Table>>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    next: u64,
+    open: HashMap<u64, Arc<Seat>>,
+    /// Who goes next, the last one first, ranked as they were when they were chosen.
+    chosen: Vec<(Rank, u64)>,
+}
+
+/// What a connection is doing, from what goes first to what goes last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// It has not begun its protocol.
+    Opening,
+    /// It has no request.
+    Idle,
+    /// It has one.
+    Busy,
+}
+
+/// The least goes first: the stage, then the ms at which it last got on.
+type Rank = (Stage, u64);
+
+/// What a connection is doing; whoever serves it keeps this up to date.
+#[derive(Debug)]
+pub(super) struct Seat {
+    since: Instant,
+    is_open: AtomicBool,
+    requests: AtomicU32,
+    progressed_ms: AtomicU64,
+    close: AbortHandle,
+}
+
+/// A request of a connection, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Request(Arc<Seat>);
+
+/// A connection's place in the table, given back on drop.
+#[derive(Debug)]
+pub(super) struct Held {
+    number: u64,
+    seat: Arc<Seat>,
+    table: Arc<Mutex<Table>>,
+}
+
+impl Places {
+    /// Places for `max` connections, at least one.
+    pub(super) fn new(max: usize) -> Self {
+        Self { max: max.max(1), since: Instant::now(), table: Arc::default() }
+    }
+
+    /// A place for a connection that is closed through the handle. When none is free a connection is closed for it: what
+    /// that one was doing, and for how long it had not got on.
+    pub(super) fn take(&self, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
+        let seat = Arc::new(Seat {
+            since: self.since,
+            is_open: AtomicBool::new(false),
+            requests: AtomicU32::new(0),
+            progressed_ms: AtomicU64::new(ms(self.since)),
+            close,
+        });
+        let mut table = self.table.lock();
+        let closed = if table.open.len() >= self.max { table.close_one() } else { None };
+        let number = table.next;
+        table.next += 1;
+        table.open.insert(number, Arc::clone(&seat));
+        drop(table);
+        let closed =
+            closed.map(|(stage, at)| (stage, Duration::from_millis(ms(self.since).saturating_sub(at))));
+        (Held { number, seat, table: Arc::clone(&self.table) }, closed)
+    }
+}
+
+impl Table {
+    /// Closes the connection with the least reason to stay.
+    fn close_one(&mut self) -> Option<Rank> {
+        loop {
+            if self.chosen.is_empty() {
+                self.chosen = choose(self.open.iter().map(|(number, seat)| (seat.rank(), *number)).collect());
+            }
+            let (rank, number) = self.chosen.pop()?;
+            // One that ended or did something meanwhile is not the one that was chosen.
+            if self.open.get(&number).is_some_and(|seat| seat.rank() == rank)
+                && let Some(seat) = self.open.remove(&number)
+            {
+                seat.close.abort();
+                return Some(rank);
+            }
+        }
+    }
+}
+
+/// Those of `open` that go first, the first one last: of those that have begun it is one.
+fn choose(mut open: Vec<(Rank, u64)>) -> Vec<(Rank, u64)> {
+    let opening = open.iter().filter(|((stage, _), _)| *stage == Stage::Opening).count();
+    let chosen = opening.clamp(1, CHOSEN);
+    if open.len() > chosen {
+        open.select_nth_unstable(chosen - 1);
+        open.truncate(chosen);
+    }
+    open.sort_unstable_by(|one, other| other.cmp(one));
+    open
+}
+
+impl Seat {
+    /// The connection has begun its protocol.
+    pub(super) fn opened(&self) {
+        self.is_open.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it has.
+    pub(super) fn is_open(&self) -> bool {
+        self.is_open.load(Ordering::Relaxed)
+    }
+
+    /// Bytes came or went.
+    pub(super) fn progressed(&self) {
+        self.progressed_ms.store(ms(self.since), Ordering::Relaxed);
+    }
+
+    /// A request has begun.
+    pub(super) fn request(self: &Arc<Self>) -> Request {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.progressed();
+        Request(Arc::clone(self))
+    }
+
+    fn rank(&self) -> Rank {
+        let stage = match (self.is_open(), self.requests.load(Ordering::Relaxed)) {
+            (false, _) => Stage::Opening,
+            (true, 0) => Stage::Idle,
+            (true, _) => Stage::Busy,
+        };
+        (stage, self.progressed_ms.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        self.0.progressed();
+        self.0.requests.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Held {
+    pub(super) fn seat(&self) -> &Arc<Seat> {
+        &self.seat
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.table.lock().open.remove(&self.number);
+    }
+}
+
+/// Milliseconds since `since`.
+fn ms(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What closes a connection, and what the connection runs under.
+pub(super) fn closing() -> (AbortHandle, AbortRegistration) {
+    AbortHandle::new_pair()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tokio::time::advance;
+
+    use super::*;
+
+    fn take(places: &Places) -> (Held, Option<Stage>) {
+        let (held, closed) = places.take(closing().0);
+        (held, closed.map(|(stage, _)| stage))
+    }
+
+    fn is_closed(held: &Held) -> bool {
+        held.seat.close.is_aborted()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_has_begun_nothing_goes_before_what_is_idle_and_that_before_what_works() {
+        let places = Places::new(3);
+        let (busy, idle, opening) = (take(&places).0, take(&places).0, take(&places).0);
+        busy.seat().opened();
+        let request = busy.seat().request();
+        idle.seat().opened();
+        advance(Duration::from_secs(9)).await;
+        opening.seat().progressed();
+        let (first, closed) = take(&places);
+        assert_eq!((closed, is_closed(&opening)), (Some(Stage::Opening), true));
+        first.seat().opened();
+        advance(Duration::from_secs(1)).await;
+        first.seat().progressed();
+        let (second, closed) = take(&places);
+        assert_eq!((closed, is_closed(&idle), is_closed(&first)), (Some(Stage::Idle), true, false));
+        second.seat().opened();
+        drop(request);
+        advance(Duration::from_secs(1)).await;
+        second.seat().progressed();
+        let (third, closed) = places.take(closing().0);
+        assert_eq!(closed, Some((Stage::Idle, Duration::from_secs(1))), "which is how long it did nothing");
+        drop((busy, idle, opening, first, second, third));
+        assert!(places.table.lock().open.is_empty());
+        assert_eq!(take(&places).1, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_was_chosen_and_begins_stays_and_so_do_those_that_had_begun() {
+        let places = Places::new(10);
+        let all: Vec<Held> = (0..10).map(|_| take(&places).0).collect();
+        all[..3].iter().for_each(|held| held.seat().opened());
+        let first = take(&places);
+        assert!(first.1 == Some(Stage::Opening) && is_closed(&all[3]));
+        all[4].seat().opened();
+        advance(Duration::from_secs(1)).await;
+        let storm: Vec<_> = (0..100).map(|_| take(&places)).collect();
+        assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
+        let stayed = [0, 1, 2, 4].iter().all(|at| !is_closed(&all[*at]));
+        assert!(stayed && all[5..].iter().all(is_closed));
+    }
+
+    proptest! {
+        #[test]
+        fn those_chosen_are_the_least_of_all_in_order(
+            ranks in prop::collection::vec((0u8..3, 0u64..50), 0..300),
+        ) {
+            let stage = |number| [Stage::Opening, Stage::Idle, Stage::Busy][usize::from(number)];
+            let open = ranks.iter().map(|(number, at)| (stage(*number), *at));
+            let open: Vec<(Rank, u64)> = open.zip(0..).collect();
+            let mut chosen = choose(open.clone());
+            chosen.reverse();
+            let mut sorted = open;
+            sorted.sort_unstable();
+            let opening = sorted.iter().take_while(|((stage, _), _)| *stage == Stage::Opening).count();
+            sorted.truncate(opening.clamp(1, CHOSEN));
+            prop_assert_eq!(chosen, sorted);
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Networks as `address/prefix` (CIDR). Pure.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use super::kind::{Kind, parsed};
+
+/// The addresses that begin with the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Network {
+    address: IpAddr,
+    prefix: u32,
+}
+
+impl Network {
+    /// Reads `10.0.0.0/8`, `fd00::/8`, or one address.
+    ///
+    /// # Errors
+    /// What is allowed.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let allowed = || "networks such as \"10.0.0.0/8\" or \"fd00::/8\", or addresses".to_owned();
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let address: IpAddr = address.parse().map_err(|_| allowed())?;
+        let prefix = prefix.map_or(Ok(bits(address)), |prefix| prefix.parse().map_err(|_| allowed()))?;
+        let behind = bits(address).checked_sub(prefix).ok_or_else(allowed)?;
+        // 10.1.2.3/8 is more likely a slip than a way to write 10.0.0.0/8.
+        if number(address).trailing_zeros() < behind {
+            return Err(format!("{}; this one has bits set behind its prefix", allowed()));
+        }
+        Ok(Self { address, prefix })
+    }
+
+    /// Whether `address`, IPv4 in its own form, is one of them.
+    #[must_use]
+    pub fn holds(&self, address: IpAddr) -> bool {
+        let differ = number(address) ^ number(self.address);
+        let behind = bits(self.address) - self.prefix;
+        address.is_ipv4() == self.address.is_ipv4() && differ.checked_shr(behind).unwrap_or(0) == 0
+    }
+}
+
+fn number(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(address) => u128::from(address.to_bits()),
+        IpAddr::V6(address) => address.to_bits(),
+    }
+}
+
+fn bits(address: IpAddr) -> u32 {
+    if address.is_ipv4() { 32 } else { 128 }
+}
+
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.prefix)
+    }
+}
+
+/// A network.
+pub fn network() -> Kind<Network> {
+    parsed("a network such as 10.0.0.0/8", Network::parse)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_no_network_is_refused() {
+        for text in
+            ["", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0/8", "host/8", "10.1.0.0/8", "fd00::/129", "::1/0"]
+        {
+            assert!(Network::parse(text).is_err(), "{text}");
+        }
+        assert!(Network::parse("0.0.0.0/0").unwrap().holds("10.1.2.3".parse().unwrap()));
+        assert!(!Network::parse("0.0.0.0/0").unwrap().holds("::1".parse().unwrap()));
+        assert_eq!(Network::parse("10.0.0.1").unwrap().to_string(), "10.0.0.1/32");
+        let private = Network::parse("fd00::/8").unwrap();
+        assert!(private.holds("fdff::1".parse().unwrap()) && !private.holds("fe80::1".parse().unwrap()));
+    }
+
+    proptest! {
+        #[test]
+        fn an_address_is_in_the_network_of_its_first_bits(address: u32, other: u32, prefix in 0u32..=32) {
+            let mask = u32::MAX.checked_shl(32 - prefix).unwrap_or(0);
+            let text = format!("{}/{prefix}", IpAddr::V4((address & mask).into()));
+            let network = Network::parse(&text).unwrap();
+            prop_assert_eq!(network.to_string(), text);
+            prop_assert!(network.holds(IpAddr::V4(address.into())));
+            prop_assert_eq!(network.holds(IpAddr::V4(other.into())), (address ^ other) & mask == 0);
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Connections that hold places and do nothing with them: each state has an end, and the idlest makes room.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use uniffle_client::send::{self, SendForm};
+
+use super::blocks::{batch, block};
+use super::fixture::{Setup, WorkerFixture, eventually, key};
+use super::raw;
+
+/// The preface and an empty SETTINGS frame (RFC 9113 §3.4, §6.5).
+const BEGINNING: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+/// A PING frame.
+const PING: &[u8] = b"\0\0\x08\x06\0\0\0\0\0ping-pin";
+/// What a busy machine may take beyond any deadline.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+async fn said(address: SocketAddr, bytes: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(bytes).await.unwrap();
+    stream
+}
+
+/// The worker closes it, by itself.
+async fn expect_close(mut stream: TcpStream, what: &str) {
+    let mut rest = Vec::new();
+    let ended = timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
+    assert!(ended.is_ok(), "{what}: still open");
+}
+
+/// Both sides have begun, and the worker answers.
+async fn expect_pong(stream: &mut TcpStream) {
+    stream.write_all(PING).await.unwrap();
+    let mut seen = Vec::new();
+    let pong = async {
+        while !seen.windows(8).any(|bytes| bytes == b"ping-pin") {
+            assert_ne!(stream.read_buf(&mut seen).await.unwrap(), 0, "closed");
+        }
+    };
+    timeout(PATIENCE, pong).await.expect("an answer to the ping");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n3_a_connection_that_does_not_begin_is_closed_and_one_that_has_begun_may_idle() {
+    let setup = Setup { tables: "[grpc]\nopening_timeout_sec = 1", ..Setup::default() };
+    let fixture = WorkerFixture::with(setup).await;
+    let address = fixture.worker.addresses().grpc;
+    let mut idle = said(address, BEGINNING).await;
+    expect_pong(&mut idle).await;
+    let half = BEGINNING.len() - 4;
+    for (what, opening) in [
+        ("silent", &BEGINNING[..0]),
+        ("a byte of the preface", &BEGINNING[..1]),
+        ("the preface alone", &BEGINNING[..24]),
+        ("half of SETTINGS", &BEGINNING[..half]),
+    ] {
+        expect_close(said(address, opening).await, what).await;
+    }
+    // It is older than all of them.
+    expect_pong(&mut idle).await;
+    drop(idle);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n3_half_sent_prefaces_do_not_keep_others_out() {
+    let setup =
+        Setup { tables: "[grpc]\nmax_connections = 4\nopening_timeout_sec = 3600", ..Setup::default() };
+    let fixture = WorkerFixture::with(setup).await;
+    let address = fixture.worker.addresses().grpc;
+    let mut idle = said(address, BEGINNING).await;
+    expect_pong(&mut idle).await;
+    let mut halves = Vec::new();
+    for _ in 0..20 {
+        halves.push(said(address, b"P").await);
+    }
+    let path = "/rss.common.ShuffleServer/appHeartbeat";
+    let newcomer = raw::connect(address).await;
+    let answer = raw::call(&newcomer, path, vec![raw::prefixed(&[])], raw::End::Closed).await;
+    assert_eq!(answer.grpc_status, Some(0));
+    // Those that had begun are there still: the fixture's client, this one, the newcomer.
+    expect_pong(&mut idle).await;
+    for half in halves.drain(..10) {
+        expect_close(half, "a half-sent preface beyond the limit").await;
+    }
+    assert!(fixture.metric("grpc_refused_connection_total") >= 10.0);
+    drop((halves, newcomer, idle));
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n3_the_idlest_makes_room_for_one_more() {
+    let setup = Setup { tables: "[grpc]\nmax_connections = 3", ..Setup::default() };
+    let fixture = WorkerFixture::with(setup).await;
+    let address = fixture.worker.addresses().grpc;
+    let (mut first, mut second) = (said(address, BEGINNING).await, said(address, BEGINNING).await);
+    expect_pong(&mut first).await;
+    expect_pong(&mut second).await;
+    // Later than both: the fixture's client and the first.
+    fixture.client.register(&key("app-1", 1), &[(0, 0)]).await.unwrap();
+    expect_pong(&mut first).await;
+    let mut third = said(address, BEGINNING).await;
+    expect_pong(&mut third).await;
+    expect_close(second, "the idlest").await;
+    expect_pong(&mut first).await;
+    assert_eq!(fixture.metric("grpc_refused_connection_total"), 1.0);
+    drop((first, third));
+    eventually("places are given back", || match fixture.metric("grpc_server_connection_number") {
+        1.0 => Ok(()),
+        open => Err(format!("{open} connections")),
+    })
+    .await;
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n3_a_request_that_pauses_is_given_up_and_its_connection_goes_on() {
+    let setup = Setup { tables: "[grpc]\nframe_timeout_sec = 1", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    let parts = batch(0, &[block(0, 1, 0, 1 << 20)]);
+    let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
+    let message = raw::framed(&send::request(&key, ticket, SendForm::Classic, &parts));
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
+    let half = message.slice(..message.len() / 2);
+    let answer = raw::call(&channel, raw::SEND, vec![half], raw::End::Stalled).await;
+    assert_eq!(answer.grpc_status, Some(4), "DEADLINE_EXCEEDED: {}", answer.grpc_message);
+    assert!(answer.grpc_message.contains("grpc.frame_timeout_sec"), "{}", answer.grpc_message);
+    fixture.assert_memory_is_free().await;
+    let heartbeat = vec![raw::prefixed(&[])];
+    let path = "/rss.common.ShuffleServer/appHeartbeat";
+    assert_eq!(raw::call(&channel, path, heartbeat, raw::End::Closed).await.grpc_status, Some(0));
+    drop(channel);
+    fixture.finish().await;
+}
+
+/// Clients since 0.10 send Spark's number, which begins at 0 again when a later job recomputes the shuffle.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n5_a_lower_stage_attempt_is_taken() {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 1)]).await.unwrap();
+    let channel = raw::connect(fixture.worker.addresses().grpc).await;
+    let mut all = Vec::new();
+    for (sequence, attempt) in [(0, 3), (1, 0), (2, 1)] {
+        let block = block(0, 1, sequence, 1000);
+        let parts = batch(0, std::slice::from_ref(&block));
+        let ticket = fixture.client.require_buffer(&key, &parts).await.unwrap();
+        let mut request = send::request(&key, ticket, SendForm::Classic, &parts);
+        request.stage_attempt_number = attempt;
+        let answer = raw::call(&channel, raw::SEND, vec![raw::framed(&request)], raw::End::Closed).await;
+        assert_eq!(answer.send_status(), (uniffle_worker::proto::StatusCode::Success, "OK".to_owned()));
+        all.push(block);
+    }
+    fixture.assert_reads(&key, 0, &all).await;
+    drop(channel);
+    fixture.finish().await;
+}
