@@ -16,6 +16,7 @@ use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
 use super::metadata_record::{self, MetadataRecord};
 use super::sync::SyncWrites;
+use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
@@ -79,14 +80,15 @@ fn parse_file(name: &str) -> Option<(LogKind, u32)> {
     Some((LogKind::of(extension)?, number.parse().ok()?))
 }
 
-/// An operation of a disk that still answers, within its deadline; a failure is noted against the disk.
+/// An operation of a disk, within its deadline; a failure is noted against the disk. One that hung is not asked again, one
+/// that failed is: what it does give back is served.
 async fn ask<T>(
     disk: &LocalDisk,
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    if !disk.is_healthy() {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk failed before"));
+    if disk.condition() == DiskCondition::Hung {
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk did not answer before"));
     }
     let result = within(deadline, operation).await;
     if let Err(error) = &result {
