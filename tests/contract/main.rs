@@ -5,6 +5,7 @@
 //! | `grpc` | docs/protocol.md §12, row by row: [`grpc::fixture::WorkerFixture`] is a whole worker as a user configures it, [`grpc::parts::parts`] gives the same parts over disks that can be made to hang or fail, with a clock that can be paused |
 //! | `tcp`, `per_core` | the raw TCP listener over real sockets, each way to run it |
 //! | `replay` | recorded sessions of real clients |
+//! | `damage` | seeded damages of data directories, against what clients were told |
 //! | `life` | seeded histories of blocks under paused time, against a model |
 //! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
 //!
@@ -15,6 +16,7 @@
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
 
 mod cluster;
+mod damage;
 mod life;
 mod metrics;
 mod replay;

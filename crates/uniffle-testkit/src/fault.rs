@@ -3,6 +3,7 @@
 //! Rules are consumed in order; a rule may let some matching calls pass first. A hung operation has begun: it does its
 //! work when it is released ([`Faults::release`]), even when its caller has given up, as a thread in `pwritev` would.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,7 +87,7 @@ pub struct Rule {
     /// The kind of operation.
     pub operation: Operation,
     /// Only paths that end so (as text); `None` = all. For renames it is the source that counts.
-    pub suffix: Option<&'static str>,
+    pub suffix: Option<Cow<'static, str>>,
     /// Matching calls that pass first.
     pub after: u32,
     /// Matching calls that then fail.
@@ -110,8 +111,8 @@ impl Rule {
 
     /// The same rule for paths that end with `suffix`.
     #[must_use]
-    pub fn on(self, suffix: &'static str) -> Self {
-        Self { suffix: Some(suffix), ..self }
+    pub fn on(self, suffix: impl Into<Cow<'static, str>>) -> Self {
+        Self { suffix: Some(suffix.into()), ..self }
     }
 
     /// The same rule after so many calls that pass.
@@ -133,6 +134,7 @@ struct Inner {
     hung: Vec<BoxFuture<'static, ()>>,
     random: Option<Random>,
     injected: u64,
+    read_only: bool,
 }
 
 impl std::fmt::Debug for Inner {
@@ -189,6 +191,41 @@ impl Faults {
         inner.random = None;
     }
 
+    /// From now on the file system is mounted read-only, or no longer.
+    pub fn set_read_only(&self, read_only: bool) {
+        self.inner.lock().read_only = read_only;
+    }
+
+    /// An operation that would change something.
+    fn change<T: Send + 'static>(
+        &self,
+        operation: Operation,
+        path: &Path,
+        work: BoxFuture<'static, io::Result<T>>,
+    ) -> BoxFuture<'static, io::Result<T>> {
+        if self.inner.lock().read_only {
+            return Box::pin(std::future::ready(Err(io::Error::from_raw_os_error(EROFS))));
+        }
+        self.apply(operation, path, work)
+    }
+
+    /// An operation that changes nothing when `there` answers, as that is there already.
+    fn create<T: Send + 'static, S: Send + 'static>(
+        &self,
+        operation: Operation,
+        path: &Path,
+        (there, work): (BoxFuture<'static, io::Result<S>>, BoxFuture<'static, io::Result<T>>),
+    ) -> BoxFuture<'static, io::Result<T>> {
+        if !self.inner.lock().read_only {
+            return self.apply(operation, path, work);
+        }
+        let work = async move {
+            there.await.map_err(|_| io::Error::from_raw_os_error(EROFS))?;
+            work.await
+        };
+        self.apply(operation, path, Box::pin(work))
+    }
+
     /// Operations that hang now.
     #[must_use]
     pub fn hung(&self) -> usize {
@@ -211,9 +248,12 @@ impl Faults {
 
     fn pick(&self, operation: Operation, path: &Path) -> Option<Fault> {
         let mut inner = self.inner.lock();
+        if inner.read_only && operation == Operation::Write {
+            return Some(Fault::Errno(EROFS));
+        }
         let text = path.to_string_lossy();
         let matches = |rule: &Rule| {
-            let suffix_fits = rule.suffix.is_none_or(|suffix| text.ends_with(suffix));
+            let suffix_fits = rule.suffix.as_deref().is_none_or(|suffix| text.ends_with(suffix));
             rule.operation == operation && rule.times > 0 && suffix_fits
         };
         let mut fault = None;
@@ -293,12 +333,10 @@ impl FaultDisk {
 
     fn open(
         &self,
-        operation: Operation,
         path: &Path,
         opening: BoxFuture<'static, io::Result<Arc<dyn File>>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (faults, path) = (self.faults.clone(), path.to_path_buf());
-        let opening = self.faults.apply(operation, &path, opening);
         Box::pin(async move {
             let file: Arc<dyn File> = Arc::new(FaultFile { file: opening.await?, faults, path });
             Ok(file)
@@ -312,27 +350,30 @@ impl Disk for FaultDisk {
     }
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.open(Operation::OpenWrite, path, self.disk.open_write(path, how))
+        let opening = self.faults.change(Operation::OpenWrite, path, self.disk.open_write(path, how));
+        self.open(path, opening)
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        self.open(Operation::OpenRead, path, self.disk.open_read(path))
+        let opening = self.faults.apply(Operation::OpenRead, path, self.disk.open_read(path));
+        self.open(path, opening)
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.faults.apply(Operation::CreateDir, path, self.disk.create_dir_all(path))
+        let ways = (self.disk.list(path), self.disk.create_dir_all(path));
+        self.faults.create(Operation::CreateDir, path, ways)
     }
 
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.faults.apply(Operation::Remove, path, self.disk.remove_dir(path))
+        self.faults.change(Operation::Remove, path, self.disk.remove_dir(path))
     }
 
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.faults.apply(Operation::Remove, path, self.disk.remove_dir_all(path))
+        self.faults.change(Operation::Remove, path, self.disk.remove_dir_all(path))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.faults.apply(Operation::Rename, from, self.disk.rename(from, to))
+        self.faults.change(Operation::Rename, from, self.disk.rename(from, to))
     }
 
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
@@ -352,11 +393,11 @@ impl Disk for FaultDisk {
     }
 
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        self.faults.apply(Operation::Other, path, self.disk.write_small(path, content))
+        self.faults.change(Operation::Other, path, self.disk.write_small(path, content))
     }
 
     fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.faults.apply(Operation::Other, path, self.disk.lock(path))
+        self.faults.change(Operation::Other, path, self.disk.lock(path))
     }
 
     fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {

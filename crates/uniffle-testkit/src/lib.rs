@@ -9,6 +9,7 @@
 //! | a worker in this process, and the text of configurations | [`config::Lines`] |
 //! | a worker process as a user starts it | [`worker::Worker`], [`clients`] of it, [`metrics::Metrics`] |
 //! | what survives kills, stops and upgrades | [`checker::Checker`] |
+//! | whether everything that clients were told still holds | [`judge::examine`], through [`in_process::InProcess`] or a real client, with [`on_disk`] to know what there is |
 //! | the embedded or another coordinator | [`coordinator::CoordinatorDouble`] |
 //! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
 //! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
@@ -36,13 +37,17 @@ pub mod coordinator;
 pub mod fake_fs;
 pub mod fault;
 pub mod hdfs;
+pub mod in_process;
+pub mod judge;
 pub mod maven;
 pub mod memory_disk;
 pub mod metrics;
+pub mod on_disk;
 pub mod otlp;
 pub mod ports;
 pub mod recording;
 pub mod replay;
+pub mod seeds;
 pub mod service;
 pub mod spark;
 pub mod third_tier;

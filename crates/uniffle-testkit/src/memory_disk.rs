@@ -87,6 +87,8 @@ struct Tree {
     unsynced: BTreeSet<PathBuf>,
     /// Syncs of files that are to fail.
     failing_syncs: u32,
+    /// Syncs say that all is well and do nothing.
+    lies: bool,
     locked: BTreeSet<PathBuf>,
 }
 
@@ -134,6 +136,25 @@ impl MemoryDisk {
         Some(bytes)
     }
 
+    /// Contents of all files, by path relative to the root.
+    #[must_use]
+    pub fn snapshot(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+        let tree = self.tree.lock();
+        tree.files.iter().map(|(path, content)| (path.clone(), content.lock().bytes.clone())).collect()
+    }
+
+    /// Replaces a file's content, on the device too, or removes the file. For disks that are not in use.
+    pub fn put(&self, path: &Path, content: Option<Vec<u8>>) {
+        let mut tree = self.tree.lock();
+        match content {
+            Some(bytes) => {
+                let stored = Stored { durable: bytes.clone(), bytes, doomed: false };
+                tree.files.insert(path.to_path_buf(), Arc::new(Mutex::new(stored)));
+            }
+            None => tree.remove_below(path),
+        }
+    }
+
     /// The machine goes down, as `seed` decides: what was not synced may be gone. For disks that are no longer in use.
     pub fn lose_power(&self, seed: u64) {
         let mut random = StdRng::seed_from_u64(seed);
@@ -150,6 +171,11 @@ impl MemoryDisk {
     /// clean that it could not write.
     pub fn fail_syncs(&self, count: u32) {
         self.tree.lock().failing_syncs = count;
+    }
+
+    /// Syncs succeed from now on and bring nothing to the device: what a model of power loss must notice.
+    pub fn lie_about_syncs(&self) {
+        self.tree.lock().lies = true;
     }
 
     /// Flips bits of one byte of a file, as a bad disk would.
@@ -351,13 +377,18 @@ impl Disk for MemoryDisk {
             if !tree.directories.contains(&path) {
                 return Err(not_found());
             }
-            tree.unsynced.retain(|entry| entry.parent() != Some(&path));
+            if !tree.lies {
+                tree.unsynced.retain(|entry| entry.parent() != Some(&path));
+            }
             Ok(())
         })
     }
 
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
         self.run(Path::new(""), |tree, _| {
+            if tree.lies {
+                return Ok(());
+            }
             tree.unsynced.clear();
             tree.files.values().for_each(|content| content.lock().sync());
             Ok(())
@@ -493,6 +524,9 @@ impl File for MemoryFile {
         let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
         Box::pin(async move {
             let mut tree = tree.lock();
+            if tree.lies {
+                return Ok(());
+            }
             if tree.failing_syncs > 0 {
                 tree.failing_syncs -= 1;
                 content.lock().doomed = true;

@@ -18,7 +18,7 @@ use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig, read_limits};
 use uniffle_worker::telemetry::traces::Traces;
-use uniffle_worker::tiers::{LocalConfig, LocalStore, Tier, Tiers};
+use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier, Tiers};
 
 use crate::clients::quickly;
 use crate::eventually;
@@ -114,6 +114,14 @@ pub struct ServiceFixture {
 impl ServiceBuilder {
     /// Starts it, with faults from the first operation on a disk.
     pub async fn start(self) -> ServiceFixture {
+        self.try_start().await.expect("no fault is there before the store is open")
+    }
+
+    /// The same where the local tier may refuse its disks.
+    ///
+    /// # Errors
+    /// What it says.
+    pub async fn try_start(self) -> Result<ServiceFixture, StoreError> {
         let Self { registry, tasks, disks, .. } = self;
         let memory = Memory::new(&self.memory, &registry).expect("metrics of its own");
         let faulty = |(disk, faults): &(Arc<MemoryDisk>, Faults)| {
@@ -121,11 +129,7 @@ impl ServiceBuilder {
         };
         let store = match disks.is_empty() {
             true => None,
-            false => {
-                let opened =
-                    LocalStore::open(self.local, disks.iter().map(faulty).collect(), &registry).await;
-                Some(opened.expect("no fault is there before the store is open"))
-            }
+            false => Some(LocalStore::open(self.local, disks.iter().map(faulty).collect(), &registry).await?),
         };
         if let Some(store) = &store {
             tasks.spawn("store maintenance", Arc::clone(store).maintain(tasks.cancelled()));
@@ -146,7 +150,7 @@ impl ServiceBuilder {
             tasks.spawn("expiry", Arc::clone(&service).run_expiry(interval, pause));
         }
         let (disks, faults) = disks.into_iter().unzip();
-        ServiceFixture { service, memory, flusher, store, disks, faults, registry, tasks }
+        Ok(ServiceFixture { service, memory, flusher, store, disks, faults, registry, tasks })
     }
 }
 

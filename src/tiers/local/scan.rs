@@ -86,14 +86,15 @@ fn parse_file(name: &str) -> Option<(Option<LogKind>, u32)> {
     (kind.is_some() || extension == legacy::JOURNAL).then_some((kind, number.parse().ok()?))
 }
 
-/// An operation of a disk that still answers, within its deadline; a failure is noted against the disk.
+/// An operation of a disk, within its deadline; a failure is noted against the disk. One that hung is not asked again, one
+/// that failed is: what it does give back is served.
 async fn ask<T>(
     disk: &LocalDisk,
     deadline: Duration,
     operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    if disk.condition() > DiskCondition::ReadOnly {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk failed before"));
+    if disk.condition() == DiskCondition::Hung {
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "the disk did not answer before"));
     }
     let result = within(deadline, operation).await;
     if let Err(error) = &result {

@@ -5,31 +5,36 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, RngExt, SeedableRng};
 
+use uniffle_client::block::IdLayout;
 use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_wire::bitmap;
-use uniffle_wire::types::{Distribution, PartitionId};
+use uniffle_wire::types::{BlockId, Distribution, PartitionId};
 use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
     ServiceError,
 };
-use uniffle_worker::tiers::SyncWrites;
+use uniffle_worker::tiers::{StoreError, SyncWrites};
 
+use super::Mutation;
 use super::process::Process;
-use super::promises::{Now, Promised};
+use super::promises::{Now, PARTITIONS, Promised};
 use super::reader::Reader;
 use super::tally::Tally;
+use super::troubles::gaps_are_tested;
 
-const PARTITIONS: i32 = 3;
-const DISKS: usize = 3;
+const DISKS_MAX: usize = 3;
 const APPS: [&str; 2] = ["app-1", "app-10"];
 const SHUFFLES: [i32; 2] = [1, 10];
 /// Random steps of one history.
 const STEPS: u32 = 60;
+
+/// Ids are small: each is a task's only block.
+pub(super) const LAYOUT: IdLayout = IdLayout::HISTORIC;
 
 pub(crate) type Key = (&'static str, i32);
 
@@ -54,17 +59,28 @@ enum End {
 }
 
 pub(crate) struct History {
-    rng: StdRng,
+    pub(super) rng: StdRng,
     process: Option<Process>,
     life: u32,
     steps_left: u32,
-    disks: Vec<Arc<MemoryDisk>>,
+    pub(super) disks: Vec<Arc<MemoryDisk>>,
+    mutation: Mutation,
     /// Of this life.
-    faults: Vec<Faults>,
+    pub(super) faults: Vec<Faults>,
     /// Faults of earlier lives.
-    injected: u64,
+    pub(super) injected: u64,
     /// A disk that is not there in this life.
-    missing: Option<usize>,
+    pub(super) missing: Option<usize>,
+    /// The disks are not sound when this life begins.
+    pub(super) is_troubled: bool,
+    /// A directory of a disk that cannot be listed in this life.
+    pub(super) unlisted: Option<(usize, PathBuf)>,
+    /// Something happened, now or before, that may have cost metadata: results may be refused, never short.
+    pub(super) excused: bool,
+    /// The machine went down while not everything was synced: what an index names may have other bytes.
+    torn: bool,
+    /// Resets of the machine.
+    boots: u32,
     /// With syncing the machine may go down too.
     sync: SyncWrites,
     /// In this life.
@@ -78,8 +94,14 @@ pub(crate) struct History {
 }
 
 impl History {
-    pub(crate) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64, mutation: Mutation) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
+        let count = rng.random_range(1..=DISKS_MAX);
+        let disk = |number: usize| Arc::new(MemoryDisk::new(&format!("/disk{number}"), None));
+        let disks: Vec<_> = (0..count).map(disk).collect();
+        if mutation == Mutation::NoSync {
+            disks.iter().for_each(|disk| disk.lie_about_syncs());
+        }
         let sync = if rng.random() { SyncWrites::Group } else { SyncWrites::Off };
         Self {
             rng,
@@ -87,10 +109,16 @@ impl History {
             process: None,
             life: 0,
             steps_left: STEPS,
-            disks: (0..DISKS).map(|n| Arc::new(MemoryDisk::new(&format!("/disk{n}"), None))).collect(),
+            disks,
+            mutation,
             faults: Vec::new(),
             injected: 0,
             missing: None,
+            is_troubled: false,
+            unlisted: None,
+            excused: false,
+            torn: false,
+            boots: 0,
             reads_fail: false,
             promised: HashMap::new(),
             sends: Vec::new(),
@@ -114,8 +142,14 @@ impl History {
     }
 
     pub(crate) fn now(&self) -> Now {
-        let (life, reads_fail) = (self.life, self.reads_fail);
-        Now { life, disk_is_missing: self.missing.is_some(), reads_fail }
+        let (life, reads_fail) = (self.life, self.reads_fail || self.torn);
+        let disk_is_missing = self.missing.is_some() || self.unlisted.is_some();
+        Now { life, disk_is_missing, reads_fail }
+    }
+
+    /// Whether what an index names may have other bytes.
+    pub(super) fn is_torn(&self) -> bool {
+        self.torn
     }
 
     /// Whether readers are told that a block is lost.
@@ -150,21 +184,33 @@ impl History {
         self.life += 1;
         self.injected += self.faults.iter().map(Faults::injected).sum::<u64>();
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
-        // Two faults at once may take both copies of a note: a disk is missing only where none failed before.
-        let may_miss = !all_disks && self.life > 1 && self.injected == 0;
-        self.missing = (may_miss && self.rng.random_bool(0.3)).then(|| self.rng.random_range(0..DISKS));
+        (self.missing, self.unlisted, self.is_troubled) = (None, None, false);
+        if !all_disks && self.life > 1 {
+            self.make_trouble();
+        }
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
-        let there = |(index, _): &(usize, _)| self.missing != Some(*index);
-        let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
-        let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(Process::start(&disks, self.sync).await);
+        let stored = self.stored_blocks();
+        if self.mutation == Mutation::NoIndexes {
+            self.remove_indexes();
+        }
+        while let Err(error) = self.start_process().await {
+            self.leave_out(&error);
+        }
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
         self.tally.lost_blocks += self.process().counter("total_lost_blocks");
         self.forget_strangers();
         self.heartbeat();
-        self.check_reports().await;
+        self.check_recovered(&stored).await;
+    }
+
+    async fn start_process(&mut self) -> Result<(), StoreError> {
+        let there = |(index, _): &(usize, _)| self.missing != Some(*index);
+        let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
+        let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
+        self.process = Some(Process::start(&disks, (self.sync, self.boots)).await?);
+        Ok(())
     }
 
     /// A shuffle that was promised to no one is known when its removal did not get through before the end, or did not
@@ -178,28 +224,6 @@ impl History {
                 if !known {
                     service.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
                 }
-            }
-        }
-    }
-
-    /// Every acknowledged report is known, and nothing that was never reported.
-    async fn check_reports(&mut self) {
-        for (key, promised) in &self.promised {
-            for partition in 0..PARTITIONS {
-                let known = match self.service().results(key.0, key.1, &[partition], None).await {
-                    Ok(known) => bitmap::decode(&known.bitmap).expect("a bitmap"),
-                    Err(error) => {
-                        assert!(self.missing.is_some(), "results are refused: {error}");
-                        continue;
-                    }
-                };
-                let reported = promised.reported.get(&partition).cloned().unwrap_or_default();
-                let tried = promised.tried.get(&partition).cloned().unwrap_or_default();
-                for id in &reported {
-                    assert!(known.contains(id.unsigned_abs()), "report of {id} of {key:?} is forgotten");
-                }
-                let unknown = known.iter().find(|id| !tried.contains(&id.cast_signed()));
-                assert_eq!(unknown, None, "this block of {key:?} was never reported");
             }
         }
     }
@@ -237,9 +261,20 @@ impl History {
         self.add_figures();
         self.process = None;
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
-        if self.sync == SyncWrites::Group && self.rng.random_bool(0.5) {
+        let goes_down = match self.sync {
+            SyncWrites::Group => 0.5,
+            SyncWrites::Off if gaps_are_tested() => 0.15,
+            SyncWrites::Off => 0.0,
+        };
+        if self.rng.random_bool(goes_down) {
             tracing::info!(target: "life", "the machine goes down");
+            self.boots += 1;
             self.tally.power_losses += 1;
+            if self.sync == SyncWrites::Off {
+                self.tally.unsynced_power_losses += 1;
+                (self.torn, self.excused) = (true, true);
+                self.promised.values_mut().for_each(Promised::lose_unsynced);
+            }
             for disk in &self.disks {
                 disk.lose_power(self.rng.random());
             }
@@ -348,7 +383,11 @@ impl History {
             message_bytes: bytes as u64 + 1_000,
         };
         let session = self.service().begin_send(header).expect("a fresh ticket of a registered shuffle");
-        let epoch = self.promised[&key].epoch;
+        let promised = self.promised.get_mut(&key).expect("a known key");
+        for (partition, id, data) in &blocks {
+            promised.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
+        }
+        let epoch = promised.epoch;
         self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
         if self.rng.random_bool(0.5) {
             let last = self.sends.len() - 1;
@@ -598,7 +637,8 @@ impl History {
         tokio::time::sleep(Duration::from_secs(200)).await;
         self.process().assert_nothing_left();
         let files = self.disks.iter().flat_map(|disk| disk.files());
-        let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps")).collect();
+        // What may belong to a shuffle whose registration is gone is left alone.
+        let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(left.is_empty(), "files left: {left:?}");
         let process = self.process();
         process.tasks.cancel();
@@ -628,6 +668,6 @@ fn feed_block(
         length: i32::try_from(length).expect("small"),
         uncompressed_length: 7,
         crc: i64::from(crc32fast::hash(data)),
-        task_attempt_id: id % 5,
+        task_attempt_id: LAYOUT.task_of(BlockId(id)).0,
     })
 }

@@ -13,7 +13,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::tiers::{LocalConfig, SyncWrites};
+use uniffle_worker::tiers::{LocalConfig, StoreError, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -26,8 +26,11 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts on `disks`, with faults that begin with the first operation.
-    pub(crate) async fn start(disks: &[(Arc<MemoryDisk>, Faults)], sync: SyncWrites) -> Self {
+    /// Starts on `disks`, with faults that begin with the first operation, under the `boot`th kernel.
+    pub(crate) async fn start(
+        disks: &[(Arc<MemoryDisk>, Faults)],
+        (sync, boot): (SyncWrites, u32),
+    ) -> Result<Self, StoreError> {
         let default = ServiceBuilder::default();
         let memory =
             MemoryConfig { capacity_bytes: CAPACITY, read_capacity_bytes: 1 << 20, ..default.memory };
@@ -38,7 +41,7 @@ impl Process {
             retry_pause_max: Duration::from_secs(2),
             ..default.flush
         };
-        let local = LocalConfig { sync, ..LocalConfig::default() };
+        let local = LocalConfig { sync, boot: format!("kernel-{boot}"), ..LocalConfig::default() };
         let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
         let builder = ServiceBuilder {
             memory,
@@ -48,8 +51,8 @@ impl Process {
             expiry,
             ..ServiceBuilder::default()
         };
-        let ServiceFixture { service, memory, flusher, tasks, registry, .. } = builder.start().await;
-        Self { service, memory, flusher, tasks, registry }
+        let ServiceFixture { service, memory, flusher, tasks, registry, .. } = builder.try_start().await?;
+        Ok(Self { service, memory, flusher, tasks, registry })
     }
 
     /// Whether nothing is in memory any more.

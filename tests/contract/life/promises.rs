@@ -2,6 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use bytes::Bytes;
+use uniffle_testkit::judge::Told;
+use uniffle_wire::types::BlockId;
+
+/// Of every shuffle.
+pub(crate) const PARTITIONS: i32 = 3;
+
 /// A block that was acknowledged.
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
@@ -13,6 +20,8 @@ pub(crate) struct Block {
 /// What clients of one registered shuffle were promised.
 #[derive(Debug, Default)]
 pub(crate) struct Promised {
+    /// Blocks of sends of any outcome, per partition.
+    pub(crate) sent: HashMap<i32, BTreeMap<i64, Bytes>>,
     /// Acknowledged blocks per partition.
     pub(crate) acknowledged: HashMap<i32, BTreeMap<i64, Block>>,
     /// Ids of acknowledged reports per partition.
@@ -26,9 +35,35 @@ pub(crate) struct Promised {
     /// Distinguishes registrations of the same shuffle.
     pub(crate) epoch: u64,
     pub(crate) local_order: bool,
+    /// Its results are refused in this life: what was reported is not demanded.
+    pub(crate) is_refused: bool,
 }
 
 impl Promised {
+    /// The same as the judge takes it.
+    pub(crate) fn told(&self) -> Told {
+        let mut told = Told::default();
+        (0..PARTITIONS).for_each(|partition| _ = told.partition(partition));
+        for (partition, blocks) in &self.sent {
+            let blocks = blocks.iter().map(|(id, data)| (BlockId(*id), data.clone()));
+            told.partition(*partition).sent = blocks.collect();
+        }
+        let ids = |ids: &BTreeSet<i64>| ids.iter().copied().map(BlockId).collect();
+        for (partition, tried) in &self.tried {
+            told.partition(*partition).tried = ids(tried);
+        }
+        for (partition, reported) in &self.reported {
+            told.partition(*partition).reported = ids(reported);
+        }
+        told
+    }
+
+    /// The machine went down and took what was not synced.
+    pub(crate) fn lose_unsynced(&mut self) {
+        self.durable.clear();
+        self.index_seen.clear();
+    }
+
     pub(crate) fn acknowledge(&mut self, partition: i32, id: i64, data: Vec<u8>, life: u32) {
         let block = Block { data, life };
         self.acknowledged.entry(partition).or_default().insert(id, block);
@@ -48,7 +83,8 @@ impl Promised {
     pub(crate) fn must(&self, partition: i32, now: Now) -> BTreeMap<i64, Vec<u8>> {
         let blocks = self.acknowledged.get(&partition).into_iter().flatten();
         let wanted = blocks.filter(|(id, _)| {
-            self.is_safe(partition, **id, now) || contains(&self.reported, partition, **id)
+            let is_reported = !self.is_refused && contains(&self.reported, partition, **id);
+            self.is_safe(partition, **id, now) || is_reported
         });
         wanted.map(|(id, block)| (*id, block.data.clone())).collect()
     }

@@ -150,7 +150,7 @@ impl Reader {
         let promised = history.promised.get_mut(&self.key).expect("checked by step");
         let seen = promised.index_seen.entry(self.partition).or_default();
         check_promises(seen, &records, now.has_holes());
-        if !now.disk_is_missing {
+        if !now.has_holes() {
             let ids = records.chunks(RECORD).filter(|record| !is_filler(record)).map(id_of);
             promised.durable.entry(self.partition).or_default().extend(ids);
             seen.clone_from(&records);

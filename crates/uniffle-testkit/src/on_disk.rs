@@ -1,0 +1,156 @@
+//! Which blocks lie in the files of data directories, and where: read from the files alone, behind the worker's back.
+//!
+//! A block counts when its index group is whole and its bytes have their checksum, in the directory whose claim has the id
+//! that stands in the group. So this says what a worker that ended at this instant has left, and, of two states of the same files, what
+//! a damage has touched.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+use uniffle_worker::tiers::local::index;
+
+use crate::worker::OWN_FILES;
+
+/// Contents of the files of one data directory, by path below it.
+pub type Files = BTreeMap<PathBuf, Vec<u8>>;
+
+/// A place in a file of a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    pub directory: usize,
+    pub path: PathBuf,
+    pub range: Range<usize>,
+}
+
+impl Place {
+    fn bytes<'a>(&self, directories: &'a [Files]) -> Option<&'a [u8]> {
+        directories.get(self.directory)?.get(&self.path)?.get(self.range.clone())
+    }
+
+    /// Whether the same bytes stand there in both states.
+    #[must_use]
+    pub fn is_same(&self, before: &[Files], after: &[Files]) -> bool {
+        self.bytes(before) == self.bytes(after)
+    }
+}
+
+/// A block that can be read.
+#[derive(Debug, Clone)]
+pub struct StoredBlock {
+    pub key: ShuffleKey,
+    pub partition: i32,
+    pub id: BlockId,
+    /// The group that tells of it.
+    pub group: Place,
+    pub data: Place,
+}
+
+impl StoredBlock {
+    /// Whether neither its bytes nor what tells of them differ between two states.
+    #[must_use]
+    pub fn is_untouched(&self, before: &[Files], after: &[Files]) -> bool {
+        self.group.is_same(before, after) && self.data.is_same(before, after)
+    }
+}
+
+/// All blocks in these directories.
+#[must_use]
+pub fn stored_blocks(directories: &[Files]) -> Vec<StoredBlock> {
+    let mut all = Vec::new();
+    for (directory, files) in directories.iter().enumerate() {
+        for (path, content) in files {
+            let Some(key) = index_of(path) else { continue };
+            for (range, group) in groups(content) {
+                let place = Place { directory, path: path.clone(), range };
+                take_group(directories, (&key, &place), &group, &mut all);
+            }
+        }
+    }
+    all
+}
+
+/// The whole groups of an index, and where they stand.
+fn groups(content: &[u8]) -> Vec<(Range<usize>, index::IndexGroup)> {
+    let (mut all, mut at) = (Vec::new(), 0);
+    while let Some(begin) = find(content, at) {
+        at = begin + 1;
+        if let Ok((group, bytes)) = index::decode(&content[begin..]) {
+            at = begin + bytes;
+            all.push((begin..at, group));
+        }
+    }
+    all
+}
+
+fn find(content: &[u8], from: usize) -> Option<usize> {
+    let rest = content.get(from..)?;
+    rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
+}
+
+/// The shuffle whose index this is: `apps/<app>/<shuffle>.<incarnation>/<n>.index`.
+fn index_of(path: &Path) -> Option<ShuffleKey> {
+    let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
+    let ["apps", app, shuffle, file] = names.as_slice() else { return None };
+    file.strip_suffix(".index")?;
+    let (shuffle, _) = shuffle.split_once('.')?;
+    Some(ShuffleKey::new(AppId::parse(app).ok()?, ShuffleId(shuffle.parse().ok()?)))
+}
+
+fn take_group(
+    directories: &[Files],
+    (key, group_place): (&ShuffleKey, &Place),
+    group: &index::IndexGroup,
+    all: &mut Vec<StoredBlock>,
+) {
+    let owner = group.header.disk.to_string();
+    let is_owner = |files: &Files| {
+        let claim = files.get(Path::new(OWN_FILES[0])).map(|claim| String::from_utf8_lossy(claim));
+        claim.is_some_and(|claim| claim.contains(&owner))
+    };
+    let Some(directory) = directories.iter().position(is_owner) else { return };
+    let path = group_place.path.with_file_name(format!("{}.data", group.header.file_number));
+    for entry in &group.entries {
+        for record in &entry.records {
+            let number = |value: i64| usize::try_from(value).unwrap_or(usize::MAX);
+            let begins = usize::try_from(entry.data_offset).unwrap_or(usize::MAX);
+            let begins = begins.saturating_add(number(record.offset));
+            let end = begins.saturating_add(number(i64::from(record.length)));
+            let data = Place { directory, path: path.clone(), range: begins..end };
+            let bytes = data.bytes(directories);
+            if bytes.is_some_and(|bytes| i64::from(crc32fast::hash(bytes)) == record.crc) {
+                let (key, id) = (key.clone(), BlockId(record.block_id));
+                all.push(StoredBlock {
+                    key,
+                    partition: entry.partition.0,
+                    id,
+                    group: group_place.clone(),
+                    data,
+                });
+            }
+        }
+    }
+}
+
+/// Reads the files of a real data directory.
+///
+/// # Errors
+/// What the file system says.
+pub fn read_directory(root: &Path) -> io::Result<Files> {
+    let mut files = Files::new();
+    let mut left = vec![root.to_path_buf()];
+    while let Some(directory) = left.pop() {
+        for entry in std::fs::read_dir(&directory)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                left.push(path);
+            } else {
+                let below = path.strip_prefix(root).map_err(io::Error::other)?.to_path_buf();
+                files.insert(below, std::fs::read(&path)?);
+            }
+        }
+    }
+    Ok(files)
+}

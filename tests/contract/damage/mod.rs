@@ -1,0 +1,209 @@
+//! Data directories of a stopped worker are damaged in seeded ways, and the next workers on them are asked for everything
+//! that clients were told: the real service, memory, flusher and store over disks in memory, under paused time.
+//!
+//! What must hold, whatever was damaged:
+//! - a result contains every block whose report was acknowledged, or it is refused with a text that names the shuffle;
+//! - no block has other bytes than were sent, and a block of a result that is not served is told as lost;
+//! - blocks that the damage did not touch are served, at least 99 of 100 of them;
+//! - damage of one file costs no result where there is another copy of what results are made of;
+//! - a refused shuffle can be unregistered, and registered again it is whole.
+//!
+//! Which files there are is found by walking the directories, so that a new kind of file is damaged too.
+//! `DAMAGE_SEEDS=20000 cargo test --test contract damage -- --nocapture` runs more seeds; `DAMAGE_SEED=17` runs one;
+//! `DAMAGE_GAPS=1` also what is not survived yet ([`ways::Damage::is_known_gap`]).
+
+mod mutations;
+mod tally;
+mod ways;
+mod world;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use rand::RngExt;
+
+use uniffle_testkit::judge::{Answers, Findings, Refusal, examine};
+use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_testkit::{say, seeds};
+use uniffle_wire::types::{BlockId, ShuffleKey};
+use uniffle_worker::tiers::StoreError;
+
+use self::mutations::Mutation;
+use self::tally::{Report, Total};
+use self::ways::{Damage, readable};
+use self::world::{LAYOUT, Life, World};
+
+/// Seeds in CI.
+const SEEDS_DEFAULT: u64 = 1_000;
+/// A disk that failed a read is taken into use again by the next probe.
+const PROBED_WITHIN: Duration = Duration::from_secs(150);
+/// Of 10,000 blocks that were not touched so many must be served.
+const SERVED_OF_10_000: u64 = 9_900;
+
+#[test]
+fn what_was_acknowledged_is_answered_or_refused_by_name_whatever_is_damaged() {
+    let (seeds, alone) = seeds::from_env("DAMAGE", SEEDS_DEFAULT);
+    if alone {
+        let filter =
+            std::env::var("RUST_LOG").unwrap_or_else(|_| "uniffle_worker=info,audit=info".to_owned());
+        let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    }
+    let mut total = Total::default();
+    for (seed, report) in seeds::run_all(seeds, |seed| run(seed, Mutation::None)) {
+        total.add(seed, report.unwrap_or_else(Report::panicked));
+    }
+    say(&total.to_string());
+    let failures = total.failures();
+    assert!(
+        failures.is_empty(),
+        "{} failures, DAMAGE_SEED=n repeats one:\n{}",
+        failures.len(),
+        failures.join("\n")
+    );
+    let (intact, served) = total.intact_and_served();
+    assert!(
+        served * 10_000 >= intact * SERVED_OF_10_000,
+        "of {intact} blocks that were not touched {served} are served"
+    );
+    assert!(alone || total.never().is_empty(), "never damaged: {:?}", total.never());
+}
+
+fn run_safely(seed: u64, mutation: Mutation) -> Report {
+    seeds::run(|| run(seed, mutation)).unwrap_or_else(Report::panicked)
+}
+
+/// A history, its damage, and what came of it.
+fn run(seed: u64, mutation: Mutation) -> Report {
+    let mut world = World::new(seed);
+    mutation.of_parts(&mut world);
+    for _ in 0..world.rng.random_range(1..=3) {
+        let steps = world.rng.random_range(8..30);
+        let lived = world.live(async |world, life| {
+            world.work(life, steps).await;
+            world.end(life).await;
+        });
+        lived.expect("nothing is damaged yet");
+        world.remember_version();
+    }
+    let before = world.files();
+    let damage = ways::damage(&mut world);
+    world.is_damaged = true;
+    if damage.is_known_gap(&world) && std::env::var_os("DAMAGE_GAPS").is_none() {
+        return Report::known_gap();
+    }
+    mutation.of_disks(&mut world);
+    let mut report = Report::new(&damage, world.disks.len());
+    outlive(&mut world, damage, before, &mut report);
+    report
+}
+
+/// Starts again and again until everything is back that comes back, and judges each start.
+fn outlive(world: &mut World, mut damage: Damage, mut before: Vec<Files>, report: &mut Report) {
+    let mut lives = if damage.heals() { 2 } else { world.rng.random_range(1..=2) };
+    loop {
+        lives -= 1;
+        let is_last = lives == 0;
+        let files = (before, std::mem::take(&mut damage.after));
+        if live_and_judge(world, files, is_last, report).is_err() {
+            report.refused_start();
+        }
+        if is_last {
+            return;
+        }
+        before = world.files();
+        if damage.goes_on(world) {
+            lives += 1;
+        }
+        damage.after = readable(world);
+    }
+}
+
+/// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does.
+fn live_and_judge(
+    world: &mut World,
+    (before, mut after): (Vec<Files>, Vec<Files>),
+    is_last: bool,
+    report: &mut Report,
+) -> Result<(), StoreError> {
+    loop {
+        let lived = world.live(async |world, life| {
+            judge(world, life, (&before, &after), report).await;
+            if is_last {
+                finish(world, life, report).await;
+            } else {
+                let steps = world.rng.random_range(0..15);
+                world.work(life, steps).await;
+                world.end(life).await;
+            }
+        });
+        let Err(error) = lived else { return Ok(()) };
+        let text = error.to_string();
+        let named = (0..world.disks.len()).find(|disk| text.contains(&format!("/disk{disk}")));
+        let Some(named) = named.filter(|disk| world.present[*disk]) else {
+            report.fail(format!("a start is refused without a directory's name: {text}"));
+            return Err(error);
+        };
+        world.present[named] = false;
+        if !world.present.contains(&true) {
+            return Err(error);
+        }
+        after[named].clear();
+        report.left_out();
+    }
+}
+
+async fn judge(world: &World, life: &Life, (before, after): (&[Files], &[Files]), report: &mut Report) {
+    let stored = stored_blocks(before);
+    let untouched: BTreeSet<(&ShuffleKey, i32, BlockId)> = stored
+        .iter()
+        .filter(|block| block.is_untouched(before, after))
+        .map(|block| (&block.key, block.partition, block.id))
+        .collect();
+    for (key, told) in &world.told {
+        let there = |partition, id| untouched.contains(&(key, partition, id));
+        report.take(key, examine(&life.client, key, told, LAYOUT, there).await);
+    }
+}
+
+/// Everything can be unregistered, and what is registered again is whole, also after the next start.
+async fn finish(world: &mut World, life: &Life, report: &mut Report) {
+    let keys: Vec<ShuffleKey> = world.told.keys().cloned().collect();
+    let service = &life.client.service;
+    for key in &keys {
+        world.unregister(life, key);
+    }
+    for app in service.apps().apps() {
+        service.unregister_app(app.id().as_str()).expect("it is known");
+    }
+    tokio::time::sleep(PROBED_WITHIN).await;
+    let key = keys.first().cloned().unwrap_or_else(|| world.some_key());
+    for key in &keys {
+        let known = life.client.results(key, 0).await.unwrap_or_default();
+        if !known.is_empty() {
+            report.fail(format!("{key} was unregistered and its result has {} blocks", known.len()));
+        }
+    }
+    if let Err(error) = life.client.register(&key, 3).await {
+        return report.fail(format!("{key} cannot be registered again: {error}"));
+    }
+    for _ in 0..3 {
+        world.run_task_of(life, &key).await;
+    }
+    let told = &world.told[&key];
+    let findings = examine(&life.client, &key, told, LAYOUT, |_, _| true).await;
+    report.expect_whole(&key, "registered again", findings);
+}
+
+impl Report {
+    fn expect_whole(&mut self, key: &ShuffleKey, what: &str, findings: Findings) {
+        if let Some(Refusal::Told(text) | Refusal::Unknown(text)) = &findings.results_refused {
+            self.fail(format!("{key} is refused, {what}: {text}"));
+        }
+        for violation in &findings.violations {
+            self.fail(format!("{what}: {violation}"));
+        }
+        if let Some(withheld) = findings.withheld.first() {
+            self.fail(format!("{key} {what}: block {} is not served: {}", withheld.block, withheld.why));
+        }
+    }
+}

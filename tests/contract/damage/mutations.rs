@@ -1,0 +1,217 @@
+//! The tests are tested: with a defence switched off, or a worker that lies, they must fail.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use croaring::Treemap;
+use rand::RngExt;
+use uniffle_testkit::in_process::InProcess;
+use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, examine};
+use uniffle_testkit::say;
+use uniffle_wire::types::{BlockId, ShuffleKey};
+use uniffle_worker::tiers::VerifyReads;
+
+use super::run_safely;
+use super::world::{LAYOUT, World};
+
+/// A mutation must be noticed within so many seeds.
+const SEEDS_MAX: u64 = 2_000;
+
+/// A defence that is off. Disks lie where the worker has no switch, and should not have one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mutation {
+    None,
+    /// Syncs bring nothing to the device.
+    NoSync,
+    /// Metadata was never written to the other disks.
+    NoSecondCopy,
+    /// All copies of the metadata are as they were some time ago.
+    OldMetadata,
+    /// Nothing that is read is compared with its checksum.
+    NoVerifiedReads,
+    /// Nothing is taken over.
+    NoRecovery,
+    /// No index is found: everything is called lost.
+    NoIndexes,
+}
+
+impl Mutation {
+    /// What is other in the workers or their disks from the beginning.
+    pub(crate) fn of_parts(self, world: &mut World) {
+        match self {
+            Self::NoSync => world.disks.iter().for_each(|disk| disk.lie_about_syncs()),
+            Self::NoVerifiedReads => world.verify_reads = VerifyReads::Off,
+            Self::NoRecovery => world.recovery = false,
+            Self::None | Self::NoSecondCopy | Self::OldMetadata | Self::NoIndexes => {}
+        }
+    }
+
+    /// What the disks have lost or never had, which the test does not know.
+    pub(crate) fn of_disks(self, world: &mut World) {
+        match self {
+            Self::NoSecondCopy => {
+                for disk in world.disks.iter().skip(1) {
+                    remove(disk.files(), is_metadata, |path| disk.put(path, None));
+                }
+            }
+            Self::OldMetadata => {
+                let count = world.versions.len();
+                let version = world.versions[world.rng.random_range(0..count)].clone();
+                for (disk, files) in world.disks.iter().zip(version) {
+                    remove(disk.files(), is_metadata, |path| disk.put(path, None));
+                    for (path, content) in files.into_iter().filter(|(path, _)| is_metadata(path)) {
+                        disk.put(&path, Some(content));
+                    }
+                }
+            }
+            Self::NoIndexes => {
+                let is_index = |path: &Path| path.extension().is_some_and(|extension| extension == "index");
+                for disk in &world.disks {
+                    remove(disk.files(), is_index, |path| disk.put(path, None));
+                }
+            }
+            Self::None | Self::NoSync | Self::NoVerifiedReads | Self::NoRecovery => {}
+        }
+    }
+}
+
+fn remove(files: Vec<std::path::PathBuf>, which: impl Fn(&Path) -> bool, remove: impl Fn(&Path)) {
+    files.iter().filter(|path| which(path)).for_each(|path| remove(path));
+}
+
+/// Neither data nor index, nor what makes the directory the worker's.
+fn is_metadata(path: &Path) -> bool {
+    let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
+    !of_data && !path.ends_with("uniffle-worker.claim") && !path.starts_with("trash")
+}
+
+fn must_be_noticed(mutation: Mutation) {
+    // A seed that fails without the mutation too says nothing of it.
+    let is_sound = |seed| run_safely(seed, Mutation::None).breach().is_none();
+    let noticed =
+        |seed| run_safely(seed, mutation).breach().filter(|_| is_sound(seed)).map(|breach| (seed, breach));
+    let noticed = (0..SEEDS_MAX).find_map(noticed);
+    let (seed, breach) =
+        noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed in {SEEDS_MAX} seeds"));
+    say(&format!("{mutation:?} is noticed at seed {seed}: {breach}"));
+}
+
+#[test]
+fn syncs_that_do_nothing_are_noticed() {
+    must_be_noticed(Mutation::NoSync);
+}
+
+#[test]
+fn a_second_copy_that_is_not_there_is_noticed() {
+    must_be_noticed(Mutation::NoSecondCopy);
+}
+
+#[test]
+fn metadata_that_went_back_in_time_is_noticed() {
+    must_be_noticed(Mutation::OldMetadata);
+}
+
+#[test]
+fn reads_without_checksums_are_noticed() {
+    must_be_noticed(Mutation::NoVerifiedReads);
+}
+
+#[test]
+fn a_worker_that_takes_nothing_over_is_noticed() {
+    must_be_noticed(Mutation::NoRecovery);
+}
+
+#[test]
+fn a_worker_that_calls_everything_lost_is_noticed() {
+    must_be_noticed(Mutation::NoIndexes);
+}
+
+/// What a worker says that is not true.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lie {
+    None,
+    /// One block of a result is left out.
+    ShortResult,
+    /// A result is empty, with success.
+    EmptyResult,
+    /// A result names a block that nobody reported.
+    StrangeResult,
+    /// A bit of a block is another.
+    WrongBytes,
+    /// Everything is called lost.
+    AllLost,
+    /// A read leaves a block out.
+    UntoldLoss,
+    /// A result is refused without a word.
+    NamelessRefusal,
+}
+
+struct Liar<'a> {
+    client: &'a InProcess,
+    lie: Lie,
+}
+
+impl Answers for Liar<'_> {
+    async fn results(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeSet<BlockId>, Refusal> {
+        let mut known = self.client.results(key, partition).await?;
+        match self.lie {
+            Lie::ShortResult => drop(known.pop_last()),
+            Lie::EmptyResult => known.clear(),
+            Lie::StrangeResult => drop(known.insert(BlockId(i64::MAX))),
+            Lie::NamelessRefusal => return Err(Refusal::Told("something is wrong".to_owned())),
+            Lie::None | Lie::WrongBytes | Lie::AllLost | Lie::UntoldLoss => {}
+        }
+        Ok(known)
+    }
+
+    async fn read(&self, key: &ShuffleKey, partition: i32, tasks: &Treemap) -> Result<Blocks, Refusal> {
+        let mut blocks = self.client.read(key, partition, tasks).await?;
+        match self.lie {
+            Lie::WrongBytes => {
+                if let Some(mut block) = blocks.first_entry() {
+                    let mut data = block.get().to_vec();
+                    data[0] ^= 1;
+                    block.insert(data.into());
+                }
+            }
+            Lie::AllLost => return Err(Refusal::Told(format!("blocks of {key} are lost"))),
+            Lie::UntoldLoss => drop(blocks.pop_last()),
+            Lie::None | Lie::ShortResult | Lie::EmptyResult | Lie::StrangeResult | Lie::NamelessRefusal => {}
+        }
+        Ok(blocks)
+    }
+}
+
+/// What the judge finds of a worker that has everything and lies about it.
+fn judged(lie: Lie) -> Findings {
+    let mut world = World::new(1);
+    let lived = world.live(async |world, life| {
+        let key = world.some_key();
+        life.client.register(&key, 3).await.expect("sound disks");
+        for _ in 0..5 {
+            world.run_task_of(life, &key).await;
+        }
+        world.flush(life).await;
+        world.run_task_of(life, &key).await;
+        let liar = Liar { client: &life.client, lie };
+        examine(&liar, &key, &world.told[&key], LAYOUT, |_, _| true).await
+    });
+    lived.expect("sound disks")
+}
+
+#[test]
+fn every_lie_of_a_worker_is_found_out() {
+    let honest = judged(Lie::None);
+    assert!(honest.violations.is_empty() && honest.withheld.is_empty(), "{honest:?}");
+    assert!(honest.intact > 5 && honest.served == honest.intact && honest.lost.is_empty(), "{honest:?}");
+    let found = |lie, breach| judged(lie).violations.iter().any(|violation| violation.breach == breach);
+    assert!(found(Lie::ShortResult, Breach::ShortResult));
+    assert!(found(Lie::EmptyResult, Breach::ShortResult));
+    assert!(found(Lie::StrangeResult, Breach::StrangeResult));
+    assert!(found(Lie::WrongBytes, Breach::WrongBytes));
+    assert!(found(Lie::UntoldLoss, Breach::UntoldLoss));
+    assert!(found(Lie::NamelessRefusal, Breach::NamelessRefusal));
+    let nothing = judged(Lie::AllLost);
+    assert_eq!((nothing.served, nothing.withheld.len() as u64), (0, nothing.intact));
+    assert!(!judged(Lie::UntoldLoss).withheld.is_empty());
+}

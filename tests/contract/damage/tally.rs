@@ -1,0 +1,240 @@
+//! What came of the damages, by way and kind of file.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use uniffle_testkit::judge::{Findings, Refusal};
+use uniffle_wire::types::ShuffleKey;
+
+use super::ways::{Damage, Way};
+
+/// Failures that are shown.
+const SHOWN_MAX: usize = 40;
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Counts {
+    seeds: u64,
+    /// Seeds with a failure.
+    failed: u64,
+    shuffles: u64,
+    refused_results: u64,
+    unknown: u64,
+    /// Starts without a directory that the worker refused, and starts that could not be.
+    left_out: u64,
+    refused_starts: u64,
+    intact: u64,
+    withheld: u64,
+    lost: u64,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.seeds += other.seeds;
+        self.failed += other.failed;
+        self.shuffles += other.shuffles;
+        self.refused_results += other.refused_results;
+        self.unknown += other.unknown;
+        self.left_out += other.left_out;
+        self.refused_starts += other.refused_starts;
+        self.intact += other.intact;
+        self.withheld += other.withheld;
+        self.lost += other.lost;
+    }
+}
+
+/// What came of one seed.
+#[derive(Debug)]
+pub(crate) struct Report {
+    way: Option<Way>,
+    kind: String,
+    what: String,
+    disks: usize,
+    spares_metadata: bool,
+    counts: Counts,
+    failures: Vec<String>,
+}
+
+impl Report {
+    pub(crate) fn new(damage: &Damage, disks: usize) -> Self {
+        Self {
+            way: Some(damage.way),
+            kind: damage.kind.clone(),
+            what: damage.what.clone(),
+            disks,
+            spares_metadata: damage.spares_metadata(disks),
+            counts: Counts { seeds: 1, ..Counts::default() },
+            failures: Vec::new(),
+        }
+    }
+
+    /// A damage that is not judged yet.
+    pub(crate) fn known_gap() -> Self {
+        let counts = Counts { seeds: 1, ..Counts::default() };
+        Self {
+            way: None,
+            kind: "known gap".to_owned(),
+            what: String::new(),
+            disks: 0,
+            spares_metadata: false,
+            counts,
+            failures: Vec::new(),
+        }
+    }
+
+    pub(crate) fn panicked(text: String) -> Self {
+        Self {
+            way: None,
+            kind: "panic".to_owned(),
+            what: String::new(),
+            disks: 0,
+            spares_metadata: false,
+            counts: Counts { seeds: 1, ..Counts::default() },
+            failures: vec![text],
+        }
+    }
+
+    /// Why this seed alone fails the test: a failure, or so little served that the sum would not hold.
+    pub(crate) fn breach(&self) -> Option<String> {
+        let served = (self.counts.intact - self.counts.withheld) * 10_000;
+        let too_little = served < self.counts.intact * super::SERVED_OF_10_000;
+        self.failures.first().cloned().or_else(|| too_little.then(|| format!("{:?}", self.counts)))
+    }
+
+    pub(crate) fn fail(&mut self, text: String) {
+        self.failures.push(text);
+    }
+
+    pub(crate) fn refused_start(&mut self) {
+        self.counts.refused_starts += 1;
+    }
+
+    pub(crate) fn left_out(&mut self) {
+        self.counts.left_out += 1;
+    }
+
+    /// What was found of a shuffle after a start.
+    pub(crate) fn take(&mut self, key: &ShuffleKey, findings: Findings) {
+        self.counts.shuffles += 1;
+        self.counts.intact += findings.intact;
+        self.counts.withheld += findings.withheld.len() as u64;
+        self.counts.lost += findings.lost.len() as u64;
+        self.failures.extend(findings.violations.iter().map(ToString::to_string));
+        match &findings.results_refused {
+            Some(Refusal::Told(_)) => self.counts.refused_results += 1,
+            Some(Refusal::Unknown(_)) => self.counts.unknown += 1,
+            None => {}
+        }
+        if let Some(refusal) =
+            findings.results_refused.filter(|_| self.spares_metadata && self.counts.left_out == 0)
+        {
+            self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
+        }
+        // What is damaged in part is looked at in the sum; here nothing is.
+        if let Some(first) = findings.withheld.first().filter(|_| self.way == Some(Way::Nothing)) {
+            let (count, partition, block) = (findings.withheld.len(), first.partition, first.block);
+            self.fail(format!(
+                "{count} blocks of {key} are not served, {block} of {partition}: {}",
+                first.why
+            ));
+        }
+    }
+}
+
+/// What came of all seeds.
+#[derive(Debug, Default)]
+pub(crate) struct Total {
+    rows: BTreeMap<(Option<Way>, String), Counts>,
+    breaches: BTreeMap<String, u64>,
+    failures: Vec<(u64, String)>,
+}
+
+impl Total {
+    pub(crate) fn add(&mut self, seed: u64, mut report: Report) {
+        report.counts.failed = u64::from(!report.failures.is_empty());
+        self.rows.entry((report.way, report.kind)).or_default().add(&report.counts);
+        for failure in &report.failures {
+            let breach = failure.split_once([':', ' ']).map_or(failure.as_str(), |(first, _)| first);
+            *self.breaches.entry(breach.to_owned()).or_default() += 1;
+        }
+        if let Some(first) = report.failures.first() {
+            let (way, disks) = (report.way, report.disks);
+            let more = report.failures.len() - 1;
+            self.failures.push((
+                seed,
+                format!("{way:?} of {} on {disks} disks: {first} (and {more} more)", report.what),
+            ));
+        }
+    }
+
+    /// The first failure of each seed.
+    pub(crate) fn failures(&self) -> Vec<String> {
+        let mut failures = self.failures.clone();
+        failures.sort();
+        failures.iter().map(|(seed, text)| format!("{seed}: {text}")).collect()
+    }
+
+    pub(crate) fn intact_and_served(&self) -> (u64, u64) {
+        let sum = |count: fn(&Counts) -> u64| self.rows.values().map(count).sum::<u64>();
+        (sum(|row| row.intact), sum(|row| row.intact - row.withheld))
+    }
+
+    /// Ways of which no seed was.
+    pub(crate) fn never(&self) -> Vec<Way> {
+        let seen = |way: &Way| self.rows.keys().any(|(seen, _)| *seen == Some(*way));
+        let gaps = self.rows.keys().any(|(_, kind)| kind == "known gap");
+        super::ways::WAYS.into_iter().filter(|way| !gaps && !seen(way)).collect()
+    }
+}
+
+impl fmt::Display for Total {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut sum = Counts::default();
+        writeln!(
+            f,
+            "{:<42} {:>6} {:>6} {:>8} {:>7} {:>7} {:>8} {:>7} {:>9} {:>8} {:>7}",
+            "damage",
+            "seeds",
+            "failed",
+            "shuffles",
+            "refused",
+            "unknown",
+            "left out",
+            "no start",
+            "untouched",
+            "withheld",
+            "lost"
+        )?;
+        let line = |f: &mut fmt::Formatter<'_>, name: &str, row: &Counts| {
+            let Counts {
+                seeds,
+                failed,
+                shuffles,
+                refused_results,
+                unknown,
+                left_out,
+                refused_starts,
+                intact,
+                withheld,
+                lost,
+            } = row;
+            writeln!(
+                f,
+                "{name:<42} {seeds:>6} {failed:>6} {shuffles:>8} {refused_results:>7} {unknown:>7} {left_out:>8} \
+                 {refused_starts:>7} {intact:>9} {withheld:>8} {lost:>7}"
+            )
+        };
+        for ((way, kind), row) in &self.rows {
+            let way = way.map_or_else(String::new, |way| format!("{way:?} "));
+            line(f, &format!("{way}{kind}"), row)?;
+            sum.add(row);
+        }
+        line(f, "all", &sum)?;
+        for (breach, count) in &self.breaches {
+            writeln!(f, "{breach}: {count}")?;
+        }
+        if self.failures.len() > SHOWN_MAX {
+            writeln!(f, "{} seeds failed", self.failures.len())?;
+        }
+        Ok(())
+    }
+}

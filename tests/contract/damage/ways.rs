@@ -1,0 +1,294 @@
+//! The ways in which the files of a stopped worker, or the disks under the next one, are damaged.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rand::RngExt;
+use rand::seq::{IndexedRandom, IteratorRandom};
+
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::on_disk::Files;
+use uniffle_worker::tiers::SyncWrites;
+
+use super::world::World;
+
+const SECTOR_BYTES: usize = 512;
+
+/// What is damaged, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Way {
+    /// The control: everything is to be there.
+    Nothing,
+    /// One bit of a file.
+    Flip,
+    /// A sector of a file reads as zeros.
+    Zero,
+    /// A file ends too early.
+    Cut,
+    /// A file is gone.
+    Delete,
+    /// A file is as it was at some time before.
+    Older,
+    /// A directory below the data directory is gone.
+    DeleteDirectory,
+    /// A data directory is absent for one start.
+    Absent,
+    /// One data directory is absent for a start, another one for the next.
+    Alternate,
+    /// The mount point is there, the file system is not.
+    Unmounted,
+    /// The machine goes down.
+    Reset,
+    /// A file answers EIO.
+    FailingFile,
+    /// A directory cannot be listed.
+    FailingList,
+    /// The disk is mounted read-only.
+    ReadOnly,
+}
+
+/// Frequent ones more than once.
+pub(crate) const WAYS: [Way; 20] = [
+    Way::Nothing,
+    Way::Flip,
+    Way::Flip,
+    Way::Flip,
+    Way::Zero,
+    Way::Zero,
+    Way::Cut,
+    Way::Cut,
+    Way::Delete,
+    Way::Delete,
+    Way::Older,
+    Way::Older,
+    Way::DeleteDirectory,
+    Way::Absent,
+    Way::Alternate,
+    Way::Unmounted,
+    Way::Reset,
+    Way::FailingFile,
+    Way::FailingList,
+    Way::ReadOnly,
+];
+
+/// One damage.
+#[derive(Debug)]
+pub(crate) struct Damage {
+    pub(crate) way: Way,
+    /// The kind of file: its extension when it is numbered, else its name. Empty for a whole disk.
+    pub(crate) kind: String,
+    /// In words.
+    pub(crate) what: String,
+    /// What can be read of the disks after it; that of an absent disk is nothing.
+    pub(crate) after: Vec<Files>,
+    /// The disk that was replaced by an empty one.
+    aside: Option<(usize, Arc<MemoryDisk>)>,
+    /// Of alternating absence, the disk that is absent next.
+    next_absent: Option<usize>,
+}
+
+impl Damage {
+    /// A life is over: what is another disk's turn, or comes back. False when everything is back.
+    pub(crate) fn goes_on(&mut self, world: &mut World) -> bool {
+        world.faults.iter().for_each(|faults| {
+            faults.clear();
+            faults.set_read_only(false);
+        });
+        world.present.fill(true);
+        if let Some((index, disk)) = self.aside.take() {
+            world.disks[index] = disk;
+        }
+        let next = self.next_absent.take();
+        next.inspect(|index| world.present[*index] = false).is_some()
+    }
+
+    /// Whether a later start finds more than the first one did.
+    pub(crate) fn heals(&self) -> bool {
+        matches!(
+            self.way,
+            Way::Absent
+                | Way::Alternate
+                | Way::Unmounted
+                | Way::FailingFile
+                | Way::FailingList
+                | Way::ReadOnly
+        )
+    }
+
+    /// Whether a short result is possible after it, or much is withheld: see "Known gaps" in docs/durability.md.
+    pub(crate) fn is_known_gap(&self, world: &World) -> bool {
+        match self.way {
+            Way::Nothing | Way::Absent => false,
+            Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => {
+                let is_claim = self.kind == "uniffle-worker.claim";
+                self.kind == "journal"
+                    || self.way == Way::Flip && (is_claim || self.kind == "uniffle-worker.peers")
+            }
+            Way::Reset => world.sync == SyncWrites::Off,
+            Way::DeleteDirectory
+            | Way::Alternate
+            | Way::Unmounted
+            | Way::FailingFile
+            | Way::FailingList
+            | Way::ReadOnly => true,
+        }
+    }
+
+    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else.
+    pub(crate) fn spares_metadata(&self, disks: usize) -> bool {
+        let one_file = matches!(
+            self.way,
+            Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older | Way::FailingFile
+        );
+        let bulk = self.kind == "data" || self.kind == "index";
+        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || disks > 1)
+    }
+}
+
+/// Does something to the disks of a world in which nobody lives.
+pub(crate) fn damage(world: &mut World) -> Damage {
+    let way = *WAYS.choose(&mut world.rng).expect("not empty");
+    let all = world.disks.len();
+    let way = if way == Way::Alternate && all == 1 { Way::Absent } else { way };
+    // Nothing starts without a disk.
+    let way = if way == Way::Absent && all == 1 { Way::Unmounted } else { way };
+    let disk = world.rng.random_range(0..all);
+    let mut damage = Damage {
+        way,
+        kind: String::new(),
+        what: format!("/disk{disk}"),
+        after: Vec::new(),
+        aside: None,
+        next_absent: None,
+    };
+    match way {
+        Way::Nothing => {}
+        Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => damage_file(world, disk, &mut damage),
+        Way::DeleteDirectory => delete_directory(world, disk, &mut damage),
+        Way::Absent | Way::Alternate => {
+            world.present[disk] = false;
+            if way == Way::Alternate {
+                damage.next_absent = Some((disk + world.rng.random_range(1..all)) % all);
+            }
+        }
+        Way::Unmounted => {
+            let empty = Arc::new(MemoryDisk::new(&format!("/disk{disk}"), None));
+            damage.aside = Some((disk, std::mem::replace(&mut world.disks[disk], empty)));
+        }
+        Way::Reset => world.lose_power(),
+        Way::FailingFile => fail_file(world, disk, &mut damage),
+        Way::FailingList => fail_list(world, disk, &mut damage),
+        Way::ReadOnly => world.faults[disk].set_read_only(true),
+    }
+    if damage.after.is_empty() {
+        damage.after = readable(world);
+    }
+    damage
+}
+
+/// The files of the disks that are present.
+pub(crate) fn readable(world: &World) -> Vec<Files> {
+    let files = world.files().into_iter().zip(&world.present);
+    files.map(|(files, present)| if *present { files } else { Files::new() }).collect()
+}
+
+fn kind_of(path: &Path) -> String {
+    let text = |part: Option<&std::ffi::OsStr>| part.unwrap_or_default().to_string_lossy().into_owned();
+    let is_numbered = text(path.file_stem()).bytes().all(|byte| byte.is_ascii_digit());
+    match path.extension() {
+        Some(extension) if is_numbered => text(Some(extension)),
+        _ => text(path.file_name()),
+    }
+}
+
+/// A file of a kind, every kind being as likely as any other.
+fn some_file(world: &mut World, disk: usize) -> Option<(String, PathBuf)> {
+    let mut kinds: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
+    for path in world.disks[disk].files().into_iter().filter(|path| !path.starts_with("trash")) {
+        kinds.entry(kind_of(&path)).or_default().push(path);
+    }
+    let (kind, paths) = kinds.into_iter().choose(&mut world.rng)?;
+    Some((kind, paths.choose(&mut world.rng)?.clone()))
+}
+
+fn damage_file(world: &mut World, disk: usize, damage: &mut Damage) {
+    let Some((kind, path)) = some_file(world, disk) else { return };
+    let mut content = world.disks[disk].content(&path).expect("it is there");
+    damage.what = format!("/disk{disk}/{} of {} bytes", path.display(), content.len());
+    damage.kind = kind;
+    let at = if content.is_empty() { 0 } else { some_offset(world, content.len()) };
+    let new = match damage.way {
+        Way::Flip => {
+            content.get_mut(at).into_iter().for_each(|byte| *byte ^= 1 << world.rng.random_range(0..8));
+            Some(content)
+        }
+        Way::Zero => {
+            let sector = at / SECTOR_BYTES * SECTOR_BYTES;
+            let end = (sector + SECTOR_BYTES).min(content.len());
+            content[sector..end].fill(0);
+            Some(content)
+        }
+        Way::Cut => {
+            content.truncate(at);
+            Some(content)
+        }
+        Way::Older => {
+            let older = |files: &Vec<Files>| files[disk].get(&path).filter(|old| **old != content).cloned();
+            // One that was never another stays as it is.
+            let versions: Vec<_> = world.versions.iter().filter_map(older).collect();
+            Some(versions.choose(&mut world.rng).cloned().unwrap_or(content))
+        }
+        _ => None,
+    };
+    damage.what += &format!(" at {at}");
+    world.disks[disk].put(&path, new);
+}
+
+/// Anywhere, or near the end.
+fn some_offset(world: &mut World, length: usize) -> usize {
+    match world.rng.random_bool(0.3) {
+        true => length - 1 - world.rng.random_range(0..length.min(100)),
+        false => world.rng.random_range(0..length),
+    }
+}
+
+fn some_directory(world: &mut World, disk: usize) -> Option<PathBuf> {
+    let used: BTreeSet<PathBuf> = world.disks[disk]
+        .files()
+        .iter()
+        .flat_map(|file| file.ancestors().skip(1).map(Path::to_path_buf).collect::<Vec<_>>())
+        .filter(|path| !path.as_os_str().is_empty() && !path.starts_with("trash"))
+        .collect();
+    used.into_iter().choose(&mut world.rng)
+}
+
+fn delete_directory(world: &mut World, disk: usize, damage: &mut Damage) {
+    let Some(path) = some_directory(world, disk) else { return };
+    damage.what = format!("/disk{disk}/{}", path.display());
+    world.disks[disk].put(&path, None);
+}
+
+fn fail_file(world: &mut World, disk: usize, damage: &mut Damage) {
+    let Some((kind, path)) = some_file(world, disk) else { return };
+    damage.what = format!("/disk{disk}/{}", path.display());
+    damage.kind = kind;
+    let times = *[1, 2, u32::MAX].choose(&mut world.rng).expect("not empty");
+    for operation in [Operation::Other, Operation::OpenRead, Operation::Read] {
+        let rule = Rule::always(operation, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
+        world.faults[disk].add(Rule { times, ..rule });
+    }
+    damage.after = readable(world);
+    damage.after[disk].remove(&path);
+}
+
+fn fail_list(world: &mut World, disk: usize, damage: &mut Damage) {
+    let Some(path) = some_directory(world, disk) else { return };
+    damage.what = format!("/disk{disk}/{}", path.display());
+    let times = *[1, u32::MAX].choose(&mut world.rng).expect("not empty");
+    let rule = Rule::always(Operation::Other, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
+    world.faults[disk].add(Rule { times, ..rule });
+    damage.after = readable(world);
+    damage.after[disk].retain(|file, _| !file.starts_with(&path));
+}

@@ -1,0 +1,68 @@
+//! What a worker knows after a start is compared with what clients were told and with what the disks have, one block at a
+//! time.
+
+use std::collections::BTreeSet;
+
+use uniffle_testkit::in_process::InProcess;
+use uniffle_testkit::judge::{Refusal, examine};
+use uniffle_testkit::on_disk::{Files, stored_blocks};
+use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+
+use super::history::{History, Key, LAYOUT};
+use super::troubles::hides;
+
+impl History {
+    /// Every acknowledged report is known or the results are refused by name, what the disks have is served, and only what
+    /// they do not have is lost.
+    pub(super) async fn check_recovered(&mut self, stored: &BTreeSet<(ShuffleKey, i32, BlockId)>) {
+        let client = InProcess { service: self.service(), layout: LAYOUT };
+        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
+        keys.sort_unstable();
+        for name in keys {
+            let key = ShuffleKey::new(AppId::parse(name.0).expect("an id"), ShuffleId(name.1));
+            let told = self.promised[&name].told();
+            let is_there = |partition, id| stored.contains(&(key.clone(), partition, id));
+            let findings = examine(&client, &key, &told, LAYOUT, is_there).await;
+            assert!(findings.violations.is_empty(), "{:?}", findings.violations);
+            let refusal = findings.results_refused.as_ref();
+            assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
+            if let Some(Refusal::Unknown(_)) = findings.results_refused {
+                // Its job fails.
+                self.promised.remove(&name);
+                self.tally.forgotten_shuffles += 1;
+                continue;
+            }
+            // With other bytes than were written an extent may be given up.
+            let withheld = findings.withheld.first().filter(|_| !self.is_torn());
+            assert!(withheld.is_none(), "{key}: {withheld:?} of {} blocks on the disks", findings.intact);
+            let promised = self.promised.get_mut(&name).expect("a known key");
+            promised.is_refused = findings.results_refused.is_some();
+            self.tally.refused_results += u64::from(promised.is_refused);
+            self.tally.compared_blocks += findings.served;
+        }
+    }
+
+    /// What the disks have that are there in this life.
+    pub(super) fn stored_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
+        let stored = stored_blocks(&self.readable_files());
+        stored.into_iter().map(|block| (block.key, block.partition, block.id)).collect()
+    }
+
+    /// The worker is to find no index, and so to call everything lost.
+    pub(super) fn remove_indexes(&self) {
+        for disk in &self.disks {
+            let mut files = disk.files();
+            files.retain(|path| path.extension().is_some_and(|extension| extension == "index"));
+            files.iter().for_each(|path| disk.put(path, None));
+        }
+    }
+
+    /// The files that can be found in this life.
+    fn readable_files(&self) -> Vec<Files> {
+        let mut files: Vec<Files> = self.disks.iter().map(|disk| disk.snapshot()).collect();
+        for (disk, files) in files.iter_mut().enumerate() {
+            files.retain(|path, _| self.missing != Some(disk) && !hides(self.unlisted.as_ref(), disk, path));
+        }
+        files
+    }
+}

@@ -1,0 +1,120 @@
+//! What may be wrong with the disks when a life begins.
+
+use std::path::{Path, PathBuf};
+
+use rand::RngExt;
+use rand::seq::IndexedRandom;
+
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_worker::tiers::StoreError;
+
+use super::history::History;
+
+const SECTOR_BYTES: usize = 512;
+
+/// What only such troubles lead to.
+pub(super) const OF_GAPS: [&str; 6] = [
+    "unsynced_power_losses",
+    "read_only_disks",
+    "failing_lists",
+    "damaged_metadata",
+    "refused_results",
+    "forgotten_shuffles",
+];
+
+/// Whether troubles are made that may cost a result silently: "Known gaps" in docs/durability.md.
+pub(super) fn gaps_are_tested() -> bool {
+    std::env::var_os("LIFE_GAPS").is_some()
+}
+
+impl History {
+    /// Sometimes.
+    pub(super) fn make_trouble(&mut self) {
+        let disk = self.rng.random_range(0..self.disks.len());
+        // Two faults at once may take both copies of a note.
+        let may_miss =
+            gaps_are_tested() && self.disks.len() > 1 || self.disks.len() == 3 && self.injected == 0;
+        match self.rng.random_range(0..100) {
+            0..30 if may_miss => {
+                self.missing = Some(disk);
+                self.excused = true;
+            }
+            30..60 if !gaps_are_tested() => {}
+            30..40 => {
+                self.is_troubled = true;
+                self.faults[disk].set_read_only(true);
+                self.tally.read_only_disks += 1;
+            }
+            40..50 => self.fail_a_list(disk),
+            50..60 => self.damage_metadata(disk),
+            _ => {}
+        }
+    }
+
+    /// A directory of the disk cannot be listed at the start, once or for the whole life.
+    fn fail_a_list(&mut self, disk: usize) {
+        let mut directories = self.disks[disk].directories();
+        directories.retain(|path| !path.as_os_str().is_empty());
+        let Some(path) = directories.choose(&mut self.rng) else { return };
+        let rule = Rule::always(Operation::Other, Fault::Errno(EIO)).on(path.to_string_lossy().into_owned());
+        let times = if self.rng.random() { 1 } else { u32::MAX };
+        self.faults[disk].add(Rule { times, ..rule });
+        self.unlisted = Some((disk, path.clone()));
+        self.is_troubled = true;
+        self.excused = true;
+        self.tally.failing_lists += 1;
+    }
+
+    /// A file that is neither data nor index is damaged.
+    fn damage_metadata(&mut self, disk: usize) {
+        let mut files = self.disks[disk].files();
+        files.retain(|path| is_metadata(path));
+        let Some(path) = files.choose(&mut self.rng) else { return };
+        let mut content = self.disks[disk].content(path).expect("it is there");
+        let at = if content.is_empty() { 0 } else { self.rng.random_range(0..content.len()) };
+        let damaged = match self.rng.random_range(0..4) {
+            0 => None,
+            1 => {
+                content.truncate(at);
+                Some(content)
+            }
+            2 => {
+                let end = (at + SECTOR_BYTES).min(content.len());
+                content[at..end].fill(0);
+                Some(content)
+            }
+            _ => {
+                content.get_mut(at).into_iter().for_each(|byte| *byte ^= 1 << self.rng.random_range(0..8));
+                Some(content)
+            }
+        };
+        tracing::info!(target: "life", disk, path = %path.display(), at, "is damaged");
+        self.disks[disk].put(path, damaged);
+        self.excused = true;
+        self.tally.damaged_metadata += 1;
+    }
+
+    /// A start was refused: the directory that is named is left out, as an operator does, or the disk is healed.
+    pub(super) fn leave_out(&mut self, error: &StoreError) {
+        let text = error.to_string();
+        let named = (0..self.disks.len()).find(|disk| text.contains(&format!("/disk{disk}")));
+        assert!(named.is_some(), "a start is refused without a directory's name: {text}");
+        assert!(self.is_troubled, "a start on sound disks is refused: {text}");
+        self.faults.iter().for_each(|faults| {
+            faults.clear();
+            faults.set_read_only(false);
+        });
+        (self.is_troubled, self.unlisted) = (false, None);
+    }
+}
+
+/// Not the claim: without it the directory is not the worker's.
+fn is_metadata(path: &Path) -> bool {
+    let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
+    !of_data && !path.ends_with("uniffle-worker.claim") && !path.starts_with("trash")
+}
+
+/// Whether a directory that cannot be listed hides a file.
+pub(super) fn hides(unlisted: Option<&(usize, PathBuf)>, disk: usize, file: &Path) -> bool {
+    unlisted.is_some_and(|(hidden, path)| *hidden == disk && file.starts_with(path))
+}
