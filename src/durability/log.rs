@@ -658,7 +658,8 @@ impl Writer {
         let io = &self.directories[at].io;
         within(self.deadlines.name, async {
             io.create_dir_all(directory).await?;
-            io.open_write(path, WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() }).await
+            io.open_write(path, WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() })
+                .await
         })
         .await
     }
