@@ -207,7 +207,7 @@ mod tests {
         let heap = heap();
         let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap);
         let refused = (0..).find_map(|task: i64| {
-            let scattered = (0..1000).map(|id| (task * 1000 + id) << 33).collect();
+            let scattered: Vec<i64> = (0..1000).map(|id| (task * 1000 + id) << 33).collect();
             let report = [(P0, scattered)];
             let known = ids.count();
             match (ids.would_learn(1, &report), ids.report(1, &report)) {

@@ -668,7 +668,7 @@ mod tests {
         let apps = registry.app_count();
         assert!((1000..10_000).contains(&apps) && kept.used() <= kept.capacity(), "{apps} apps");
         let known = registry.apps()[0].id().clone();
-        assert!(registry.remove_app(&known, |_| ()));
+        assert!(registry.remove_app(&known, |_| ()).is_some());
         registry.register(registration("late", 1, &[(0, 1)]), || ()).unwrap();
         for app in registry.apps() {
             registry.remove_app(app.id(), |_| ());

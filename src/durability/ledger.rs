@@ -254,7 +254,9 @@ mod tests {
                         prop_assert_eq!(done, ledger.unverified().is_empty());
                     }
                     Step::Damaged(is_damaged) => ledger.set_damaged(is_damaged),
-                    Step::Vanish(ids) => ids.iter().for_each(|id| drop(tiers.remove(id))),
+                    Step::Vanish(ids) => ids.iter().for_each(|id| {
+                        tiers.remove(id);
+                    }),
                 }
                 let is_verifying = looked.is_some() || ledger.is_damaged() || !ledger.unverified().is_empty();
                 prop_assert_eq!(ledger.phase() == Phase::Verifying, is_verifying);

@@ -420,7 +420,7 @@ mod tests {
         assert_eq!(answer_limit(&honest, 4 << 20).unwrap(), 4 << 20);
         assert_eq!(answer_limit(&honest, -1).unwrap(), 0, "one block");
         held.pop();
-        held.remove(0);
+        drop(held.remove(0));
         assert!(answer_limit(&slow, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
     }
 }

@@ -445,7 +445,7 @@ async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spa
 #[tokio::test(start_paused = true)]
 async fn d5_while_a_successor_is_awaited_no_send_is_acknowledged_and_tickets_come_back() {
     let mut world = World::new(limits(), quiet()).await;
-    world.send(1, 1000, 0).unwrap();
+    world.send(1, 1000).unwrap();
     let ticket = |world: &World| {
         let request =
             RequireRequest { app: APP, shuffle: 0, bytes: 2000, partitions: &[], partition_sizes: &[] };
@@ -462,12 +462,12 @@ async fn d5_while_a_successor_is_awaited_no_send_is_acknowledged_and_tickets_com
     assert_eq!(code(open(&world, late)), StatusCode::NoBuffer);
     under_way.write(&[7; 1000]).unwrap();
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();
-    assert_eq!(code(under_way.commit(0)), StatusCode::NoBuffer);
+    assert_eq!(code(under_way.commit()), StatusCode::NoBuffer);
     assert_eq!(world.memory.contents()[0].blocks, 1, "only what was acknowledged before");
     assert_eq!(world.memory.tickets().count(), 0, "a ticket that was refused is spent");
     // It did not come to that.
     world.service.go_on();
-    world.send(2, 1000, 0).unwrap();
+    world.send(2, 1000).unwrap();
     assert_eq!(world.memory.contents()[0].blocks, 2);
     world.stop().await;
 }

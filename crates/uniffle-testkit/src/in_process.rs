@@ -78,7 +78,7 @@ impl InProcess {
             session.partition(*partition)?;
             blocks.iter().try_for_each(|block| send_block(&mut session, block))?;
         }
-        session.commit(0).map(drop)
+        session.commit()
     }
 
     /// Reports the blocks of a task.
@@ -106,7 +106,8 @@ impl InProcess {
         let IdLayout { sequence_bits, partition_bits, task_bits } = self.layout;
         let bits = |bits: u32| i32::try_from(bits).expect("at most 63");
         let layout = Some((bits(sequence_bits), bits(partition_bits), bits(task_bits)));
-        self.service.results(key.app.as_str(), key.shuffle.0, &[partition], layout).await
+        let results = self.service.results(key.app.as_str(), key.shuffle.0, &[partition], layout).await?;
+        Ok(results.bitmap)
     }
 
     /// Memory until it is empty, then the index once, then what is wanted of the data.

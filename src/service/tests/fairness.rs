@@ -136,11 +136,11 @@ async fn an_app_over_its_share_is_spilled_first() {
     let apps = ["flood".to_owned()];
     let mut world = world_with(&apps).await;
     for block in 0..17 {
-        world.send_of("flood", block % 10, 500_000, 0).unwrap();
+        world.send_of("flood", block % 10, 500_000).unwrap();
     }
     // The largest partitions are the honest one's.
     for _ in 0..4 {
-        world.send(3, 500_000, 0).unwrap();
+        world.send(3, 500_000).unwrap();
     }
     let waited = refused_for(&world, &[], APP, 10 * MIB).await;
     assert!(waited > Duration::ZERO && waited <= Duration::from_secs(1), "{waited:?}");
