@@ -290,6 +290,7 @@ mod tests {
         let unseen = waiting(&line, &a, 50);
         drop(held);
         drop(unseen);
-        assert_eq!((line.0.lock().free, line.0.lock().waiting), (100, 0));
+        let state = line.0.lock();
+        assert_eq!((state.free, state.waiting), (100, 0));
     }
 }
