@@ -8,7 +8,7 @@
 //! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
 //! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
-//! | [`pool`] | buffers for reads from disk |
+//! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
 //!
 //! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
 //! shuffles are purged and all readers gone, every counter is zero and the region is whole again.
@@ -26,6 +26,7 @@ pub mod sealed;
 pub mod ticket;
 
 mod buddy;
+mod line;
 mod list;
 pub(crate) mod metrics;
 
@@ -60,7 +61,7 @@ use buffer::Shared;
 use metrics::MemoryMetrics;
 use region::Region;
 
-use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
+use uniffle_wire::types::{AppId, Distribution, PartitionId, ShuffleKey};
 
 use crate::metrics::clamped;
 
@@ -206,6 +207,12 @@ impl Memory {
     #[must_use]
     pub fn read_pool(&self) -> &ReadPool {
         &self.read_pool
+    }
+
+    /// The same for reads of `app`.
+    #[must_use]
+    pub fn read_pool_of(&self, app: &AppId) -> ReadPool {
+        self.read_pool.of(app, self.tickets.weight_of(app))
     }
 
     /// The buffers of a shuffle, made if there are none. Registering again changes nothing.

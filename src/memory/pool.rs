@@ -1,7 +1,7 @@
 //! Buffers for reads from disk: a small region of its own, so that readers cannot run past a bound either.
 //!
-//! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Waiting is
-//! first come, first served; the caller bounds it in time.
+//! A buffer is exclusive until it is frozen; its memory is back when the last `Bytes` of it is dropped. Applications that wait
+//! share ([`super::line`]); the caller bounds the wait in time.
 
 use std::fmt;
 use std::io;
@@ -9,20 +9,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Notify;
 use uniffle_io::BoxFuture;
 use uniffle_io::buffers::{READ_CHUNK_BYTES_MAX, READ_CHUNK_BYTES_SHORT, ReadBuffer, ReadBuffers};
 
+use super::line::{Line, Permit, Reader};
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Slice};
 use crate::budget::Budget;
+use uniffle_wire::types::AppId;
 
-/// Read buffers of a bounded total.
+/// Read buffers of a bounded total, for one application or for the worker itself.
 #[derive(Clone)]
 pub struct ReadPool {
     region: Arc<Region>,
     budget: Budget,
-    /// Units of the smallest segment: who holds permits may allocate as much, unless the free memory is in pieces.
-    permits: Arc<Semaphore>,
+    /// Who has a permit may allocate as much, unless the free memory is in pieces.
+    line: Arc<Line>,
+    reader: Reader,
     freed: Arc<Notify>,
     waits: Arc<AtomicU64>,
 }
@@ -35,22 +38,31 @@ impl ReadPool {
     pub fn new(capacity_bytes: u64) -> io::Result<Self> {
         let region = Region::new(capacity_bytes)?;
         let budget = Budget::new(region.capacity_bytes());
-        let units = usize::try_from(region.capacity_bytes()).unwrap_or(usize::MAX) / SEGMENT_BYTES_MIN;
-        let permits = Arc::new(Semaphore::new(units.min(Semaphore::MAX_PERMITS)));
-        Ok(Self { region, budget, permits, freed: Arc::new(Notify::new()), waits: Arc::default() })
+        let line = Line::new(region.capacity_bytes());
+        let reader = Reader { app: None, weight: 1 };
+        Ok(Self { region, budget, line, reader, freed: Arc::new(Notify::new()), waits: Arc::default() })
+    }
+
+    /// The same buffers, taken for `app`, which counts `weight` beside others.
+    #[must_use]
+    pub fn of(&self, app: &AppId, weight: u32) -> Self {
+        Self { reader: Reader { app: Some(app.clone()), weight }, ..self.clone() }
     }
 
     /// A buffer of `len` bytes ([`READ_CHUNK_BYTES_MAX`] at most, a larger one would be a bug), as soon as there is one.
     pub async fn acquire(&self, len: usize) -> ReadBuf {
         let bytes = segment_bytes(len);
-        if self.permits.available_permits() < units(bytes) as usize {
+        let mut permit = self.line.try_take(&self.reader, bytes as u64);
+        if permit.is_none() {
             self.waits.fetch_add(1, Ordering::Relaxed);
         }
         loop {
             // Before the attempt, so that a buffer freed in between is not missed.
             let freed = self.freed.notified();
-            let permit = Arc::clone(&self.permits).acquire_many_owned(units(bytes)).await;
-            let permit = permit.expect("the semaphore is never closed");
+            let permit = match permit.take() {
+                Some(permit) => permit,
+                None => self.line.take(&self.reader, bytes as u64).await,
+            };
             if let Some(buffer) = self.allocate(len, bytes, permit) {
                 return buffer;
             }
@@ -63,7 +75,7 @@ impl ReadPool {
     #[must_use]
     pub fn try_acquire(&self, len: usize) -> Option<ReadBuf> {
         let bytes = segment_bytes(len);
-        let permit = Arc::clone(&self.permits).try_acquire_many_owned(units(bytes)).ok()?;
+        let permit = self.line.try_take(&self.reader, bytes as u64)?;
         self.allocate(len, bytes, permit)
     }
 
@@ -100,7 +112,7 @@ impl ReadPool {
         self.budget.capacity()
     }
 
-    fn allocate(&self, len: usize, bytes: usize, permit: OwnedSemaphorePermit) -> Option<ReadBuf> {
+    fn allocate(&self, len: usize, bytes: usize, permit: Permit) -> Option<ReadBuf> {
         let charge = self.budget.try_charge(bytes as u64).ok()?;
         let mut segment = self.region.allocate(bytes, charge).ok()?;
         let fill = segment.fill(len)?;
@@ -122,14 +134,10 @@ fn segment_bytes(len: usize) -> usize {
     len.next_power_of_two().max(SEGMENT_BYTES_MIN)
 }
 
-fn units(bytes: usize) -> u32 {
-    u32::try_from(bytes / SEGMENT_BYTES_MIN).expect("at most 2 MiB in units of 4 KiB")
-}
-
 /// The permit of a buffer, returned after its memory; the drop wakes those that wait for pieces to merge.
 #[derive(Debug)]
 struct Lease {
-    permit: Option<OwnedSemaphorePermit>,
+    permit: Option<Permit>,
     freed: Arc<Notify>,
 }
 

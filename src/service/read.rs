@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ReadLimits, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
-use crate::memory::{Memory, MemoryRead};
+use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
 use uniffle_io::{ReadBuffer, ReadBuffers};
@@ -104,7 +104,7 @@ pub struct ChunkStream {
     first: Option<Bytes>,
     /// None of a shuffle that is not known.
     source: Option<Box<dyn ChunkRead>>,
-    memory: Arc<Memory>,
+    pool: ReadPool,
     app: Arc<App>,
     length: u64,
     began: Instant,
@@ -137,8 +137,8 @@ impl ChunkStream {
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
-        let memory = Arc::clone(&self.memory);
-        self.read_from(memory.read_pool()).await
+        let pool = self.pool.clone();
+        self.read_from(&pool).await
     }
 
     async fn read_from(&mut self, pool: &dyn ReadBuffers) -> Result<Option<Bytes>, ServiceError> {
@@ -168,18 +168,14 @@ impl ChunkStream {
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
     pub(super) fn next_if_spare(mut self: Box<Self>) -> Result<NextChunk, Box<Self>> {
-        let room = self
-            .source
-            .as_ref()
-            .map_or(0, |source| source.next_room())
-            .min(self.memory.read_pool().chunk_bytes());
+        let room = self.source.as_ref().map_or(0, |source| source.next_room()).min(self.pool.chunk_bytes());
         if self.first.is_some() || room == 0 {
             return Err(self);
         }
-        let Some(buffer) = self.memory.read_pool().try_acquire_spare(room) else { return Err(self) };
+        let Some(buffer) = self.pool.try_acquire_spare(room) else { return Err(self) };
         self.reading.ahead.inc();
         let held = Mutex::new(Some(Box::new(buffer) as Box<dyn ReadBuffer>));
-        let buffers = HeldBuffer { held, memory: Arc::clone(&self.memory) };
+        let buffers = HeldBuffer { held, pool: self.pool.clone() };
         Ok(async move {
             let result = self.read_from(&buffers).await;
             (self, result)
@@ -203,20 +199,20 @@ impl Drop for ChunkStream {
 /// A buffer that is there already; a caller that needs another (a chunk that is read again) waits for it as usual.
 struct HeldBuffer {
     held: Mutex<Option<Box<dyn ReadBuffer>>>,
-    memory: Arc<Memory>,
+    pool: ReadPool,
 }
 
 impl ReadBuffers for HeldBuffer {
     fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
         match self.held.lock().take() {
             Some(buffer) => std::future::ready(buffer).boxed(),
-            None => ReadBuffers::acquire(self.memory.read_pool(), len),
+            None => ReadBuffers::acquire(&self.pool, len),
         }
     }
 
     fn chunk_bytes(&self) -> usize {
         let held = self.held.lock().as_mut().map(|buffer| buffer.as_mut().as_mut().len());
-        held.unwrap_or_else(|| self.memory.read_pool().chunk_bytes())
+        held.unwrap_or_else(|| self.pool.chunk_bytes())
     }
 }
 
@@ -371,10 +367,10 @@ impl Service {
         app: Arc<App>,
         reporter: Option<ErrorReporter>,
     ) -> ChunkStream {
-        let memory = Arc::clone(&self.memory);
+        let pool = self.memory.read_pool_of(app.id());
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
         let (reading, turn) = (reads.begin(length), app.local_reads().nothing());
-        ChunkStream { first: None, source, memory, app, length, began, on_disk, reading, turn, reporter }
+        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, turn, reporter }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.

@@ -1,0 +1,296 @@
+//! Who waits for read memory, and who is next: of the applications that wait, the one that holds least by its weight.
+//!
+//! While no one waits, everyone gets what is free; only an application that holds half of it leaves the last eighth to others, so
+//! that a reader of another application begins at once. Requests of one application are served in their order. The one that is
+//! next is waited for until there is room for it, or large requests would never be served.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use uniffle_wire::types::AppId;
+
+/// Part of the memory that one application alone does not take.
+const NEWCOMERS_PART: u64 = 8;
+
+/// For whom memory is taken.
+#[derive(Debug, Clone)]
+pub(super) struct Reader {
+    /// None for the worker's own reads.
+    pub(super) app: Option<AppId>,
+    /// At least 1.
+    pub(super) weight: u32,
+}
+
+/// A bounded amount, with those that wait for parts of it.
+#[derive(Debug)]
+pub(super) struct Line(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    capacity: u64,
+    free: u64,
+    readers: HashMap<Option<AppId>, Holding>,
+    waiting: usize,
+    arrivals: u64,
+}
+
+/// One application.
+#[derive(Debug)]
+struct Holding {
+    weight: u32,
+    held: u64,
+    waiting: VecDeque<Waiter>,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    bytes: u64,
+    arrival: u64,
+    give: oneshot::Sender<Permit>,
+}
+
+/// Bytes taken; back in line when dropped.
+#[derive(Debug)]
+pub(super) struct Permit {
+    line: Arc<Line>,
+    app: Option<AppId>,
+    bytes: u64,
+}
+
+/// A place in the line; left when dropped.
+struct Place {
+    line: Arc<Line>,
+    receiver: oneshot::Receiver<Permit>,
+}
+
+impl Line {
+    pub(super) fn new(capacity: u64) -> Arc<Self> {
+        let readers = HashMap::new();
+        Arc::new(Self(Mutex::new(State { capacity, free: capacity, readers, waiting: 0, arrivals: 0 })))
+    }
+
+    /// `bytes` for `reader` if no one has to wait for them.
+    pub(super) fn try_take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Option<Permit> {
+        self.0.lock().take_at_once(reader, bytes).then(|| self.permit(&reader.app, bytes))
+    }
+
+    /// `bytes` for `reader` when it is its turn; at most half of the whole.
+    pub(super) async fn take(self: &Arc<Self>, reader: &Reader, bytes: u64) -> Permit {
+        let mut place = {
+            let mut state = self.0.lock();
+            if state.take_at_once(reader, bytes) {
+                drop(state);
+                return self.permit(&reader.app, bytes);
+            }
+            let (give, receiver) = oneshot::channel();
+            state.enter(reader, bytes, give);
+            Place { line: Arc::clone(self), receiver }
+        };
+        self.serve();
+        (&mut place.receiver).await.expect("a waiter is dropped only when its place is")
+    }
+
+    fn permit(self: &Arc<Self>, app: &Option<AppId>, bytes: u64) -> Permit {
+        Permit { line: Arc::clone(self), app: app.clone(), bytes }
+    }
+
+    /// Gives what is free to those whose turn it is.
+    fn serve(self: &Arc<Self>) {
+        loop {
+            let Some((waiter, app)) = self.0.lock().next() else { return };
+            // Outside of the lock: a permit that finds no receiver comes back by being dropped.
+            let _ = waiter.give.send(self.permit(&app, waiter.bytes));
+        }
+    }
+}
+
+impl State {
+    fn take_at_once(&mut self, reader: &Reader, bytes: u64) -> bool {
+        if self.waiting > 0 {
+            return false;
+        }
+        let held = self.readers.get(&reader.app).map_or(0, |holding| holding.held);
+        let is_given = reader.app.is_none() && bytes <= self.free || self.may_take(held, bytes);
+        if is_given {
+            self.holding(reader).held += bytes;
+            self.free -= bytes;
+        }
+        is_given
+    }
+
+    /// Whether one that holds `held` may have `bytes` more now.
+    fn may_take(&self, held: u64, bytes: u64) -> bool {
+        let is_greedy = held + bytes > self.capacity / 2;
+        let kept = if is_greedy { self.capacity / NEWCOMERS_PART } else { 0 };
+        bytes + kept <= self.free
+    }
+
+    fn holding(&mut self, reader: &Reader) -> &mut Holding {
+        let fresh = || Holding { weight: reader.weight, held: 0, waiting: VecDeque::new() };
+        let holding = self.readers.entry(reader.app.clone()).or_insert_with(fresh);
+        holding.weight = reader.weight.max(1);
+        holding
+    }
+
+    fn enter(&mut self, reader: &Reader, bytes: u64, give: oneshot::Sender<Permit>) {
+        self.arrivals += 1;
+        self.waiting += 1;
+        let arrival = self.arrivals;
+        self.holding(reader).waiting.push_back(Waiter { bytes, arrival, give });
+    }
+
+    /// Takes what the next one waits for, if there is room for it.
+    fn next(&mut self) -> Option<(Waiter, Option<AppId>)> {
+        if self.waiting == 0 {
+            return None;
+        }
+        for holding in self.readers.values_mut() {
+            let before = holding.waiting.len();
+            holding.waiting.retain(|waiter| !waiter.give.is_closed());
+            self.waiting -= before - holding.waiting.len();
+        }
+        self.readers.retain(|_, holding| holding.held > 0 || !holding.waiting.is_empty());
+        let mut waiting: Vec<_> = self
+            .readers
+            .iter()
+            .filter_map(|(app, holding)| {
+                let first = holding.waiting.front()?;
+                Some((turn(holding.held, holding.weight), first.arrival, first.bytes, holding.held, app))
+            })
+            .collect();
+        waiting.sort_unstable();
+        // One that is to leave room for others is passed over; everyone else is waited for.
+        let mut in_turn = waiting.into_iter();
+        let (_, _, bytes, _, app) = in_turn.find(|(_, _, bytes, held, app)| {
+            app.is_none() || *bytes > self.free || self.may_take(*held, *bytes)
+        })?;
+        if bytes > self.free {
+            return None;
+        }
+        let app = app.clone();
+        let holding = self.readers.get_mut(&app)?;
+        let waiter = holding.waiting.pop_front()?;
+        holding.held += bytes;
+        self.free -= bytes;
+        self.waiting -= 1;
+        Some((waiter, app))
+    }
+}
+
+/// The less one holds by its weight, the sooner it is served.
+fn turn(held: u64, weight: u32) -> u64 {
+    held / u64::from(weight.max(1))
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut state = self.line.0.lock();
+        state.free += self.bytes;
+        let is_gone = state.readers.get_mut(&self.app).is_some_and(|holding| {
+            holding.held -= self.bytes;
+            holding.held == 0 && holding.waiting.is_empty()
+        });
+        if is_gone {
+            state.readers.remove(&self.app);
+        }
+        let is_wanted = state.waiting > 0;
+        drop(state);
+        if is_wanted {
+            self.line.serve();
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.receiver.close();
+        drop(self.receiver.try_recv());
+        self.line.serve();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt as _;
+    use futures::future::BoxFuture;
+
+    use super::*;
+
+    fn reader(name: &str, weight: u32) -> Reader {
+        Reader { app: Some(AppId::parse(name).unwrap()), weight }
+    }
+
+    fn waiting(line: &Arc<Line>, reader: &Reader, bytes: u64) -> BoxFuture<'static, Permit> {
+        let (line, reader) = (Arc::clone(line), reader.clone());
+        let mut waiting = async move { line.take(&reader, bytes).await }.boxed();
+        assert!((&mut waiting).now_or_never().is_none(), "it has to wait");
+        waiting
+    }
+
+    fn is_served(waiting: &mut BoxFuture<'static, Permit>) -> Option<Permit> {
+        waiting.now_or_never()
+    }
+
+    #[test]
+    fn n8_an_application_that_takes_all_it_can_leaves_room_for_another() {
+        let line = Line::new(160);
+        let (flood, honest) = (reader("flood", 1), reader("honest", 1));
+        let held: Vec<_> = std::iter::from_fn(|| line.try_take(&flood, 10)).collect();
+        assert_eq!(held.len(), 14);
+        let next = waiting(&line, &flood, 10);
+        assert!(line.try_take(&honest, 20).is_none(), "others wait");
+        let small = line.take(&honest, 20).now_or_never();
+        assert!(small.is_some(), "but it is its turn");
+        drop(small);
+        drop((next, held));
+        assert_eq!(line.0.lock().free, 160);
+    }
+
+    #[test]
+    fn of_those_that_wait_the_one_that_holds_least_is_next_whoever_came_first() {
+        let line = Line::new(100);
+        let (flood, other, heavy) = (reader("flood", 1), reader("other", 1), reader("heavy", 4));
+        let whole = line.try_take(&Reader { app: None, weight: 1 }, 20).unwrap();
+        let mut held = vec![line.try_take(&flood, 30).unwrap(), line.try_take(&flood, 10).unwrap()];
+        let of_heavy = line.try_take(&heavy, 40).unwrap();
+        let mut of_flood = waiting(&line, &flood, 10);
+        let mut first = waiting(&line, &other, 20);
+        let mut second = waiting(&line, &other, 10);
+        let mut third = waiting(&line, &heavy, 10);
+        drop(held.pop());
+        assert!(is_served(&mut first).is_none(), "it is next, and waited for until there is room");
+        drop(held.pop());
+        let first = is_served(&mut first).unwrap();
+        let third = is_served(&mut third);
+        assert!(third.is_some(), "by weight it holds 10, the other 20");
+        let of_flood = is_served(&mut of_flood);
+        assert!(of_flood.is_some(), "it holds nothing any more");
+        assert!(is_served(&mut second).is_none());
+        drop(of_heavy);
+        assert!(is_served(&mut second).is_some());
+        drop((whole, first, third, of_flood));
+        assert!(line.0.lock().readers.is_empty());
+        assert_eq!(line.0.lock().free, 100);
+    }
+
+    #[test]
+    fn one_that_waits_no_more_holds_nothing_up() {
+        let line = Line::new(100);
+        let (a, b) = (reader("a", 1), reader("b", 1));
+        let held = line.try_take(&Reader { app: None, weight: 1 }, 90).unwrap();
+        let large = waiting(&line, &a, 50);
+        let mut small = waiting(&line, &b, 10);
+        assert!(line.try_take(&b, 10).is_none(), "others wait");
+        drop(large);
+        assert!(is_served(&mut small).is_some());
+        // Served, and dropped before it was looked at.
+        let unseen = waiting(&line, &a, 50);
+        drop(held);
+        drop(unseen);
+        let state = line.0.lock();
+        assert_eq!((state.free, state.waiting), (100, 0));
+    }
+}
