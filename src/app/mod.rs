@@ -22,7 +22,7 @@ pub use id_set::IdSet;
 pub use losses::{Loss, Losses, ranges};
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
-pub use registry::{App, AppRegistry, ReadLimits, RegisterError, Registration, ShuffleState};
+pub use registry::{App, AppRegistry, RegisterError, Registration, ShuffleState};
 
 section! {
     /// Limits of the registry.

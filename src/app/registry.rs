@@ -179,7 +179,6 @@ pub struct App {
     reported_ids: Budget,
     charge: Mutex<Charge>,
     answers: Budget,
-    local_reads: Budget,
 }
 
 impl App {
@@ -187,12 +186,6 @@ impl App {
     #[must_use]
     pub fn answers(&self) -> &Budget {
         &self.answers
-    }
-
-    /// Answers from disk that it has under way.
-    #[must_use]
-    pub fn local_reads(&self) -> &Budget {
-        &self.local_reads
     }
 
     /// Its id.
@@ -276,20 +269,6 @@ impl App {
     }
 }
 
-/// What the reads of all applications may have under way.
-#[derive(Debug, Clone)]
-pub struct ReadLimits {
-    /// Bytes of blocks in answers from memory that are not taken.
-    pub answers: Budget,
-    /// Answers from disk, by number.
-    pub local_reads: Budget,
-}
-
-/// Of one application.
-fn half(budget: &Budget) -> Budget {
-    budget.child((budget.capacity() / 2).max(1))
-}
-
 /// All applications.
 #[derive(Debug)]
 pub struct AppRegistry {
@@ -298,7 +277,7 @@ pub struct AppRegistry {
     heartbeat_timeout_ms: AtomicU64,
     apps: DashMap<AppId, Arc<App>>,
     heap: Heap,
-    limits: ReadLimits,
+    answers: Budget,
     block_ids: Quota,
     loss_entries: Quota,
     started: Instant,
@@ -307,9 +286,9 @@ pub struct AppRegistry {
 }
 
 impl AppRegistry {
-    /// No apps. What is registered and reported is charged to `heap`; of `limits` each app may have half.
+    /// No apps. What is registered and reported is charged to `heap`; of `answers` each app may have half.
     #[must_use]
-    pub fn new(config: AppConfig, heap: &Heap, limits: ReadLimits) -> Self {
+    pub fn new(config: AppConfig, heap: &Heap, answers: &Budget) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
         let loss_entries = Quota::new(config.loss_entries_max);
         let heartbeat_timeout_ms = AtomicU64::new(millis(config.heartbeat_timeout));
@@ -318,7 +297,7 @@ impl AppRegistry {
             heartbeat_timeout_ms,
             apps: DashMap::new(),
             heap: heap.clone(),
-            limits,
+            answers: answers.clone(),
             block_ids,
             loss_entries,
             started: Instant::now(),
@@ -421,8 +400,7 @@ impl AppRegistry {
             charge: Mutex::new(registrations.nothing()),
             registrations,
             reported_ids: self.heap.of_one_app(HeapKind::ReportedIds),
-            answers: half(&self.limits.answers),
-            local_reads: half(&self.limits.local_reads),
+            answers: self.answers.child(self.answers.capacity() / 2),
         })
     }
 
@@ -563,8 +541,7 @@ mod tests {
     }
 
     fn registry_of(config: AppConfig, heap: &Heap) -> AppRegistry {
-        let limits = ReadLimits { answers: Budget::new(1 << 20), local_reads: Budget::new(16) };
-        AppRegistry::new(config, heap, limits)
+        AppRegistry::new(config, heap, &Budget::new(1 << 20))
     }
 
     #[tokio::test]

@@ -49,7 +49,7 @@ use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
 use crate::runtime::{Handover, RuntimeMetrics, Tasks};
-use crate::service::{Service, read_limits};
+use crate::service::Service;
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
@@ -141,7 +141,7 @@ impl Worker {
         let server_id = server_id(ip, &addresses);
         let beside = Beside { server_id, precheck, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
-        let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), read_limits(&memory)));
+        let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
             Arc::clone(&apps),

@@ -44,9 +44,7 @@ pub use intake::Intake;
 pub use lifecycle::RegisterRequest;
 pub use losses::{IncompleteShuffle, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
-pub use read::{
-    Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, read_limits,
-};
+pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};

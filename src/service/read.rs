@@ -13,11 +13,10 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
-use crate::app::{App, ReadLimits, ShuffleState, Stage};
+use crate::app::{App, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
-use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -111,8 +110,6 @@ pub struct ChunkStream {
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
     reading: Reading,
-    /// One of the application's answers from disk.
-    turn: Charge,
     /// Who is told when a disk returned other bytes than were written, or goes on failing.
     reporter: Option<ErrorReporter>,
 }
@@ -214,13 +211,6 @@ impl ReadBuffers for HeldBuffer {
         let held = self.held.lock().as_mut().map(|buffer| buffer.as_mut().as_mut().len());
         held.unwrap_or_else(|| self.pool.chunk_bytes())
     }
-}
-
-/// What the reads of all applications may have under way, by the sizes of `memory`.
-#[must_use]
-pub fn read_limits(memory: &Memory) -> ReadLimits {
-    let chunks = memory.read_pool().capacity_bytes() / READ_CHUNK_BYTES_SHORT as u64;
-    ReadLimits { answers: memory.answered().clone(), local_reads: Budget::new(chunks.max(2)) }
 }
 
 /// Bytes after which an answer from memory ends.
@@ -369,8 +359,8 @@ impl Service {
     ) -> ChunkStream {
         let pool = self.memory.read_pool_of(app.id());
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
-        let (reading, turn) = (reads.begin(length), app.local_reads().nothing());
-        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, turn, reporter }
+        let reading = reads.begin(length);
+        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, reporter }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.
@@ -378,16 +368,7 @@ impl Service {
         self.metrics.read_memory_asked.inc();
         let wait = self.config.read_memory_wait;
         let asked = stream.length;
-        let app = Arc::clone(&stream.app);
-        let first = async {
-            // Slow readers of one application leave the others their part of the read memory.
-            if let Ok(turn) = app.local_reads().charge(1).await {
-                stream.turn.merge(turn);
-            }
-            stream.next().await
-        };
-        let first = timeout(wait, first).await;
-        stream.first = first.map_err(|_| {
+        stream.first = timeout(wait, stream.next()).await.map_err(|_| {
             self.metrics.read_memory_refused.inc();
             let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
             ServiceError::NoReadMemory { asked, waited_ms }

@@ -88,7 +88,7 @@ impl World {
             Flusher::start(flush, Arc::clone(&memory), Arc::clone(&store), tasks.clone(), &registry).unwrap();
         let service = Service::new(
             ServiceConfig { partition_limits, ..ServiceConfig::default() },
-            Arc::new(AppRegistry::new(AppConfig::default(), memory.heap(), read_limits(&memory))),
+            Arc::new(AppRegistry::new(AppConfig::default(), memory.heap(), memory.answered())),
             Arc::clone(&memory),
             Some(Arc::clone(&flusher)),
             tasks.clone(),

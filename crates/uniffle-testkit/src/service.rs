@@ -16,7 +16,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
-use uniffle_worker::service::{Service, ServiceConfig, read_limits};
+use uniffle_worker::service::{Service, ServiceConfig};
 use uniffle_worker::telemetry::traces::Traces;
 use uniffle_worker::tiers::{LocalConfig, LocalStore, StoreError, Tier, Tiers};
 
@@ -139,7 +139,7 @@ impl ServiceBuilder {
         let tiers = Tiers::new(tiers).expect("one is read through the worker");
         let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
             .expect("metrics of its own");
-        let apps = Arc::new(AppRegistry::new(self.apps, memory.heap(), read_limits(&memory)));
+        let apps = Arc::new(AppRegistry::new(self.apps, memory.heap(), memory.answered()));
         let (m, f) = (Arc::clone(&memory), Some(Arc::clone(&flusher)));
         let service =
             Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");

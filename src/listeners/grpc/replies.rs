@@ -147,8 +147,8 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
     if value == 0 { 0 } else { key_len(tag) + encoded_len_varint(value) }
 }
 
-/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`. `until_sent` is dropped when the last
-/// of them was taken.
+/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`. `until_sent` is dropped when the
+/// socket has taken the last of them: until then the transport may hold all.
 pub(super) fn from_memory(
     head: Head,
     payload_tag: u32,
@@ -161,12 +161,25 @@ pub(super) fn from_memory(
         return Err(Status::internal(format!("{present} bytes of {payload_bytes} are there")));
     }
     let head = head.announce(payload_tag, payload_bytes)?;
-    let frames = coalesce(head, pieces).into_iter().map(Frame::data);
-    let frames = frames.chain(std::iter::once_with(move || {
-        drop(until_sent);
-        Frame::trailers(ok_trailers())
-    }));
+    let mut pieces = coalesce(head, pieces);
+    if let Some(last) = pieces.pop() {
+        pieces.push(Bytes::from_owner(Last { bytes: last, _until_sent: until_sent }));
+    }
+    let frames = pieces.into_iter().map(Frame::data);
+    let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
     Ok(answer(stream::iter(frames)))
+}
+
+/// The last piece of an answer, with what lives as long as it.
+struct Last<T> {
+    bytes: Bytes,
+    _until_sent: T,
+}
+
+impl<T> AsRef<[u8]> for Last<T> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// Runs of small pieces (the head is the first) become one; large pieces stay as they are.

@@ -13,12 +13,12 @@ use tonic::transport::Endpoint;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::{self, SendForm};
 use uniffle_wire::bitmap;
-use uniffle_wire::types::{PartitionId, ShuffleKey};
+use uniffle_wire::types::ShuffleKey;
 use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::{
-    GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetMemoryShuffleDataRequest,
-    GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest, PartitionToBlockIds, RemoteStorage,
-    ReportShuffleResultRequest, ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
+    GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest,
+    PartitionToBlockIds, RemoteStorage, ReportShuffleResultRequest, ShufflePartitionRange,
+    ShuffleRegisterRequest, StatusCode,
 };
 
 use super::blocks::{batch, block};
@@ -26,7 +26,6 @@ use super::fixture::{Setup, WorkerFixture, eventually, key};
 use super::raw;
 
 const REPORT: &str = "/rss.common.ShuffleServer/reportShuffleResult";
-const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
 const GET_MEMORY_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
 
 fn report(key: &ShuffleKey, partition: i32, ids: Vec<i64>) -> ReportShuffleResultRequest {
@@ -166,40 +165,6 @@ async fn n7_a_registration_says_which_field_is_too_large_and_keeps_nothing() {
     assert_eq!((fixture.worker.apps().app_count(), fixture.memory().heap().whole().used()), (0, 0));
     let answer = fixture.client.raw().register_shuffle(request(1024, 1000, 0)).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
-    fixture.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn n8_readers_of_one_application_that_do_not_read_leave_the_others_theirs() {
-    let setup = Setup { capacity: "64MiB", memory: "read_buffer_capacity = \"4MiB\"", ..Setup::default() };
-    let fixture = WorkerFixture::with(setup).await;
-    let (slow, honest) = (key("slow", 1), key("honest", 1));
-    let length = 8 << 20;
-    for key in [&slow, &honest] {
-        fixture.client.register(key, &[(0, 0)]).await.unwrap();
-        fixture.push(key, &batch(0, &[block(0, 1, 0, length)])).await;
-    }
-    fixture.flush().await;
-    let request = |key: &ShuffleKey| GetLocalShuffleDataRequest {
-        app_id: key.app.as_str().to_owned(),
-        shuffle_id: key.shuffle.0,
-        partition_num_per_range: 1,
-        partition_num: 1,
-        length: i32::try_from(length).unwrap(),
-        ..GetLocalShuffleDataRequest::default()
-    };
-    let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    let opened = (0..16).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request(&slow))));
-    let bodies = futures::future::join_all(opened).await;
-    let pool = fixture.memory().read_pool().clone();
-    assert!(pool.used_bytes() < pool.capacity_bytes(), "{} bytes", pool.used_bytes());
-    let read = fixture.client.read_data(&honest, PartitionId(0), 0, u64::from(length)).await.unwrap();
-    assert!(read == block(0, 1, 0, length).data);
-    for whole in futures::future::join_all(bodies.into_iter().map(BodyExt::collect)).await {
-        let whole = whole.unwrap().to_bytes();
-        let answer = GetLocalShuffleDataResponse::decode(whole.slice(5..)).unwrap();
-        assert!(matches!(answer.status(), StatusCode::Success | StatusCode::NoBuffer), "{}", answer.ret_msg);
-    }
     fixture.finish().await;
 }
 

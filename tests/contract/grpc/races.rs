@@ -265,7 +265,7 @@ async fn client_properties_of_any_kind_are_taken_or_refused() {
         let key = key(&format!("app-{n}"), 1);
         let mut request = register_request(&key, &[(0, 0)]);
         request.properties = keys.iter().map(|name| ((*name).to_owned(), (*value).to_owned())).collect();
-        request.user = value.repeat(100);
+        request.user = value.repeat(50);
         fixture.client.register_with(request).await.unwrap();
         fixture.push(&key, &batch(0, &blocks(0, 1, 0..2))).await;
         fixture.assert_reads(&key, 0, &blocks(0, 1, 0..2)).await;

@@ -41,12 +41,10 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
     let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    // No one reads, so windows and socket buffers take a dozen chunks, one application may hold half of the read memory,
-    // and the rest must wait.
+    // No one reads, so windows and socket buffers take a dozen chunks, read memory four, and the rest must wait.
     let opened = (0..READERS).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
-    let held = pool.capacity_bytes() / 2..pool.capacity_bytes();
-    assert!(held.contains(&pool.used_bytes()), "answers that are not taken hold {} bytes", pool.used_bytes());
+    assert_eq!(pool.used_bytes(), pool.capacity_bytes(), "answers that are not taken hold their memory");
 
     let (mut complete, mut refused) = (0, 0);
     // All at once: what one stream leaves unread takes from the connection's window, which the others need.
