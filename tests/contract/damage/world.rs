@@ -43,8 +43,6 @@ pub(crate) struct World {
     pub(crate) recovery: bool,
     /// From now on disks may fail.
     pub(crate) is_damaged: bool,
-    /// Resets of the machine so far.
-    pub(crate) boots: u32,
     next_task: i64,
 }
 
@@ -71,7 +69,6 @@ impl World {
             verify_reads: VerifyReads::Always,
             recovery: true,
             is_damaged: false,
-            boots: 0,
             next_task: 0,
         }
     }
@@ -94,8 +91,7 @@ impl World {
         let default = ServiceBuilder::default();
         let memory = MemoryConfig { capacity_bytes: 4 << 20, read_capacity_bytes: 1 << 20, ..default.memory };
         let (sync, verify_reads, recovery) = (self.sync, self.verify_reads, self.recovery);
-        let boot = format!("kernel-{}", self.boots);
-        let local = LocalConfig { sync, verify_reads, recovery, boot, ..default.local };
+        let local = LocalConfig { sync, verify_reads, recovery, ..default.local };
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks = pairs.zip(&self.present).filter(|(_, present)| **present).map(|(pair, _)| pair).collect();
         let worker = ServiceBuilder { memory, local, disks, ..ServiceBuilder::default() }.try_start().await?;
@@ -213,7 +209,6 @@ impl World {
 
     /// The machine goes down.
     pub(crate) fn lose_power(&mut self) {
-        self.boots += 1;
         for disk in &self.disks {
             disk.lose_power(self.rng.next_u64());
         }

@@ -79,8 +79,6 @@ pub(crate) struct History {
     pub(super) excused: bool,
     /// The machine went down while not everything was synced: what an index names may have other bytes.
     torn: bool,
-    /// Resets of the machine.
-    boots: u32,
     /// With syncing the machine may go down too.
     sync: SyncWrites,
     /// In this life.
@@ -118,7 +116,6 @@ impl History {
             unlisted: None,
             excused: false,
             torn: false,
-            boots: 0,
             reads_fail: false,
             promised: HashMap::new(),
             sends: Vec::new(),
@@ -209,7 +206,7 @@ impl History {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(Process::start(&disks, (self.sync, self.boots)).await?);
+        self.process = Some(Process::start(&disks, self.sync).await?);
         Ok(())
     }
 
@@ -268,7 +265,6 @@ impl History {
         };
         if self.rng.random_bool(goes_down) {
             tracing::info!(target: "life", "the machine goes down");
-            self.boots += 1;
             self.tally.power_losses += 1;
             if self.sync == SyncWrites::Off {
                 self.tally.unsynced_power_losses += 1;

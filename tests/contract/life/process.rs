@@ -26,10 +26,10 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts on `disks`, with faults that begin with the first operation, under the `boot`th kernel.
+    /// Starts on `disks`, with faults that begin with the first operation.
     pub(crate) async fn start(
         disks: &[(Arc<MemoryDisk>, Faults)],
-        (sync, boot): (SyncWrites, u32),
+        sync: SyncWrites,
     ) -> Result<Self, StoreError> {
         let default = ServiceBuilder::default();
         let memory =
@@ -41,7 +41,7 @@ impl Process {
             retry_pause_max: Duration::from_secs(2),
             ..default.flush
         };
-        let local = LocalConfig { sync, boot: format!("kernel-{boot}"), ..LocalConfig::default() };
+        let local = LocalConfig { sync, ..LocalConfig::default() };
         let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
         let builder = ServiceBuilder {
             memory,
