@@ -197,7 +197,7 @@ impl World {
         self.told.remove(key);
     }
 
-    /// The worker ends in order, after a flush, or in the middle of whatever it does.
+    /// The worker ends after a flush, or in the middle of whatever it does.
     pub(crate) async fn end(&mut self, life: &Life) {
         if self.rng.random() {
             self.flush(life).await;
