@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
-use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::memory::{MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
