@@ -22,14 +22,14 @@ mod tiers;
 mod tls;
 mod upgrade;
 
-use std::net::IpAddr;
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use axum::Router;
 use parking_lot::Mutex;
-use prometheus::Registry;
+use prometheus::{IntGauge, Registry};
 use tonic::service::RoutesBuilder;
 
 use crate::app::AppRegistry;
@@ -221,18 +221,8 @@ impl Worker {
         };
         let tasks = self.listeners.clone();
         let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
-        let mut tcp = None;
-        if let Some(listener) = sockets.tcp {
-            let binding = Binding {
-                handover: self.tcp_handover.clone(),
-                kept: sockets.tcp_connections,
-                ..Binding::from(accepting(listener)?)
-            };
-            let service = Arc::clone(&self.service);
-            let open =
-                TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)?;
-            tcp = Some(open);
-        }
+        let kept = sockets.tcp_connections;
+        let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, kept)).transpose()?;
         let metrics = HttpMetrics::new(&self.registry)?;
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
         let inspector = Arc::new(Inspector {
@@ -268,6 +258,19 @@ impl Worker {
             AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
         }
         self.announce(config, embedded, source)
+    }
+
+    /// The gauge of its open connections.
+    fn open_tcp(
+        &self,
+        config: &Config,
+        listener: TcpListener,
+        kept: Vec<TcpStream>,
+    ) -> anyhow::Result<IntGauge> {
+        let handover = self.tcp_handover.clone();
+        let binding = Binding { handover, kept, ..Binding::from(accepting(listener)?) };
+        let service = Arc::clone(&self.service);
+        TcpServer::start(config.tcp.clone(), binding, service, &self.listeners, &self.registry)
     }
 
     /// Reads the configuration again, whole or not at all; the outcome is in the log.

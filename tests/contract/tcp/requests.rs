@@ -201,14 +201,15 @@ async fn a_read_with_a_filter_that_is_no_bitmap_is_refused() {
 #[tokio::test]
 async fn n3_the_connection_that_did_least_lately_makes_room() {
     let fixture = TcpFixture::with(TcpConfig { connections_max: 2, ..TcpConfig::default() }).await;
-    let send = frame(&fixture.request(1, &[block(0, 10)]));
+    // Each with a ticket of its own.
+    let send = || frame(&fixture.request(1, &[block(0, 10)]));
     let (mut working, mut silent) = (fixture.raw().await, fixture.raw().await);
-    working.say(&send).await;
+    working.say(&send()).await;
     assert_eq!(working.hear().await.status, 0);
     let mut third = fixture.raw().await;
     silent.expect_close().await;
     for peer in [&mut third, &mut working] {
-        peer.say(&send).await;
+        peer.say(&send()).await;
         assert_eq!(peer.hear().await.status, 0);
     }
     fixture.until("two are open", |fixture| fixture.metric("urpc_connection_number") == 2.0).await;
