@@ -47,13 +47,13 @@ fn impatient() -> Backoff {
     Backoff { attempts: 1, first: Duration::from_millis(1), longest: Duration::from_millis(1) }
 }
 
-async fn client(target: Target) -> io::Result<ShuffleClient> {
+pub(super) async fn client(target: Target) -> io::Result<ShuffleClient> {
     let client = ShuffleClient::connect(local(target.grpc)).await;
     client.map(|client| client.with_backoff(impatient())).map_err(io::Error::other)
 }
 
 /// Runs `round` again and again.
-async fn again<F>(round: impl Fn() -> F) -> io::Error
+pub(super) async fn again<F>(round: impl Fn() -> F) -> io::Error
 where
     F: Future<Output = io::Result<()>>,
 {

@@ -13,6 +13,7 @@ mod attacks;
 mod cgroup;
 mod h2;
 mod honest;
+mod owed;
 
 use std::time::Duration;
 
@@ -158,6 +159,41 @@ async fn n13_forged_heartbeats_do_not_replace_the_own_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n1_repeated_partitions_stop_nobody() {
+    alone("N1", owed::n1_repeated_partitions).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n2_unfinished_reports_stay_within_the_bound() {
+    alone("N2", owed::n2_unfinished_reports).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n4_large_local_reads_stay_within_the_bound() {
+    alone("N4", owed::n4_large_local_reads).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n6_tiny_blocks_stay_within_the_bound() {
+    alone("N6", owed::n6_tiny_blocks).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n7_large_registrations_stay_within_the_bound() {
+    alone("N7", owed::n7_large_registrations).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_zero_windows_keep_no_honest_reader_out() {
+    alone("N8", owed::n8_zero_windows).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n9_who_takes_every_ticket_keeps_nobody_out() {
+    alone("N9", owed::n9_every_ticket).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
     let all: &[Attack] = &[
         attacks::n3_half_sent_prefaces,
@@ -168,6 +204,13 @@ async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
         attacks::half_frames,
         attacks::slow_readers,
         attacks::paused_calls,
+        owed::n1_repeated_partitions,
+        owed::n2_unfinished_reports,
+        owed::n4_large_local_reads,
+        owed::n6_tiny_blocks,
+        owed::n7_large_registrations,
+        owed::n8_zero_windows,
+        owed::n9_every_ticket,
     ];
     let time = number("ADVERSARY_SECONDS").map_or(TOGETHER, Duration::from_secs);
     let mut siege = Siege::start("all").await;
