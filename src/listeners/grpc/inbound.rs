@@ -352,6 +352,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    #[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
     async fn n2_unfinished_requests_of_all_connections_stay_within_the_heap() {
         let heap = heap();
         let requests = RequestHeap::new(&heap, WAIT);

@@ -55,6 +55,7 @@ pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::E
 }
 
 /// N2: reports of which all but the last bytes come, as many on one connection as there may be.
+#[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
 pub(super) fn n2_unfinished_reports(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         again(|| async {
