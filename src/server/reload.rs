@@ -317,7 +317,13 @@ mod tests {
         let waiting = different(&next, &new);
         assert_eq!(
             waiting,
-            ["grpc_port", "log.max_files", "memory_store.block_max_count", "memory_store.capacity"]
+            [
+                "grpc_port",
+                "log.max_files",
+                "memory_store.block_max_count",
+                "memory_store.capacity",
+                "memory_store.heap_capacity"
+            ]
         );
         assert!(different(&new, &new.clone()).is_empty());
     }

@@ -332,7 +332,12 @@ mod tests {
         let bytes = 64 << 20;
         let logs = measure(Layout::Logs, 500, bytes).await.unwrap();
         let files = measure(Layout::FilePerPartition, 500, bytes).await.unwrap();
-        assert!(logs.files < 10 && files.files == 1_000, "{} and {}", logs.files, files.files);
+        assert!(
+            logs.files < 10 && (1_000..1_010).contains(&files.files),
+            "{} and {}",
+            logs.files,
+            files.files
+        );
         assert!(logs.write_seconds_per_gb < files.write_seconds_per_gb / 5.0, "{logs:?} {files:?}");
         assert!(logs.write_seconds_per_gb >= 1e9 / 150e6 * 0.9, "no faster than the platter");
     }

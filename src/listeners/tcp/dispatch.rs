@@ -10,6 +10,7 @@ use fastrace::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use crate::budget::Charge;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
@@ -18,7 +19,6 @@ use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
 
-use super::frames::ReadMessage;
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
 
@@ -107,6 +107,13 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
         task_filter: request.task_filter,
     })?;
     success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
+}
+
+/// A read request that has come whole, with what it is charged until its answer is there.
+#[derive(Debug)]
+pub(super) struct ReadMessage {
+    pub(super) bytes: Vec<u8>,
+    pub(super) charge: Charge,
 }
 
 /// A read of local index or data, a task of its own.

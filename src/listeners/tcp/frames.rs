@@ -21,7 +21,7 @@ use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
 use uniffle_wire::send_frame::SendWalker;
 
-use super::dispatch::{self, LOCAL_TURNS, LocalRead, Reply};
+use super::dispatch::{self, LOCAL_TURNS, LocalRead, ReadMessage, Reply};
 use super::metrics::InProgress;
 use super::shared::Shared;
 use super::writer::{Outbox, Outgoing, ReplyGuard};
@@ -91,13 +91,6 @@ impl PartialRead {
         self.message.reserve_exact(wanted - self.message.len());
         Ok(())
     }
-}
-
-/// A read request that has come whole, with what it is charged until its answer is there.
-#[derive(Debug)]
-pub(super) struct ReadMessage {
-    pub(super) bytes: Vec<u8>,
-    pub(super) charge: Charge,
 }
 
 /// What is left of a frame whose answer is certain.

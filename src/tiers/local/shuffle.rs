@@ -393,6 +393,10 @@ impl Shuffle {
         };
         let created = core.files.create(&log).await;
         created.map_err(|error| core.failed(disk, log.full_path(), error))?;
+        if self.is_purged() {
+            // The purge may have listed the logs before this one was among them.
+            core.files.forget(&log);
+        }
         let named = core.make_names_durable(disk, &self.directory).await;
         named.map_err(|error| core.failed(disk, &directory, error))?;
         core.metrics.files_opened.inc();

@@ -41,10 +41,13 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
     let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
     let channel = raw::connect(fixture.worker.addresses().grpc).await;
-    // No one reads, so windows and socket buffers take a dozen chunks, read memory four, and the rest must wait.
+    // No one reads, so windows and socket buffers take a dozen chunks, read memory three, and the rest must wait.
     let opened = (0..READERS).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
-    assert_eq!(pool.used_bytes(), pool.capacity_bytes(), "answers that are not taken hold their memory");
+    // The last eighth of it is kept for other applications.
+    let most = pool.capacity_bytes() - pool.capacity_bytes() / 8;
+    let held = pool.used_bytes();
+    assert!(held <= most && held + (1 << 20) > most, "answers that are not taken hold their memory: {held}");
 
     let (mut complete, mut refused) = (0, 0);
     // All at once: what one stream leaves unread takes from the connection's window, which the others need.
