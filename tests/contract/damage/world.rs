@@ -61,7 +61,7 @@ impl World {
         Self {
             rng,
             disks: (0..disks).map(disk).collect(),
-            faults: vec![Faults::default(); disks],
+            faults: std::iter::repeat_with(Faults::default).take(disks).collect(),
             present: vec![true; disks],
             told: BTreeMap::new(),
             versions: Vec::new(),

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use uniffle_testkit::in_process::InProcess;
-use uniffle_testkit::judge::{Refusal, examine};
+use uniffle_testkit::judge::examine;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
 
@@ -26,7 +26,7 @@ impl History {
             assert!(findings.violations.is_empty(), "{:?}", findings.violations);
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
-            if let Some(Refusal::Unknown(_)) = findings.results_refused {
+            if findings.results_refused.is_some() && !self.knows(&key) {
                 // Its job fails.
                 self.promised.remove(&name);
                 self.tally.forgotten_shuffles += 1;
@@ -40,6 +40,11 @@ impl History {
             self.tally.refused_results += u64::from(promised.is_refused);
             self.tally.compared_blocks += findings.served;
         }
+    }
+
+    fn knows(&self, key: &ShuffleKey) -> bool {
+        let app = self.service().apps().find(&key.app);
+        app.is_some_and(|app| app.shuffle(key.shuffle).is_some())
     }
 
     /// What the disks have that are there in this life.

@@ -41,7 +41,7 @@ impl History {
             }
             30..60 if !gaps_are_tested() => {}
             30..40 => {
-                self.is_troubled = true;
+                (self.is_troubled, self.excused) = (true, true);
                 self.faults[disk].set_read_only(true);
                 self.tally.read_only_disks += 1;
             }
