@@ -10,7 +10,6 @@ use rand::seq::{IndexedRandom, IteratorRandom};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
-use uniffle_worker::tiers::SyncWrites;
 
 use super::world::World;
 
@@ -117,23 +116,9 @@ impl Damage {
         )
     }
 
-    /// Whether a short result is possible after it, or much is withheld: see "Known gaps" in docs/durability.md.
+    /// The one known gap (docs/durability.md): the only data directory is an empty mount point.
     pub(crate) fn is_known_gap(&self, world: &World) -> bool {
-        match self.way {
-            Way::Nothing | Way::Absent => false,
-            Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => {
-                let is_claim = self.kind == "uniffle-worker.claim";
-                self.kind == "journal"
-                    || self.way == Way::Flip && (is_claim || self.kind == "uniffle-worker.peers")
-            }
-            Way::Reset => world.sync == SyncWrites::Off,
-            Way::DeleteDirectory
-            | Way::Alternate
-            | Way::Unmounted
-            | Way::FailingFile
-            | Way::FailingList
-            | Way::ReadOnly => true,
-        }
+        self.way == Way::Unmounted && world.disks.len() == 1
     }
 
     /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else.
@@ -143,7 +128,9 @@ impl Damage {
             Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older | Way::FailingFile
         );
         let bulk = self.kind == "data" || self.kind == "index";
-        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || disks > 1)
+        // Without its claim a directory is left out.
+        let is_copied = disks > 1 && self.kind != "uniffle-worker.claim";
+        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || is_copied)
     }
 }
 
