@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, Member};
-use super::legacy::Legacy;
+use super::legacy::{LIST, Legacy};
 use super::proof::{Judgement, judge, members_after};
 use super::read::{
     Directory, MEMBERS, METADATA, Part, Source, Survey, copy_directory, copy_file, generation_of, within,
@@ -776,6 +776,12 @@ impl Writer {
     async fn remove_earlier(&self, at: usize) {
         let io = &self.directories[at].io;
         let removing = async {
+            // The list of an earlier version would be believed if all of this were lost.
+            if io.read_small(Path::new(LIST)).await.is_ok() {
+                let aside = unfinished(&Path::new(METADATA).join("earlier"));
+                io.create_dir_all(&aside).await?;
+                io.rename(Path::new(LIST), &aside.join(LIST)).await?;
+            }
             for name in io.list(Path::new(METADATA)).await? {
                 let is_old = match generation_of(&name) {
                     Some(generation) => generation < self.generation,
