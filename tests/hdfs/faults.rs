@@ -137,7 +137,8 @@ async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
     fixture.service.unregister_shuffle(crate::fixture::APP, 1).unwrap();
     fixture.all.clear();
     fixture.settled().await;
-    fs.add_fault(RemoteCall::Delete, SERVER_ID, RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
+    // Not what is left of shuffle 1, which is deleted too.
+    fs.add_fault(RemoteCall::Delete, ".probe-", RemoteFault::Fail(StoreErrorKind::Unreachable), Some(3));
     let mut probing = JoinSet::new();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     probing.spawn(Arc::clone(&fixture.hdfs).keep_probing(async { drop(stopped.await) }));

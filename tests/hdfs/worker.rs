@@ -34,7 +34,7 @@ async fn while_no_remote_store_works_the_worker_is_unhealthy_and_keeps_everythin
     let Some(hdfs) = real().await else { return };
     let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
     let quorum = Some(coordinator.address.to_string());
-    let worker = Worker::start(&Setup { quorum, ..only_hdfs("unhealthy", "") });
+    let worker = Worker::start(&Setup { quorum, ..only_hdfs("unhealthy", "allowed_paths = [\"*\"]") });
     let client = ShuffleClient::connect(([127, 0, 0, 1], worker.ready().grpc_port).into()).await.unwrap();
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
     let mut request = register_request(&key, &[(0, 0), (1, 1), (2, 2), (3, 3)]);
