@@ -144,7 +144,11 @@ impl MetadataLog {
             );
         }
         let source = survey.source(&judged.sources, judged.gap.is_none());
-        let mut writer = Writer::new(directories, deadlines, judged.clone(), source);
+        let unread = survey.unread();
+        for reason in unread.values() {
+            tracing::error!(reason, "a data directory has no part in the metadata log until the next start");
+        }
+        let mut writer = Writer { unread, ..Writer::new(directories, deadlines, judged.clone(), source) };
         let found = writer.take_over(&judged, legacy).await;
         if let Err(error) = writer.begin(&mut BTreeSet::new()).await {
             tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
@@ -283,6 +287,8 @@ struct Writer {
     /// Taken over from the format of earlier versions, until it is written.
     legacy: Vec<Entry>,
     avoided: Vec<Option<Instant>>,
+    /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
+    unread: BTreeMap<usize, String>,
     /// Directories that could be written when the epoch began.
     usable: BTreeSet<usize>,
     is_blind: bool,
@@ -309,6 +315,7 @@ impl Writer {
             others: Vec::new(),
             legacy: Vec::new(),
             avoided,
+            unread: BTreeMap::new(),
             usable: BTreeSet::new(),
             is_blind: false,
         }
@@ -545,7 +552,7 @@ impl Writer {
     }
 
     fn usable<'a>(&'a self, excluded: &'a BTreeSet<usize>) -> impl Iterator<Item = usize> + 'a {
-        let all = 0..self.directories.len();
+        let all = (0..self.directories.len()).filter(|at| !self.unread.contains_key(at));
         all.filter(|at| !excluded.contains(at) && self.directories[*at].rank().is_some())
     }
 
@@ -570,7 +577,10 @@ impl Writer {
         loop {
             let places = self.places(excluded);
             if places.is_empty() {
-                let nothing = || LogError::told("no data directory can be written");
+                let nothing = || match self.unread.values().next() {
+                    Some(unread) => LogError::told(&format!("{unread}: start again when it can be read")),
+                    None => LogError::told("no data directory can be written"),
+                };
                 return Err(last_error.unwrap_or_else(nothing));
             }
             let usable: BTreeSet<usize> = self.usable(excluded).collect();

@@ -31,6 +31,15 @@ pub struct Present {
     pub copies: Vec<CopySeen>,
     /// What of it should say something and cannot be read.
     pub damaged: Vec<String>,
+    /// It does not answer: what it has is not known, and nothing is written there.
+    pub is_unread: bool,
+}
+
+impl Present {
+    /// Whether what it said is gone for good: it is written anew, and speaks then as if nothing had been.
+    fn is_spoilt(&self) -> bool {
+        self.epochs.is_empty() && !self.is_unread && !(self.damaged.is_empty() && self.copies.is_empty())
+    }
 }
 
 /// A copy of the log.
@@ -220,17 +229,18 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
         (_, Some(alone)) => alone,
         (true, None) => absent.first()?,
     };
-    let is_here = present.iter().any(|it| it.uuid == first.uuid());
     let path = &first.path;
-    let reason = match is_here {
-        true => format!("the list of data directories in {path} cannot be read"),
-        false => format!(
+    let reason = match present.iter().find(|it| it.uuid == first.uuid()) {
+        Some(it) if it.is_unread => format!("{}: start again when it can be read", it.damaged.join("; ")),
+        Some(_) => format!("the list of data directories in {path} cannot be read"),
+        None => format!(
             "data directory {path} is missing, which may have newer metadata: bring it back and start again, or put an \
              empty directory in its place for good"
         ),
     };
-    let until_back = absent.iter().map(|member| member.uuid().into_bytes());
-    let until_back = until_back.chain(alone.map(|member| member.uuid().into_bytes())).collect();
+    let silent: Vec<Uuid> = absent.iter().map(|it| it.uuid()).chain(alone.map(Member::uuid)).collect();
+    let is_for_good = present.iter().any(|it| it.is_spoilt() && silent.contains(&it.uuid));
+    let until_back = if is_for_good { Vec::new() } else { silent.iter().map(|it| it.into_bytes()).collect() };
     Some(Gap { reason, until_back })
 }
 
@@ -335,7 +345,7 @@ mod tests {
                     path: format!("/{at}"),
                     epochs: directory.list.iter().cloned().chain(heads).collect(),
                     copies: copies.collect(),
-                    damaged: Vec::new(),
+                    ..Present::default()
                 }
             });
             seen.collect()
@@ -429,7 +439,13 @@ mod tests {
             torn: torn.map(|frames_follow| Torn { at: 9, why: "bad".into(), frames_follow }),
         });
         let epochs = vec![(3, epoch)];
-        vec![Present { uuid: uuid(0), path: "/0".into(), epochs, copies: copies.to_vec(), damaged: vec![] }]
+        vec![Present {
+            uuid: uuid(0),
+            path: "/0".into(),
+            epochs,
+            copies: copies.to_vec(),
+            ..Present::default()
+        }]
     }
 
     #[test]
@@ -465,6 +481,23 @@ mod tests {
         world.live(&[1], &[2]);
         let gap = judge(&world.see(&[0, 1])).gap.unwrap();
         assert!(gap.reason.contains("was used without the others") && gap.until_back.is_empty());
+    }
+
+    /// A directory that went on alone, and cannot be read at the next start.
+    #[test]
+    fn what_cannot_be_read_is_awaited_and_what_is_damaged_is_gone_for_good() {
+        let mut world = World::of(2);
+        world.live(&[0, 1], &[1]);
+        world.live(&[1], &[1]);
+        let mut seen = world.see(&[0, 1]);
+        let damaged = vec!["/1 cannot be listed".to_owned()];
+        seen[1] = Present { uuid: uuid(1), path: "/1".into(), damaged, ..Present::default() };
+        let spoilt = judge(&seen).gap.unwrap();
+        assert!(spoilt.until_back.is_empty(), "{spoilt:?}");
+        seen[1].is_unread = true;
+        let unread = judge(&seen).gap.unwrap();
+        assert_eq!(unread.until_back, [uuid(1).into_bytes()]);
+        assert!(unread.reason.contains("/1 cannot be listed: start again"), "{}", unread.reason);
     }
 
     #[test]

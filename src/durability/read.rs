@@ -2,7 +2,7 @@
 //!
 //! Nothing that cannot be read is replaced by a default: it is told to the rule (`proof`) as damage.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -111,6 +111,12 @@ impl Survey {
         judge(&self.present).is_fresh
     }
 
+    /// Directories that did not answer, and how.
+    pub(super) fn unread(&self) -> BTreeMap<usize, String> {
+        let unread = self.present.iter().enumerate().filter(|(_, it)| it.is_unread);
+        unread.map(|(at, it)| (at, it.damaged.join("; "))).collect()
+    }
+
     /// The copies at these places, to be read as far as they fit; `whole` copies are read only up to where they stop.
     pub(super) fn source(&self, places: &[(usize, usize)], is_proven: bool) -> Source {
         let part = |(directory, copy): &(usize, usize)| {
@@ -142,6 +148,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
                 present.damaged.push(format!("{}/{METADATA} cannot be listed: {error}", directory.label));
+                present.is_unread = true;
             }
             return Seen { present, files, generation: highest };
         }
@@ -155,6 +162,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
             present.damaged.push(format!("{}/{METADATA}/{MEMBERS}: {error}", directory.label));
             if error.kind() == io::ErrorKind::TimedOut {
                 // It would only be waited for again and again.
+                present.is_unread = true;
                 return Seen { present, files, generation: highest };
             }
         }

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 use croaring::Treemap;
 use futures::StreamExt;
 use futures::stream;
+use rand::RngExt as _;
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -76,10 +77,10 @@ impl LocalStore {
                 by_key.entry(directory.key.clone()).or_default().1.push(directory);
             }
         }
-        self.next_incarnation.store(
-            next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts)),
-            Ordering::Relaxed,
-        );
+        let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
+        // Two starts that do not see each other count the same: their shuffles must not be taken for one.
+        let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
+        self.next_incarnation.store(first.saturating_add(apart), Ordering::Relaxed);
         let rebuilds =
             by_key.into_iter().map(|(key, (said, directories))| self.rebuild(key, said, directories, known));
         let mut recovered = Recovered::default();
