@@ -36,7 +36,7 @@ pub(crate) const SERVER_ID: &str = "10.0.0.1-21100";
 pub(crate) const APP: &str = "app-1";
 /// Everything at once, so that only a test decides when something is flushed.
 const CAPACITY: u64 = 64 << 20;
-const SETTLE_DEADLINE: Duration = Duration::from_secs(120);
+const SETTLE_DEADLINE: Duration = Duration::from_secs(600);
 
 /// Hands out one file system in memory to all.
 #[derive(Debug)]

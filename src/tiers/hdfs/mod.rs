@@ -502,6 +502,7 @@ async fn place(remote: &Remote) -> Result<OwnedSemaphorePermit, StoreError> {
         }
         let waiting = Arc::clone(&remote.permits).acquire_owned();
         if let Ok(Ok(place)) = timeout(PLACE_LOOK_INTERVAL, waiting).await {
+            remote.try_now()?;
             return Ok(place);
         }
     }

@@ -1,7 +1,8 @@
 //! One remote file system as one user, and whether it answers.
 //!
 //! Failures in a row that are its own fault (it does not answer, its DataNodes fail) suspend it for a moment that grows:
-//! batches then go elsewhere or wait, instead of each finding out for itself. A quota or a permission is the fault of one
+//! batches then go elsewhere or wait, instead of each finding out for itself. After that moment one batch tries, the
+//! others wait for how it ends. A quota or a permission is the fault of one
 //! path and suspends nothing. One that fails and was not tried for a while is asked whether it answers, so that
 //! the worker is not unhealthy forever because nothing is sent to it.
 
@@ -79,6 +80,21 @@ impl Remote {
         self.condition.lock().suspended_until.is_none_or(|until| Instant::now() >= until)
     }
 
+    /// Takes the right to try now. While it fails there is one for each suspension: taking it suspends the others
+    /// until the answer is there, or for as long again.
+    pub(super) fn try_now(&self) -> Result<(), StoreError> {
+        let mut condition = self.condition.lock();
+        let now = Instant::now();
+        if condition.suspended_until.is_some_and(|until| now < until) {
+            drop(condition);
+            return Err(self.suspended());
+        }
+        if let Some(pause) = condition.pause() {
+            condition.suspended_until = Some(now + pause);
+        }
+        Ok(())
+    }
+
     /// Whether its last calls failed for its own fault.
     pub(super) fn is_failing(&self) -> bool {
         self.condition.lock().failures >= FAILURES_MIN
@@ -105,12 +121,19 @@ impl Remote {
         }
         condition.failures = condition.failures.saturating_add(1);
         condition.last_error = error.to_string();
-        let Some(beyond) = condition.failures.checked_sub(FAILURES_MIN) else { return };
-        if beyond == 0 {
+        let Some(pause) = condition.pause() else { return };
+        if condition.failures == FAILURES_MIN {
             tracing::error!(remote = %self.authority, %error, "remote store does not work, it is tried now and then");
         }
-        let pause = SUSPENSION_MIN.saturating_mul(1 << beyond.min(16)).min(SUSPENSION_MAX);
         condition.suspended_until = Some(Instant::now() + pause);
+    }
+}
+
+impl Condition {
+    /// For how long it is suspended after its last failure; none while there were few.
+    fn pause(&self) -> Option<Duration> {
+        let beyond = self.failures.checked_sub(FAILURES_MIN)?;
+        Some(SUSPENSION_MIN.saturating_mul(1 << beyond.min(16)).min(SUSPENSION_MAX))
     }
 }
 
