@@ -170,7 +170,7 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         telemetry.flush();
         hold_upgrade_signal();
         let (error, sockets) = successor.exec(sockets);
-        tracing::error!(%error, "the successor cannot be executed, going on with this program");
+        tracing::error!(%error, "the successor cannot be executed, continuing with this program");
         inherited = sockets;
     }
 }

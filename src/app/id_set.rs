@@ -24,7 +24,7 @@ const CONTAINED_BYTES: u64 = 4;
 /// Ids of a container that are a list there.
 const CONTAINER_IDS_LISTED: u64 = 4096;
 
-/// See the module. A copy of a bitmap is shared until one of the two changes.
+/// A set of block ids. A copy of a bitmap is shared until one of the two changes.
 #[derive(Debug, Clone)]
 pub enum IdSet {
     /// Sorted.

@@ -1,15 +1,18 @@
 //! Which applications and shuffles exist: registration, reported block ids, losses, last use, expiry.
 //!
-//! Not here: their bytes (`memory`, `store`). Only [`AppRegistry::register`] creates an app or a shuffle; every other
+//! Not here: their bytes (`memory`, `tiers`). Only [`AppRegistry::register`] creates an app or a shuffle; every other
 //! call finds one or does not (docs/protocol.md §11 trap 27: a late heartbeat must not bring a purged app back).
 
 mod account;
+mod application;
 mod block_ids;
 mod id_set;
 mod losses;
 mod quota;
 mod ranges;
+mod registration;
 mod registry;
+mod shuffle;
 
 use std::time::Duration;
 
@@ -17,12 +20,15 @@ use crate::schema::kind::{DAY, SECOND, count, minutes};
 use crate::schema::section;
 
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
+pub use application::App;
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
 pub use id_set::IdSet;
 pub use losses::{Loss, Losses, ranges};
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
-pub use registry::{App, AppRegistry, RegisterError, Registration, ShuffleState};
+pub use registration::{RegisterError, Registration};
+pub use registry::AppRegistry;
+pub use shuffle::ShuffleState;
 
 section! {
     /// Limits of the registry.

@@ -3,271 +3,25 @@
 //! Removing is done under the lock that registering takes, and the caller passes the work that must happen with it
 //! (`with` closures), so that a purge and a registration of the same app never interleave.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use dashmap::DashMap;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use uniffle_wire::types::{AppId, Distribution, PartitionId, ShuffleId, ShuffleKey};
-
 use super::AppConfig;
-use super::account::Account;
+use super::application::App;
 use super::block_ids::BlockIds;
 use super::losses::Losses;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
+use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
+use super::shuffle::ShuffleState;
 use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Charge, Heap, HeapKind};
-
-/// Ranges of one shuffle that cannot be merged: what a coordinator makes of so many partitions dealt out one by one.
-const RANGES_MAX: usize = 1 << 18;
-
-/// Heap of an application, in all modules together, beside what it was registered with.
-const APP_BYTES: u64 = 4096;
-/// ... of a shuffle.
-const SHUFFLE_BYTES: u64 = 2048;
-/// ... of a range, which tiers keep too.
-const RANGE_BYTES: u64 = 24;
-/// ... of a string, beside its bytes.
-const STRING_BYTES: u64 = 48;
-
-/// Why a registration was not taken; nothing of it was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum RegisterError {
-    /// As many applications as are allowed.
-    #[error("applications: {0}")]
-    Apps(QuotaExceeded),
-    /// As many shuffles of the application as are allowed.
-    #[error("shuffles of the application: {0}")]
-    Shuffles(QuotaExceeded),
-    /// More ranges than a shuffle may have.
-    #[error(
-        "partitionRanges has {ranges} ranges that do not touch, with those registered before; at most {RANGES_MAX} are allowed"
-    )]
-    Ranges {
-        /// How many there would be.
-        ranges: usize,
-    },
-    /// No heap for it.
-    #[error(transparent)]
-    NoHeap(#[from] HeapFull),
-}
-
-/// What `registerShuffle` says.
-#[derive(Debug, Clone)]
-pub struct Registration {
-    /// The shuffle.
-    pub key: ShuffleKey,
-    /// Its partitions on this worker; added to those already known.
-    pub ranges: PartitionRanges,
-    /// Order of blocks in extents.
-    pub distribution: Distribution,
-    /// Spark user.
-    pub user: String,
-    /// Client configuration, `.rss.` keys only.
-    pub properties: HashMap<String, String>,
-    /// Whether the client sent any properties, `.rss.` or not.
-    pub sent_properties: bool,
-    /// What this app wants instead of the configured timeout, within bounds.
-    pub heartbeat_timeout: Option<Duration>,
-    /// Bytes that other modules keep of it.
-    pub kept_elsewhere_bytes: u64,
-}
-
-impl Registration {
-    /// What an application keeps of it, beside its shuffle.
-    fn app_bytes(&self) -> u64 {
-        let strings = self.properties.iter().flat_map(|(key, value)| [key, value]);
-        let properties: u64 = strings.map(|text| text.len() as u64 + STRING_BYTES).sum();
-        APP_BYTES + self.user.len() as u64 + properties + self.kept_elsewhere_bytes
-    }
-}
-
-/// One shuffle.
-#[derive(Debug)]
-pub struct ShuffleState {
-    key: ShuffleKey,
-    ranges: RwLock<PartitionRanges>,
-    /// Of the registrations.
-    charge: Mutex<Charge>,
-    block_ids: Mutex<BlockIds>,
-    losses: Losses,
-    /// Digest of the registration that was written down last; 0 = none was.
-    noted_registration: AtomicU64,
-    /// Touched by sends to partitions beyond the threshold only.
-    huge_partitions: Mutex<HashSet<PartitionId>>,
-}
-
-impl ShuffleState {
-    /// Its key.
-    #[must_use]
-    pub fn key(&self) -> &ShuffleKey {
-        &self.key
-    }
-
-    /// Whether the partition was registered.
-    #[must_use]
-    pub fn has_partition(&self, partition: PartitionId) -> bool {
-        self.ranges.read().contains(partition.0)
-    }
-
-    /// How many partitions were registered.
-    #[must_use]
-    pub fn partition_count(&self) -> u64 {
-        self.ranges.read().count()
-    }
-
-    /// Reported block ids.
-    #[must_use]
-    pub fn block_ids(&self) -> &Mutex<BlockIds> {
-        &self.block_ids
-    }
-
-    /// What of it is lost.
-    #[must_use]
-    pub fn losses(&self) -> &Losses {
-        &self.losses
-    }
-
-    /// Digest of the registration that was written down last; 0 = none was.
-    #[must_use]
-    pub fn noted_registration(&self) -> u64 {
-        self.noted_registration.load(Ordering::Relaxed)
-    }
-
-    /// See [`ShuffleState::noted_registration`].
-    pub fn set_noted_registration(&self, digest: u64) {
-        self.noted_registration.store(digest, Ordering::Relaxed);
-    }
-
-    /// Marks a partition as huge, for good; true the first time.
-    #[must_use]
-    pub fn mark_huge(&self, partition: PartitionId) -> bool {
-        self.huge_partitions.lock().insert(partition)
-    }
-
-    /// How many partitions are marked huge.
-    #[must_use]
-    pub fn huge_partition_count(&self) -> usize {
-        self.huge_partitions.lock().len()
-    }
-}
-
-/// One application.
-#[derive(Debug)]
-pub struct App {
-    id: AppId,
-    user: RwLock<String>,
-    properties: RwLock<HashMap<String, String>>,
-    /// Whether a registration ever carried properties, which clients do since 0.10.
-    sends_properties: AtomicBool,
-    has_huge_partition: AtomicBool,
-    /// Lowest bits of its block ids that are the task attempt; 0 = not known yet.
-    task_bits: AtomicU32,
-    heartbeat_timeout_ms: AtomicU64,
-    /// Milliseconds since the registry was made.
-    last_use_ms: AtomicU64,
-    shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
-    account: Account,
-    since: Instant,
-    /// What it may have of the heap, and what its latest registration takes of it.
-    registrations: Budget,
-    reported_ids: Budget,
-    charge: Mutex<Charge>,
-    answers: Budget,
-}
-
-impl App {
-    /// Bytes of blocks in answers that it has not taken.
-    #[must_use]
-    pub fn answers(&self) -> &Budget {
-        &self.answers
-    }
-
-    /// Its id.
-    #[must_use]
-    pub fn id(&self) -> &AppId {
-        &self.id
-    }
-
-    /// Where its time and bytes went.
-    #[must_use]
-    pub fn account(&self) -> &Account {
-        &self.account
-    }
-
-    /// Since its first registration.
-    #[must_use]
-    pub fn age(&self) -> Duration {
-        self.since.elapsed()
-    }
-
-    /// The user of its latest registration.
-    #[must_use]
-    pub fn user(&self) -> String {
-        self.user.read().clone()
-    }
-
-    /// A property of its latest registration.
-    #[must_use]
-    pub fn property(&self, key: &str) -> Option<String> {
-        self.properties.read().get(key).cloned()
-    }
-
-    /// Whether its client is known to be 0.10 or later: such clients register with properties (docs/protocol.md §7.5).
-    #[must_use]
-    pub fn is_since_0_10(&self) -> bool {
-        self.sends_properties.load(Ordering::Relaxed)
-    }
-
-    /// Notes that one of its partitions is huge; true the first time.
-    #[must_use]
-    pub fn mark_huge(&self) -> bool {
-        !self.has_huge_partition.swap(true, Ordering::Relaxed)
-    }
-
-    /// Learns its layout of block ids (docs/protocol.md §3.1): so many lowest bits are the task attempt.
-    pub fn learn_task_bits(&self, bits: u32) {
-        self.task_bits.store(bits, Ordering::Relaxed);
-    }
-
-    /// The task attempt in a block id; `None` while the layout is not known.
-    #[must_use]
-    pub fn task_of(&self, block_id: u64) -> Option<u64> {
-        match self.task_bits.load(Ordering::Relaxed) {
-            0 => None,
-            bits => Some(block_id & (u64::MAX >> (u64::BITS - bits.min(u64::BITS)))),
-        }
-    }
-
-    /// After so long without use it is purged.
-    #[must_use]
-    pub fn heartbeat_timeout(&self) -> Duration {
-        Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
-    }
-
-    /// One of its shuffles.
-    #[must_use]
-    pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
-        self.shuffles.read().get(&id).cloned()
-    }
-
-    /// Whether any is registered.
-    #[must_use]
-    pub fn has_shuffles(&self) -> bool {
-        !self.shuffles.read().is_empty()
-    }
-
-    /// All its shuffles.
-    #[must_use]
-    pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
-        self.shuffles.read().values().cloned().collect()
-    }
-}
+use crate::budget::{Budget, Heap, HeapKind};
+use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.
 #[derive(Debug)]
@@ -305,7 +59,7 @@ impl AppRegistry {
         }
     }
 
-    /// Adds or refreshes an app and its shuffle, then runs `with` before anybody can remove them.
+    /// Adds or refreshes an app and its shuffle, then runs `with` before they can be removed.
     ///
     /// # Errors
     /// [`RegisterError`]; nothing was changed then.
@@ -324,7 +78,7 @@ impl AppRegistry {
         let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
         self.add_shuffle(&app, &registration)?;
         if known.is_none() {
-            self.apps.insert(app.id.clone(), Arc::clone(&app));
+            self.apps.insert(app.id().clone(), Arc::clone(&app));
         }
         self.touch(&app);
         let Registration { user, properties, sent_properties, heartbeat_timeout, .. } = registration;
@@ -359,15 +113,9 @@ impl AppRegistry {
         let charge = app.registrations.try_charge(bytes);
         let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))?;
         let Some(shuffle) = known else {
-            let fresh = ShuffleState {
-                key: key.clone(),
-                ranges: RwLock::new(all),
-                charge: Mutex::new(charge),
-                block_ids: Mutex::new(BlockIds::new(&self.block_ids, &app.reported_ids)),
-                losses: Losses::new(&self.loss_entries),
-                noted_registration: AtomicU64::new(0),
-                huge_partitions: Mutex::default(),
-            };
+            let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids);
+            let losses = Losses::new(&self.loss_entries);
+            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids, losses);
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };
@@ -381,27 +129,10 @@ impl AppRegistry {
         self.heartbeat_timeout_ms.store(millis(timeout), Ordering::Relaxed);
     }
 
-    /// An app that nobody can find yet.
+    /// An app that is not in the registry yet. It is in there before it is touched, and must not look expired in between.
     fn fresh(&self, id: &AppId) -> Arc<App> {
-        let registrations = self.heap.of_one_app(HeapKind::Registrations);
-        Arc::new(App {
-            id: id.clone(),
-            user: RwLock::default(),
-            properties: RwLock::default(),
-            sends_properties: AtomicBool::new(false),
-            has_huge_partition: AtomicBool::new(false),
-            task_bits: AtomicU32::new(0),
-            heartbeat_timeout_ms: AtomicU64::new(self.heartbeat_timeout_ms.load(Ordering::Relaxed)),
-            // It is visible before it is touched, and must not look expired in between.
-            last_use_ms: AtomicU64::new(self.now_ms()),
-            shuffles: RwLock::default(),
-            account: Account::default(),
-            since: Instant::now(),
-            charge: Mutex::new(registrations.nothing()),
-            registrations,
-            reported_ids: self.heap.of_one_app(HeapKind::ReportedIds),
-            answers: self.answers.child(self.answers.capacity() / 2),
-        })
+        let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
+        App::new(id, &self.heap, &self.answers, (self.now_ms(), timeout_ms))
     }
 
     /// The app, without refreshing it.
@@ -450,13 +181,13 @@ impl AppRegistry {
         let _alone = self.lifecycle.lock();
         let (_, app) = self.apps.remove_if(id, |_, app| condition(app))?;
         let shuffles = std::mem::take(&mut *app.shuffles.write());
-        Some(with(shuffles.into_values().map(|shuffle| shuffle.key.clone()).collect()))
+        Some(with(shuffles.into_values().map(|shuffle| shuffle.key().clone()).collect()))
     }
 
     /// Apps without use for longer than the timeout.
     #[must_use]
     pub fn expired(&self) -> Vec<AppId> {
-        self.apps.iter().filter(|app| self.is_expired(app)).map(|app| app.id.clone()).collect()
+        self.apps.iter().filter(|app| self.is_expired(app)).map(|app| app.id().clone()).collect()
     }
 
     /// Since the app was last used.
@@ -499,7 +230,10 @@ fn millis(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
+    use uniffle_wire::types::{Distribution, PartitionId, ShuffleId};
 
     fn registration(app: &str, shuffle: i32, ranges: &[(i32, i32)]) -> Registration {
         Registration {

@@ -69,7 +69,7 @@ impl HeapFull {
     }
 }
 
-/// See the module. Clones share it.
+/// What clients make the worker hold beside blocks. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Heap {
     whole: Budget,

@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_waits_forever() {
+    async fn every_waiter_is_served() {
         let whole = Budget::new(7);
         let part = whole.child(5);
         let many = (0..8).map(|n| {

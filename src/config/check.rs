@@ -237,10 +237,10 @@ fn check_tls(config: &Config, found: &mut Found) {
     if cert && !key {
         found.refuse("tls.key_file", "(absent)", "needed with tls.cert_file");
     }
-    // Whoever asks callers for certificates does not expect a port at which nobody is asked.
+    // Where callers are asked for certificates, a port that asks for none is a surprise.
     if let Some(port) = config.worker.urpc_port {
         if config.tls.forbids_plain_tcp() {
-            let allowed = "no port with tls.client_ca_file: raw TCP knows no TLS and asks nobody for a certificate; \
+            let allowed = "no port with tls.client_ca_file: raw TCP knows no TLS and asks for no certificate; \
                            tls.plain_tcp = true opens it all the same";
             found.refuse("urpc_port", port, allowed);
         } else if client_ca {

@@ -187,7 +187,7 @@ impl Config {
         }
         next.warnings.clone_from(&new.warnings);
         if next.tls.forbids_plain_tcp() && self.worker.urpc_port.is_some() {
-            let text = "tls.client_ca_file: urpc_port stays open for everybody until the next start";
+            let text = "tls.client_ca_file: urpc_port stays open without certificates until the next start";
             next.warnings.push(text.to_owned());
         }
         next.follow();

@@ -228,7 +228,7 @@ impl Acceptor {
         F: Future<Output = ()> + Send + 'static,
         S: Fn(Connection<TcpStream>) -> F + Send + Sync + 'static,
     {
-        // A peer that is gone already makes this fail; whoever reads from it will see the same.
+        // A peer that is gone already makes this fail; the next read fails alike.
         if let Err(error) = set_up(&stream) {
             tracing::debug!(%peer, %error, "cannot set socket options");
         }

@@ -49,7 +49,7 @@ pub(super) enum Stage {
 /// The least goes first: the stage, then the ms at which it last got on.
 type Rank = (Stage, u64);
 
-/// What a connection is doing; whoever serves it keeps this up to date.
+/// What a connection is doing; its server keeps this up to date.
 #[derive(Debug)]
 pub(super) struct Seat {
     since: Instant,

@@ -61,7 +61,7 @@ section! {
         /// Listeners that speak TLS and nothing else. The raw TCP protocol knows no TLS.
         #[key("tls.listeners" or "tls.doors", list(3, word()), Restart)]
         pub listeners: Vec<TlsListener> = TlsListener::ALL.to_vec(),
-        /// Lets urpc_port be open, at which nobody is asked for a certificate, although client_ca_file asks gRPC's callers.
+        /// Lets urpc_port be open, which asks for no certificate, although client_ca_file asks gRPC's callers.
         /// Default: false.
         #[key("tls.plain_tcp", flag(), Restart, example "true")]
         pub plain_tcp: bool = false,

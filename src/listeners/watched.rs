@@ -17,7 +17,7 @@ const PREFACE_BYTES: usize = 24;
 const LENGTH_BYTES: usize = 3;
 const FRAME_HEADER_BYTES: usize = 9;
 
-/// See the module.
+/// A connection and its seat.
 #[derive(Debug)]
 pub(super) struct Watched<S> {
     stream: S,

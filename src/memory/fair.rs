@@ -2,7 +2,7 @@
 //!
 //! A claimant that wants less than its share gets what it wants; the rest is divided among the others by their weights.
 //! So the division is one number: the [`Level`] of memory per unit of weight, under which everyone may fill up. It is a
-//! bound only while somebody wants more than there is; otherwise all are satisfied and there is none.
+//! bound only while more is wanted than there is; otherwise all are satisfied and there is none.
 
 use std::cmp::Ordering;
 
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn within_its_share_a_request_needs_its_own_room_and_beyond_it_what_nobody_waits_for() {
+    fn within_its_share_a_request_needs_its_own_room_and_beyond_it_what_no_one_waits_for() {
         let request = Request { asked: 10, held: 20, share: 30, ahead: 100 };
         assert_eq!(request.room_needed(), Some(10));
         let beyond = Request { asked: 11, ..request };
@@ -161,7 +161,7 @@ mod tests {
             let wanted: u64 = claimants.iter().map(|it| it.demand).sum();
             let sum: u64 = given.iter().sum();
             prop_assert!(sum <= capacity);
-            // Nothing is left while somebody wants it, but for less than a byte each of rounding.
+            // Nothing is left while an application wants it, but for less than a byte each of rounding.
             prop_assert!(sum + claimants.len() as u64 >= capacity.min(wanted));
             for (it, share) in claimants.iter().zip(&given) {
                 let fair = part(capacity, it.weight, weights);

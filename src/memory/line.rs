@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn of_those_that_wait_the_one_that_holds_least_is_next_whoever_came_first() {
+    fn of_those_that_wait_the_one_that_holds_least_is_next_not_the_first() {
         let line = Line::new(100);
         let (flood, other, heavy) = (reader("flood", 1), reader("other", 1), reader("heavy", 4));
         let whole = line.try_take(&Reader { app: None, weight: 1 }, 20).unwrap();

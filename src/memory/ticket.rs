@@ -298,7 +298,7 @@ mod tests {
         assert!(ask(&tickets, "flood", 41).is_err(), "what they wait for is kept for them");
         ask(&tickets, "first", 60).unwrap();
         assert!(ask(&tickets, "second", 50).is_err());
-        // Whoever does not come back is not waited for.
+        // A client that does not come back is not waited for.
         tokio::time::advance(Duration::from_secs(13)).await;
         assert_eq!(tickets.claimed_bytes(), 0);
         ask(&tickets, "third", 40).unwrap();

@@ -91,7 +91,7 @@ impl Tasks {
         self.spawn(name, async move {
             let mut cancelled = pin!(cancelled);
             while AssertUnwindSafe(make()).catch_unwind().await.is_err() {
-                tracing::error!(task = name, "a task that must go on has panicked and begins again");
+                tracing::error!(task = name, "a task that must not end has panicked and is restarted");
                 tokio::select! {
                     biased;
                     () = cancelled.as_mut() => return,

@@ -68,7 +68,7 @@ impl Watch {
         *known = complaint;
         match complaint {
             Some(complaint) => tracing::error!(complaint, "the worker is unhealthy"),
-            None => tracing::info!("the stores take data again"),
+            None => tracing::info!("the tiers take data again"),
         }
         self.service.status().set_unhealthy(complaint.is_some());
     }

@@ -81,7 +81,7 @@ pub async fn run(
                     tracing::error!(
                         tasks_left,
                         unflushed,
-                        "the successor takes over what could not be ended"
+                        "the successor starts with connections or tasks that did not end in time"
                     );
                 }
                 tracing::info!("stopped, the successor takes over");
@@ -198,7 +198,7 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     let gap_ms = gap_began_ms.map(|began| now_ms().saturating_sub(began));
     if let Some(gap_ms) = gap_ms {
         worker.upgrades.gap_ms.set(clamped(gap_ms));
-        tracing::info!(gap_ms, "upgraded: connects had to wait for so long");
+        tracing::info!(gap_ms, "upgraded: so long no connection was accepted");
     }
     if let Some(path) = std::env::var_os("WORKER_READY_FILE") {
         write_ready_file(path.as_ref(), addresses, gap_ms).context("WORKER_READY_FILE")?;

@@ -1,8 +1,8 @@
-//! The sockets that a worker listens on: bound, or inherited from whoever listened before.
+//! The sockets that a worker listens on: bound, or inherited from the process that listened before.
 //!
 //! They come in by systemd's convention (`LISTEN_FDS`, `LISTEN_FDNAMES`): from a socket unit, from the service manager's
 //! descriptor store after a crash, or from the worker's own predecessor, which had this process before it (`successor`).
-//! So connects wait in the backlog while nobody accepts, and none is refused. A predecessor also leaves connections on
+//! So connects wait in the backlog while none is accepted, and none is refused. A predecessor also leaves connections on
 //! which nothing is under way.
 //!
 //! A listener is told by its name (`grpc`, `urpc`, `http`, `admin`), else by its port. The configuration's port wins: a listener
@@ -19,7 +19,7 @@ use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
 
-/// Connects that wait while nobody accepts; the kernel has its own limit (`net.core.somaxconn`, 4096).
+/// Connects that wait while none is accepted; the kernel has its own limit (`net.core.somaxconn`, 4096).
 const BACKLOG: i32 = 4096;
 
 /// Where the listeners are, as bound.

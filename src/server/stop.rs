@@ -48,7 +48,7 @@ impl Worker {
         self.service.status().stop(Stopping::ForGood);
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
-        // Connects are refused from here on: nobody will ever accept them.
+        // Connects are refused from here on: none would ever be accepted.
         self.held = Inherited::default();
         self.end(deadline).await.tasks_left
     }
@@ -84,7 +84,7 @@ impl Worker {
         self.end(deadline).await
     }
 
-    /// Flushes until memory is empty and nobody is expected to send any more, at the latest until `deadline`.
+    /// Flushes until memory is empty and no more sends are expected, at the latest until `deadline`.
     async fn flush_until(&self, deadline: Instant) -> Vec<InMemory> {
         let tickets = async {
             while self.memory.tickets().count() > 0 {

@@ -146,7 +146,7 @@ fn in_a_row(descriptors: &[&OwnedFd]) -> io::Result<Vec<OwnedFd>> {
             let copy = fcntl_dupfd_cloexec(descriptor, wanted)?;
             let follows = copies.is_empty() || copy.as_raw_fd() == wanted;
             if !follows {
-                // Somebody else's descriptor is in between: on from behind it.
+                // Another descriptor is in between: continue behind it.
                 copies.clear();
                 first = copy.as_raw_fd();
                 break;

@@ -7,7 +7,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::ServiceError;
 
-/// See the module.
+/// Open, or closed for good or for a while.
 #[derive(Debug, Default)]
 pub(super) struct CommitGate {
     closed: RwLock<bool>,

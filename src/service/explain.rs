@@ -1,6 +1,6 @@
 //! "Why is this job slow?": one application's way through the worker, from its account and its partitions.
 //!
-//! Made when somebody asks, and once when an application goes, so that a job that has just failed can be explained
+//! Made on request, and once when an application goes, so that a job that has just failed can be explained
 //! too: the last [`GONE_MAX`] are kept. Which numbers deserve a sentence is decided by pure functions ([`findings`]).
 
 use std::cmp::Reverse;
@@ -32,7 +32,7 @@ const LOSSES_MAX: usize = 100;
 pub enum Presence {
     /// It is here.
     Known,
-    /// It unregistered, or somebody purged it.
+    /// It unregistered, or an operator purged it.
     Unregistered,
     /// It was silent for too long.
     Expired,

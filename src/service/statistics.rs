@@ -1,6 +1,6 @@
 //! What each application has here: for the coordinators' dashboards and the top-N metrics.
 //!
-//! Sums over the counters of an app's partitions, taken when somebody asks; sends keep no totals per app. A walk costs
+//! Sums over the counters of an app's partitions, taken on request; sends keep no totals per app. A walk costs
 //! some 50 ns per partition that was written to.
 
 use std::cmp::Reverse;

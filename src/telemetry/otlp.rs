@@ -79,7 +79,7 @@ fn report_outcome(endpoint: &str, failure: Option<String>, warnings: &LogLimiter
             tracing::warn!(
                 endpoint,
                 reason,
-                "the collector does not take traces, those of this time are lost"
+                "the collector does not take traces, they are dropped until it does"
             );
         }
     }

@@ -85,7 +85,7 @@ pub struct MountUsage {
     pub media: Media,
     /// Size of the file system.
     pub total_bytes: u64,
-    /// Bytes in use, by anybody.
+    /// Bytes in use, by any process.
     pub used_bytes: u64,
     /// Errors held against the directories on it.
     pub failures: u64,

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, reason = "the same")]
 
 mod checker;
+mod client;
 mod contract;
 mod faults;
 mod fixture;

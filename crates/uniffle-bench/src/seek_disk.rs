@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use uniffle_io::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
+use uniffle_io::{BoxFuture, Disk, File, ReadTarget, WriteOpen};
 use uniffle_testkit::memory_disk::MemoryDisk;
 
 /// Seek and half a turn of a disk with 7,200 turns per minute.
@@ -110,9 +110,7 @@ impl SeekDisk {
 }
 
 impl Disk for SeekDisk {
-    fn root(&self) -> &Path {
-        self.disk.root()
-    }
+    uniffle_io::pass_on!(disk);
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         if how.create {
@@ -125,58 +123,6 @@ impl Disk for SeekDisk {
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (this, path, opening) = (self.clone(), path.to_owned(), self.disk.open_read(path));
         Box::pin(async move { Ok(this.file(&path, opening.await?)) })
-    }
-
-    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.create_dir_all(path)
-    }
-
-    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.remove_dir(path)
-    }
-
-    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.remove_dir_all(path)
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.rename(from, to)
-    }
-
-    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
-        self.disk.list(path)
-    }
-
-    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
-        self.disk.read_small(path)
-    }
-
-    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.sync_dir(path)
-    }
-
-    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.sync_all()
-    }
-
-    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.write_small(path, content)
-    }
-
-    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.disk.lock(path)
-    }
-
-    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.disk.lock_existing(path)
-    }
-
-    fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
-        self.disk.space()
-    }
-
-    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
-        self.disk.mount()
     }
 }
 

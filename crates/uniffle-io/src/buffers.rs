@@ -13,7 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{BLOCK_ALIGN, BoxFuture};
 
-/// Largest read buffer anybody asks for: reads are streamed in chunks of at most this.
+/// Largest read buffer: reads are streamed in chunks of at most this.
 ///
 /// A chunk costs a way to a disk's thread and back, 60 to 90 µs of CPU. 2026-11-21, 2 vCPU of an AMD EPYC, 3.14 GB by way of
 /// 512 MB over TCP, server CPU-s/GB of reading (medians of 9): chunks of 256 KiB 0.411, 512 KiB 0.338, 1 MiB 0.280,

@@ -57,7 +57,7 @@ pub trait File: Send + Sync + fmt::Debug {
 /// Which writes and syncs of a disk a file's own wait for: those of its lane and no others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Lane {
-    /// Small records that somebody waits for: registrations, reports.
+    /// Small records that a caller waits for: registrations, reports.
     Metadata,
     /// What makes bulk data readable.
     Index,
@@ -118,7 +118,7 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>>;
     /// Waits until the names in a directory are on the device.
     fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
-    /// Waits until everything that anybody wrote to the root's file system is on the device.
+    /// Waits until everything written to the root's file system is on the device.
     fn sync_all(&self) -> BoxFuture<'static, io::Result<()>>;
     /// Replaces a small file's content in place (the same inode: a lock on it stays), synced.
     fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>>;
@@ -130,6 +130,38 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn space(&self) -> BoxFuture<'static, io::Result<Space>>;
     /// Where the root is mounted, or will be once it is made.
     fn mount(&self) -> BoxFuture<'static, io::Result<Mount>>;
+}
+
+/// Inside `impl Disk`: what is not written out here goes to the disk in the named field. Files are opened by the
+/// implementation itself.
+#[macro_export]
+macro_rules! pass_on {
+    ($disk:ident) => {
+        fn root(&self) -> &std::path::Path {
+            self.$disk.root()
+        }
+
+        $crate::pass_on! { $disk;
+            create_dir_all(path: &std::path::Path) -> ();
+            remove_dir(path: &std::path::Path) -> ();
+            remove_dir_all(path: &std::path::Path) -> ();
+            rename(from: &std::path::Path, to: &std::path::Path) -> ();
+            list(path: &std::path::Path) -> Vec<String>;
+            read_small(path: &std::path::Path) -> Vec<u8>;
+            sync_dir(path: &std::path::Path) -> ();
+            sync_all() -> ();
+            write_small(path: &std::path::Path, content: Vec<u8>) -> ();
+            lock(path: &std::path::Path) -> Box<dyn $crate::DiskLock>;
+            lock_existing(path: &std::path::Path) -> Box<dyn $crate::DiskLock>;
+            space() -> $crate::Space;
+            mount() -> $crate::Mount;
+        }
+    };
+    ($disk:ident; $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
+        $(fn $name(&self, $($argument: $type),*) -> $crate::BoxFuture<'static, std::io::Result<$answer>> {
+            self.$disk.$name($($argument),*)
+        })*
+    };
 }
 
 /// Who makes the calls of a real disk.
@@ -158,7 +190,7 @@ fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
         Ok(disk) => Arc::new(disk),
         Err(error) => {
             let root = disk.root().display();
-            tracing::warn!(%root, %error, "no io_uring on this machine, going on with blocking calls");
+            tracing::warn!(%root, %error, "no io_uring on this machine, using blocking calls");
             Arc::new(disk)
         }
     }
@@ -166,7 +198,7 @@ fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
 
 #[cfg(not(feature = "io-uring"))]
 fn uring_or_blocking(disk: blocking::BlockingDisk) -> Arc<dyn Disk> {
-    tracing::warn!("this program was built without io_uring, going on with blocking calls");
+    tracing::warn!("this program was built without io_uring, using blocking calls");
     Arc::new(disk)
 }
 

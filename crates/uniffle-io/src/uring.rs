@@ -27,7 +27,7 @@ use tokio::sync::oneshot;
 
 use super::blocking::{BlockingDisk, Gate, OpenFile, Permits};
 use super::progress::{Detour, ReadProgress, WriteProgress};
-use super::{BLOCK_ALIGN, BoxFuture, Disk, DiskLock, File, Lane, Mount, ReadTarget, Space, WriteOpen};
+use super::{BLOCK_ALIGN, BoxFuture, Disk, File, Lane, ReadTarget, WriteOpen};
 
 /// Entries that are handed over at once; more follow at once.
 const ENTRIES: u32 = 256;
@@ -69,9 +69,7 @@ impl UringDisk {
 }
 
 impl Disk for UringDisk {
-    fn root(&self) -> &Path {
-        self.disk.root()
-    }
+    crate::pass_on!(disk);
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         self.file(how.lane, self.disk.open_write_file(path, how))
@@ -83,58 +81,6 @@ impl Disk for UringDisk {
 
     fn open_read_direct(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         self.file(Lane::Bulk, self.disk.open_read_file(path, true))
-    }
-
-    fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.create_dir_all(path)
-    }
-
-    fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.remove_dir(path)
-    }
-
-    fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.remove_dir_all(path)
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.rename(from, to)
-    }
-
-    fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
-        self.disk.list(path)
-    }
-
-    fn read_small(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<u8>>> {
-        self.disk.read_small(path)
-    }
-
-    fn sync_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.sync_dir(path)
-    }
-
-    fn sync_all(&self) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.sync_all()
-    }
-
-    fn write_small(&self, path: &Path, content: Vec<u8>) -> BoxFuture<'static, io::Result<()>> {
-        self.disk.write_small(path, content)
-    }
-
-    fn lock(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.disk.lock(path)
-    }
-
-    fn lock_existing(&self, path: &Path) -> BoxFuture<'static, io::Result<Box<dyn DiskLock>>> {
-        self.disk.lock_existing(path)
-    }
-
-    fn space(&self) -> BoxFuture<'static, io::Result<Space>> {
-        self.disk.space()
-    }
-
-    fn mount(&self) -> BoxFuture<'static, io::Result<Mount>> {
-        self.disk.mount()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The node table: who reported, when, and who is a candidate for an assignment.
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes beside the own worker, for which nobody else can speak; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
+//! nodes beside the own worker, which only the own report describes; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub enum InvalidHeartbeat {
     /// A field is missing or out of its bounds.
     #[error("heartbeat: {0}")]
     Field(&'static str),
-    /// Somebody else speaks for the coordinator's own worker.
+    /// Another sender reports as the coordinator's own worker.
     #[error("heartbeat: this id and this address are those of the coordinator's own worker")]
     Own,
     /// The table holds [`NODES_MAX`] nodes.
@@ -325,7 +325,7 @@ mod tests {
     fn n13_no_heartbeat_speaks_for_the_own_worker() {
         let now = Instant::now();
         let mut table = table();
-        // Somebody is there before the worker itself.
+        // Another node is there before the worker itself.
         table.accept(heartbeat("own"), now).unwrap();
         let mut own = heartbeat("own");
         own.available_memory = 7;

@@ -190,7 +190,7 @@ impl Pusher {
             Err(reason) => {
                 self.metrics.failed.inc();
                 if warnings.pass().is_some() {
-                    tracing::warn!(%gateway, reason, "the pushgateway does not take metrics, trying forever");
+                    tracing::warn!(%gateway, reason, "the pushgateway does not take metrics, retrying forever");
                 }
             }
         }

@@ -59,7 +59,7 @@ section! {
         /// Time for a new connection to send the head of its request, with the TLS handshake.
         #[key("http.opening_timeout_sec", seconds(SECOND..=600 * SECOND), Restart)]
         pub opening_timeout: Duration = 10 * SECOND,
-        /// Profiles and task dumps (/debug/...) at this listener too, for everybody who reaches it. They are always at the
+        /// Profiles and task dumps (/debug/...) at this listener too, for every caller that reaches it. They are always at the
         /// administration's, where there is one.
         #[key("http.profiles", flag(), Restart)]
         pub profiles: bool = false,

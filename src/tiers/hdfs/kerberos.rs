@@ -74,7 +74,7 @@ impl Login {
         let Some(path) = ticket_cache.and_then(file_of_cache) else {
             tracing::warn!(
                 ticket_cache,
-                "Hadoop's security is on and there is no keytab: the tickets of this cache are used, unseen"
+                "Hadoop's security is on and there is no keytab: the tickets of this credential cache are used and not renewed"
             );
             return Ok(());
         };

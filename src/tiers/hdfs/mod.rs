@@ -17,7 +17,7 @@
 //! | `deletion_gate`, `purge` | deletion, kept apart from writes |
 //!
 //! A write runs in a task of its own: who waits for it may give up (a hung NameNode), but the write goes on with its
-//! memory, and neither its files nor the memory are used by anybody else until it has ended.
+//! memory, and neither its files nor the memory are used otherwise until it has ended.
 
 #[cfg(feature = "hdfs")]
 pub mod client;
@@ -85,7 +85,7 @@ const RECOVERY_DEADLINE: Duration = Duration::from_secs(3600);
 section! {
     /// How the tier works.
     #[table("hdfs_store", "HDFS. Remote paths and Hadoop settings come with each application; HADOOP_CONF_DIR names a directory with the worker's own core-site.xml and hdfs-site.xml, over which an application's settings are laid.")]
-    #[table("hdfs_store.kerberos_security_config", "Where Hadoop's security is on. Without a keytab the tickets of KRB5CCNAME are used, which somebody else must renew.")]
+    #[table("hdfs_store.kerberos_security_config", "Where Hadoop's security is on. Without a keytab the tickets of KRB5CCNAME are used, which must be renewed from outside.")]
     pub struct HdfsConfig {
         /// Files written at a time per file system.
         #[key("hdfs_store.max_concurrency", count(1..=10_000), Restart)]
@@ -529,7 +529,7 @@ async fn write_batch(
     result
 }
 
-/// Brings a file with published blocks whose append has failed back to readers: until somebody closes it, its last
+/// Brings a file with published blocks whose append has failed back to readers: until it is closed, its last
 /// block may be unreadable, and the NameNode does so by itself only after an hour.
 async fn recover(shuffle: Arc<Shuffle>, path: String, tasks: Tasks) {
     let mut pause = RECOVERY_PAUSE;

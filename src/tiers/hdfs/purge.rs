@@ -107,7 +107,7 @@ impl Removal {
         for it in &self.pending {
             if let Err(error) = core.remove(it).await {
                 it.remote.metrics.deletions_failed.inc();
-                tracing::error!(path = %it.path, remote = %it.remote.authority, %error, "not deleted, it stays there");
+                tracing::error!(path = %it.path, remote = %it.remote.authority, %error, "deletion failed, the directory stays");
             }
         }
     }

@@ -123,7 +123,7 @@ impl Remote {
         condition.last_error = error.to_string();
         let Some(pause) = condition.pause() else { return };
         if condition.failures == FAILURES_MIN {
-            tracing::error!(remote = %self.authority, %error, "remote store does not work, it is tried now and then");
+            tracing::error!(remote = %self.authority, %error, "remote store is failing, probing it until it answers");
         }
         condition.suspended_until = Some(Instant::now() + pause);
     }

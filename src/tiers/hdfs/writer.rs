@@ -153,7 +153,7 @@ impl Writer {
         result.map(drop)
     }
 
-    /// Files that somebody must close, so that readers find what they had before the failure.
+    /// Files that must be closed, so that readers find what they had before the failure.
     pub(super) fn take_torn(&mut self) -> Vec<String> {
         std::mem::take(&mut self.torn)
     }

@@ -14,9 +14,9 @@ use futures::future::join_all;
 use tokio::sync::watch;
 use uuid::Uuid;
 
+use super::config::{LocalConfig, SyncWrites};
 use super::disk::{LocalDisk, within};
-use super::sync::SyncWrites;
-use super::{LocalConfig, mounts};
+use super::mounts;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::{Disk, Media, Mount};
 
@@ -26,7 +26,7 @@ pub const MARKER: &str = "uniffle-worker.claim";
 const MARKER_HEAD: &str = "uniffle-worker local store 1";
 /// Before the checksum of the lines above it.
 const CHECKSUM: &str = "crc32 ";
-/// What `mkfs` leaves in a root and nobody minds.
+/// What `mkfs` leaves in a root; it does no harm.
 pub(super) const LOST_AND_FOUND: &str = "lost+found";
 
 /// What is in a directory before it is claimed.
@@ -107,7 +107,7 @@ impl Claims<'_> {
         if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse) {
             return Err(error);
         }
-        tracing::error!(error = %error, "data directory cannot be used, going on without it");
+        tracing::error!(error = %error, "data directory cannot be used, continuing without it");
         self.last_error = Some(error);
         Ok(())
     }
@@ -177,7 +177,7 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
         let uuid = Uuid::new_v4();
         let text = marker_of(uuid);
         within(deadline, io.write_small(marker, text.into_bytes())).await.map_err(failed)?;
-        // Without its marker a directory with data in it is nobody's.
+        // Without its marker a directory with data in it would be refused.
         within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
         return Ok(uuid);
     }

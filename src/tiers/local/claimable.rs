@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::LocalConfig;
 use super::claim::{LOST_AND_FOUND, MARKER, uuid_of};
+use super::config::LocalConfig;
 use super::disk::within;
 use uniffle_io::Disk;
 

@@ -15,7 +15,7 @@ pub(super) struct PendingDelete {
     pub(super) bytes: u64,
 }
 
-/// See the module.
+/// The list of one disk.
 #[derive(Debug, Default)]
 pub(super) struct Deletes(Mutex<VecDeque<PendingDelete>>);
 
@@ -24,7 +24,7 @@ impl Deletes {
         self.0.lock().push_back(pending);
     }
 
-    /// Everything on the list, which nobody else has meanwhile.
+    /// Everything on the list, which is empty meanwhile.
     pub(super) fn take(&self) -> Deleting<'_> {
         let left = std::mem::take(&mut *self.0.lock());
         Deleting { list: self, left }

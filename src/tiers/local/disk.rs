@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::LocalConfig;
+use super::config::LocalConfig;
 use super::health::{Health, Verdict, judge};
 use super::pace::Paces;
 use super::placement::Candidate;
@@ -181,7 +181,7 @@ impl LocalDisk {
         }
     }
 
-    /// Changes the state and tells whoever watches the disks when that changed the condition.
+    /// Changes the state and notifies the watchers of the disks when that changed the condition.
     fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock();
         let before = state.health.condition();

@@ -1,7 +1,7 @@
 //! The bounded cache of open descriptors.
 //!
-//! A worker may have far more logs than it may have descriptors. An evicted file is opened again when needed; whoever
-//! still uses it keeps it open until then.
+//! A worker may have far more logs than it may have descriptors. An evicted file is opened again when needed; calls
+//! under way keep it open until they end.
 
 use std::io;
 use std::num::NonZeroUsize;

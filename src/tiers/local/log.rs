@@ -1,7 +1,7 @@
 //! A data or index log: one append-only file of one shuffle on one disk.
 //!
 //! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
-//! late write can only land on a range that nobody else was given.
+//! late write can only land on a range that no other write was given.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -40,7 +40,7 @@ metrics::table! {
             "localfile_index_cache_misses", "extents whose index records were read from disk";
         read_crc_mismatches: IntCounter = "total_read_crc_mismatch",
             "blocks that a disk returned with other bytes", also "total_localfile_detected_in_consistency";
-        blocks_condemned: IntCounter = "total_local_blocks_given_up",
+        blocks_damaged: IntCounter = "total_local_blocks_given_up",
             "blocks that had other bytes when they were read again, too, and are lost";
         extents_lost: IntCounter = "total_local_extents_given_up",
             "extents that could not be read again and again, and are holes now";
@@ -54,7 +54,7 @@ metrics::table! {
         dirs_total: IntGauge = "local_storage_total_dirs_num", "data directories";
         dirs_corrupted: IntGauge = "local_storage_corrupted_dirs_num", "unhealthy data directories";
         total_space: IntGauge = "local_storage_total_space", "bytes of the file systems";
-        whole_disk_used: IntGauge = "local_storage_whole_disk_used_space", "bytes used by anybody";
+        whole_disk_used: IntGauge = "local_storage_whole_disk_used_space", "bytes used on it, by any process";
         service_used: IntGauge = "local_storage_service_used_space", "bytes used by this worker";
         used_bytes: IntGauge = "storage_used_bytes", "bytes used by this worker";
         used_ratio: Gauge = "local_storage_used_space_ratio", "used space by all space";
@@ -67,7 +67,7 @@ metrics::table! {
         disk_is_read_only: IntGaugeVec["root"] =
             "local_disk_is_read_only", "1 = its file system is read-only: it serves and takes nothing";
         disk_capacity: IntGaugeVec["root"] = "local_disk_capacity", "bytes of the file system";
-        disk_used: IntGaugeVec["root"] = "local_disk_used", "bytes used by anybody";
+        disk_used: IntGaugeVec["root"] = "local_disk_used", "bytes used on it, by any process";
         disk_service_used: IntGaugeVec["root"] = "local_disk_service_used", "bytes used by this worker";
         disk_used_ratio: GaugeVec["root"] = "local_disk_used_ratio", "used space by all space";
         disk_service_used_ratio: GaugeVec["root"] =

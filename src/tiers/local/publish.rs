@@ -2,119 +2,41 @@
 //!
 //! Bases are promises to clients, so they are durable before they are visible: the group goes to an index log first.
 //! A group whose append failed stays *pending*: the same bytes (same sequence, same bases) are appended to another
-//! index log before anything later publishes. That also holds when the writer gave up waiting or was cancelled, since
+//! index log before anything later publishes. That also holds when the writer no longer waits or was cancelled, since
 //! the outcome of its append is then unknown. Blocks may so be published although their writer saw an error and wrote
 //! them again; clients drop duplicates by id, and nothing is ever missing.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::append::Writer;
 use super::disk::LocalDisk;
-use super::index::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_bytes};
+use super::extent::Extent;
+use super::lane::{Lane, Pending};
 use super::log::{Log, LogKind};
-use super::shuffle::{Extent, Shuffle};
+use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
-use super::{Core, Published};
 use crate::metrics::clamped;
 use crate::tiers::{ExtentWrite, StoreError};
-use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 use uniffle_wire::types::PartitionId;
 
-/// State of a shuffle's lane.
-#[derive(Debug, Default)]
-pub(super) struct Lane {
-    next_sequence: u64,
-    pending: Option<Pending>,
-}
-
-/// A group that is to be appended.
-#[derive(Debug)]
-struct Pending {
-    group: EncodedGroup,
-    /// Complete but for the place of their records.
-    extents: Vec<(PartitionId, Extent)>,
-    /// Disk of the data: the index goes there too when it can.
-    disk: Arc<LocalDisk>,
-}
-
-impl Lane {
-    /// Goes on behind what an earlier process published.
-    pub(super) fn resume_at(&mut self, sequence: u64) {
-        self.next_sequence = sequence;
-    }
-}
-
-impl Pending {
-    fn new(shuffle: &Shuffle, sequence: u64, batch: &WrittenBatch, writes: &[ExtentWrite]) -> Self {
-        let mut offset = batch.offset;
-        let mut bases: HashMap<PartitionId, u64> = HashMap::new();
-        let mut placed = Vec::with_capacity(writes.len());
-        let mut extents = Vec::with_capacity(writes.len());
-        for write in writes {
-            let next = bases.entry(write.partition).or_insert_with(|| shuffle.stream_bytes(write.partition));
-            let base = *next;
-            *next += write.length;
-            let (partition, blocks) = (write.partition, write.blocks.as_slice());
-            placed.push(GroupExtent { partition, base, data_offset: offset, blocks });
-            let extent = Extent {
-                base,
-                length: write.length,
-                index_offset: 0,
-                data_page: u32::try_from(offset / BLOCK_ALIGN as u64).expect("a log's length is bounded"),
-                blocks: u32::try_from(blocks.len()).expect("a batch is validated before it is written"),
-                records_crc: 0,
-                data_log: batch.log.slot,
-                index_log: 0,
-            };
-            extents.push((partition, extent));
-            offset += occupied_bytes(write.length);
-        }
-        let header = GroupHeader {
-            sequence,
-            incarnation: shuffle.incarnation,
-            disk: batch.log.disk.uuid,
-            file_number: batch.log.number,
-        };
-        let group = encode(&header, &placed);
-        for ((_, extent), place) in extents.iter_mut().zip(&group.places) {
-            extent.records_crc = place.crc;
-        }
-        Self { group, extents, disk: Arc::clone(&batch.log.disk) }
-    }
-
-    /// The extents once the group stands at `offset` of `log`.
-    fn placed(&self, log: &Log, offset: u64) -> Vec<(PartitionId, Extent)> {
-        let places = self.extents.iter().zip(&self.group.places);
-        let placed = places.map(|((partition, extent), place)| {
-            let index_offset = offset + place.offset;
-            (*partition, Extent { index_offset, index_log: log.slot, ..*extent })
-        });
-        placed.collect()
-    }
-}
-
-impl Core {
-    /// Makes a written batch durable and visible.
+impl Writer {
+    /// Makes a written batch durable and visible; its place among the shuffle's batches.
     pub(super) async fn publish(
         &self,
         shuffle: &Shuffle,
         batch: &WrittenBatch,
         extents: &[ExtentWrite],
-    ) -> Result<Published, StoreError> {
+    ) -> Result<u64, StoreError> {
         let mut lane = shuffle.lane.lock().await;
         self.settle(shuffle, &mut lane).await?;
         let sequence = lane.next_sequence;
-        lane.pending = Some(Pending::new(shuffle, sequence, batch, extents));
+        let bases = |partition| shuffle.stream_bytes(partition);
+        let place = (&*batch.log, batch.offset);
+        lane.pending = Some(Pending::new((shuffle.incarnation, sequence), place, extents, bases));
         lane.next_sequence += 1;
         self.settle(shuffle, &mut lane).await?;
-        Ok(Published {
-            sequence,
-            disk: batch.log.disk.index,
-            extents: extents.len(),
-            blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
-            bytes: extents.iter().map(|extent| extent.length).sum(),
-        })
+        Ok(sequence)
     }
 
     /// Appends the pending group, if there is one, and makes it visible.
@@ -128,13 +50,13 @@ impl Core {
         // Before they are visible: a purge forgets what is visible, so nothing stays behind.
         self.keep_records(shuffle, pending, &extents);
         if let Err(error) = shuffle.apply(&extents) {
-            self.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
+            self.core.records.forget(extents.iter().map(|(_, extent)| shuffle.records_key(extent)));
             return Err(error);
         }
         for (_, extent) in &extents {
-            self.metrics.extent_bytes.observe(extent_bytes(extent));
+            self.core.metrics.extent_bytes.observe(extent_bytes(extent));
         }
-        self.metrics.extents.add(clamped(extents.len()));
+        self.core.metrics.extents.add(clamped(extents.len()));
         lane.pending = None;
         Ok(())
     }
@@ -144,12 +66,12 @@ impl Core {
         for ((_, extent), place) in extents.iter().zip(&pending.group.places) {
             let start = usize::try_from(place.offset).expect("a place lies in the group");
             let bytes = extent.blocks as usize * RECORD_BYTES;
-            if !self.records.takes(bytes) {
+            if !self.core.records.takes(bytes) {
                 continue;
             }
             let mut records = pending.group.bytes[start..start + bytes].to_vec();
             rebase(&mut records, extent.base);
-            self.records.keep(shuffle.records_key(extent), records.into());
+            self.core.records.keep(shuffle.records_key(extent), records.into());
         }
     }
 
@@ -171,12 +93,12 @@ impl Core {
             let Some(index) = chosen else {
                 return Err(last_error.unwrap_or_else(|| self.no_disk()));
             };
-            match self.append_to(shuffle, &self.disks[index], pending).await {
+            match self.append_to(shuffle, &self.core.disks[index], pending).await {
                 Ok(place) => return Ok(place),
                 Err(error) => {
                     shuffle.require_present()?;
                     tracing::warn!(shuffle = %shuffle.key, error = %error, "index append failed, trying next disk");
-                    self.metrics.write_exceptions.inc();
+                    self.core.metrics.write_exceptions.inc();
                     tried.push(index);
                     last_error = Some(error);
                 }
@@ -191,10 +113,10 @@ impl Core {
         pending: &Pending,
     ) -> Result<(Arc<Log>, u64), StoreError> {
         let bytes = pending.group.bytes.clone();
-        let (log, offset) = shuffle.reserve(self, disk, LogKind::Index, bytes.len() as u64).await?;
+        let (log, offset) = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
         let file = self.writer(&log).await?;
         self.write_call(&log, &file, vec![bytes], offset).await?;
-        self.make_durable(&log, &file, self.config.write_timeout).await?;
+        self.make_durable(&log, &file).await?;
         Ok((log, offset))
     }
 }

@@ -1,7 +1,7 @@
 //! Removing shuffles, and what the store does from time to time.
 //!
-//! A purge marks the shuffle, is written to the metadata log, waits until nobody is creating a file, renames its directories into the trash and
-//! deletes them there. What cannot be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
+//! A purge marks the shuffle, is written to the metadata log, waits until no file of it is being created, renames its
+//! directories into the trash and deletes them there. What cannot be removed now (a hung disk, a cancelled purge) stays on a list and is tried again
 //! by [`LocalStore::maintain_once`].
 
 use std::collections::HashSet;
@@ -15,64 +15,17 @@ use futures::future::join_all;
 use prometheus::IntGaugeVec;
 use tokio::time::{Instant, sleep};
 
+use super::core::Core;
 use super::deletes::PendingDelete;
 use super::disk::{APPS, LocalDisk, used_ratio, within};
-use super::shuffle::{NO_LOG, Shuffle};
-use super::{Core, LocalStore};
+use super::extent::NO_LOG;
+use super::shuffle::Shuffle;
+use super::store::LocalStore;
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Space;
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 use crate::metrics::clamped;
-
-impl Core {
-    /// Removes from a disk what was to be deleted there before the call; what fails stays on its list. Returns the apps of
-    /// which something is gone.
-    async fn run_deletes(&self, disk: &LocalDisk) -> HashSet<AppId> {
-        let mut work = self.deletes[disk.index].take();
-        let mut gone = HashSet::new();
-        for _ in 0..work.left.len() {
-            let Some(shuffle) = work.left.front().map(|it| Arc::clone(&it.shuffle)) else { break };
-            // Removals on a bad disk hang: they wait for a probe that succeeds.
-            let may_be_removed = disk.is_healthy() && shuffle.purge_is_noted();
-            let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
-            let Some(pending) = work.left.pop_front() else { break };
-            if removed {
-                self.metrics.deleted_bytes.inc_by(pending.bytes);
-                gone.insert(shuffle.key.app.clone());
-            } else {
-                work.left.push_back(pending);
-            }
-        }
-        gone
-    }
-
-    async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
-        let result = self.remove(shuffle, disk).await;
-        if let Err(error) = &result {
-            tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error, "removal failed, will be tried again");
-            self.metrics.deletion_failed.inc();
-            disk.note(error);
-        }
-        result.is_ok()
-    }
-
-    async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
-        let started = Instant::now();
-        let trash = {
-            // Whoever is creating a file of it ends first (its steps have deadlines); nobody begins any more.
-            let _gate = shuffle.gate.write().await;
-            disk.discard(&shuffle.directory).await?
-        };
-        if let Some(trash) = trash {
-            disk.delete(&trash, self.config.purge_timeout).await?;
-            self.metrics.deleted_shuffle_directories.inc();
-        }
-        let seconds = started.elapsed().as_secs_f64();
-        self.metrics.delete_duration.with_label_values(&[disk.label.as_str()]).observe(seconds);
-        Ok(())
-    }
-}
 
 impl LocalStore {
     /// Forgets a shuffle and removes its files. From the first poll on it is unknown: writes under way end with
@@ -98,18 +51,59 @@ impl LocalStore {
 
     /// [`LocalStore::run_deletes`] of all disks.
     async fn run_pending_deletes(&self) {
-        self.core.note_purges().await;
+        self.note_purges().await;
         join_all(self.core.disks.iter().map(|disk| self.run_deletes(disk)).collect::<Vec<_>>()).await;
     }
 
-    /// Removes from a disk what was to be deleted before the call, and the directories of apps that have no shuffle any
-    /// more. Whoever removes the last shuffle's files does it, which may be another app's purge that found them on the list.
+    /// Removes from a disk what was to be deleted there before the call; what fails stays on its list. Directories of apps
+    /// go with the last shuffle's files, which may be on the list because of another app's purge.
     async fn run_deletes(&self, disk: &LocalDisk) {
-        let mut emptied = self.core.run_deletes(disk).await;
+        let mut work = self.deletes[disk.index].take();
+        let mut emptied = HashSet::new();
+        for _ in 0..work.left.len() {
+            let Some(shuffle) = work.left.front().map(|it| Arc::clone(&it.shuffle)) else { break };
+            // Removals on a bad disk hang: they wait for a probe that succeeds.
+            let may_be_removed = disk.is_healthy() && shuffle.purge_is_noted();
+            let removed = may_be_removed && self.try_remove(&shuffle, disk).await;
+            let Some(pending) = work.left.pop_front() else { break };
+            if removed {
+                self.core.metrics.deleted_bytes.inc_by(pending.bytes);
+                emptied.insert(shuffle.key.app.clone());
+            } else {
+                work.left.push_back(pending);
+            }
+        }
+        drop(work);
         emptied.retain(|app| !self.shuffles.iter().any(|it| it.key().app == *app));
         for app in emptied {
             self.remove_app_directory(disk, &app).await;
         }
+    }
+
+    async fn try_remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> bool {
+        let result = self.remove(shuffle, disk).await;
+        if let Err(error) = &result {
+            tracing::warn!(disk = %disk.label, shuffle = %shuffle.key, error = %error, "removal failed, will be tried again");
+            self.core.metrics.deletion_failed.inc();
+            disk.note(error);
+        }
+        result.is_ok()
+    }
+
+    async fn remove(&self, shuffle: &Shuffle, disk: &LocalDisk) -> io::Result<()> {
+        let started = Instant::now();
+        let trash = {
+            // Files being created come first (each step has a deadline); none is begun any more.
+            let _gate = shuffle.gate.write().await;
+            disk.discard(&shuffle.directory).await?
+        };
+        if let Some(trash) = trash {
+            disk.delete(&trash, self.core.config.purge_timeout).await?;
+            self.core.metrics.deleted_shuffle_directories.inc();
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        self.core.metrics.delete_duration.with_label_values(&[disk.label.as_str()]).observe(seconds);
+        Ok(())
     }
 
     async fn remove_app_directory(&self, disk: &LocalDisk, app: &AppId) {
@@ -146,9 +140,9 @@ impl LocalStore {
         let bytes = self.mark_forgotten(&shuffle);
         for disk in shuffle.touched_disks() {
             let pending = PendingDelete { shuffle: Arc::clone(&shuffle), bytes: bytes[disk] };
-            self.core.deletes[disk].add(pending);
+            self.deletes[disk].add(pending);
         }
-        self.core.pending_purges.lock().push(shuffle);
+        self.pending_purges.lock().push(shuffle);
     }
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
@@ -174,7 +168,7 @@ impl LocalStore {
     /// for each other.
     pub async fn maintain_once(&self) {
         join_all(self.core.disks.iter().map(|disk| self.measure(disk)).collect::<Vec<_>>()).await;
-        self.core.log().settle().await;
+        self.metadata.settle().await;
         join_all(self.core.disks.iter().map(|disk| self.clean(disk)).collect::<Vec<_>>()).await;
         self.tidy();
     }
@@ -195,8 +189,8 @@ impl LocalStore {
             tracing::warn!(disk = %disk.label, error = %error, "trash cannot be emptied");
             self.core.metrics.deletion_failed.inc();
         }
-        if self.core.has_purges_to_note() {
-            self.core.note_purges().await;
+        if self.has_purges_to_note() {
+            self.note_purges().await;
         }
         self.run_deletes(disk).await;
     }
@@ -206,7 +200,7 @@ impl LocalStore {
         self.core.set_gauges();
     }
 
-    /// Sets the gauges to what holds now, for whoever reads them between two maintenance rounds.
+    /// Sets the gauges to what holds now, for reads of them between two maintenance rounds.
     pub fn refresh_metrics(&self) {
         self.core.set_gauges();
     }
@@ -287,7 +281,7 @@ impl LocalStore {
         let mut last_probe = Instant::now();
         loop {
             self.measure(disk).await;
-            // Nobody can read from a disk that hangs: it is asked again as soon as may be.
+            // A disk that hangs serves no reads: it is asked again as soon as possible.
             let hangs = disk.condition() == DiskCondition::Hung;
             if hangs || last_probe.elapsed() >= self.core.config.probe_interval {
                 self.probe_disk(disk).await;
@@ -311,7 +305,7 @@ impl LocalStore {
 
     async fn keep_tidying(&self) {
         loop {
-            self.core.log().settle().await;
+            self.metadata.settle().await;
             self.tidy();
             sleep(self.pause()).await;
         }

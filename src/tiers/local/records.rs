@@ -55,7 +55,7 @@ impl RecordCache {
         records_bytes as u64 + ENTRY_BYTES <= self.capacity_bytes / 8
     }
 
-    /// Keeps records that are nobody else's memory (a slice would keep its whole alive); others leave for them.
+    /// Keeps records that own their memory (a slice would keep its whole alive); others leave for them.
     pub(super) fn keep(&self, key: RecordsKey, records: Bytes) {
         let added = cost(&records);
         if !self.takes(records.len()) {

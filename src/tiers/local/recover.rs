@@ -19,12 +19,14 @@ use rand::RngExt as _;
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::core::Core;
 use super::disk::LocalDisk;
+use super::extent::{Extent, Partition};
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
 use super::scan::{DiskScan, FoundDirectory, LogReader};
-use super::shuffle::{Extent, Partition, Restored, Shuffle};
-use super::{Core, LocalStore};
+use super::shuffle::{Restored, Shuffle};
+use super::store::LocalStore;
 use crate::durability::{Found, FoundShuffle};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
@@ -214,7 +216,7 @@ impl<'a> Rebuild<'a> {
             }
             let log = match &log {
                 Some(log) => log,
-                None => log.insert(self.shuffle.adopt_log(self.core, disk, LogKind::Index, number)?),
+                None => log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, number)?),
             };
             let slot = log.slot;
             self.take_group(&group, offset, slot)?;
@@ -266,7 +268,7 @@ impl<'a> Rebuild<'a> {
         if let Some(log) = &found.log {
             return Ok(Some(log.slot));
         }
-        let log = self.shuffle.adopt_log(self.core, &found.disk, LogKind::Data, source.1)?;
+        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, source.1)?;
         Ok(Some(found.log.insert(log).slot))
     }
 
@@ -355,6 +357,19 @@ impl<'a> Rebuild<'a> {
         }
         self.present.insert(id, present);
     }
+}
+
+/// Takes a log into a shuffle's table: to be read, never to be written.
+fn adopt_log(
+    core: &Core,
+    shuffle: &Shuffle,
+    disk: &Arc<LocalDisk>,
+    kind: LogKind,
+    number: u32,
+) -> Result<Arc<Log>, StoreError> {
+    let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
+    log.close();
+    Ok(log)
 }
 
 /// The number after `highest`. When some may be in use elsewhere, the first of the epoch after `epoch`: nobody else has it.

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::Core;
+use super::config::SyncWrites;
+use super::core::Core;
 use super::disk::{APPS, LocalDisk, within};
 use super::index::{self, GroupError, IndexGroup};
 use super::log::LogKind;
-use super::sync::SyncWrites;
 use crate::durability::legacy;
 use crate::tiers::DiskCondition;
 use uniffle_io::{File, ReadTarget};

@@ -6,7 +6,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 /// What shares are counted in.
 const UNIT_BYTES: usize = 4096;
 
-/// See the module.
+/// One disk's share.
 #[derive(Debug)]
 pub(super) struct ReadShare {
     free: Semaphore,

@@ -4,108 +4,22 @@
 //! first: nothing is created after a purge.
 
 use std::collections::HashMap;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
-use super::Core;
-use super::condemned::Condemned;
-use super::damage::FailedReads;
-use super::disk::{APPS, LocalDisk, Occupied, within};
+use super::damaged::DamagedBlocks;
+use super::disk::{APPS, LocalDisk, Occupied};
+use super::extent::{Extent, NO_LOG, Partition};
+use super::failures::FailedReads;
+use super::lane::Lane;
 use super::log::{Log, LogKind};
-use super::publish::Lane;
 use super::records::RecordsKey;
 use crate::durability::Incarnation;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
-use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
-
-/// A published extent: 40 bytes, all that is held in memory per extent.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Extent {
-    /// Offset of its first byte in the partition's stream.
-    pub(super) base: u64,
-    /// Bytes of data.
-    pub(super) length: u64,
-    /// Where its records stand in the index log.
-    pub(super) index_offset: u64,
-    /// Where its data stands in the data log, in units of [`BLOCK_ALIGN`].
-    pub(super) data_page: u32,
-    pub(super) blocks: u32,
-    /// CRC-32 of its records on disk.
-    pub(super) records_crc: u32,
-    pub(super) data_log: u16,
-    pub(super) index_log: u16,
-}
-
-/// Slot of no log: the extent is lost, a hole in the stream, and readers are given filler records. Not the records of
-/// its blocks, known or not: one of them may have been sent again and stand further on.
-pub(super) const NO_LOG: u16 = u16::MAX;
-
-/// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
-pub(super) const FILLER_BYTES: u64 = 1 << 20;
-
-const _: () = assert!(size_of::<Extent>() == 40, "the sketch of docs/architecture.md §2.3");
-
-impl Extent {
-    pub(super) fn data_offset(&self) -> u64 {
-        u64::from(self.data_page) * BLOCK_ALIGN as u64
-    }
-
-    /// Bytes of which nothing is known.
-    pub(super) fn gap(base: u64, length: u64) -> Self {
-        let blocks = u32::try_from(length.div_ceil(FILLER_BYTES)).unwrap_or(u32::MAX);
-        let (data_log, index_log) = (NO_LOG, NO_LOG);
-        Self { base, length, index_offset: 0, data_page: 0, blocks, records_crc: 0, data_log, index_log }
-    }
-
-    pub(super) fn is_lost(&self) -> bool {
-        self.data_log == NO_LOG
-    }
-}
-
-/// What is published of one partition.
-#[derive(Debug, Default)]
-pub(super) struct Partition {
-    /// In the order of their bases, without gaps.
-    pub(super) extents: Vec<Extent>,
-    /// Length of the stream.
-    pub(super) bytes: u64,
-    pub(super) blocks: u64,
-}
-
-impl Partition {
-    /// Nothing of it is known before `base`.
-    fn from(base: u64) -> Self {
-        let mut partition = Self::default();
-        partition.extend_to(base);
-        partition
-    }
-
-    /// Extents whose records are known.
-    pub(super) fn known_extents(&self) -> usize {
-        self.extents.iter().filter(|extent| extent.index_log != NO_LOG).count()
-    }
-
-    /// Makes the stream go on at `base`, with a hole before it.
-    pub(super) fn extend_to(&mut self, base: u64) {
-        if base > self.bytes {
-            self.push(Extent::gap(self.bytes, base - self.bytes));
-        }
-    }
-
-    /// Appends an extent that begins where the stream ends.
-    pub(super) fn push(&mut self, extent: Extent) {
-        // A stream with a hole or an overlap would mix blocks up for every reader.
-        assert_eq!(self.bytes, extent.base, "bases are assigned in the publish lane");
-        self.bytes += extent.length;
-        self.blocks += u64::from(extent.blocks);
-        self.extents.push(extent);
-    }
-}
 
 /// What is taken over from an earlier process.
 #[derive(Debug)]
@@ -131,10 +45,19 @@ pub(super) struct Shuffle {
     /// The metadata log knows that it is purged.
     purge_is_noted: AtomicBool,
     pub(super) failed_reads: FailedReads,
-    pub(super) condemned: Condemned,
+    pub(super) damaged: DamagedBlocks,
     /// Where the streams of new partitions begin: behind what may have been published and is not known any more.
     first_base: AtomicU64,
     pub(super) lane: tokio::sync::Mutex<Lane>,
+}
+
+/// A shuffle on one disk; exists once something was to be written there.
+#[derive(Debug)]
+pub(super) struct ShuffleDisk {
+    data: tokio::sync::Mutex<Option<Arc<Log>>>,
+    index: tokio::sync::Mutex<Option<Arc<Log>>>,
+    next_number: AtomicU32,
+    pub(super) occupied: Occupied,
 }
 
 impl ShuffleDisk {
@@ -146,15 +69,19 @@ impl ShuffleDisk {
             occupied: Occupied::none(Arc::clone(disk)),
         })
     }
-}
 
-/// A shuffle on one disk; exists once something was to be written there.
-#[derive(Debug)]
-struct ShuffleDisk {
-    data: tokio::sync::Mutex<Option<Arc<Log>>>,
-    index: tokio::sync::Mutex<Option<Arc<Log>>>,
-    next_number: AtomicU32,
-    occupied: Occupied,
+    /// The log of a kind that is being written, if there is one.
+    pub(super) fn current(&self, kind: LogKind) -> &tokio::sync::Mutex<Option<Arc<Log>>> {
+        match kind {
+            LogKind::Data => &self.data,
+            LogKind::Index => &self.index,
+        }
+    }
+
+    /// A number that no file of the shuffle has on this disk.
+    pub(super) fn next_number(&self) -> u32 {
+        self.next_number.fetch_add(1, Ordering::Relaxed)
+    }
 }
 
 impl Shuffle {
@@ -173,7 +100,7 @@ impl Shuffle {
             published_bytes: AtomicU64::new(0),
             purge_is_noted: AtomicBool::new(false),
             failed_reads: FailedReads::default(),
-            condemned: Condemned::default(),
+            damaged: DamagedBlocks::default(),
             first_base: AtomicU64::new(0),
             lane: tokio::sync::Mutex::default(),
         }
@@ -267,6 +194,16 @@ impl Shuffle {
         })
     }
 
+    /// The extents of a partition, holes too.
+    pub(super) fn extents(&self, partition: PartitionId) -> Vec<Extent> {
+        self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
+    }
+
+    /// Counts a failed read; whether what the partition has on the disk is to be tried now.
+    pub(super) fn count_failed_read(&self, partition: PartitionId, disk: usize, error: &StoreError) -> bool {
+        !self.is_purged() && self.failed_reads.count_damage(partition, disk, error)
+    }
+
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
     pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         let mut partitions = self.partitions.write();
@@ -299,18 +236,22 @@ impl Shuffle {
         self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, next_number)).occupied.found(bytes);
     }
 
-    /// Takes a log of an earlier process into the table: to be read, never to be written.
-    pub(super) fn adopt_log(
+    /// What it has on a disk, from now on.
+    pub(super) fn on(&self, disk: &Arc<LocalDisk>) -> &ShuffleDisk {
+        self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, 0))
+    }
+
+    /// Takes a log into the table.
+    pub(super) fn add_log(
         &self,
-        core: &Core,
+        id: u64,
         disk: &Arc<LocalDisk>,
         kind: LogKind,
         number: u32,
     ) -> Result<Arc<Log>, StoreError> {
         let mut logs = self.logs.write();
         let place = (self.log_path(kind, number), number);
-        let log = Arc::new(Log::new(core.files.next_id(), self.slot(&logs)?, kind, Arc::clone(disk), place));
-        log.close();
+        let log = Arc::new(Log::new(id, self.slot(&logs)?, kind, Arc::clone(disk), place));
         logs.push(Arc::clone(&log));
         Ok(log)
     }
@@ -331,75 +272,5 @@ impl Shuffle {
     fn slot(&self, logs: &[Arc<Log>]) -> Result<u16, StoreError> {
         let slot = u16::try_from(logs.len()).ok().filter(|slot| *slot != NO_LOG);
         slot.ok_or_else(|| self.error(StoreErrorKind::Unhealthy))
-    }
-
-    /// Reserves `bytes` in the open log of a disk, with a new file when there is none.
-    pub(super) async fn reserve(
-        &self,
-        core: &Core,
-        disk: &Arc<LocalDisk>,
-        kind: LogKind,
-        bytes: u64,
-    ) -> Result<(Arc<Log>, u64), StoreError> {
-        let here = self.disks[disk.index].get_or_init(|| ShuffleDisk::new(disk, 0));
-        let current = match kind {
-            LogKind::Data => &here.data,
-            LogKind::Index => &here.index,
-        };
-        let mut current = current.lock().await;
-        let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));
-        let (log, offset) = match open {
-            Some(reserved) => reserved,
-            None => {
-                // Whoever waited here while the disk failed need not try it as well.
-                if !disk.is_healthy() {
-                    return Err(StoreError::new(StoreErrorKind::Unhealthy, disk.io.root()));
-                }
-                let log = self.create_log(core, disk, kind, &here.next_number).await?;
-                *current = Some(Arc::clone(&log));
-                let offset = log.reserve(bytes).ok_or_else(|| self.error(StoreErrorKind::InvalidBatch))?;
-                (log, offset)
-            }
-        };
-        here.occupied.add(bytes);
-        Ok((log, offset))
-    }
-
-    async fn create_log(
-        &self,
-        core: &Core,
-        disk: &Arc<LocalDisk>,
-        kind: LogKind,
-        next_number: &AtomicU32,
-    ) -> Result<Arc<Log>, StoreError> {
-        let _gate = self.gate.read().await;
-        self.require_present()?;
-        let directory = disk.io.root().join(&self.directory);
-        let deadline = core.config.name_timeout;
-        let mut made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
-        if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            // The app's empty directory may just have been removed by a purge of its earlier registration.
-            made = within(deadline, disk.io.create_dir_all(&self.directory)).await;
-        }
-        made.map_err(|error| core.failed(disk, &directory, error))?;
-        let number = next_number.fetch_add(1, Ordering::Relaxed);
-        let log = {
-            let mut logs = self.logs.write();
-            let place = (self.log_path(kind, number), number);
-            let log =
-                Arc::new(Log::new(core.files.next_id(), self.slot(&logs)?, kind, Arc::clone(disk), place));
-            logs.push(Arc::clone(&log));
-            log
-        };
-        let created = core.files.create(&log).await;
-        created.map_err(|error| core.failed(disk, log.full_path(), error))?;
-        if self.is_purged() {
-            // The purge may have listed the logs before this one was among them.
-            core.files.forget(&log);
-        }
-        let named = core.make_names_durable(disk, &self.directory).await;
-        named.map_err(|error| core.failed(disk, &directory, error))?;
-        core.metrics.files_opened.inc();
-        Ok(log)
     }
 }

@@ -7,12 +7,16 @@ use std::sync::{Arc, Weak};
 use bytes::Bytes;
 use futures::future::join_all;
 
+use super::core::Core;
 use super::disk::{LocalDisk, within};
 use super::scan::{DiskScan, FoundDirectory, scan_disk};
 use super::shuffle::Shuffle;
-use super::{Core, LocalStore, ShuffleHandle};
+use super::store::{LocalStore, ShuffleHandle};
 use crate::durability::legacy::{Journal, LIST};
-use crate::durability::{Deadlines, Directory, Health, Incarnation, Legacy, LogError, MetadataLog, Survey};
+use crate::durability::{
+    Deadlines, Directory, Found, Health, Incarnation, Legacy, LogError, MetadataLog, Survey,
+};
+use crate::runtime::Tasks;
 use crate::tiers::{DiskCondition, StoreError, StoreErrorKind};
 use uniffle_io::ReadTarget;
 
@@ -34,16 +38,15 @@ impl Health for LocalDisk {
     }
 }
 
-impl Drop for LocalStore {
-    fn drop(&mut self) {
-        self.tasks.cancel();
-    }
+/// What an earlier process left.
+pub(super) struct Before {
+    scans: Vec<DiskScan>,
+    found: Found,
 }
 
-impl LocalStore {
-    /// Takes over what an earlier process left, and begins the metadata log.
-    pub(super) async fn take_over(&self) {
-        let core = &self.core;
+impl Before {
+    /// Looks at the disks, and begins the metadata log.
+    pub(super) async fn look(core: &Core, tasks: &Tasks) -> (Self, MetadataLog) {
         let scans = core.disks.iter().map(|disk| scan_disk(core, disk)).collect::<Vec<_>>();
         let scans = join_all(scans).await;
         let directory = |disk: &Arc<LocalDisk>| {
@@ -56,17 +59,22 @@ impl LocalStore {
         let survey = Survey::take(&directories, name).await;
         let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };
         let deadlines = Deadlines { write, name };
-        let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, &self.tasks).await;
+        let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, tasks).await;
         for (uuid, path) in &found.absent {
             tracing::error!(path, id = %uuid, "a data directory that was in use is missing");
         }
-        if core.metadata.set(log).is_err() {
-            tracing::error!("the metadata log is open already");
-        }
+        (Self { scans, found }, log)
+    }
+}
+
+impl LocalStore {
+    /// Makes what an earlier process left the store's own.
+    pub(super) async fn take_over(&self, before: Before) {
+        let Before { scans, found } = before;
         let is_blind = found.has_new_gap;
         let recovered = self.recover(scans, found).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
-            core.log().count_blind_start().await;
+            self.metadata.count_blind_start().await;
         }
         *self.recovered.lock() = recovered;
     }
@@ -76,21 +84,7 @@ impl LocalStore {
     /// # Errors
     /// `Purged`; otherwise that too few directories can be written.
     pub async fn append_metadata(&self, handle: &ShuffleHandle, content: &[u8]) -> Result<(), StoreError> {
-        self.core.append_metadata(&handle.shuffle, Bytes::copy_from_slice(content)).await
-    }
-}
-
-impl Core {
-    /// The metadata log, which is begun before anybody is told of the store.
-    pub(super) fn log(&self) -> &MetadataLog {
-        self.metadata.get().expect("open() begins it")
-    }
-
-    pub(super) async fn append_metadata(&self, shuffle: &Shuffle, content: Bytes) -> Result<(), StoreError> {
-        shuffle.require_present()?;
-        let appended = self.log().append(shuffle.incarnation(), content).await;
-        shuffle.require_present()?;
-        appended.map_err(|error| failed_log(&error))
+        append(&self.metadata, &handle.shuffle, Bytes::copy_from_slice(content)).await
     }
 
     /// Writes down that shuffles are purged; of those for which that fails the files stay.
@@ -98,7 +92,7 @@ impl Core {
         // They stay on the list until it is done: the caller may go away. To say it twice does no harm.
         let purged = self.pending_purges.lock().clone();
         let notes = purged.into_iter().map(|shuffle| async move {
-            let noted = self.log().purge(shuffle.incarnation()).await;
+            let noted = self.metadata.purge(shuffle.incarnation()).await;
             (shuffle, noted)
         });
         for (shuffle, noted) in join_all(notes.collect::<Vec<_>>()).await {
@@ -116,7 +110,17 @@ impl Core {
     pub(super) fn has_purges_to_note(&self) -> bool {
         !self.pending_purges.lock().is_empty()
     }
+}
 
+/// As [`LocalStore::append_metadata`].
+pub(super) async fn append(log: &MetadataLog, shuffle: &Shuffle, content: Bytes) -> Result<(), StoreError> {
+    shuffle.require_present()?;
+    let appended = log.append(shuffle.incarnation(), content).await;
+    shuffle.require_present()?;
+    appended.map_err(|error| failed_log(&error))
+}
+
+impl Core {
     /// What an earlier version left; nothing where none was.
     async fn read_legacy(&self, scans: &[DiskScan]) -> Option<Legacy> {
         let deadline = self.config.name_timeout;

@@ -1,6 +1,5 @@
 //! The local disks as a [`Tier`] that is read through the worker.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -10,8 +9,11 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
+use super::read::{DataRead, IndexRead};
 use super::shuffle::Shuffle;
-use super::{Core, DataRead, IndexRead, LocalStore};
+use super::store::{LocalStore, ShuffleHandle};
+use super::take_over;
+use crate::durability;
 use crate::tiers::{
     Admission, Capability, ChunkRead, DamagedExtents, MetadataLog, Purge, Recovered, RemoteStorage,
     ServedData, ServedIndex, ServedTier, StoreError, Suspicion, Tier, TierBatch, TierNames, TierShuffle,
@@ -29,38 +31,25 @@ pub(in crate::tiers) const NAMES: TierNames = TierNames {
     queue: "localfile",
 };
 
-/// One incarnation of a shuffle on the disks.
-struct LocalShuffle {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
-}
-
-impl fmt::Debug for LocalShuffle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LocalShuffle({}.{})", self.shuffle.key, self.shuffle.incarnation)
-    }
-}
-
-impl TierShuffle for LocalShuffle {
+impl TierShuffle for ShuffleHandle {
     fn is_accepting(&self) -> bool {
-        self.core.available_disks() > 0
+        self.writer.core.available_disks() > 0
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.core.write(&self.shuffle, &batch.extents).await.map(drop) }.boxed()
+        async move { ShuffleHandle::write(self, &batch.extents).await.map(drop) }.boxed()
     }
 }
 
-impl MetadataLog for LocalShuffle {
+/// The metadata log, for one incarnation of a shuffle.
+struct ShuffleMetadata {
+    log: durability::MetadataLog,
+    shuffle: Arc<Shuffle>,
+}
+
+impl MetadataLog for ShuffleMetadata {
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
-        self.core.append_metadata(&self.shuffle, record).boxed()
-    }
-}
-
-impl LocalStore {
-    fn local_shuffle(&self, key: &ShuffleKey) -> Option<Arc<LocalShuffle>> {
-        let shuffle = self.find(key).ok()?;
-        Some(Arc::new(LocalShuffle { core: Arc::clone(&self.core), shuffle }))
+        take_over::append(&self.log, &self.shuffle, record).boxed()
     }
 }
 
@@ -98,11 +87,11 @@ impl Tier for LocalStore {
     }
 
     fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
-        Some(self.local_shuffle(key)?)
+        Some(Arc::new(self.handle(key)?))
     }
 
     fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
-        Some(self.local_shuffle(key)?)
+        Some(Arc::new(ShuffleMetadata { log: self.metadata.clone(), shuffle: self.find(key).ok()? }))
     }
 
     fn present<'a>(
@@ -144,7 +133,7 @@ impl Tier for LocalStore {
     }
 
     fn metadata_gap(&self) -> Option<Arc<str>> {
-        self.core.log().gap()
+        self.metadata.gap()
     }
 }
 

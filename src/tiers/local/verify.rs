@@ -7,25 +7,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::Core;
+use super::core::Core;
+use super::extent::Extent;
 use super::log::Log;
-use super::shuffle::{Extent, Shuffle};
-use crate::schema::words;
+use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
 use uniffle_wire::index::{IndexRecord, records};
 use uniffle_wire::types::PartitionId;
-
-words! {
-    /// Which data reads are checked.
-    pub enum VerifyReads {
-        /// Every one.
-        Always = "always",
-        /// One in sixteen.
-        Sampled = "sampled",
-        /// None.
-        Off = "off",
-    }
-}
 
 /// Of so many reads one is checked when sampling.
 pub(super) const SAMPLE: u64 = 16;
@@ -146,7 +134,7 @@ impl Verifier {
             let place = start..start + u64::from(record.length.unsigned_abs());
             let whole = place.start >= self.range.start && place.end <= self.range.end;
             let crc = u32::try_from(record.crc).unwrap_or(0);
-            let is_checked = whole && !shuffle.condemned.touches(self.partition, &place);
+            let is_checked = whole && !shuffle.damaged.touches(self.partition, &place);
             is_checked.then_some(Check { place, crc, base: extent.base })
         };
         self.checks.extend(found.iter().filter_map(check));

@@ -9,9 +9,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::Core;
+use super::append::Writer;
 use super::disk::{InFlight, LocalDisk};
-use super::files::Mode;
 use super::index::occupied_bytes;
 use super::log::{Log, LogKind};
 use super::shuffle::Shuffle;
@@ -64,7 +63,7 @@ fn is_aligned(pieces: &[Bytes]) -> bool {
     })
 }
 
-impl Core {
+impl Writer {
     /// Writes a batch of `bytes` to one disk. An error closes the log and counts against the disk.
     pub(super) async fn write_batch(
         &self,
@@ -74,11 +73,11 @@ impl Core {
         bytes: u64,
     ) -> Result<WrittenBatch, StoreError> {
         let load = InFlight::begin(disk, bytes);
-        let (log, offset) = shuffle.reserve(self, disk, LogKind::Data, bytes).await?;
+        let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
         let file = self.writer(&log).await?;
         let began = Instant::now();
         let mut call =
-            Call { core: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+            Call { writer: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
             let pieces = extent.data.pieces();
@@ -95,53 +94,15 @@ impl Core {
         call.push_staging(staging.take()).await?;
         call.send().await?;
         assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
-        self.make_durable(&log, &call.file, self.config.write_timeout).await?;
+        self.make_durable(&log, &call.file).await?;
         disk.wrote(load.with_others, began);
         Ok(WrittenBatch { log, offset })
-    }
-
-    /// The log's file for writing; a failure closes the log.
-    pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
-        let opened = self.files.writer(log).await;
-        opened.map_err(|error| {
-            log.close();
-            self.failed(&log.disk, log.full_path(), error)
-        })
-    }
-
-    /// One write call with its deadline; a failure closes the log.
-    pub(super) async fn write_call(
-        &self,
-        log: &Log,
-        file: &Arc<dyn File>,
-        pieces: Vec<Bytes>,
-        offset: u64,
-    ) -> Result<(), StoreError> {
-        let bytes: usize = pieces.iter().map(Bytes::len).sum();
-        let started = Instant::now();
-        let result = log.disk.call(self.config.write_timeout, file.write_at(pieces, offset)).await;
-        let root = [log.disk.label.as_str()];
-        self.metrics.append_operations.with_label_values(&root).inc();
-        self.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
-        match result {
-            Ok(()) => {
-                if self.files.proves_progress(log, Mode::Write) {
-                    log.disk.progressed();
-                }
-                self.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
-                Ok(())
-            }
-            Err(error) => {
-                log.close();
-                Err(StoreError::io(log.full_path(), error))
-            }
-        }
     }
 }
 
 /// A write call that is being put together.
 struct Call<'a> {
-    core: &'a Core,
+    writer: &'a Writer,
     log: &'a Log,
     file: Arc<dyn File>,
     pieces: Vec<Bytes>,
@@ -207,7 +168,7 @@ impl Call<'_> {
                 if self.staged {
                     self.send().await?;
                 }
-                Ok(self.core.staging.acquire().await)
+                Ok(self.writer.staging.acquire().await)
             }
         }
     }
@@ -217,7 +178,7 @@ impl Call<'_> {
             return Ok(());
         }
         let pieces = std::mem::take(&mut self.pieces);
-        self.core.write_call(self.log, &self.file, pieces, self.at).await?;
+        self.writer.write_call(self.log, &self.file, pieces, self.at).await?;
         self.at += self.bytes as u64;
         (self.bytes, self.staged) = (0, false);
         Ok(())

@@ -45,7 +45,7 @@ struct Gate {
     denials: LogLimiter,
 }
 
-/// Why somebody is not heard.
+/// Why a caller is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Denial {
     /// There is a token and this was not it.

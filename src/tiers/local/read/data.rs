@@ -13,12 +13,14 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Stream};
-use crate::tiers::local::Core;
+use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream};
+use crate::tiers::local::config::VerifyReads;
+use crate::tiers::local::damage::Damage;
+use crate::tiers::local::extent::{Extent, NO_LOG};
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
-use crate::tiers::local::shuffle::{Extent, NO_LOG, Shuffle};
-use crate::tiers::local::verify::{self, Check, Verifier, VerifyReads};
+use crate::tiers::local::shuffle::Shuffle;
+use crate::tiers::local::verify::{Check, SAMPLE, Verifier};
 use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
@@ -28,6 +30,7 @@ use uniffle_wire::types::PartitionId;
 pub struct DataRead {
     /// Bytes of the range.
     pub length: u64,
+    damage: Arc<Damage>,
     stream: Stream,
     range: Range<u64>,
     pieces: Vec<Piece>,
@@ -70,14 +73,12 @@ impl fmt::Debug for DataRead {
     }
 }
 
-impl Core {
+impl Reader {
     /// Whether the next data read is checked.
     fn verifies_next(&self) -> bool {
-        match self.config.verify_reads {
+        match self.core.config.verify_reads {
             VerifyReads::Always => true,
-            VerifyReads::Sampled => {
-                self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(verify::SAMPLE)
-            }
+            VerifyReads::Sampled => self.data_reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(SAMPLE),
             VerifyReads::Off => false,
         }
     }
@@ -89,11 +90,11 @@ impl DataRead {
     pub fn has_hole(&self) -> bool {
         let Stream { shuffle, partition, .. } = &self.stream;
         self.pieces.iter().any(|piece| piece.log == NO_LOG)
-            || shuffle.condemned.touches(*partition, &self.range)
+            || shuffle.damaged.touches(*partition, &self.range)
     }
 
     pub(in crate::tiers::local) fn new(
-        core: Arc<Core>,
+        reader: &Reader,
         shuffle: Arc<Shuffle>,
         partition: PartitionId,
         offset: u64,
@@ -109,13 +110,13 @@ impl DataRead {
             let purged = shuffle.is_purged();
             shuffle.error(if purged { StoreErrorKind::Purged } else { StoreErrorKind::InvalidRange })
         })?;
-        core.metrics.read_data_file.inc();
+        reader.core.metrics.read_data_file.inc();
         let range = offset..end;
-        let verifier = core.verifies_next().then(|| Verifier::new(partition, extents, range.clone()));
+        let verifier = reader.verifies_next().then(|| Verifier::new(partition, extents, range.clone()));
         let length = u64::from(length);
-        let stream = Stream::new(core, (shuffle, partition), length);
-        let ready = VecDeque::new();
-        Ok(Self { length, stream, range, pieces, next: 0, current: None, ready, verifier })
+        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
+        let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
+        Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
     /// What the last error says of the data.
@@ -157,10 +158,10 @@ impl DataRead {
         let Some(block) = self.fetch_once(len, buffers).await? else { return Ok(()) };
         let Stream { core, shuffle, partition, .. } = &self.stream;
         core.metrics.read_crc_mismatches.inc();
-        let is_sound = core.is_sound(shuffle, *partition, &block).await;
+        let is_sound = self.damage.is_sound(shuffle, *partition, &block).await;
         shuffle.require_present()?;
         if !is_sound? {
-            let error = core.condemn(shuffle, *partition, &block);
+            let error = self.damage.mark_damaged(shuffle, *partition, &block);
             self.stream.suspicion.marked_lost = true;
             return Err(error);
         }

@@ -15,20 +15,23 @@ mod data;
 
 use std::fmt;
 use std::io;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
-use super::Core;
-use super::condemned::filler;
-use super::disk::{LocalDisk, within};
+use super::core::Core;
+use super::damage::Damage;
+use super::damaged::filler;
+use super::disk::LocalDisk;
+use super::extent::{Extent, FILLER_BYTES, NO_LOG};
 use super::files::Mode;
 use super::index::RecordCheck;
 use super::log::Log;
 use super::share::ReadTurn;
-use super::shuffle::{Extent, FILLER_BYTES, NO_LOG, Shuffle};
+use super::shuffle::Shuffle;
 use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
@@ -46,6 +49,22 @@ const fn whole_records(bytes: usize) -> usize {
 
 /// Shorter parts are read by way of the page cache.
 const DIRECT_BYTES_MIN: u64 = 64 << 10;
+
+/// What all reads share.
+#[derive(Debug)]
+pub(super) struct Reader {
+    pub(super) core: Arc<Core>,
+    pub(super) damage: Arc<Damage>,
+    /// Data reads so far, for sampling.
+    data_reads: AtomicU64,
+}
+
+impl Reader {
+    pub(super) fn new(core: &Arc<Core>) -> Self {
+        let damage = Damage::new(Arc::clone(core));
+        Self { core: Arc::clone(core), damage, data_reads: AtomicU64::new(0) }
+    }
+}
 
 /// The index of a partition: the records of all its extents, with offsets into its data stream.
 pub struct IndexRead {
@@ -264,40 +283,15 @@ impl PartsByLog {
     }
 }
 
-impl Core {
-    /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
-    pub(super) async fn records_of(
-        &self,
-        shuffle: &Shuffle,
-        extent: &Extent,
-    ) -> Result<Vec<IndexRecord>, StoreError> {
-        let log = shuffle.log_at(extent.index_log);
-        log.disk.require_answering()?;
-        let failed = |error| self.failed(&log.disk, log.full_path(), error);
-        let file = self.files.reader(&log).await.map_err(failed)?;
-        let bytes = extent.blocks as usize * RECORD_BYTES;
-        let reading = file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, extent.index_offset));
-        let target = within(self.config.read_timeout, async {
-            let (target, result) = reading.await;
-            result.map(|()| target)
-        });
-        let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
-        if crc32fast::hash(&bytes) != extent.records_crc {
-            return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
-        }
-        Ok(records(&bytes).collect())
-    }
-}
-
 impl IndexRead {
-    pub(super) fn new(core: Arc<Core>, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
+    pub(super) fn new(reader: &Reader, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
         // One look: the records and the stream's length belong together.
         let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
             found.map_or((Vec::new(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
         });
         let length = blocks * RECORD_BYTES as u64;
-        core.metrics.read_index_file.inc();
-        let stream = Stream::new(core, (shuffle, partition), length);
+        reader.core.metrics.read_index_file.inc();
+        let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         Self { length, data_length, stream, extents: extents.into_iter(), current: None, fillers: 0 }
     }
 
@@ -332,7 +326,7 @@ impl IndexRead {
             self.check(step.records, bytes)?;
         }
         let Stream { shuffle, partition, .. } = &self.stream;
-        shuffle.condemned.mask(*partition, (*buffer).as_mut().get_mut(..len).unwrap_or_default());
+        shuffle.damaged.mask(*partition, (*buffer).as_mut().get_mut(..len).unwrap_or_default());
         Ok(buffer.freeze(len))
     }
 

@@ -156,7 +156,7 @@ async fn read_errors_are_errors_and_never_short_answers() {
 
 fn mismatches(store: &LocalStore) -> [u64; 2] {
     let metrics = &store.core.metrics;
-    [metrics.read_crc_mismatches.get(), metrics.blocks_condemned.get()]
+    [metrics.read_crc_mismatches.get(), metrics.blocks_damaged.get()]
 }
 
 /// By way of the page cache and around it, with the block in one chunk and in several.

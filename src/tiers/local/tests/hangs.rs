@@ -19,7 +19,7 @@ async fn two_disks() -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hung_data_write_moves_on_and_its_late_end_harms_nobody() {
+async fn a_hung_data_write_moves_on_and_its_late_end_does_no_harm() {
     let (disks, store, key) = two_disks().await;
     disks[0].faults.add(Rule::once(Operation::Write, Fault::Hang).on(".data"));
     let started = tokio::time::Instant::now();

@@ -12,20 +12,26 @@ mod reads;
 mod restarts;
 mod suite;
 
-use std::path::Path;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use prometheus::Registry;
+use tokio::sync::Semaphore;
 
 use super::*;
 use crate::durability::METADATA;
-use crate::tiers::{DiskCondition, ExtentData, Tier, TierUsage, by_mount};
+use crate::tiers::{
+    DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
+};
+use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};
 use uniffle_testkit::fault::{FaultDisk, Faults};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::index::{FILLER_BLOCK_ID, IndexRecord, records};
-use uniffle_wire::types::{AppId, BlockId, BlockMeta, ShuffleId, TaskAttemptId};
+use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
 
 /// A memory disk with faults.
 pub(super) struct TestDisk {
@@ -194,5 +200,5 @@ pub(super) async fn assert_nothing_left(store: &LocalStore, disks: &[TestDisk]) 
     assert_eq!(store.core.metrics.extents.get(), 0);
     assert_eq!(store.core.files.len(), 0);
     assert!(store.disks().iter().all(|disk| disk.in_flight_bytes == 0));
-    assert_eq!(store.core.staging.available(), store.core.config.staging_buffers_for(disks.len()));
+    assert_eq!(store.writer.staging.available(), store.core.config.staging_buffers_for(disks.len()));
 }

@@ -55,7 +55,7 @@ async fn what_had_to_leave_is_read_once_and_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn descriptors_that_nobody_uses_are_closed() {
+async fn idle_descriptors_are_closed() {
     let disks = [TestDisk::new("/a")];
     let store = store_on(&disks).await;
     let (old, young) = (key("app", 1), key("app", 2));

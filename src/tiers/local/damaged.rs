@@ -12,14 +12,14 @@ use uniffle_wire::types::PartitionId;
 
 /// Those of one shuffle.
 #[derive(Debug, Default)]
-pub(super) struct Condemned {
+pub(super) struct DamagedBlocks {
     /// False as long as there is none, which is nearly always: readers look no further.
     any: AtomicBool,
     /// Ends of the blocks in the partition's stream, by their starts.
     blocks: RwLock<HashMap<PartitionId, BTreeMap<u64, u64>>>,
 }
 
-impl Condemned {
+impl DamagedBlocks {
     /// Adds a block by its place in the stream.
     pub(super) fn add(&self, partition: PartitionId, place: &Range<u64>) {
         self.blocks.write().entry(partition).or_default().insert(place.start, place.end);
@@ -69,11 +69,11 @@ mod tests {
 
     #[test]
     fn a_block_is_touched_by_what_overlaps_it() {
-        let condemned = Condemned::default();
+        let damaged = DamagedBlocks::default();
         let p = PartitionId(1);
-        assert!(!condemned.touches(p, &(0..u64::MAX)));
-        condemned.add(p, &(100..200));
-        condemned.add(p, &(300..400));
+        assert!(!damaged.touches(p, &(0..u64::MAX)));
+        damaged.add(p, &(100..200));
+        damaged.add(p, &(300..400));
         for (range, expected) in [
             (0..100, false),
             (0..101, true),
@@ -84,8 +84,8 @@ mod tests {
             (399..1000, true),
             (400..1000, false),
         ] {
-            assert_eq!(condemned.touches(p, &range), expected, "{range:?}");
+            assert_eq!(damaged.touches(p, &range), expected, "{range:?}");
         }
-        assert!(!condemned.touches(PartitionId(2), &(0..1000)));
+        assert!(!damaged.touches(PartitionId(2), &(0..1000)));
     }
 }

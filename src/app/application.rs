@@ -1,0 +1,153 @@
+//! One application: what its clients said of it, its shuffles, and what it holds.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Mutex, RwLock};
+use tokio::time::Instant;
+
+use super::account::Account;
+use super::shuffle::ShuffleState;
+use crate::budget::{Budget, Charge, Heap, HeapKind};
+use uniffle_wire::types::{AppId, ShuffleId};
+
+/// One application.
+#[derive(Debug)]
+pub struct App {
+    id: AppId,
+    pub(super) user: RwLock<String>,
+    pub(super) properties: RwLock<HashMap<String, String>>,
+    /// Whether a registration ever carried properties, which clients do since 0.10.
+    pub(super) sends_properties: AtomicBool,
+    has_huge_partition: AtomicBool,
+    /// Lowest bits of its block ids that are the task attempt; 0 = not known yet.
+    task_bits: AtomicU32,
+    pub(super) heartbeat_timeout_ms: AtomicU64,
+    /// Milliseconds since the registry was made.
+    pub(super) last_use_ms: AtomicU64,
+    pub(super) shuffles: RwLock<HashMap<ShuffleId, Arc<ShuffleState>>>,
+    account: Account,
+    since: Instant,
+    /// What it may have of the heap, and what its latest registration takes of it.
+    pub(super) registrations: Budget,
+    pub(super) reported_ids: Budget,
+    pub(super) charge: Mutex<Charge>,
+    answers: Budget,
+}
+
+impl App {
+    /// One that was used at `now_ms`; of the heap and of `answers` it has its part.
+    pub(super) fn new(
+        id: &AppId,
+        heap: &Heap,
+        answers: &Budget,
+        (now_ms, timeout_ms): (u64, u64),
+    ) -> Arc<Self> {
+        let registrations = heap.of_one_app(HeapKind::Registrations);
+        Arc::new(Self {
+            id: id.clone(),
+            user: RwLock::default(),
+            properties: RwLock::default(),
+            sends_properties: AtomicBool::new(false),
+            has_huge_partition: AtomicBool::new(false),
+            task_bits: AtomicU32::new(0),
+            heartbeat_timeout_ms: AtomicU64::new(timeout_ms),
+            last_use_ms: AtomicU64::new(now_ms),
+            shuffles: RwLock::default(),
+            account: Account::default(),
+            since: Instant::now(),
+            charge: Mutex::new(registrations.nothing()),
+            registrations,
+            reported_ids: heap.of_one_app(HeapKind::ReportedIds),
+            answers: answers.child(answers.capacity() / 2),
+        })
+    }
+
+    /// Bytes of blocks in answers that it has not taken.
+    #[must_use]
+    pub fn answers(&self) -> &Budget {
+        &self.answers
+    }
+
+    /// Its id.
+    #[must_use]
+    pub fn id(&self) -> &AppId {
+        &self.id
+    }
+
+    /// Where its time and bytes went.
+    #[must_use]
+    pub fn account(&self) -> &Account {
+        &self.account
+    }
+
+    /// Since its first registration.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// The user of its latest registration.
+    #[must_use]
+    pub fn user(&self) -> String {
+        self.user.read().clone()
+    }
+
+    /// A property of its latest registration.
+    #[must_use]
+    pub fn property(&self, key: &str) -> Option<String> {
+        self.properties.read().get(key).cloned()
+    }
+
+    /// Whether its client is known to be 0.10 or later: such clients register with properties (docs/protocol.md §7.5).
+    #[must_use]
+    pub fn is_since_0_10(&self) -> bool {
+        self.sends_properties.load(Ordering::Relaxed)
+    }
+
+    /// Notes that one of its partitions is huge; true the first time.
+    #[must_use]
+    pub fn mark_huge(&self) -> bool {
+        !self.has_huge_partition.swap(true, Ordering::Relaxed)
+    }
+
+    /// Learns its layout of block ids (docs/protocol.md §3.1): so many lowest bits are the task attempt.
+    pub fn learn_task_bits(&self, bits: u32) {
+        self.task_bits.store(bits, Ordering::Relaxed);
+    }
+
+    /// The task attempt in a block id; `None` while the layout is not known.
+    #[must_use]
+    pub fn task_of(&self, block_id: u64) -> Option<u64> {
+        match self.task_bits.load(Ordering::Relaxed) {
+            0 => None,
+            bits => Some(block_id & (u64::MAX >> (u64::BITS - bits.min(u64::BITS)))),
+        }
+    }
+
+    /// After so long without use it is purged.
+    #[must_use]
+    pub fn heartbeat_timeout(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
+    }
+
+    /// One of its shuffles.
+    #[must_use]
+    pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
+        self.shuffles.read().get(&id).cloned()
+    }
+
+    /// Whether any is registered.
+    #[must_use]
+    pub fn has_shuffles(&self) -> bool {
+        !self.shuffles.read().is_empty()
+    }
+
+    /// All its shuffles.
+    #[must_use]
+    pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
+        self.shuffles.read().values().cloned().collect()
+    }
+}

@@ -1,0 +1,99 @@
+//! One shuffle: its partitions, reported blocks and losses.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+
+use super::block_ids::BlockIds;
+use super::losses::Losses;
+use super::ranges::PartitionRanges;
+use crate::budget::Charge;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// One shuffle.
+#[derive(Debug)]
+pub struct ShuffleState {
+    key: ShuffleKey,
+    pub(super) ranges: RwLock<PartitionRanges>,
+    /// Of the registrations.
+    pub(super) charge: Mutex<Charge>,
+    block_ids: Mutex<BlockIds>,
+    losses: Losses,
+    /// Digest of the registration that was written down last; 0 = none was.
+    noted_registration: AtomicU64,
+    /// Touched by sends to partitions beyond the threshold only.
+    huge_partitions: Mutex<HashSet<PartitionId>>,
+}
+
+impl ShuffleState {
+    pub(super) fn new(
+        key: ShuffleKey,
+        (ranges, charge): (PartitionRanges, Charge),
+        block_ids: BlockIds,
+        losses: Losses,
+    ) -> Self {
+        Self {
+            key,
+            ranges: RwLock::new(ranges),
+            charge: Mutex::new(charge),
+            block_ids: Mutex::new(block_ids),
+            losses,
+            noted_registration: AtomicU64::new(0),
+            huge_partitions: Mutex::default(),
+        }
+    }
+
+    /// Its key.
+    #[must_use]
+    pub fn key(&self) -> &ShuffleKey {
+        &self.key
+    }
+
+    /// Whether the partition was registered.
+    #[must_use]
+    pub fn has_partition(&self, partition: PartitionId) -> bool {
+        self.ranges.read().contains(partition.0)
+    }
+
+    /// How many partitions were registered.
+    #[must_use]
+    pub fn partition_count(&self) -> u64 {
+        self.ranges.read().count()
+    }
+
+    /// Reported block ids.
+    #[must_use]
+    pub fn block_ids(&self) -> &Mutex<BlockIds> {
+        &self.block_ids
+    }
+
+    /// What of it is lost.
+    #[must_use]
+    pub fn losses(&self) -> &Losses {
+        &self.losses
+    }
+
+    /// Digest of the registration that was written down last; 0 = none was.
+    #[must_use]
+    pub fn noted_registration(&self) -> u64 {
+        self.noted_registration.load(Ordering::Relaxed)
+    }
+
+    /// See [`ShuffleState::noted_registration`].
+    pub fn set_noted_registration(&self, digest: u64) {
+        self.noted_registration.store(digest, Ordering::Relaxed);
+    }
+
+    /// Marks a partition as huge, for good; true the first time.
+    #[must_use]
+    pub fn mark_huge(&self, partition: PartitionId) -> bool {
+        self.huge_partitions.lock().insert(partition)
+    }
+
+    /// How many partitions are marked huge.
+    #[must_use]
+    pub fn huge_partition_count(&self) -> usize {
+        self.huge_partitions.lock().len()
+    }
+}

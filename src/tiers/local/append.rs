@@ -1,0 +1,182 @@
+//! Appending to the logs of a shuffle: the disk, a range of its open log or of a new one, one write call, one sync.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::future::join_all;
+use tokio::time::Instant;
+
+use super::config::SyncWrites;
+use super::core::Core;
+use super::disk::{APPS, LocalDisk, within};
+use super::files::Mode;
+use super::log::{Log, LogKind};
+use super::placement::{self, Candidate};
+use super::shuffle::Shuffle;
+use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_io::File;
+use uniffle_io::buffers::AlignedPool;
+
+/// What writing needs.
+#[derive(Debug)]
+pub(super) struct Writer {
+    pub(super) core: Arc<Core>,
+    pub(super) staging: Arc<AlignedPool>,
+}
+
+impl Writer {
+    pub(super) fn new(core: &Arc<Core>) -> Arc<Self> {
+        let staging = AlignedPool::new(core.config.staging_buffers_for(core.disks.len()));
+        Arc::new(Self { core: Arc::clone(core), staging })
+    }
+
+    /// The disk for a batch. Before this fails, space is measured again: it may have been freed since.
+    pub(super) async fn choose(&self, bytes: u64, tried: &[usize]) -> Option<usize> {
+        let disks = &self.core.disks;
+        let candidates = || disks.iter().map(|disk| disk.candidate()).collect::<Vec<Candidate>>();
+        if let Some(index) = placement::choose(&candidates(), bytes, tried) {
+            return Some(index);
+        }
+        let healthy = disks.iter().filter(|disk| disk.is_healthy() && !tried.contains(&disk.index));
+        join_all(healthy.map(|disk| disk.measure()).collect::<Vec<_>>()).await;
+        placement::choose(&candidates(), bytes, tried)
+    }
+
+    pub(super) fn no_disk(&self) -> StoreError {
+        let any_healthy = self.core.disks.iter().any(|disk| disk.is_healthy());
+        let kind = if any_healthy { StoreErrorKind::NoSpace } else { StoreErrorKind::Unhealthy };
+        StoreError::new(kind, "all local disks")
+    }
+
+    /// Reserves `bytes` in a shuffle's open log of a disk, with a new file when there is none.
+    pub(super) async fn reserve(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+        bytes: u64,
+    ) -> Result<(Arc<Log>, u64), StoreError> {
+        let here = shuffle.on(disk);
+        let mut current = here.current(kind).lock().await;
+        let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));
+        let (log, offset) = match open {
+            Some(reserved) => reserved,
+            None => {
+                // The disk may have failed while this waited.
+                if !disk.is_healthy() {
+                    return Err(StoreError::new(StoreErrorKind::Unhealthy, disk.io.root()));
+                }
+                let log = self.create_log(shuffle, disk, kind).await?;
+                *current = Some(Arc::clone(&log));
+                let offset = log.reserve(bytes).ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?;
+                (log, offset)
+            }
+        };
+        here.occupied.add(bytes);
+        Ok((log, offset))
+    }
+
+    async fn create_log(
+        &self,
+        shuffle: &Shuffle,
+        disk: &Arc<LocalDisk>,
+        kind: LogKind,
+    ) -> Result<Arc<Log>, StoreError> {
+        let _gate = shuffle.gate.read().await;
+        shuffle.require_present()?;
+        let core = &self.core;
+        let directory = disk.io.root().join(&shuffle.directory);
+        let deadline = core.config.name_timeout;
+        let mut made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+        if made.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            // The app's empty directory may just have been removed by a purge of its earlier registration.
+            made = within(deadline, disk.io.create_dir_all(&shuffle.directory)).await;
+        }
+        made.map_err(|error| core.failed(disk, &directory, error))?;
+        let number = shuffle.on(disk).next_number();
+        let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
+        let created = core.files.create(&log).await;
+        created.map_err(|error| core.failed(disk, log.full_path(), error))?;
+        if shuffle.is_purged() {
+            // The purge may have listed the logs before this one was among them.
+            core.files.forget(&log);
+        }
+        let named = self.make_names_durable(disk, &shuffle.directory).await;
+        named.map_err(|error| core.failed(disk, &directory, error))?;
+        core.metrics.files_opened.inc();
+        Ok(log)
+    }
+
+    /// The log's file for writing; a failure closes the log.
+    pub(super) async fn writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
+        let opened = self.core.files.writer(log).await;
+        opened.map_err(|error| {
+            log.close();
+            self.core.failed(&log.disk, log.full_path(), error)
+        })
+    }
+
+    /// One write call with its deadline; a failure closes the log.
+    pub(super) async fn write_call(
+        &self,
+        log: &Log,
+        file: &Arc<dyn File>,
+        pieces: Vec<Bytes>,
+        offset: u64,
+    ) -> Result<(), StoreError> {
+        let bytes: usize = pieces.iter().map(Bytes::len).sum();
+        let started = Instant::now();
+        let result = log.disk.call(self.core.config.write_timeout, file.write_at(pieces, offset)).await;
+        let root = [log.disk.label.as_str()];
+        self.core.metrics.append_operations.with_label_values(&root).inc();
+        self.core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
+        match result {
+            Ok(()) => {
+                if self.core.files.proves_progress(log, Mode::Write) {
+                    log.disk.progressed();
+                }
+                self.core.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);
+                Ok(())
+            }
+            Err(error) => {
+                log.close();
+                Err(StoreError::io(log.full_path(), error))
+            }
+        }
+    }
+
+    /// Waits until everything that the caller has written to a log is on the device, if that is configured.
+    ///
+    /// # Errors
+    /// A sync failed or took too long: the log is closed.
+    pub(super) async fn make_durable(&self, log: &Log, file: &Arc<dyn File>) -> Result<(), StoreError> {
+        if self.core.config.sync == SyncWrites::Off {
+            return Ok(());
+        }
+        let sync = async {
+            let started = Instant::now();
+            let result = log.disk.call(self.core.config.write_timeout, file.sync()).await;
+            let seconds = started.elapsed().as_secs_f64();
+            self.core.metrics.sync_duration.with_label_values(&[log.disk.label.as_str()]).observe(seconds);
+            result.inspect(|()| log.disk.progressed())
+        };
+        log.syncs.cover(sync).await.map_err(|error| {
+            log.close();
+            StoreError::io(log.full_path(), error)
+        })
+    }
+
+    /// Waits until the names of what stands in a shuffle's directory are on the device, if that is configured.
+    async fn make_names_durable(&self, disk: &LocalDisk, directory: &Path) -> io::Result<()> {
+        if self.core.config.sync == SyncWrites::Off {
+            return Ok(());
+        }
+        let below_apps = directory.ancestors().take_while(|path| path.starts_with(APPS));
+        for path in below_apps {
+            within(self.core.config.name_timeout, disk.io.sync_dir(path)).await?;
+        }
+        Ok(())
+    }
+}

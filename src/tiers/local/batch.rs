@@ -1,0 +1,93 @@
+//! The way of a batch: from disk to disk until one has taken it, then it is published.
+
+use super::append::Writer;
+use super::metrics::ALL_DISKS;
+use super::shuffle::Shuffle;
+use super::write::validate;
+use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+
+/// A batch that is readable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Its place among the shuffle's batches.
+    pub sequence: u64,
+    /// Index of the disk that took it.
+    pub disk: usize,
+    /// Extents.
+    pub extents: usize,
+    /// Blocks.
+    pub blocks: usize,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+impl Writer {
+    /// Writes a batch to one disk and publishes it: when this returns `Ok` every block is readable. Disks that fail
+    /// are left for others until none is left.
+    ///
+    /// # Errors
+    /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
+    pub(super) async fn write(
+        &self,
+        shuffle: &Shuffle,
+        extents: &[ExtentWrite],
+    ) -> Result<Published, StoreError> {
+        let bytes = validate(shuffle, extents)?;
+        self.core.metrics.write_local.inc();
+        let result = self.write_and_publish(shuffle, extents, bytes).await;
+        match &result {
+            Ok(published) => self.count_published(published, bytes),
+            Err(error) if error.kind == StoreErrorKind::Purged => {}
+            Err(_) => self.core.metrics.write_local_failed.inc(),
+        }
+        result
+    }
+
+    async fn write_and_publish(
+        &self,
+        shuffle: &Shuffle,
+        extents: &[ExtentWrite],
+        bytes: u64,
+    ) -> Result<Published, StoreError> {
+        let mut tried = Vec::new();
+        let mut last_error = None;
+        let batch = loop {
+            shuffle.require_present()?;
+            let Some(index) = self.choose(bytes, &tried).await else {
+                return Err(last_error.unwrap_or_else(|| self.no_disk()));
+            };
+            if !tried.is_empty() {
+                self.core.metrics.write_local_retries.inc();
+            }
+            match self.write_batch(shuffle, &self.core.disks[index], extents, bytes).await {
+                Ok(batch) => break batch,
+                Err(error) => {
+                    shuffle.require_present()?;
+                    tracing::warn!(shuffle = %shuffle.key, error = %error, "write failed, trying next disk");
+                    self.core.metrics.write_exceptions.inc();
+                    tried.push(index);
+                    last_error = Some(error);
+                }
+            }
+        };
+        Ok(Published {
+            sequence: self.publish(shuffle, &batch, extents).await?,
+            disk: batch.log.disk.index,
+            extents: extents.len(),
+            blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
+            bytes: extents.iter().map(|extent| extent.length).sum(),
+        })
+    }
+
+    fn count_published(&self, published: &Published, occupied_bytes: u64) {
+        let metrics = &self.core.metrics;
+        metrics.writes.inc();
+        metrics.write_local_succeeded.inc();
+        metrics.write_data.inc_by(published.bytes);
+        metrics.write_blocks.inc_by(published.blocks as u64);
+        metrics.localfile_used.inc_by(occupied_bytes);
+        let label = self.core.disks[published.disk].label.as_str();
+        metrics.localfile_write_data.with_label_values(&[label]).inc_by(published.bytes);
+        metrics.localfile_write_data.with_label_values(&[ALL_DISKS]).inc_by(published.bytes);
+    }
+}

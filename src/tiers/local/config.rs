@@ -1,0 +1,159 @@
+//! How the local tier works: its section of the configuration.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
+use crate::schema::{section, words};
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_io::{Disk, Engine};
+
+words! {
+    /// When what is written counts as written.
+    pub enum SyncWrites {
+        /// When the operating system has it: safe from the end of the process.
+        Off = "off",
+        /// When the device has it: safe from power loss. Writers share their syncs.
+        Group = "group",
+    }
+}
+
+words! {
+    /// Which data reads are checked.
+    pub enum VerifyReads {
+        /// Every one.
+        Always = "always",
+        /// One in sixteen.
+        Sampled = "sampled",
+        /// None.
+        Off = "off",
+    }
+}
+
+section! {
+    /// How the local store works.
+    #[table("localfile_store", "Local disks.")]
+    pub struct LocalConfig |machine| {
+        /// One directory per disk: absolute, distinct, none inside another. Needed with a coordinator_quorum. Default:
+        /// $XDG_STATE_HOME/uniffle-worker/data, else ~/.local/state/uniffle-worker/data, else below the temp directory.
+        #[key("localfile_store.data_paths", list(64, path()), Restart, example "[\"/data1/uniffle\", \"/data2/uniffle\"]")]
+        pub paths: Vec<PathBuf> = vec![machine.state_dir.join("data")],
+        /// Fewer disks than this that take data (not full, hung or broken) make the worker unhealthy; 0 = never.
+        #[key(
+            "localfile_store.healthy_check_min_disks" or "localfile_store.min_number_of_available_disks",
+            count(0..=64), AtOnce
+        )]
+        pub min_disks: usize = 0,
+        /// A disk filled beyond this share gets no new data ...
+        #[key("localfile_store.disk_high_watermark", ratio(), AtOnce)]
+        pub high_watermark: f64 = 0.8,
+        /// ... until it is below this one.
+        #[key("localfile_store.disk_low_watermark", ratio(), AtOnce)]
+        pub low_watermark: f64 = 0.7,
+        /// Reads and writes together under way per disk, metadata left out.
+        #[key("localfile_store.disk_max_concurrency", count(1..=1_000_000), Restart)]
+        pub max_concurrency_per_disk: usize = 2000,
+        /// Writes of data under way per disk. Index groups have as many places of their own, metadata two, so neither waits
+        /// for data.
+        #[key("localfile_store.write_concurrency_per_disk", count(1..=256), Restart)]
+        pub write_concurrency_per_disk: usize = 4,
+        /// Between two probes of the disks.
+        #[key("localfile_store.disk_healthy_check_interval_sec", seconds(SECOND..=DAY), Restart)]
+        pub probe_interval: Duration = 60 * SECOND,
+        /// Write past the page cache where the file system allows it.
+        #[key("localfile_store.direct_io", flag(), Restart)]
+        pub direct_io: bool = true,
+        /// Take over at the start what an earlier process left in the data paths; false deletes it.
+        #[key("localfile_store.recovery", flag(), Restart)]
+        pub recovery: bool = true,
+        /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel
+        /// refuses it).
+        #[key("localfile_store.io_engine", word(), Restart)]
+        pub engine: Engine = Engine::Blocking,
+        /// Compare the checksums of blocks that are read from disk: always, sampled (one read in sixteen) or off. Clients
+        /// check in any case; here the disk is blamed and the loss entered. It costs 8 % of a read's CPU time: less than a
+        /// wrong block that nobody can place.
+        #[key("localfile_store.verify_reads", word(), Restart)]
+        pub verify_reads: VerifyReads = VerifyReads::Always,
+        /// What of the data is on the device before it counts: off = nothing, the page cache survives kill -9 and
+        /// upgrades; group = data before its index, both before memory is released, so that a power loss takes nothing
+        /// that was flushed. One fdatasync serves all who wait for it. Registrations and reports are always synced before
+        /// they are acknowledged.
+        #[key("localfile_store.sync", word(), Restart)]
+        pub sync: SyncWrites = SyncWrites::Off,
+        /// Index records kept in memory, so that reducers' first question needs no disk.
+        #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
+        pub index_cache_bytes: u64 = 16 * MIB,
+        /// Read calls per disk at a time. At least 1.
+        pub read_concurrency_per_disk: usize = 16,
+        /// Memory for reads of all disks, of which each has a share.
+        pub read_memory_bytes: u64 = 64 * MIB,
+        /// Time for one write call of at most 16 MiB, queueing included.
+        pub write_timeout: Duration = 60 * SECOND,
+        /// Time for one read call of at most 2 MiB, queueing included.
+        pub read_timeout: Duration = 60 * SECOND,
+        /// Time to open, create or rename something.
+        pub name_timeout: Duration = 30 * SECOND,
+        /// Time to delete a shuffle's files.
+        pub purge_timeout: Duration = 600 * SECOND,
+        /// Between two measurements of free space.
+        pub space_interval: Duration = 10 * SECOND,
+        /// Cached descriptors. At least 1.
+        pub descriptors_max: usize = 1024,
+        /// A cached descriptor that is not used for this long is closed.
+        pub descriptor_idle_timeout: Duration = 60 * SECOND,
+        /// Time for what waits to reach the device in one copy of the metadata log.
+        pub metadata_timeout: Duration = 10 * SECOND,
+        /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
+        pub staging_buffers: usize = 0,
+    }
+}
+
+impl Word for Engine {
+    const ALL: &'static [Self] = &[Self::Blocking, Self::Uring];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Blocking => "blocking",
+            Self::Uring => "io_uring",
+        }
+    }
+
+    fn unusable(self) -> Option<&'static str> {
+        let is_missing = self == Self::Uring && !cfg!(feature = "io-uring");
+        is_missing.then_some("this program was built without the feature io-uring")
+    }
+}
+
+/// Most staging buffers that are chosen by default: 64 MiB outside the memory region.
+const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
+
+impl LocalConfig {
+    /// The real disks of [`LocalConfig::paths`].
+    #[must_use]
+    pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
+        let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
+        let disk = |path: &PathBuf| {
+            let disk = BlockingDisk::new(path, writes, reads);
+            self.engine.disk(disk.with_max_concurrency(self.max_concurrency_per_disk))
+        };
+        self.paths.iter().map(disk).collect()
+    }
+
+    /// Memory that reads of one of `disks` may hold at a time: what is useful to it at most, and so much that the others can
+    /// go on when all of it is stuck.
+    pub(super) fn read_share_bytes(&self, disks: usize) -> usize {
+        let useful = self.read_concurrency_per_disk.saturating_mul(READ_CHUNK_BYTES_MAX);
+        let share = self.read_memory_bytes / (disks as u64 + 1);
+        usize::try_from(share).unwrap_or(usize::MAX).min(useful).max(READ_CHUNK_BYTES_MAX)
+    }
+
+    pub(super) fn staging_buffers_for(&self, disks: usize) -> usize {
+        if self.staging_buffers > 0 {
+            return self.staging_buffers;
+        }
+        (2 * disks * self.write_concurrency_per_disk).min(STAGING_BUFFERS_DEFAULT_MAX)
+    }
+}

@@ -1,0 +1,40 @@
+//! What every call on the disks needs: the disks themselves, their open files, cached index records, and metrics.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use super::config::LocalConfig;
+use super::disk::LocalDisk;
+use super::files::Files;
+use super::metrics::Metrics;
+use super::records::RecordCache;
+use crate::tiers::{DiskCondition, StoreError};
+
+/// What writing, reading and maintenance share.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) config: LocalConfig,
+    pub(super) disks: Vec<Arc<LocalDisk>>,
+    /// Written when a disk's condition changes.
+    pub(super) changes: Arc<watch::Sender<()>>,
+    /// Configured directories that could not be claimed.
+    pub(super) disks_refused: u64,
+    pub(super) files: Files,
+    pub(super) records: RecordCache,
+    pub(super) metrics: Metrics,
+}
+
+impl Core {
+    pub(super) fn available_disks(&self) -> usize {
+        self.disks.iter().filter(|disk| disk.condition() == DiskCondition::Healthy).count()
+    }
+
+    /// Notes a failure against its disk and makes it an error of the store.
+    pub(super) fn failed(&self, disk: &LocalDisk, path: impl AsRef<Path>, error: io::Error) -> StoreError {
+        disk.note(&error);
+        StoreError::io(path, error)
+    }
+}

@@ -1,0 +1,87 @@
+//! Where the published bytes of a partition are: extents, one behind the other.
+
+use uniffle_io::BLOCK_ALIGN;
+
+/// A published extent: 40 bytes, all that is held in memory per extent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    /// Offset of its first byte in the partition's stream.
+    pub(super) base: u64,
+    /// Bytes of data.
+    pub(super) length: u64,
+    /// Where its records stand in the index log.
+    pub(super) index_offset: u64,
+    /// Where its data stands in the data log, in units of [`BLOCK_ALIGN`].
+    pub(super) data_page: u32,
+    pub(super) blocks: u32,
+    /// CRC-32 of its records on disk.
+    pub(super) records_crc: u32,
+    pub(super) data_log: u16,
+    pub(super) index_log: u16,
+}
+
+/// Slot of no log: the extent is lost, a hole in the stream, and readers are given filler records. Not the records of
+/// its blocks, known or not: one of them may have been sent again and stand further on.
+pub(super) const NO_LOG: u16 = u16::MAX;
+
+/// Length of one filler record. Clients fetch what lies between two blocks that they want together with them.
+pub(super) const FILLER_BYTES: u64 = 1 << 20;
+
+const _: () = assert!(size_of::<Extent>() == 40, "the sketch of docs/architecture.md §2.3");
+
+impl Extent {
+    pub(super) fn data_offset(&self) -> u64 {
+        u64::from(self.data_page) * BLOCK_ALIGN as u64
+    }
+
+    /// Bytes of which nothing is known.
+    pub(super) fn gap(base: u64, length: u64) -> Self {
+        let blocks = u32::try_from(length.div_ceil(FILLER_BYTES)).unwrap_or(u32::MAX);
+        let (data_log, index_log) = (NO_LOG, NO_LOG);
+        Self { base, length, index_offset: 0, data_page: 0, blocks, records_crc: 0, data_log, index_log }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.data_log == NO_LOG
+    }
+}
+
+/// What is published of one partition.
+#[derive(Debug, Default)]
+pub(super) struct Partition {
+    /// In the order of their bases, without gaps.
+    pub(super) extents: Vec<Extent>,
+    /// Length of the stream.
+    pub(super) bytes: u64,
+    pub(super) blocks: u64,
+}
+
+impl Partition {
+    /// Nothing of it is known before `base`.
+    pub(super) fn from(base: u64) -> Self {
+        let mut partition = Self::default();
+        partition.extend_to(base);
+        partition
+    }
+
+    /// Extents whose records are known.
+    pub(super) fn known_extents(&self) -> usize {
+        self.extents.iter().filter(|extent| extent.index_log != NO_LOG).count()
+    }
+
+    /// Makes the stream go on at `base`, with a hole before it.
+    pub(super) fn extend_to(&mut self, base: u64) {
+        if base > self.bytes {
+            self.push(Extent::gap(self.bytes, base - self.bytes));
+        }
+    }
+
+    /// Appends an extent that begins where the stream ends.
+    pub(super) fn push(&mut self, extent: Extent) {
+        // A stream with a hole or an overlap would mix blocks up for every reader.
+        assert_eq!(self.bytes, extent.base, "bases are assigned in the publish lane");
+        self.bytes += extent.length;
+        self.blocks += u64::from(extent.blocks);
+        self.extents.push(extent);
+    }
+}

@@ -1,0 +1,60 @@
+//! How the store begins: directories are claimed, and what an earlier process left in them is taken over.
+
+use std::io;
+use std::sync::Arc;
+
+use prometheus::Registry;
+use tokio::sync::watch;
+
+use super::claim;
+use super::config::LocalConfig;
+use super::core::Core;
+use super::files::Files;
+use super::metrics::Metrics;
+use super::records::RecordCache;
+use super::share::ReadShare;
+use super::store::LocalStore;
+use super::take_over::Before;
+use crate::runtime::Tasks;
+use crate::tiers::StoreError;
+use uniffle_io::Disk;
+
+impl LocalStore {
+    /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
+    /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
+    /// does.
+    ///
+    /// # Errors
+    /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
+    pub async fn open(
+        config: LocalConfig,
+        disks: Vec<Arc<dyn Disk>>,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let metrics =
+            Metrics::new(registry).map_err(|error| StoreError::io("metrics", io::Error::other(error)))?;
+        let roots = disks.len() as u64;
+        let changes = Arc::new(watch::Sender::new(()));
+        let read_share_bytes = config.read_share_bytes(disks.len());
+        let mut claimed = claim::claim_all(disks, &config, &changes).await?;
+        for (index, disk) in claimed.iter_mut().enumerate() {
+            disk.index = index;
+            disk.reads = ReadShare::new(read_share_bytes);
+        }
+        let core = Core {
+            disks_refused: roots - claimed.len() as u64,
+            records: RecordCache::new(config.index_cache_bytes),
+            files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
+            disks: claimed.into_iter().map(Arc::new).collect(),
+            changes,
+            metrics,
+            config,
+        };
+        let tasks = Tasks::new();
+        let (before, metadata) = Before::look(&core, &tasks).await;
+        let store = Self::new(core, metadata, tasks);
+        store.take_over(before).await;
+        store.core.set_gauges();
+        Ok(store)
+    }
+}

@@ -1,0 +1,229 @@
+//! The store: the shuffles that it knows, and the parts that write, read and remove them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use croaring::Treemap;
+use dashmap::DashMap;
+use parking_lot::Mutex;
+
+use super::append::Writer;
+use super::batch::Published;
+use super::core::Core;
+use super::deletes::Deletes;
+use super::read::{DataRead, IndexRead, Reader};
+use super::shuffle::Shuffle;
+use crate::durability::MetadataLog;
+use crate::runtime::Tasks;
+use crate::tiers::{DamagedExtents, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// One incarnation of a shuffle: a batch written with it cannot end up in a later one of the same name.
+#[derive(Clone)]
+pub struct ShuffleHandle {
+    pub(super) writer: Arc<Writer>,
+    pub(super) shuffle: Arc<Shuffle>,
+}
+
+impl fmt::Debug for ShuffleHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ShuffleHandle({}.{})", self.shuffle.key, self.shuffle.incarnation)
+    }
+}
+
+impl ShuffleHandle {
+    /// Writes a batch to one disk and publishes it: when this returns `Ok` every block is readable. Disks that fail
+    /// are left for others until none is left.
+    ///
+    /// # Errors
+    /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
+    pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
+        self.writer.write(&self.shuffle, extents).await
+    }
+}
+
+/// The store.
+#[derive(Debug)]
+pub struct LocalStore {
+    pub(super) core: Arc<Core>,
+    pub(super) writer: Arc<Writer>,
+    pub(super) reader: Reader,
+    pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(super) next_incarnation: AtomicU64,
+    pub(super) min_disks: AtomicUsize,
+    /// What is to be deleted, by disk.
+    pub(super) deletes: Vec<Deletes>,
+    pub(super) metadata: MetadataLog,
+    /// Shuffles that are gone, of which the metadata log does not know it yet.
+    pub(super) pending_purges: Mutex<Vec<Arc<Shuffle>>>,
+    pub(super) recovered: Mutex<Recovered>,
+    /// Of the metadata log.
+    pub(super) tasks: Tasks,
+}
+
+impl Drop for LocalStore {
+    fn drop(&mut self) {
+        self.tasks.cancel();
+    }
+}
+
+impl LocalStore {
+    pub(super) fn new(core: Core, metadata: MetadataLog, tasks: Tasks) -> Arc<Self> {
+        let core = Arc::new(core);
+        Arc::new(Self {
+            writer: Writer::new(&core),
+            reader: Reader::new(&core),
+            shuffles: DashMap::new(),
+            next_incarnation: AtomicU64::new(1),
+            min_disks: AtomicUsize::new(core.config.min_disks),
+            deletes: core.disks.iter().map(|_| Deletes::default()).collect(),
+            metadata,
+            pending_purges: Mutex::default(),
+            recovered: Mutex::default(),
+            tasks,
+            core,
+        })
+    }
+
+    /// What was found at the start; empty from the second call on. A shuffle that its taker does not want must be
+    /// forgotten.
+    #[must_use]
+    pub fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    /// Makes a shuffle known; again is fine. Touches no disk.
+    pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
+        let create = || {
+            let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
+            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len()))
+        };
+        let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
+        self.handle_of(shuffle)
+    }
+
+    fn handle_of(&self, shuffle: Arc<Shuffle>) -> ShuffleHandle {
+        ShuffleHandle { writer: Arc::clone(&self.writer), shuffle }
+    }
+
+    /// The present incarnation of a shuffle.
+    #[must_use]
+    pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
+        self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
+    }
+
+    /// [`ShuffleHandle::write`] to the present incarnation of a shuffle.
+    ///
+    /// # Errors
+    /// As there; `Purged` when the shuffle is not known.
+    pub async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) -> Result<Published, StoreError> {
+        let purged = || StoreError::new(StoreErrorKind::Purged, key.to_string());
+        self.handle(key).ok_or_else(purged)?.write(&extents).await
+    }
+
+    /// The index of a partition; empty when nothing of it is published.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known.
+    pub fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<IndexRead, StoreError> {
+        let shuffle = self.find(key)?;
+        Ok(IndexRead::new(&self.reader, shuffle, partition))
+    }
+
+    /// Ids of the blocks of a partition that can be read, by their index records. For rare paths: reads all of them.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known; what the disk says.
+    pub async fn present(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, StoreError> {
+        let shuffle = self.find(key)?;
+        let mut present = Treemap::new();
+        for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
+            let records = self.core.records_of(&shuffle, extent).await?;
+            for record in records {
+                let start = extent.base + record.offset.unsigned_abs();
+                let place = start..start + u64::from(record.length.unsigned_abs());
+                if !shuffle.damaged.touches(partition, &place) {
+                    present.add(record.block_id.unsigned_abs());
+                }
+            }
+        }
+        Ok(present)
+    }
+
+    /// A range of a partition's data stream.
+    ///
+    /// # Errors
+    /// `NotFound` when the shuffle is not known, `InvalidRange` when the range is empty or not wholly published.
+    pub fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        offset: u64,
+        length: u32,
+    ) -> Result<DataRead, StoreError> {
+        let shuffle = self.find(key)?;
+        DataRead::new(&self.reader, shuffle, partition, offset, length)
+    }
+
+    /// Reads all that a partition has on the disk of index `disk`, from which reads failed
+    /// ([`Suspicion::device`](crate::tiers::Suspicion)), for half a second; `None` when everything can be read.
+    pub async fn probe_partition(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        disk: usize,
+    ) -> Option<DamagedExtents> {
+        let shuffle = self.find(key).ok()?;
+        let damage = Arc::clone(&self.reader.damage);
+        let (extents, error) = damage.probe_extents(&shuffle, partition, disk).await?;
+        Some(DamagedExtents::new(error, move || damage.mark_all_lost(&shuffle, partition, &extents)))
+    }
+
+    /// Published bytes of a partition.
+    #[must_use]
+    pub fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
+        self.handle(key).map_or(0, |handle| handle.shuffle.stream_bytes(partition))
+    }
+
+    /// Bytes of our data and index logs.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.disks().iter().map(|disk| disk.used_bytes).sum()
+    }
+
+    /// What the disks tell about themselves.
+    #[must_use]
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        self.core.disks.iter().map(|disk| disk.info()).collect()
+    }
+
+    /// Replaces the watermarks of all disks.
+    pub fn set_watermarks(&self, high: f64, low: f64) {
+        self.core.disks.iter().for_each(|disk| disk.set_watermarks(high, low));
+    }
+
+    /// Disks that take batches now: neither unhealthy nor full.
+    #[must_use]
+    pub fn available_disks(&self) -> usize {
+        self.core.available_disks()
+    }
+
+    /// Replaces how many disks must take batches for the tier to be healthy; 0 = they make no difference.
+    pub fn set_min_disks(&self, disks: usize) {
+        if self.min_disks.swap(disks, Ordering::Relaxed) != disks {
+            self.core.changes.send_replace(());
+        }
+    }
+
+    /// Known shuffles.
+    #[must_use]
+    pub fn shuffle_count(&self) -> usize {
+        self.shuffles.len()
+    }
+
+    pub(super) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+        let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
+        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
+    }
+}
