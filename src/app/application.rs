@@ -66,43 +66,36 @@ impl App {
     }
 
     /// Bytes of blocks in answers that it has not taken.
-    #[must_use]
     pub fn answers(&self) -> &Budget {
         &self.answers
     }
 
     /// Its id.
-    #[must_use]
     pub fn id(&self) -> &AppId {
         &self.id
     }
 
     /// Where its time and bytes went.
-    #[must_use]
     pub fn account(&self) -> &Account {
         &self.account
     }
 
     /// Since its first registration.
-    #[must_use]
     pub fn age(&self) -> Duration {
         self.since.elapsed()
     }
 
     /// The user of its latest registration.
-    #[must_use]
     pub fn user(&self) -> String {
         self.user.read().clone()
     }
 
     /// A property of its latest registration.
-    #[must_use]
     pub fn property(&self, key: &str) -> Option<String> {
         self.properties.read().get(key).cloned()
     }
 
     /// Whether its client is known to be 0.10 or later: such clients register with properties (docs/protocol.md §7.5).
-    #[must_use]
     pub fn is_since_0_10(&self) -> bool {
         self.sends_properties.load(Ordering::Relaxed)
     }
@@ -119,7 +112,6 @@ impl App {
     }
 
     /// The task attempt in a block id; `None` while the layout is not known.
-    #[must_use]
     pub fn task_of(&self, block_id: u64) -> Option<u64> {
         match self.task_bits.load(Ordering::Relaxed) {
             0 => None,
@@ -128,25 +120,21 @@ impl App {
     }
 
     /// After so long without use it is purged.
-    #[must_use]
     pub fn heartbeat_timeout(&self) -> Duration {
         Duration::from_millis(self.heartbeat_timeout_ms.load(Ordering::Relaxed))
     }
 
     /// One of its shuffles.
-    #[must_use]
     pub fn shuffle(&self, id: ShuffleId) -> Option<Arc<ShuffleState>> {
         self.shuffles.read().get(&id).cloned()
     }
 
     /// Whether any is registered.
-    #[must_use]
     pub fn has_shuffles(&self) -> bool {
         !self.shuffles.read().is_empty()
     }
 
     /// All its shuffles.
-    #[must_use]
     pub fn shuffles(&self) -> Vec<Arc<ShuffleState>> {
         self.shuffles.read().values().cloned().collect()
     }

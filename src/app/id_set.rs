@@ -50,7 +50,6 @@ pub(super) struct Cost {
 
 impl IdSet {
     /// Whether `id` is in it.
-    #[must_use]
     pub fn contains(&self, id: u64) -> bool {
         match self {
             Self::Few(ids) => ids.binary_search(&id).is_ok(),
@@ -116,7 +115,6 @@ impl IdSet {
     }
 
     /// As a bitmap.
-    #[must_use]
     pub fn to_bitmap(&self) -> Treemap {
         let mut all = Treemap::new();
         self.add_to(&mut all);
@@ -124,7 +122,6 @@ impl IdSet {
     }
 
     /// Those that are among `ids`.
-    #[must_use]
     pub fn among(&self, ids: &Treemap) -> Treemap {
         match self {
             Self::Few(few) => few.iter().copied().filter(|id| ids.contains(*id)).collect(),
@@ -133,7 +130,6 @@ impl IdSet {
     }
 
     /// About what a bitmap of it takes, in the heap and on the wire together.
-    #[must_use]
     pub fn bitmap_bytes(&self) -> u64 {
         match self {
             Self::Few(ids) => {

@@ -23,7 +23,6 @@ struct Counter {
 
 impl Quota {
     /// A counter that never passes `max`.
-    #[must_use]
     pub fn new(max: u64) -> Self {
         Self(Arc::new(Counter { used: AtomicU64::new(0), max }))
     }

@@ -37,26 +37,22 @@ impl PartitionRanges {
     }
 
     /// Whether `partition` is in one of the ranges.
-    #[must_use]
     pub fn contains(&self, partition: i32) -> bool {
         let after = self.0.partition_point(|(start, _)| *start <= partition);
         after > 0 && partition <= self.0[after - 1].1
     }
 
     /// The ranges, sorted.
-    #[must_use]
     pub fn to_vec(&self) -> Vec<(i32, i32)> {
         self.0.clone()
     }
 
     /// How many ranges there are.
-    #[must_use]
     pub fn ranges(&self) -> usize {
         self.0.len()
     }
 
     /// How many partitions the ranges hold.
-    #[must_use]
     pub fn count(&self) -> u64 {
         self.0.iter().map(|(start, end)| u64::from(end.abs_diff(*start)) + 1).sum()
     }

@@ -45,37 +45,31 @@ impl ShuffleState {
     }
 
     /// Its key.
-    #[must_use]
     pub fn key(&self) -> &ShuffleKey {
         &self.key
     }
 
     /// Whether the partition was registered.
-    #[must_use]
     pub fn has_partition(&self, partition: PartitionId) -> bool {
         self.ranges.read().contains(partition.0)
     }
 
     /// How many partitions were registered.
-    #[must_use]
     pub fn partition_count(&self) -> u64 {
         self.ranges.read().count()
     }
 
     /// Reported block ids.
-    #[must_use]
     pub fn block_ids(&self) -> &Mutex<BlockIds> {
         &self.block_ids
     }
 
     /// What of it is lost.
-    #[must_use]
     pub fn losses(&self) -> &Losses {
         &self.losses
     }
 
     /// Digest of the registration that was written down last; 0 = none was.
-    #[must_use]
     pub fn noted_registration(&self) -> u64 {
         self.noted_registration.load(Ordering::Relaxed)
     }
@@ -92,7 +86,6 @@ impl ShuffleState {
     }
 
     /// How many partitions are marked huge.
-    #[must_use]
     pub fn huge_partition_count(&self) -> usize {
         self.huge_partitions.lock().len()
     }

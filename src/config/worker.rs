@@ -24,7 +24,6 @@ words! {
 
 impl StoreType {
     /// True when blocks are spilled to local disks.
-    #[must_use]
     pub fn has_local(self) -> bool {
         match self {
             Self::Memory | Self::MemoryHdfs => false,
@@ -33,7 +32,6 @@ impl StoreType {
     }
 
     /// True when blocks are spilled to HDFS.
-    #[must_use]
     pub fn has_hdfs(self) -> bool {
         match self {
             Self::Memory | Self::MemoryLocalfile => false,

@@ -52,7 +52,6 @@ pub struct NodeReport {
 
 impl NodeReport {
     /// An active node without any figures; a start for the composition root and for tests.
-    #[must_use]
     pub fn new(id: String, ip: IpAddr, grpc_port: u16) -> Self {
         Self {
             id,
@@ -76,7 +75,6 @@ impl NodeReport {
     }
 
     /// As a heartbeat message.
-    #[must_use]
     pub fn into_request(self) -> proto::ShuffleServerHeartBeatRequest {
         let server_id = proto::ShuffleServerId {
             id: self.id,
@@ -116,7 +114,6 @@ impl ReportSource {
     }
 
     /// The state of this moment.
-    #[must_use]
     pub fn now(&self) -> NodeReport {
         (self.0)()
     }

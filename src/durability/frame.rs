@@ -21,6 +21,8 @@ use uuid::Uuid;
 
 /// First bytes of a frame.
 pub const MAGIC: [u8; 4] = *b"UWML";
+/// First bytes of a mark.
+const MARK_MAGIC: [u8; 4] = *b"UWMK";
 /// The one version there is.
 const VERSION: u16 = 1;
 /// Bytes of the header.
@@ -269,6 +271,24 @@ pub fn decode(bytes: &[u8]) -> Result<Frame, FrameError> {
     Ok(Frame { generation: long(8), sequence: long(16), batch: word(28), previous: word(32), crc, entry })
 }
 
+/// What the file beside a copy says: "UWMK", generation u64, acknowledged frames u64, crc32 of these.
+#[must_use]
+pub fn encode_mark(generation: u64, frames: u64) -> Bytes {
+    let mut out = BytesMut::new();
+    out.put_slice(&MARK_MAGIC);
+    out.put_u64(generation);
+    out.put_u64(frames);
+    out.put_u32(crc32fast::hash(&out));
+    out.freeze()
+}
+
+/// Frames of a generation that are acknowledged, as far as a mark says.
+#[must_use]
+pub fn decode_mark(mark: &[u8], generation: u64) -> u64 {
+    let frames = mark.get(12..20).and_then(|bytes| bytes.first_chunk()).copied().map(u64::from_be_bytes);
+    frames.filter(|frames| mark == encode_mark(generation, *frames)).unwrap_or(0)
+}
+
 /// As written: app, shuffle, number.
 type Name<'a> = (&'a str, i32, u64);
 
@@ -394,6 +414,17 @@ mod tests {
             name.clone().prop_map(Entry::Purged),
             (name, gap).prop_map(|(shuffle, gap)| Entry::Incomplete(shuffle, gap)),
         ]
+    }
+
+    #[test]
+    fn a_damaged_mark_says_nothing() {
+        let mark = encode_mark(7, 300).to_vec();
+        assert_eq!((decode_mark(&mark, 7), decode_mark(&mark, 8), decode_mark(&[], 7)), (300, 0, 0));
+        for bit in 0..mark.len() * 8 {
+            let mut damaged = mark.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode_mark(&damaged, 7), 0, "bit {bit}");
+        }
     }
 
     proptest! {

@@ -49,7 +49,6 @@ pub struct Legacy {
 impl Legacy {
     /// By the lists of the directories that are here, under the kernel `boot`. A list that cannot be read is an error in
     /// words; a directory without one is new.
-    #[must_use]
     pub fn new(here: &[(Uuid, String)], lists: &[Result<Option<Vec<u8>>, String>], boot: &str) -> Self {
         let mut legacy = Self::default();
         let never = |reason: String| Gap { reason, until_back: Vec::new() };
@@ -167,13 +166,11 @@ pub struct Journal {
 
 impl Journal {
     /// One that cannot be read.
-    #[must_use]
     pub fn unreadable(path: &str, error: &str) -> Self {
         Self { records: HashMap::new(), damage: Some(format!("{path} cannot be read: {error}")) }
     }
 
     /// Reads the whole file. A record that was not finished may stand at its end, and nowhere else.
-    #[must_use]
     pub fn decode(path: &str, bytes: &Bytes, incarnation: u64) -> Self {
         let mut journal = Self::default();
         let (mut at, mut fits_until) = (0, 0);

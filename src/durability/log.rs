@@ -24,6 +24,7 @@ use uuid::Uuid;
 
 use super::frame::{Encoder, Entry, Epoch, Gap, Incarnation, Member};
 use super::legacy::{LIST, Legacy};
+use super::mark::{MARK_PAUSE, Marks};
 use super::proof::{Judgement, judge, members_after};
 use super::read::{
     Directory, MEMBERS, METADATA, Part, Source, Survey, copy_directory, copy_file, generation_of, within,
@@ -292,6 +293,7 @@ struct Writer {
     /// Directories that could be written when the epoch began.
     usable: BTreeSet<usize>,
     is_blind: bool,
+    marks: Marks,
 }
 
 impl Writer {
@@ -318,6 +320,7 @@ impl Writer {
             unread: BTreeMap::new(),
             usable: BTreeSet::new(),
             is_blind: false,
+            marks: Marks::default(),
         }
     }
 
@@ -402,7 +405,7 @@ impl Writer {
 
     async fn run(mut self, mut requests: mpsc::Receiver<Request>) {
         let mut waiting = Vec::new();
-        while requests.recv_many(&mut waiting, BATCH_MAX).await > 0 {
+        while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
             let mut settled = Vec::new();
             for request in waiting.drain(..) {
@@ -425,6 +428,32 @@ impl Writer {
             }
             self.tidy(!settled.is_empty()).await;
         }
+    }
+
+    /// Waits for requests, and marks meanwhile what is acknowledged.
+    async fn wait_for(
+        &mut self,
+        requests: &mut mpsc::Receiver<Request>,
+        waiting: &mut Vec<Request>,
+    ) -> usize {
+        if self.is_open && self.marks.are_behind(self.generation, self.encoder.count()) {
+            let soon = tokio::time::timeout(MARK_PAUSE, requests.recv_many(waiting, BATCH_MAX)).await;
+            match soon {
+                Ok(received) if !self.marks.are_due() => return received,
+                soon => {
+                    let logs: Vec<_> = self
+                        .copies
+                        .iter()
+                        .map(|it| (&self.directories[it.directory], it.path.clone()))
+                        .collect();
+                    self.marks.write(&logs, self.generation, self.encoder.count()).await;
+                    if let Ok(received) = soon {
+                        return received;
+                    }
+                }
+            }
+        }
+        requests.recv_many(waiting, BATCH_MAX).await
     }
 
     /// Writes entries, on other directories when those that have the copies fail.

@@ -8,6 +8,7 @@
 //! | `proof` | the rule of recovery: is anything acknowledged missing? (pure) |
 //! | `read` | what the data directories have of it |
 //! | `log` | the one writer: two copies, synced in groups, begun anew where a copy fails |
+//! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
 //!
@@ -17,6 +18,7 @@ pub mod frame;
 mod ledger;
 pub mod legacy;
 mod log;
+mod mark;
 #[cfg(test)]
 mod measure;
 pub mod proof;

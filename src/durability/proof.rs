@@ -6,7 +6,7 @@
 //! 2. no directory that is here has gone on by itself: every epoch seen led to the newest one;
 //! 3. of the newest generation one copy is whole. A record is acknowledged once it is on the device in every copy, so a
 //!    whole one has all; its end may be torn (the last write before a loss of power) only if another copy is there, as
-//!    at most one is damaged.
+//!    at most one is damaged. Where both are, a mark beside one of them says what was acknowledged (`mark`).
 //!
 //! Why a majority and not one is enough for three and more: whatever is acknowledged is acknowledged under an epoch that a
 //! majority knows ([`members_after`]). With two there is no majority without both, and one that is left goes on alone: then
@@ -55,6 +55,8 @@ pub struct CopySeen {
     pub frames: u64,
     /// The newest frame seen, and how many frames before it were written with it.
     pub newest: (u64, u64),
+    /// So many frames are acknowledged, by the mark beside it.
+    pub acknowledged: u64,
     /// Where it stops to fit; none when the file ends there.
     pub torn: Option<Torn>,
 }
@@ -156,20 +158,21 @@ fn choose(present: &[Present], epoch: &Epoch, generation: u64) -> Result<(usize,
         .filter(|(_, _, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
         .collect();
     let newest = copies.iter().map(|(_, _, copy)| copy.newest).max().unwrap_or_default();
+    let acknowledged = copies.iter().map(|(_, _, copy)| copy.acknowledged).max().unwrap_or(0);
     let has_all = |copy: &CopySeen| {
         let reaches_the_last_write = copy.frames >= newest.0.saturating_sub(newest.1);
         let ends_well = match &copy.torn {
             None => true,
             Some(torn) => !torn.frames_follow && copies.len() > 1,
         };
-        copy.frames > 0 && reaches_the_last_write && ends_well
+        copy.frames >= acknowledged.max(1) && reaches_the_last_write && ends_well
     };
     let whole = copies.iter().filter(|(_, _, copy)| has_all(copy)).max_by_key(|(_, _, copy)| copy.frames);
     if let Some((directory, copy, _)) = whole {
         return Ok((*directory, *copy));
     }
     let all = places(present).filter(|(_, _, copy)| copy.generation == generation);
-    let mut damage: Vec<String> = all.map(|(_, _, copy)| describe(copy)).collect();
+    let mut damage: Vec<String> = all.map(|(_, _, copy)| describe(copy, acknowledged)).collect();
     damage.extend(present.iter().flat_map(|it| it.damaged.iter().cloned()));
     if damage.is_empty() {
         damage.push("no copy of the metadata log is left".to_owned());
@@ -177,12 +180,15 @@ fn choose(present: &[Present], epoch: &Epoch, generation: u64) -> Result<(usize,
     Err(format!("{}: unregister the shuffle or run its application again", damage.join("; ")))
 }
 
-fn describe(copy: &CopySeen) -> String {
+fn describe(copy: &CopySeen, acknowledged: u64) -> String {
     match &copy.torn {
         Some(torn) => {
             format!("{} is damaged at record {} (byte {}): {}", copy.path, copy.frames, torn.at, torn.why)
         }
-        None => format!("{} ends before record {}", copy.path, copy.newest.0),
+        None => {
+            let last = copy.newest.0.max(acknowledged.saturating_sub(1));
+            format!("{} ends before record {last}", copy.path)
+        }
     }
 }
 
@@ -336,6 +342,7 @@ mod tests {
                         epoch: Some(copy.epoch.id),
                         frames: frames + 1,
                         newest: (frames, 0),
+                        acknowledged: frames + 1,
                         torn: None,
                     }
                 });
@@ -436,6 +443,7 @@ mod tests {
             epoch: Some(1),
             frames,
             newest: (frames.max(1) - 1, 0),
+            acknowledged: 0,
             torn: torn.map(|frames_follow| Torn { at: 9, why: "bad".into(), frames_follow }),
         });
         let epochs = vec![(3, epoch)];
@@ -459,6 +467,19 @@ mod tests {
         assert!(proven([(9, None), (3, None)]), "cut short");
         assert!(proven([(9, Some(false)), (9, Some(false))]), "the last write before a loss of power");
         assert!(!proven([(9, Some(true)), (4, Some(true))]), "both");
+        let marked = |records, acknowledged: u64| {
+            let mut seen = two_copies(records);
+            seen[0].copies[1].acknowledged = acknowledged;
+            judge(&seen).gap.map(|gap| gap.reason)
+        };
+        assert_eq!(marked([(9, Some(false)), (9, Some(false))], 9), None, "what was not acknowledged");
+        assert!(
+            marked([(9, Some(false)), (9, Some(false))], 10).is_some(),
+            "the last record of both is damaged"
+        );
+        let reason = marked([(7, None), (7, None)], 10).unwrap();
+        assert!(reason.contains("/0/log ends before record 9"), "cut alike: {reason}");
+        assert_eq!(marked([(7, None), (10, None)], 10), None, "one is whole");
         let judged = judge(&two_copies([(7, None), (3, None)]));
         assert_eq!(judged.sources, [(0, 0)]);
         let mut one = two_copies([(9, Some(false)), (9, None)]);

@@ -25,6 +25,8 @@ pub const METADATA: &str = "uniffle-worker.metadata";
 pub(super) const MEMBERS: &str = "members";
 /// The file of a copy, in a directory of its own, so that it gets its name and loses it at once.
 const LOG: &str = "log";
+/// The file beside it that says how much of it is acknowledged (`mark`).
+pub(super) const MARK: &str = "acknowledged";
 /// Bytes read at a time.
 const WINDOW_BYTES: u64 = 1 << 20;
 
@@ -189,6 +191,12 @@ async fn read_members(directory: &Directory, deadline: Duration) -> io::Result<O
     }
 }
 
+/// What stands beside a copy; nothing that can be read says nothing.
+async fn read_mark(directory: &Directory, log: &Path, generation: u64, deadline: Duration) -> u64 {
+    let read = within(deadline, directory.io.read_small(&log.with_file_name(MARK))).await;
+    read.map_or(0, |mark| frame::decode_mark(&mark, generation))
+}
+
 async fn survey_copy(
     directory: &Directory,
     path: &Path,
@@ -201,6 +209,7 @@ async fn survey_copy(
         epoch: None,
         frames: 0,
         newest: (0, 0),
+        acknowledged: read_mark(directory, path, generation, deadline).await,
         torn: None,
     };
     let mut reader = match CopyReader::open(directory, path, generation, deadline).await {

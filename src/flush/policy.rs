@@ -91,14 +91,12 @@ impl Goal {
     pub const ALL: Self = Self { bytes: u64::MAX, blocks: u64::MAX };
 
     /// Nothing to do.
-    #[must_use]
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
 }
 
 /// How much to put in flight now.
-#[must_use]
 pub fn flush_goal(usage: Usage, limits: &Limits) -> Goal {
     Goal { bytes: bytes_goal(usage, limits), blocks: blocks_goal(usage, limits) }
 }
@@ -124,7 +122,6 @@ fn bytes_goal(usage: Usage, limits: &Limits) -> u64 {
 /// are over it; then the largest buffers of all, until the goal's bytes are reached; then those with the most blocks, until
 /// its blocks are. Within each step the largest come first; buffers with too many batches in flight are left alone.
 /// O(n + k log n) for k victims of n.
-#[must_use]
 pub fn victims(candidates: &[Candidate], apps: &[Claimant], goal: Goal, limits: &Limits) -> Vec<usize> {
     let ranked = |weight: &dyn Fn(&Candidate) -> (u64, u64)| {
         let may_go = |candidate: &Candidate| candidate.blocks > 0 && has_room_in_flight(candidate, limits);
@@ -195,7 +192,6 @@ fn excesses(apps: &[Claimant], bytes: u64) -> Vec<u64> {
 
 /// Whether a buffer is to be flushed because of its own size. The current list alone counts, not what is in flight
 /// (docs/protocol.md §11 trap 36).
-#[must_use]
 pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
     let is_huge = candidate.received_bytes > limits.huge_partition_bytes;
     let bytes_max = match is_huge {
@@ -209,13 +205,11 @@ pub fn is_oversized(candidate: Candidate, limits: &Limits) -> bool {
 
 /// Whether a buffer that fills its partition's share of the memory is to be flushed below its threshold: if nothing of
 /// it is on its way, its writers would wait forever.
-#[must_use]
 pub fn is_stuck(candidate: Candidate) -> bool {
     candidate.payload_bytes > 0 && candidate.in_flight_batches == 0
 }
 
 /// Whether one more batch of a buffer may go.
-#[must_use]
 pub fn has_room_in_flight(candidate: &Candidate, limits: &Limits) -> bool {
     candidate.in_flight_batches < limits.in_flight_batches_max
 }

@@ -92,7 +92,6 @@ impl Flusher {
     }
 
     /// Watermarks and bounds as they are now.
-    #[must_use]
     pub fn limits(&self) -> policy::Limits {
         *self.limits.read()
     }
@@ -154,7 +153,6 @@ impl Flusher {
     }
 
     /// The tiers that are filled.
-    #[must_use]
     pub fn tiers(&self) -> &Tiers {
         &self.tiers
     }
@@ -179,25 +177,21 @@ impl Flusher {
     }
 
     /// Batches that are sealed and not yet in the store, waiting retries included.
-    #[must_use]
     pub fn unfinished(&self) -> usize {
         Arc::strong_count(&self.batch_token) - 1
     }
 
     /// Batches that wait for a worker.
-    #[must_use]
     pub fn queued(&self) -> usize {
         self.queues.iter().map(Queue::len).sum()
     }
 
     /// Payload ever brought to the store.
-    #[must_use]
     pub fn flushed_bytes(&self) -> u64 {
         self.metrics.all.spilled_bytes.get()
     }
 
     /// How often a batch could be written to no disk.
-    #[must_use]
     pub fn failed_writes(&self) -> u64 {
         self.metrics.all.failed_writes.get()
     }

@@ -70,21 +70,18 @@ section! {
 
 impl TlsConfig {
     /// The files, if anything is encrypted.
-    #[must_use]
     pub fn files(&self) -> Option<TlsFiles> {
         let (cert, key) = self.cert_file.clone().zip(self.key_file.clone())?;
         Some(TlsFiles { cert, key, client_ca: self.client_ca_file.clone() })
     }
 
     /// Whether shuffle data is for callers with a certificate only, so that a port that asks for none needs a word.
-    #[must_use]
     pub fn forbids_plain_tcp(&self) -> bool {
         let asks = self.client_ca_file.is_some() && self.listeners.contains(&TlsListener::Grpc);
         asks && !self.plain_tcp
     }
 
     /// The files of `listener`, if it is to be encrypted.
-    #[must_use]
     pub fn of(&self, listener: TlsListener) -> Option<TlsFiles> {
         self.files().filter(|_| self.listeners.contains(&listener))
     }
@@ -166,7 +163,6 @@ impl TlsAcceptor {
     }
 
     /// Whether `other` was loaded from the same certificates.
-    #[must_use]
     pub fn is_like(&self, other: &Self) -> bool {
         let (mine, new) = (Arc::clone(&self.0.read()), Arc::clone(&other.0.read()));
         mine.certificates == new.certificates

@@ -27,7 +27,6 @@ impl Level {
     pub const ENOUGH: Self = Self { bytes: u64::MAX, weight: 0 };
 
     /// What one of `weight` may have at most.
-    #[must_use]
     pub fn share(&self, weight: u32) -> u64 {
         if self.weight == 0 { u64::MAX } else { part(self.bytes, weight, self.weight) }
     }
@@ -40,7 +39,6 @@ fn part(bytes: u64, weight: u32, all: u64) -> u64 {
 }
 
 /// The level at which `capacity` is divided among `claimants`. O(n log n).
-#[must_use]
 pub fn level(capacity: u64, claimants: &[Claimant]) -> Level {
     let mut by_need = claimants.to_vec();
     by_need.sort_unstable_by(by_demand_per_weight);
@@ -79,7 +77,6 @@ impl Request {
     /// an application needs what it asks for: the shares together are no more than there is. With one request it may go
     /// beyond (requests can be larger than shares), if those that have waited for longer still find what they wait for. So
     /// the one that has waited longest always gets on.
-    #[must_use]
     pub fn room_needed(&self) -> Option<u64> {
         let Self { asked, held, share, ahead } = *self;
         let is_within = held.saturating_add(asked) <= share;
@@ -89,14 +86,12 @@ impl Request {
 }
 
 /// Whether an application is owed memory. One that holds nothing always is.
-#[must_use]
 pub fn is_below_share(held: u64, share: u64) -> bool {
     held == 0 || held < share
 }
 
 /// What is kept free for an application that waits for `waited`, the oldest of its requests being for `oldest`: up to its
 /// share, and at least that one request.
-#[must_use]
 pub fn claim(held: u64, share: u64, waited: u64, oldest: u64) -> u64 {
     if is_below_share(held, share) { waited.min(share.saturating_sub(held).max(oldest)) } else { 0 }
 }

@@ -44,7 +44,6 @@ impl ReadPool {
     }
 
     /// The same buffers, taken for `app`, which counts `weight` beside others.
-    #[must_use]
     pub fn of(&self, app: &AppId, weight: u32) -> Self {
         Self { reader: Reader { app: Some(app.clone()), weight }, ..self.clone() }
     }
@@ -88,26 +87,22 @@ impl ReadPool {
 
     /// How much a read may ask for: less when this and the one ahead of it would use half of the pool, so that many
     /// readers get on at once.
-    #[must_use]
     pub fn chunk_bytes(&self) -> usize {
         let is_spare = self.used_bytes() + 2 * READ_CHUNK_BYTES_MAX as u64 <= self.capacity_bytes() / 2;
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
     /// How often a buffer had to wait because fewer bytes were free than it needs.
-    #[must_use]
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }
 
     /// Bytes of buffers in use.
-    #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.budget.used()
     }
 
     /// Bytes in all.
-    #[must_use]
     pub fn capacity_bytes(&self) -> u64 {
         self.budget.capacity()
     }
@@ -168,13 +163,11 @@ impl AsRef<[u8]> for Frozen {
 
 impl ReadBuf {
     /// Bytes of the buffer.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.fill.len()
     }
 
     /// True for a buffer of no bytes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.fill.is_empty()
     }

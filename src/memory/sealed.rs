@@ -68,25 +68,21 @@ impl SealedBatch {
     }
 
     /// The partition.
-    #[must_use]
     pub fn partition(&self) -> PartitionId {
         self.partition
     }
 
     /// Payload bytes.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.list.bytes()
     }
 
     /// Bytes that the budget gets back when the batch is gone.
-    #[must_use]
     pub fn charged_bytes(&self) -> u64 {
         self.list.charged_bytes()
     }
 
     /// Number of blocks.
-    #[must_use]
     pub fn blocks(&self) -> usize {
         self.list.len()
     }
@@ -94,7 +90,6 @@ impl SealedBatch {
     /// The batch as an extent of distribution `d`. Aligned when the chain holds exactly these blocks (nothing
     /// aborted, nothing late) and, for `LocalOrder`, they happen to lie sorted; the order of reads from memory is
     /// not touched either way.
-    #[must_use]
     pub fn extent(&self, d: Distribution) -> SealedExtent {
         self.aligned(d).unwrap_or_else(|| self.pieces(d))
     }

@@ -57,7 +57,6 @@ impl Tasks {
     }
 
     /// What runs now, in this group, its children, its parents and its siblings.
-    #[must_use]
     pub fn list(&self) -> Vec<RunningTask> {
         self.names.list()
     }
@@ -237,7 +236,6 @@ impl Cores {
     }
 
     /// The core with the least on it, and a place there.
-    #[must_use]
     pub fn place(&self) -> (&Handle, CorePlace) {
         let least = self.cores.iter().min_by_key(|core| Arc::strong_count(&core.load));
         let core = least.expect("there is at least one");

@@ -61,19 +61,16 @@ impl<T: 'static> Kind<T> {
     }
 
     /// The value as it stands in a file; none for one that is not set, or not to be shown.
-    #[must_use]
     pub fn print(&self, value: &T) -> Option<Value> {
         (self.print)(value)
     }
 
     /// What is allowed, in a few words.
-    #[must_use]
     pub fn bounds(&self) -> &str {
         &self.bounds
     }
 
     /// Whether values may not be shown, not even wrong ones.
-    #[must_use]
     pub fn is_secret(&self) -> bool {
         self.is_secret
     }
@@ -188,7 +185,6 @@ pub trait Word: Copy + 'static {
     const ALL: &'static [Self];
 
     /// The word for it.
-    #[must_use]
     fn as_str(self) -> &'static str;
 
     /// Why this build cannot do it.
@@ -350,7 +346,6 @@ pub(super) fn is_plain_absolute(path: &Path) -> bool {
 }
 
 /// `bytes` in the largest unit that shows it exactly, binary before decimal; parses back to the same number.
-#[must_use]
 pub fn size_text(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (TIB, "TiB"),

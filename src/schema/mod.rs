@@ -33,7 +33,6 @@ pub trait Section: Sized {
 }
 
 /// `entries` under their dotted paths as nested tables.
-#[must_use]
 pub fn nested(entries: Vec<(&'static str, Value)>) -> Table {
     let mut top = Table::new();
     for (path, value) in entries {
@@ -185,7 +184,6 @@ macro_rules! words {
 
         impl $name {
             /// The word for it.
-            #[must_use]
             pub fn as_str(self) -> &'static str {
                 match self {
                     $( Self::$variant => $word, )*

@@ -34,7 +34,6 @@ impl Network {
     }
 
     /// Whether `address`, IPv4 in its own form, is one of them.
-    #[must_use]
     pub fn holds(&self, address: IpAddr) -> bool {
         let differ = number(address) ^ number(self.address);
         let behind = bits(self.address) - self.prefix;

@@ -17,7 +17,6 @@ use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;
 
 /// What every module declares, module by module. `{…}` in a name stands for what is known at run time only.
-#[must_use]
 pub fn metric_descriptions() -> Vec<Description> {
     [
         ServiceMetrics::described(),

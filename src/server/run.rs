@@ -95,7 +95,7 @@ pub async fn run(
             Prepared::Stop => break,
         }
     }
-    notify::stopping(config.worker.flush_timeout + std::time::Duration::from_secs(55));
+    notify::stopping(config.worker.flush_timeout + std::time::Duration::from_secs(65));
     let tasks_left = worker.stop().await;
     tracing::info!(tasks_left, "stopped");
     Ok(Ended::Stopped)

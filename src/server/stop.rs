@@ -3,13 +3,16 @@
 //! Tickets are refused with NO_BUFFER, for which every client waits, and memory is brought to the disks while reads and
 //! the sends that hold tickets go on. Then the listeners close: gRPC connections get a GOAWAY, calls that have begun are
 //! answered, and raw TCP connections end between two requests; with a successor they are kept for it. What came in
-//! meanwhile is flushed. What could not be flushed is named here and found lost by the next start.
+//! meanwhile is flushed. What could not be flushed is named here and found lost by the next start. Last, without a successor,
+//! the disks are synced.
 //!
 //! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
 //! still be taken back; from there on nothing can be lost by it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::join_all;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::memory::InMemory;
@@ -26,6 +29,8 @@ const CANCEL_DEADLINE: Duration = Duration::from_secs(15);
 const LAST_FLUSH: Duration = Duration::from_secs(5);
 /// A client that has a ticket sends at once; one that does not is not waited for any longer.
 const TICKET_PATIENCE: Duration = Duration::from_secs(2);
+/// Time for bringing what was written to the devices: the machine is often switched off next.
+const SYNC_DEADLINE: Duration = Duration::from_secs(10);
 /// Between two looks at what is waited for.
 const LOOK: Duration = Duration::from_millis(10);
 /// Shuffles that are named in the log one by one.
@@ -50,7 +55,10 @@ impl Worker {
         self.flush_until(deadline).await;
         // Connects are refused from here on: none would ever be accepted.
         self.held = Inherited::default();
-        self.end(deadline).await.tasks_left
+        let service = Arc::clone(&self.service);
+        let tasks_left = self.end(deadline).await.tasks_left;
+        join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
+        tasks_left
     }
 
     /// Refuses tickets and flushes, then refuses sends and flushes the rest: afterwards memory is empty and stays so. If it

@@ -17,7 +17,6 @@ pub enum WorkerState {
 
 impl WorkerState {
     /// The word for it.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -67,7 +66,6 @@ pub struct WorkerStatus {
 
 impl WorkerStatus {
     /// The state now.
-    #[must_use]
     pub fn state(&self) -> WorkerState {
         self.inputs.borrow().state()
     }
@@ -133,7 +131,6 @@ impl WorkerStatus {
     }
 
     /// Whether [`WorkerStatus::stop`] was called.
-    #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.inputs.borrow().stopping.is_some()
     }

@@ -50,13 +50,11 @@ pub struct StoreError {
 
 impl StoreError {
     /// An error without a cause below it.
-    #[must_use]
     pub fn new(kind: StoreErrorKind, path: impl AsRef<Path>) -> Self {
         Self { kind, path: path.as_ref().to_path_buf(), source: None }
     }
 
     /// A failed file operation, classified.
-    #[must_use]
     pub fn io(path: impl AsRef<Path>, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreErrorKind::NoSpace,
@@ -69,38 +67,15 @@ impl StoreError {
     }
 
     /// A failed call of a remote store.
-    #[must_use]
     pub fn remote(kind: StoreErrorKind, path: impl AsRef<Path>, text: impl Into<String>) -> Self {
         let source = Some(io::Error::other(text.into()));
         Self { kind, path: path.as_ref().to_path_buf(), source }
     }
 
     /// Stored bytes that are not what was written.
-    #[must_use]
     pub fn corrupt(path: impl AsRef<Path>, what: &'static str) -> Self {
         let source = Some(io::Error::new(io::ErrorKind::InvalidData, what));
         Self { kind: StoreErrorKind::Corrupt, path: path.as_ref().to_path_buf(), source }
-    }
-
-    /// True when the same call may succeed later or elsewhere.
-    #[must_use]
-    pub fn is_retryable(&self) -> bool {
-        match self.kind {
-            StoreErrorKind::NoSpace
-            | StoreErrorKind::Unhealthy
-            | StoreErrorKind::Io
-            | StoreErrorKind::Exists
-            | StoreErrorKind::Denied
-            | StoreErrorKind::Unreachable => true,
-            StoreErrorKind::Corrupt
-            | StoreErrorKind::NotFound
-            | StoreErrorKind::Purged
-            | StoreErrorKind::InvalidRange
-            | StoreErrorKind::InvalidBatch
-            | StoreErrorKind::NotOurs
-            | StoreErrorKind::NotMounted
-            | StoreErrorKind::InUse => false,
-        }
     }
 }
 
@@ -146,14 +121,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_follow_the_cause_and_say_what_to_do() {
+    fn kinds_follow_the_cause() {
         let full = StoreError::io("/d", io::Error::from_raw_os_error(uniffle_testkit::fault::ENOSPC));
         assert_eq!(full.kind, StoreErrorKind::NoSpace);
-        assert!(full.is_retryable());
         let short = StoreError::io("/d", io::ErrorKind::UnexpectedEof.into());
         assert_eq!(short.kind, StoreErrorKind::Corrupt);
-        assert!(!short.is_retryable());
-        assert!(!StoreError::new(StoreErrorKind::Purged, "app/1").is_retryable());
         assert!(full.to_string().starts_with("/d: no space left ("));
     }
 }

@@ -64,13 +64,11 @@ pub struct DiskInfo {
 
 impl DiskInfo {
     /// Not read-only, hung or broken; it may be full.
-    #[must_use]
     pub fn is_healthy(&self) -> bool {
         self.condition <= DiskCondition::Full
     }
 
     /// Healthy, but full.
-    #[must_use]
     pub fn is_full(&self) -> bool {
         self.condition == DiskCondition::Full
     }
@@ -94,7 +92,6 @@ pub struct MountUsage {
 }
 
 /// Groups `disks`, in the order of their first appearance.
-#[must_use]
 pub fn by_mount(disks: &[DiskInfo]) -> Vec<MountUsage> {
     let mut mounts: Vec<MountUsage> = Vec::new();
     for disk in disks {

@@ -8,6 +8,7 @@ use std::any::Any;
 use std::fmt;
 use std::future::ready;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -82,6 +83,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// What was found at the start; empty from the second call on.
     fn take_recovered(&self) -> Recovered {
         Recovered::default()
+    }
+
+    /// Brings what was written to the device, as far as that is done within `time`: nothing is written after it.
+    fn sync(&self, _time: Duration) -> BoxFuture<'_, ()> {
+        ready(()).boxed()
     }
 
     /// Brings gauges of live values up to date.

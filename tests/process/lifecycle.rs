@@ -244,7 +244,7 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
             }
             let pid = worker.pid();
             assert!(worker.is_running(), "process {pid} has ended:\n{}", worker.log());
-            match worker.log().matches("upgraded: connects had to wait").count() {
+            match worker.log().matches("upgraded: so long no connection was accepted").count() {
                 0..3 => Err("too few".to_owned()),
                 _ => Ok(()),
             }
@@ -253,7 +253,7 @@ async fn a_signal_to_upgrade_never_ends_a_program_that_has_just_begun() {
     let upgrades = || {
         let log = worker.log();
         let begun = log.matches("upgrade: the successor has rehearsed it").count();
-        (begun, log.matches("upgraded: connects had to wait").count())
+        (begun, log.matches("upgraded: so long no connection was accepted").count())
     };
     // A signal may be left that was not seen yet.
     let calm = async {

@@ -58,7 +58,7 @@ impl Refusing {
             });
         });
         assert!(self.worker.is_running() && self.worker.pid() == pid);
-        assert!(!self.worker.log().contains("upgraded: connects had to wait"));
+        assert!(!self.worker.log().contains("upgraded: so long no connection was accepted"));
         self.written.task(&self.client, refused.into(), 1000).await.expect("it goes on");
         let client = client_of(&self.worker).await;
         self.written.assert_readable(&client).await;

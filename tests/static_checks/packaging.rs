@@ -45,6 +45,17 @@ fn yamllint_takes_the_manifests() {
     accepts("yamllint", &["-d", rules, &deploy("kubernetes")]);
 }
 
+/// Against the schemas of Kubernetes: an unknown field is refused too.
+#[test]
+fn kubernetes_takes_the_manifests() {
+    accepts("kubernetes-validate", &["--strict", &deploy("kubernetes/uniffle-worker.yaml")]);
+}
+
+#[test]
+fn hadolint_takes_the_dockerfile() {
+    accepts("hadolint", &[&deploy("docker/Dockerfile")]);
+}
+
 /// What an operator relies on at night.
 #[test]
 fn the_unit_reloads_restarts_and_stops_in_order() {
@@ -58,6 +69,8 @@ fn the_unit_reloads_restarts_and_stops_in_order() {
     ] {
         assert!(UNIT.lines().any(|it| it == line), "{line}");
     }
+    // RestartPreventExitStatus= looks at the main process only.
+    assert!(!UNIT.contains("\nExecStartPre="));
 }
 
 /// No engine is needed to see that the image runs as an ordinary user, without a shell between it and its signals.
@@ -73,6 +86,7 @@ fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
     assert!(DOCKERFILE.contains("cargo build --release --locked"));
     let user = DOCKERFILE.find("\nUSER 10001").expect("a user");
     assert!(DOCKERFILE.find("\nENTRYPOINT [").expect("an entry point in the exec form") > user);
+    assert!(DOCKERFILE.contains("VOLUME [\"/data\"]") && DOCKERFILE.contains("ENV XDG_STATE_HOME=/data"));
     for port in ["21100", "21200", "19998"] {
         assert!(DOCKERFILE.lines().any(|line| line.starts_with("EXPOSE") && line.contains(port)), "{port}");
     }

@@ -196,6 +196,12 @@ impl Faults {
         self.inner.lock().read_only = read_only;
     }
 
+    /// Whether it is.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.inner.lock().read_only
+    }
+
     /// An operation that would change something.
     fn change<T: Send + 'static>(
         &self,

@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::future::ready;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -22,6 +24,7 @@ use uniffle_worker::tiers::{
 #[derive(Debug, Default)]
 pub struct ThirdTier {
     shuffles: Mutex<HashMap<ShuffleKey, Arc<Shuffle>>>,
+    synced_bytes: AtomicU64,
 }
 
 /// One registration of a shuffle.
@@ -53,6 +56,11 @@ impl Partition {
 }
 
 impl ThirdTier {
+    /// Bytes that it had when it was synced last.
+    pub fn synced_bytes(&self) -> u64 {
+        self.synced_bytes.load(Ordering::Acquire)
+    }
+
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
         let found = self.shuffles.lock().get(key).cloned();
         found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
@@ -126,6 +134,11 @@ impl Tier for ThirdTier {
     ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
         let ids = |partition: &Partition| partition.ids.iter().map(|id| id.0.unsigned_abs()).collect();
         ready(self.look(key, partition, ids)).boxed()
+    }
+
+    fn sync(&self, _: Duration) -> BoxFuture<'_, ()> {
+        self.synced_bytes.store(self.state().used_bytes, Ordering::Release);
+        ready(()).boxed()
     }
 
     fn usage(&self, key: &ShuffleKey) -> TierUsage {

@@ -69,25 +69,21 @@ impl Region {
     }
 
     /// Bytes of the mapping.
-    #[must_use]
     pub fn capacity_bytes(&self) -> u64 {
         self.map.bytes as u64
     }
 
     /// Bytes in no segment.
-    #[must_use]
     pub fn free_bytes(&self) -> u64 {
         self.buddy.lock().free_bytes()
     }
 
     /// Bytes that were ever in a segment, in whole blocks: the bound of what the region keeps resident.
-    #[must_use]
     pub fn touched_bytes(&self) -> u64 {
         self.buddy.lock().touched_bytes()
     }
 
     /// The largest segment that could be had now; 0 when the region is full.
-    #[must_use]
     pub fn largest_free(&self) -> usize {
         self.buddy.lock().largest_free()
     }
@@ -132,19 +128,16 @@ pub struct Segment {
 
 impl Segment {
     /// Bytes of the segment.
-    #[must_use]
     pub fn capacity(&self) -> usize {
         self.piece.bytes
     }
 
     /// Bytes handed out so far.
-    #[must_use]
     pub fn cursor(&self) -> usize {
         self.cursor
     }
 
     /// Bytes not handed out yet.
-    #[must_use]
     pub fn remaining(&self) -> usize {
         self.piece.bytes - self.cursor
     }
@@ -192,7 +185,6 @@ impl Segment {
     }
 
     /// A frozen range; `None` unless all of it was frozen and absorbed.
-    #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<Slice> {
         let at = self.frozen.partition_point(|frozen| frozen.end < range.end);
         let frozen = self.frozen.get(at)?;
@@ -201,13 +193,11 @@ impl Segment {
     }
 
     /// All that was handed out, if all of it is frozen.
-    #[must_use]
     pub fn readable(&self) -> Option<Slice> {
         self.slice(0..self.cursor)
     }
 
     /// True when nothing in it can ever be read: nothing is frozen, being filled or being read.
-    #[must_use]
     pub fn is_dead(&self) -> bool {
         // A count of one is the owner's own: there is no handle that another thread could clone, and the owner
         // makes new ones only by `fill`, or by `slice` of what is frozen.
@@ -238,19 +228,16 @@ pub struct Fill {
 
 impl Fill {
     /// Bytes of the range.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// True for a range of no bytes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Bytes not written yet.
-    #[must_use]
     pub fn remaining(&self) -> usize {
         self.len - self.written
     }
@@ -326,19 +313,16 @@ pub struct Slice {
 
 impl Slice {
     /// Bytes of the range.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// True for a range of no bytes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// A part of it.
-    #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Slice {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
         Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }

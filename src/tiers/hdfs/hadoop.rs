@@ -66,7 +66,6 @@ impl HadoopConf {
         self.0.contains_key(&format!("dfs.ha.namenodes.{host}"))
     }
 
-    #[must_use]
     pub fn into_map(self) -> HashMap<String, String> {
         self.0.into_iter().collect()
     }

@@ -56,31 +56,26 @@ impl RemoteLocation {
     }
 
     /// `hdfs` or `viewfs`.
-    #[must_use]
     pub fn scheme(&self) -> &str {
         &self.scheme
     }
 
     /// NameNode, nameservice or mount table.
-    #[must_use]
     pub fn host(&self) -> &str {
         &self.host
     }
 
     /// As written.
-    #[must_use]
     pub fn port(&self) -> Option<u16> {
         self.port
     }
 
     /// The directory in its file system.
-    #[must_use]
     pub fn path(&self) -> &str {
         &self.path
     }
 
     /// Host and port as written: one file system, and the label of its metrics.
-    #[must_use]
     pub fn authority(&self) -> String {
         match self.port {
             Some(port) => format!("{}:{port}", self.host),
@@ -140,7 +135,6 @@ pub struct AllowList(pub Vec<RemoteLocation>);
 
 impl AllowList {
     /// Whether a client may name `location`; an empty list permits all.
-    #[must_use]
     pub fn permits(&self, location: &RemoteLocation) -> bool {
         self.0.is_empty() || self.0.iter().any(|allowed| allowed.holds(location))
     }

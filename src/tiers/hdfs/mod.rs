@@ -194,7 +194,6 @@ impl fmt::Debug for RemoteHandle {
 
 impl RemoteHandle {
     /// Whether its file system is worth trying now.
-    #[must_use]
     pub fn is_available(&self) -> bool {
         self.shuffle.remote.is_available()
     }
@@ -322,7 +321,6 @@ impl HdfsStore {
     }
 
     /// The present registration of a shuffle; none when its client named no remote path.
-    #[must_use]
     pub fn handle(&self, key: &ShuffleKey) -> Option<RemoteHandle> {
         self.shuffles.get(key).map(|shuffle| RemoteHandle { shuffle: Arc::clone(&*shuffle) })
     }
@@ -336,7 +334,6 @@ impl HdfsStore {
     }
 
     /// What a shuffle has; nothing when it is not known.
-    #[must_use]
     pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
         let Some(handle) = self.handle(key) else { return TierUsage::default() };
         let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
@@ -344,13 +341,11 @@ impl HdfsStore {
     }
 
     /// Known shuffles.
-    #[must_use]
     pub fn shuffle_count(&self) -> usize {
         self.shuffles.len()
     }
 
     /// Whether there are remote stores in use and none of them works.
-    #[must_use]
     pub fn all_failing(&self) -> bool {
         let remotes = self.core.remotes();
         !remotes.is_empty() && remotes.iter().all(|remote| remote.is_failing())

@@ -132,7 +132,6 @@ const STAGING_BUFFERS_DEFAULT_MAX: usize = 64;
 
 impl LocalConfig {
     /// The real disks of [`LocalConfig::paths`].
-    #[must_use]
     pub fn real_disks(&self) -> Vec<Arc<dyn Disk>> {
         let (writes, reads) = (self.write_concurrency_per_disk, self.read_concurrency_per_disk);
         let disk = |path: &PathBuf| {

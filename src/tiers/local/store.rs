@@ -3,15 +3,19 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use croaring::Treemap;
 use dashmap::DashMap;
+use futures::future::join_all;
 use parking_lot::Mutex;
 
 use super::append::Writer;
 use super::batch::Published;
+use super::config::SyncWrites;
 use super::core::Core;
 use super::deletes::Deletes;
+use super::disk::within;
 use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
@@ -108,7 +112,6 @@ impl LocalStore {
     }
 
     /// The present incarnation of a shuffle.
-    #[must_use]
     pub fn handle(&self, key: &ShuffleKey) -> Option<ShuffleHandle> {
         self.find(key).ok().map(|shuffle| self.handle_of(shuffle))
     }
@@ -181,19 +184,16 @@ impl LocalStore {
     }
 
     /// Published bytes of a partition.
-    #[must_use]
     pub fn partition_bytes(&self, key: &ShuffleKey, partition: PartitionId) -> u64 {
         self.handle(key).map_or(0, |handle| handle.shuffle.stream_bytes(partition))
     }
 
     /// Bytes of our data and index logs.
-    #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.disks().iter().map(|disk| disk.used_bytes).sum()
     }
 
     /// What the disks tell about themselves.
-    #[must_use]
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.core.disks.iter().map(|disk| disk.info()).collect()
     }
@@ -204,7 +204,6 @@ impl LocalStore {
     }
 
     /// Disks that take batches now: neither unhealthy nor full.
-    #[must_use]
     pub fn available_disks(&self) -> usize {
         self.core.available_disks()
     }
@@ -217,9 +216,23 @@ impl LocalStore {
     }
 
     /// Known shuffles.
-    #[must_use]
     pub fn shuffle_count(&self) -> usize {
         self.shuffles.len()
+    }
+
+    /// Brings data and indexes of all disks to the device, where that was not waited for before. A disk that is late or fails
+    /// holds up no other.
+    pub(super) async fn sync_disks(&self, time: Duration) {
+        if self.core.config.sync == SyncWrites::Group || self.shuffles.is_empty() {
+            return;
+        }
+        let syncs = self.core.disks.iter().map(async |disk| {
+            let synced = within(time, disk.io.sync_all()).await;
+            if let Err(error) = synced {
+                tracing::warn!(disk = %disk.label, %error, "not synced: a loss of power may take what was written last");
+            }
+        });
+        join_all(syncs).await;
     }
 
     pub(super) fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {

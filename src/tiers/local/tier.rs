@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use bytes::Bytes;
 use croaring::Treemap;
@@ -122,6 +123,10 @@ impl Tier for LocalStore {
 
     fn take_recovered(&self) -> Recovered {
         LocalStore::take_recovered(self)
+    }
+
+    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
+        self.sync_disks(time).boxed()
     }
 
     fn refresh_metrics(&self) {

@@ -12,6 +12,7 @@
 //! `DAMAGE_SEEDS=20000 cargo test --test contract damage -- --nocapture` runs more seeds; `DAMAGE_SEED=17` runs one;
 //! `DAMAGE_GAPS=1` also what is not survived yet ([`ways::Damage::is_known_gap`]).
 
+mod forge;
 mod mutations;
 mod tally;
 mod ways;
@@ -92,15 +93,22 @@ fn run(seed: u64, mutation: Mutation) -> Report {
         return Report::known_gap();
     }
     mutation.of_disks(&mut world);
-    let mut report = Report::new(&damage, world.disks.len());
-    outlive(&mut world, damage, before, &mut report);
+    let mut report = Report::new(&damage, world.disks.len(), mutation.damages_more());
+    outlive(&mut world, damage, before, mutation, &mut report);
     report
 }
 
 /// Starts again and again until everything is back that comes back, and judges each start.
-fn outlive(world: &mut World, mut damage: Damage, mut before: Vec<Files>, report: &mut Report) {
+fn outlive(
+    world: &mut World,
+    mut damage: Damage,
+    mut before: Vec<Files>,
+    mutation: Mutation,
+    report: &mut Report,
+) {
     let mut lives = if damage.heals() { 2 } else { world.rng.random_range(1..=2) };
     loop {
+        mutation.of_start(world);
         lives -= 1;
         let is_last = lives == 0;
         let files = (before, std::mem::take(&mut damage.after));

@@ -5,12 +5,16 @@ use std::path::Path;
 
 use croaring::Treemap;
 use rand::RngExt;
+use rand::seq::IndexedRandom;
+use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, examine};
 use uniffle_testkit::say;
 use uniffle_wire::types::{BlockId, ShuffleKey};
+use uniffle_worker::durability::frame::{Entry, Frame};
 use uniffle_worker::tiers::VerifyReads;
 
+use super::forge;
 use super::run_safely;
 use super::world::{LAYOUT, World};
 
@@ -33,6 +37,22 @@ pub(crate) enum Mutation {
     NoRecovery,
     /// No index is found: everything is called lost.
     NoIndexes,
+    /// Frames of the metadata log are not compared with their checksums.
+    NoLogChecksums,
+    /// A frame that all copies of the metadata log have lost is not missed by the frames behind it.
+    NoLogChain,
+    /// The same where it is missed: nothing is switched off.
+    LostFrame,
+    /// Nothing beside the copies of the metadata log says what is acknowledged.
+    NoMarks,
+    /// It is not asked who else may have newer metadata.
+    NoMembers,
+    /// A claim is not compared with its checksum.
+    NoClaimChecksum,
+    /// Index groups are not compared with their checksums.
+    NoIndexChecksums,
+    /// A read-only disk is left out.
+    NoReadOnlyDisks,
 }
 
 impl Mutation {
@@ -42,7 +62,7 @@ impl Mutation {
             Self::NoSync => world.disks.iter().for_each(|disk| disk.lie_about_syncs()),
             Self::NoVerifiedReads => world.verify_reads = VerifyReads::Off,
             Self::NoRecovery => world.recovery = false,
-            Self::None | Self::NoSecondCopy | Self::OldMetadata | Self::NoIndexes => {}
+            _ => {}
         }
     }
 
@@ -65,14 +85,116 @@ impl Mutation {
                 }
             }
             Self::NoIndexes => {
-                let is_index = |path: &Path| path.extension().is_some_and(|extension| extension == "index");
                 for disk in &world.disks {
-                    remove(disk.files(), is_index, |path| disk.put(path, None));
+                    remove(disk.files(), forge::is_index, |path| disk.put(path, None));
                 }
             }
-            Self::None | Self::NoSync | Self::NoVerifiedReads | Self::NoRecovery => {}
+            Self::NoLogChecksums => rewrite(world, |path, content| {
+                if forge::is_log(path) || forge::is_members(path) {
+                    forge::log_without_checksums(content);
+                }
+            }),
+            Self::NoLogChain => lose_a_frame(world, |content, lost| {
+                forge::chained(content, |frame| (frame.sequence != lost).then_some(frame.entry))
+            }),
+            Self::LostFrame => lose_a_frame(world, |content, lost| {
+                let before = forge::chained(content, |frame| (frame.sequence < lost).then_some(frame.entry));
+                let mut content = content.to_vec();
+                content[before.len()] ^= 1;
+                content
+            }),
+            Self::NoMarks => {
+                for disk in &world.disks {
+                    remove(disk.files(), |path| path.ends_with("acknowledged"), |path| disk.put(path, None));
+                }
+            }
+            Self::NoClaimChecksum => rewrite(world, |path, content| {
+                let is_claim = path.ends_with("uniffle-worker.claim");
+                if let Some(forged) = forge::claim_without_checksum(content).filter(|_| is_claim) {
+                    *content = forged;
+                }
+            }),
+            Self::NoIndexChecksums => rewrite(world, |path, content| {
+                if forge::is_index(path) {
+                    forge::index_without_checksums(content);
+                }
+            }),
+            Self::NoReadOnlyDisks if world.disks.len() > 1 => {
+                let read_only = world.faults.iter().map(Faults::is_read_only);
+                world.present.iter_mut().zip(read_only).for_each(|(present, is)| *present &= !is);
+            }
+            _ => {}
         }
     }
+
+    /// The same before every start that is judged.
+    pub(crate) fn of_start(self, world: &mut World) {
+        if self == Self::NoMembers {
+            miss_nobody(world);
+        }
+    }
+
+    /// Whether it takes from the disks what one damage does not.
+    pub(crate) fn damages_more(self) -> bool {
+        matches!(self, Self::NoLogChain | Self::LostFrame)
+    }
+}
+
+/// Lets `change` have every file of the disks.
+fn rewrite(world: &World, change: impl Fn(&Path, &mut Vec<u8>)) {
+    for disk in &world.disks {
+        for (path, before) in disk.snapshot() {
+            let mut after = before.clone();
+            change(&path, &mut after);
+            if after != before {
+                disk.put(&path, Some(after));
+            }
+        }
+    }
+}
+
+/// All copies lose the same frame, which is not the last one.
+fn lose_a_frame(world: &mut World, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
+    let files: Vec<_> = world.disks.iter().flat_map(|disk| disk.snapshot()).collect();
+    let frames = files.iter().filter(|(path, _)| forge::is_log(path)).map(|(_, log)| forge::frames(log));
+    let Some(longest) = frames.max_by_key(Vec::len) else { return };
+    let said: Vec<u64> = longest[..longest.len().saturating_sub(1)]
+        .iter()
+        .filter(|frame| matches!(frame.entry, Entry::Said(..)))
+        .map(|frame| frame.sequence)
+        .collect();
+    let Some(lost) = said.choose(&mut world.rng).copied() else { return };
+    rewrite(world, |path, content| {
+        if forge::is_log(path) && forge::frames(content).len() == longest.len() {
+            *content = lose(content, lost);
+        }
+    });
+}
+
+/// Every list and every log of the directories that are here knows nobody else.
+fn miss_nobody(world: &World) {
+    let here: Vec<_> = world.disks.iter().zip(&world.present).filter(|(_, present)| **present).collect();
+    let files: Vec<_> = here.iter().flat_map(|(disk, _)| disk.snapshot()).collect();
+    let claims = files.iter().filter(|(path, _)| path.ends_with("uniffle-worker.claim"));
+    let uuid = |claim: &[u8]| String::from_utf8_lossy(claim).lines().nth(1).unwrap_or_default().to_owned();
+    let uuids: Vec<String> = claims.map(|(_, claim)| uuid(claim)).collect();
+    let says_epoch = |path: &Path| forge::is_log(path) || forge::is_members(path);
+    let logs = files.iter().filter(|(path, _)| says_epoch(path));
+    let epoch = |frame: Frame| match frame.entry {
+        Entry::Epoch(epoch) => Some(epoch.id),
+        _ => None,
+    };
+    let ids: Vec<u64> = logs.flat_map(|(_, log)| forge::frames(log)).filter_map(epoch).collect();
+    rewrite(world, |path, content| {
+        if says_epoch(path) {
+            *content = forge::chained(content, |frame| match frame.entry {
+                Entry::Epoch(epoch) => {
+                    Some(Entry::Epoch(Box::new(forge::missing_nobody(*epoch, &uuids, &ids))))
+                }
+                said => Some(said),
+            });
+        }
+    });
 }
 
 fn remove(files: Vec<std::path::PathBuf>, which: impl Fn(&Path) -> bool, remove: impl Fn(&Path)) {
@@ -86,10 +208,20 @@ fn is_metadata(path: &Path) -> bool {
 }
 
 fn must_be_noticed(mutation: Mutation) {
+    must_be_noticed_as("", mutation, Mutation::None);
+}
+
+/// By a breach of this kind, and `control` differs from the mutation in nothing but the defence.
+fn must_be_noticed_as(kind: &str, mutation: Mutation, control: Mutation) {
     // A seed that fails without the mutation too says nothing of it.
-    let is_sound = |seed| run_safely(seed, Mutation::None).breach().is_none();
-    let noticed =
-        |seed| run_safely(seed, mutation).breach().filter(|_| is_sound(seed)).map(|breach| (seed, breach));
+    let is_sound = |seed| run_safely(seed, control).breaches().is_empty();
+    let noticed = |seed| {
+        let mut breaches = run_safely(seed, mutation).breaches().into_iter();
+        breaches
+            .find(|breach| breach.starts_with(kind))
+            .filter(|_| is_sound(seed))
+            .map(|breach| (seed, breach))
+    };
     let noticed = (0..SEEDS_MAX).find_map(noticed);
     let (seed, breach) =
         noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed in {SEEDS_MAX} seeds"));
@@ -113,7 +245,7 @@ fn metadata_that_went_back_in_time_is_noticed() {
 
 #[test]
 fn reads_without_checksums_are_noticed() {
-    must_be_noticed(Mutation::NoVerifiedReads);
+    must_be_noticed_as("WrongBytes", Mutation::NoVerifiedReads, Mutation::None);
 }
 
 #[test]
@@ -123,7 +255,42 @@ fn a_worker_that_takes_nothing_over_is_noticed() {
 
 #[test]
 fn a_worker_that_calls_everything_lost_is_noticed() {
-    must_be_noticed(Mutation::NoIndexes);
+    must_be_noticed_as("TooLittle", Mutation::NoIndexes, Mutation::None);
+}
+
+#[test]
+fn a_metadata_log_without_checksums_is_noticed() {
+    must_be_noticed_as("ShortResult", Mutation::NoLogChecksums, Mutation::None);
+}
+
+#[test]
+fn a_metadata_log_without_a_chain_is_noticed() {
+    must_be_noticed_as("ShortResult", Mutation::NoLogChain, Mutation::LostFrame);
+}
+
+#[test]
+fn a_metadata_log_without_marks_is_noticed() {
+    must_be_noticed_as("ShortResult", Mutation::NoMarks, Mutation::None);
+}
+
+#[test]
+fn a_start_that_does_not_ask_who_is_missing_is_noticed() {
+    must_be_noticed_as("ShortResult", Mutation::NoMembers, Mutation::None);
+}
+
+#[test]
+fn a_claim_without_its_checksum_is_noticed() {
+    must_be_noticed(Mutation::NoClaimChecksum);
+}
+
+#[test]
+fn an_index_without_checksums_is_noticed() {
+    must_be_noticed(Mutation::NoIndexChecksums);
+}
+
+#[test]
+fn a_read_only_disk_that_is_left_out_is_noticed() {
+    must_be_noticed(Mutation::NoReadOnlyDisks);
 }
 
 /// What a worker says that is not true.

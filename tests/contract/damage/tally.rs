@@ -55,13 +55,13 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(crate) fn new(damage: &Damage, disks: usize) -> Self {
+    pub(crate) fn new(damage: &Damage, disks: usize, damages_more: bool) -> Self {
         Self {
             way: Some(damage.way),
             kind: damage.kind.clone(),
             what: damage.what.clone(),
             disks,
-            spares_metadata: damage.spares_metadata(disks),
+            spares_metadata: damage.spares_metadata(disks) && !damages_more,
             counts: Counts { seeds: 1, ..Counts::default() },
             failures: Vec::new(),
         }
@@ -93,11 +93,12 @@ impl Report {
         }
     }
 
-    /// Why this seed alone fails the test: a failure, or so little served that the sum would not hold.
-    pub(crate) fn breach(&self) -> Option<String> {
+    /// Why this seed alone fails the test: failures, or so little served that the sum would not hold.
+    pub(crate) fn breaches(&self) -> Vec<String> {
         let served = (self.counts.intact - self.counts.withheld) * 10_000;
         let too_little = served < self.counts.intact * super::SERVED_OF_10_000;
-        self.failures.first().cloned().or_else(|| too_little.then(|| format!("{:?}", self.counts)))
+        let too_little = too_little.then(|| format!("TooLittle: {:?}", self.counts));
+        self.failures.iter().cloned().chain(too_little).collect()
     }
 
     pub(crate) fn fail(&mut self, text: String) {

@@ -11,6 +11,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
 
+use super::forge;
 use super::world::World;
 
 const SECTOR_BYTES: usize = 512;
@@ -30,6 +31,8 @@ pub(crate) enum Way {
     Delete,
     /// A file is as it was at some time before.
     Older,
+    /// Both copies of the metadata log have lost their last records, or the last one is damaged in both.
+    BothCopies,
     /// A directory below the data directory is gone.
     DeleteDirectory,
     /// A data directory is absent for one start.
@@ -49,7 +52,7 @@ pub(crate) enum Way {
 }
 
 /// Frequent ones more than once.
-pub(crate) const WAYS: [Way; 20] = [
+pub(crate) const WAYS: [Way; 21] = [
     Way::Nothing,
     Way::Flip,
     Way::Flip,
@@ -62,6 +65,7 @@ pub(crate) const WAYS: [Way; 20] = [
     Way::Delete,
     Way::Older,
     Way::Older,
+    Way::BothCopies,
     Way::DeleteDirectory,
     Way::Absent,
     Way::Alternate,
@@ -153,6 +157,7 @@ pub(crate) fn damage(world: &mut World) -> Damage {
     match way {
         Way::Nothing => {}
         Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older => damage_file(world, disk, &mut damage),
+        Way::BothCopies => damage_both_copies(world, &mut damage),
         Way::DeleteDirectory => delete_directory(world, disk, &mut damage),
         Way::Absent | Way::Alternate => {
             world.present[disk] = false;
@@ -231,6 +236,29 @@ fn damage_file(world: &mut World, disk: usize, damage: &mut Damage) {
     };
     damage.what += &format!(" at {at}");
     world.disks[disk].put(&path, new);
+}
+
+fn damage_both_copies(world: &mut World, damage: &mut Damage) {
+    let logs = |disk: &Arc<MemoryDisk>| {
+        let files = disk.snapshot().into_iter().filter(|(path, _)| forge::is_log(path));
+        files.map(|(path, content)| (Arc::clone(disk), path, content)).collect::<Vec<_>>()
+    };
+    let copies: Vec<_> = world.disks.iter().flat_map(logs).collect();
+    let Some((_, _, longest)) = copies.iter().max_by_key(|(_, _, content)| content.len()) else { return };
+    let frames = forge::frames(longest).len() as u64;
+    let kept = frames.saturating_sub(world.rng.random_range(1..=3)).max(1);
+    let fits = forge::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
+    let (torn, flips) = (world.rng.random(), world.rng.random());
+    for (disk, path, content) in copies.iter().filter(|(_, _, content)| content.len() == longest.len()) {
+        let mut content = content.clone();
+        match (torn, flips) {
+            (true, true) => content.last_mut().into_iter().for_each(|byte| *byte ^= 1),
+            (true, false) => content.truncate(content.len() - 1),
+            (false, _) => content.truncate(fits),
+        }
+        disk.put(path, Some(content));
+    }
+    damage.what = format!("both copies of {frames} records, {kept} of which are left");
 }
 
 /// Anywhere, or near the end.

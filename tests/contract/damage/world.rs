@@ -197,11 +197,13 @@ impl World {
         self.told.remove(key);
     }
 
-    /// The worker ends after a flush, or in the middle of whatever it does.
+    /// The worker ends after a flush, or in the middle of whatever it does, but not within a moment after it has acknowledged
+    /// something: then nothing but the two copies of the log knows of it.
     pub(crate) async fn end(&mut self, life: &Life) {
         if self.rng.random() {
             self.flush(life).await;
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 
     /// The machine goes down.

@@ -10,6 +10,7 @@ use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 use uniffle_worker::proto::DataDistribution;
+use uniffle_worker::tiers::Tier;
 
 use super::blocks::{batch, block, blocks, payload};
 use super::fixture::{WorkerFixture, assert_same, eventually, key};
@@ -247,4 +248,16 @@ async fn a_worker_runs_over_a_tier_that_it_does_not_know() {
     fixture.assert_reads(&key, 0, &[flushed, fresh].concat()).await;
     assert!(fixture.metric("total_memory_spill_to_third") > 0.0, "metrics carry its name");
     fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
+    let (tier, key) = (Arc::new(ThirdTier::default()), key("app-1", 1));
+    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let all = blocks(0, 1, 0..20);
+    fixture.push(&key, &batch(0, &all)).await;
+    assert_eq!(tier.synced_bytes(), 0);
+    assert_eq!(fixture.worker.stop().await, 0, "tasks left");
+    assert_eq!(tier.synced_bytes(), payload(&all));
 }

@@ -1,6 +1,6 @@
 //! The history around a worker that lives several times: its clients, its disks, and what the clients were promised.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,6 @@ use super::process::Process;
 use super::promises::{Now, PARTITIONS, Promised};
 use super::reader::Reader;
 use super::tally::Tally;
-use super::troubles::gaps_are_tested;
 
 const DISKS_MAX: usize = 3;
 const APPS: [&str; 2] = ["app-1", "app-10"];
@@ -67,8 +66,6 @@ pub(crate) struct History {
     mutation: Mutation,
     /// Of this life.
     pub(super) faults: Vec<Faults>,
-    /// Faults of earlier lives.
-    pub(super) injected: u64,
     /// A disk that is not there in this life.
     pub(super) missing: Option<usize>,
     /// The disks are not sound when this life begins.
@@ -79,15 +76,20 @@ pub(crate) struct History {
     pub(super) excused: bool,
     /// The machine went down while not everything was synced: what an index names may have other bytes.
     torn: bool,
-    /// With syncing the machine may go down too.
     sync: SyncWrites,
+    /// The life before ended with everything on the devices.
+    synced: bool,
     /// In this life.
     reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
+    /// Shuffles that were ever registered.
+    registered: BTreeSet<Key>,
+    /// Shuffles that a life did not know: if they were registered again, either registration may come back.
+    pub(super) forgotten: BTreeSet<Key>,
     sends: Vec<OpenSend>,
     readers: Vec<Reader>,
     next_block: i64,
-    next_epoch: u64,
+    pub(super) next_epoch: u64,
     pub(crate) tally: Tally,
 }
 
@@ -104,13 +106,13 @@ impl History {
         Self {
             rng,
             sync,
+            synced: false,
             process: None,
             life: 0,
             steps_left: STEPS,
             disks,
             mutation,
             faults: Vec::new(),
-            injected: 0,
             missing: None,
             is_troubled: false,
             unlisted: None,
@@ -118,6 +120,8 @@ impl History {
             torn: false,
             reads_fail: false,
             promised: HashMap::new(),
+            registered: BTreeSet::new(),
+            forgotten: BTreeSet::new(),
             sends: Vec::new(),
             readers: Vec::new(),
             next_block: 0,
@@ -179,7 +183,6 @@ impl History {
 
     async fn start(&mut self, all_disks: bool) {
         self.life += 1;
-        self.injected += self.faults.iter().map(Faults::injected).sum::<u64>();
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
         (self.missing, self.unlisted, self.is_troubled) = (None, None, false);
         if !all_disks && self.life > 1 {
@@ -232,6 +235,7 @@ impl History {
             _ => End::Stop,
         };
         tracing::info!(target: "life", life = self.life, ?end, "ends");
+        self.synced = false;
         match end {
             End::Crash => {}
             End::Torn => {
@@ -248,6 +252,10 @@ impl History {
                 self.faults.iter().for_each(Faults::clear);
                 self.disks.iter().for_each(|disk| disk.fail_syncs(0));
                 self.process().flush().await;
+                if self.mutation != Mutation::NoLastSync {
+                    self.process().sync().await;
+                }
+                self.synced = true;
                 if self.process().is_flushed() {
                     self.tally.orderly_stops += 1;
                     self.promised.values_mut().for_each(|promised| promised.settle(self.life));
@@ -260,16 +268,15 @@ impl History {
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
         let goes_down = match self.sync {
             SyncWrites::Group => 0.5,
-            SyncWrites::Off if gaps_are_tested() => 0.15,
-            SyncWrites::Off => 0.0,
+            SyncWrites::Off => 0.15,
         };
         if self.rng.random_bool(goes_down) {
             tracing::info!(target: "life", "the machine goes down");
             self.tally.power_losses += 1;
-            if self.sync == SyncWrites::Off {
+            if self.sync == SyncWrites::Off && !self.synced {
                 self.tally.unsynced_power_losses += 1;
                 (self.torn, self.excused) = (true, true);
-                self.promised.values_mut().for_each(Promised::lose_unsynced);
+                self.promised.values_mut().for_each(Promised::lose_places);
             }
             for disk in &self.disks {
                 disk.lose_power(self.rng.random());
@@ -327,6 +334,8 @@ impl History {
 
     async fn register(&mut self) {
         let key = self.key();
+        // Also by one that is refused: it may have been written.
+        let is_again = !self.registered.insert(key);
         let local_order = match self.promised.get(&key) {
             Some(promised) => promised.local_order,
             None => self.rng.random(),
@@ -345,13 +354,13 @@ impl History {
             return;
         }
         self.next_epoch += 1;
-        let fresh = Promised { epoch: self.next_epoch, local_order, ..Promised::default() };
+        let fresh = Promised { epoch: self.next_epoch, local_order, is_again, ..Promised::default() };
         self.promised.entry(key).or_insert(fresh);
     }
 
     async fn open_send(&mut self) {
         let Some(key) = self.known_key() else { return self.register().await };
-        let blocks = self.blocks();
+        let blocks = self.blocks(key);
         let bytes: usize = blocks.iter().map(|(_, _, data)| data.len() + 32).sum();
         let partitions: Vec<i32> = (0..PARTITIONS).collect();
         let request = RequireRequest {
@@ -391,17 +400,22 @@ impl History {
         }
     }
 
-    fn blocks(&mut self) -> Vec<(i32, i64, Vec<u8>)> {
+    fn blocks(&mut self, key: Key) -> Vec<(i32, i64, Vec<u8>)> {
         let count = self.rng.random_range(1..8);
-        let mut blocks: Vec<(i32, i64, Vec<u8>)> = (0..count).map(|_| self.block()).collect();
+        let mut blocks: Vec<(i32, i64, Vec<u8>)> = (0..count).map(|_| self.block(key)).collect();
         blocks.sort_by_key(|(partition, ..)| *partition);
         blocks
     }
 
-    /// Resends of an id are normal after a time-out; length and bytes are a function of the id.
-    fn block(&mut self) -> (i32, i64, Vec<u8>) {
-        let resent = self.next_block > 0 && self.rng.random_bool(0.15);
-        let id = if resent { self.rng.random_range(0..self.next_block) } else { self.next_block };
+    /// Resends of an id are normal after a time-out; length and bytes are a function of the id. No two registrations have
+    /// the same: a block on a disk says whose it is.
+    fn block(&mut self, key: Key) -> (i32, i64, Vec<u8>) {
+        let sent = self.promised.get(&key).map(|promised| &promised.sent);
+        let mut again: Vec<i64> =
+            sent.into_iter().flat_map(HashMap::values).flat_map(BTreeMap::keys).copied().collect();
+        again.sort_unstable();
+        let again = again.choose(&mut self.rng).copied().filter(|_| self.rng.random_bool(0.15));
+        let id = again.unwrap_or(self.next_block);
         self.next_block = self.next_block.max(id + 1);
         let mut content = StdRng::seed_from_u64(id.unsigned_abs());
         let length = match content.random_range(0..10) {
@@ -507,7 +521,6 @@ impl History {
         self.faults[disk].seed(seed, one_in, kinds);
         if self.rng.random_bool(0.3) {
             self.disks[disk].fail_syncs(self.rng.random_range(1..4));
-            self.injected += 1;
         }
         if self.reads_fail {
             self.read_as_a_task_does().await;

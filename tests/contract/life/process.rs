@@ -71,6 +71,12 @@ impl Process {
         }
     }
 
+    /// The last that an orderly stop does.
+    pub(crate) async fn sync(&self) {
+        let tiers = self.flusher.tiers();
+        futures::future::join_all(tiers.iter().map(|tier| tier.sync(Duration::from_secs(10)))).await;
+    }
+
     pub(crate) fn counter(&self, name: &str) -> u64 {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count")]
         let value = sum_of(&self.registry, name) as u64;

@@ -37,6 +37,8 @@ pub(crate) struct Promised {
     pub(crate) local_order: bool,
     /// Its results are refused in this life: what was reported is not demanded.
     pub(crate) is_refused: bool,
+    /// It was registered before: on a directory that was away the earlier one is not over.
+    pub(crate) is_again: bool,
 }
 
 impl Promised {
@@ -58,8 +60,8 @@ impl Promised {
         told
     }
 
-    /// The machine went down and took what was not synced.
-    pub(crate) fn lose_unsynced(&mut self) {
+    /// What is on the disks may not be found there any more.
+    pub(crate) fn lose_places(&mut self) {
         self.durable.clear();
         self.index_seen.clear();
     }
@@ -91,8 +93,8 @@ impl Promised {
 
     /// Whether a loss in this partition can be true.
     pub(crate) fn can_have_lost(&self, partition: i32, now: Now) -> bool {
-        let tried = self.tried.get(&partition).into_iter().flatten();
-        tried.into_iter().any(|id| !self.is_safe(partition, *id, now))
+        let mut tried = self.tried.get(&partition).into_iter().flatten();
+        self.is_refused && self.is_again || tried.any(|id| !self.is_safe(partition, *id, now))
     }
 
     /// Whether one of `ids` can be gone.

@@ -26,16 +26,31 @@ impl History {
             assert!(findings.violations.is_empty(), "{:?}", findings.violations);
             let refusal = findings.results_refused.as_ref();
             assert!(self.excused || refusal.is_none(), "results of {key} are refused: {refusal:?}");
-            if findings.results_refused.is_some() && !self.knows(&key) {
-                // Its job fails.
+            let is_known = self.knows(&key);
+            if findings.results_refused.is_some() && (!is_known || self.forgotten.contains(&name)) {
+                // Its job fails. What is known may be an earlier registration, or both.
+                if is_known {
+                    self.service().unregister_shuffle(name.0, name.1).expect("the app is known");
+                }
+                self.forgotten.insert(name);
                 self.promised.remove(&name);
                 self.tally.forgotten_shuffles += 1;
                 continue;
             }
+            // Of directories that went on one without the other, both may have given a place to other blocks. The job is
+            // told to run again.
+            let runs_again =
+                refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
             // With other bytes than were written an extent may be given up.
-            let withheld = findings.withheld.first().filter(|_| !self.is_torn());
+            let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
             assert!(withheld.is_none(), "{key}: {withheld:?} of {} blocks on the disks", findings.intact);
             let promised = self.promised.get_mut(&name).expect("a known key");
+            if runs_again && !findings.withheld.is_empty() {
+                promised.lose_places();
+                // Readers of earlier lives end.
+                self.next_epoch += 1;
+                promised.epoch = self.next_epoch;
+            }
             promised.is_refused = findings.results_refused.is_some();
             self.tally.refused_results += u64::from(promised.is_refused);
             self.tally.compared_blocks += findings.served;

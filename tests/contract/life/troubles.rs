@@ -12,34 +12,15 @@ use super::history::History;
 
 const SECTOR_BYTES: usize = 512;
 
-/// What only such troubles lead to.
-pub(super) const OF_GAPS: [&str; 6] = [
-    "unsynced_power_losses",
-    "read_only_disks",
-    "failing_lists",
-    "damaged_metadata",
-    "refused_results",
-    "forgotten_shuffles",
-];
-
-/// Whether troubles are made that may cost a result silently: "Known gaps" in docs/durability.md.
-pub(super) fn gaps_are_tested() -> bool {
-    std::env::var_os("LIFE_GAPS").is_some()
-}
-
 impl History {
     /// Sometimes.
     pub(super) fn make_trouble(&mut self) {
         let disk = self.rng.random_range(0..self.disks.len());
-        // Two faults at once may take both copies of a note.
-        let may_miss =
-            gaps_are_tested() && self.disks.len() > 1 || self.disks.len() == 3 && self.injected == 0;
         match self.rng.random_range(0..100) {
-            0..30 if may_miss => {
+            0..30 if self.disks.len() > 1 => {
                 self.missing = Some(disk);
                 self.excused = true;
             }
-            30..60 if !gaps_are_tested() => {}
             30..40 => {
                 (self.is_troubled, self.excused) = (true, true);
                 self.faults[disk].set_read_only(true);

@@ -67,6 +67,19 @@ fn cpu_profiles_are_read_by_pprof_and_one_is_taken_at_a_time() {
         if status == 409 { Ok(text) } else { Err(format!("{status}")) }
     });
     assert_eq!(busy, "another profile or dump is being taken; there can be one at a time\n");
+    // The profile is being taken. Data flows and questions are answered meanwhile.
+    let http = worker.ready().http_port;
+    let moved = || {
+        let metrics = worker.metrics();
+        metrics.expect("total_received_data") + metrics.expect("total_read_data")
+    };
+    let (before, mut answered, mut after) = (moved(), 0, 0.0);
+    while !first.is_finished() {
+        assert_eq!(ask(http, "GET", "/health/live").0, 200);
+        after = moved();
+        answered += 1;
+    }
+    assert!(answered > 0 && after > before, "{answered} answers, {before} bytes before and {after} later");
     let profile = first.join().unwrap();
     let (status, svg) = ask_text(port, "GET", "/debug/pprof/profile?seconds=1&frequency=500&format=svg");
     assert_eq!(status, 200);

@@ -90,6 +90,36 @@ async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused(
 }
 
 #[tokio::test(start_paused = true)]
+async fn d2_copies_that_are_cut_or_damaged_alike_are_refused_by_what_is_marked_beside_them() {
+    for (count, cuts) in [(1, true), (1, false), (2, true), (2, false)] {
+        let disks = &disks::<2>()[..count];
+        let shuffle = key("app", 1);
+        let store = store_on(disks).await;
+        say(&store, &shuffle, b"registered").await;
+        let (at, path) = log_copies(disks)[0].clone();
+        let fits = disks[at].memory.content(&path).unwrap().len();
+        say(&store, &shuffle, b"reported").await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        drop(store);
+        for (at, path) in log_copies(disks) {
+            let content = disks[at].memory.content(&path).unwrap();
+            match cuts {
+                true => disks[at].memory.put(&path, Some(content[..fits].to_vec())),
+                false => disks[at].memory.corrupt(&path, content.len() - 1, 1),
+            }
+        }
+        let store = store_on(disks).await;
+        let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+        assert_eq!(said, [&b"registered"[..]]);
+        let reason = incomplete.expect("a record is missing");
+        assert!(
+            reason.contains(if cuts { "ends before record" } else { "is damaged at record" }),
+            "{reason}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
     let disks = disks::<2>();
     let shuffle = key("app", 1);

@@ -101,6 +101,29 @@ async fn without_syncing_no_data_is_synced() {
     assert_eq!(disks[0].faults.injected(), 0);
 }
 
+/// `localfile_store.sync = "off"`, and the machine is switched off after the worker was stopped.
+#[tokio::test(start_paused = true)]
+async fn a_last_sync_brings_everything_to_the_devices_that_answer() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = open_with(&disks, SyncWrites::Off).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    for id in 0..20 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    let time = Duration::from_secs(10);
+    disks[0].faults.add(Rule::once(Operation::SyncDir, Fault::Hang));
+    let began = tokio::time::Instant::now();
+    store.sync_disks(time).await;
+    assert_eq!(began.elapsed(), time, "one that hangs takes no longer");
+    disks[0].faults.release().await;
+    drop((store, handle));
+    disks.iter().zip(3..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
+    let store = open_with(&disks, SyncWrites::Off).await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..20).collect::<Vec<_>>());
+}
+
 /// What was acknowledged in one life.
 #[derive(Default)]
 struct Told {

@@ -1,0 +1,126 @@
+//! Files that pass a check of the worker although they should not: what it would believe without that check.
+//!
+//! The worker has no switches for its defences, and should not have any. A file whose checksums are computed anew after it
+//! was damaged is read as a worker would read it that compares none.
+
+use std::path::Path;
+
+use bytes::BytesMut;
+
+use uniffle_worker::durability::METADATA;
+use uniffle_worker::durability::frame::{self, Encoder, Entry, Epoch, Frame};
+use uniffle_worker::tiers::local::index;
+
+/// Bytes of the header of a frame before its own checksum.
+const FRAME_CHECKED: usize = 36;
+/// The same of an index group.
+const GROUP_CHECKED: usize = 60;
+/// Of an index group's entry.
+const ENTRY_CHECKED: usize = 36;
+
+/// A copy of the metadata log.
+pub(crate) fn is_log(path: &Path) -> bool {
+    path.starts_with(METADATA) && path.ends_with("log")
+}
+
+/// The metadata log's list of data directories.
+pub(crate) fn is_members(path: &Path) -> bool {
+    path.starts_with(METADATA) && path.ends_with("members")
+}
+
+pub(crate) fn is_index(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "index")
+}
+
+/// A log or a list in which every frame has its checksum and that of the one before.
+pub(crate) fn log_without_checksums(content: &mut [u8]) {
+    let (mut at, mut previous) = (0, 0_u32);
+    while let Ok(length) = frame::total_bytes(content.get(at..).unwrap_or_default()) {
+        let Some(frame) = content.get_mut(at..at + length) else { return };
+        frame[FRAME_CHECKED - 4..FRAME_CHECKED].copy_from_slice(&previous.to_be_bytes());
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&frame[..FRAME_CHECKED]);
+        hasher.update(&frame[frame::HEADER_BYTES..]);
+        let crc: u32 = hasher.finalize();
+        frame[FRAME_CHECKED..frame::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
+        (at, previous) = (at + length, crc);
+    }
+}
+
+/// The frames that `keep` makes of those of a log or a list, as one chain.
+pub(crate) fn chained(content: &[u8], mut keep: impl FnMut(Frame) -> Option<Entry>) -> Vec<u8> {
+    let (mut at, mut out, mut encoder) = (0, BytesMut::new(), None);
+    while let Ok(frame) = frame::decode(content.get(at..).unwrap_or_default()) {
+        at += frame::total_bytes(&content[at..]).expect("it was decoded");
+        let encoder = encoder.get_or_insert_with(|| Encoder::new(frame.generation));
+        if let Some(entry) = keep(frame) {
+            assert!(encoder.encode(&entry, 0, &mut out), "it was in the log before");
+        }
+    }
+    out.to_vec()
+}
+
+/// Frames of a log.
+pub(crate) fn frames(content: &[u8]) -> Vec<Frame> {
+    let mut all = Vec::new();
+    chained(content, |frame| {
+        all.push(frame);
+        None
+    });
+    all
+}
+
+/// An index in which every group that is as long as it says has its checksums.
+pub(crate) fn index_without_checksums(content: &mut [u8]) {
+    let mut at = 0;
+    while let Some(found) = find(content, at) {
+        at = found + 1;
+        let group = &mut content[found..];
+        let Some(header) = group.first_chunk::<{ index::HEADER_BYTES }>() else { return };
+        let word = |at: usize| {
+            u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]) as usize
+        };
+        let head = index::HEADER_BYTES.saturating_add(word(44).saturating_mul(index::ENTRY_BYTES));
+        // The whole length is the second half of the word at 8: a test's groups are small.
+        let total = word(12);
+        if head > total || total > group.len() {
+            continue;
+        }
+        let (head, records) = group[..total].split_at_mut(head);
+        let mut records = &*records;
+        for entry in head[index::HEADER_BYTES..].chunks_mut(index::ENTRY_BYTES) {
+            let blocks = u32::from_be_bytes([entry[4], entry[5], entry[6], entry[7]]) as usize;
+            let Some((own, rest)) = records.split_at_checked(blocks.saturating_mul(40)) else { break };
+            records = rest;
+            entry[ENTRY_CHECKED..].copy_from_slice(&crc32fast::hash(own).to_be_bytes());
+        }
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&head[..GROUP_CHECKED]);
+        hasher.update(&head[index::HEADER_BYTES..]);
+        let crc: u32 = hasher.finalize();
+        head[GROUP_CHECKED..index::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
+        at = found + total;
+    }
+}
+
+fn find(content: &[u8], from: usize) -> Option<usize> {
+    let rest = content.get(from..)?;
+    rest.windows(index::MAGIC.len()).position(|bytes| bytes == index::MAGIC).map(|at| from + at)
+}
+
+/// A claim whose checksum is that of what it says.
+pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
+    let text = std::str::from_utf8(content).ok()?;
+    let checked = text.lines().take(2).map(|line| line.len() + 1).sum::<usize>();
+    let checksum = text.trim_end().len().checked_sub(8).filter(|at| *at > checked)?;
+    let crc = crc32fast::hash(text.get(..checked)?.as_bytes());
+    Some(format!("{}{crc:08x}\n", text.get(..checksum)?).into_bytes())
+}
+
+/// An epoch in which nobody is missed: its members are those who are here, and it came after all `others`.
+pub(crate) fn missing_nobody(mut epoch: Epoch, here: &[String], others: &[u64]) -> Epoch {
+    epoch.members.retain(|member| here.contains(&member.uuid().to_string()));
+    epoch.lineage.extend(others);
+    epoch.gap = None;
+    epoch
+}
