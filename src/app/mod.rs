@@ -7,7 +7,6 @@ mod account;
 mod application;
 mod block_ids;
 mod id_set;
-mod losses;
 mod quota;
 mod ranges;
 mod registration;
@@ -23,7 +22,6 @@ pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use application::App;
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
 pub use id_set::IdSet;
-pub use losses::{Loss, Losses, ranges};
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
 pub use registration::{RegisterError, Registration};
@@ -43,8 +41,6 @@ section! {
         /// anyhow (half of it); one application may have half of that.
         #[key("app_config.reported_block_max_count", count(1000..=1 << 40), Restart)]
         pub reported_blocks_max: u64 = 1 << 40,
-        /// Losses listed for all apps together; beyond it they are only counted.
-        pub loss_entries_max: u64 = 10_000,
         /// Apps known at a time.
         pub apps_max: usize = 100_000,
         /// Shuffles of one app at a time.

@@ -14,7 +14,6 @@ use tokio::time::Instant;
 use super::AppConfig;
 use super::application::App;
 use super::block_ids::BlockIds;
-use super::losses::Losses;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
@@ -33,7 +32,6 @@ pub struct AppRegistry {
     heap: Heap,
     answers: Budget,
     block_ids: Quota,
-    loss_entries: Quota,
     started: Instant,
     /// Held while an app or shuffle is added or removed together with its state elsewhere.
     lifecycle: Mutex<()>,
@@ -44,7 +42,6 @@ impl AppRegistry {
     #[must_use]
     pub fn new(config: AppConfig, heap: &Heap, answers: &Budget) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
-        let loss_entries = Quota::new(config.loss_entries_max);
         let heartbeat_timeout_ms = AtomicU64::new(millis(config.heartbeat_timeout));
         Self {
             config,
@@ -53,7 +50,6 @@ impl AppRegistry {
             heap: heap.clone(),
             answers: answers.clone(),
             block_ids,
-            loss_entries,
             started: Instant::now(),
             lifecycle: Mutex::new(()),
         }
@@ -114,8 +110,7 @@ impl AppRegistry {
         let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))?;
         let Some(shuffle) = known else {
             let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids);
-            let losses = Losses::new(&self.loss_entries);
-            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids, losses);
+            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids);
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };

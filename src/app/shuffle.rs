@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 
 use super::block_ids::BlockIds;
-use super::losses::Losses;
 use super::ranges::PartitionRanges;
 use crate::budget::Charge;
+use crate::durability::ShuffleLedger;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// One shuffle.
@@ -19,7 +19,7 @@ pub struct ShuffleState {
     /// Of the registrations.
     pub(super) charge: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
-    losses: Losses,
+    ledger: ShuffleLedger,
     /// Digest of the registration that was written down last; 0 = none was.
     noted_registration: AtomicU64,
     /// Touched by sends to partitions beyond the threshold only.
@@ -31,14 +31,13 @@ impl ShuffleState {
         key: ShuffleKey,
         (ranges, charge): (PartitionRanges, Charge),
         block_ids: BlockIds,
-        losses: Losses,
     ) -> Self {
         Self {
             key,
             ranges: RwLock::new(ranges),
             charge: Mutex::new(charge),
             block_ids: Mutex::new(block_ids),
-            losses,
+            ledger: ShuffleLedger::default(),
             noted_registration: AtomicU64::new(0),
             huge_partitions: Mutex::default(),
         }
@@ -65,8 +64,8 @@ impl ShuffleState {
     }
 
     /// What of it is lost.
-    pub fn losses(&self) -> &Losses {
-        &self.losses
+    pub fn ledger(&self) -> &ShuffleLedger {
+        &self.ledger
     }
 
     /// Digest of the registration that was written down last; 0 = none was.

@@ -1,16 +1,23 @@
 //! The ledger of one partition: which of its acknowledged blocks can be read, and which are lost, by id.
 //!
 //! ```text
-//! Known ──begin_count, mark_unverified, mark_damaged──▶ Verifying ──▶ Complete | Lossy
-//!   all that this process acknowledged is there              ▲              │ │ ▲
-//!                                                            └──────────────┘ └─┘ lose, commit
+//! Known ──question──▶ Verifying ──settle──▶ Complete | Lossy
+//!   all that this process acknowledged is there   ▲             │ │ ▲
+//!                                                 └──question───┘ └─┘ enter, commit
 //! ```
 //!
-//! While it is *verifying* nothing is called missing by a count that has not ended, and a read of what is not known yet
-//! waits. A block that is committed (again) is there from then on, whatever else is known: also if it was counted before.
-//! Pure: no lock, no clock, no I/O; who counts, and how reads are answered, is `service`'s.
+//! While it is *verifying* one caller looks which blocks there are ([`Ledger::question`] says who), and what is in question
+//! is neither served nor called lost. A block that is committed (again) is there from then on, whatever the look has found.
+//! Pure: no lock, no clock, no I/O. [`super::ShuffleLedger`] shares those of a shuffle; who looks, and how reads are
+//! answered, is `service`'s.
+
+use std::sync::Arc;
 
 use croaring::Treemap;
+use uniffle_wire::types::{BlockId, PartitionId};
+
+/// Ranges of ids listed of one loss.
+const RANGES_MAX: usize = 16;
 
 /// How much is known of a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,135 +35,272 @@ pub enum Phase {
 /// See the module. The default is a partition of which nothing was ever in question.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    /// Blocks that can be read; none = whatever was acknowledged.
-    present: Option<Treemap>,
-    /// Commits since a count has begun.
-    meanwhile: Option<Treemap>,
-    /// A count has come to its end.
-    is_counted: bool,
-    /// Reported blocks that are in remote files or nowhere.
-    unverified: Treemap,
-    /// An extent is damaged, and it is not known yet which blocks it had.
-    is_damaged: bool,
-    lost: Treemap,
+    there: There,
+    verifying: Option<Verifying>,
+    losses: Vec<Loss>,
+}
+
+/// Blocks that can be read.
+#[derive(Debug, Default)]
+enum There {
+    /// Whatever was acknowledged.
+    #[default]
+    All,
+    /// These, and perhaps more that an earlier process left in remote files.
+    AtLeast(Treemap),
+    /// These.
+    Exactly(Treemap),
+}
+
+/// A look at the tiers, under way or to be repeated.
+#[derive(Debug, Default)]
+struct Verifying {
+    /// Something that was there cannot be read any more: every block is in question.
+    is_all: bool,
+    /// Acknowledged blocks that are not known to be there.
+    asked: Treemap,
+    /// Committed since the look began.
+    meanwhile: Treemap,
+    /// More could not be read since the look began.
+    is_stale: bool,
+    /// The last look came to nothing; it is repeated later.
+    has_failed: bool,
+}
+
+/// Blocks that were lost together.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loss {
+    /// Those that are still lost.
+    pub ids: Treemap,
+    /// Their bytes when they were lost, if known.
+    pub bytes: Option<u64>,
+    /// The disk or the event.
+    pub reason: Arc<str>,
+    /// When it was found out, in milliseconds since 1970.
+    pub at_ms: u64,
+}
+
+/// An extent whose data is gone.
+#[derive(Debug, Clone)]
+pub struct LostExtent {
+    /// Its partition.
+    pub partition: PartitionId,
+    /// Its blocks and their lengths.
+    pub blocks: Vec<(BlockId, u32)>,
+    /// What is wrong.
+    pub reason: Arc<str>,
+}
+
+/// Why blocks that are nowhere are lost.
+#[derive(Debug, Clone)]
+pub struct Blame {
+    /// Extents of which it is known.
+    pub extents: Vec<LostExtent>,
+    /// For all others.
+    pub reason: Arc<str>,
+    /// When that was found out.
+    pub at_ms: u64,
+}
+
+/// How a read of a partition is to be answered.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Verdict {
+    /// What it wants is there.
+    Serve,
+    /// It is not known yet whether so many blocks are there; none = any of them.
+    Wait(Option<u64>),
+    /// It wants these, which are lost for this reason.
+    Lost(Treemap, Arc<str>),
 }
 
 impl Ledger {
-    /// One of which an earlier process left these blocks.
+    /// One of which an earlier process left these blocks: all that there are, or there may be more in remote files.
     #[must_use]
-    pub fn left(present: Treemap) -> Self {
-        Self { present: Some(present), ..Self::default() }
+    pub fn left(blocks: Treemap, is_all: bool) -> Self {
+        let there = if is_all { There::Exactly(blocks) } else { There::AtLeast(blocks) };
+        Self { there, ..Self::default() }
     }
 
     /// How much is known.
     #[must_use]
     pub fn phase(&self) -> Phase {
-        let is_verifying = self.meanwhile.is_some() || self.is_damaged || !self.unverified.is_empty();
-        match (is_verifying, self.lost.is_empty(), &self.present) {
-            (true, ..) => Phase::Verifying,
-            (false, false, _) => Phase::Lossy,
-            (false, true, Some(_)) => Phase::Complete,
-            (false, true, None) => Phase::Known,
+        match (&self.verifying, self.losses.is_empty(), &self.there) {
+            (Some(_), ..) => Phase::Verifying,
+            (None, false, _) => Phase::Lossy,
+            (None, true, There::All) => Phase::Known,
+            (None, true, There::AtLeast(_) | There::Exactly(_)) => Phase::Complete,
         }
     }
 
-    /// Its blocks are about to be counted: what is committed meanwhile is there.
-    pub fn begin_count(&mut self) {
-        self.meanwhile.get_or_insert_default();
-    }
-
-    /// A count came to nothing; true when it had begun.
-    pub fn abandon_count(&mut self) {
-        self.meanwhile = None;
-    }
-
-    /// These blocks were found, and those that were committed meanwhile.
-    pub fn end_count(&mut self, mut found: Treemap) {
-        if let Some(meanwhile) = self.meanwhile.take() {
-            found.or_inplace(&meanwhile);
+    /// These acknowledged blocks, or all, are in question. True for the caller that has to look; false when another does,
+    /// who looks once more if all are in question.
+    pub fn question(&mut self, ids: Option<&Treemap>) -> bool {
+        let is_first = self.verifying.is_none();
+        let verifying = self.verifying.get_or_insert_default();
+        match ids {
+            Some(ids) => verifying.asked.or_inplace(ids),
+            None => (verifying.is_all, verifying.is_stale) = (true, true),
         }
-        self.present = Some(found);
-        self.is_counted = true;
-    }
-
-    /// Whether a count has come to its end.
-    #[must_use]
-    pub fn is_counted(&self) -> bool {
-        self.is_counted
-    }
-
-    /// Those of `ids` that no count has found yet and none was looked for in remote files.
-    #[must_use]
-    pub fn uncounted(&self, ids: &Treemap) -> Treemap {
-        match &self.present {
-            _ if self.is_counted => Treemap::new(),
-            Some(present) => ids.andnot(present),
-            None => ids.clone(),
-        }
-    }
-
-    /// Those of `ids` that are nowhere. Nothing is while it is being counted.
-    #[must_use]
-    pub fn missing(&self, ids: &Treemap) -> Treemap {
-        match &self.present {
-            Some(present) if self.meanwhile.is_none() => ids.andnot(present),
-            Some(_) | None => Treemap::new(),
-        }
-    }
-
-    /// Blocks are in remote files or nowhere; true when none was so before.
-    pub fn mark_unverified(&mut self, ids: &Treemap) -> bool {
-        let is_first = self.unverified.is_empty();
-        self.unverified.or_inplace(ids);
         is_first
     }
 
-    /// These were counted, and the lost ones entered; true when none is unverified any more.
-    pub fn mark_verified(&mut self, ids: &Treemap) -> bool {
-        self.unverified.andnot_inplace(ids);
-        self.unverified.is_empty()
+    /// The tiers are looked at from now on: what is committed meanwhile is there.
+    pub fn begin_look(&mut self) {
+        let verifying = self.verifying.get_or_insert_default();
+        verifying.meanwhile.clear();
+        (verifying.is_stale, verifying.has_failed) = (false, false);
     }
 
-    /// Blocks in remote files or nowhere.
-    #[must_use]
-    pub fn unverified(&self) -> &Treemap {
-        &self.unverified
-    }
-
-    /// Whether it has damage whose blocks are not known yet.
-    pub fn set_damaged(&mut self, is_damaged: bool) {
-        self.is_damaged = is_damaged;
-    }
-
-    /// See [`Ledger::set_damaged`].
-    #[must_use]
-    pub fn is_damaged(&self) -> bool {
-        self.is_damaged
-    }
-
-    /// Enters `ids` as lost; returns those that were not.
-    pub fn lose(&mut self, ids: &Treemap) -> Treemap {
-        let new = ids.andnot(&self.lost);
-        self.lost.or_inplace(&new);
-        if let Some(present) = &mut self.present {
-            present.andnot_inplace(&new);
+    /// The look came to nothing. What is in question stays so until the next one.
+    pub fn fail_look(&mut self) {
+        if let Some(verifying) = &mut self.verifying {
+            verifying.has_failed = true;
         }
+    }
+
+    /// Whether a look is under way, or about to be.
+    #[must_use]
+    pub fn is_looking(&self) -> bool {
+        self.verifying.as_ref().is_some_and(|verifying| !verifying.has_failed)
+    }
+
+    /// The look has `found` these blocks: those of `reported` and of what is in question that are nowhere are lost. What
+    /// was not lost before, or none when it has to be looked again.
+    pub fn settle(&mut self, mut found: Treemap, reported: &Treemap, blame: &Blame) -> Option<Vec<Loss>> {
+        let Verifying { is_all, asked, meanwhile, .. } = self.verifying.take_if(|it| !it.is_stale)?;
+        found.or_inplace(&meanwhile);
+        if let (There::AtLeast(known) | There::Exactly(known), false) = (&self.there, is_all) {
+            found.or_inplace(known);
+        }
+        let missing = reported.or(&asked).andnot(&found);
+        self.there = There::Exactly(found);
+        Some(self.enter(missing, blame))
+    }
+
+    /// Those of `ids` that are not known to be there, and whether it is known that they are nowhere.
+    fn absent(&self, ids: &Treemap) -> (Treemap, bool) {
+        match (&self.there, &self.verifying) {
+            (_, Some(Verifying { is_all: true, .. })) => (ids.clone(), false),
+            (There::All, _) => (Treemap::new(), true),
+            (There::AtLeast(there), _) => (ids.andnot(there), false),
+            (There::Exactly(there), _) => (ids.andnot(there), true),
+        }
+    }
+
+    /// Begins to verify if it is not known whether `ids` are there; as [`Ledger::question`].
+    pub fn question_unknown(&mut self, ids: &Treemap) -> bool {
+        let (absent, is_known) = self.absent(ids);
+        !is_known && !absent.is_empty() && self.question(Some(&Treemap::new()))
+    }
+
+    /// `ids` are acknowledged, and in question from now on as far as they are not known to be there; as
+    /// [`Ledger::question`].
+    ///
+    /// # Errors
+    /// Those of `ids` that are nowhere; nothing is acknowledged then.
+    pub fn acknowledge(&mut self, ids: &Treemap) -> Result<bool, Treemap> {
+        match self.absent(ids) {
+            (absent, _) if absent.is_empty() => Ok(false),
+            (absent, true) => Err(absent),
+            (absent, false) => Ok(self.question(Some(&absent))),
+        }
+    }
+
+    /// Enters blocks as lost; what was not lost before.
+    pub fn enter(&mut self, ids: Treemap, blame: &Blame) -> Vec<Loss> {
+        let mut left = self.losses.iter().fold(ids, |left, loss| left.andnot(&loss.ids));
+        if let There::AtLeast(there) | There::Exactly(there) = &mut self.there {
+            there.andnot_inplace(&left);
+        }
+        let mut new = Vec::new();
+        let at_ms = blame.at_ms;
+        for LostExtent { blocks, reason, .. } in &blame.extents {
+            let here = || blocks.iter().filter(|(id, _)| left.contains(id.0.unsigned_abs()));
+            let bytes = Some(here().map(|(_, length)| u64::from(*length)).sum());
+            let ids: Treemap = here().map(|(id, _)| id.0.unsigned_abs()).collect();
+            left.andnot_inplace(&ids);
+            new.push(Loss { ids, bytes, reason: Arc::clone(reason), at_ms });
+        }
+        new.push(Loss { ids: left, bytes: None, reason: Arc::clone(&blame.reason), at_ms });
+        new.retain(|loss| !loss.ids.is_empty());
+        new.iter().for_each(|loss| self.add(loss));
         new
+    }
+
+    fn add(&mut self, loss: &Loss) {
+        match self.losses.iter_mut().find(|known| known.reason == loss.reason) {
+            Some(known) => {
+                known.ids.or_inplace(&loss.ids);
+                known.bytes = known.bytes.zip(loss.bytes).map(|(known, more)| known + more);
+            }
+            None => self.losses.push(loss.clone()),
+        }
     }
 
     /// Blocks are in a tier (again); returns how many were lost until now.
     pub fn commit(&mut self, ids: &[u64]) -> u64 {
-        for set in self.present.iter_mut().chain(&mut self.meanwhile) {
+        let there = match &mut self.there {
+            There::All => None,
+            There::AtLeast(there) | There::Exactly(there) => Some(there),
+        };
+        for set in there.into_iter().chain(self.verifying.as_mut().map(|it| &mut it.meanwhile)) {
             ids.iter().for_each(|id| set.add(*id));
         }
-        ids.iter().filter(|id| self.lost.remove_checked(**id)).count() as u64
+        let mut heal = |id: &u64| self.losses.iter_mut().any(|loss| loss.ids.remove_checked(*id));
+        let healed = ids.iter().filter(|id| heal(id)).count();
+        self.losses.retain(|loss| !loss.ids.is_empty());
+        healed as u64
     }
 
-    /// Lost blocks.
-    #[must_use]
-    pub fn lost(&self) -> &Treemap {
-        &self.lost
+    /// How a read is answered that wants those blocks which `wanted` chooses.
+    pub fn verdict(&self, wanted: impl Fn(&Treemap) -> Treemap) -> Verdict {
+        if self.verifying.as_ref().is_some_and(|verifying| verifying.is_all) {
+            return Verdict::Wait(None);
+        }
+        let mut lost = Treemap::new();
+        let mut reason = None;
+        for loss in &self.losses {
+            let ids = wanted(&loss.ids);
+            if !ids.is_empty() {
+                lost.or_inplace(&ids);
+                reason.get_or_insert(&loss.reason);
+            }
+        }
+        if let Some(reason) = reason {
+            return Verdict::Lost(lost, Arc::clone(reason));
+        }
+        match self.verifying.as_ref().map_or(0, |verifying| wanted(&verifying.asked).cardinality()) {
+            0 => Verdict::Serve,
+            unknown => Verdict::Wait(Some(unknown)),
+        }
     }
+
+    /// What is lost, by reason.
+    #[must_use]
+    pub fn losses(&self) -> &[Loss] {
+        &self.losses
+    }
+
+    /// How many blocks that is.
+    #[must_use]
+    pub fn lost_blocks(&self) -> u64 {
+        self.losses.iter().map(|loss| loss.ids.cardinality()).sum()
+    }
+}
+
+/// The first ranges of consecutive ids.
+#[must_use]
+pub fn ranges(ids: &Treemap) -> Vec<(i64, i64)> {
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for id in ids.iter() {
+        let full = ranges.len() == RANGES_MAX;
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(id) => *last = id,
+            _ if full => break,
+            _ => ranges.push((id, id)),
+        }
+    }
+    ranges.into_iter().map(|(first, last)| (first.cast_signed(), last.cast_signed())).collect()
 }
 
 #[cfg(test)]
@@ -167,106 +311,192 @@ mod tests {
 
     use super::*;
 
+    type Ids = BTreeSet<u64>;
+
     #[derive(Debug, Clone)]
     enum Step {
-        Begin,
-        Abandon,
-        End,
-        Commit(Vec<u64>),
-        LoseMissing,
-        Unverified(Vec<u64>),
-        Verified(Vec<u64>),
-        Damaged(bool),
-        /// A tier loses blocks; it is found by the next count.
-        Vanish(Vec<u64>),
+        Look,
+        Fail,
+        Settle,
+        Commit(Ids),
+        Report(Ids),
+        /// A tier cannot read blocks any more, and says so.
+        Vanish(Ids),
+    }
+
+    fn ids() -> impl Strategy<Value = Ids> {
+        prop::collection::btree_set(0u64..12, 0..5)
     }
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let ids = || prop::collection::vec(0u64..12, 0..5);
         let step = prop_oneof![
-            Just(Step::Begin),
-            Just(Step::Abandon),
-            Just(Step::End),
+            Just(Step::Look),
+            Just(Step::Fail),
+            Just(Step::Settle),
             ids().prop_map(Step::Commit),
-            Just(Step::LoseMissing),
-            ids().prop_map(Step::Unverified),
-            ids().prop_map(Step::Verified),
-            any::<bool>().prop_map(Step::Damaged),
+            ids().prop_map(Step::Report),
             ids().prop_map(Step::Vanish),
         ];
         prop::collection::vec(step, 0..30)
     }
 
-    fn set(ids: &BTreeSet<u64>) -> Treemap {
+    fn set(ids: &Ids) -> Treemap {
         ids.iter().copied().collect()
     }
 
-    proptest! {
-        #[test]
-        fn what_is_committed_is_never_called_lost_and_what_a_count_missed_always_is(
-            left: Option<BTreeSet<u64>>, steps in steps(),
-        ) {
-            let all: Treemap = (0..12).collect();
-            let mut tiers: BTreeSet<u64> = left.iter().flatten().map(|id| id % 12).collect();
-            let mut ledger = left.map_or_else(Ledger::default, |_| Ledger::left(set(&tiers)));
-            let mut looked: Option<BTreeSet<u64>> = None;
-            for step in steps {
-                match step {
-                    Step::Begin => {
-                        ledger.begin_count();
-                        looked = Some(tiers.clone());
-                    }
-                    Step::Abandon => {
-                        ledger.abandon_count();
-                        looked = None;
-                    }
-                    Step::End => {
-                        if let Some(found) = looked.take() {
-                            ledger.end_count(set(&found));
-                            // Exactly what was there at the look or came since.
-                            let present = all.andnot(&ledger.missing(&all));
-                            prop_assert!(set(&found).is_subset(&present));
-                            prop_assert!(ledger.is_counted());
-                        }
-                    }
-                    Step::Commit(ids) => {
-                        let before = ledger.lost().cardinality();
-                        let healed = ledger.commit(&ids);
-                        prop_assert_eq!(before - healed, ledger.lost().cardinality());
-                        tiers.extend(&ids);
-                        let ids: Treemap = ids.into_iter().collect();
-                        prop_assert!(ledger.missing(&ids).is_empty() && ledger.lost().and(&ids).is_empty());
-                    }
-                    Step::LoseMissing => {
-                        let missing = ledger.missing(&all);
-                        let before = ledger.lost().clone();
-                        let new = ledger.lose(&missing);
-                        prop_assert_eq!(&new, &missing.andnot(&before));
-                        prop_assert!(missing.is_subset(ledger.lost()));
-                    }
-                    Step::Unverified(ids) => {
-                        let was_empty = ledger.unverified().is_empty();
-                        let ids: Treemap = ids.into_iter().collect();
-                        prop_assert_eq!(ledger.mark_unverified(&ids), was_empty);
-                    }
-                    Step::Verified(ids) => {
-                        let done = ledger.mark_verified(&ids.into_iter().collect());
-                        prop_assert_eq!(done, ledger.unverified().is_empty());
-                    }
-                    Step::Damaged(is_damaged) => ledger.set_damaged(is_damaged),
-                    Step::Vanish(ids) => ids.iter().for_each(|id| {
-                        tiers.remove(id);
-                    }),
+    fn blame(reason: &str) -> Blame {
+        Blame { extents: Vec::new(), reason: Arc::from(reason), at_ms: 7 }
+    }
+
+    /// The ledger beside what is true, and a caller that looks as it is told.
+    struct Model {
+        ledger: Ledger,
+        there: Ids,
+        acknowledged: Ids,
+        /// What the look under way has found.
+        look: Option<Ids>,
+        has_looker: bool,
+    }
+
+    impl Model {
+        /// `left` by an earlier process: acknowledged blocks, those on local disks and those in remote files.
+        fn new(left: Option<(Ids, Ids, Ids)>, has_remote: bool) -> Self {
+            let Some((acknowledged, local, remote)) = left else {
+                let none = Ids::new;
+                let ledger = Ledger::default();
+                return Self { ledger, there: none(), acknowledged: none(), look: None, has_looker: false };
+            };
+            let mut ledger = Ledger::left(set(&local), !has_remote);
+            let remote = if has_remote { remote } else { Ids::new() };
+            let has_looker = ledger.acknowledge(&set(&acknowledged)).unwrap_or_else(|missing| {
+                ledger.enter(missing, &blame("killed"));
+                false
+            });
+            Self { ledger, there: &local | &remote, acknowledged, look: None, has_looker }
+        }
+
+        fn question(&mut self, ids: Option<&Treemap>) {
+            assert_eq!(self.ledger.question(ids), !self.has_looker, "exactly one looks");
+            self.has_looker = true;
+        }
+
+        fn step(&mut self, step: Step) {
+            match step {
+                Step::Look if self.has_looker => {
+                    self.ledger.begin_look();
+                    self.look = Some(self.there.clone());
                 }
-                let is_verifying = looked.is_some() || ledger.is_damaged() || !ledger.unverified().is_empty();
-                prop_assert_eq!(ledger.phase() == Phase::Verifying, is_verifying);
-                if ledger.phase() == Phase::Complete || ledger.phase() == Phase::Known {
-                    prop_assert!(ledger.lost().is_empty());
+                Step::Fail if self.look.take().is_some() => {
+                    self.ledger.fail_look();
+                    assert!(!self.ledger.is_looking());
                 }
-                if looked.is_some() {
-                    prop_assert!(ledger.missing(&all).is_empty(), "nothing is missing while it is counted");
+                Step::Settle => self.settle(),
+                Step::Look | Step::Fail => {}
+                Step::Commit(ids) => {
+                    let before = self.ledger.lost_blocks();
+                    let list: Vec<u64> = ids.iter().copied().collect();
+                    assert_eq!(self.ledger.commit(&list), before - self.ledger.lost_blocks());
+                    self.there.extend(ids);
+                }
+                Step::Report(ids) => match self.ledger.acknowledge(&set(&ids)) {
+                    Err(missing) => {
+                        assert!(missing.iter().all(|id| ids.contains(&id) && !self.there.contains(&id)));
+                    }
+                    Ok(is_first) => {
+                        assert!(!(is_first && self.has_looker), "exactly one looks");
+                        self.has_looker |= is_first;
+                        // Tasks report what they have sent.
+                        let is_sent = |id: &&u64| self.has_looker || self.there.contains(id);
+                        self.acknowledged.extend(ids.iter().filter(is_sent));
+                    }
+                },
+                Step::Vanish(ids) => {
+                    self.question(None);
+                    self.there.retain(|id| !ids.contains(id));
+                    self.question(None);
                 }
             }
         }
+
+        fn settle(&mut self) {
+            let Some(found) = self.look.take() else { return };
+            let before = self.ledger.lost_blocks();
+            match self.ledger.settle(set(&found), &set(&self.acknowledged), &blame("disk")) {
+                None => self.look = None,
+                Some(new) => {
+                    let new: u64 = new.iter().map(|loss| loss.ids.cardinality()).sum();
+                    assert_eq!(self.ledger.lost_blocks(), before + new);
+                    assert_ne!(self.ledger.phase(), Phase::Verifying);
+                    self.has_looker = false;
+                }
+            }
+        }
+
+        fn check(&self) {
+            assert_eq!(self.ledger.phase() == Phase::Verifying, self.has_looker);
+            assert_eq!(
+                self.ledger.phase() == Phase::Lossy,
+                !self.has_looker && self.ledger.lost_blocks() > 0
+            );
+            for id in &self.acknowledged {
+                let verdict = self.ledger.verdict(|ids| ids.and(&Treemap::of(&[*id])));
+                match (self.there.contains(id), self.has_looker, &verdict) {
+                    (false, _, Verdict::Serve) => panic!("{id} is not there, and no read hears of it"),
+                    (false, false, Verdict::Wait(_)) => panic!("no one looks for {id}"),
+                    (true, _, Verdict::Lost(..)) => panic!("{id} is there and called lost"),
+                    (true, false, Verdict::Wait(_)) => panic!("{id} is waited for forever"),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// No acknowledged block that is gone is ever served as if it were there, and none that is there is called lost.
+        #[test]
+        fn what_is_gone_is_told_and_what_is_there_is_served(
+            left: Option<(u16, u16, u16)>, has_remote: bool, steps in steps(),
+        ) {
+            let ids = |bits: u16| (0..12).filter(|n| bits >> n & 1 == 1).collect::<Ids>();
+            let left = left.map(|(acknowledged, local, remote)| (ids(acknowledged), ids(local), ids(remote)));
+            let mut model = Model::new(left, has_remote);
+            model.check();
+            for step in steps {
+                model.step(step);
+                model.check();
+            }
+            if model.has_looker {
+                model.step(Step::Look);
+                model.step(Step::Settle);
+                model.check();
+                prop_assert!(!model.has_looker);
+            }
+        }
+    }
+
+    #[test]
+    fn losses_are_told_by_extent_and_merged_by_reason() {
+        let extent = |id: i64, reason: &str| LostExtent {
+            partition: PartitionId(1),
+            blocks: vec![(BlockId(id), 10), (BlockId(id + 1), 20)],
+            reason: Arc::from(reason),
+        };
+        let mut ledger = Ledger::left(Treemap::new(), true);
+        let why =
+            Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
+        let new = ledger.enter(Treemap::of(&[1, 2, 3, 9]), &why);
+        let told: Vec<_> = new.iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
+        assert_eq!(
+            told,
+            [(vec![(1, 2)], Some(30), "/a"), (vec![(3, 3)], Some(10), "/a"), (vec![(9, 9)], None, "killed")]
+        );
+        let listed: Vec<_> =
+            ledger.losses().iter().map(|it| (ranges(&it.ids), it.bytes, &*it.reason)).collect();
+        assert_eq!(listed, [(vec![(1, 3)], Some(40), "/a"), (vec![(9, 9)], None, "killed")]);
+        assert!(ledger.enter(Treemap::of(&[1, 9]), &why).is_empty(), "known already");
+        let wants_9 = ledger.verdict(|ids| ids.and(&Treemap::of(&[9, 10])));
+        assert_eq!(wants_9, Verdict::Lost(Treemap::of(&[9]), Arc::from("killed")));
+        assert_eq!(ledger.verdict(|ids| ids.and(&Treemap::of(&[4]))), Verdict::Serve);
+        assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
     }
 }

@@ -11,6 +11,7 @@
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
+//! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
 
@@ -24,10 +25,12 @@ mod measure;
 pub mod proof;
 mod read;
 mod record;
+mod shuffle_ledger;
 
 pub use self::frame::Incarnation;
-pub use self::ledger::{Ledger, Phase};
+pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{Deadlines, Found, FoundShuffle, LogError, MetadataLog};
 pub use self::read::{Directory, Health, METADATA, Survey};
 pub use self::record::{Record, RecordError, Registration, Report};
+pub use self::shuffle_ledger::ShuffleLedger;

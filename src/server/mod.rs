@@ -151,7 +151,7 @@ impl Worker {
             &registry,
         )?;
         for tier in service.tiers().iter() {
-            service.restore(tier.take_recovered());
+            service.lifecycle.restore(tier.take_recovered());
         }
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());
@@ -187,13 +187,13 @@ impl Worker {
     fn spawn_upkeep(&self, config: &Config) {
         let service = Arc::clone(&self.service);
         let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
-        let expiry = move || Arc::clone(&service).run_expiry(tickets_every, apps_every);
+        let expiry = move || Arc::clone(&service.lifecycle).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
         let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
         let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
         self.background.spawn_again("configuration watch", watch);
         let service = Arc::clone(&self.service);
-        self.background.spawn_again("sampling", move || Arc::clone(&service).run_sampling());
+        self.background.spawn_again("sampling", move || Arc::clone(&service.insight).run_sampling());
     }
 
     fn open_listeners(

@@ -186,8 +186,8 @@ impl Reloader {
         let service = &self.service;
         service.memory().tickets().set_max_count(config.memory.tickets_max);
         service.apps().set_heartbeat_timeout(config.app.heartbeat_timeout);
-        service.set_partition_limits(config.service.partition_limits);
-        service.set_fairness(&config.service.fairness);
+        service.ingest.set_partition_limits(config.service.partition_limits);
+        service.lifecycle.set_fairness(&config.service.fairness);
         if let Some(flusher) = service.flusher() {
             flusher.set_limits(config.flush.limits);
         }

@@ -79,7 +79,7 @@ impl http::Node for Inspector {
     fn refresh_metrics(&self) {
         self.gauges.runtime.refresh();
         self.gauges.allocator.refresh();
-        self.service.refresh_metrics(&self.snapshot(Duration::ZERO).apps);
+        self.service.insight.refresh_metrics(&self.snapshot(Duration::ZERO).apps);
         self.service.memory().refresh_metrics();
         if let Some(flusher) = self.service.flusher() {
             flusher.refresh_metrics();
@@ -92,7 +92,7 @@ impl http::Node for Inspector {
     }
 
     fn losses(&self) -> serde_json::Value {
-        serde_json::to_value(self.service.losses()).unwrap_or_default()
+        serde_json::to_value(self.service.insight.losses()).unwrap_or_default()
     }
 
     fn apps(&self) -> Vec<AppStatistics> {
@@ -140,8 +140,8 @@ impl Inspector {
 
     fn take(&self) -> NodeSnapshot {
         let service = &self.service;
-        let sample = service.sample();
-        let (refused_memory, refused_partition) = service.refused_tickets();
+        let sample = service.insight.sample();
+        let (refused_memory, refused_partition) = service.insight.refused_tickets();
         let memory = self.memory();
         let mut tiers = vec![Tier {
             tier: "memory",
@@ -167,8 +167,8 @@ impl Inspector {
             memory,
             tiers,
             disks,
-            apps: service.app_statistics(),
-            lost_blocks: service.apps().apps().iter().map(|app| service.lost_blocks(app)).sum(),
+            apps: service.insight.app_statistics(),
+            lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
             connections: Connections {
                 grpc: open(&self.connections.grpc),
                 tcp: self.connections.tcp.as_ref().map_or(0, open),

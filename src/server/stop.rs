@@ -73,7 +73,7 @@ impl Worker {
         if !left.is_empty() {
             return Err(left);
         }
-        self.service.refuse_sends();
+        self.service.ingest.refuse_sends();
         self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
         let left = self.memory.contents();
         if left.is_empty() { Ok(()) } else { Err(left) }

@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::app::{App, STAGES, Stage, StageSum};
-use uniffle_wire::types::AppId;
+use crate::memory::Memory;
 
-use super::Service;
 use super::losses::{ShuffleLoss, losses_of};
+use super::statistics::AppStatistics;
 
 /// Explanations kept of applications that are gone; each is at most some KiB.
 const GONE_MAX: usize = 64;
@@ -138,7 +138,7 @@ pub struct TopPartition {
 pub(super) struct Gone(Mutex<VecDeque<Arc<Explanation>>>);
 
 impl Gone {
-    fn push(&self, explanation: Explanation) {
+    pub(super) fn push(&self, explanation: Explanation) {
         let mut gone = self.0.lock();
         if gone.len() >= GONE_MAX {
             gone.pop_front();
@@ -146,97 +146,76 @@ impl Gone {
         gone.push_back(Arc::new(explanation));
     }
 
-    fn find(&self, app: &str) -> Option<Arc<Explanation>> {
+    pub(super) fn find(&self, app: &str) -> Option<Arc<Explanation>> {
         self.0.lock().iter().rev().find(|gone| gone.app == app).map(Arc::clone)
+    }
+
+    /// All, the latest first.
+    pub(super) fn all(&self) -> Vec<Arc<Explanation>> {
+        self.0.lock().iter().rev().map(Arc::clone).collect()
     }
 }
 
-impl Service {
-    /// Where the time and the bytes of `app` went; also of one that is gone, as long as it is among the latest.
-    pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
-        let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
-        match known {
-            Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
-            None => self.gone.find(app),
-        }
-    }
+/// Where the time and the bytes of `app` went.
+pub(super) fn explanation(
+    app: &App,
+    presence: Presence,
+    statistics: &AppStatistics,
+    memory: &Memory,
+) -> Explanation {
+    let account = app.account();
+    let sum = |stage| account.sum(stage);
+    let disk_read = sum(Stage::DiskRead);
+    let received = sum(Stage::Receive).bytes;
+    let mut explanation = Explanation {
+        app: app.id().to_string(),
+        user: app.user(),
+        presence,
+        age_seconds: app.age().as_secs_f64(),
+        findings: Vec::new(),
+        stages: STAGES.iter().map(|stage| view(*stage, sum(*stage))).collect(),
+        bytes: Bytes {
+            received,
+            in_memory: statistics.in_memory_bytes,
+            in_memory_peak: account.memory_peak_bytes().max(statistics.in_memory_bytes),
+            mean_seconds_in_memory: account.mean_time_in_memory(received).as_secs_f64(),
+            on_local_disks: statistics.local_bytes,
+            local_files: statistics.local_files,
+            read_from_memory: account.memory_reads.bytes(),
+            read_from_disks: disk_read.bytes,
+        },
+        retries: Retries {
+            tickets_granted: account.tickets_granted.count(),
+            tickets_refused_memory: sum(Stage::TicketWait).count,
+            tickets_refused_partition: sum(Stage::PartitionWait).count,
+            sends_failed: account.sends_failed.count(),
+            duplicate_blocks: account.duplicates.count(),
+            duplicate_bytes: account.duplicates.bytes(),
+            flushes_retried: account.flush_retries.count(),
+        },
+        shuffles: app.shuffles().len(),
+        partitions: statistics.partitions,
+        skew: statistics.skew(),
+        top_partitions: top_partitions(app, memory),
+        losses: losses_of(app, LOSSES_MAX),
+    };
+    explanation.findings = findings(&explanation);
+    explanation
+}
 
-    /// Applications that are gone, the latest first.
-    pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
-        self.gone.0.lock().iter().rev().map(Arc::clone).collect()
+fn top_partitions(app: &App, memory: &Memory) -> Vec<TopPartition> {
+    let mut top = Vec::new();
+    for shuffle in app.shuffles() {
+        let Some(buffers) = memory.shuffle(shuffle.key()) else { continue };
+        top.extend(buffers.all().iter().map(|buffer| TopPartition {
+            shuffle: shuffle.key().shuffle.0,
+            partition: buffer.partition().0,
+            received_bytes: buffer.received_bytes(),
+            in_memory_bytes: buffer.in_memory_bytes(),
+        }));
+        keep_largest(&mut top);
     }
-
-    /// Calls `remove`; when it has removed the application, what can be said of it is kept.
-    pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
-        let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
-        let removed = remove();
-        if let Some(explanation) = explanation.filter(|_| removed) {
-            self.gone.push(explanation);
-        }
-        removed
-    }
-
-    pub fn lost_blocks(&self, app: &App) -> u64 {
-        app.shuffles().iter().map(|shuffle| shuffle.losses().count()).sum()
-    }
-
-    fn explanation(&self, app: &App, presence: Presence) -> Explanation {
-        let account = app.account();
-        let statistics = self.statistics_of(app);
-        let sum = |stage| account.sum(stage);
-        let disk_read = sum(Stage::DiskRead);
-        let received = sum(Stage::Receive).bytes;
-        let mut explanation = Explanation {
-            app: app.id().to_string(),
-            user: app.user(),
-            presence,
-            age_seconds: app.age().as_secs_f64(),
-            findings: Vec::new(),
-            stages: STAGES.iter().map(|stage| view(*stage, sum(*stage))).collect(),
-            bytes: Bytes {
-                received,
-                in_memory: statistics.in_memory_bytes,
-                in_memory_peak: account.memory_peak_bytes().max(statistics.in_memory_bytes),
-                mean_seconds_in_memory: account.mean_time_in_memory(received).as_secs_f64(),
-                on_local_disks: statistics.local_bytes,
-                local_files: statistics.local_files,
-                read_from_memory: account.memory_reads.bytes(),
-                read_from_disks: disk_read.bytes,
-            },
-            retries: Retries {
-                tickets_granted: account.tickets_granted.count(),
-                tickets_refused_memory: sum(Stage::TicketWait).count,
-                tickets_refused_partition: sum(Stage::PartitionWait).count,
-                sends_failed: account.sends_failed.count(),
-                duplicate_blocks: account.duplicates.count(),
-                duplicate_bytes: account.duplicates.bytes(),
-                flushes_retried: account.flush_retries.count(),
-            },
-            shuffles: app.shuffles().len(),
-            partitions: statistics.partitions,
-            skew: statistics.skew(),
-            top_partitions: self.top_partitions(app),
-            losses: losses_of(app).0,
-        };
-        explanation.losses.truncate(LOSSES_MAX);
-        explanation.findings = findings(&explanation);
-        explanation
-    }
-
-    fn top_partitions(&self, app: &App) -> Vec<TopPartition> {
-        let mut top = Vec::new();
-        for shuffle in app.shuffles() {
-            let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
-            top.extend(buffers.all().iter().map(|buffer| TopPartition {
-                shuffle: shuffle.key().shuffle.0,
-                partition: buffer.partition().0,
-                received_bytes: buffer.received_bytes(),
-                in_memory_bytes: buffer.in_memory_bytes(),
-            }));
-            keep_largest(&mut top);
-        }
-        top
-    }
+    top
 }
 
 fn keep_largest(top: &mut Vec<TopPartition>) {

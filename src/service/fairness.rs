@@ -1,7 +1,12 @@
 //! How much an application counts when memory, flushes and read memory are divided.
 
+use std::sync::Arc;
+
+use parking_lot::RwLock;
 use toml::{Table, Value};
 
+use crate::app::App;
+use crate::memory::Memory;
 use crate::schema::kind::{count, tables};
 use crate::schema::section;
 
@@ -89,6 +94,21 @@ fn matches(pattern: &str, name: &str) -> bool {
         }
     }
     true
+}
+
+/// The weights, as they are now.
+#[derive(Debug)]
+pub(super) struct Weights {
+    pub(super) config: RwLock<FairnessConfig>,
+    pub(super) memory: Arc<Memory>,
+}
+
+impl Weights {
+    /// Brings the weight of an application up to date.
+    pub(super) fn weigh(&self, app: &App) {
+        let weight = self.config.read().weight_of(&app.user(), app.id().as_str());
+        self.memory.tickets().set_weight(app.id(), weight);
+    }
 }
 
 #[cfg(test)]

@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
+use super::ServiceError;
+use super::ingest::Ingest;
 use super::write::{SendHeader, SendSession};
-use super::{Service, ServiceError};
 
 /// A send whose message is being decoded.
 #[derive(Debug)]
 pub struct Intake {
-    service: Arc<Service>,
+    ingest: Arc<Ingest>,
     /// Bytes of the whole message.
     message_bytes: u64,
     session: Option<SendSession>,
@@ -25,8 +26,8 @@ pub struct Intake {
 impl Intake {
     /// For a message of `message_bytes`.
     #[must_use]
-    pub fn new(service: Arc<Service>, message_bytes: u32) -> Self {
-        Self { service, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
+    pub fn new(ingest: Arc<Ingest>, message_bytes: u32) -> Self {
+        Self { ingest, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
     }
 
     /// The message was whole: makes its blocks visible.
@@ -50,7 +51,7 @@ impl BlockSink for Intake {
     fn header(&mut self, header: wire::SendHeader<'_>) -> Result<(), ServiceError> {
         let wire::SendHeader { app, shuffle, ticket } = header;
         let header = SendHeader { app, shuffle, ticket, message_bytes: self.message_bytes };
-        self.session = Some(self.service.begin_send(header)?);
+        self.session = Some(self.ingest.begin_send(header)?);
         Ok(())
     }
 

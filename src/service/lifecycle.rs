@@ -11,15 +11,25 @@ use std::time::Duration;
 
 use prometheus::HistogramTimer;
 
-use crate::app::{PartitionRanges, Registration};
+use crate::app::{AppRegistry, PartitionRanges, Registration};
 use crate::durability::{self, Record};
-use crate::memory::Evicted;
+use crate::flush::Flusher;
+use crate::memory::{Evicted, Memory};
+use crate::runtime::Tasks;
 use crate::telemetry::AUDIT;
-use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier};
+use crate::tiers::{Admission, Cause, Purge, RemoteStorage, StoreErrorKind, Tier, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
-use super::results::aside;
-use super::{Presence, Service, ServiceError, WorkerState};
+use super::ServiceError;
+use super::aside::aside;
+use super::explain::Presence;
+use super::fairness::{FairnessConfig, Weights};
+use super::insight::Insight;
+use super::known::{Known, invalid_shuffle};
+use super::losses::Losses;
+use super::metrics::ServiceMetrics;
+use super::status::{WorkerState, WorkerStatus};
+use super::verify::Verifier;
 
 /// By this property riffle lets an app choose its heartbeat timeout, in minutes (docs/protocol.md §8.4).
 const HEARTBEAT_TIMEOUT_PROPERTY: &str = "spark.rss.riffle.appHeartbeatTimeoutMinutes";
@@ -49,6 +59,24 @@ const RANGES_SENT_MAX: usize = 1 << 18;
 /// Above this many ranges a registration is sorted and encoded on a blocking thread.
 const INLINE_RANGES_MAX: usize = 4096;
 
+/// Applications and shuffles from their registration to their end, and the node's own coming and going.
+#[derive(Debug)]
+pub struct Lifecycle {
+    pub(super) known: Known,
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: Arc<WorkerStatus>,
+    pub(super) weights: Weights,
+    pub(super) losses: Arc<Losses>,
+    pub(super) verifier: Arc<Verifier>,
+    pub(super) insight: Arc<Insight>,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) decommission_check_interval: Duration,
+}
+
 /// `registerShuffle`.
 #[derive(Debug, Clone)]
 pub struct RegisterRequest<'a> {
@@ -68,7 +96,7 @@ pub struct RegisterRequest<'a> {
     pub remote_storage: Option<RemoteStorage>,
 }
 
-impl Service {
+impl Lifecycle {
     /// Makes a shuffle and its partitions known; repeating it is harmless, further ranges are added.
     ///
     /// # Errors
@@ -106,7 +134,7 @@ impl Service {
             admissions.iter().for_each(|admit| admit(&key, &request.ranges));
         })?;
         if let Some(app) = self.apps.find(&key.app) {
-            self.weigh(&app);
+            self.weights.weigh(&app);
         }
         if let Some((tier, note)) = metadata {
             self.note_registration(&key, &**tier, note).await?;
@@ -149,15 +177,15 @@ impl Service {
     /// # Errors
     /// [`ServiceError::NotRegistered`].
     pub fn heartbeat(&self, app: &str) -> Result<(), ServiceError> {
-        self.touched_app(app).map(drop)
+        self.known.touched_app(app).map(drop)
     }
 
     /// Forgets a shuffle; its memory is free when this returns, its files soon after.
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`] if the app is unknown; an unknown shuffle is no error.
-    pub fn unregister_shuffle(self: &Arc<Self>, app: &str, shuffle: i32) -> Result<(), ServiceError> {
-        let app = self.app(app)?;
+    pub fn unregister_shuffle(&self, app: &str, shuffle: i32) -> Result<(), ServiceError> {
+        let app = self.known.app(app)?;
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(shuffle));
         let keys = std::slice::from_ref(&key);
         let remove = || self.purge_state(&key.app, keys, Purge::Shuffles);
@@ -171,14 +199,14 @@ impl Service {
     ///
     /// # Errors
     /// [`ServiceError::NotRegistered`].
-    pub fn unregister_app(self: &Arc<Self>, app: &str) -> Result<(), ServiceError> {
+    pub fn unregister_app(&self, app: &str) -> Result<(), ServiceError> {
         let id = AppId::parse(app).map_err(|_| ServiceError::NotRegistered)?;
         let remove = || {
             self.apps
                 .remove_app(&id, |keys| self.purge_state(&id, &keys, Purge::App(Cause::Unregistered)))
                 .is_some()
         };
-        if !self.remove_explained(&id, Presence::Unregistered, remove) {
+        if !self.insight.remove_explained(&id, Presence::Unregistered, remove) {
             return Err(ServiceError::NotRegistered);
         }
         self.metrics.unregisters.inc();
@@ -187,12 +215,12 @@ impl Service {
     }
 
     /// Purges apps that were not used for the timeout; returns how many.
-    pub fn expire_apps(self: &Arc<Self>) -> usize {
+    pub fn expire_apps(&self) -> usize {
         let mut purged = 0;
         for id in self.apps.expired() {
             let purge = |keys: Vec<ShuffleKey>| self.purge_state(&id, &keys, Purge::App(Cause::Expired));
             let remove = || self.apps.remove_app_if_expired(&id, purge).is_some();
-            if self.remove_explained(&id, Presence::Expired, remove) {
+            if self.insight.remove_explained(&id, Presence::Expired, remove) {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
             }
@@ -217,7 +245,7 @@ impl Service {
         tokio::pin!(stopped);
         let mut tickets = tokio::time::interval(tickets_every);
         let mut apps = tokio::time::interval(apps_every);
-        let mut decommission = tokio::time::interval(self.config.decommission_check_interval);
+        let mut decommission = tokio::time::interval(self.decommission_check_interval);
         loop {
             tokio::select! {
                 biased;
@@ -270,6 +298,12 @@ impl Service {
         };
         flusher.flush_all();
         Ok(flusher.unfinished())
+    }
+
+    /// Replaces the weights; they count at once.
+    pub fn set_fairness(&self, fairness: &FairnessConfig) {
+        self.weights.config.write().clone_from(fairness);
+        self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weights.weigh(app));
     }
 
     /// Runs under the registry's lock: takes the state out of memory and of every tier, leaves the slow deletion to tasks.
@@ -387,14 +421,6 @@ fn kept_properties(mut properties: HashMap<String, String>) -> HashMap<String, S
     });
     properties.shrink_to_fit();
     properties
-}
-
-pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
-    ServiceError::InvalidField {
-        field: "shuffleId",
-        value: i64::from(shuffle),
-        allowed: "0 or more is allowed",
-    }
 }
 
 #[cfg(test)]

@@ -3,29 +3,26 @@
 //! A read is refused when a lost block was reported in its partition and passes its task filter; the text says what is
 //! lost and why. Tickets and sends are never refused for a loss: a block that is sent again heals.
 //!
-//! What an earlier process left in remote files has to be looked up there first (`doubt`).
-//!
-//! A report of blocks that an earlier process took with it is refused, so that only its task runs again: at that time
-//! nobody was promised anything. An app that says in its registration that it recomputes stages has it taken, and the
-//! loss entered, because with one attempt per task a refused report would end its job.
+//! A report of blocks that an earlier process took with it is refused, so that only its task runs again: it was not
+//! acknowledged. An app that says in its registration that it recomputes stages has it taken, and the loss entered,
+//! because with one attempt per task a refused report would end its job.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
 
 use croaring::Treemap;
 use serde::Serialize;
-use tokio::time::{Instant, timeout_at};
 
-use crate::app::{App, Loss, ShuffleState, ranges};
-use crate::tiers::LostExtent;
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
-
-use super::doubt::Suspect;
-use super::examine::refuse_uncounted;
-use super::{Service, ServiceError};
+use crate::app::{App, AppRegistry, ShuffleState};
+use crate::durability::{LostExtent, Verdict, ranges};
 use crate::metrics::clamped;
+use crate::telemetry::AUDIT;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+use super::ServiceError;
+use super::metrics::ServiceMetrics;
+use super::verify::{Suspect, Verifier, blame};
 
 /// By these properties Spark computes a stage again whose shuffle data cannot be fetched; the first that is set counts.
 /// They arrive with registrations of clients since 0.10, to which the last is an old name.
@@ -33,10 +30,10 @@ const RESUBMIT_PROPERTIES: [&str; 3] =
     ["spark.rss.stageRetry.fetchFailureEnabled", "spark.rss.stageRetry.enabled", "spark.rss.resubmit.stage"];
 
 /// What happened to blocks that were in memory only.
-pub(super) const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
+const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
 
-/// How long a report waits for the remote store to say what is there: clients give a call a minute.
-const REPORT_PATIENCE: Duration = Duration::from_secs(20);
+/// Losses listed in one report; beyond it their blocks are only counted.
+const LISTED_MAX: usize = 10_000;
 
 /// A loss with its place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -81,47 +78,70 @@ pub struct IncompleteShuffle {
     pub reason: String,
 }
 
-/// The ledger of one app, and how many lost blocks found no room in it.
-pub(super) fn losses_of(app: &App) -> (Vec<ShuffleLoss>, u64) {
-    let (mut losses, mut unlisted_blocks) = (Vec::new(), 0);
-    for shuffle in app.shuffles().iter().filter(|shuffle| shuffle.losses().count() > 0) {
-        let (told, unlisted) = shuffle.losses().list();
-        losses.extend(told.into_iter().map(|loss| ShuffleLoss::new(shuffle.key(), loss)));
-        unlisted_blocks += unlisted;
+/// What one app has lost: at most `max` entries.
+pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
+    let mut losses = Vec::new();
+    for shuffle in app.shuffles() {
+        let (key, room) = (shuffle.key(), max - losses.len());
+        losses.extend(shuffle.ledger().losses().into_iter().take(room).map(|(partition, loss)| {
+            ShuffleLoss {
+                app: key.app.to_string(),
+                shuffle: key.shuffle.0,
+                partition: partition.0,
+                blocks: loss.ids.cardinality(),
+                ranges: ranges(&loss.ids),
+                bytes: loss.bytes,
+                reason: loss.reason.to_string(),
+                at_ms: loss.at_ms,
+            }
+        }));
     }
-    (losses, unlisted_blocks)
+    losses
 }
 
-impl Service {
+/// Lost blocks of one app.
+pub(super) fn lost_blocks_of(app: &App) -> u64 {
+    app.shuffles().iter().map(|shuffle| shuffle.ledger().lost_blocks()).sum()
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Losses {
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) verifier: Arc<Verifier>,
+    pub(super) metrics: Arc<ServiceMetrics>,
+}
+
+impl Losses {
     /// The ledger of all apps.
-    #[must_use]
-    pub fn losses(&self) -> LossReport {
+    pub(super) fn report(&self) -> LossReport {
         let mut report = LossReport::default();
+        let mut lost = 0;
         for app in self.apps.apps() {
-            let (told, unlisted) = losses_of(&app);
-            report.losses.extend(told);
-            report.unlisted_blocks += unlisted;
+            lost += lost_blocks_of(&app);
+            report.losses.extend(losses_of(&app, LISTED_MAX - report.losses.len()));
             report.incomplete.extend(app.shuffles().iter().filter_map(|shuffle| {
-                let (key, reason) = (shuffle.key(), shuffle.losses().incomplete()?.to_owned());
+                let (key, reason) = (shuffle.key(), shuffle.ledger().incomplete()?.to_owned());
                 Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
             }));
         }
+        let listed: u64 = report.losses.iter().map(|loss| loss.blocks).sum();
+        report.unlisted_blocks = lost.saturating_sub(listed);
         report.incomplete.sort();
         report.losses.sort_by_key(|loss| (loss.app.clone(), loss.shuffle, loss.partition, loss.at_ms));
         report
     }
 
-    pub(super) fn set_loss_gauges(&self) {
+    pub(super) fn set_gauges(&self) {
         let (mut blocks, mut apps, mut unverified, mut incomplete) = (0, 0, 0, 0);
         for app in self.apps.apps() {
-            let shuffles = app.shuffles();
-            let lost: u64 = shuffles.iter().map(|shuffle| shuffle.losses().count()).sum();
-            unverified +=
-                shuffles.iter().map(|shuffle| shuffle.losses().unverified_partitions()).sum::<u64>();
-            let may_miss = |shuffle: &&Arc<ShuffleState>| shuffle.losses().incomplete().is_some();
-            incomplete += shuffles.iter().filter(may_miss).count() as u64;
+            let lost = lost_blocks_of(&app);
             blocks += lost;
             apps += u64::from(lost > 0);
+            for shuffle in app.shuffles() {
+                unverified += shuffle.ledger().verifying();
+                incomplete += u64::from(shuffle.ledger().incomplete().is_some());
+            }
         }
         self.metrics.lost_blocks_now.set(clamped(blocks));
         self.metrics.apps_with_loss.set(clamped(apps));
@@ -129,128 +149,84 @@ impl Service {
         self.metrics.incomplete_shuffles.set(clamped(incomplete));
     }
 
-    /// Enters blocks as lost, and tells it.
-    pub(super) fn enter_loss(
-        &self,
-        shuffle: &ShuffleState,
-        partition: PartitionId,
-        ids: &Treemap,
-        (bytes, reason): (Option<u64>, &Arc<str>),
-    ) {
-        let new = shuffle.losses().lose(partition, ids, bytes, reason);
-        if new == 0 {
-            return;
-        }
-        self.metrics.lost_blocks.inc_by(new);
-        self.metrics.lost_bytes.inc_by(bytes.unwrap_or(0));
-        let ranges = ranges(ids);
-        tracing::error!(target: "audit", shuffle = %shuffle.key(), %partition, blocks = new, ?bytes, ?ranges, %reason, "blocks are lost");
-    }
-
     /// Refuses a read of a partition that wants a lost block, or one of which it is not known yet.
-    pub(super) fn refuse_lost(
+    pub(super) fn refuse(
         &self,
         app: &App,
         shuffle: &ShuffleState,
         partition: PartitionId,
         filter: Option<&Treemap>,
     ) -> Result<(), ServiceError> {
-        refuse_uncounted(shuffle, partition)?;
         let wanted = |ids: &Treemap| {
             let reported = shuffle.block_ids().lock().among(partition, ids);
             let Some(filter) = filter else { return reported };
             let passes = |id: &u64| app.task_of(*id).is_none_or(|task| filter.contains(task));
             reported.iter().filter(passes).collect()
         };
-        if let Some(lost) =
-            shuffle.losses().of(partition).map(|ids| wanted(&ids)).filter(|ids| !ids.is_empty())
-        {
+        let refused = answer(shuffle, partition, shuffle.ledger().verdict(partition, wanted));
+        if let Err(ServiceError::Lost(_)) = &refused {
             self.metrics.reads_refused_for_loss.inc();
-            return Err(lost_error(shuffle, partition, &lost));
         }
-        let doubtful = shuffle.losses().unverified(partition).map(|ids| wanted(&ids));
-        match doubtful.filter(|ids| !ids.is_empty()) {
-            Some(ids) => Err(ServiceError::InDoubt(format!(
-                "{} blocks of shuffle {} partition {partition} are sought in the remote store, where an earlier process \
-                 may have left them",
-                ids.cardinality(),
-                shuffle.key()
-            ))),
-            None => Ok(()),
-        }
+        refused
     }
 
     /// Whether a report may be taken although some of its blocks are gone; enters them if so.
     pub(super) async fn judge_report(
-        self: &Arc<Self>,
+        &self,
         app: &App,
         shuffle: &Arc<ShuffleState>,
         partitions: &[(PartitionId, Vec<i64>)],
     ) -> Result<(), ServiceError> {
-        if !shuffle.losses().is_watched() {
+        let ledger = shuffle.ledger();
+        if !ledger.is_watched() {
             return Ok(());
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let reason: Arc<str> = Arc::from(IN_MEMORY);
-        let give_up = Instant::now() + REPORT_PATIENCE;
+        let (blame, give_up) = (blame(Vec::new(), IN_MEMORY), Verifier::patience());
+        let ids_of = |ids: &[i64]| ids.iter().map(|id| id.unsigned_abs()).collect::<Treemap>();
+        let unknown =
+            partitions.iter().filter(|(id, ids)| ledger.with(*id, |it| it.question_unknown(&ids_of(ids))));
+        let suspect = |partition| Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame.clone() };
+        self.verifier.verify(unknown.map(|(partition, _)| suspect(*partition)).collect());
         for (partition, ids) in partitions {
-            let ids: Treemap = ids.iter().map(|id| id.unsigned_abs()).collect();
-            let uncounted = shuffle.losses().uncounted(*partition, &ids);
-            if !uncounted.is_empty() {
-                let counted = timeout_at(give_up, self.count_once(shuffle, *partition)).await;
-                if !matches!(counted, Ok(Ok(()))) {
-                    self.doubt(shuffle, *partition, &uncounted);
-                    continue;
-                }
-            }
-            let missing = shuffle.losses().missing(*partition, &ids);
-            if missing.is_empty() {
-                continue;
-            }
+            self.verifier.looked(shuffle, *partition, give_up).await;
+            let acknowledged = ledger.with(*partition, |it| it.acknowledge(&ids_of(ids)));
+            let Err(missing) = acknowledged else { continue };
             if !resubmits {
                 self.metrics.reports_refused_for_loss.inc();
                 let text = describe(shuffle.key(), *partition, &missing, IN_MEMORY);
                 return Err(ServiceError::Lost(format!("{text}; the task must run again")));
             }
-            self.enter_loss(shuffle, *partition, &missing, (None, &reason));
+            self.verifier.enter(shuffle, *partition, missing, &blame);
         }
         Ok(())
     }
 
-    /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be looked up.
-    pub(super) fn find_losses(
+    /// After a restart: what was reported and is not there is lost, or, where there are remote files, to be verified.
+    pub(super) fn take_over(
         &self,
         shuffle: &Arc<ShuffleState>,
         present: HashMap<PartitionId, Treemap>,
         (lost, reason): (Vec<LostExtent>, &str),
         has_remote: bool,
     ) -> Vec<Suspect> {
-        shuffle.losses().watch(present);
-        let mut missing: Vec<(PartitionId, Treemap)> = Vec::new();
-        for (partition, ids) in shuffle.block_ids().lock().by_partition() {
-            let gone = shuffle.losses().missing(partition, &ids.to_bitmap());
-            if !gone.is_empty() {
-                missing.push((partition, gone));
-            }
-        }
+        let ledger = shuffle.ledger();
+        ledger.take_over(present, !has_remote);
         let mut extents: HashMap<PartitionId, Vec<LostExtent>> = HashMap::new();
         for extent in lost {
             extents.entry(extent.partition).or_default().push(extent);
         }
-        let reason: Arc<str> = Arc::from(if reason.is_empty() { IN_MEMORY } else { reason });
-        if has_remote {
-            shuffle.losses().expect_remote();
-        }
+        let reason = if reason.is_empty() { IN_MEMORY } else { reason };
         let mut suspects = Vec::new();
-        for (partition, gone) in missing {
-            let (extents, reason) = (extents.remove(&partition).unwrap_or_default(), Arc::clone(&reason));
-            let suspect = Suspect { shuffle: Arc::clone(shuffle), partition, extents, reason };
-            if has_remote {
-                shuffle.losses().mark_unverified(partition, &gone);
-                suspects.push(suspect);
-            } else {
-                self.enter_missing(&suspect, gone);
+        for (partition, ids) in shuffle.block_ids().lock().by_partition() {
+            let mut blame = || blame(extents.remove(&partition).unwrap_or_default(), reason);
+            match ledger.with(partition, |it| it.acknowledge(&ids.to_bitmap())) {
+                Ok(false) => {}
+                Ok(true) => {
+                    suspects.push(Suspect { shuffle: Arc::clone(shuffle), partition, blame: blame() })
+                }
+                Err(missing) => self.verifier.enter(shuffle, partition, missing, &blame()),
             }
         }
         suspects
@@ -258,34 +234,32 @@ impl Service {
 
     /// Tells the ledger of blocks that have become visible.
     pub(super) fn note_committed(&self, shuffle: &ShuffleState, partition: PartitionId, ids: &[u64]) {
-        let healed = shuffle.losses().committed(partition, ids);
+        let healed = shuffle.ledger().with(partition, |it| it.commit(ids));
         if healed > 0 {
             self.metrics.healed_blocks.inc_by(healed);
-            tracing::info!(target: "audit", shuffle = %shuffle.key(), %partition, blocks = healed, "lost blocks were sent again");
+            tracing::info!(target: AUDIT, shuffle = %shuffle.key(), %partition, blocks = healed, "lost blocks were sent again");
         }
     }
 }
 
-impl ShuffleLoss {
-    fn new(key: &ShuffleKey, loss: Loss) -> Self {
-        let since = loss.at.duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self {
-            app: key.app.to_string(),
-            shuffle: key.shuffle.0,
-            partition: loss.partition.0,
-            blocks: loss.blocks,
-            ranges: loss.ranges.into_iter().map(|(first, last)| (first.0, last.0)).collect(),
-            bytes: loss.bytes,
-            reason: loss.reason.to_string(),
-            at_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
-        }
-    }
+/// Refuses a read of a partition of which it is not known yet what a disk has lost.
+pub(super) fn refuse_unknown(shuffle: &ShuffleState, partition: PartitionId) -> Result<(), ServiceError> {
+    answer(shuffle, partition, shuffle.ledger().verdict(partition, |_| Treemap::new()))
 }
 
-fn lost_error(shuffle: &ShuffleState, partition: PartitionId, ids: &Treemap) -> ServiceError {
-    let first = ids.minimum().unwrap_or_default();
-    let reason = shuffle.losses().reason_of(partition, first);
-    ServiceError::Lost(describe(shuffle.key(), partition, ids, reason.as_deref().unwrap_or("see /losses")))
+fn answer(shuffle: &ShuffleState, partition: PartitionId, verdict: Verdict) -> Result<(), ServiceError> {
+    let key = shuffle.key();
+    match verdict {
+        Verdict::Serve => Ok(()),
+        Verdict::Lost(ids, reason) => Err(ServiceError::Lost(describe(key, partition, &ids, &reason))),
+        Verdict::Wait(None) => Err(ServiceError::InDoubt(format!(
+            "a disk has failed, what is left of shuffle {key} partition {partition} is being counted"
+        ))),
+        Verdict::Wait(Some(blocks)) => Err(ServiceError::InDoubt(format!(
+            "{blocks} blocks of shuffle {key} partition {partition} are sought in the remote store, where an earlier process \
+             may have left them"
+        ))),
+    }
 }
 
 /// What a user reads in the stack trace of a failed job.
@@ -293,7 +267,7 @@ fn describe(key: &ShuffleKey, partition: PartitionId, ids: &Treemap, reason: &st
     let count = ids.cardinality();
     let noun = if count == 1 { "block" } else { "blocks" };
     let mut text = format!("{count} {noun} of shuffle {key} partition {partition} are lost (ids");
-    for (BlockId(first), BlockId(last)) in ranges(ids).into_iter().take(4) {
+    for (first, last) in ranges(ids).into_iter().take(4) {
         let written = match first == last {
             true => write!(text, " {first}"),
             false => write!(text, " {first}-{last}"),

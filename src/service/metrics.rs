@@ -27,7 +27,7 @@ metrics::table! {
         lost_blocks_now: IntGauge = "lost_blocks", "Lost blocks now";
         apps_with_loss: IntGauge = "app_with_lost_blocks_num", "Applications with lost blocks now";
         unverified_partitions: IntGauge =
-            "unverified_partitions", "Partitions with reported blocks that are sought in remote stores now";
+            "unverified_partitions", "Partitions of which it is being found out which blocks can be read";
         incomplete_shuffles: IntGauge = "incomplete_shuffles",
             "Shuffles whose results are refused, as reports of them may be missing";
         recovered_blocks: IntGauge = "recovered_blocks", "Blocks taken over from an earlier process";

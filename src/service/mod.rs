@@ -1,16 +1,25 @@
 //! What the worker does, in protocol-free terms: the listeners translate into these calls and back.
 //!
+//! | part | has |
+//! | --- | --- |
+//! | [`Ingest`] | tickets (`require`), sends (`write`, `intake`) and reports (`report`) |
+//! | [`Reads`] | memory, local index and data (`read`), what reducers are to expect (`results`) |
+//! | [`Lifecycle`] | registration to removal, what an earlier process left (`restore`), decommissioning |
+//! | [`Insight`] | explanations, statistics, the last minutes, losses, gauges |
+//!
 //! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
-//! two local reads.
+//! two local reads. The parts share what they are given; none knows [`Service`], which ties them together.
 
+mod aside;
 mod commit_gate;
-mod doubt;
 mod error;
-mod examine;
 mod explain;
 mod fairness;
 mod history;
+mod ingest;
+mod insight;
 mod intake;
+mod known;
 mod lifecycle;
 mod losses;
 pub(crate) mod metrics;
@@ -25,6 +34,7 @@ mod results;
 pub mod statistics;
 mod status;
 mod top_apps;
+mod verify;
 mod write;
 
 #[cfg(test)]
@@ -40,11 +50,13 @@ pub use error::ServiceError;
 pub use explain::{Explanation, Presence, StageView, TopPartition};
 pub use fairness::{FairnessConfig, WeightRule};
 pub use history::{SAMPLE_INTERVAL, Sample};
+pub use ingest::Ingest;
+pub use insight::Insight;
 pub use intake::Intake;
-pub use lifecycle::RegisterRequest;
+pub use lifecycle::{Lifecycle, RegisterRequest};
 pub use losses::{IncompleteShuffle, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
-pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest};
+pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
@@ -57,16 +69,21 @@ pub use write::{SendHeader, SendSession};
 
 use commit_gate::CommitGate;
 use explain::Gone;
+use fairness::Weights;
 use history::History;
+use known::Known;
+use losses::Losses;
+use metrics::ServiceMetrics;
+use verify::Verifier;
 
-use crate::app::{App, AppRegistry, ShuffleState};
+use crate::app::AppRegistry;
 use crate::flush::Flusher;
 use crate::memory::Memory;
+use crate::runtime::Tasks;
 use crate::schema::kind::{HOUR, SECOND, seconds};
 use crate::schema::section;
 use crate::telemetry::Refusals;
 use crate::tiers::Tiers;
-use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 section! {
     /// Limits of the service.
@@ -97,19 +114,20 @@ section! {
 /// The service; shared by all listeners.
 #[derive(Debug)]
 pub struct Service {
-    config: ServiceConfig,
-    partition_limits: RwLock<PartitionLimits>,
-    fairness: RwLock<FairnessConfig>,
+    /// What writers call.
+    pub ingest: Arc<Ingest>,
+    /// What readers call.
+    pub reads: Arc<Reads>,
+    /// From registration to removal.
+    pub lifecycle: Arc<Lifecycle>,
+    /// What the worker tells of itself.
+    pub insight: Arc<Insight>,
     apps: Arc<AppRegistry>,
     memory: Arc<Memory>,
     tiers: Tiers,
     flusher: Option<Arc<Flusher>>,
-    status: WorkerStatus,
-    commits: CommitGate,
-    tasks: crate::runtime::Tasks,
-    metrics: metrics::ServiceMetrics,
-    history: History,
-    gone: Gone,
+    status: Arc<WorkerStatus>,
+    heap_wait: Duration,
     refusals: Refusals,
 }
 
@@ -123,28 +141,86 @@ impl Service {
         apps: Arc<AppRegistry>,
         memory: Arc<Memory>,
         flusher: Option<Arc<Flusher>>,
-        tasks: crate::runtime::Tasks,
+        tasks: Tasks,
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
-        let metrics = metrics::ServiceMetrics::new(registry)?;
+        let metrics = Arc::new(ServiceMetrics::new(registry)?);
         if let Some(flusher) = &flusher {
             flusher.charge_to(Arc::clone(&apps));
         }
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
+        let status = Arc::new(WorkerStatus::default());
+        let known = Known { apps: apps.clone(), metrics: metrics.clone() };
+        let verifier = Arc::new(Verifier {
+            memory: memory.clone(),
+            tiers: tiers.clone(),
+            tasks: tasks.clone(),
+            metrics: metrics.clone(),
+        });
+        let losses = Losses { apps: apps.clone(), verifier: verifier.clone(), metrics: metrics.clone() };
+        let losses = Arc::new(losses);
+        let insight = Arc::new(Insight {
+            apps: apps.clone(),
+            memory: memory.clone(),
+            tiers: tiers.clone(),
+            flusher: flusher.clone(),
+            status: status.clone(),
+            losses: losses.clone(),
+            tasks: tasks.clone(),
+            metrics: metrics.clone(),
+            history: History::default(),
+            gone: Gone::default(),
+        });
+        let ingest = Ingest {
+            known: known.clone(),
+            memory: memory.clone(),
+            tiers: tiers.clone(),
+            flusher: flusher.clone(),
+            status: status.clone(),
+            losses: losses.clone(),
+            metrics: metrics.clone(),
+            limits: RwLock::new(config.partition_limits),
+            commits: CommitGate::default(),
+            partitions_max: config.partitions_per_request_max,
+            verify_crc: config.verify_crc,
+        };
+        let reads = Reads {
+            known: known.clone(),
+            memory: memory.clone(),
+            tiers: tiers.clone(),
+            losses: losses.clone(),
+            verifier: verifier.clone(),
+            metrics: metrics.clone(),
+            partitions_max: config.partitions_per_request_max,
+            read_memory_wait: config.read_memory_wait,
+            heap_wait: config.heap_wait,
+        };
+        let lifecycle = Lifecycle {
+            known,
+            apps: apps.clone(),
+            memory: memory.clone(),
+            tiers: tiers.clone(),
+            flusher: flusher.clone(),
+            status: status.clone(),
+            weights: Weights { config: RwLock::new(config.fairness), memory: memory.clone() },
+            losses,
+            verifier,
+            insight: insight.clone(),
+            tasks,
+            metrics,
+            decommission_check_interval: config.decommission_check_interval,
+        };
         Ok(Arc::new(Self {
-            partition_limits: RwLock::new(config.partition_limits),
-            fairness: RwLock::new(config.fairness.clone()),
-            config,
+            ingest: Arc::new(ingest),
+            reads: Arc::new(reads),
+            lifecycle: Arc::new(lifecycle),
+            insight,
             apps,
             memory,
             tiers,
             flusher,
-            status: WorkerStatus::default(),
-            commits: CommitGate::default(),
-            tasks,
-            metrics,
-            history: History::default(),
-            gone: Gone::default(),
+            status,
+            heap_wait: config.heap_wait,
             refusals: Refusals::default(),
         }))
     }
@@ -167,15 +243,9 @@ impl Service {
         &self.status
     }
 
-    /// From here on no send is acknowledged: clients get NO_BUFFER, wait and send again. When this returns none is being
-    /// acknowledged either, so what is in memory can only become less.
-    pub fn refuse_sends(&self) {
-        self.commits.close();
-    }
-
-    /// Undoes [`Service::refuse_sends`] and [`WorkerStatus::stop`]: it did not come to that.
+    /// Undoes [`Ingest::refuse_sends`] and [`WorkerStatus::stop`]: it did not come to that.
     pub fn go_on(&self) {
-        self.commits.open();
+        self.ingest.take_sends();
         self.status.go_on();
     }
 
@@ -197,21 +267,10 @@ impl Service {
         self.flusher.as_ref()
     }
 
-    /// Bounds of one partition, as they are now.
-    #[must_use]
-    pub fn partition_limits(&self) -> PartitionLimits {
-        *self.partition_limits.read()
-    }
-
-    /// Replaces them.
-    pub fn set_partition_limits(&self, limits: PartitionLimits) {
-        *self.partition_limits.write() = limits;
-    }
-
     /// How long a request waits for heap.
     #[must_use]
     pub fn heap_wait(&self) -> Duration {
-        self.config.heap_wait
+        self.heap_wait
     }
 
     /// The registry of apps.
@@ -219,40 +278,4 @@ impl Service {
     pub fn apps(&self) -> &Arc<AppRegistry> {
         &self.apps
     }
-
-    /// Tickets refused since the start: for lack of memory, and because a huge partition fills its share.
-    #[must_use]
-    pub fn refused_tickets(&self) -> (u64, u64) {
-        let metrics = &self.metrics;
-        (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
-    }
-
-    /// Brings gauges of live values up to date; called before metrics are gathered.
-    pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
-        self.metrics.set_inventory(apps, self.apps.block_id_count());
-        self.metrics.set_state(self.status.state());
-        self.set_loss_gauges();
-    }
-
-    /// The app of a request; an id that cannot exist is unknown like any other.
-    fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
-        let found = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
-        found.ok_or_else(|| {
-            self.metrics.apps_not_found.inc();
-            ServiceError::NotRegistered
-        })
-    }
-
-    /// As [`Service::app`], and the app counts as used now.
-    fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
-        let app = self.app(app)?;
-        self.apps.touch(&app);
-        Ok(app)
-    }
-}
-
-/// Key and state of a shuffle of `app`; `None` if it is not registered.
-fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
-    let state = app.shuffle(ShuffleId(shuffle))?;
-    Some((state.key().clone(), state))
 }

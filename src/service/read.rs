@@ -15,16 +15,18 @@ use tokio::time::{Instant, timeout};
 
 use crate::app::{App, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
-use crate::memory::{MemoryRead, ReadPool};
-use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Suspicion};
+use crate::memory::{Memory, MemoryRead, ReadPool};
+use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 
-use super::examine::refuse_uncounted;
-use super::lifecycle::invalid_shuffle;
+use super::ServiceError;
+use super::known::{Known, invalid_shuffle};
+use super::losses::{Losses, refuse_unknown};
+use super::metrics::ServiceMetrics;
 use super::read_metrics::{Reading, TierReads};
-use super::{Service, ServiceError};
+use super::verify::Verifier;
 
 /// Part of what an application may still have unanswered that one answer from memory takes at most; a block that is larger
 /// still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
@@ -32,6 +34,20 @@ const ANSWER_DIVISOR: u64 = 4;
 
 /// When less of it is left, readers wait: others of the application do not take what they asked for.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
+
+/// What readers call: memory, local index and data, and what to expect ([`Reads::results`]).
+#[derive(Debug)]
+pub struct Reads {
+    pub(super) known: Known,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) losses: Arc<Losses>,
+    pub(super) verifier: Arc<Verifier>,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) partitions_max: usize,
+    pub(super) read_memory_wait: Duration,
+    pub(super) heap_wait: Duration,
+}
 
 /// `getMemoryShuffleData`.
 #[derive(Debug, Clone, Copy)]
@@ -120,7 +136,7 @@ pub(super) type NextChunk = BoxFuture<'static, (Box<ChunkStream>, Result<Option<
 /// Where a disk read tells of its errors.
 #[derive(Debug)]
 struct ErrorReporter {
-    service: Arc<Service>,
+    verifier: Arc<Verifier>,
     shuffle: Arc<ShuffleState>,
     partition: PartitionId,
 }
@@ -155,12 +171,11 @@ impl ChunkStream {
     /// Enters what a checksum has shown to be gone, or a disk that goes on failing.
     async fn tell<T>(&mut self, read: &Result<T, StoreError>) {
         let Err(error) = read else { return };
-        let suspicion = self.source.as_ref().map(|source| source.suspicion()).unwrap_or_default();
-        if suspicion == Suspicion::default() {
+        if !self.source.as_ref().is_some_and(|source| source.is_suspect()) {
             return;
         }
-        let Some(ErrorReporter { service, shuffle, partition }) = self.reporter.take() else { return };
-        service.examine(shuffle, partition, (suspicion, error)).await;
+        let Some(ErrorReporter { verifier, shuffle, partition }) = self.reporter.take() else { return };
+        verifier.examine(shuffle, partition, error).await;
     }
 
     /// The next bytes, when there is read memory to spare for them and they are not the first; else the stream again.
@@ -222,7 +237,7 @@ fn answer_limit(answers: &Budget, wanted: i32) -> Result<u64, ServiceError> {
     Ok(u64::try_from(wanted).unwrap_or(0).min(free / ANSWER_DIVISOR))
 }
 
-impl Service {
+impl Reads {
     /// Blocks of a partition that are in memory.
     ///
     /// # Errors
@@ -238,7 +253,7 @@ impl Service {
         };
         let partition = PartitionId(request.partition);
         if let Some(shuffle) = app.shuffle(key.shuffle) {
-            self.refuse_lost(&app, &shuffle, partition, filter.as_ref())?;
+            self.losses.refuse(&app, &shuffle, partition, filter.as_ref())?;
         }
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
@@ -272,7 +287,7 @@ impl Service {
     /// # Errors
     /// Unknown app, a disk that fails, no read memory in time.
     pub async fn read_index(
-        self: &Arc<Self>,
+        &self,
         app: &str,
         shuffle: i32,
         partition: i32,
@@ -296,9 +311,10 @@ impl Service {
         let ServedIndex { length, data_length, chunks } = read;
         let shuffle = app.shuffle(key.shuffle);
         if let Some(shuffle) = &shuffle {
-            refuse_uncounted(shuffle, partition)?;
+            refuse_unknown(shuffle, partition)?;
         }
-        let reporter = shuffle.map(|shuffle| ErrorReporter { service: Arc::clone(self), shuffle, partition });
+        let reporter =
+            shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
         let chunks = self.start(self.stream(Some(chunks), (length, reads), app, reporter)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
@@ -310,7 +326,7 @@ impl Service {
     /// Unknown app, a range beyond what is published or with a hole of which something is missed, a disk that fails, no
     /// read memory in time.
     pub async fn read_data(
-        self: &Arc<Self>,
+        &self,
         app: &str,
         shuffle: i32,
         partition: i32,
@@ -330,9 +346,10 @@ impl Service {
         // What was never reported is not missed: zeros stand for it, so that segments around it can be read.
         let shuffle = app.shuffle(key.shuffle);
         if let Some(shuffle) = shuffle.as_ref().filter(|_| has_hole) {
-            self.refuse_lost(&app, shuffle, partition, None)?;
+            self.losses.refuse(&app, shuffle, partition, None)?;
         }
-        let reporter = shuffle.map(|shuffle| ErrorReporter { service: Arc::clone(self), shuffle, partition });
+        let reporter =
+            shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
         let length = u64::from(length);
         let chunks = self
             .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), app, reporter))
@@ -343,7 +360,7 @@ impl Service {
     }
 
     fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>), ServiceError> {
-        let app = self.touched_app(app)?;
+        let app = self.known.touched_app(app)?;
         if shuffle < 0 {
             return Err(invalid_shuffle(shuffle));
         }
@@ -366,7 +383,7 @@ impl Service {
     /// Reads the first chunk while an error can still be answered with a status.
     async fn start(&self, mut stream: ChunkStream) -> Result<ChunkStream, ServiceError> {
         self.metrics.read_memory_asked.inc();
-        let wait = self.config.read_memory_wait;
+        let wait = self.read_memory_wait;
         let asked = stream.length;
         stream.first = timeout(wait, stream.next()).await.map_err(|_| {
             self.metrics.read_memory_refused.inc();

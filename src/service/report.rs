@@ -10,8 +10,10 @@ use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-use super::results::aside;
-use super::{Service, ServiceError, shuffle_of};
+use super::ServiceError;
+use super::aside::aside;
+use super::ingest::Ingest;
+use super::known::shuffle_of;
 
 /// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 trap 16).
 const INLINE_IDS_MAX: u64 = 10_000;
@@ -34,14 +36,14 @@ pub struct ReportRequest<'a> {
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
 }
 
-impl Service {
+impl Ingest {
     /// Remembers which blocks a task attempt has written.
     ///
     /// # Errors
     /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, no disk that takes the note;
     /// nothing was taken then.
-    pub async fn report(self: &Arc<Self>, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
-        let app = self.touched_app(request.app)?;
+    pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
+        let app = self.known.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
             let value = i64::from(request.bitmap_count);
             return Err(ServiceError::InvalidField {
@@ -62,7 +64,7 @@ impl Service {
             return Ok(());
         }
         request.partitions = partitions;
-        self.judge_report(&app, &shuffle, &request.partitions).await?;
+        self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
         let partitions = match self.tiers.metadata() {
             Some(tier) => note_report(&**tier, &key, request).await?,
             None => request.partitions,

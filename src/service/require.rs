@@ -9,8 +9,9 @@ use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 
+use super::ServiceError;
+use super::ingest::Ingest;
 use super::partition_limit::{PartitionSizes, Verdict};
-use super::{FairnessConfig, Service, ServiceError};
 
 /// `requireBuffer`.
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +37,7 @@ pub struct RequireGrant {
     pub split_partitions: Vec<i32>,
 }
 
-impl Service {
+impl Ingest {
     /// Reserves memory for a send.
     ///
     /// # Errors
@@ -44,12 +45,12 @@ impl Service {
     /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
     /// `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
-        let app = self.app(request.app)?;
+        let app = self.known.app(request.app)?;
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
         }
         let bytes = size(request.bytes, "requireSize")?;
-        if request.partitions.len() > self.config.partitions_per_request_max {
+        if request.partitions.len() > self.partitions_max {
             return Err(ServiceError::InvalidField {
                 field: "partitionIds",
                 value: clamped(request.partitions.len()),
@@ -82,18 +83,6 @@ impl Service {
         if let Some(flusher) = &self.flusher {
             flusher.refused(bytes);
         }
-    }
-
-    /// Replaces the weights; they count at once.
-    pub fn set_fairness(&self, fairness: &FairnessConfig) {
-        self.fairness.write().clone_from(fairness);
-        self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weigh(app));
-    }
-
-    /// Brings the weight of an application up to date.
-    pub(super) fn weigh(&self, app: &App) {
-        let weight = self.fairness.read().weight_of(&app.user(), app.id().as_str());
-        self.memory.tickets().set_weight(app.id(), weight);
     }
 
     /// The partitions to be split, if all of them may take what is asked for.

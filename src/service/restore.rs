@@ -11,8 +11,9 @@ use crate::durability::{self, Record};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
-use super::doubt::Suspect;
-use super::{Service, ServiceError};
+use super::ServiceError;
+use super::lifecycle::Lifecycle;
+use super::verify::Suspect;
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 
@@ -29,9 +30,9 @@ pub struct Restored {
     pub reported_blocks: u64,
 }
 
-impl Service {
+impl Lifecycle {
     /// Makes known what was found on the disks. Every app counts as used now.
-    pub fn restore(self: &Arc<Self>, recovered: Recovered) -> Restored {
+    pub fn restore(&self, recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
         self.metrics.recovered_bytes.set(clamped(bytes));
@@ -42,9 +43,9 @@ impl Service {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
             match self.restore_shuffle(shuffle) {
-                Ok(Some(in_doubt)) => {
+                Ok(Some(unverified)) => {
                     restored.shuffles += 1;
-                    suspects.extend(in_doubt);
+                    suspects.extend(unverified);
                 }
                 Ok(None) if !reason.is_empty() => {
                     tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
@@ -64,8 +65,8 @@ impl Service {
             }
         }
         self.apps.touch_all();
-        self.apps.apps().iter().for_each(|app| self.weigh(app));
-        self.look_up(suspects);
+        self.apps.apps().iter().for_each(|app| self.weights.weigh(app));
+        self.verifier.verify(suspects);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
         if restored.shuffles + restored.unregistered > 0 {
@@ -86,7 +87,7 @@ impl Service {
         self.tiers.iter().for_each(|tier| tier.leave(key));
     }
 
-    fn discard(self: &Arc<Self>, key: &ShuffleKey) {
+    fn discard(&self, key: &ShuffleKey) {
         drop(self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
@@ -123,13 +124,13 @@ impl Service {
         }
         if let Some(reason) = shuffle.incomplete {
             tracing::error!(target: AUDIT, shuffle = %key, reason, "reports may be missing, its results are refused");
-            state.losses().mark_incomplete(reason);
+            state.ledger().mark_incomplete(reason);
         }
         if remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
         }
         let lost = (shuffle.lost, shuffle.reason.as_str());
-        Ok(Some(self.find_losses(&state, shuffle.present, lost, remote == Remote::Known)))
+        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, remote == Remote::Known)))
     }
 }
 
@@ -144,7 +145,7 @@ enum Remote {
     Unusable,
 }
 
-impl Service {
+impl Lifecycle {
     /// Registers a shuffle again in the tiers that have not kept its registration. Without a remote storage its cold data
     /// goes to local disks.
     fn restore_tiers(&self, key: &ShuffleKey, note: &[u8]) -> Remote {

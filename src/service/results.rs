@@ -15,7 +15,10 @@ use crate::budget::{Charge, HeapKind};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 
-use super::{Service, ServiceError, shuffle_of};
+use super::ServiceError;
+use super::aside::aside;
+use super::known::shuffle_of;
+use super::read::Reads;
 
 /// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours.
 const INLINE_IDS_MAX: u64 = 10_000;
@@ -41,7 +44,7 @@ pub struct Results {
     pub held: Charge,
 }
 
-impl Service {
+impl Reads {
     /// The reported ids of `partitions` as Java's bitmap. A partition without reports has none, nor has a shuffle that
     /// was never registered.
     ///
@@ -55,13 +58,13 @@ impl Service {
         partitions: &[i32],
         layout: Option<(i32, i32, i32)>,
     ) -> Result<Results, ServiceError> {
-        let app = self.touched_app(app)?;
+        let app = self.known.touched_app(app)?;
         if let Some(layout) = layout {
             check_layout(layout)?;
         }
         let task_bits = layout.map_or(TASK_BITS_DEFAULT, |(_, _, task)| task);
         app.learn_task_bits(task_bits.unsigned_abs());
-        let (size, max) = (partitions.len(), self.config.partitions_per_request_max);
+        let (size, max) = (partitions.len(), self.partitions_max);
         if size > max {
             return Err(ServiceError::FieldTooLarge { field: "partitions", size, unit: "entries", max });
         }
@@ -75,7 +78,7 @@ impl Service {
                 ))),
             };
         };
-        if let Some(reason) = shuffle.losses().incomplete() {
+        if let Some(reason) = shuffle.ledger().incomplete() {
             let key = shuffle.key();
             let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
@@ -83,7 +86,7 @@ impl Service {
         let is_small = size <= INLINE_PARTITIONS_MAX && shuffle.block_ids().lock().count() <= INLINE_IDS_MAX;
         let partitions = partitions.to_vec();
         let sets = aside(is_small, move || Sets::of(&shuffle, partitions)).await?;
-        let charged = timeout(self.config.heap_wait, answers.charge(sets.answer_bytes));
+        let charged = timeout(self.heap_wait, answers.charge(sets.answer_bytes));
         let full = |refusal| ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal));
         let mut held = match charged.await {
             Ok(charged) => charged.map_err(full)?,
@@ -94,18 +97,6 @@ impl Service {
         drop(held.split_up_to(unused));
         Ok(Results { bitmap, held })
     }
-}
-
-/// Does `work` here if it is small, else on a blocking thread.
-pub(super) async fn aside<T: Send + 'static>(
-    is_small: bool,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ServiceError> {
-    if is_small {
-        return Ok(work());
-    }
-    let failed = |error| ServiceError::Malformed(format!("work on a blocking thread ended: {error}"));
-    tokio::task::spawn_blocking(work).await.map_err(failed)
 }
 
 /// Each of `partitions` once.

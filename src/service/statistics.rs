@@ -8,7 +8,9 @@ use std::cmp::Reverse;
 use serde::Serialize;
 use uniffle_wire::types::AppId;
 
-use super::Service;
+use crate::app::App;
+use crate::memory::Memory;
+use crate::tiers::Tiers;
 
 /// One application at one moment; sums over counters that go on changing meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -56,51 +58,45 @@ impl AppStatistics {
     }
 }
 
-impl Service {
-    /// All applications.
-    pub fn app_statistics(&self) -> Vec<AppStatistics> {
-        self.apps.apps().iter().map(|app| self.statistics_of(app)).collect()
-    }
-
-    pub(super) fn statistics_of(&self, app: &crate::app::App) -> AppStatistics {
-        let mut sum = AppStatistics {
-            app: app.id().clone(),
-            partitions: 0,
-            huge_partitions: 0,
-            received_bytes: 0,
-            in_memory_bytes: 0,
-            in_memory_blocks: 0,
-            largest_partition_bytes: 0,
-            partitions_with_data: 0,
-            local_files: 0,
-            local_bytes: 0,
-            remote_files: 0,
-            remote_bytes: 0,
-        };
-        for shuffle in app.shuffles() {
-            sum.partitions += shuffle.partition_count();
-            sum.huge_partitions += shuffle.huge_partition_count() as u64;
-            for tier in self.tiers.iter() {
-                let usage = tier.usage(shuffle.key());
-                let (files, bytes) = match tier.served() {
-                    Some(_) => (&mut sum.local_files, &mut sum.local_bytes),
-                    None => (&mut sum.remote_files, &mut sum.remote_bytes),
-                };
-                *files += usage.files;
-                *bytes += usage.bytes;
-            }
-            let Some(buffers) = self.memory.shuffle(shuffle.key()) else { continue };
-            for buffer in buffers.all() {
-                let received_bytes = buffer.received_bytes();
-                sum.received_bytes += received_bytes;
-                sum.largest_partition_bytes = sum.largest_partition_bytes.max(received_bytes);
-                sum.partitions_with_data += u64::from(received_bytes > 0);
-                sum.in_memory_bytes += buffer.in_memory_bytes();
-                sum.in_memory_blocks += buffer.block_count() as u64;
-            }
+/// What one application has.
+pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppStatistics {
+    let mut sum = AppStatistics {
+        app: app.id().clone(),
+        partitions: 0,
+        huge_partitions: 0,
+        received_bytes: 0,
+        in_memory_bytes: 0,
+        in_memory_blocks: 0,
+        largest_partition_bytes: 0,
+        partitions_with_data: 0,
+        local_files: 0,
+        local_bytes: 0,
+        remote_files: 0,
+        remote_bytes: 0,
+    };
+    for shuffle in app.shuffles() {
+        sum.partitions += shuffle.partition_count();
+        sum.huge_partitions += shuffle.huge_partition_count() as u64;
+        for tier in tiers.iter() {
+            let usage = tier.usage(shuffle.key());
+            let (files, bytes) = match tier.served() {
+                Some(_) => (&mut sum.local_files, &mut sum.local_bytes),
+                None => (&mut sum.remote_files, &mut sum.remote_bytes),
+            };
+            *files += usage.files;
+            *bytes += usage.bytes;
         }
-        sum
+        let Some(buffers) = memory.shuffle(shuffle.key()) else { continue };
+        for buffer in buffers.all() {
+            let received_bytes = buffer.received_bytes();
+            sum.received_bytes += received_bytes;
+            sum.largest_partition_bytes = sum.largest_partition_bytes.max(received_bytes);
+            sum.partitions_with_data += u64::from(received_bytes > 0);
+            sum.in_memory_bytes += buffer.in_memory_bytes();
+            sum.in_memory_blocks += buffer.block_count() as u64;
+        }
     }
+    sum
 }
 
 /// The `count` applications of the largest non-zero `weight`, largest first; ties by id.

@@ -18,7 +18,7 @@ use crate::tiers::{LocalConfig, LocalStore};
 use uniffle_io::Disk;
 use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_wire::types::{Distribution, PartitionId};
+use uniffle_wire::types::{AppId, Distribution, PartitionId};
 
 const APP: &str = "app-1";
 const CAPACITY: u64 = 16 << 20;
@@ -95,7 +95,8 @@ impl World {
             &registry,
         )
         .unwrap();
-        let expiry = Arc::clone(&service).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
+        let expiry =
+            Arc::clone(&service.lifecycle).run_expiry(Duration::from_secs(5), Duration::from_secs(10));
         tasks.spawn("expiry", expiry);
         let world = Self { service, memory, flusher, faults, registry, tasks, next_block: 0 };
         world.register(APP, &[]).await;
@@ -113,13 +114,13 @@ impl World {
             properties: properties.collect(),
             remote_storage: None,
         };
-        self.service.register(request).await.unwrap();
+        self.service.lifecycle.register(request).await.unwrap();
     }
 
     fn require(&self, partitions: &[i32], partition_sizes: &[i32]) -> Result<RequireGrant, ServiceError> {
         let bytes = partition_sizes.iter().sum::<i32>().max(1000);
         let request = RequireRequest { app: APP, shuffle: 0, bytes, partitions, partition_sizes };
-        self.service.require_buffer(request)
+        self.service.ingest.require_buffer(request)
     }
 
     /// The ticket is asked for without naming the partition, so that no limit but those of the send applies.
@@ -131,9 +132,9 @@ impl World {
         let length = i32::try_from(bytes).unwrap();
         let request =
             RequireRequest { app, shuffle: 0, bytes: length + 32, partitions: &[], partition_sizes: &[] };
-        let ticket = self.service.require_buffer(request)?.ticket;
+        let ticket = self.service.ingest.require_buffer(request)?.ticket;
         let header = SendHeader { app, shuffle: 0, ticket, message_bytes: bytes as u64 + 200 };
-        let mut session = self.service.begin_send(header)?;
+        let mut session = self.service.ingest.begin_send(header)?;
         session.partition(partition)?;
         session.begin_block(u32::try_from(bytes).unwrap())?;
         session.write(&vec![7; bytes])?;
@@ -154,12 +155,12 @@ impl World {
     }
 
     fn buffer_of(&self, app: &str, partition: i32) -> Arc<Buffer> {
-        let shuffle = self.service.app(app).unwrap().shuffles()[0].key().clone();
+        let shuffle = self.service.lifecycle.known.app(app).unwrap().shuffles()[0].key().clone();
         self.memory.shuffle(&shuffle).unwrap().existing(PartitionId(partition)).unwrap()
     }
 
     fn metric(&self, name: &str) -> u64 {
-        self.service.refresh_metrics(&self.service.app_statistics());
+        self.service.insight.refresh_metrics(&self.service.insight.app_statistics());
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
         let metric = &family.unwrap_or_else(|| panic!("no metric {name}")).get_metric()[0];
@@ -174,7 +175,7 @@ impl World {
 
     async fn stop(self) {
         self.faults.clear();
-        self.service.unregister_app(APP).unwrap();
+        self.service.lifecycle.unregister_app(APP).unwrap();
         self.faults.release().await;
         tokio::time::sleep(Duration::from_secs(100)).await;
         assert_eq!(self.flusher.unfinished(), 0, "batches left");
@@ -368,14 +369,14 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
     // Expiry would end the app itself.
     world.register(APP, &[("spark.rss.riffle.appHeartbeatTimeoutMinutes", "600")]).await;
     tokio::time::sleep(Duration::from_secs(50)).await;
-    service.decommission().unwrap();
+    service.lifecycle.decommission().unwrap();
     tokio::time::sleep(Duration::from_secs(400)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning);
-    service.cancel_decommission().unwrap();
+    service.lifecycle.cancel_decommission().unwrap();
     assert_eq!(service.status().state(), WorkerState::Active);
-    service.unregister_app(APP).unwrap();
+    service.lifecycle.unregister_app(APP).unwrap();
     tokio::time::sleep(Duration::from_secs(30)).await;
-    service.decommission().unwrap();
+    service.lifecycle.decommission().unwrap();
     let before = tokio::time::Instant::now();
     service.status().decommissioned().await;
     assert!(before.elapsed() < Duration::from_secs(1), "n25: an idle worker is looked at at once");
@@ -383,7 +384,7 @@ async fn n25_a_decommissioning_is_looked_at_at_once_and_ends_at_a_check_after_th
     world.register(APP, &[]).await;
     tokio::time::sleep(Duration::from_secs(61)).await;
     assert_eq!(service.status().state(), WorkerState::Decommissioning, "it serves an app again");
-    service.cancel_decommission().unwrap();
+    service.lifecycle.cancel_decommission().unwrap();
     world.stop().await;
 }
 
@@ -395,7 +396,7 @@ async fn statistics_are_sums_over_an_apps_partitions() {
     world.flusher.flush_all();
     world.settle().await;
     world.fill(4, 10_000);
-    let all = world.service.app_statistics();
+    let all = world.service.insight.app_statistics();
     let by_name: HashMap<&str, &AppStatistics> = all.iter().map(|app| (app.app.as_str(), app)).collect();
     let (busy, idle) = (by_name[APP], by_name["app-10"]);
     assert_eq!((busy.received_bytes, busy.in_memory_bytes, busy.in_memory_blocks), (30_000, 10_000, 1));
@@ -404,7 +405,7 @@ async fn statistics_are_sums_over_an_apps_partitions() {
     assert_eq!(world.metric("topN_of_total_data_size_for_app"), 30_000);
     assert_eq!(world.metric("topN_of_on_localfile_data_size_for_app"), 20_000);
     assert_eq!(world.metric("bottomN_of_in_memory_avg_block_size_for_app"), 10_000);
-    world.service.unregister_app("app-10").unwrap();
+    world.service.lifecycle.unregister_app("app-10").unwrap();
     world.stop().await;
 }
 
@@ -417,7 +418,7 @@ async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spa
     world.settle().await;
     let pool = world.memory.read_pool().clone();
 
-    let answer = world.service.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let answer = world.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
     world.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
     let first = ahead.next().await.unwrap().unwrap();
@@ -427,7 +428,7 @@ async fn the_next_chunk_is_read_while_the_last_is_sent_if_there_is_memory_to_spa
     world.faults.release().await;
     within_time("an answer that is not wanted holds nothing", || pool.used_bytes() == 0).await;
 
-    let answer = world.service.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
+    let answer = world.service.reads.read_data(APP, 0, 3, 0, BYTES).await.unwrap();
     let others = pool.try_acquire(1 << 20).unwrap();
     world.faults.add(Rule::always(Operation::Read, Fault::Hang));
     let mut ahead = ReadAhead::of(answer.chunks);
@@ -449,16 +450,16 @@ async fn d5_while_a_successor_is_awaited_no_send_is_acknowledged_and_tickets_com
     let ticket = |world: &World| {
         let request =
             RequireRequest { app: APP, shuffle: 0, bytes: 2000, partitions: &[], partition_sizes: &[] };
-        world.service.require_buffer(request).unwrap().ticket
+        world.service.ingest.require_buffer(request).unwrap().ticket
     };
     let open = |world: &World, ticket| {
-        world.service.begin_send(SendHeader { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
+        world.service.ingest.begin_send(SendHeader { app: APP, shuffle: 0, ticket, message_bytes: 1200 })
     };
     let late = ticket(&world);
     let mut under_way = open(&world, ticket(&world)).unwrap();
     under_way.partition(2).unwrap();
     under_way.begin_block(1000).unwrap();
-    world.service.refuse_sends();
+    world.service.ingest.refuse_sends();
     assert_eq!(code(open(&world, late)), StatusCode::NoBuffer);
     under_way.write(&[7; 1000]).unwrap();
     under_way.end_block(BlockHeader { block_id: 99, length: 1000, ..BlockHeader::default() }).unwrap();

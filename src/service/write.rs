@@ -16,8 +16,10 @@ use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers}
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
+use super::ServiceError;
+use super::ingest::Ingest;
+use super::known::shuffle_of;
 use super::partition_limit::{PartitionLimits, PartitionSizes};
-use super::{Service, ServiceError, shuffle_of};
 
 /// Blocks of a send that are kept track of without a charge; a small send has no more.
 const BLOCKS_FREE: usize = 16;
@@ -42,7 +44,7 @@ pub struct SendHeader<'a> {
     pub message_bytes: u64,
 }
 
-impl Service {
+impl Ingest {
     /// Opens a send: redeems its ticket.
     ///
     /// # Errors
@@ -51,7 +53,7 @@ impl Service {
         let opened = self.open_send(header);
         if opened.is_err() {
             self.metrics.rejected_sends.inc();
-            if let Ok(app) = self.app(header.app) {
+            if let Ok(app) = self.known.app(header.app) {
                 app.account().sends_failed.add(1, header.message_bytes);
             }
         }
@@ -59,7 +61,7 @@ impl Service {
     }
 
     fn open_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
-        let app = self.touched_app(header.app)?;
+        let app = self.known.touched_app(header.app)?;
         // The ticket first: whatever is wrong with the rest, its memory must come back now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
@@ -71,7 +73,7 @@ impl Service {
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
             bookkeeping: Bookkeeping::new(self.memory.heap().of(HeapKind::Blocks)),
-            service: Arc::clone(self),
+            ingest: Arc::clone(self),
             app,
             shuffle,
             buffers,
@@ -149,7 +151,7 @@ struct OpenBlock {
 /// A send that is arriving: blocks become readable at its commit, and dropping it gives everything back.
 #[derive(Debug)]
 pub struct SendSession {
-    service: Arc<Service>,
+    ingest: Arc<Ingest>,
     app: Arc<App>,
     shuffle: Arc<ShuffleState>,
     buffers: Arc<ShuffleBuffers>,
@@ -218,7 +220,7 @@ impl SendSession {
             return Err(ServiceError::Malformed("more bytes than the block's length".to_owned()));
         };
         open.fill.write(bytes);
-        if self.service.config.verify_crc {
+        if self.ingest.verify_crc {
             // Here the bytes are in cache: 0.015 CPU-s/GB instead of 0.09 at flush (docs/performance.md §C item 6).
             open.crc.update(bytes);
         }
@@ -234,10 +236,10 @@ impl SendSession {
             return Err(ServiceError::Malformed("a block ends before its bytes".to_owned()));
         };
         let meta = block_meta(header, open.length)?;
-        if self.service.config.verify_crc && meta.crc != 0 {
+        if self.ingest.verify_crc && meta.crc != 0 {
             let actual = open.crc.finalize();
             if actual != meta.crc {
-                self.service.metrics.crc_mismatches.inc();
+                self.ingest.metrics.crc_mismatches.inc();
                 return Err(ServiceError::BlockCrc { block: header.block_id, announced: meta.crc, actual });
             }
         }
@@ -259,15 +261,15 @@ impl SendSession {
             return Err(ServiceError::Malformed("No data in request".to_owned()));
         }
         self.check_hard_limit()?;
-        let service = Arc::clone(&self.service);
-        let _passing = service.commits.pass()?;
+        let ingest = Arc::clone(&self.ingest);
+        let _passing = ingest.commits.pass()?;
         for run in std::mem::take(&mut self.runs) {
             self.store(run)?;
         }
         self.committed = true;
         self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
-        self.service.apps.touch(&self.app);
-        if let Some(flusher) = &self.service.flusher {
+        self.ingest.known.apps.touch(&self.app);
+        if let Some(flusher) = &self.ingest.flusher {
             flusher.check_pressure();
         }
         Ok(())
@@ -288,12 +290,7 @@ impl SendSession {
             };
             if self.limits.is_too_large(sizes.received + sizes.asked) {
                 let partition = run.buffer.partition().0;
-                return Err(self.service.partition_too_large(
-                    &self.app,
-                    self.shuffle.key(),
-                    partition,
-                    sizes,
-                ));
+                return Err(self.ingest.partition_too_large(&self.app, self.shuffle.key(), partition, sizes));
             }
         }
         Ok(())
@@ -303,16 +300,16 @@ impl SendSession {
         if run.blocks.is_empty() {
             return Ok(());
         }
-        let cares = self.shuffle.losses().cares();
+        let cares = self.shuffle.ledger().is_watched();
         let ids: Vec<u64> = match cares {
             true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
             false => Vec::new(),
         };
         let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
         if cares {
-            self.service.note_committed(&self.shuffle, run.buffer.partition(), &ids);
+            self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
         }
-        let metrics = &self.service.metrics;
+        let metrics = &self.ingest.metrics;
         metrics.received_bytes.inc_by(stored.bytes);
         metrics.received_blocks.inc_by(stored.blocks as u64);
         self.stored_bytes += stored.bytes;
@@ -323,7 +320,7 @@ impl SendSession {
         if self.limits.is_huge(received_bytes) {
             self.mark_huge(run.buffer.partition(), received_bytes);
         }
-        if let Some(flusher) = &self.service.flusher {
+        if let Some(flusher) = &self.ingest.flusher {
             flusher.flush_if_oversized(&self.buffers, &run.buffer);
         }
         Ok(())
@@ -333,9 +330,9 @@ impl SendSession {
         if !self.shuffle.mark_huge(partition) {
             return;
         }
-        self.service.metrics.huge_partitions_marked.inc();
+        self.ingest.metrics.huge_partitions_marked.inc();
         if self.app.mark_huge() {
-            self.service.metrics.apps_with_huge_partition_marked.inc();
+            self.ingest.metrics.apps_with_huge_partition_marked.inc();
         }
         tracing::info!(shuffle = %self.shuffle.key(), %partition, received_bytes, "a partition is huge");
     }
@@ -344,7 +341,7 @@ impl SendSession {
 impl Drop for SendSession {
     fn drop(&mut self) {
         if !self.committed {
-            self.service.metrics.rejected_sends.inc();
+            self.ingest.metrics.rejected_sends.inc();
             self.app.account().sends_failed.add(1, self.payload_bytes);
         }
     }

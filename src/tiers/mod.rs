@@ -18,9 +18,8 @@ pub use self::local::{
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, DamagedExtents, ExtentData, ExtentWrite, MetadataLog, Purge,
-    RemoteStorage, ServedData, ServedIndex, ServedTier, Suspicion, Tier, TierBatch, TierNames, TierShuffle,
-    TierUsage, Tiers,
+    Admission, Capability, Cause, ChunkRead, ExtentData, ExtentWrite, MetadataLog, Purge, RemoteStorage,
+    ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage, Tiers,
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.

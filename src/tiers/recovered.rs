@@ -1,11 +1,12 @@
 //! What a tier finds at the start of a worker that an earlier process left there.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use croaring::Treemap;
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+pub use crate::durability::LostExtent;
 
 /// What was found of one shuffle.
 #[derive(Debug)]
@@ -22,17 +23,6 @@ pub struct RecoveredShuffle {
     pub lost: Vec<LostExtent>,
     /// Why more may be missing than is known; empty when nothing is.
     pub reason: String,
-}
-
-/// An extent whose data is gone.
-#[derive(Debug, Clone)]
-pub struct LostExtent {
-    /// Its partition.
-    pub partition: PartitionId,
-    /// Its blocks and their lengths.
-    pub blocks: Vec<(BlockId, u32)>,
-    /// What is wrong.
-    pub reason: Arc<str>,
 }
 
 /// What was found on all disks.

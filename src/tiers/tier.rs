@@ -139,18 +139,13 @@ pub trait ServedTier: Send + Sync {
         range: (u64, u32),
     ) -> Result<ServedData, StoreError>;
 
-    /// Devices that fail one by one.
-    fn devices(&self) -> usize {
-        0
-    }
-
-    /// Reads all that a partition has on a device of which reads have failed; none when everything can be read.
-    fn probe<'a>(
+    /// Reads all that a partition has on devices of which reads have failed, and makes holes of what cannot be read, so
+    /// that its blocks can be sent again and found. What a device said of it; none when everything can be read.
+    fn give_up_unreadable<'a>(
         &'a self,
         _: &'a ShuffleKey,
         _: PartitionId,
-        _device: usize,
-    ) -> BoxFuture<'a, Option<DamagedExtents>> {
+    ) -> BoxFuture<'a, Option<StoreError>> {
         ready(None).boxed()
     }
 }
@@ -169,19 +164,10 @@ pub trait ChunkRead: fmt::Debug + Send + Sync {
     /// Room that the next chunk needs at most, 0 when none is read.
     fn next_room(&self) -> usize;
 
-    /// What an error says of the data.
-    fn suspicion(&self) -> Suspicion {
-        Suspicion::default()
+    /// Whether the last error shows that blocks of the partition are gone, or may be: it is to be found out which.
+    fn is_suspect(&self) -> bool {
+        false
     }
-}
-
-/// What a read that failed has shown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Suspicion {
-    /// Something is damaged and was marked lost.
-    pub marked_lost: bool,
-    /// The device of which too many reads have failed; known of one read only.
-    pub device: Option<usize>,
 }
 
 /// A partition's index.
@@ -202,31 +188,6 @@ pub struct ServedData {
     pub has_hole: bool,
     /// The bytes.
     pub chunks: Box<dyn ChunkRead>,
-}
-
-/// Extents of a partition that cannot be read.
-pub struct DamagedExtents {
-    /// What the device says of one of them.
-    pub error: StoreError,
-    mark_lost: Box<dyn FnOnce() + Send>,
-}
-
-impl DamagedExtents {
-    /// `mark_lost` makes holes of them.
-    pub fn new(error: StoreError, mark_lost: impl FnOnce() + Send + 'static) -> Self {
-        Self { error, mark_lost: Box::new(mark_lost) }
-    }
-
-    /// Makes holes of them, so that their blocks can be sent again and found.
-    pub fn mark_lost(self) {
-        (self.mark_lost)();
-    }
-}
-
-impl fmt::Debug for DamagedExtents {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("DamagedExtents").field(&self.error).finish()
-    }
 }
 
 /// What a tier is.

@@ -137,7 +137,7 @@ async fn a_remote_that_failed_and_that_no_batch_tries_is_asked() {
     // What could not be written is not wanted any more, and shuffle 2 writes nothing. The deletion of shuffle 1 fails, too:
     // its success would tell that the remote works.
     fs.add_fault(RemoteCall::Delete, "", RemoteFault::Fail(StoreErrorKind::Unreachable), None);
-    fixture.service.unregister_shuffle(crate::fixture::APP, 1).unwrap();
+    fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 1).unwrap();
     fixture.all.clear();
     fixture.settled().await;
     let mut probing = JoinSet::new();
@@ -171,7 +171,7 @@ async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
     fixture.push(1, 0, 1, 1000);
     fixture.flush().await;
     fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Fail(StoreErrorKind::Io), Some(4));
-    fixture.service.unregister_shuffle(crate::fixture::APP, 1).unwrap();
+    fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 1).unwrap();
     fixture.all.clear();
     fixture
         .eventually("it is deleted", || if fs.files().is_empty() { Ok(()) } else { Err(String::new()) })
@@ -180,7 +180,7 @@ async fn a_deletion_that_fails_is_tried_again_and_told_in_the_end() {
     fixture.push(2, 0, 1, 1000);
     fixture.flush().await;
     fs.add_fault(RemoteCall::Delete, "/2", RemoteFault::Fail(StoreErrorKind::Denied), None);
-    fixture.service.unregister_shuffle(crate::fixture::APP, 2).unwrap();
+    fixture.service.lifecycle.unregister_shuffle(crate::fixture::APP, 2).unwrap();
     fixture.all.clear();
     fixture
         .eventually("it is given up", || match fixture.metric("total_remote_storage_deletion_failed") {

@@ -189,7 +189,7 @@ impl HdfsFixture {
             properties: HashMap::new(),
             remote_storage: storage,
         };
-        self.service.register(request).await.map_err(|error| error.to_string())
+        self.service.lifecycle.register(request).await.map_err(|error| error.to_string())
     }
 
     /// Sends `count` blocks of `bytes`; they are acknowledged when this returns.
@@ -203,9 +203,9 @@ impl HdfsFixture {
         let partitions = [partition];
         let request =
             RequireRequest { app: APP, shuffle, bytes: size, partitions: &partitions, partition_sizes: &[] };
-        let ticket = self.service.require_buffer(request).unwrap().ticket;
+        let ticket = self.service.ingest.require_buffer(request).unwrap().ticket;
         let header = SendHeader { app: APP, shuffle, ticket, message_bytes: u64::from(count * bytes) + 1000 };
-        let mut session = self.service.begin_send(header).unwrap();
+        let mut session = self.service.ingest.begin_send(header).unwrap();
         session.partition(partition).unwrap();
         for block in &blocks {
             session.begin_block(block.meta.length).unwrap();
@@ -250,7 +250,7 @@ impl HdfsFixture {
                 read_buffer_size: 1 << 20,
                 task_filter: None,
             };
-            let read = self.service.read_memory(request).unwrap().read;
+            let read = self.service.reads.read_memory(request).unwrap().read;
             let Some(last) = read.blocks.last() else { return found };
             last_block_id = last.block_id.0;
             let mut bytes = Bytes::from(read.data.concat());
@@ -265,13 +265,13 @@ impl HdfsFixture {
         if self.local.is_none() {
             return found;
         }
-        let mut answer = self.service.read_index(APP, shuffle, partition).await.unwrap();
+        let mut answer = self.service.reads.read_index(APP, shuffle, partition).await.unwrap();
         let mut index = Vec::new();
         while let Some(chunk) = answer.chunks.next().await.unwrap() {
             index.extend_from_slice(&chunk);
         }
         for record in records(&index) {
-            let read = self.service.read_data(APP, shuffle, partition, record.offset, record.length);
+            let read = self.service.reads.read_data(APP, shuffle, partition, record.offset, record.length);
             let mut answer = read.await.unwrap();
             let mut data = Vec::new();
             while let Some(chunk) = answer.chunks.next().await.unwrap() {
@@ -352,7 +352,7 @@ impl HdfsFixture {
 
     /// Unregisters, finds nothing left in any tier and no task.
     pub(crate) async fn finish(self) {
-        drop(self.service.unregister_app(APP));
+        drop(self.service.lifecycle.unregister_app(APP));
         self.end().await;
     }
 

@@ -106,7 +106,7 @@ async fn cold_and_huge_partitions_go_to_hdfs_and_the_rest_to_disks() {
     assert_eq!((huge[1].len(), huge[2].len()), (27, 9), "the fourth batch made it huge");
     assert_eq!(fixture.metric("total_hadoop_write_data_for_huge_partition"), 90_000.0);
     assert_eq!(fixture.metric("total_hadoop_write_data"), 200_000.0);
-    fixture.service.refresh_metrics(&fixture.service.app_statistics());
+    fixture.service.insight.refresh_metrics(&fixture.service.insight.app_statistics());
     assert_eq!(fixture.metric("topN_of_on_hadoop_data_size_for_app"), 200_000.0);
     assert_eq!(fixture.metric("topN_of_on_localfile_data_size_for_app"), 370_000.0);
     fixture.assert_nothing_missing().await;
@@ -292,7 +292,7 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
     fixture.flush().await;
     write_foreign().await;
     // A shuffle, with what others have of it.
-    fixture.service.unregister_shuffle(APP, 1).unwrap();
+    fixture.service.lifecycle.unregister_shuffle(APP, 1).unwrap();
     fixture.all.retain(|(shuffle, _), _| *shuffle != 1);
     fixture
         .eventually("the shuffle is gone", || match others(&fs) {
@@ -308,7 +308,7 @@ async fn unregistering_takes_everything_and_expiry_only_what_is_ours() {
     fixture.flush().await;
     write_foreign().await;
     sleep(Duration::from_secs(400)).await;
-    assert_eq!(fixture.service.expire_apps(), 1);
+    assert_eq!(fixture.service.lifecycle.expire_apps(), 1);
     fixture
         .eventually("only the other server's file is left", || {
             match fs.files().into_keys().collect::<Vec<_>>() {
@@ -339,7 +339,7 @@ async fn a_registration_after_an_unregistration_loses_nothing_to_it() {
     fixture.flush().await;
     // The deletion of the old files is under way for long.
     fs.add_fault(RemoteCall::Delete, "/1", RemoteFault::Hang, Some(1));
-    fixture.service.unregister_shuffle(APP, 1).unwrap();
+    fixture.service.lifecycle.unregister_shuffle(APP, 1).unwrap();
     fixture.all.clear();
     fixture.register(1).await;
     fixture.push(1, 0, 5, 2000);

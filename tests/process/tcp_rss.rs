@@ -109,7 +109,7 @@ async fn a_thousand_frames_at_once_and_a_disk_whose_calls_hang_stay_within_the_b
             partitions: &[partition],
             partition_sizes: &[size],
         };
-        let ticket = fixture.service.require_buffer(request).ok().map(|grant| grant.ticket);
+        let ticket = fixture.service.ingest.require_buffer(request).ok().map(|grant| grant.ticket);
         sends.spawn(send(ticket, stream, (partition, frame.clone()), Arc::clone(&halfway)));
     }
     let (stored, refused) = answers(sends).await;

@@ -53,7 +53,7 @@ impl InProcess {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        self.service.register(request).await.map(drop)
+        self.service.lifecycle.register(request).await.map(drop)
     }
 
     /// Sends a batch.
@@ -65,7 +65,7 @@ impl InProcess {
             batch.iter().flat_map(|(_, blocks)| blocks).map(|block| block.data.len() + 32).sum();
         let partitions: Vec<i32> = batch.iter().map(|(partition, _)| *partition).collect();
         let (app, shuffle) = (key.app.as_str(), key.shuffle.0);
-        let grant = self.service.require_buffer(RequireRequest {
+        let grant = self.service.ingest.require_buffer(RequireRequest {
             app,
             shuffle,
             bytes: i32::try_from(bytes).expect("a test's batch is small"),
@@ -73,7 +73,8 @@ impl InProcess {
             partition_sizes: &[],
         })?;
         let (ticket, message_bytes) = (grant.ticket, bytes as u64 + 1_000);
-        let mut session = self.service.begin_send(SendHeader { app, shuffle, ticket, message_bytes })?;
+        let mut session =
+            self.service.ingest.begin_send(SendHeader { app, shuffle, ticket, message_bytes })?;
         for (partition, blocks) in batch {
             session.partition(*partition)?;
             blocks.iter().try_for_each(|block| send_block(&mut session, block))?;
@@ -99,14 +100,15 @@ impl InProcess {
             bitmap_count: 1,
             partitions: ids.iter().map(|(partition, ids)| (PartitionId(*partition), raw(ids))).collect(),
         };
-        self.service.report(request).await
+        self.service.ingest.report(request).await
     }
 
     async fn try_results(&self, key: &ShuffleKey, partition: i32) -> Result<Bytes, ServiceError> {
         let IdLayout { sequence_bits, partition_bits, task_bits } = self.layout;
         let bits = |bits: u32| i32::try_from(bits).expect("at most 63");
         let layout = Some((bits(sequence_bits), bits(partition_bits), bits(task_bits)));
-        let results = self.service.results(key.app.as_str(), key.shuffle.0, &[partition], layout).await?;
+        let results =
+            self.service.reads.results(key.app.as_str(), key.shuffle.0, &[partition], layout).await?;
         Ok(results.bitmap)
     }
 
@@ -120,7 +122,7 @@ impl InProcess {
         let mut found = Blocks::new();
         self.read_memory(key, partition, tasks, &mut found)?;
         let (app, shuffle) = (key.app.as_str(), key.shuffle.0);
-        let index = self.service.read_index(app, shuffle, partition).await?;
+        let index = self.service.reads.read_index(app, shuffle, partition).await?;
         let (length, data_length) = (index.length, index.data_length);
         let records = read::decode_index(&collect(index.chunks, length).await?).map_err(malformed)?;
         let wanted = |record: &read::IndexRecord| {
@@ -132,7 +134,7 @@ impl InProcess {
         for segment in read::segments(&records, Some(data_length), limit, wanted).map_err(malformed)? {
             let offset = i64::try_from(segment.offset).expect("a test's partition is small");
             let length = i32::try_from(segment.length).expect("a segment is small");
-            let answer = self.service.read_data(app, shuffle, partition, offset, length).await?;
+            let answer = self.service.reads.read_data(app, shuffle, partition, offset, length).await?;
             let data = collect(answer.chunks, answer.length).await?;
             for block in read::segment_blocks(&segment, &Bytes::from(data)).map_err(malformed)? {
                 found.insert(block.meta.block_id, block.data);
@@ -159,7 +161,7 @@ impl InProcess {
                 read_buffer_size: READ_BUFFER_BYTES.cast_signed(),
                 task_filter: Some(&filter),
             };
-            let answer = self.service.read_memory(request)?.read;
+            let answer = self.service.reads.read_memory(request)?.read;
             let Some(last) = answer.blocks.last() else { return Ok(()) };
             last_block_id = last.block_id.0;
             let mut data = Bytes::from(answer.data.concat());

@@ -144,10 +144,10 @@ impl ServiceBuilder {
         let service =
             Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");
         if let Some(store) = &store {
-            service.restore(store.take_recovered());
+            service.lifecycle.restore(store.take_recovered());
         }
         if let Some((interval, pause)) = self.expiry {
-            tasks.spawn("expiry", Arc::clone(&service).run_expiry(interval, pause));
+            tasks.spawn("expiry", Arc::clone(&service.lifecycle).run_expiry(interval, pause));
         }
         let (disks, faults) = disks.into_iter().unzip();
         Ok(ServiceFixture { service, memory, flusher, store, disks, faults, registry, tasks })
@@ -202,7 +202,7 @@ impl ServiceFixture {
     /// The common end: unregisters what is left, finds nothing left, stops with no task left.
     pub async fn finish(self) {
         for app in self.service.apps().apps() {
-            self.service.unregister_app(app.id().as_str()).expect("it is there");
+            self.service.lifecycle.unregister_app(app.id().as_str()).expect("it is there");
         }
         eventually("the service is clean", || match self.leftovers() {
             left if left.is_empty() => Ok(()),

@@ -32,7 +32,8 @@ pub(super) async fn register<B: RequestBody>(
 ) -> Answer {
     let (mut request, _charge): (ShuffleRegisterRequest, _) =
         inbound.message(&mut body, request_bytes_max, nested).await?;
-    let (status, ret_msg) = verdict(service, service.register(register_request(&mut request)).await, "");
+    let (status, ret_msg) =
+        verdict(service, service.lifecycle.register(register_request(&mut request)).await, "");
     Ok(respond_message(&ShuffleRegisterResponse { status, ret_msg }))
 }
 
@@ -45,7 +46,7 @@ pub(super) async fn report<B: RequestBody>(
     let (request, _charge): (ReportShuffleResultRequest, _) =
         inbound.message(&mut body, request_bytes_max, nested).await?;
     let partitions = request.partition_to_block_ids.into_iter();
-    let report = service.report(ReportRequest {
+    let report = service.ingest.report(ReportRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         task_attempt: request.task_attempt_id,
@@ -68,7 +69,7 @@ pub(super) async fn result<B: RequestBody>(
         inbound.message(&mut body, request_bytes_max, numbers).await?;
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
-    answer(service, service.results(&request.app_id, request.shuffle_id, &partitions, layout).await)
+    answer(service, service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await)
 }
 
 /// `getShuffleResultForMultiPart`
@@ -80,7 +81,10 @@ pub(super) async fn result_of_many<B: RequestBody>(
     let (request, _charge): (GetShuffleResultForMultiPartRequest, _) =
         inbound.message(&mut body, request_bytes_max, numbers).await?;
     let layout = layout(request.block_id_layout);
-    answer(service, service.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await)
+    answer(
+        service,
+        service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await,
+    )
 }
 
 /// The two answers have the same fields, as far as they have any here.

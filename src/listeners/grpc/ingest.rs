@@ -63,7 +63,7 @@ async fn receive<B: RequestBody>(
     body: &mut B,
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
-    let mut intake = Intake::new(Arc::clone(service), message_bytes);
+    let mut intake = Intake::new(Arc::clone(&service.ingest), message_bytes);
     let headers = service.memory().heap().of(HeapKind::Blocks).nothing();
     let filled = fill(body, (message_bytes, first), (config.send_limits, headers), &mut intake).await?;
     Ok(filled.and_then(|summary| {

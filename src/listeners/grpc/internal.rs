@@ -17,7 +17,7 @@ use crate::proto::{
     StatusCode,
 };
 use crate::schema::network::Network;
-use crate::service::{Service, ServiceError};
+use crate::service::{Lifecycle, Service, ServiceError};
 use crate::telemetry::{AUDIT, LogLimiter};
 
 /// How long the addresses of the coordinators are believed. Also bounds what calls can cost the name server.
@@ -60,7 +60,7 @@ impl InternalCalls {
         &self,
         request: &Request<T>,
         action: &'static str,
-        change: impl FnOnce(&Service) -> Result<(), ServiceError>,
+        change: impl FnOnce(&Lifecycle) -> Result<(), ServiceError>,
     ) -> (i32, String) {
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         let shown = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
@@ -77,7 +77,7 @@ impl InternalCalls {
             );
             return (StatusCode::AccessDenied.into(), text);
         }
-        let outcome = change(&self.service);
+        let outcome = change(&self.service.lifecycle);
         let result = if outcome.is_ok() { "ok" } else { "failed" };
         tracing::info!(target: AUDIT, action, peer = shown, result, "grpc call");
         verdict(&self.service, outcome, "")
@@ -121,7 +121,7 @@ impl ShuffleServerInternal for InternalCalls {
         &self,
         request: Request<DecommissionRequest>,
     ) -> Result<Response<DecommissionResponse>, Status> {
-        let (status, ret_msg) = self.call(&request, "decommission", Service::decommission).await;
+        let (status, ret_msg) = self.call(&request, "decommission", Lifecycle::decommission).await;
         Ok(Response::new(DecommissionResponse { status, ret_msg }))
     }
 
@@ -129,7 +129,8 @@ impl ShuffleServerInternal for InternalCalls {
         &self,
         request: Request<CancelDecommissionRequest>,
     ) -> Result<Response<CancelDecommissionResponse>, Status> {
-        let (status, ret_msg) = self.call(&request, "cancelDecommission", Service::cancel_decommission).await;
+        let (status, ret_msg) =
+            self.call(&request, "cancelDecommission", Lifecycle::cancel_decommission).await;
         Ok(Response::new(CancelDecommissionResponse { status, ret_msg }))
     }
 }

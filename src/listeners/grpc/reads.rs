@@ -62,7 +62,7 @@ fn read_memory(
     // An empty filter is no filter (docs/protocol.md §3.4).
     let task_filter =
         request.serialized_expected_task_ids_bitmap.as_deref().filter(|filter| !filter.is_empty());
-    service.read_memory(MemoryReadRequest {
+    service.reads.read_memory(MemoryReadRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         partition: request.partition_id,
@@ -80,7 +80,7 @@ pub(super) async fn local_index<B: RequestBody>(
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleIndexRequest, _) =
         inbound.message(&mut body, request_bytes_max, flat).await?;
-    match service.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
+    match service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
         Ok(index) => from_chunks(
             Head::local_index("OK", index.data_length),
             INDEX_DATA,
@@ -105,7 +105,11 @@ pub(super) async fn local_data<B: RequestBody>(
         inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
-    match service.read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length).await {
+    match service
+        .reads
+        .read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length)
+        .await
+    {
         Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, ReadAhead::of(data.chunks)),
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);

@@ -48,7 +48,7 @@ impl ShuffleServer for ShuffleCalls {
         let request = request.into_inner();
         let (status, ret_msg) = verdict(
             &self.service,
-            self.service.unregister_shuffle(&request.app_id, request.shuffle_id),
+            self.service.lifecycle.unregister_shuffle(&request.app_id, request.shuffle_id),
             "OK",
         );
         answer(proto::ShuffleUnregisterResponse { status, ret_msg })
@@ -59,7 +59,7 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::ShuffleUnregisterByAppIdRequest>,
     ) -> Answer<proto::ShuffleUnregisterByAppIdResponse> {
         let (status, ret_msg) =
-            verdict(&self.service, self.service.unregister_app(&request.into_inner().app_id), "OK");
+            verdict(&self.service, self.service.lifecycle.unregister_app(&request.into_inner().app_id), "OK");
         answer(proto::ShuffleUnregisterByAppIdResponse { status, ret_msg })
     }
 
@@ -68,7 +68,7 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::AppHeartBeatRequest>,
     ) -> Answer<proto::AppHeartBeatResponse> {
         let (status, ret_msg) =
-            verdict(&self.service, self.service.heartbeat(&request.into_inner().app_id), "");
+            verdict(&self.service, self.service.lifecycle.heartbeat(&request.into_inner().app_id), "");
         answer(proto::AppHeartBeatResponse { status, ret_msg })
     }
 

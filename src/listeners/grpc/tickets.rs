@@ -25,7 +25,7 @@ pub(super) async fn require_buffer<B: RequestBody>(
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (RequireBufferRequest, _) =
         inbound.message(&mut body, request_bytes_max, numbers).await?;
-    let grant = service.require_buffer(RequireRequest {
+    let grant = service.ingest.require_buffer(RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         bytes: request.require_size,

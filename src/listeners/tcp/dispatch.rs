@@ -98,7 +98,7 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
     shared.metrics.of(FrameType::Memory).transit().arrived(request.timestamp_ms);
-    let MemoryAnswer { read, answering } = shared.service.read_memory(MemoryReadRequest {
+    let MemoryAnswer { read, answering } = shared.service.reads.read_memory(MemoryReadRequest {
         app: request.target.app,
         shuffle: request.target.shuffle,
         partition: request.target.partition,
@@ -165,14 +165,16 @@ impl LocalRead {
         let target = request.target();
         let (fields, length, chunks) = match &request {
             ReadRequest::LocalIndex(_) => {
-                let answer = service.read_index(target.app, target.shuffle, target.partition).await?;
+                let answer = service.reads.read_index(target.app, target.shuffle, target.partition).await?;
                 let data_length = i64::try_from(answer.data_length).unwrap_or(i64::MAX);
                 (ReplyFields::LocalIndex { data_length }, answer.length, answer.chunks)
             }
             ReadRequest::LocalData(range) => {
                 let (offset, length) = (range.offset, range.length);
-                let answer =
-                    service.read_data(target.app, target.shuffle, target.partition, offset, length).await?;
+                let answer = service
+                    .reads
+                    .read_data(target.app, target.shuffle, target.partition, offset, length)
+                    .await?;
                 (ReplyFields::LocalData, answer.length, answer.chunks)
             }
             ReadRequest::Memory(_) | ReadRequest::Sorted(_) => {

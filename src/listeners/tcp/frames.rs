@@ -261,7 +261,7 @@ impl Frames {
         if kind == FrameType::Send {
             self.walker.restart(message_bytes);
             let span = self.shared.config.traces.begin("tcp sendShuffleData", None);
-            return Phase::Send(Intake::new(Arc::clone(&self.shared.service), message_bytes), span);
+            return Phase::Send(Intake::new(Arc::clone(&self.shared.service.ingest), message_bytes), span);
         }
         let drain =
             |error| Phase::Drain(Drain { kind, left: u64::from(message_bytes), id: Vec::new(), error });

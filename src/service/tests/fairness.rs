@@ -14,7 +14,7 @@ const FLOOD_TICKET_HELD: u64 = 320 * KIB;
 fn ask(world: &World, app: &str, bytes: u64) -> Result<i64, ServiceError> {
     let bytes = i32::try_from(bytes).unwrap();
     let request = RequireRequest { app, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
-    world.service.require_buffer(request).map(|grant| grant.ticket)
+    world.service.ingest.require_buffer(request).map(|grant| grant.ticket)
 }
 
 /// Takes every ticket that there is and uses none.
@@ -55,7 +55,7 @@ async fn world_with(apps: &[String]) -> World {
 
 async fn stop(world: World, apps: &[String]) {
     for app in apps {
-        world.service.unregister_app(app).unwrap();
+        world.service.lifecycle.unregister_app(app).unwrap();
     }
     world.stop().await;
 }
@@ -81,7 +81,7 @@ async fn n9_an_honest_app_gets_memory_within_a_second_while_another_takes_every_
     let honest = 4 * MIB + 64 * KIB;
     assert_eq!(held(&world, APP), honest);
     assert!(held(&world, "flood") + honest > CAPACITY - FLOOD_TICKET_HELD, "{}", held(&world, "flood"));
-    world.service.unregister_app(APP).unwrap();
+    world.service.lifecycle.unregister_app(APP).unwrap();
     assert_eq!(held(&world, APP), 0, "an app that goes holds no ticket");
     flood_for(&world, &floods, 1).await;
     assert!(held(&world, "flood") > CAPACITY - FLOOD_TICKET_HELD);
@@ -120,14 +120,14 @@ async fn memory_that_is_short_is_divided_by_weight_and_a_reload_counts_at_once()
     };
     flood_for(&world, &apps, 5).await;
     assert!(held(&world, "etl-1").abs_diff(CAPACITY / 2) <= FLOOD_TICKET_HELD);
-    world.service.set_fairness(&config("{ app = \"etl-*\", weight = 3 }"));
+    world.service.lifecycle.set_fairness(&config("{ app = \"etl-*\", weight = 3 }"));
     flood_for(&world, &apps, 5).await;
     assert!(held(&world, "etl-1").abs_diff(CAPACITY / 4 * 3) <= FLOOD_TICKET_HELD);
     assert!(held(&world, "adhoc-1").abs_diff(CAPACITY / 4) <= FLOOD_TICKET_HELD);
     // It counts for applications that come later too.
     world.register("etl-2", &[]).await;
     assert_eq!(world.memory.tickets().weight_of(&AppId::parse("etl-2").unwrap()), 3);
-    world.service.unregister_app("etl-2").unwrap();
+    world.service.lifecycle.unregister_app("etl-2").unwrap();
     stop(world, &apps).await;
 }
 
@@ -154,7 +154,7 @@ async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve
     let world = world_with(&["no-shuffles".to_owned()]).await;
     let of = |app, shuffle, partitions| {
         let request = RequireRequest { app, shuffle, bytes: 0, partitions, partition_sizes: &[] };
-        world.service.require_buffer(request)
+        world.service.ingest.require_buffer(request)
     };
     assert_eq!(code(of(APP, 1, &[0])), StatusCode::NoRegister);
     assert_eq!(code(of("other", 0, &[0])), StatusCode::NoRegister);
@@ -163,7 +163,7 @@ async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve
     // A client before 0.9 names neither.
     of(APP, 7, &[]).unwrap();
     assert_eq!(world.memory.used_bytes(), (2 * 4 + 64) * KIB);
-    world.service.unregister_shuffle("no-shuffles", 0).unwrap();
+    world.service.lifecycle.unregister_shuffle("no-shuffles", 0).unwrap();
     assert_eq!(code(of("no-shuffles", 0, &[])), StatusCode::NoRegister);
     stop(world, &["no-shuffles".to_owned()]).await;
 }

@@ -2,8 +2,8 @@
 //!
 //! A block with other bytes than were written is read once more, by itself and around the page cache; if it still has, it
 //! is marked as damaged, and nothing else of its extent. After the third [failed read](super::failures) of a partition on
-//! a disk all that it has there is tried, three times within half a second, and what still cannot be read can be marked
-//! as lost and becomes a hole. Blocks in holes can be sent again and found; whether one is lost is not decided here
+//! a disk all that it has there is tried, three times within half a second, and what still cannot be read becomes a hole
+//! when it is asked for which blocks are left. Blocks in holes can be sent again and found; whether one is lost is not decided here
 //! (`service`).
 
 use std::io;
@@ -104,7 +104,6 @@ impl Damage {
                 break;
             }
         }
-        shuffle.failed_reads.forget(partition, disk);
         error.map(|error| (suspects, error))
     }
 

@@ -18,7 +18,7 @@ const FAILED_READS_MAX: u32 = 3;
 /// Failures that lie so long apart have nothing to do with each other.
 const FAILURES_FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 
-/// Failed reads of one shuffle.
+/// Failed reads of one shuffle, by partition and disk.
 #[derive(Debug, Default)]
 pub(super) struct FailedReads(Mutex<HashMap<(PartitionId, usize), Failures>>);
 
@@ -26,8 +26,6 @@ pub(super) struct FailedReads(Mutex<HashMap<(PartitionId, usize), Failures>>);
 struct Failures {
     count: u32,
     last: Instant,
-    /// A reader was told that there were too many.
-    told: bool,
 }
 
 impl FailedReads {
@@ -39,20 +37,34 @@ impl FailedReads {
     /// Counts one of a partition on a disk; true once when there have been too many.
     fn count(&self, partition: PartitionId, disk: usize, now: Instant) -> bool {
         let mut failed = self.0.lock();
-        let fresh = Failures { count: 0, last: now, told: false };
-        let failures = failed.entry((partition, disk)).or_insert(fresh);
+        let failures = failed.entry((partition, disk)).or_insert(Failures { count: 0, last: now });
         if now - failures.last >= FAILURES_FORGOTTEN_AFTER {
-            (failures.count, failures.told) = (0, false);
+            failures.count = 0;
         }
         failures.last = now;
         failures.count = failures.count.saturating_add(1);
-        let due = failures.count >= FAILED_READS_MAX && !failures.told;
-        failures.told |= due;
-        due
+        failures.count == FAILED_READS_MAX
     }
 
-    pub(super) fn forget(&self, partition: PartitionId, disk: usize) {
-        self.0.lock().remove(&(partition, disk));
+    /// One failure that is as good as too many.
+    fn suspect(&self, partition: PartitionId, disk: usize) {
+        let failures = Failures { count: FAILED_READS_MAX, last: Instant::now() };
+        self.0.lock().insert((partition, disk), failures);
+    }
+
+    /// The records of an extent on a disk cannot be read while it is counted what there is.
+    pub(super) fn suspect_index(&self, partition: PartitionId, disk: usize, error: &StoreError) {
+        if is_damage(error) {
+            self.suspect(partition, disk);
+        }
+    }
+
+    /// Disks from which too many reads of a partition have failed; they begin anew.
+    pub(super) fn take_suspects(&self, partition: PartitionId) -> Vec<usize> {
+        let is_one = |(id, _): &(PartitionId, usize), it: &mut Failures| {
+            *id == partition && it.count >= FAILED_READS_MAX
+        };
+        self.0.lock().extract_if(is_one).map(|((_, disk), _)| disk).collect()
     }
 }
 
@@ -79,7 +91,8 @@ mod tests {
         assert_eq!(told, [false, false, true, false, false]);
         assert!(!failed.count(p, 1, now), "another disk");
         assert!(!failed.count(PartitionId(2), 0, now), "another partition");
-        failed.forget(p, 0);
+        failed.suspect(PartitionId(2), 1);
+        assert_eq!(failed.take_suspects(p), [0]);
         assert!(!failed.count(p, 0, now), "it begins anew");
         assert!(!failed.count(p, 0, now));
         now += FAILURES_FORGOTTEN_AFTER;

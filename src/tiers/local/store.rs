@@ -20,7 +20,7 @@ use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
 use crate::runtime::Tasks;
-use crate::tiers::{DamagedExtents, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// One incarnation of a shuffle: a batch written with it cannot end up in a later one of the same name.
@@ -142,8 +142,11 @@ impl LocalStore {
         let shuffle = self.find(key)?;
         let mut present = Treemap::new();
         for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
-            let records = self.core.records_of(&shuffle, extent).await?;
-            for record in records {
+            let records = self.core.records_of(&shuffle, extent).await;
+            let disk = shuffle.log_at(extent.index_log).disk.index;
+            for record in
+                records.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?
+            {
                 let start = extent.base + record.offset.unsigned_abs();
                 let place = start..start + u64::from(record.length.unsigned_abs());
                 if !shuffle.damaged.touches(partition, &place) {
@@ -169,18 +172,19 @@ impl LocalStore {
         DataRead::new(&self.reader, shuffle, partition, offset, length)
     }
 
-    /// Reads all that a partition has on the disk of index `disk`, from which reads failed
-    /// ([`Suspicion::device`](crate::tiers::Suspicion)), for half a second; `None` when everything can be read.
-    pub async fn probe_partition(
-        &self,
-        key: &ShuffleKey,
-        partition: PartitionId,
-        disk: usize,
-    ) -> Option<DamagedExtents> {
+    /// Reads all that a partition has on disks from which too many reads have failed, for half a second, and makes holes
+    /// of what cannot be read; the error of one.
+    pub async fn give_up_unreadable(&self, key: &ShuffleKey, partition: PartitionId) -> Option<StoreError> {
         let shuffle = self.find(key).ok()?;
-        let damage = Arc::clone(&self.reader.damage);
-        let (extents, error) = damage.probe_extents(&shuffle, partition, disk).await?;
-        Some(DamagedExtents::new(error, move || damage.mark_all_lost(&shuffle, partition, &extents)))
+        let damage = &self.reader.damage;
+        let mut last_error = None;
+        for disk in shuffle.failed_reads.take_suspects(partition) {
+            if let Some((extents, error)) = damage.probe_extents(&shuffle, partition, disk).await {
+                damage.mark_all_lost(&shuffle, partition, &extents);
+                last_error = Some(error);
+            }
+        }
+        last_error
     }
 
     /// Published bytes of a partition.

@@ -16,9 +16,8 @@ use super::store::{LocalStore, ShuffleHandle};
 use super::take_over;
 use crate::durability;
 use crate::tiers::{
-    Admission, Capability, ChunkRead, DamagedExtents, MetadataLog, Purge, Recovered, RemoteStorage,
-    ServedData, ServedIndex, ServedTier, StoreError, Suspicion, Tier, TierBatch, TierNames, TierShuffle,
-    TierState, TierUsage,
+    Admission, Capability, ChunkRead, MetadataLog, Purge, Recovered, RemoteStorage, ServedData, ServedIndex,
+    ServedTier, StoreError, Tier, TierBatch, TierNames, TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::ReadBuffers;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
@@ -158,17 +157,12 @@ impl ServedTier for LocalStore {
         Ok(ServedData { has_hole: read.has_hole(), chunks: Box::new(read) })
     }
 
-    fn devices(&self) -> usize {
-        self.core.disks.len()
-    }
-
-    fn probe<'a>(
+    fn give_up_unreadable<'a>(
         &'a self,
         key: &'a ShuffleKey,
         partition: PartitionId,
-        device: usize,
-    ) -> BoxFuture<'a, Option<DamagedExtents>> {
-        self.probe_partition(key, partition, device).boxed()
+    ) -> BoxFuture<'a, Option<StoreError>> {
+        LocalStore::give_up_unreadable(self, key, partition).boxed()
     }
 }
 
@@ -184,8 +178,8 @@ impl ChunkRead for IndexRead {
         IndexRead::next_room(self)
     }
 
-    fn suspicion(&self) -> Suspicion {
-        IndexRead::suspicion(self)
+    fn is_suspect(&self) -> bool {
+        IndexRead::is_suspect(self)
     }
 }
 
@@ -201,7 +195,7 @@ impl ChunkRead for DataRead {
         DataRead::next_room(self)
     }
 
-    fn suspicion(&self) -> Suspicion {
-        DataRead::suspicion(self)
+    fn is_suspect(&self) -> bool {
+        DataRead::is_suspect(self)
     }
 }

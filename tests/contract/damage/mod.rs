@@ -190,7 +190,7 @@ async fn finish(world: &mut World, life: &Life, report: &mut Report) {
         world.unregister(life, key);
     }
     for app in service.apps().apps() {
-        service.unregister_app(app.id().as_str()).expect("it is known");
+        service.lifecycle.unregister_app(app.id().as_str()).expect("it is known");
     }
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| world.some_key());

@@ -110,7 +110,7 @@ impl World {
                 18 => self.remember_version(),
                 _ => tokio::time::sleep(Duration::from_secs(self.rng.random_range(1..60))).await,
             }
-            APPS.iter().for_each(|app| _ = life.client.service.heartbeat(app));
+            APPS.iter().for_each(|app| _ = life.client.service.lifecycle.heartbeat(app));
         }
     }
 
@@ -186,14 +186,14 @@ impl World {
         if self.rng.random_bool(0.7) {
             self.unregister(life, &key);
         } else {
-            _ = life.client.service.unregister_app(key.app.as_str());
+            _ = life.client.service.lifecycle.unregister_app(key.app.as_str());
             self.told.retain(|other, _| other.app != key.app);
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 
     pub(crate) fn unregister(&mut self, life: &Life, key: &ShuffleKey) {
-        _ = life.client.service.unregister_shuffle(key.app.as_str(), key.shuffle.0);
+        _ = life.client.service.lifecycle.unregister_shuffle(key.app.as_str(), key.shuffle.0);
         self.told.remove(key);
     }
 

@@ -61,7 +61,7 @@ async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
     fixture.assert_reads(&key, 1, &blocks(1, 1, 0..5)).await;
-    fixture.worker.service().check_decommission();
+    fixture.worker.service().lifecycle.check_decommission();
     assert_eq!(status(), WorkerState::Decommissioning, "an app is left");
 
     let answer = internal.cancel_decommission(CancelDecommissionRequest {}).await.unwrap().into_inner();
@@ -73,7 +73,7 @@ async fn a_decommissioned_worker_gets_no_assignments_and_its_app_finishes() {
     let answer = internal.decommission(DecommissionRequest {}).await.unwrap().into_inner();
     assert_eq!(answer.status(), StatusCode::Success);
     // What the worker does by itself once a minute.
-    fixture.worker.service().check_decommission();
+    fixture.worker.service().lifecycle.check_decommission();
     assert_eq!(status(), WorkerState::Decommissioned, "no app is left");
     drop((internal, channel));
     fixture.finish().await;

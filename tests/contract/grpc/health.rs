@@ -32,7 +32,7 @@ async fn too_few_healthy_disks_make_a_worker_unhealthy_until_there_are_enough_ag
     assert!(told.available_memory > 0 && told.tags.contains(&"ss_v5".to_owned()), "{told:?}");
     assert_eq!(told.server_id, first.server_id, "the same node");
     let service = fixture.worker.service();
-    service.refresh_metrics(&service.app_statistics());
+    service.insight.refresh_metrics(&service.insight.app_statistics());
     assert_eq!(fixture.metric("service_is_healthy") + fixture.metric("is_healthy"), 2.0);
 
     // It takes and serves what running applications send, on the disk that is left, and refuses to be decommissioned.

@@ -251,9 +251,9 @@ fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
     use uniffle_worker::service::{BlockHeader, SendHeader};
     let bytes = vec![7; usize::try_from(length).unwrap()];
     let required = RequireRequest { app, shuffle: 1, bytes: length, partitions: &[0], partition_sizes: &[] };
-    let ticket = fixture.service.require_buffer(required).unwrap().ticket;
+    let ticket = fixture.service.ingest.require_buffer(required).unwrap().ticket;
     let header = SendHeader { app, shuffle: 1, ticket, message_bytes: 1 << 20 };
-    let mut session = fixture.service.begin_send(header).unwrap();
+    let mut session = fixture.service.ingest.begin_send(header).unwrap();
     session.partition(0).unwrap();
     session.begin_block(u32::try_from(length).unwrap()).unwrap();
     session.write(&bytes).unwrap();
@@ -273,7 +273,7 @@ fn put(fixture: &ServiceFixture, app: &str, id: i64, length: i32) {
 async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other() {
     let fixture = parts().start().await;
     for app in ["silent", "alive", "reading"] {
-        fixture.service.register(register(app)).await.unwrap();
+        fixture.service.lifecycle.register(register(app)).await.unwrap();
         put(&fixture, app, 1, 10_000);
     }
     fixture.flusher.flush_all();
@@ -281,7 +281,7 @@ async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other()
     put(&fixture, "silent", 2, 10_000);
     let required =
         RequireRequest { app: "silent", shuffle: 1, bytes: 5000, partitions: &[0], partition_sizes: &[] };
-    fixture.service.require_buffer(required).unwrap();
+    fixture.service.ingest.require_buffer(required).unwrap();
 
     let read = MemoryReadRequest {
         app: "reading",
@@ -293,8 +293,8 @@ async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other()
     };
     for second in 1..=80 {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        fixture.service.heartbeat("alive").unwrap();
-        fixture.service.read_memory(read).unwrap();
+        fixture.service.lifecycle.heartbeat("alive").unwrap();
+        fixture.service.reads.read_memory(read).unwrap();
         if second < 60 {
             assert_eq!(fixture.service.apps().app_count(), 3, "after {second} s");
         }
@@ -304,6 +304,6 @@ async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other()
     assert_eq!(fixture.memory.budget().used(), 0, "stored blocks and the ticket are gone");
     let files = fixture.files();
     assert!(!files.iter().any(|file| file.to_string_lossy().contains("silent")), "{files:?}");
-    assert!(fixture.service.heartbeat("silent").is_err(), "a late heartbeat makes no app");
+    assert!(fixture.service.lifecycle.heartbeat("silent").is_err(), "a late heartbeat makes no app");
     fixture.finish().await;
 }

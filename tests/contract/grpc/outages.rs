@@ -52,7 +52,7 @@ async fn all_disks_out(errno: i32) {
     all.extend(more);
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);
-    assert!(fixture.service.losses().losses.is_empty());
+    assert!(fixture.service.insight.losses().losses.is_empty());
     drop(client);
     fixture.finish().await;
 }
@@ -114,7 +114,7 @@ fn an_application_has_a_full_heartbeat_timeout_after_a_restart() {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        fixture.service.register(request).await.unwrap();
+        fixture.service.lifecycle.register(request).await.unwrap();
         // Its last sign of life was long ago when the worker dies.
         tokio::time::sleep(HEARTBEAT_TIMEOUT - LITTLE).await;
         assert_eq!(fixture.service.apps().app_count(), 1);

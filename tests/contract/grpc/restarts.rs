@@ -164,9 +164,9 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
         // Its data is served.
         let read = fixture.client.read_index(&damaged, P).await.unwrap();
         assert!(!read.records.is_empty());
-        fixture.worker.service().refresh_metrics(&fixture.worker.service().app_statistics());
+        fixture.worker.service().insight.refresh_metrics(&fixture.worker.service().insight.app_statistics());
         assert!((fixture.metric("incomplete_shuffles") - 1.0).abs() < f64::EPSILON);
-        let told = fixture.worker.service().losses().incomplete;
+        let told = fixture.worker.service().insight.losses().incomplete;
         assert_eq!((told.len(), told[0].app.as_str(), told[0].shuffle), (1, "app-1", 1));
         fixture.client.unregister_app("app-1").await.unwrap();
         fixture.client.register(&damaged, &[(0, 3)]).await.unwrap();
@@ -277,7 +277,7 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
         let wanted = Treemap::of(&[1]);
         let answer = fixture.client.read_memory(&key, P, None, 1 << 20, Some(&wanted)).await.unwrap();
         assert!(answer.blocks.is_empty());
-        let told = fixture.worker.service().losses();
+        let told = fixture.worker.service().insight.losses();
         assert_eq!((told.losses.len(), told.losses[0].blocks, told.unlisted_blocks), (1, 5, 0));
         assert_eq!((told.losses[0].app.as_str(), told.losses[0].partition), ("app-1", 0));
         // The task whose blocks went with the worker before it could report them runs again.
@@ -288,7 +288,7 @@ fn what_was_reported_and_only_in_memory_is_told_lost_on_both_listeners_until_it_
         fixture.push(&key, &batch(0, &lost)).await;
         fixture.push(&key, &batch(0, &unreported)).await;
         report(&fixture, &key, 3, &unreported).await;
-        assert!(fixture.worker.service().losses().losses.is_empty());
+        assert!(fixture.worker.service().insight.losses().losses.is_empty());
         fixture.assert_reads(&key, 0, &[flushed, lost, unreported].concat()).await;
         assert_eq!((fixture.metric("total_lost_blocks"), fixture.metric("total_healed_blocks")), (5.0, 5.0));
         fixture.finish().await;
@@ -352,7 +352,7 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     assert!(error.contains(&file.display().to_string()), "{error}");
     assert_eq!(fixture.metric("total_read_crc_mismatch"), 1.0);
     assert_eq!(fixture.metric("lost_blocks"), 0.0, "gauges are set when they are asked for");
-    let told = fixture.worker.service().losses();
+    let told = fixture.worker.service().insight.losses();
     assert_eq!(
         (told.losses.len(), told.losses[0].blocks),
         (1, 1),
@@ -366,7 +366,7 @@ async fn a_disk_that_returns_other_bytes_is_blamed_and_the_loss_is_told() {
     fixture.assert_reads(&key, 0, &[damaged.clone(), whole.clone()].concat()).await;
     fixture.flush().await;
     fixture.assert_reads(&key, 0, &[damaged, whole].concat()).await;
-    assert!(fixture.worker.service().losses().losses.is_empty());
+    assert!(fixture.worker.service().insight.losses().losses.is_empty());
     let store = fixture.worker.service().tiers().find::<LocalStore>().unwrap();
     eventually("the disk answers again", || match store.available_disks() {
         2 => Ok(()),

@@ -155,7 +155,7 @@ impl History {
 
     /// Whether readers are told that a block is lost.
     pub(crate) fn is_told_lost(&self, key: Key, partition: i32, id: i64) -> bool {
-        let told = self.service().losses().losses;
+        let told = self.service().insight.losses().losses;
         let mut here = told
             .iter()
             .filter(|loss| (loss.app.as_str(), loss.shuffle) == key && loss.partition == partition);
@@ -222,7 +222,7 @@ impl History {
                 let id = shuffle.key().shuffle.0;
                 let known = self.promised.keys().any(|key| key.0 == app.id().as_str() && key.1 == id);
                 if !known {
-                    service.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
+                    service.lifecycle.unregister_shuffle(app.id().as_str(), id).expect("the app is known");
                 }
             }
         }
@@ -328,7 +328,7 @@ impl History {
 
     fn heartbeat(&self) {
         for app in APPS {
-            let _ = self.service().heartbeat(app);
+            let _ = self.service().lifecycle.heartbeat(app);
         }
     }
 
@@ -349,7 +349,7 @@ impl History {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        if let Err(error) = self.service().register(request).await {
+        if let Err(error) = self.service().lifecycle.register(request).await {
             assert!(matches!(error, ServiceError::Store(_)), "only disks may refuse a registration: {error}");
             return;
         }
@@ -370,7 +370,7 @@ impl History {
             partitions: &partitions,
             partition_sizes: &[],
         };
-        let grant = match self.service().require_buffer(request) {
+        let grant = match self.service().ingest.require_buffer(request) {
             Ok(grant) => grant,
             Err(error) => {
                 self.tally.refused_tickets += 1;
@@ -387,7 +387,8 @@ impl History {
             ticket: grant.ticket,
             message_bytes: bytes as u64 + 1_000,
         };
-        let session = self.service().begin_send(header).expect("a fresh ticket of a registered shuffle");
+        let session =
+            self.service().ingest.begin_send(header).expect("a fresh ticket of a registered shuffle");
         let promised = self.promised.get_mut(&key).expect("a known key");
         for (partition, id, data) in &blocks {
             promised.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
@@ -490,10 +491,10 @@ impl History {
         let Some(key) = self.known_key() else { return };
         tracing::info!(target: "life", ?key, "unregistered");
         if self.rng.random_bool(0.5) {
-            self.service().unregister_shuffle(key.0, key.1).expect("the app is known");
+            self.service().lifecycle.unregister_shuffle(key.0, key.1).expect("the app is known");
             self.promised.remove(&key);
         } else {
-            self.service().unregister_app(key.0).expect("the app is known");
+            self.service().lifecycle.unregister_app(key.0).expect("the app is known");
             self.promised.retain(|other, _| other.0 != key.0);
         }
     }
@@ -571,7 +572,7 @@ impl History {
             partitions: partitions.iter().map(|(id, ids)| (PartitionId(*id), ids.clone())).collect(),
         };
         let service = self.service();
-        let reporting = service.report(request);
+        let reporting = service.ingest.report(request);
         let answer = match wait {
             true => reporting.await,
             // The worker will die before this is answered.
@@ -638,7 +639,7 @@ impl History {
         }
         let service = self.service();
         for app in service.apps().apps() {
-            service.unregister_app(app.id().as_str()).expect("the app is known");
+            service.lifecycle.unregister_app(app.id().as_str()).expect("the app is known");
         }
         drop(service);
         self.readers.clear();

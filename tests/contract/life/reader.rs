@@ -124,7 +124,7 @@ impl Reader {
             read_buffer_size: self.read_buffer_size,
             task_filter: None,
         };
-        let answer = history.service().read_memory(request)?.read;
+        let answer = history.service().reads.read_memory(request)?.read;
         let data: Vec<u8> = answer.data.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut at = 0;
         for block in &answer.blocks {
@@ -142,7 +142,7 @@ impl Reader {
     }
 
     async fn read_index(&mut self, history: &mut History) -> Result<(), ServiceError> {
-        let answer = history.service().read_index(self.key.0, self.key.1, self.partition).await?;
+        let answer = history.service().reads.read_index(self.key.0, self.key.1, self.partition).await?;
         let records = collect(answer.chunks, answer.length).await?;
         assert_eq!(records.len() % RECORD, 0);
         check_gapless(&records, answer.data_length);
@@ -184,7 +184,7 @@ impl Reader {
         let offset = u64_at(&records, first * RECORD);
         let (from, bytes) = (i64::try_from(offset).expect("small"), i32::try_from(length).expect("small"));
         let service = history.service();
-        let answer = service.read_data(self.key.0, self.key.1, self.partition, from, bytes).await?;
+        let answer = service.reads.read_data(self.key.0, self.key.1, self.partition, from, bytes).await?;
         let data = collect(answer.chunks, length).await?;
         let older = self.began.life != history.life();
         for record in first..end {

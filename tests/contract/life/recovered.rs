@@ -30,7 +30,7 @@ impl History {
             if findings.results_refused.is_some() && (!is_known || self.forgotten.contains(&name)) {
                 // Its job fails. What is known may be an earlier registration, or both.
                 if is_known {
-                    self.service().unregister_shuffle(name.0, name.1).expect("the app is known");
+                    self.service().lifecycle.unregister_shuffle(name.0, name.1).expect("the app is known");
                 }
                 self.forgotten.insert(name);
                 self.promised.remove(&name);

@@ -71,7 +71,7 @@ async fn an_idle_connection_lives_longer_than_javas_ten_minutes_but_not_for_ever
         peer.say(&frame(&request)).await;
         assert_eq!(peer.hear().await.status, 0);
         // Keeps the app alive; its connection alone does not.
-        fixture.service.heartbeat(APP).unwrap();
+        fixture.service.lifecycle.heartbeat(APP).unwrap();
     }
     let start = Instant::now();
     peer.expect_close().await;

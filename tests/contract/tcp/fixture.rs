@@ -132,7 +132,7 @@ impl TcpFixture {
             properties: HashMap::new(),
             remote_storage: None,
         };
-        self.service.register(request).await.unwrap();
+        self.service.lifecycle.register(request).await.unwrap();
     }
 
     /// A ticket for `bytes` of payload.
@@ -140,7 +140,7 @@ impl TcpFixture {
         let partitions = [PARTITION.0];
         let request =
             RequireRequest { app, shuffle: SHUFFLE, bytes, partitions: &partitions, partition_sizes: &[] };
-        TicketId(self.service.require_buffer(request).unwrap().ticket)
+        TicketId(self.service.ingest.require_buffer(request).unwrap().ticket)
     }
 
     pub(crate) async fn client(&self) -> TcpClient {
@@ -244,7 +244,7 @@ impl TcpFixture {
     pub(crate) async fn finish(self) {
         self.clients.cancel();
         self.clients.drained().await;
-        self.service.unregister_app(APP).unwrap();
+        self.service.lifecycle.unregister_app(APP).unwrap();
         self.serving.cancel();
         self.serving.drained().await;
         assert_eq!(self.metric("netty_active_connection"), 0.0);

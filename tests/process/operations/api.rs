@@ -132,7 +132,7 @@ async fn an_app_is_explained_while_it_runs_and_after() {
     fixture.client.read_partition(&key, PartitionId(2), &options).await.unwrap();
     let refused = fixture.client.require_raw(require(24 << 20)).await.unwrap();
     assert_ne!(refused.status, 0, "{refused:?}");
-    fixture.worker.service().flush_all().unwrap();
+    fixture.worker.service().lifecycle.flush_all().unwrap();
     eventually("all is on disk", || match fixture.worker.memory().block_count() {
         0 => Ok(()),
         blocks => Err(format!("{blocks} blocks in memory")),

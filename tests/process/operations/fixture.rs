@@ -103,7 +103,7 @@ impl AdminFixture {
     /// The common end: nothing is left of any app, no task is left.
     pub(crate) async fn finish(self) {
         for app in self.worker.apps().apps() {
-            self.worker.service().unregister_app(app.id().as_str()).unwrap();
+            self.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
         }
         let memory = self.worker.memory();
         eventually("the memory is free", || match (memory.used_bytes(), memory.block_count()) {

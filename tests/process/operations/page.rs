@@ -121,7 +121,7 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     // Nothing to show, and something to say.
     browser.run("document.getElementById('explain-close').click()").await;
     for app in fixture.worker.apps().apps() {
-        fixture.worker.service().unregister_app(app.id().as_str()).unwrap();
+        fixture.worker.service().lifecycle.unregister_app(app.id().as_str()).unwrap();
     }
     fixture.call("/admin/decommission", "").await;
     for (name, width, height, is_phone, scheme) in

@@ -35,7 +35,7 @@ async fn what_can_change_does_and_the_rest_is_named() {
         (limits.high_watermark, limits.low_watermark, limits.huge_partition_bytes),
         (0.5, 0.1, 2 << 20)
     );
-    assert_eq!(service.partition_limits().huge_bytes, Some(2 << 20));
+    assert_eq!(service.ingest.partition_limits().huge_bytes, Some(2 << 20));
     let key = ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(1));
     fixture.client.register(&key, &[(0, 0)]).await.unwrap();
     assert_eq!(service.apps().find(&key.app).unwrap().heartbeat_timeout(), Duration::from_secs(77));

@@ -60,14 +60,14 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
 }
 
 async fn decommission(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.decommission() {
+    match hooks.service.lifecycle.decommission() {
         Ok(()) => state_answer(&hooks),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
 }
 
 async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.cancel_decommission() {
+    match hooks.service.lifecycle.cancel_decommission() {
         Ok(()) => state_answer(&hooks),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
@@ -97,14 +97,14 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
 
 /// Puts everything that is in memory on its way to the disks; does not wait for it.
 async fn flush(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.flush_all() {
+    match hooks.service.lifecycle.flush_all() {
         Ok(batches) => answer(&json!({ "batches_under_way": batches })),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
 }
 
 async fn purge(State(hooks): State<AdminHooks>, Path(app): Path<String>) -> Response {
-    match hooks.service.unregister_app(&app) {
+    match hooks.service.lifecycle.unregister_app(&app) {
         Ok(()) => answer(&json!({ "purged": app })),
         Err(ServiceError::NotRegistered) => refusal(StatusCode::NOT_FOUND, "no such application"),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),

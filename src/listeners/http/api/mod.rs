@@ -91,7 +91,7 @@ struct After {
 }
 
 async fn history(State(hooks): State<ApiHooks>, Query(after): Query<After>) -> Response {
-    let samples = hooks.service.history(after.after_ms.unwrap_or(0));
+    let samples = hooks.service.insight.history(after.after_ms.unwrap_or(0));
     fresh(&json!({ "interval_seconds": SAMPLE_INTERVAL.as_secs_f64(), "samples": samples }))
 }
 
@@ -112,7 +112,7 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         .into_iter()
         .filter_map(|statistics| {
             let app = service.apps().find(&statistics.app)?;
-            Some(App::new(&app, statistics, service.apps().idle(&app), service.lost_blocks(&app)))
+            Some(App::new(&app, statistics, service.apps().idle(&app), service.insight.lost_blocks(&app)))
         })
         .collect();
     let count = apps.len();
@@ -121,12 +121,12 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
         weight(right).cmp(&weight(left)).then_with(|| left.app.cmp(&right.app))
     });
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
-    let gone = service.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
+    let gone = service.insight.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
-    let collect = move || match hooks.service.explain(&app) {
+    let collect = move || match hooks.service.insight.explain(&app) {
         Some(explanation) => fresh(&*explanation),
         None => missing("no such application, neither here nor among the latest that are gone"),
     };

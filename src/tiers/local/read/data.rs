@@ -21,7 +21,7 @@ use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
 use crate::tiers::local::verify::{Check, SAMPLE, Verifier};
-use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
 use uniffle_wire::types::PartitionId;
@@ -119,10 +119,10 @@ impl DataRead {
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
     }
 
-    /// What the last error says of the data.
+    /// Whether the last error shows that blocks are gone, or may be.
     #[must_use]
-    pub fn suspicion(&self) -> Suspicion {
-        self.stream.suspicion
+    pub fn is_suspect(&self) -> bool {
+        self.stream.is_suspect
     }
 
     /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -162,7 +162,7 @@ impl DataRead {
         shuffle.require_present()?;
         if !is_sound? {
             let error = self.damage.mark_damaged(shuffle, *partition, &block);
-            self.stream.suspicion.marked_lost = true;
+            self.stream.is_suspect = true;
             return Err(error);
         }
         tracing::warn!(shuffle = %shuffle.key, %partition, "a block was read with other bytes than are stored, and is read again");

@@ -32,7 +32,7 @@ use super::index::RecordCheck;
 use super::log::Log;
 use super::share::ReadTurn;
 use super::shuffle::Shuffle;
-use crate::tiers::{StoreError, StoreErrorKind, Suspicion};
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
@@ -131,8 +131,8 @@ struct Stream {
     failed: bool,
     /// Index of the disk whose bytes could not be had, or were others.
     culprit: OnceLock<usize>,
-    /// What the last error says.
-    suspicion: Suspicion,
+    /// The last error shows that blocks are gone, or may be.
+    is_suspect: bool,
 }
 
 impl fmt::Debug for IndexRead {
@@ -144,8 +144,7 @@ impl fmt::Debug for IndexRead {
 
 impl Stream {
     fn new(core: Arc<Core>, (shuffle, partition): (Arc<Shuffle>, PartitionId), left: u64) -> Self {
-        let (culprit, suspicion) = (OnceLock::new(), Suspicion::default());
-        Self { core, shuffle, partition, left, failed: false, culprit, suspicion }
+        Self { core, shuffle, partition, left, failed: false, culprit: OnceLock::new(), is_suspect: false }
     }
 
     fn blame(&self, log: &Log) {
@@ -154,9 +153,9 @@ impl Stream {
 
     /// Counts a chunk that could not be read.
     fn count_failure(&mut self, error: &StoreError) {
-        let culprit = self.culprit.get().copied();
-        self.suspicion.device =
-            culprit.filter(|disk| self.shuffle.count_failed_read(self.partition, *disk, error));
+        let (shuffle, partition) = (&self.shuffle, self.partition);
+        let culprit = self.culprit.get();
+        self.is_suspect |= culprit.is_some_and(|disk| shuffle.count_failed_read(partition, *disk, error));
     }
 
     /// The log in which a piece lies; none of a hole.
@@ -330,10 +329,10 @@ impl IndexRead {
         Ok(buffer.freeze(len))
     }
 
-    /// What the last error says of the data.
+    /// Whether the last error shows that blocks are gone, or may be.
     #[must_use]
-    pub fn suspicion(&self) -> Suspicion {
-        self.stream.suspicion
+    pub fn is_suspect(&self) -> bool {
+        self.stream.is_suspect
     }
 
     /// Where the next `len` bytes come from. Takes no memory: their disks are asked first.

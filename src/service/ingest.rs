@@ -1,0 +1,56 @@
+//! What writers call: tickets, sends and reports.
+
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use crate::flush::Flusher;
+use crate::memory::Memory;
+use crate::tiers::Tiers;
+
+use super::commit_gate::CommitGate;
+use super::known::Known;
+use super::losses::Losses;
+use super::metrics::ServiceMetrics;
+use super::partition_limit::PartitionLimits;
+use super::status::WorkerStatus;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Ingest {
+    pub(super) known: Known,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: Arc<WorkerStatus>,
+    pub(super) losses: Arc<Losses>,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) limits: RwLock<PartitionLimits>,
+    pub(super) commits: CommitGate,
+    pub(super) partitions_max: usize,
+    pub(super) verify_crc: bool,
+}
+
+impl Ingest {
+    /// Bounds of one partition, as they are now.
+    #[must_use]
+    pub fn partition_limits(&self) -> PartitionLimits {
+        *self.limits.read()
+    }
+
+    /// Replaces them.
+    pub fn set_partition_limits(&self, limits: PartitionLimits) {
+        *self.limits.write() = limits;
+    }
+
+    /// From here on no send is acknowledged: clients get NO_BUFFER, wait and send again. When this returns none is being
+    /// acknowledged either, so what is in memory can only become less.
+    pub fn refuse_sends(&self) {
+        self.commits.close();
+    }
+
+    /// Undoes [`Ingest::refuse_sends`].
+    pub fn take_sends(&self) {
+        self.commits.open();
+    }
+}

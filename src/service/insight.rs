@@ -1,0 +1,136 @@
+//! What the worker tells of itself: applications, the last minutes, losses, gauges.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use crate::app::{App, AppRegistry};
+use crate::flush::Flusher;
+use crate::memory::Memory;
+use crate::runtime::Tasks;
+use crate::tiers::Tiers;
+use uniffle_wire::types::AppId;
+
+use super::explain::{Explanation, Gone, Presence, explanation};
+use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
+use super::losses::{LossReport, Losses, lost_blocks_of};
+use super::metrics::ServiceMetrics;
+use super::statistics::{AppStatistics, statistics_of};
+use super::status::WorkerStatus;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Insight {
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) flusher: Option<Arc<Flusher>>,
+    pub(super) status: Arc<WorkerStatus>,
+    pub(super) losses: Arc<Losses>,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: Arc<ServiceMetrics>,
+    pub(super) history: History,
+    pub(super) gone: Gone,
+}
+
+impl Insight {
+    /// All applications.
+    pub fn app_statistics(&self) -> Vec<AppStatistics> {
+        self.apps.apps().iter().map(|app| statistics_of(app, &self.memory, &self.tiers)).collect()
+    }
+
+    /// Where the time and the bytes of `app` went; also of one that is gone, as long as it is among the latest.
+    pub fn explain(&self, app: &str) -> Option<Arc<Explanation>> {
+        let known = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        match known {
+            Some(app) => Some(Arc::new(self.explanation(&app, Presence::Known))),
+            None => self.gone.find(app),
+        }
+    }
+
+    /// Applications that are gone, the latest first.
+    pub fn gone_apps(&self) -> Vec<Arc<Explanation>> {
+        self.gone.all()
+    }
+
+    /// Calls `remove`; when it has removed the application, what can be said of it is kept.
+    pub(super) fn remove_explained(&self, id: &AppId, why: Presence, remove: impl FnOnce() -> bool) -> bool {
+        let explanation = self.apps.find(id).map(|app| self.explanation(&app, why));
+        let removed = remove();
+        if let Some(explanation) = explanation.filter(|_| removed) {
+            self.gone.push(explanation);
+        }
+        removed
+    }
+
+    fn explanation(&self, app: &App, presence: Presence) -> Explanation {
+        explanation(app, presence, &statistics_of(app, &self.memory, &self.tiers), &self.memory)
+    }
+
+    /// Everything that is lost now.
+    #[must_use]
+    pub fn losses(&self) -> LossReport {
+        self.losses.report()
+    }
+
+    /// Lost blocks of one application.
+    pub fn lost_blocks(&self, app: &App) -> u64 {
+        lost_blocks_of(app)
+    }
+
+    /// Tickets refused since the start: for lack of memory, and because a huge partition fills its share.
+    #[must_use]
+    pub fn refused_tickets(&self) -> (u64, u64) {
+        let metrics = &self.metrics;
+        (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())
+    }
+
+    /// Brings gauges of live values up to date; called before metrics are gathered.
+    pub fn refresh_metrics(&self, apps: &[AppStatistics]) {
+        self.metrics.set_inventory(apps, self.apps.block_id_count());
+        self.metrics.set_state(self.status.state());
+        self.losses.set_gauges();
+    }
+
+    /// Samples later than `after_ms`, oldest first.
+    pub fn history(&self, after_ms: u64) -> Vec<Sample> {
+        self.history.after(after_ms)
+    }
+
+    /// The worker now.
+    pub fn sample(&self) -> Sample {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Sample {
+            at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX),
+            received_bytes: self.metrics.received_bytes.get(),
+            read_bytes: self.metrics.read_bytes.get(),
+            flushed_bytes: self.flusher.as_ref().map_or(0, |flusher| flusher.flushed_bytes()),
+            memory_used_bytes: self.memory.used_bytes(),
+            memory_reserved_bytes: self.memory.pre_allocated_bytes(),
+            memory_in_flight_bytes: self.memory.in_flight_bytes(),
+        }
+    }
+
+    /// Samples until the worker stops.
+    pub async fn run_sampling(self: Arc<Self>) {
+        let stopped = self.tasks.cancelled();
+        tokio::pin!(stopped);
+        let mut ticks = interval(SAMPLE_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut walked, mut pause) = (Instant::now(), 0);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stopped => return,
+                _ = ticks.tick() => self.history.push(self.sample()),
+            }
+            if pause > 0 {
+                pause -= 1;
+                continue;
+            }
+            pause = sample_apps(&self.apps, &self.memory, walked.elapsed()) / PARTITIONS_PER_SAMPLE;
+            walked = Instant::now();
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The applications and shuffles that calls name.
+
+use std::sync::Arc;
+
+use crate::app::{App, AppRegistry, ShuffleState};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+use super::ServiceError;
+use super::metrics::ServiceMetrics;
+
+/// Finds them; cheap to clone.
+#[derive(Debug, Clone)]
+pub(super) struct Known {
+    pub(super) apps: Arc<AppRegistry>,
+    pub(super) metrics: Arc<ServiceMetrics>,
+}
+
+impl Known {
+    /// The app of a request; an id that cannot exist is unknown like any other.
+    pub(super) fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let found = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
+        found.ok_or_else(|| {
+            self.metrics.apps_not_found.inc();
+            ServiceError::NotRegistered
+        })
+    }
+
+    /// As [`Known::app`], and the app counts as used now.
+    pub(super) fn touched_app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
+        let app = self.app(app)?;
+        self.apps.touch(&app);
+        Ok(app)
+    }
+}
+
+/// Key and state of a shuffle of `app`; `None` if it is not registered.
+pub(super) fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<ShuffleState>)> {
+    let state = app.shuffle(ShuffleId(shuffle))?;
+    Some((state.key().clone(), state))
+}
+
+/// A shuffle id that no shuffle has.
+pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
+    ServiceError::InvalidField {
+        field: "shuffleId",
+        value: i64::from(shuffle),
+        allowed: "0 or more is allowed",
+    }
+}

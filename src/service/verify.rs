@@ -1,0 +1,199 @@
+//! Which blocks of a partition are there at all: memory and all tiers looked at together, what is nowhere entered as lost.
+//!
+//! A partition is verified after a start, if blocks may be in remote files, and when a device does not give back what it
+//! had. One task looks until it has succeeded; reads that want what is in question are answered with NO_BUFFER
+//! meanwhile, for which clients wait.
+
+use std::future::ready;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use croaring::Treemap;
+use futures::stream::{self, StreamExt as _};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::app::ShuffleState;
+use crate::durability::{Blame, Ledger, Loss, LostExtent, Verdict, ranges};
+use crate::memory::Memory;
+use crate::runtime::Tasks;
+use crate::telemetry::AUDIT;
+use crate::tiers::{StoreError, StoreErrorKind, Tiers};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+use super::metrics::ServiceMetrics;
+
+/// Partitions that are looked at at a time, and the pause after a round in which some could not be; it doubles.
+const LOOKS: usize = 8;
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// How long a call waits for a look: clients give one a minute.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A partition that is to be verified, and why what is nowhere is lost.
+#[derive(Debug)]
+pub(super) struct Suspect {
+    pub(super) shuffle: Arc<ShuffleState>,
+    pub(super) partition: PartitionId,
+    pub(super) blame: Blame,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Verifier {
+    pub(super) memory: Arc<Memory>,
+    pub(super) tiers: Tiers,
+    pub(super) tasks: Tasks,
+    pub(super) metrics: Arc<ServiceMetrics>,
+}
+
+impl Verifier {
+    /// A read shows that something of a partition is gone, or may be. Returns when it is known, or has to be looked again;
+    /// that goes on when the caller is dropped.
+    pub(super) async fn examine(
+        self: &Arc<Self>,
+        shuffle: Arc<ShuffleState>,
+        partition: PartitionId,
+        error: &StoreError,
+    ) {
+        if shuffle.ledger().with(partition, |it| it.question(None)) {
+            let blame = blame(Vec::new(), &error.to_string());
+            self.verify(vec![Suspect { shuffle: Arc::clone(&shuffle), partition, blame }]);
+        }
+        self.looked(&shuffle, partition, Self::patience()).await;
+    }
+
+    /// Verifies partitions in the background.
+    pub(super) fn verify(self: &Arc<Self>, suspects: Vec<Suspect>) {
+        if suspects.is_empty() {
+            return;
+        }
+        let (verifier, stopped) = (Arc::clone(self), self.tasks.cancelled());
+        self.tasks.spawn("verify partitions", async move {
+            tokio::select! {
+                biased;
+                () = stopped => {}
+                () = verifier.settle_all(suspects) => {}
+            }
+        });
+    }
+
+    /// When a call gives up to wait for looks.
+    pub(super) fn patience() -> Instant {
+        Instant::now() + PATIENCE
+    }
+
+    /// Waits until a partition is known, a look at it has failed, or it is too late.
+    pub(super) async fn looked(&self, shuffle: &ShuffleState, partition: PartitionId, give_up: Instant) {
+        let _: Result<(), _> = timeout_at(give_up, shuffle.ledger().looked(partition)).await;
+    }
+
+    /// Enters blocks as lost, and tells it.
+    pub(super) fn enter(&self, shuffle: &ShuffleState, partition: PartitionId, ids: Treemap, blame: &Blame) {
+        self.tell(shuffle, partition, shuffle.ledger().with(partition, |it| it.enter(ids, blame)));
+    }
+
+    fn tell(&self, shuffle: &ShuffleState, partition: PartitionId, losses: Vec<Loss>) {
+        for Loss { ids, bytes, reason, .. } in losses {
+            let (blocks, ranges) = (ids.cardinality(), ranges(&ids));
+            self.metrics.lost_blocks.inc_by(blocks);
+            self.metrics.lost_bytes.inc_by(bytes.unwrap_or(0));
+            tracing::error!(target: AUDIT, shuffle = %shuffle.key(), %partition, blocks, ?bytes, ?ranges, %reason, "blocks are lost");
+        }
+    }
+
+    async fn settle_all(&self, mut suspects: Vec<Suspect>) {
+        let (partitions, began, mut pause) = (suspects.len(), Instant::now(), PAUSE_MIN);
+        loop {
+            let looked = stream::iter(suspects).map(async |mut suspect| {
+                let settled = self.settle(&mut suspect).await;
+                settled.err().map(|error| (suspect, error))
+            });
+            let failed: Vec<_> = looked.buffer_unordered(LOOKS).filter_map(ready).collect().await;
+            let Some((suspect, error)) = failed.first() else { break };
+            tracing::warn!(
+                partitions = failed.len(), shuffle = %suspect.shuffle.key(), partition = %suspect.partition, %error,
+                "it is not known yet which blocks are there or lost; it is looked up again"
+            );
+            suspects = failed.into_iter().map(|(suspect, _)| suspect).collect();
+            sleep(pause).await;
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+        tracing::info!(partitions, took = ?began.elapsed(), "it is known which blocks are there");
+    }
+
+    async fn settle(&self, suspect: &mut Suspect) -> Result<(), StoreError> {
+        let Suspect { shuffle, partition, blame } = suspect;
+        let (ledger, key, partition) = (shuffle.ledger(), shuffle.key(), *partition);
+        loop {
+            // Reads are refused from before there is a hole: they would take its zeros for data.
+            let is_damaged = ledger.verdict(partition, |_| Treemap::new()) == Verdict::Wait(None);
+            if let Some(tier) = self.tiers.served().filter(|_| is_damaged)
+                && let Some(error) = tier.give_up_unreadable(key, partition).await
+            {
+                blame.reason = Arc::from(error.to_string());
+            }
+            ledger.with(partition, Ledger::begin_look);
+            let found = match self.count(key, partition).await {
+                Ok(found) => found,
+                // No reader is left.
+                Err((error, _)) if error.kind == StoreErrorKind::Purged || self.is_gone(key) => return Ok(()),
+                Err((error, is_served)) => {
+                    ledger.with(partition, |it| {
+                        if is_served && error.kind != StoreErrorKind::Unhealthy {
+                            it.question(None);
+                        }
+                        it.fail_look();
+                    });
+                    return Err(error);
+                }
+            };
+            let reported = shuffle.block_ids().lock().of(&[partition]);
+            if let Some(new) = ledger.with(partition, |it| it.settle(found, &reported, blame)) {
+                self.tell(shuffle, partition, new);
+                return Ok(());
+            }
+        }
+    }
+
+    fn is_gone(&self, key: &ShuffleKey) -> bool {
+        self.tiers.iter().all(|tier| tier.shuffle(key).is_none())
+    }
+
+    /// The blocks of a partition that can be read. Memory is looked at first, as blocks only move downwards. With an error,
+    /// whether it is of the tier that is read through this worker.
+    async fn count(&self, key: &ShuffleKey, partition: PartitionId) -> Result<Treemap, (StoreError, bool)> {
+        let mut found = self.ids_in_memory(key, partition);
+        for tier in self.tiers.iter() {
+            let present = tier.present(key, partition).await;
+            found.or_inplace(&present.map_err(|error| (error, tier.served().is_some()))?);
+        }
+        Ok(found)
+    }
+
+    fn ids_in_memory(&self, key: &ShuffleKey, partition: PartitionId) -> Treemap {
+        let mut ids = Treemap::new();
+        let Some(buffer) = self.memory.shuffle(key).and_then(|shuffle| shuffle.existing(partition)) else {
+            return ids;
+        };
+        let mut after = None;
+        loop {
+            let blocks = buffer.read(after, u64::MAX, None).blocks;
+            let Some(last) = blocks.last() else { return ids };
+            after = Some(last.block_id);
+            let before = ids.cardinality();
+            blocks.iter().for_each(|block| ids.add(block.block_id.0.unsigned_abs()));
+            // A cursor that was flushed away starts again at the head.
+            if ids.cardinality() == before {
+                return ids;
+            }
+        }
+    }
+}
+
+/// Why blocks are lost that are found to be so now.
+pub(super) fn blame(extents: Vec<LostExtent>, reason: &str) -> Blame {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let at_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+    Blame { extents, reason: Arc::from(reason), at_ms }
+}
