@@ -35,14 +35,15 @@ struct Ledger {
 }
 
 impl Ledger {
-    /// Adds `bytes`, or says what is free.
-    fn take(&self, bytes: u64) -> Result<(), u64> {
+    /// Adds `bytes`, up to `beyond` more than the capacity, or says what is free.
+    fn take(&self, bytes: u64, beyond: u64) -> Result<(), u64> {
+        let most = self.capacity.saturating_add(beyond);
         // Acquire pairs with the Release in `give_back`: the thread that gets the amount of a dropped charge also sees
         // that its memory went back to the allocator before. All of it in one order with `waiting`, see `charge`.
         let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |used| {
-            used.checked_add(bytes).filter(|sum| *sum <= self.capacity)
+            used.checked_add(bytes).filter(|sum| *sum <= most)
         });
-        taken.map(drop).map_err(|used| self.capacity.saturating_sub(used))
+        taken.map(drop).map_err(|used| most.saturating_sub(used))
     }
 
     fn give_back(&self, bytes: u64) {
@@ -104,18 +105,29 @@ impl Budget {
         self.path().map(free).min().unwrap_or(0)
     }
 
-    /// Charges `bytes`, or nothing.
+    /// Charges `bytes`, or nothing. No bytes are never refused, not even of a budget that is overdrawn.
     ///
     /// # Errors
     /// [`NoCapacity`] when fewer are free, here or above.
     pub fn try_charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
-        self.take(bytes)?;
+        self.try_charge_beyond(bytes, 0)
+    }
+
+    /// As [`Budget::try_charge`], up to `beyond` more than there is.
+    ///
+    /// # Errors
+    /// [`NoCapacity`] likewise.
+    pub fn try_charge_beyond(&self, bytes: u64, beyond: u64) -> Result<Charge, NoCapacity> {
+        self.take(bytes, beyond)?;
         Ok(Charge { budget: self.clone(), bytes })
     }
 
-    fn take(&self, bytes: u64) -> Result<(), NoCapacity> {
+    fn take(&self, bytes: u64, beyond: u64) -> Result<(), NoCapacity> {
+        if bytes == 0 {
+            return Ok(());
+        }
         for (level, ledger) in self.path().enumerate() {
-            if let Err(free) = ledger.take(bytes) {
+            if let Err(free) = ledger.take(bytes, beyond) {
                 self.path().take(level).for_each(|taken| taken.give_back(bytes));
                 return Err(NoCapacity { asked: bytes, free });
             }
@@ -147,8 +159,7 @@ impl Budget {
         }
     }
 
-    /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere: block metadata (by the block limit)
-    /// and what a redeemed ticket has already been promised.
+    /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
         for ledger in self.path() {
             ledger.used.fetch_add(bytes, Ordering::SeqCst);
@@ -231,7 +242,7 @@ impl Charge {
     /// # Errors
     /// See [`Budget::try_charge`].
     pub fn try_grow(&mut self, bytes: u64) -> Result<(), NoCapacity> {
-        self.budget.take(bytes)?;
+        self.budget.take(bytes, 0)?;
         self.bytes += bytes;
         Ok(())
     }
@@ -353,7 +364,7 @@ mod tests {
                 match what {
                     0 => {
                         let granted = budget.try_charge(bytes);
-                        prop_assert_eq!(granted.is_ok(), used + bytes <= 100);
+                        prop_assert_eq!(granted.is_ok(), bytes == 0 || used + bytes <= 100);
                         if let Ok(charge) = granted { used += bytes; charges.push(charge); }
                     }
                     1 => { used += bytes; charges.push(budget.force_charge(bytes)); }

@@ -11,13 +11,33 @@ use smallvec::SmallVec;
 
 use super::error::MemoryError;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
-use super::reservation::Reservation;
+use super::reservation::{METADATA_BYTES, Reservation};
+use crate::budget::Budget;
 
 /// Growth by doubling ends here; larger segments only when a block needs them.
 const SEGMENT_BYTES_GROWN: u64 = 1 << 20;
 
 /// Bytes a chain may hold, so that offsets fit `u32` (`u32::MAX` itself marks a stray).
 pub(super) const CHAIN_BYTES_MAX: u64 = u32::MAX as u64 - 1;
+
+/// Where segments come from.
+///
+/// Invariant: what is free in the region is at least what tickets and their sends still hold, so that they find it.
+#[derive(Debug)]
+pub(super) struct Supply {
+    pub(super) region: Arc<Region>,
+    /// Blocks in memory, a budget of blocks rather than bytes.
+    pub(super) blocks: Budget,
+}
+
+impl Supply {
+    /// By how much `budget` may be overdrawn for segments: by the room that the region has on top of it, and by what is
+    /// charged for metadata, which is not in the region. A block counts only after its metadata was charged, and as long as
+    /// it is; so this is never too much.
+    fn overdraft(&self, budget: &Budget) -> u64 {
+        self.region.capacity_bytes().saturating_sub(budget.capacity()) + self.blocks.used() * METADATA_BYTES
+    }
+}
 
 #[derive(Debug)]
 struct Placed {
@@ -70,7 +90,7 @@ impl Chain {
     pub(super) fn reserve(
         &mut self,
         len: u32,
-        region: &Arc<Region>,
+        supply: &Supply,
         funds: &mut Reservation,
         aborted: &Arc<AtomicBool>,
     ) -> Result<BlockFill, MemoryError> {
@@ -81,7 +101,7 @@ impl Chain {
         let offset = u32::try_from(self.used).expect("at most CHAIN_BYTES_MAX");
         let mut missing = len as usize;
         let room = self.placed.last().map_or(0, |last| last.segment.remaining());
-        let grown = self.grow((missing).saturating_sub(room) as u64, region, funds)?;
+        let grown = self.grow((missing).saturating_sub(room) as u64, supply, funds)?;
         let mut parts = SmallVec::new();
         if room > 0 {
             self.place(&mut missing, &mut parts);
@@ -114,7 +134,7 @@ impl Chain {
     fn grow(
         &self,
         mut missing: u64,
-        region: &Arc<Region>,
+        supply: &Supply,
         funds: &mut Reservation,
     ) -> Result<SmallVec<[Segment; 2]>, MemoryError> {
         let mut segments = SmallVec::new();
@@ -123,7 +143,7 @@ impl Chain {
         let mut at_most = SEGMENT_BYTES_MAX as u64;
         while missing > 0 {
             let wanted = next_segment_bytes(missing, capacity).min(at_most);
-            let segment = allocate(missing, wanted, region, funds)?;
+            let segment = allocate(missing, wanted, supply, funds)?;
             let got = segment.capacity() as u64;
             if got < wanted {
                 at_most = got;
@@ -214,7 +234,7 @@ fn next_segment_bytes(missing: u64, capacity: u64) -> u64 {
 fn allocate(
     missing: u64,
     wanted: u64,
-    region: &Arc<Region>,
+    supply: &Supply,
     funds: &mut Reservation,
 ) -> Result<Segment, MemoryError> {
     let smallest = SEGMENT_BYTES_MIN as u64;
@@ -222,16 +242,17 @@ fn allocate(
     let mut bytes = wanted;
     while bytes >= smallest {
         let covered = needed.min(bytes);
-        if let Some(charge) = funds.cover_with_extra(covered, bytes - covered) {
+        let overdraft = supply.overdraft(funds.budget());
+        if let Some(charge) = funds.cover_segment((covered, bytes - covered), overdraft) {
             let size = usize::try_from(bytes).expect("at most SEGMENT_BYTES_MAX");
-            match region.allocate(size, charge) {
+            match supply.region.allocate(size, charge) {
                 Ok(segment) => return Ok(segment),
                 Err(charge) => funds.put_back(charge, covered),
             }
         }
         bytes /= 2;
     }
-    Err(MemoryError::NoCapacity { asked: missing, free: funds.free_budget() })
+    Err(MemoryError::NoCapacity { asked: missing, free: funds.budget().free() })
 }
 
 /// Room for one block, to be written by its owner alone. Dropped without commit, what was

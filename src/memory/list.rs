@@ -14,9 +14,6 @@ use super::region::Slice;
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
 
-/// Charged per block beside its bytes.
-pub(super) const METADATA_BYTES: u64 = 64;
-
 /// Offset of a stray: its bytes are in no range of this list's chain.
 const STRAY: u32 = u32::MAX;
 

@@ -58,6 +58,7 @@ use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
 use crate::schema::section;
 
 use buffer::Shared;
+use chain::Supply;
 use metrics::MemoryMetrics;
 use region::Region;
 
@@ -152,9 +153,11 @@ impl Memory {
         let slack = (capacity / SLACK_DIVISOR).min(SLACK_BYTES_MAX);
         let budget = Budget::new(capacity);
         let shared = Shared {
-            region: Region::new(capacity.saturating_add(slack))?,
+            supply: Supply {
+                region: Region::new(capacity.saturating_add(slack))?,
+                blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
+            },
             budget: budget.clone(),
-            blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
             in_flight: Budget::new(u64::MAX),
             in_flight_blocks: Budget::new(u64::MAX),
             hasher: hashbrown::DefaultHashBuilder::default(),
@@ -292,13 +295,13 @@ impl Memory {
     /// Blocks in memory.
     #[must_use]
     pub fn block_count(&self) -> u64 {
-        self.shared.blocks.used()
+        self.shared.supply.blocks.used()
     }
 
     /// Largest number of blocks in memory.
     #[must_use]
     pub fn blocks_max(&self) -> u64 {
-        self.shared.blocks.capacity()
+        self.shared.supply.blocks.capacity()
     }
 
     /// Writes the live values into the gauges; the scraper calls it before it gathers.
@@ -325,7 +328,7 @@ impl Memory {
             metrics.heap.with_label_values(&[kind.name()]).set(clamped(self.heap.of(kind).used()));
         }
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
-        metrics.region_touched.set(clamped(self.shared.region.touched_bytes()));
+        metrics.region_touched.set(clamped(self.shared.supply.region.touched_bytes()));
     }
 }
 

@@ -7,6 +7,9 @@ use tokio::time::Instant;
 use super::error::MemoryError;
 use crate::budget::{Budget, Charge};
 
+/// Charged per block beside its bytes.
+pub(super) const METADATA_BYTES: u64 = 64;
+
 /// A charge and its mirror in the pre-allocated total, always of the same size.
 #[derive(Debug)]
 struct Held {
@@ -75,18 +78,6 @@ impl Reservation {
         drop(self.held.take_up_to(surplus));
     }
 
-    /// A charge of `bytes`: what is held first, the rest from the free budget.
-    ///
-    /// # Errors
-    /// `NoCapacity`; what was held stays held.
-    pub fn take(&mut self, bytes: u64) -> Result<Charge, MemoryError> {
-        let missing = bytes.saturating_sub(self.held_bytes());
-        let rest = self.budget.try_charge(missing)?;
-        let mut charge = self.held.take_up_to(bytes);
-        charge.merge(rest);
-        Ok(charge)
-    }
-
     /// Counts `bytes` of payload against the ticket.
     pub(super) fn spend(&mut self, bytes: u64) -> Result<(), MemoryError> {
         let left = self.left_bytes();
@@ -97,29 +88,32 @@ impl Reservation {
         Ok(())
     }
 
-    /// A charge that cannot be refused, for what is bounded elsewhere: block metadata, and payload within the
-    /// ticket. The latter can run short only because other senders filled room that this one had paid for (their
-    /// tickets then hold as much too much until they end) or because a seal cut off the tail of a segment; the
-    /// region's slack covers that.
-    pub(super) fn cover(&mut self, bytes: u64) -> Charge {
+    /// A charge for the metadata of `blocks` blocks, which cannot be refused: their number is limited.
+    pub(super) fn cover_metadata(&mut self, blocks: u64) -> Charge {
+        let bytes = blocks * METADATA_BYTES;
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {
-            charge
-                .merge(self.budget.try_charge(missing).unwrap_or_else(|_| self.budget.force_charge(missing)));
+            charge.merge(self.budget.force_charge(missing));
         }
         charge
     }
 
-    /// A charge for a segment: `needed` is covered, `extra` (room for later blocks) only if it is free just now.
-    pub(super) fn cover_with_extra(&mut self, needed: u64, extra: u64) -> Option<Charge> {
+    /// A charge for a segment: `needed` for what is to be stored, and `extra`, room for later blocks, only if it is
+    /// free just now. What is held is always enough, unless other senders of the same partition filled room that this
+    /// one had paid for (then they hold too much until they end) or a seal cut off the tail of a segment. Then
+    /// the budget may be overdrawn by up to `overdraft`, for which there is memory that is promised to no one.
+    pub(super) fn cover_segment(&mut self, (needed, extra): (u64, u64), overdraft: u64) -> Option<Charge> {
         let extra = self.budget.try_charge(extra).ok()?;
-        let mut charge = self.cover(needed);
+        let missing = needed.saturating_sub(self.held_bytes());
+        let rest = self.budget.try_charge_beyond(missing, overdraft).ok()?;
+        let mut charge = self.held.take_up_to(needed);
+        charge.merge(rest);
         charge.merge(extra);
         Some(charge)
     }
 
-    /// Takes a charge back that [`Reservation::cover`] gave and that found no memory.
+    /// Takes a charge back that [`Reservation::cover_segment`] gave and that found no memory.
     pub(super) fn put_back(&mut self, mut charge: Charge, needed: u64) {
         let back = charge.split_up_to(needed);
         let Held { charge: held, mirror } = &mut self.held;
@@ -128,7 +122,7 @@ impl Reservation {
         mirror.merge(mirror.budget().force_charge(lacking));
     }
 
-    pub(super) fn free_budget(&self) -> u64 {
-        self.budget.free()
+    pub(super) fn budget(&self) -> &Budget {
+        &self.budget
     }
 }

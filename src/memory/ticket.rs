@@ -259,14 +259,17 @@ mod tests {
         assert_eq!(funds.held_bytes(), 104_096);
         funds.spend(200_000).unwrap();
         assert_eq!(funds.spend(1).unwrap_err(), MemoryError::TicketOverspent { asked: 1, left: 0 });
-        let more = funds.take(110_000).unwrap();
+        let more = funds.cover_segment((108_000, 2000), 0).unwrap();
         assert_eq!((more.bytes(), funds.held_bytes(), tickets.pre_allocated_bytes()), (110_000, 0, 0));
-        assert!(matches!(funds.take(1 << 20), Err(MemoryError::NoCapacity { .. })));
-        let forced = funds.cover(1 << 20);
+        assert!(funds.cover_segment((1 << 20, 0), 0).is_none());
+        let forced = funds.cover_segment((1 << 20, 0), 110_000).unwrap();
         assert_eq!(budget.used(), 110_000 + (1 << 20));
-        assert!(funds.cover_with_extra(1, 1).is_none());
+        assert!(funds.cover_segment((1, 0), 110_000).is_none(), "it is as much overdrawn as it may be");
+        assert!(funds.cover_segment((0, 1), 110_001).is_none(), "room for later only within the capacity");
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
+        assert_eq!(funds.cover_metadata(100).bytes(), 6400);
+        assert_eq!((funds.held_bytes(), budget.used()), (0, 110_000));
         drop((more, funds));
         assert_eq!((budget.used(), tickets.pre_allocated_bytes()), (0, 0));
     }

@@ -17,13 +17,12 @@ use hashbrown::DefaultHashBuilder;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use super::chain::BlockFill;
+use super::chain::{BlockFill, Supply};
 use super::error::MemoryError;
-use super::list::{BlockList, METADATA_BYTES};
+use super::list::BlockList;
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
-use super::region::Region;
-use super::reservation::Reservation;
+use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::{InFlight, SealedBatch};
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
@@ -31,10 +30,8 @@ use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 /// What all buffers of one memory share.
 #[derive(Debug)]
 pub(super) struct Shared {
-    pub(super) region: Arc<Region>,
+    pub(super) supply: Supply,
     pub(super) budget: Budget,
-    /// Blocks in memory, a budget of blocks rather than bytes.
-    pub(super) blocks: Budget,
     /// Charged bytes of batches that are being flushed, for the total only.
     pub(super) in_flight: Budget,
     /// Their blocks, likewise.
@@ -88,7 +85,7 @@ struct State {
 
 impl Buffer {
     pub(super) fn new(partition: PartitionId, shared: Arc<Shared>, budget: Budget) -> Self {
-        let active = BlockList::new(0, shared.hasher.clone(), &shared.blocks, &budget);
+        let active = BlockList::new(0, shared.hasher.clone(), &shared.supply.blocks, &budget);
         let state = State { active, batches: VecDeque::new(), next_chain: 1, evicted: false, overdue: false };
         Self {
             partition,
@@ -115,8 +112,8 @@ impl Buffer {
     /// Room for one block of `len` bytes, paid for by `funds`.
     ///
     /// # Errors
-    /// `TicketOverspent` beyond the bytes the ticket was for, `Evicted` after a purge. `NoCapacity` only when the
-    /// region is exhausted in spite of the ticket (its slack is used up by seals amid sends); nothing is held then.
+    /// `TicketOverspent` beyond the bytes the ticket was for, `Evicted` after a purge. `NoCapacity` only when concurrent
+    /// sends and seals of this partition used up what the ticket paid for, and others the slack; nothing is held then.
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
         // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
@@ -139,7 +136,7 @@ impl Buffer {
                 self.rotate(&mut state);
             }
         }
-        let fill = state.active.chain.reserve(len, &self.shared.region, funds, &self.aborted);
+        let fill = state.active.chain.reserve(len, &self.shared.supply, funds, &self.aborted);
         drop(state);
         drop((dead, abandoned));
         fill
@@ -163,14 +160,12 @@ impl Buffer {
             );
         }
         let asked = blocks.len() as u64;
-        let too_many = |_| MemoryError::TooManyBlocks { max: self.shared.blocks.capacity() };
-        let mut permits = self
-            .shared
-            .blocks
-            .try_charge(asked)
-            .map_err(too_many)
-            .inspect_err(|_| self.shared.budget.wake())?;
-        let mut metadata = funds.cover(asked * METADATA_BYTES);
+        // Charged before the blocks count and until they do not: see `Supply::overdraft`.
+        let mut metadata = funds.cover_metadata(asked);
+        let limit = &self.shared.supply.blocks;
+        let too_many = |_| MemoryError::TooManyBlocks { max: limit.capacity() };
+        let permits = limit.try_charge(asked).map_err(too_many);
+        let mut permits = permits.inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
@@ -341,7 +336,7 @@ impl Buffer {
     fn next_list(&self, state: &mut State) -> BlockList {
         let chain = state.next_chain;
         state.next_chain += 1;
-        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.blocks, &self.budget)
+        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.supply.blocks, &self.budget)
     }
 
     /// The active list becomes the youngest batch, an empty one takes its place.

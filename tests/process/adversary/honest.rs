@@ -7,10 +7,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
-use uniffle_client::grpc::{ClientError, ShuffleClient};
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_testkit::clients::{key, local};
-
-use uniffle_worker::proto::StatusCode;
 
 use crate::writes::Written;
 
@@ -18,8 +16,6 @@ use crate::writes::Written;
 pub(super) const APP: &str = "honest";
 /// An honest send.
 const SEND_BYTES: u32 = 16 << 10;
-/// How often a send that is answered with NO_BUFFER is tried, as clients do.
-const TRIES: usize = 3;
 /// Between two honest sends, so that an hour of them is no attack.
 const SEND_PAUSE: Duration = Duration::from_millis(20);
 /// Sends after which all that was written is read.
@@ -40,8 +36,6 @@ pub(super) struct Honest {
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) sends: usize,
-    /// Answered with NO_BUFFER, and sent again.
-    refused: usize,
     took: Vec<Duration>,
 }
 
@@ -74,16 +68,8 @@ impl Honest {
             }
             let task = i64::try_from(self.sends).expect("not so many");
             let began = Instant::now();
-            let mut sent = self.written.task(client, task, SEND_BYTES).await;
-            for _ in 1..TRIES {
-                if !matches!(&sent, Err(ClientError::Refused { status: StatusCode::NoBuffer, .. })) {
-                    break;
-                }
-                figures.refused += 1;
-                sleep(SEND_PAUSE).await;
-                sent = self.written.task(client, task, SEND_BYTES).await;
-            }
-            sent.expect("an honest send is taken");
+            // Its ticket is waited for; with that the send is taken.
+            self.written.task(client, task, SEND_BYTES).await.expect("an honest send is taken");
             figures.took.push(began.elapsed());
             if self.sends.is_multiple_of(SENDS_PER_READ) {
                 self.assert_readable(client).await;
@@ -115,11 +101,8 @@ impl Figures {
 impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [median, p99, longest] = [50, 99, 100].map(|percent| self.percentile(percent));
-        let (sends, refused) = (self.sends, self.refused);
-        write!(
-            f,
-            "{sends} honest sends ({refused} refused once), median {median:.1?}, 99 % {p99:.1?}, longest {longest:.1?}"
-        )
+        let sends = self.sends;
+        write!(f, "{sends} honest sends, median {median:.1?}, 99 % {p99:.1?}, longest {longest:.1?}")
     }
 }
 

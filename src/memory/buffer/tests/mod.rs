@@ -8,6 +8,7 @@ use super::*;
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
 
 mod model;
+mod promised;
 mod stress;
 
 const MIB: u64 = 1 << 20;
@@ -121,7 +122,7 @@ fn is_aligned(extent: &SealedExtent) -> bool {
 fn assert_empty(memory: &Memory) {
     assert_eq!((memory.used_bytes(), memory.pre_allocated_bytes()), (0, 0));
     assert_eq!((memory.in_flight_bytes(), memory.block_count()), (0, 0));
-    let region = &memory.shared.region;
+    let region = &memory.shared.supply.region;
     assert_eq!(region.free_bytes(), region.capacity_bytes());
 }
 
