@@ -11,7 +11,7 @@ use uniffle_worker::proto::RequireBufferRequest;
 
 use super::fixture::{AdminFixture, eventually};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 impl AdminFixture {
     async fn api(&self, path: &str) -> (StatusCode, Value) {
@@ -187,15 +187,7 @@ async fn the_last_minutes_are_there_from_the_start() {
         let samples = samples["samples"].as_array().unwrap();
         samples.last().map_or(0, |sample| sample["received_bytes"].as_u64().unwrap())
     };
-    let mut history = fixture.told("/history").await;
-    for _ in 0..200 {
-        if received(&history) == 60_000 {
-            break;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        history = fixture.told("/history").await;
-    }
-    assert_eq!(received(&history), 60_000, "{history}");
+    let history = fixture.told_later("/history", |history| received(history) == 60_000).await;
     let last = history["samples"].as_array().unwrap().last().unwrap()["at_ms"].as_u64().unwrap();
     let later = fixture.told(&format!("/history?after_ms={last}")).await;
     assert!(later["samples"].as_array().unwrap().len() <= 1, "{later}");
