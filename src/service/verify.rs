@@ -136,8 +136,6 @@ impl Verifier {
             ledger.with(partition, Ledger::begin_look);
             let found = match self.count(key, partition).await {
                 Ok(found) => found,
-                // No reader is left.
-                Err((error, _)) if error.kind == StoreErrorKind::Purged || self.is_gone(key) => return Ok(()),
                 Err((error, is_served)) => {
                     ledger.with(partition, |it| {
                         if is_served && error.kind != StoreErrorKind::Unhealthy {
@@ -145,7 +143,9 @@ impl Verifier {
                         }
                         it.fail_look();
                     });
-                    return Err(error);
+                    // Of a shuffle that is gone no reader is left.
+                    let is_gone = error.kind == StoreErrorKind::Purged || self.is_gone(key);
+                    return if is_gone { Ok(()) } else { Err(error) };
                 }
             };
             let reported = shuffle.block_ids().lock().of(&[partition]);
