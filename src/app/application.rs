@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::account::Account;
 use super::shuffle::ShuffleState;
+use super::usage::Usage;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
 use uniffle_wire::types::{AppId, ShuffleId};
 
@@ -35,6 +36,7 @@ pub struct App {
     pub(super) reported_ids: Budget,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
+    usage: Usage,
 }
 
 impl App {
@@ -44,6 +46,7 @@ impl App {
         heap: &Heap,
         answers: &Budget,
         (now_ms, timeout_ms): (u64, u64),
+        usage: Usage,
     ) -> Arc<Self> {
         let registrations = heap.of_one_app(HeapKind::Registrations);
         Arc::new(Self {
@@ -62,12 +65,18 @@ impl App {
             registrations,
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             answers: answers.child(answers.capacity() / 2),
+            usage,
         })
     }
 
     /// Bytes of blocks in answers that it has not taken.
     pub fn answers(&self) -> &Budget {
         &self.answers
+    }
+
+    /// What it has of what quotas count.
+    pub fn usage(&self) -> &Usage {
+        &self.usage
     }
 
     /// Its id.

@@ -52,17 +52,19 @@ pub struct BlockIds {
     partitions: HashMap<PartitionId, IdSet>,
     share: Share,
     charge: Charge,
+    /// As quotas count them.
+    counted: Charge,
 }
 
 impl BlockIds {
-    /// No ids; what is added counts against `quota` and is charged to `heap`.
+    /// No ids; what is added counts against `quota`, is charged to `heap`, and counted with `counted`.
     #[must_use]
-    pub fn new(quota: &Quota, heap: &Budget) -> Self {
+    pub fn new(quota: &Quota, heap: &Budget, counted: Charge) -> Self {
         let charge = heap.nothing();
-        Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share(), charge }
+        Self { bitmap_count: None, partitions: HashMap::new(), share: quota.share(), charge, counted }
     }
 
-    /// Whether [`BlockIds::report`] would take these ids, and whether it would learn anything.
+    /// Whether [`BlockIds::report`] would take these ids, and how many it would learn; none if it would learn nothing at all.
     ///
     /// # Errors
     /// As there.
@@ -70,7 +72,7 @@ impl BlockIds {
         &self,
         bitmap_count: i32,
         partitions: &[(PartitionId, impl AsRef<[i64]>)],
-    ) -> Result<bool, ReportError> {
+    ) -> Result<Option<u64>, ReportError> {
         self.check(bitmap_count, partitions)?;
         let Cost { new, bytes } = self.cost(partitions);
         self.share.check(new)?;
@@ -78,7 +80,7 @@ impl BlockIds {
         if bytes > free {
             return Err(HeapFull { kind: HeapKind::ReportedIds.name(), asked: bytes, free }.into());
         }
-        Ok(new > 0 || self.bitmap_count.is_none())
+        Ok(Some(new).filter(|_| new > 0 || self.bitmap_count.is_none()))
     }
 
     fn cost(&self, partitions: &[(PartitionId, impl AsRef<[i64]>)]) -> Cost {
@@ -136,6 +138,8 @@ impl BlockIds {
             added += ids.as_ref().iter().filter(|id| set.add(id.unsigned_abs())).count() as u64;
         }
         self.share.shrink_to(before + added);
+        let counted = self.counted.budget().force_charge(added);
+        self.counted.merge(counted);
         Ok(())
     }
 
@@ -187,7 +191,7 @@ mod tests {
     #[test]
     fn a_retried_report_changes_nothing() {
         let (quota, heap) = (Quota::new(100), heap());
-        let mut ids = BlockIds::new(&quota, &heap);
+        let mut ids = BlockIds::new(&quota, &heap, Budget::new(u64::MAX).nothing());
         let report = [(P0, vec![0, 1, i64::MAX]), (P1, vec![7])];
         ids.report(1, &report).unwrap();
         let charged = heap.used();
@@ -205,13 +209,13 @@ mod tests {
     #[test]
     fn n17_reported_ids_follow_the_heap_and_not_a_number() {
         let heap = heap();
-        let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap);
+        let mut ids = BlockIds::new(&Quota::new(u64::MAX), &heap, Budget::new(u64::MAX).nothing());
         let refused = (0..).find_map(|task: i64| {
             let scattered: Vec<i64> = (0..1000).map(|id| (task * 1000 + id) << 33).collect();
             let report = [(P0, scattered)];
             let known = ids.count();
             match (ids.would_learn(1, &report), ids.report(1, &report)) {
-                (Ok(true), Ok(())) => None,
+                (Ok(Some(_)), Ok(())) => None,
                 (Err(foreseen), Err(error)) => {
                     assert_eq!((foreseen, ids.count()), (error, known), "nothing of it was taken");
                     Some((task, error))
@@ -229,7 +233,7 @@ mod tests {
     #[test]
     fn a_refused_report_leaves_the_sets_as_they_were() {
         let (quota, heap) = (Quota::new(3), heap());
-        let mut ids = BlockIds::new(&quota, &heap);
+        let mut ids = BlockIds::new(&quota, &heap, Budget::new(u64::MAX).nothing());
         ids.report(1, &[(P0, vec![1])]).unwrap();
         assert!(matches!(ids.report(2, &[(P0, vec![2])]), Err(ReportError::BitmapCountChanged(_))));
         assert!(matches!(ids.report(1, &[(P0, vec![2, -1])]), Err(ReportError::NegativeId(-1))));

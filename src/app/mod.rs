@@ -12,6 +12,7 @@ mod ranges;
 mod registration;
 mod registry;
 mod shuffle;
+mod usage;
 
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ pub use ranges::{PartitionRanges, RangeError};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
 pub use shuffle::ShuffleState;
+pub use usage::{Counted, Kind, OverQuota, Quotas, Usage, Whose, quota_key};
 
 section! {
     /// Limits of the registry.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::quota::QuotaExceeded;
 use super::ranges::PartitionRanges;
+use super::usage::OverQuota;
 use crate::budget::heap::HeapFull;
 use uniffle_wire::types::{Distribution, ShuffleKey};
 
@@ -40,6 +41,9 @@ pub enum RegisterError {
     /// No heap for it.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
+    /// More partitions than a quota allows.
+    #[error(transparent)]
+    Quota(#[from] OverQuota),
 }
 
 /// What `registerShuffle` says.

@@ -18,6 +18,7 @@ use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::shuffle::ShuffleState;
+use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Heap, HeapKind};
 use uniffle_wire::types::{AppId, ShuffleKey};
@@ -33,8 +34,9 @@ pub struct AppRegistry {
     answers: Budget,
     block_ids: Quota,
     started: Instant,
+    quotas: Arc<Quotas>,
     /// Held while an app or shuffle is added or removed together with its state elsewhere.
-    lifecycle: Mutex<()>,
+    lifecycle: Mutex<Users>,
 }
 
 impl AppRegistry {
@@ -43,6 +45,7 @@ impl AppRegistry {
     pub fn new(config: AppConfig, heap: &Heap, answers: &Budget) -> Self {
         let block_ids = Quota::new(config.reported_blocks_max);
         let heartbeat_timeout_ms = AtomicU64::new(millis(config.heartbeat_timeout));
+        let quotas = Arc::new(Quotas::default());
         Self {
             config,
             heartbeat_timeout_ms,
@@ -51,8 +54,15 @@ impl AppRegistry {
             answers: answers.clone(),
             block_ids,
             started: Instant::now(),
-            lifecycle: Mutex::new(()),
+            lifecycle: Mutex::new(Users::of(Arc::clone(&quotas))),
+            quotas,
         }
+    }
+
+    /// What one application and one user may have.
+    #[must_use]
+    pub fn quotas(&self) -> &Quotas {
+        &self.quotas
     }
 
     /// Adds or refreshes an app and its shuffle, then runs `with` before they can be removed.
@@ -64,12 +74,13 @@ impl AppRegistry {
         registration: Registration,
         with: impl FnOnce() -> T,
     ) -> Result<T, RegisterError> {
-        let _alone = self.lifecycle.lock();
+        let mut alone = self.lifecycle.lock();
         let known = self.find(&registration.key.app);
         if known.is_none() && self.apps.len() >= self.config.apps_max {
             return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
         }
-        let app = known.clone().unwrap_or_else(|| self.fresh(&registration.key.app));
+        let fresh = || self.fresh(&registration.key.app, alone.usage(&registration.user));
+        let app = known.clone().unwrap_or_else(fresh);
         let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
         let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
         self.add_shuffle(&app, &registration)?;
@@ -99,7 +110,7 @@ impl AppRegistry {
             Some(shuffle) => (shuffle.ranges.read().clone(), 0),
             None => (PartitionRanges::default(), SHUFFLE_BYTES),
         };
-        let before = all.ranges();
+        let (before, partitions) = (all.ranges(), all.count());
         all.extend(ranges);
         if all.ranges() > RANGES_MAX {
             return Err(RegisterError::Ranges { ranges: all.ranges() });
@@ -108,13 +119,17 @@ impl AppRegistry {
         let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
         let charge = app.registrations.try_charge(bytes);
         let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))?;
+        let partitions = app.usage().take(Counted::Partitions, all.count().saturating_sub(partitions))?;
         let Some(shuffle) = known else {
-            let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids);
-            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids);
+            let counted = app.usage().count(Counted::ReportedIds, 0);
+            let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids, counted);
+            let on_disk = app.usage().count(Counted::DiskBytes, 0);
+            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids, (partitions, on_disk));
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };
         shuffle.charge.lock().merge(charge);
+        shuffle.partitions.lock().merge(partitions);
         *shuffle.ranges.write() = all;
         Ok(())
     }
@@ -125,9 +140,9 @@ impl AppRegistry {
     }
 
     /// An app that is not in the registry yet. It is in there before it is touched, and must not look expired in between.
-    fn fresh(&self, id: &AppId) -> Arc<App> {
+    fn fresh(&self, id: &AppId, usage: Usage) -> Arc<App> {
         let timeout_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
-        App::new(id, &self.heap, &self.answers, (self.now_ms(), timeout_ms))
+        App::new(id, &self.heap, &self.answers, (self.now_ms(), timeout_ms), usage)
     }
 
     /// The app, without refreshing it.

@@ -18,6 +18,9 @@ pub struct ShuffleState {
     pub(super) ranges: RwLock<PartitionRanges>,
     /// Of the registrations.
     pub(super) charge: Mutex<Charge>,
+    /// Its partitions and its bytes on local disks, as quotas count them.
+    pub(super) partitions: Mutex<Charge>,
+    on_disk: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
     ledger: ShuffleLedger,
     /// Digest of the registration that was written down last; 0 = none was.
@@ -31,11 +34,14 @@ impl ShuffleState {
         key: ShuffleKey,
         (ranges, charge): (PartitionRanges, Charge),
         block_ids: BlockIds,
+        (partitions, on_disk): (Charge, Charge),
     ) -> Self {
         Self {
             key,
             ranges: RwLock::new(ranges),
             charge: Mutex::new(charge),
+            partitions: Mutex::new(partitions),
+            on_disk: Mutex::new(on_disk),
             block_ids: Mutex::new(block_ids),
             ledger: ShuffleLedger::default(),
             noted_registration: AtomicU64::new(0),
@@ -56,6 +62,11 @@ impl ShuffleState {
     /// How many partitions were registered.
     pub fn partition_count(&self) -> u64 {
         self.ranges.read().count()
+    }
+
+    /// So much more of it is on local disks, as its application's usage counts it.
+    pub fn count_on_disk(&self, counted: Charge) {
+        self.on_disk.lock().merge(counted);
     }
 
     /// Reported block ids.

@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use super::sections::Config;
+use crate::budget::allowance::promised;
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
@@ -34,6 +35,7 @@ pub(super) fn check(config: &Config, reader: &mut Reader) {
     check_order(config, &mut found);
     check_localfile(config, &mut found);
     check_partition_limits(config, &mut found);
+    check_memory(config, &mut found);
     check_coordinators(config, &mut found);
     check_hdfs(config, &mut found);
     check_tls(config, &mut found);
@@ -145,6 +147,34 @@ fn check_localfile(config: &Config, found: &mut Found) {
         let allowed = format!("at most the number of data_paths, {}", paths.len());
         found.refuse("localfile_store.healthy_check_min_disks", config.local.min_disks, allowed);
     }
+}
+
+/// Keys that hold more than their parts move the bound of the process: that is allowed, and said with figures.
+fn check_memory(config: &Config, found: &mut Found) {
+    let (bound, promised) = (config.resident_bytes_max(), promised(config.memory.capacity_bytes));
+    if bound <= promised {
+        return;
+    }
+    let (real, part) = (config.real_parts(), config.parts());
+    let kinds = [
+        ("memory_store.heap_capacity", real.heap, part.heap),
+        ("memory_store.read_buffer_capacity", real.reads, part.reads),
+        ("HTTP/2 windows (grpc.window_total, grpc.max_connections)", real.windows, part.windows),
+        ("gRPC requests (grpc.max_connections, grpc.max_streams_total)", real.grpc, part.grpc),
+        ("TCP connections (tcp.max_connections)", real.tcp, part.tcp),
+    ];
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    let beyond = kinds.iter().filter(|(_, real, part)| real > part);
+    let beyond: Vec<String> = beyond
+        .map(|(what, real, part)| format!("{what}: {} MiB, {} MiB fit", mib(*real), mib(*part)))
+        .collect();
+    found.warn(format!(
+        "clients can make the process hold {} MiB, which is more than memory_store.capacity × 1.05 + 200 MiB = {} MiB; \
+         {}",
+        mib(bound),
+        mib(promised),
+        beyond.join("; ")
+    ));
 }
 
 fn check_partition_limits(config: &Config, found: &mut Found) {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::worker::WorkerConfig;
 use crate::app::AppConfig;
+use crate::budget::allowance::{Limits, Parts, divide};
 use crate::coordinator::embedded::EmbeddedConfig;
 use crate::coordinator::heartbeat::HeartbeatConfig;
 use crate::flush::FlushConfig;
@@ -12,7 +13,7 @@ use crate::listeners::http::HttpConfig;
 use crate::listeners::http::admin::AdminConfig;
 use crate::listeners::http::push::PushConfig;
 use crate::listeners::tcp::{TcpConfig, TcpThreads};
-use crate::listeners::tls::TlsConfig;
+use crate::listeners::tls::{TlsConfig, TlsListener};
 use crate::memory::MemoryConfig;
 use crate::schema::{Schema, Section as _, section};
 use crate::service::{PartitionConfig, ServiceConfig};
@@ -162,18 +163,54 @@ impl Config {
         limits.blocks_low = self.memory.blocks_max / 10 * 2;
         self.flush.traces = traces;
 
+        let given = (self.grpc.connections_wanted, self.tcp.connections_wanted);
+        let limits = self.parts().limits(self.encrypts_grpc(), given);
+        self.grpc.connections_max = limits.grpc_connections;
+        self.grpc.stream_budget = self.grpc.streams_wanted.unwrap_or(limits.grpc_requests);
+        self.grpc.window_budget_bytes = self.grpc.windows_wanted.unwrap_or(self.parts().windows);
+        self.tcp.connections_max = limits.tcp_connections;
+        self.tcp.requests_total = limits.tcp_requests;
         self.grpc.traces = traces;
         self.grpc.coordinators =
             self.heartbeat.coordinators.iter().map(|address| address.host().to_owned()).collect();
         self.tcp.traces = traces;
         self.tcp.local_reads_in_flight_max = TcpConfig::local_reads_for(self.memory.read_capacity_bytes);
-        self.tcp.blocking_threads = worker.blocking_threads;
+        self.tcp.blocking_threads = self.worker.blocking_threads;
         self.tcp.own_threads = match self.tcp.threads {
-            TcpThreads::PerCore => worker.threads,
+            TcpThreads::PerCore => self.worker.threads,
             TcpThreads::Shared => 0,
         };
-        self.embedded.storage_type = worker.store_type.as_str().to_owned();
+        self.embedded.storage_type = self.worker.store_type.as_str().to_owned();
         self.hdfs.allowed = AllowList(self.allowed_remote_paths());
+    }
+
+    /// What each kind may hold beside the capacity, as the defaults have it.
+    pub(super) fn parts(&self) -> Parts {
+        divide(self.memory.capacity_bytes, self.worker.threads)
+    }
+
+    /// What each kind may hold as it is configured.
+    pub(super) fn real_parts(&self) -> Parts {
+        let (memory, grpc) = (&self.memory, &self.grpc);
+        let limits = Limits {
+            grpc_connections: grpc.connections_max,
+            grpc_requests: grpc.stream_budget,
+            tcp_connections: if self.worker.urpc_port.is_some() { self.tcp.connections_max } else { 0 },
+            tcp_requests: if self.worker.urpc_port.is_some() { self.tcp.requests_total } else { 0 },
+        };
+        let (heap, reads, windows) =
+            (memory.heap_bytes, memory.read_capacity_bytes, grpc.window_budget_bytes);
+        self.parts().with(heap, reads, windows, limits, self.encrypts_grpc())
+    }
+
+    /// Resident memory of the process at most, whatever clients do.
+    #[must_use]
+    pub fn resident_bytes_max(&self) -> u64 {
+        self.memory.capacity_bytes.saturating_add(self.real_parts().sum())
+    }
+
+    fn encrypts_grpc(&self) -> bool {
+        self.tls.of(TlsListener::Grpc).is_some()
     }
 
     /// This configuration with what may change while the worker runs taken from `new`.

@@ -230,6 +230,31 @@ fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
 }
 
 #[test]
+fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
+    let with = |text: &str| parse(&format!("[memory_store]\ncapacity = \"256MB\"\n{text}")).unwrap();
+    let plain = with("");
+    assert!(plain.warnings.is_empty() && plain.resident_bytes_max() <= 256_000_000 * 21 / 20 + (200 << 20));
+    assert_eq!((plain.grpc.connections_max, plain.tcp.connections_max), (201, 384));
+    let more = with("read_buffer_capacity = \"1GiB\"\n[grpc]\nmax_connections = 4096");
+    let [warning] = &more.warnings[..] else { panic!("{:?}", more.warnings) };
+    for part in [
+        "clients can make the process hold 19",
+        "capacity × 1.05 + 200 MiB = 457 MiB",
+        "memory_store.read_buffer_capacity: 1024 MiB, 40 MiB fit",
+        "HTTP/2 windows (grpc.window_total, grpc.max_connections): 256 MiB, 21 MiB fit",
+        "gRPC requests (grpc.max_connections, grpc.max_streams_total): 320 MiB",
+    ] {
+        assert!(warning.contains(part), "{part} in {warning}");
+    }
+    // What one key gives up another may have.
+    let moved = with("read_buffer_capacity = \"60MiB\"\nheap_capacity = \"32MiB\"");
+    assert!(moved.warnings.is_empty(), "{:?}", moved.warnings);
+    // More connections leave everyone the least.
+    assert!(more.grpc.stream_budget >= 4 * 4096 && more.grpc.window_budget_bytes < 4096 * 65_535);
+    assert_eq!(with("[grpc]\nmax_connections = 20").grpc.connections_max, 20);
+}
+
+#[test]
 fn coordinators_are_host_and_port() {
     let config = parse("store_type = \"memory\"\ncoordinator_quorum = \"a-1.b:21000, [::1]:5\"").unwrap();
     let shown: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();

@@ -10,7 +10,7 @@ use fastrace::local::LocalSpan;
 use futures::FutureExt as _;
 use tokio::time::Instant;
 
-use crate::app::Stage;
+use crate::app::{Counted, Stage};
 use crate::memory::{Buffer, SealedData};
 use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
@@ -55,6 +55,10 @@ impl Flusher {
                 self.metrics.count_time(began.elapsed());
                 if let Some(app) = app {
                     app.account().enter(Stage::FlushWrite, bytes, began.elapsed());
+                    let is_local = self.tiers.at(tier).served().is_some();
+                    if let Some(shuffle) = app.shuffle(batch.key.shuffle).filter(|_| is_local) {
+                        shuffle.count_on_disk(app.usage().count(Counted::DiskBytes, bytes));
+                    }
                 }
                 self.publish(&batch, bytes, tier);
             }

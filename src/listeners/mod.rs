@@ -6,6 +6,7 @@ mod acceptor;
 pub mod grpc;
 pub mod http;
 mod places;
+mod shares;
 pub mod tcp;
 pub mod tls;
 mod watched;

@@ -53,6 +53,7 @@ pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::Tickets;
 
+use crate::budget::allowance::{divide, slack};
 use crate::budget::{Heap, HeapKind};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
 use crate::schema::section;
@@ -66,11 +67,6 @@ use uniffle_wire::types::{AppId, Distribution, PartitionId, ShuffleKey};
 
 use crate::metrics::clamped;
 
-/// Part of the capacity that the region has on top of it: room for what a valid ticket may need beyond its bytes
-/// when seals cut off tails amid its send. At most [`SLACK_BYTES_MAX`], and resident only if ever used.
-const SLACK_DIVISOR: u64 = 64;
-const SLACK_BYTES_MAX: u64 = 64 << 20;
-
 /// Least capacity: room for a handful of the largest segments.
 const CAPACITY_BYTES_MIN: u64 = 16 << 20;
 
@@ -82,15 +78,16 @@ section! {
         /// 256 MiB, at most 16 GiB, never more than half of it.
         #[key("memory_store.capacity", size(CAPACITY_BYTES_MIN..=16 * TIB), Restart, example "\"10G\"")]
         pub capacity_bytes: u64 = default_capacity_bytes(machine.memory_bytes),
-        /// Bytes for reads from disk under way. Not part of the capacity.
-        #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart)]
-        pub read_capacity_bytes: u64 = 64 * MIB,
+        /// Bytes for reads from disk under way. Not part of the capacity. Default: its part of capacity × 1.05 + 200 MiB
+        /// (docs/operations.md), 40 MiB and more.
+        #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart, example "\"64MiB\"")]
+        pub read_capacity_bytes: u64 = divide(capacity_bytes, machine.cores).reads,
         /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
         /// that are not complete, registrations, reported block ids, answers. When a kind is used up, requests of
-        /// that kind wait or are refused by its name. Not part of the capacity. Default: 96 MiB and a thirty-second of the
-        /// capacity, which stays within capacity × 1.05 + 200 MiB for the process.
+        /// that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
+        /// 200 MiB, 68 MiB and a sixty-fourth of the capacity.
         #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
-        pub heap_bytes: u64 = 96 * MIB + capacity_bytes / 32,
+        pub heap_bytes: u64 = divide(capacity_bytes, machine.cores).heap,
         /// Life of a granted buffer ticket that is not used. While others wait for memory, one that its application has not
         /// used for half a second is taken back if the application has more than its share.
         #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
@@ -150,11 +147,10 @@ impl Memory {
     /// When memory cannot be mapped or a metric's name is taken.
     pub fn new(config: &MemoryConfig, registry: &Registry) -> io::Result<Arc<Self>> {
         let capacity = config.capacity_bytes;
-        let slack = (capacity / SLACK_DIVISOR).min(SLACK_BYTES_MAX);
         let budget = Budget::new(capacity);
         let shared = Shared {
             supply: Supply {
-                region: Region::new(capacity.saturating_add(slack))?,
+                region: Region::new(capacity.saturating_add(slack(capacity)))?,
                 blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
             },
             budget: budget.clone(),

@@ -153,6 +153,7 @@ impl Worker {
         for tier in service.tiers().iter() {
             service.lifecycle.restore(tier.take_recovered());
         }
+        service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());
         let reloader =
@@ -204,7 +205,7 @@ impl Worker {
         gauges: ProcessGauges,
     ) -> anyhow::Result<()> {
         let embedded = if config.is_embedded() {
-            Some(EmbeddedCoordinator::new(config.embedded.clone(), &self.registry)?)
+            Some(EmbeddedCoordinator::new(config.embedded.clone(), self.memory.heap(), &self.registry)?)
         } else {
             None
         };

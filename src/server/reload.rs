@@ -188,6 +188,7 @@ impl Reloader {
         service.apps().set_heartbeat_timeout(config.app.heartbeat_timeout);
         service.ingest.set_partition_limits(config.service.partition_limits);
         service.lifecycle.set_fairness(&config.service.fairness);
+        service.lifecycle.set_quotas(&config.service.quota);
         if let Some(flusher) = service.flusher() {
             flusher.set_limits(config.flush.limits);
         }

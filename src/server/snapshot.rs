@@ -21,7 +21,7 @@ use crate::listeners::http::api::model::{
 };
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
-use crate::service::{AppStatistics, Service};
+use crate::service::{AppStatistics, QuotaUse, Service};
 use crate::telemetry::panic_count;
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Media;
@@ -40,6 +40,7 @@ pub(super) struct NodeSnapshot {
     pub(super) flush: Flush,
     pub(super) disks: Vec<DiskInfo>,
     pub(super) apps: Vec<AppStatistics>,
+    quotas: Vec<QuotaUse>,
     lost_blocks: u64,
     tiers: Vec<Tier>,
     tickets: Tickets,
@@ -119,6 +120,7 @@ impl http::Node for Inspector {
                 huge_partitions: apps().map(|app| app.huge_partitions).sum(),
                 lost_blocks: snapshot.lost_blocks,
             },
+            quotas: snapshot.quotas.clone(),
             totals: *totals,
             process: *process,
         }
@@ -168,6 +170,7 @@ impl Inspector {
             tiers,
             disks,
             apps: service.insight.app_statistics(),
+            quotas: service.insight.quotas(),
             lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
             connections: Connections {
                 grpc: open(&self.connections.grpc),

@@ -3,7 +3,7 @@
 //! The text goes to `retMsg`. Clients before 0.10 retry codes above 10, which they do not know (docs/protocol.md §1.4);
 //! they get `NO_REGISTER` instead, the only "do not retry" that every version understands.
 
-use crate::app::{RangeError, RegisterError, ReportError};
+use crate::app::{Counted, OverQuota, RangeError, RegisterError, ReportError};
 use crate::budget::heap::HeapFull;
 use crate::memory::MemoryError;
 use crate::proto::StatusCode;
@@ -67,6 +67,9 @@ pub enum ServiceError {
     /// A registration that is not taken.
     #[error("registration refused: {0}")]
     Register(#[from] RegisterError),
+    /// More than an application or a user may have.
+    #[error(transparent)]
+    Quota(#[from] OverQuota),
     /// No heap for what the request needs.
     #[error(transparent)]
     NoHeap(#[from] HeapFull),
@@ -128,15 +131,17 @@ pub enum ServiceError {
         /// How long was waited.
         waited_ms: u64,
     },
-    /// Answers from memory that are not taken hold what the application may have of it.
+    /// Answers from memory that are not taken hold what the application or the connection may have of it.
     #[error(
-        "answers that are not taken hold {pinned} bytes of memory, {max} are allowed to one application, try again"
+        "answers that are not taken hold {pinned} bytes of memory, {max} are allowed to one {whose}, try again"
     )]
     TooManyAnswers {
         /// Bytes.
         pinned: u64,
         /// The limit.
         max: u64,
+        /// Of an application or a connection.
+        whose: &'static str,
     },
     /// The worker is about to stop.
     #[error("the worker is stopping")]
@@ -173,6 +178,8 @@ impl ServiceError {
             | Self::NoHeap(_) => None,
             Self::Malformed(_) | Self::Undecodable(_) | Self::Report(_) => Some(MALFORMED),
             Self::BlockCrc { .. } => Some("checksum"),
+            Self::Quota(OverQuota { kind: (_, Counted::OpenReads), .. }) => None,
+            Self::Quota(_) | Self::Register(RegisterError::Quota(_)) => Some("quota"),
             Self::Register(_) => Some("too many applications, shuffles or ranges"),
             Self::PartitionTooLarge { .. } => Some("partition beyond the hard limit"),
             Self::RemoteStorage(_) | Self::NoRemoteStorage => Some("remote storage"),
@@ -220,6 +227,7 @@ impl ServiceError {
             Self::NoReadMemory { .. }
             | Self::TooManyAnswers { .. }
             | Self::NoHeap(_)
+            | Self::Quota(OverQuota { kind: (_, Counted::OpenReads), .. })
             | Self::Stopping
             | Self::InDoubt(_)
             | Self::DiskHangs(_) => StatusCode::NoBuffer,
@@ -227,6 +235,7 @@ impl ServiceError {
             | Self::Undecodable(_)
             | Self::BlockCrc { .. }
             | Self::Register(_)
+            | Self::Quota(_)
             | Self::Report(_)
             | Self::Store(_)
             | Self::Lost(_)

@@ -15,6 +15,7 @@ use crate::app::{App, STAGES, Stage, StageSum};
 use crate::memory::Memory;
 
 use super::losses::{ShuffleLoss, losses_of};
+use super::quota::QuotaUse;
 use super::statistics::AppStatistics;
 
 /// Explanations kept of applications that are gone; each is at most some KiB.
@@ -55,6 +56,8 @@ pub struct Explanation {
     pub bytes: Bytes,
     /// What was done more than once.
     pub retries: Retries,
+    /// Quotas that are set, with what it and its user have of them.
+    pub quotas: Vec<QuotaUse>,
     /// Shuffles registered now.
     pub shuffles: usize,
     /// Partitions registered now.
@@ -160,7 +163,7 @@ impl Gone {
 pub(super) fn explanation(
     app: &App,
     presence: Presence,
-    statistics: &AppStatistics,
+    (statistics, quotas): (&AppStatistics, Vec<QuotaUse>),
     memory: &Memory,
 ) -> Explanation {
     let account = app.account();
@@ -193,6 +196,7 @@ pub(super) fn explanation(
             duplicate_bytes: account.duplicates.bytes(),
             flushes_retried: account.flush_retries.count(),
         },
+        quotas,
         shuffles: app.shuffles().len(),
         partitions: statistics.partitions,
         skew: statistics.skew(),
@@ -267,6 +271,10 @@ fn findings(it: &Explanation) -> Vec<String> {
         found
             .push(format!("{blocks} blocks are lost: their readers fail and Spark runs the map tasks again"));
     }
+    for quota in it.quotas.iter().filter(|quota| quota.refused > 0) {
+        let QuotaUse { quota, max, used, refused, .. } = quota;
+        found.push(format!("{refused} requests were refused by {quota} = {max}, of which {used} are in use"));
+    }
     if share(Stage::PartitionWait) >= WAIT_SHARE {
         let waited = total(Stage::PartitionWait);
         found.push(format!(
@@ -334,6 +342,7 @@ mod tests {
                 duplicate_bytes: 0,
                 flushes_retried: 0,
             },
+            quotas: Vec::new(),
             shuffles: 1,
             partitions: 1,
             skew: 1.0,
@@ -353,7 +362,13 @@ mod tests {
         it.stages[0].total_seconds = 5.0;
         it.stages[3].p99_seconds = 2.0;
         it.skew = 20.0;
+        let quota = QuotaUse { quota: "quota.app_disk", max: 9, used: 7, by: None, refused: 3 };
+        it.quotas.push(quota);
         let text = findings(&it).join("\n");
+        assert!(
+            text.contains("3 requests were refused by quota.app_disk = 9, of which 7 are in use"),
+            "{text}"
+        );
         let memory = text.find("5.0 s for memory").unwrap();
         let disks = text.find("the disks are behind").unwrap();
         let skew = text.find("20 times the mean").unwrap();

@@ -16,6 +16,7 @@ use super::explain::{Explanation, Gone, Presence, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{LossReport, Losses, lost_blocks_of};
 use super::metrics::ServiceMetrics;
+use super::quota::{self, QuotaUse};
 use super::statistics::{AppStatistics, statistics_of};
 use super::status::WorkerStatus;
 
@@ -65,7 +66,15 @@ impl Insight {
     }
 
     fn explanation(&self, app: &App, presence: Presence) -> Explanation {
-        explanation(app, presence, &statistics_of(app, &self.memory, &self.tiers), &self.memory)
+        let (statistics, quotas) =
+            (statistics_of(app, &self.memory, &self.tiers), quota::of_app(self.apps.quotas(), app));
+        explanation(app, presence, (&statistics, quotas), &self.memory)
+    }
+
+    /// The quotas that are set, each with who has most of it.
+    #[must_use]
+    pub fn quotas(&self) -> Vec<QuotaUse> {
+        quota::in_force(&self.apps)
     }
 
     /// Everything that is lost now.
@@ -91,6 +100,7 @@ impl Insight {
         self.metrics.set_inventory(apps, self.apps.block_id_count());
         self.metrics.set_state(self.status.state());
         self.losses.set_gauges();
+        self.metrics.quotas.set(&self.apps);
     }
 
     /// Samples later than `after_ms`, oldest first.

@@ -28,6 +28,7 @@ use super::insight::Insight;
 use super::known::{Known, invalid_shuffle};
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
+use super::quota::{self, QuotaConfig};
 use super::status::{WorkerState, WorkerStatus};
 use super::verify::Verifier;
 
@@ -304,6 +305,11 @@ impl Lifecycle {
     pub fn set_fairness(&self, fairness: &FairnessConfig) {
         self.weights.config.write().clone_from(fairness);
         self.apps.apps().iter().filter(|app| app.has_shuffles()).for_each(|app| self.weights.weigh(app));
+    }
+
+    /// Replaces the quotas; they count at once.
+    pub fn set_quotas(&self, quotas: &QuotaConfig) {
+        quota::set(&self.apps, quotas);
     }
 
     /// Runs under the registry's lock: takes the state out of memory and of every tier, leaves the slow deletion to tasks.

@@ -2,6 +2,7 @@
 
 use prometheus::{Histogram, IntCounter, IntGauge};
 
+use super::quota::QuotaMetrics;
 use super::read_metrics::ReadMetrics;
 use super::statistics::AppStatistics;
 use super::status::WorkerState;
@@ -90,7 +91,7 @@ metrics::table! {
         apps_with_huge_partition: IntGauge =
             "app_with_huge_partition_num", "Applications with a huge partition now";
     }
-    with { reads: ReadMetrics, top: TopApps }
+    with { reads: ReadMetrics, top: TopApps, quotas: QuotaMetrics }
 }
 
 impl ServiceMetrics {

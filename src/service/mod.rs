@@ -24,6 +24,7 @@ mod lifecycle;
 mod losses;
 pub(crate) mod metrics;
 pub mod partition_limit;
+mod quota;
 mod read;
 mod read_ahead;
 mod read_metrics;
@@ -56,7 +57,11 @@ pub use intake::Intake;
 pub use lifecycle::{Lifecycle, RegisterRequest};
 pub use losses::{IncompleteShuffle, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
-pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads};
+pub use quota::{QuotaConfig, QuotaUse};
+pub use read::{
+    Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadingOfConnection,
+    Reads,
+};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};
@@ -108,6 +113,9 @@ section! {
         /// Who counts how much.
         #[section(FairnessConfig)]
         pub fairness: FairnessConfig,
+        /// How much one application and one user may have.
+        #[section(QuotaConfig)]
+        pub quota: QuotaConfig,
     }
 }
 

@@ -11,12 +11,14 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 
-use crate::app::{App, ShuffleState, Stage};
+use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::{Budget, Charge};
 use crate::memory::{Memory, MemoryRead, ReadPool};
 use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKind, Tiers};
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
@@ -28,12 +30,50 @@ use super::metrics::ServiceMetrics;
 use super::read_metrics::{Reading, TierReads};
 use super::verify::Verifier;
 
-/// Part of what an application may still have unanswered that one answer from memory takes at most; a block that is larger
-/// still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
-const ANSWER_DIVISOR: u64 = 4;
+/// Part of what an application, or a connection, may still have unanswered that one answer from memory takes at most; a block
+/// that is larger still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
+const OF_APP: (&str, u64) = ("application", 4);
+const OF_CONNECTION: (&str, u64) = ("connection", 2);
 
 /// When less of it is left, readers wait: others of the application do not take what they asked for.
 const ANSWER_BYTES_MIN: u64 = 64 << 10;
+
+/// Part of what all may have unanswered that one connection may.
+const CONNECTION_DIVISOR: u64 = 8;
+
+/// Local answers that one connection has under way hold this part of the read memory with their first chunks.
+const TURNS_DIVISOR: u64 = 4;
+const TURNS_MIN: u64 = 2;
+const TURNS_MAX: u64 = 64;
+
+/// What the reads of one connection may hold, so that one that does not take its answers leaves room for others.
+#[derive(Debug)]
+pub struct ReadingOfConnection {
+    answers: Budget,
+    turns: Arc<Semaphore>,
+    wait: Duration,
+}
+
+impl ReadingOfConnection {
+    /// For answers from memory.
+    #[must_use]
+    pub fn answers(&self) -> &Budget {
+        &self.answers
+    }
+
+    /// One of its local answers, until the value is dropped.
+    ///
+    /// # Errors
+    /// None came free in time.
+    pub async fn turn(&self) -> Result<OwnedSemaphorePermit, ServiceError> {
+        let turn = timeout(self.wait, Arc::clone(&self.turns).acquire_owned()).await;
+        turn.ok().and_then(Result::ok).ok_or_else(|| no_read_memory(0, self.wait))
+    }
+}
+
+fn no_read_memory(asked: u64, wait: Duration) -> ServiceError {
+    ServiceError::NoReadMemory { asked, waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX) }
+}
 
 /// What readers call: memory, local index and data, and what to expect ([`Reads::results`]).
 #[derive(Debug)]
@@ -64,6 +104,8 @@ pub struct MemoryReadRequest<'a> {
     pub read_buffer_size: i32,
     /// Task attempts wanted, as Java's bitmap; absent or empty = all.
     pub task_filter: Option<&'a [u8]>,
+    /// What the connection may have unanswered; none = it is no connection's.
+    pub of_connection: Option<&'a Budget>,
 }
 
 /// Blocks of a partition that are in memory.
@@ -82,7 +124,8 @@ pub struct Answering {
     began: Instant,
     bytes: u64,
     _reading: Reading,
-    _pinned: Charge,
+    _pinned: [Option<Charge>; 2],
+    _open: Charge,
 }
 
 impl Drop for Answering {
@@ -126,6 +169,7 @@ pub struct ChunkStream {
     /// Time in which the disk was waited for; the rest is the reader's.
     on_disk: Duration,
     reading: Reading,
+    _open: Charge,
     /// Who is told when a disk returned other bytes than were written, or goes on failing.
     reporter: Option<ErrorReporter>,
 }
@@ -229,12 +273,17 @@ impl ReadBuffers for HeldBuffer {
 }
 
 /// Bytes after which an answer from memory ends.
-fn answer_limit(answers: &Budget, wanted: i32) -> Result<u64, ServiceError> {
+fn answer_limit(
+    answers: &Budget,
+    (whose, divisor): (&'static str, u64),
+    wanted: i32,
+) -> Result<u64, ServiceError> {
     let free = answers.free();
     if free < ANSWER_BYTES_MIN.min(answers.capacity()) {
-        return Err(ServiceError::TooManyAnswers { pinned: answers.used(), max: answers.capacity() });
+        let (pinned, max) = (answers.used(), answers.capacity());
+        return Err(ServiceError::TooManyAnswers { pinned, max, whose });
     }
-    Ok(u64::try_from(wanted).unwrap_or(0).min(free / ANSWER_DIVISOR))
+    Ok(u64::try_from(wanted).unwrap_or(0).min(free / divisor))
 }
 
 impl Reads {
@@ -244,7 +293,7 @@ impl Reads {
     /// Unknown app, a filter that is no bitmap, a block that is wanted and lost. A partition that never got data has
     /// no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
-        let (key, app) = self.read_key(request.app, request.shuffle)?;
+        let (key, app, open) = self.read_key(request.app, request.shuffle)?;
         let filter = match request.task_filter {
             None | Some([]) => None,
             Some(bytes) => Some(bitmap::decode(bytes).ok_or_else(|| {
@@ -257,25 +306,47 @@ impl Reads {
         }
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
-            let answering = self.answering(app, 0);
+            let answering = self.answering((app, open), None, 0);
             return Ok(MemoryAnswer { read, answering });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
-        let limit = answer_limit(app.answers(), request.read_buffer_size)?;
+        let mut limit = answer_limit(app.answers(), OF_APP, request.read_buffer_size)?;
+        if let Some(answers) = request.of_connection {
+            limit = limit.min(answer_limit(answers, OF_CONNECTION, request.read_buffer_size)?);
+        }
         let read = buffer.read(after, limit, filter.as_ref());
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
-        let answering = self.answering(app, read.length);
+        let answering = self.answering((app, open), request.of_connection, read.length);
         Ok(MemoryAnswer { read, answering })
     }
 
-    fn answering(&self, app: Arc<App>, bytes: u64) -> Answering {
+    /// What the reads of a new connection may hold.
+    #[must_use]
+    pub fn reading_of_connection(&self) -> ReadingOfConnection {
+        let read_memory = self.memory.read_pool().capacity_bytes();
+        let turns = (read_memory / TURNS_DIVISOR / READ_CHUNK_BYTES_MAX as u64).clamp(TURNS_MIN, TURNS_MAX);
+        ReadingOfConnection {
+            answers: Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR),
+            turns: Arc::new(Semaphore::new(usize::try_from(turns).unwrap_or(1))),
+            wait: self.read_memory_wait,
+        }
+    }
+
+    fn answering(
+        &self,
+        (app, _open): (Arc<App>, Charge),
+        of_connection: Option<&Budget>,
+        bytes: u64,
+    ) -> Answering {
         // The limit is looked at before: one answer too many is let through rather than made twice.
-        let _pinned = app.answers().force_charge(bytes);
+        let pinned = |budget: &Budget| budget.force_charge(bytes);
+        let _pinned = [Some(pinned(app.answers())), of_connection.map(pinned)];
         Answering {
             app,
             _pinned,
+            _open,
             began: Instant::now(),
             bytes,
             _reading: self.metrics.reads.memory.begin(bytes),
@@ -292,7 +363,7 @@ impl Reads {
         shuffle: i32,
         partition: i32,
     ) -> Result<IndexAnswer, ServiceError> {
-        let (key, app) = self.read_key(app, shuffle)?;
+        let (key, app, open) = self.read_key(app, shuffle)?;
         let partition = PartitionId(partition);
         let reads = &self.metrics.reads.local_index;
         let read = match self.tiers.served() {
@@ -303,7 +374,7 @@ impl Reads {
             // Nothing was flushed of a shuffle that is not there: that is an answer, not an error (docs/protocol.md
             // §2.11).
             Err(error) if error.kind == StoreErrorKind::NotFound => {
-                let chunks = self.stream(None, (0, reads), app, None);
+                let chunks = self.stream(None, (0, reads), (app, open), None);
                 return Ok(IndexAnswer { length: 0, data_length: 0, chunks });
             }
             read => read?,
@@ -315,7 +386,7 @@ impl Reads {
         }
         let reporter =
             shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
-        let chunks = self.start(self.stream(Some(chunks), (length, reads), app, reporter)).await?;
+        let chunks = self.start(self.stream(Some(chunks), (length, reads), (app, open), reporter)).await?;
         self.metrics.read_local_index_bytes.inc_by(length);
         Ok(IndexAnswer { length, data_length, chunks })
     }
@@ -333,7 +404,7 @@ impl Reads {
         offset: i64,
         length: i32,
     ) -> Result<DataAnswer, ServiceError> {
-        let (key, app) = self.read_key(app, shuffle)?;
+        let (key, app, open) = self.read_key(app, shuffle)?;
         let invalid =
             |field, value| ServiceError::InvalidField { field, value, allowed: "0 or more is allowed" };
         let offset = u64::try_from(offset).map_err(|_| invalid("offset", offset))?;
@@ -352,32 +423,34 @@ impl Reads {
             shuffle.map(|shuffle| ErrorReporter { verifier: Arc::clone(&self.verifier), shuffle, partition });
         let length = u64::from(length);
         let chunks = self
-            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), app, reporter))
+            .start(self.stream(Some(chunks), (length, &self.metrics.reads.local_data), (app, open), reporter))
             .await?;
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
     }
 
-    fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>), ServiceError> {
+    /// What is read, whose it is, and the read as it is counted.
+    fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>, Charge), ServiceError> {
         let app = self.known.touched_app(app)?;
         if shuffle < 0 {
             return Err(invalid_shuffle(shuffle));
         }
-        Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app))
+        let open = app.usage().take(Counted::OpenReads, 1)?;
+        Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open))
     }
 
     fn stream(
         &self,
         source: Option<Box<dyn ChunkRead>>,
         (length, reads): (u64, &TierReads),
-        app: Arc<App>,
+        (app, _open): (Arc<App>, Charge),
         reporter: Option<ErrorReporter>,
     ) -> ChunkStream {
         let pool = self.memory.read_pool_of(app.id());
         let (began, on_disk) = (Instant::now(), Duration::ZERO);
         let reading = reads.begin(length);
-        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, reporter }
+        ChunkStream { first: None, source, pool, app, length, began, on_disk, reading, _open, reporter }
     }
 
     /// Reads the first chunk while an error can still be answered with a status.
@@ -387,8 +460,7 @@ impl Reads {
         let asked = stream.length;
         stream.first = timeout(wait, stream.next()).await.map_err(|_| {
             self.metrics.read_memory_refused.inc();
-            let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-            ServiceError::NoReadMemory { asked, waited_ms }
+            no_read_memory(asked, wait)
         })??;
         Ok(stream)
     }
@@ -403,18 +475,18 @@ mod tests {
         let whole = Budget::new(64 << 20);
         let (slow, honest) = (whole.child(32 << 20), whole.child(32 << 20));
         let mut held = Vec::new();
-        while let Ok(limit) = answer_limit(&slow, 14 << 20) {
+        while let Ok(limit) = answer_limit(&slow, OF_APP, 14 << 20) {
             assert!(limit <= slow.free() / 4);
             held.push(slow.force_charge(limit));
         }
         assert!((10..100).contains(&held.len()), "{} answers", held.len());
         assert!(slow.used() <= slow.capacity());
-        let refused = answer_limit(&slow, 1).unwrap_err();
+        let refused = answer_limit(&slow, OF_APP, 1).unwrap_err();
         assert!(matches!(refused, ServiceError::TooManyAnswers { max, .. } if max == 32 << 20), "{refused}");
-        assert_eq!(answer_limit(&honest, 4 << 20).unwrap(), 4 << 20);
-        assert_eq!(answer_limit(&honest, -1).unwrap(), 0, "one block");
+        assert_eq!(answer_limit(&honest, OF_APP, 4 << 20).unwrap(), 4 << 20);
+        assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "one block");
         held.pop();
         drop(held.remove(0));
-        assert!(answer_limit(&slow, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
+        assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{ReportError, ShuffleState};
+use crate::app::{Counted, ReportError, ShuffleState};
 use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -40,7 +40,7 @@ impl Ingest {
     /// Remembers which blocks a task attempt has written.
     ///
     /// # Errors
-    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, no disk that takes the note;
+    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, more than a quota allows, no disk that takes the note;
     /// nothing was taken then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.known.touched_app(request.app)?;
@@ -60,9 +60,8 @@ impl Ingest {
         let (learns, partitions) =
             aside(is_small, move || (would_learn(&asked, bitmap_count, &partitions), partitions)).await?;
         // What adds nothing was written down before.
-        if !learns? {
-            return Ok(());
-        }
+        let Some(new) = learns? else { return Ok(()) };
+        app.usage().check(Counted::ReportedIds, new)?;
         request.partitions = partitions;
         self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
         let partitions = match self.tiers.metadata() {
@@ -94,14 +93,17 @@ fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64
     pieces
 }
 
+/// How many ids the shuffle would learn; none if nothing at all.
 fn would_learn(
     shuffle: &ShuffleState,
     bitmap_count: i32,
     partitions: &[(PartitionId, Vec<i64>)],
-) -> Result<bool, ReportError> {
-    let mut learns = false;
+) -> Result<Option<u64>, ReportError> {
+    let mut learns: Option<u64> = None;
     for piece in pieces(partitions) {
-        learns |= shuffle.block_ids().lock().would_learn(bitmap_count, &piece)?;
+        if let Some(new) = shuffle.block_ids().lock().would_learn(bitmap_count, &piece)? {
+            learns = Some(learns.unwrap_or(0) + new);
+        }
     }
     Ok(learns)
 }

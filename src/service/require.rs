@@ -4,7 +4,7 @@
 //! request and nothing is reserved. Then the ticket, which an application over its share of the memory does not get while
 //! others wait ([`crate::memory::claims`]). Nothing here waits.
 
-use crate::app::{App, Stage};
+use crate::app::{App, Counted, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
 use crate::metrics::clamped;
 use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
@@ -43,7 +43,7 @@ impl Ingest {
     /// # Errors
     /// `NO_REGISTER` for an unknown app or shuffle, `NO_BUFFER` while memory is short, `NO_BUFFER_FOR_HUGE_PARTITION` while a huge
     /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
-    /// `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
+    /// a quota of disk bytes that is used up, `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
         let app = self.known.app(request.app)?;
         if self.status.is_stopping() {
@@ -58,6 +58,7 @@ impl Ingest {
             });
         }
         check_shuffle(&app, &request)?;
+        app.usage().check(Counted::DiskBytes, bytes)?;
         let split_partitions = self.judge_partitions(&app, &request)?;
         let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
         if let Err(refused) = &granted {

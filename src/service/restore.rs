@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::app::{PartitionRanges, Registration};
+use crate::app::{App, Counted, PartitionRanges, Registration};
 use crate::durability::{self, Record};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
@@ -65,7 +65,10 @@ impl Lifecycle {
             }
         }
         self.apps.touch_all();
-        self.apps.apps().iter().for_each(|app| self.weights.weigh(app));
+        for app in self.apps.apps() {
+            self.weights.weigh(&app);
+            self.count_on_disk(&app);
+        }
         self.verifier.verify(suspects);
         restored.apps = self.apps.app_count();
         restored.reported_blocks = self.apps.block_id_count();
@@ -81,6 +84,15 @@ impl Lifecycle {
             );
         }
         restored
+    }
+
+    /// What was found of an application, as quotas count it.
+    fn count_on_disk(&self, app: &App) {
+        for shuffle in app.shuffles() {
+            let local = self.tiers.iter().filter(|tier| tier.served().is_some());
+            let found = local.map(|tier| tier.usage(shuffle.key()).bytes).sum();
+            shuffle.count_on_disk(app.usage().count(Counted::DiskBytes, found));
+        }
     }
 
     fn leave(&self, key: &ShuffleKey) {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use crate::app::{App, ShuffleState, Stage};
+use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
 use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
@@ -48,7 +48,7 @@ impl Ingest {
     /// Opens a send: redeems its ticket.
     ///
     /// # Errors
-    /// Unknown app or shuffle; a ticket that is absent, expired, used or another app's.
+    /// Unknown app or shuffle; a ticket that is absent, expired, used or another app's; a quota that is used up.
     pub fn begin_send(self: &Arc<Self>, header: SendHeader<'_>) -> Result<SendSession, ServiceError> {
         let opened = self.open_send(header);
         if opened.is_err() {
@@ -66,6 +66,7 @@ impl Ingest {
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
         drop(self.commits.pass()?); // rather now than after all of its bytes
+        app.usage().check(Counted::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
         let buffers = self.memory.shuffle(&key).ok_or_else(missing)?;

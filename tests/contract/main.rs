@@ -37,6 +37,7 @@ mod grpc {
     pub(crate) mod outages;
     pub(crate) mod panics;
     pub(crate) mod parts;
+    pub(crate) mod quotas;
     pub(crate) mod races;
     pub(crate) mod raw;
     pub(crate) mod read_memory;

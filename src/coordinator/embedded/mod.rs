@@ -12,6 +12,7 @@ mod access;
 mod apps;
 pub(crate) mod metrics;
 mod nodes;
+mod plan;
 mod rpc;
 
 use std::collections::{BTreeMap, HashSet};
@@ -21,14 +22,16 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::watch;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use self::apps::AppTable;
-use self::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
+use self::assign::{Candidate, NodeOrder, PartitionSelection};
 use self::metrics::Metrics;
 use self::nodes::{NodeTable, TAGS_MAX};
+use self::plan::{Bounds, Plan, Wanted};
 use super::{NodeReport, ReportSource};
-use crate::proto::{self, StatusCode};
+use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
+use crate::proto;
 use crate::runtime::Tasks;
 use crate::schema::kind::{DAY, HOUR, Kind, SECOND, count, list, parsed, seconds, table, word};
 use crate::schema::section;
@@ -37,10 +40,17 @@ use uniffle_wire::types::AppId;
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::APPS_MAX;
 pub use self::nodes::{InvalidHeartbeat, NODES_MAX, Node};
+pub use self::plan::AssignmentError;
 
 /// Most ranges of one assignment that the configuration can permit, replicas counted: Spark 0.9+ allows 2^20 partitions
-/// (`rss.blockId.maxPartitions`). An answer of this size takes 200 MB.
+/// (`rss.blockId.maxPartitions`). An answer of this size takes some 300 MB, which the heap must have.
 pub const RANGES_MAX: u64 = 1 << 20;
+
+/// Above this many ranges an assignment is made on a blocking thread.
+const INLINE_RANGES_MAX: u64 = 1000;
+
+/// How long an assignment waits until others are on their way and their memory is free.
+const HEAP_WAIT: Duration = Duration::from_secs(10);
 
 /// A remote storage that applications may be sent to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,7 +119,8 @@ section! {
         #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
         pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
         /// Most ranges of one assignment, replicas counted; a range has partitionNumPerRange partitions, one by default. More
-        /// are refused before anything is allocated: an answer takes 200 bytes of memory for each.
+        /// are refused before anything is allocated: an answer takes some 300 bytes of memory_store.heap_capacity for each,
+        /// and waits up to 10 s for it while others are made.
         #[key("embedded_coordinator.assignment_ranges_max", count(1..=RANGES_MAX), Restart)]
         pub ranges_max: u64 = 1 << 17,
         /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".
@@ -174,56 +185,6 @@ fn remote_path() -> Kind<String> {
     parsed("URIs", convert)
 }
 
-/// Why there is no assignment. The text goes to the client.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AssignmentError {
-    /// The request itself makes no sense.
-    #[error("invalid assignment request: {0}")]
-    Invalid(&'static str),
-    /// Too large an answer.
-    #[error(
-        "{asked} ranges (replicas counted) asked, at most {max} are assigned \
-         (embedded_coordinator.assignment_ranges_max)"
-    )]
-    TooLarge {
-        /// What is allowed.
-        max: u64,
-        /// Ranges times replicas.
-        asked: u64,
-    },
-    /// Java's text and Java's limitation.
-    #[error("PartitionNumPerRange must be one")]
-    RangeMustBeOne,
-    /// Fewer candidates than replicas.
-    #[error(
-        "There aren't enough shuffle servers: {found} of {wanted} are active and have the tags {tags:?} \
-         (alive: {alive})"
-    )]
-    NotEnough {
-        /// Candidates.
-        found: usize,
-        /// Replicas.
-        wanted: usize,
-        /// Tags that were required.
-        tags: Vec<String>,
-        /// Nodes alive.
-        alive: usize,
-    },
-}
-
-impl AssignmentError {
-    /// The status that goes with the text.
-    #[must_use]
-    pub fn status(&self) -> StatusCode {
-        match self {
-            Self::Invalid(_) => StatusCode::InvalidRequest,
-            Self::TooLarge { .. } | Self::RangeMustBeOne | Self::NotEnough { .. } => {
-                StatusCode::InternalError
-            }
-        }
-    }
-}
-
 /// The coordinator. Clones share it; it implements tonic's `CoordinatorServer`.
 #[derive(Debug, Clone)]
 pub struct EmbeddedCoordinator(Arc<Inner>);
@@ -235,25 +196,16 @@ struct Inner {
     nodes: Mutex<NodeTable>,
     apps: Mutex<AppTable>,
     metrics: Metrics,
-}
-
-/// A request for an assignment whose numbers were checked.
-#[derive(Debug)]
-struct Wanted {
-    partitions: u64,
-    per_range: u64,
-    ranges: u64,
-    replicas: usize,
-    servers: usize,
-    concurrency: u64,
+    /// What assignments are charged to until they are sent.
+    answers: Budget,
 }
 
 impl EmbeddedCoordinator {
-    /// An empty coordinator whose metrics stand in `registry`.
+    /// An empty coordinator whose metrics stand in `registry`. Assignments are charged to `heap`.
     ///
     /// # Errors
     /// When a metric of the same name is registered already.
-    pub fn new(config: EmbeddedConfig, registry: &Registry) -> Result<Self, prometheus::Error> {
+    pub fn new(config: EmbeddedConfig, heap: &Heap, registry: &Registry) -> Result<Self, prometheus::Error> {
         let storages = config.remote_storages();
         let hosts: Vec<String> = storages.iter().map(|s| s.host().to_owned()).collect();
         let nodes = NodeTable::new(config.node_timeout, config.excluded_nodes.iter().cloned().collect());
@@ -264,6 +216,7 @@ impl EmbeddedCoordinator {
             nodes: Mutex::new(nodes),
             apps: Mutex::new(apps),
             metrics,
+            answers: heap.of(HeapKind::Answers).clone(),
             config,
         })))
     }
@@ -385,39 +338,46 @@ impl EmbeddedCoordinator {
         storages.get(at).map(RemoteStorage::to_message)
     }
 
-    /// One assignment per range (docs/protocol.md §9.3): clients register ranges as they are given.
-    fn assign(
+    /// One assignment per range (docs/protocol.md §9.3): clients register ranges as they are given. With what it is charged,
+    /// to be kept until the answer is sent.
+    async fn assign(
         &self,
         request: &proto::GetShuffleServerRequest,
-    ) -> Result<Vec<proto::PartitionRangeAssignment>, AssignmentError> {
-        let config = &self.0.config;
-        let wanted = Wanted::check(request, config)?;
-        let (servers, candidates) = self.choose_servers(request, &wanted)?;
-        let shape = Shape {
-            ranges: index(wanted.ranges),
-            servers: servers.len(),
-            replicas: wanted.replicas,
-            partitions_per_range: index(wanted.per_range),
-            concurrency: index(wanted.concurrency),
+    ) -> Result<(Vec<proto::PartitionRangeAssignment>, Charge), AssignmentError> {
+        let plan = self.plan(request)?;
+        let ranges = plan.wanted.ranges;
+        let full =
+            |refusal| AssignmentError::NoHeap { ranges, full: HeapFull::of(HeapKind::Answers, refusal) };
+        let bytes = plan.answer_bytes();
+        let charge = match timeout(HEAP_WAIT, self.0.answers.charge(bytes)).await {
+            Ok(charged) => charged,
+            Err(_elapsed) => self.0.answers.try_charge(bytes),
         };
-        let placement = Placement::plan(config.partition_selection, shape)
-            .ok_or(AssignmentError::Invalid("no placement"))?;
-        let mut given = vec![0u64; servers.len()];
-        let mut assignments = Vec::with_capacity(placement.ranges());
-        for k in 0..placement.ranges() {
-            let server = placement.servers_of(k).map(|at| {
-                given[at] += wanted.per_range;
-                servers[at].clone()
-            });
-            let server = server.collect();
-            let (start_partition, end_partition) = wanted.bounds(k);
-            assignments.push(proto::PartitionRangeAssignment { start_partition, end_partition, server });
-        }
+        let charge = charge.map_err(full)?;
+        let making = move || (plan.assignments(), plan);
+        let ((assignments, given), plan) = if ranges <= INLINE_RANGES_MAX {
+            making()
+        } else {
+            let made = tokio::task::spawn_blocking(making).await;
+            made.map_err(|_ended| AssignmentError::Invalid("the worker is stopping"))?
+        };
         let mut nodes = self.0.nodes.lock();
-        for (candidate, partitions) in candidates.iter().zip(given) {
+        for (candidate, partitions) in plan.candidates.iter().zip(given) {
             nodes.count_assigned(&candidate.id, partitions);
         }
-        Ok(assignments)
+        Ok((assignments, charge))
+    }
+
+    fn plan(&self, request: &proto::GetShuffleServerRequest) -> Result<Plan, AssignmentError> {
+        let config = &self.0.config;
+        let bounds = Bounds {
+            ranges: config.ranges_max,
+            servers: config.shuffle_nodes_max.max(1),
+            order: config.node_order,
+        };
+        let wanted = Wanted::check(request, bounds)?;
+        let (servers, candidates) = self.choose_servers(request, &wanted)?;
+        Plan::new(config.partition_selection, wanted, servers, candidates)
     }
 
     /// The servers of this shuffle, in order of preference.
@@ -449,53 +409,6 @@ impl EmbeddedCoordinator {
         let servers = chosen.iter().filter_map(|candidate| nodes.server(&candidate.id).cloned()).collect();
         Ok((servers, chosen))
     }
-}
-
-impl Wanted {
-    fn check(
-        request: &proto::GetShuffleServerRequest,
-        config: &EmbeddedConfig,
-    ) -> Result<Self, AssignmentError> {
-        let positive = |number: i32, text: &'static str| match u64::try_from(number) {
-            Ok(number) if number > 0 => Ok(number),
-            _ => Err(AssignmentError::Invalid(text)),
-        };
-        let partitions = positive(request.partition_num, "partitionNum must be positive")?;
-        let per_range = positive(request.partition_num_per_range, "partitionNumPerRange must be positive")?;
-        let replicas = positive(request.data_replica, "dataReplica must be positive")?;
-        if request.require_tags.len() > TAGS_MAX {
-            return Err(AssignmentError::Invalid("at most 64 tags may be required"));
-        }
-        if request.faulty_server_ids.len() > NODES_MAX {
-            return Err(AssignmentError::Invalid("more faulty servers than a cluster can have"));
-        }
-        let ranges = partitions.div_ceil(per_range);
-        let asked = ranges.saturating_mul(replicas);
-        if asked > config.ranges_max {
-            return Err(AssignmentError::TooLarge { asked, max: config.ranges_max });
-        }
-        if config.node_order == NodeOrder::PartitionBalance && per_range != 1 {
-            return Err(AssignmentError::RangeMustBeOne);
-        }
-        let nodes_max = config.shuffle_nodes_max.max(1);
-        let asked_servers = usize::try_from(request.assignment_shuffle_server_number).unwrap_or(0);
-        let servers = if (1..nodes_max).contains(&asked_servers) { asked_servers } else { nodes_max };
-        let replicas = index(replicas);
-        let concurrency = u64::try_from(request.estimate_task_concurrency).unwrap_or(0).min(partitions);
-        Ok(Self { partitions, per_range, ranges, replicas, servers: servers.max(replicas), concurrency })
-    }
-
-    /// First and last partition of range `k`. The last range may reach beyond the last partition, as in Java.
-    fn bounds(&self, k: usize) -> (i32, i32) {
-        let start = k as u64 * self.per_range;
-        let end = start + self.per_range - 1;
-        (i32::try_from(start).unwrap_or(i32::MAX), i32::try_from(end).unwrap_or(i32::MAX))
-    }
-}
-
-/// Numbers that came out of an `i32` fit every `usize` this crate is built for.
-fn index(number: u64) -> usize {
-    usize::try_from(number).expect("at most i32::MAX or RANGES_MAX")
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 //! Application errors travel as status fields, as the Java coordinator sends them; a gRPC error is only given where the
 //! answer has no place for one.
 
+use std::sync::Arc;
+
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
@@ -49,22 +51,25 @@ impl CoordinatorServer for EmbeddedCoordinator {
         if let Ok(app) = AppId::parse(&request.application_id) {
             self.touch_app(&app, None);
         }
-        let response = match self.assign(&request) {
-            Ok(assignments) => proto::GetShuffleAssignmentsResponse {
-                status: StatusCode::Success.into(),
-                assignments,
-                ret_msg: String::new(),
-            },
+        let status = StatusCode::Success.into();
+        match self.assign(&request).await {
+            Ok((assignments, charge)) => {
+                let answer =
+                    proto::GetShuffleAssignmentsResponse { status, assignments, ret_msg: String::new() };
+                let mut response = Response::new(answer);
+                // Whoever encodes and sends it gives the memory back.
+                response.extensions_mut().insert(Arc::new(charge));
+                Ok(response)
+            }
             Err(error) => {
                 tracing::debug!(shuffle = request.shuffle_id, %error, "no assignment");
-                proto::GetShuffleAssignmentsResponse {
+                Ok(Response::new(proto::GetShuffleAssignmentsResponse {
                     status: error.status().into(),
                     assignments: Vec::new(),
                     ret_msg: cut(error.to_string()),
-                }
+                }))
             }
-        };
-        Ok(Response::new(response))
+        }
     }
 
     async fn heartbeat(

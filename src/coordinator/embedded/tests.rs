@@ -9,10 +9,10 @@ use tonic::{Code, Request};
 use super::*;
 use crate::coordinator::identity;
 use crate::proto::coordinator_server_server::CoordinatorServer;
-use crate::proto::{GetShuffleServerRequest, ServerStatus};
+use crate::proto::{GetShuffleServerRequest, ServerStatus, StatusCode};
 
 fn coordinator(config: EmbeddedConfig) -> EmbeddedCoordinator {
-    EmbeddedCoordinator::new(config, &Registry::new()).unwrap()
+    EmbeddedCoordinator::new(config, &Heap::new(128 << 20), &Registry::new()).unwrap()
 }
 
 /// A worker on its own host, with the TCP listener open or not.
@@ -115,6 +115,39 @@ async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
     }
     let largest = assignments(&coordinator, request(1 << 17, 1, &[])).await;
     assert_eq!(largest.assignments.len(), 1 << 17);
+}
+
+#[tokio::test(start_paused = true)]
+async fn n13_assignments_that_are_made_at_once_stay_within_the_heap() {
+    let heap = Heap::new(128 << 20);
+    let coordinator = EmbeddedCoordinator::new(EmbeddedConfig::default(), &heap, &Registry::new()).unwrap();
+    coordinator.report(node(1, true)).unwrap();
+    let answers = heap.of(HeapKind::Answers);
+    let ask = || coordinator.get_shuffle_assignments(Request::new(request(1 << 17, 1, &[])));
+    let first = ask().await.unwrap();
+    let (one, held) = (answers.used(), first.get_ref().assignments.len() as u64);
+    // What it takes: a list entry, a server and its two texts, and all of that encoded.
+    assert!(one > held * 150 && one < answers.capacity(), "{one} bytes for {held} ranges");
+    let fit = answers.capacity() / one;
+    let mut others: Vec<_> = Vec::new();
+    for _ in 1..fit {
+        others.push(ask().await.unwrap());
+    }
+    // No more are made until one of them is on its way; then the next is.
+    let refused = ask().await.unwrap();
+    assert!(answers.used() <= answers.capacity());
+    let text = &refused.get_ref().ret_msg;
+    assert!(
+        text.contains("no heap left for answers") && text.contains("memory_store.heap_capacity"),
+        "{text}"
+    );
+    assert_eq!(refused.get_ref().status(), StatusCode::InternalError);
+    let mut next = std::pin::pin!(ask());
+    assert!(futures::poll!(&mut next).is_pending());
+    drop(first);
+    assert_eq!(next.await.unwrap().get_ref().assignments.len(), 1 << 17);
+    drop((others, refused));
+    assert_eq!(heap.whole().used(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -323,7 +356,7 @@ proptest! {
             assignment_shuffle_server_number: wanted,
             ..request(partitions, replicas, &["GRPC"])
         };
-        let assignments = coordinator.assign(&request).unwrap();
+        let (assignments, _) = coordinator.plan(&request).unwrap().assignments();
         let mut next = 0;
         for assignment in &assignments {
             prop_assert_eq!(assignment.start_partition, next);

@@ -10,6 +10,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 
 use super::*;
+use crate::budget::Heap;
 use crate::coordinator::NodeReport;
 use crate::coordinator::embedded::{EmbeddedConfig, EmbeddedCoordinator};
 use crate::proto::ServerStatus;
@@ -37,7 +38,7 @@ fn listening(socket: Socket) -> TcpListener {
 fn serve(listener: TcpListener, excluded: &[&str], tasks: &Tasks) -> EmbeddedCoordinator {
     let excluded_nodes = excluded.iter().map(|&id| id.to_owned()).collect();
     let config = EmbeddedConfig { excluded_nodes, ..Default::default() };
-    let coordinator = EmbeddedCoordinator::new(config, &Registry::new()).unwrap();
+    let coordinator = EmbeddedCoordinator::new(config, &Heap::new(64 << 20), &Registry::new()).unwrap();
     let service = CoordinatorServerServer::new(coordinator.clone());
     let cancelled = tasks.cancelled();
     tasks.spawn("coordinator double", async move {

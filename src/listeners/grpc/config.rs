@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use uniffle_wire::send_message::Limits;
 
-use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, list, seconds, size, word};
+use crate::schema::kind::{GIB, HOUR, KIB, MIB, SECOND, count, list, optional, seconds, size, word};
 use crate::schema::network::{Network, network};
 use crate::schema::{section, words};
 use crate::telemetry::traces::Traces;
@@ -31,25 +31,27 @@ section! {
         #[key("grpc.max_message_size", size(MIB..=2 * GIB - 1), Restart)]
         pub max_message_bytes: u32 = 1 << 30,
         /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
-        /// begun, else one without a request, else any.
-        #[key("grpc.max_connections", count(1..=100_000), Restart)]
-        pub connections_max: usize = 4096,
+        /// begun, else one without a request, else any. Default: as many as the memory has windows and requests for, at most
+        /// 4,096: 192 with a small memory_store.capacity, 1,132 with 10 GB.
+        #[key("grpc.max_connections", optional(count(1..=100_000)), Restart, example "4096")]
+        pub connections_wanted: Option<usize> = None,
         /// Requests at once per connection while there are few ...
         #[key("grpc.max_concurrent_streams", count(1..=65_535), Restart)]
         pub concurrent_streams_max: u32 = 256,
         /// ... and over all connections, of which each gets fewer the more there are, at least 4. A request in progress
-        /// takes about 10 KiB of memory.
-        #[key("grpc.max_streams_total", count(256..=10_000_000), Restart)]
-        pub stream_budget: u64 = 8192,
+        /// takes about 10 KiB of memory. Default: what fits, at least 4 for each connection.
+        #[key("grpc.max_streams_total", optional(count(256..=10_000_000)), Restart, example "8192")]
+        pub streams_wanted: Option<u64> = None,
         /// HTTP/2 window of a stream. Covers 1 GB/s at 1 ms.
         #[key("grpc.stream_window", size(64 * KIB..=64 * MIB), Restart)]
         pub stream_window_bytes: u32 = 1 << 20,
         /// HTTP/2 window of a connection while there are few; at least a stream's.
         #[key("grpc.connection_window", size(64 * KIB..=512 * MIB), Restart)]
         pub connection_window_bytes: u32 = 4 << 20,
-        /// Sum of the windows of all connections, which shrink to keep it; at least one connection's.
-        #[key("grpc.window_total", size(64 * KIB..=64 * GIB), Restart)]
-        pub window_budget_bytes: u64 = 64 * MIB,
+        /// Sum of the windows of all connections, which shrink to keep it; at least one connection's, and 64 KiB for each of
+        /// max_connections. Default: its part of capacity × 1.05 + 200 MiB, 20 MiB and more.
+        #[key("grpc.window_total", optional(size(64 * KIB..=64 * GIB)), Restart, example "\"64MiB\"")]
+        pub windows_wanted: Option<u64> = None,
         /// Largest HTTP/2 frame accepted. Java sends 64 KiB + 1 then.
         #[key("grpc.max_frame_size", size(16 * KIB..=8 * MIB), Restart)]
         pub frame_bytes_max: u32 = 1 << 20,
@@ -75,6 +77,12 @@ section! {
         /// whose calls come from other addresses than coordinator_quorum has.
         #[key("admin.grpc_decommission_networks", list(64, network()), Restart)]
         pub decommission_networks: Vec<Network> = Vec::new(),
+        /// What is in effect for `connections_wanted`; the others likewise.
+        pub connections_max: usize = 4096,
+        /// For `streams_wanted`.
+        pub stream_budget: u64 = 16_384,
+        /// For `windows_wanted`.
+        pub window_budget_bytes: u64 = 512 * MIB,
         /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] means.
         pub coordinators: Vec<String> = Vec::new(),
         /// Largest request of the small calls (reports, registrations).

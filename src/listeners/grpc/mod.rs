@@ -22,7 +22,6 @@ mod reads;
 mod replies;
 mod router;
 mod server;
-mod shares;
 mod shuffle;
 mod tickets;
 

@@ -12,12 +12,15 @@ use super::convert::refusal;
 use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
+use crate::budget::Budget;
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
-use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, Service, ServiceError};
+use crate::service::{
+    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadingOfConnection, Service, ServiceError,
+};
 
 /// Payload fields of the three answers.
 const MEMORY_DATA: u32 = 2;
@@ -34,15 +37,16 @@ impl Chunks for ReadAhead {
 pub(super) async fn memory<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetMemoryShuffleDataRequest, _) =
         inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let filter_bytes = request.serialized_expected_task_ids_bitmap.as_ref().map_or(0, |filter| filter.len());
-    let asked = Arc::clone(service);
-    let read = aside(filter_bytes <= INLINE_BYTES_MAX, move || read_memory(&asked, &request)).await?;
+    let (asked, answers) = (Arc::clone(service), reading.answers().clone());
+    let read =
+        aside(filter_bytes <= INLINE_BYTES_MAX, move || read_memory(&asked, &answers, &request)).await?;
     match read {
         Ok(MemoryAnswer { read, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
@@ -57,6 +61,7 @@ pub(super) async fn memory<B: RequestBody>(
 
 fn read_memory(
     service: &Service,
+    answers: &Budget,
     request: &GetMemoryShuffleDataRequest,
 ) -> Result<MemoryAnswer, ServiceError> {
     // An empty filter is no filter (docs/protocol.md §3.4).
@@ -69,25 +74,32 @@ fn read_memory(
         last_block_id: request.last_block_id,
         read_buffer_size: request.read_buffer_size,
         task_filter,
+        of_connection: Some(answers),
     })
 }
 
 /// `getLocalShuffleIndex`
 pub(super) async fn local_index<B: RequestBody>(
     service: &Arc<Service>,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleIndexRequest, _) =
         inbound.message(&mut body, request_bytes_max, flat).await?;
-    match service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await {
-        Ok(index) => from_chunks(
+    let read = async {
+        let turn = reading.turn().await?;
+        Ok((service.reads.read_index(&request.app_id, request.shuffle_id, request.partition_id).await?, turn))
+    };
+    match read.await {
+        Ok((index, turn)) => from_chunks(
             Head::local_index("OK", index.data_length),
             INDEX_DATA,
             index.length,
             ReadAhead::of(index.chunks),
+            turn,
         ),
         Err(error) => {
+            let error: ServiceError = error;
             let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleIndexResponse { status, ret_msg, ..Default::default() }))
         }
@@ -98,20 +110,25 @@ pub(super) async fn local_index<B: RequestBody>(
 pub(super) async fn local_data<B: RequestBody>(
     service: &Arc<Service>,
     transit: &TransitTimes,
-    (inbound, request_bytes_max): (&Inbound, u32),
+    (inbound, reading, request_bytes_max): (&Inbound, &ReadingOfConnection, u32),
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleDataRequest, _) =
         inbound.message(&mut body, request_bytes_max, flat).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
-    match service
-        .reads
-        .read_data(&request.app_id, request.shuffle_id, request.partition_id, offset, length)
-        .await
-    {
-        Ok(data) => from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, ReadAhead::of(data.chunks)),
+    let (app, shuffle, partition) = (&request.app_id, request.shuffle_id, request.partition_id);
+    let read = async {
+        let turn = reading.turn().await?;
+        Ok((service.reads.read_data(app, shuffle, partition, offset, length).await?, turn))
+    };
+    match read.await {
+        Ok((data, turn)) => {
+            let chunks = ReadAhead::of(data.chunks);
+            from_chunks(Head::local_data("OK"), LOCAL_DATA, data.length, chunks, turn)
+        }
         Err(error) => {
+            let error: ServiceError = error;
             let (status, ret_msg) = refusal(service, &error);
             Ok(respond_message(&GetLocalShuffleDataResponse { status, ret_msg, ..Default::default() }))
         }

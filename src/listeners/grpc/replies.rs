@@ -161,16 +161,30 @@ pub(super) fn from_memory(
         return Err(Status::internal(format!("{present} bytes of {payload_bytes} are there")));
     }
     let head = head.announce(payload_tag, payload_bytes)?;
-    let mut pieces = coalesce(head, pieces);
-    if let Some(last) = pieces.pop() {
-        pieces.push(Bytes::from_owner(Last { bytes: last, _until_sent: until_sent }));
-    }
-    let frames = pieces.into_iter().map(Frame::data);
+    let pieces = coalesce(head, pieces);
+    let mut end = Some(until_sent);
+    let last = pieces.len() - 1;
+    let frames = pieces.into_iter().enumerate().map(move |(at, piece)| match end.take_if(|_| at == last) {
+        Some(until_sent) => Frame::data(last_bytes(piece, until_sent)),
+        None => Frame::data(piece),
+    });
     let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
     Ok(answer(stream::iter(frames)))
 }
 
-/// The last piece of an answer, with what lives as long as it.
+/// Answer of a message with its prefix; `until_sent` as above.
+pub(super) fn whole(message: Bytes, until_sent: impl Send + 'static) -> http::Response<Body> {
+    let frames = std::iter::once_with(|| Frame::data(last_bytes(message, until_sent)));
+    let frames = frames.chain(std::iter::once_with(|| Frame::trailers(ok_trailers())));
+    answer(stream::iter(frames))
+}
+
+/// The last bytes of an answer, with what lives until the socket has taken them. Made when they go to HTTP/2.
+fn last_bytes(bytes: Bytes, until_sent: impl Send + 'static) -> Bytes {
+    let tail = progress::of_this_call().map(|progress| progress.tail());
+    Bytes::from_owner(Last { bytes, _until_sent: (until_sent, tail) })
+}
+
 struct Last<T> {
     bytes: Bytes,
     _until_sent: T,
@@ -212,28 +226,29 @@ pub(super) trait Chunks: Send + 'static {
 }
 
 /// Progress of a streamed answer.
-enum Streaming<C> {
-    Head(Bytes, u64, C),
-    Payload(u64, C),
+enum Streaming<C, T> {
+    Head(Bytes, u64, C, T),
+    Payload(u64, C, Option<T>),
     Done,
 }
 
 /// Answer whose payload of `payload_bytes` is still being read. An error, or another number of bytes than announced,
-/// ends the call with `INTERNAL` in the trailers.
+/// ends the call with `INTERNAL` in the trailers. `until_sent` is dropped when the socket has taken the last chunk.
 pub(super) fn from_chunks<C: Chunks>(
     head: Head,
     payload_tag: u32,
     payload_bytes: u64,
     chunks: C,
+    until_sent: impl Send + 'static,
 ) -> Result<http::Response<Body>, Status> {
     let head = head.announce(payload_tag, payload_bytes)?;
-    let start = Streaming::Head(head, payload_bytes, chunks);
+    let start = Streaming::Head(head, payload_bytes, chunks, until_sent);
     let frames = stream::unfold(start, |state| async {
         match state {
-            Streaming::Head(head, left, chunks) => {
-                Some((Frame::data(head), Streaming::Payload(left, chunks)))
+            Streaming::Head(head, left, chunks, until_sent) => {
+                Some((Frame::data(head), Streaming::Payload(left, chunks, Some(until_sent))))
             }
-            Streaming::Payload(left, chunks) => Some(next_frame(left, chunks).await),
+            Streaming::Payload(left, chunks, until_sent) => Some(next_frame(left, chunks, until_sent).await),
             Streaming::Done => None,
         }
     });
@@ -255,12 +270,22 @@ fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Re
     respond(Body::new(StreamBody::new(frames.map(taken))))
 }
 
-async fn next_frame<C: Chunks>(left: u64, mut chunks: C) -> (Frame<Bytes>, Streaming<C>) {
+async fn next_frame<C: Chunks, T: Send + 'static>(
+    left: u64,
+    mut chunks: C,
+    mut until_sent: Option<T>,
+) -> (Frame<Bytes>, Streaming<C, T>) {
     let failed = match chunks.next().await {
         None if left == 0 => return (Frame::trailers(ok_trailers()), Streaming::Done),
         None => format!("the data ended {left} bytes early"),
         Some(Ok(chunk)) => match left.checked_sub(chunk.len() as u64) {
-            Some(left) => return (Frame::data(chunk), Streaming::Payload(left, chunks)),
+            Some(left) => {
+                let chunk = match until_sent.take_if(|_| left == 0) {
+                    Some(until_sent) => last_bytes(chunk, until_sent),
+                    None => chunk,
+                };
+                return (Frame::data(chunk), Streaming::Payload(left, chunks, until_sent));
+            }
             None => "the data is longer than announced".to_owned(),
         },
         Some(Err(text)) => text,
@@ -381,13 +406,14 @@ mod tests {
     #[tokio::test]
     async fn streamed_answers_are_what_prost_reads() {
         let chunks = script([Ok("abc"), Ok("de")]);
-        let (bytes, status, _) = read(from_chunks(Head::local_index("OK", 77), 1, 5, chunks).unwrap()).await;
+        let (bytes, status, _) =
+            read(from_chunks(Head::local_index("OK", 77), 1, 5, chunks, ()).unwrap()).await;
         let answer = proto::GetLocalShuffleIndexResponse::decode(message(&bytes)).unwrap();
         assert_eq!((&answer.index_data[..], answer.data_file_len), (&b"abcde"[..], 77));
         assert_eq!((answer.ret_msg.as_str(), status.as_str()), ("OK", "0"));
 
         let chunks = script([Ok("abcde")]);
-        let (bytes, _, _) = read(from_chunks(Head::local_data("OK"), 1, 5, chunks).unwrap()).await;
+        let (bytes, _, _) = read(from_chunks(Head::local_data("OK"), 1, 5, chunks, ()).unwrap()).await;
         let answer = proto::GetLocalShuffleDataResponse::decode(message(&bytes)).unwrap();
         assert_eq!((&answer.data[..], answer.ret_msg.as_str()), (&b"abcde"[..], "OK"));
     }
@@ -396,7 +422,8 @@ mod tests {
     async fn a_streamed_answer_that_breaks_ends_with_an_error_status() {
         let broken = [script([Ok("abc")]), script([Ok("abc"), Err("disk")]), script([Ok("abc"), Ok("def")])];
         for chunks in broken {
-            let (bytes, status, _) = read(from_chunks(Head::local_data("OK"), 1, 5, chunks).unwrap()).await;
+            let (bytes, status, _) =
+                read(from_chunks(Head::local_data("OK"), 1, 5, chunks, ()).unwrap()).await;
             assert_eq!(status, "13");
             assert!(bytes.ends_with(b"abc"), "nothing beyond the announced length is sent");
         }

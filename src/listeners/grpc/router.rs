@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use fastrace::Span;
 use fastrace::future::FutureExt as _;
+use futures::FutureExt as _;
 use http::{Request, Response};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::time::timeout;
 use tonic::Status;
@@ -18,7 +20,7 @@ use tower::ServiceExt;
 
 use super::config::GrpcConfig;
 use super::convert::note_broken_call;
-use super::inbound::{Inbound, RequestHeap};
+use super::inbound::{INLINE_BYTES_MAX, Inbound, RequestHeap, aside};
 use super::internal::Peer;
 use super::methods::{
     GET_LOCAL_SHUFFLE_DATA, GET_LOCAL_SHUFFLE_INDEX, GET_MEMORY_SHUFFLE_DATA, GET_SHUFFLE_RESULT,
@@ -26,9 +28,10 @@ use super::methods::{
     SEND_SHUFFLE_DATA,
 };
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
-use super::{bookkeeping, ingest, reads, tickets};
+use super::{bookkeeping, ingest, reads, replies, tickets};
+use crate::budget::Charge;
 use crate::runtime::Tasks;
-use crate::service::Service;
+use crate::service::{ReadingOfConnection, Service};
 
 /// Calls that want to know who asks.
 const INTERNAL: &str = "/rss.common.ShuffleServerInternal/";
@@ -44,6 +47,7 @@ const OTHER_BYTES_MAX: u32 = 4 << 20;
 pub(super) struct Caller {
     pub(super) peer: Peer,
     pub(super) inbound: Inbound,
+    pub(super) reading: ReadingOfConnection,
 }
 
 /// What every connection shares.
@@ -55,6 +59,17 @@ pub(super) struct Router {
     pub(super) metrics: GrpcMetrics,
     pub(super) tasks: Tasks,
     pub(super) requests: RequestHeap,
+}
+
+/// An answer that its maker has charged, whose message is not encoded yet: that is done on a blocking thread if it is large,
+/// and the charge lives until the socket has the bytes.
+async fn charged(mut response: Response<Body>) -> Result<Response<Body>, Status> {
+    let Some(charge) = response.extensions_mut().remove::<Arc<Charge>>() else { return Ok(response) };
+    let is_small = charge.bytes() <= INLINE_BYTES_MAX as u64;
+    let body = response.into_body();
+    let encoded = aside(is_small, move || body.collect().now_or_never()).await?;
+    let encoded = encoded.ok_or_else(|| Status::internal("the answer is not at hand"))??;
+    Ok(replies::whole(encoded.to_bytes(), charge))
 }
 
 impl Router {
@@ -97,8 +112,7 @@ impl Router {
             )
             .await);
         }
-        let answer =
-            timeout(self.config.send_deadline, Box::pin(self.small_call(request, &caller.inbound))).await;
+        let answer = timeout(self.config.send_deadline, Box::pin(self.small_call(request, caller))).await;
         let answer =
             answer.unwrap_or_else(|_elapsed| Err(Status::deadline_exceeded("the call took too long")));
         Ok(answer.unwrap_or_else(|status| {
@@ -111,17 +125,19 @@ impl Router {
     async fn small_call(
         &self,
         request: Request<Incoming>,
-        inbound: &Inbound,
+        caller: &Caller,
     ) -> Result<Response<Body>, Status> {
+        let inbound = &caller.inbound;
         let max = (inbound, self.config.read_request_bytes_max);
+        let read = (inbound, &caller.reading, self.config.read_request_bytes_max);
         let large = (inbound, u32::try_from(self.config.small_message_bytes_max).unwrap_or(u32::MAX));
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         let service = &self.service;
         match request.uri().path() {
             REQUIRE_BUFFER => tickets::require_buffer(service, max, request.into_body()).await,
-            GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, max, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, max, request.into_body()).await,
-            GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, max, request.into_body()).await,
+            GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, read, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, read, request.into_body()).await,
+            GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, read, request.into_body()).await,
             REGISTER_SHUFFLE => bookkeeping::register(service, large, request.into_body()).await,
             REPORT_SHUFFLE_RESULT => bookkeeping::report(service, large, request.into_body()).await,
             GET_SHUFFLE_RESULT => bookkeeping::result(service, max, request.into_body()).await,
@@ -131,7 +147,7 @@ impl Router {
             _ => {
                 let (request, _charge) = inbound.whole(request, OTHER_BYTES_MAX).await?;
                 match self.routes.clone().oneshot(request).await {
-                    Ok(response) => Ok(response),
+                    Ok(response) => charged(response).await,
                     Err(never) => match never {},
                 }
             }

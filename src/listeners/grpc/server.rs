@@ -25,13 +25,14 @@ use super::convert::LISTENER;
 use super::inbound::RequestHeap;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
-use super::progress::{self, CallDeadlines};
+use super::progress::{self, CallDeadlines, Tails};
 use super::router::{Caller, Router};
-use super::shares::{STREAMS_MIN, Share, ShareBudget, ShareLimits, WINDOW_BYTES_MIN};
 use super::shuffle::ShuffleCalls;
 
+use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
 use crate::listeners::acceptor::{Acceptor, Begins, Binding, Connection, Names, Stream};
 use crate::listeners::places::Seat;
+use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
@@ -92,9 +93,9 @@ impl GrpcServer {
         };
         let open = metrics.connections().clone();
         let windows = ShareLimits { least: WINDOW_BYTES_MIN, most: config.connection_window_bytes };
-        let windows = ShareBudget::new(config.window_budget_bytes, windows);
+        let windows = ShareBudget::new(config.window_budget_bytes, config.connections_max, windows);
         let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
-        let streams = ShareBudget::new(config.stream_budget, streams);
+        let streams = ShareBudget::new(config.stream_budget, config.connections_max, streams);
         let requests = RequestHeap::new(service.memory().heap(), service.heap_wait());
         let router = Arc::new(Router { config, service, routes, metrics, tasks, requests });
         let server = Arc::new(Self { router, windows, streams });
@@ -131,12 +132,18 @@ async fn drive(
     seat: &Arc<Seat>,
 ) -> Result<(), hyper::Error> {
     let mut closing = pin!(router.tasks.closing());
-    let caller = Arc::new(Caller { peer, inbound: router.requests.of_connection() });
+    let caller = Arc::new(Caller {
+        peer,
+        inbound: router.requests.of_connection(),
+        reading: router.service.reads.reading_of_connection(),
+    });
+    let tails = Tails::new(router.config.answer_deadline);
     let service = service_fn(|request| Arc::clone(router).call(request, Arc::clone(&caller)));
     let executor = CallExecutor {
         tasks: router.tasks.clone(),
         seat: Arc::clone(seat),
         deadlines: deadlines(&router.config),
+        tails: Arc::clone(&tails),
     };
     let connection =
         builder(&router.config, shares, executor).serve_connection(TokioIo::new(stream), service);
@@ -145,6 +152,10 @@ async fn drive(
         biased;
         ended = connection.as_mut() => return ended,
         () = closing.as_mut() => {}
+        () = tails.stuck() => {
+            debug!("grpc connection closed: the end of an answer was not taken in time");
+            return Ok(());
+        }
     }
     connection.as_mut().graceful_shutdown();
     timeout(router.config.drain_deadline, connection).await.unwrap_or_else(|_elapsed| {
@@ -175,12 +186,14 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
 }
 
 /// Runs a connection's calls as tasks of the group, each with an end: hyper does not ask a body for more while the
-/// peer takes nothing, so only from out here can a stalled answer be given up and its memory be freed.
+/// peer takes nothing, so only from out here can a stalled answer be given up and its memory be freed. A call whose last
+/// bytes are HTTP/2's has ended; those are watched by the connection ([`Tails`]).
 #[derive(Debug, Clone)]
 struct CallExecutor {
     tasks: Tasks,
     seat: Arc<Seat>,
     deadlines: CallDeadlines,
+    tails: Arc<Tails>,
 }
 
 impl<F> hyper::rt::Executor<F> for CallExecutor
@@ -189,7 +202,7 @@ where
 {
     fn execute(&self, call: F) {
         let request = self.seat.request();
-        let bounded = progress::bounded(self.deadlines, call);
+        let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), call);
         self.tasks.spawn("grpc stream", async move {
             if !bounded.await {
                 debug!("grpc stream gave up: its answer was not taken in time");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::schema::kind::{HOUR, SECOND, count, seconds, word};
+use crate::schema::kind::{HOUR, SECOND, count, optional, seconds, word};
 use crate::schema::{section, words};
 use crate::telemetry::traces::Traces;
 use uniffle_io::buffers::READ_CHUNK_BYTES_SHORT;
@@ -46,11 +46,16 @@ section! {
         /// buffer exists per thread, not per connection.
         pub chunk_bytes: usize = 256 << 10,
         /// Connections at once. For one more the one is closed that has not got on for the longest time: one that has not
-        /// begun, else one without a request, else any.
-        #[key("tcp.max_connections", count(1..=1_000_000), Restart)]
+        /// begun, else one without a request, else any. Default: as many as the memory has room for, at most 10,000: 384
+        /// with a small memory_store.capacity, 1,408 with 10 GB.
+        #[key("tcp.max_connections", optional(count(1..=1_000_000)), Restart, example "10000")]
+        pub connections_wanted: Option<usize> = None,
+        /// What is in effect for it.
         pub connections_max: usize = 10_000,
         /// Requests of one connection whose replies are not written; then its socket is not read. Default: 256.
         pub requests_in_flight_per_connection_max: usize = 256,
+        /// Requests in progress over all connections, at least 8 of each. Default: 1,000,000; what fits in memory in a worker.
+        pub requests_total: u64 = 1_000_000,
         /// Memory answers of all connections that are not written. Default: 1,024.
         pub memory_reads_in_flight_max: usize = 1024,
         /// Local answers of all connections that wait for their turn on the socket while they hold their first chunk of read

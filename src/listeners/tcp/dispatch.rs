@@ -10,7 +10,7 @@ use fastrace::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use crate::budget::Charge;
+use crate::budget::{Budget, Charge};
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
 use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
@@ -87,13 +87,18 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
 }
 
 /// The reply to a read of memory.
-pub(super) fn memory(shared: &Shared, request_id: i64, message: &[u8]) -> Reply {
+pub(super) fn memory(shared: &Shared, answers: &Budget, request_id: i64, message: &[u8]) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
-    read_memory(shared, request_id, message)
+    read_memory(shared, answers, request_id, message)
         .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
 }
 
-fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply, ServiceError> {
+fn read_memory(
+    shared: &Shared,
+    answers: &Budget,
+    request_id: i64,
+    message: &[u8],
+) -> Result<Reply, ServiceError> {
     let ReadRequest::Memory(request) = ReadRequest::decode(FrameType::Memory, message)? else {
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
@@ -105,6 +110,7 @@ fn read_memory(shared: &Shared, request_id: i64, message: &[u8]) -> Result<Reply
         last_block_id: request.last_block_id,
         read_buffer_size: request.read_buffer_size,
         task_filter: request.task_filter,
+        of_connection: Some(answers),
     })?;
     success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
 }

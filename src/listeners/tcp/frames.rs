@@ -34,6 +34,8 @@ const FREE_REQUEST_BYTES: usize = 256;
 const REQUEST_WEIGHT: u64 = 5;
 /// Above this size a task filter is decoded on a blocking thread.
 const INLINE_REQUEST_BYTES_MAX: usize = 64 << 10;
+/// What a read of local disks takes while it waits for its turn: its task, and what is understood of it.
+const LOCAL_READ_BYTES: u64 = 4 << 10;
 /// Every message begins with its request id.
 const REQUEST_ID_BYTES: usize = 8;
 
@@ -118,6 +120,9 @@ pub(super) struct Frames {
     place: Option<OwnedSemaphorePermit>,
     /// What its requests are charged to.
     heap: Budget,
+    /// What its answers from memory may hold.
+    answers: Budget,
+    requests_max: usize,
     /// A memory read that waits for its place.
     memory_read: Option<(i64, ReadMessage)>,
     /// When the current frame's first byte came.
@@ -129,8 +134,15 @@ pub(super) struct Frames {
 }
 
 impl Frames {
-    pub(super) fn new(shared: Arc<Shared>, outbox: Outbox, (connection, seat): (Tasks, Arc<Seat>)) -> Self {
-        let requests = Arc::new(Semaphore::new(shared.config.requests_in_flight_per_connection_max));
+    /// Of a connection that may have `requests_max` requests in progress.
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        outbox: Outbox,
+        (connection, seat): (Tasks, Arc<Seat>),
+        requests_max: usize,
+    ) -> Self {
+        let requests = Arc::new(Semaphore::new(requests_max));
+        let answers = shared.service.reads.reading_of_connection().answers().clone();
         // Half of all, so that one connection alone cannot use it up.
         let heap = shared.service.memory().heap().of(HeapKind::Requests);
         let heap = heap.child(heap.capacity() / 2);
@@ -145,6 +157,8 @@ impl Frames {
             walker: SendWalker::new(0),
             place: None,
             heap,
+            answers,
+            requests_max,
             memory_read: None,
             began: None,
             counted: None,
@@ -160,7 +174,13 @@ impl Frames {
     /// Whether a reply is owed or on its way.
     pub(super) fn is_busy(&self) -> bool {
         let free = self.requests.available_permits() + usize::from(self.place.is_some());
-        free < self.shared.config.requests_in_flight_per_connection_max
+        free < self.requests_max
+    }
+
+    /// Charges bytes that were read and cannot be walked yet.
+    pub(super) fn charge_left_over(&self, bytes: usize) -> Result<Charge, HeapFull> {
+        let charged = self.heap.try_charge(bytes as u64);
+        charged.map_err(|refusal| HeapFull::of(HeapKind::Requests, refusal))
     }
 
     /// From here on no more is taken from the socket than the current frame needs.
@@ -385,9 +405,9 @@ impl Frames {
         }
         let Some(mut guard) = self.finish() else { return };
         guard.read = Some(permit);
-        let (shared, outbox) = (Arc::clone(&self.shared), self.outbox.clone());
+        let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
         self.connection.spawn_linked("tcp memory read", async move {
-            let answer = move || (dispatch::memory(&shared, id, &message.bytes), message.charge);
+            let answer = move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge);
             if let Ok(((head, body), _charge)) = tokio::task::spawn_blocking(answer).await {
                 outbox.post(Outgoing { head, body, guard });
             }
@@ -395,14 +415,18 @@ impl Frames {
     }
 
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
-        let (head, body) = dispatch::memory(&self.shared, id, message);
+        let (head, body) = dispatch::memory(&self.shared, &self.answers, id, message);
         if let Some(mut guard) = self.finish() {
             guard.read = Some(permit);
             self.outbox.post(Outgoing { head, body, guard });
         }
     }
 
-    fn read_local(&mut self, kind: FrameType, request_id: i64, message: ReadMessage) {
+    fn read_local(&mut self, kind: FrameType, request_id: i64, mut message: ReadMessage) {
+        if let Err(refusal) = message.charge.try_grow(LOCAL_READ_BYTES) {
+            let full = HeapFull::of(HeapKind::Requests, refusal).into();
+            return self.reply(dispatch::refused(&self.shared, kind, request_id, &full));
+        }
         let Some(guard) = self.finish() else { return };
         let read = LocalRead {
             shared: Arc::clone(&self.shared),

@@ -9,8 +9,9 @@
 //! memory are answered on the spot, reads of local disks in tasks of their own ([`dispatch`]). The *writer*
 //! ([`writer`]), the connection's own task, puts replies on the socket in the order in which they became ready.
 //!
-//! Bounds: each request takes a permit of its connection before its first byte is walked and holds it until its reply
-//! was written. A peer that sends too much, or takes too little, is not read until it has taken its replies.
+//! Bounds: a connection may have so many requests in progress, fewer the more connections there are. Each takes a permit of
+//! its connection before its first byte is walked and holds it until its reply was written. A peer that sends too much, or
+//! takes too little, is not read until it has taken its replies.
 //!
 //! The end: the listener closes a connection between two requests, when what came is answered. A peer that has just
 //! sent a request would see it fail; so with a successor the socket is not closed but kept, and the request waits in
@@ -92,14 +93,17 @@ async fn serve(shared: Arc<Shared>, connection: Connection<TcpStream>, tasks: Ta
     let (read_half, write_half) = stream.into_split();
     // Either side ends the other when it fails, this one also when its future is dropped or panics.
     let _ends_reader = EndsWithThis(tasks.clone());
-    let (outbox, queue) = writer::queue(shared.config.requests_in_flight_per_connection_max);
+    let share = shared.requests.take();
+    let requests_max = share.amount() as usize;
+    let (outbox, queue) = writer::queue(requests_max);
     let kept = writer::KeptHalf::default();
     let (link, half) = ((tasks.clone(), Arc::clone(place.seat())), kept.clone());
-    let reader = reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half);
+    let reader =
+        reader::Reader::new(Arc::clone(&shared), read_half, outbox, link.clone(), half, requests_max);
     tasks.spawn_linked("tcp reader", reader.run());
     // The writer ends last: it outlives the reader until every reply was written or given up.
     writer::Writer::new(shared, write_half, queue, link, kept).run().await;
-    drop(place);
+    drop((place, share));
 }
 
 /// Cancels a connection's tasks when it is dropped.

@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use crate::budget::{Charge, HeapFull};
 use crate::listeners::places::Seat;
 use crate::runtime::Tasks;
 use uniffle_wire::DecodeError;
@@ -48,6 +49,9 @@ enum End {
     Broken(#[from] DecodeError),
     #[error("{0}")]
     Io(#[from] io::Error),
+    /// It has more requests in progress than it may, sends on, and there is no memory for what it sent.
+    #[error("{0}")]
+    NoHeap(#[from] HeapFull),
 }
 
 /// The receiving half of a connection: reads into the thread's chunk, keeps nothing of it.
@@ -58,8 +62,9 @@ pub(super) struct Reader {
     frames: Frames,
     connection: Tasks,
     seat: Arc<Seat>,
-    /// Bytes that were read but cannot be walked yet.
+    /// Bytes that were read but cannot be walked yet, and what they are charged.
     left_over: Vec<u8>,
+    left_over_charge: Option<Charge>,
     last_read: Instant,
     /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
     /// touches the timer.
@@ -74,11 +79,25 @@ impl Reader {
         outbox: Outbox,
         (connection, seat): (Tasks, Arc<Seat>),
         kept: KeptHalf,
+        requests_max: usize,
     ) -> Self {
-        let frames = Frames::new(Arc::clone(&shared), outbox, (connection.clone(), Arc::clone(&seat)));
+        let link = (connection.clone(), Arc::clone(&seat));
+        let frames = Frames::new(Arc::clone(&shared), outbox, link, requests_max);
         let now = Instant::now();
         let alarm = Box::pin(sleep_until(now + shared.config.idle_timeout));
-        Self { shared, socket, frames, connection, seat, left_over: Vec::new(), last_read: now, alarm, kept }
+        let (left_over, left_over_charge) = (Vec::new(), None);
+        Self {
+            shared,
+            socket,
+            frames,
+            connection,
+            seat,
+            left_over,
+            left_over_charge,
+            last_read: now,
+            alarm,
+            kept,
+        }
     }
 
     /// Reads until the peer closes or breaks the protocol, the listener closes between two requests, or the connection is
@@ -117,7 +136,7 @@ impl Reader {
                 connection.cancel();
                 shared.metrics.all.exceptions.inc();
             }
-            End::Cut | End::Io(_) => shared.metrics.all.exceptions.inc(),
+            End::Cut | End::Io(_) | End::NoHeap(_) => shared.metrics.all.exceptions.inc(),
             End::Broken(error) => {
                 shared.metrics.all.exceptions.inc();
                 shared.service.note_malformed(LISTENER, error);
@@ -167,6 +186,7 @@ impl Reader {
         self.left_over.drain(..walked);
         if self.left_over.is_empty() {
             self.left_over = Vec::new();
+            self.left_over_charge = None;
         }
         Ok(())
     }
@@ -186,7 +206,10 @@ impl Reader {
                 return Poll::Ready(Err(end));
             }
             let walked = self.frames.walk(filled)?;
-            self.left_over.extend_from_slice(&filled[walked..]);
+            if walked < filled.len() {
+                self.left_over_charge = Some(self.frames.charge_left_over(filled.len() - walked)?);
+                self.left_over.extend_from_slice(&filled[walked..]);
+            }
             Poll::Ready(Ok(()))
         });
         if read.is_ready() {

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::Semaphore;
 
+use crate::budget::allowance::TCP_REQUESTS_MIN;
+use crate::listeners::shares::{ShareBudget, ShareLimits};
 use crate::runtime::Handover;
 use crate::service::Service;
 
@@ -21,6 +23,8 @@ pub(super) struct Shared {
     pub(super) metrics: TcpMetrics,
     pub(super) memory_reads: Arc<Semaphore>,
     pub(super) local_reads: Arc<Semaphore>,
+    /// Requests in progress, of all connections.
+    pub(super) requests: ShareBudget,
     pub(super) handover: Handover,
 }
 
@@ -31,7 +35,10 @@ impl Shared {
         metrics: TcpMetrics,
         handover: Handover,
     ) -> Arc<Self> {
+        let most = u32::try_from(config.requests_in_flight_per_connection_max).unwrap_or(u32::MAX).max(1);
+        let limits = ShareLimits { least: TCP_REQUESTS_MIN, most };
         Arc::new(Self {
+            requests: ShareBudget::new(config.requests_total, config.connections_max, limits),
             memory_reads: Arc::new(Semaphore::new(config.memory_reads_in_flight_max)),
             local_reads: Arc::new(Semaphore::new(config.local_reads_in_flight_max)),
             config,

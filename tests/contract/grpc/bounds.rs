@@ -1,5 +1,6 @@
 //! What one client can make the worker hold or do is bounded, and others are served meanwhile.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,10 +16,11 @@ use uniffle_client::send::{self, SendForm};
 use uniffle_wire::bitmap;
 use uniffle_wire::types::ShuffleKey;
 use uniffle_worker::budget::HeapKind;
+use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::{
     GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse, GetShuffleResultForMultiPartRequest,
-    PartitionToBlockIds, RemoteStorage, ReportShuffleResultRequest, ShufflePartitionRange,
-    ShuffleRegisterRequest, StatusCode,
+    GetShuffleServerRequest, PartitionToBlockIds, RemoteStorage, ReportShuffleResultRequest,
+    ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
 };
 
 use super::blocks::{batch, block};
@@ -214,6 +216,44 @@ async fn n8_answers_from_memory_that_are_not_taken_pin_a_bounded_part_of_it() {
     fixture.finish().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_one_connection_that_does_not_read_holds_its_share_for_a_time_and_others_read_on() {
+    let setup = Setup { capacity: "64MiB", tables: "[grpc]\nanswer_timeout_sec = 1", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks: Vec<_> = (0..24).map(|n| block(0, 1, n, 1 << 20)).collect();
+    fixture.push(&key, &batch(0, &blocks)).await;
+    let request = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        read_buffer_size: i32::MAX,
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let answered = fixture.memory().answered();
+    let endpoint = Endpoint::from_shared(format!("http://{}", fixture.worker.addresses().grpc)).unwrap();
+    let endpoint = endpoint.initial_stream_window_size(65_535).initial_connection_window_size(65_535);
+    let channel = endpoint.connect().await.unwrap();
+    let mut bodies = Vec::new();
+    for _ in 0..16 {
+        bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
+        let share = answered.capacity() / 8;
+        assert!(answered.used() <= share + (1 << 20), "{} bytes of {share}", answered.used());
+    }
+    fixture.assert_reads(&key, 0, &blocks).await;
+    // HTTP/2 has the whole answers, and the socket does not take them: the connection is given up, and all is back.
+    eventually("nothing is pinned", || match answered.used() {
+        0 => Ok(()),
+        left => Err(format!("{left} bytes")),
+    })
+    .await;
+    let ended = futures::future::join_all(bodies.into_iter().map(BodyExt::collect)).await;
+    assert!(ended.iter().any(Result::is_err), "the connection has ended");
+    fixture.assert_reads(&key, 0, &blocks).await;
+    drop((ended, channel));
+    fixture.finish().await;
+}
+
 /// What the worker's runtime must not see. In an optimised build every poll takes about a millisecond at most; here
 /// nothing is optimised and the machine may be busy, and what used to be done on a runtime thread took a hundred times as
 /// long.
@@ -268,6 +308,25 @@ async fn attack(client: ShuffleClient, key: ShuffleKey) {
     assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
 }
 
+/// The largest assignment that there may be. The embedded coordinator makes it, and the gRPC listener encodes it.
+async fn assignment(address: SocketAddr) {
+    const RANGES: i32 = 1 << 17;
+    let channel = raw::connect(address).await;
+    let mut coordinator = CoordinatorServerClient::new(channel).max_decoding_message_size(64 << 20);
+    let request = GetShuffleServerRequest {
+        application_id: "app-1".to_owned(),
+        partition_num: RANGES,
+        partition_num_per_range: 1,
+        data_replica: 1,
+        assignment_shuffle_server_number: -1,
+        ..GetShuffleServerRequest::default()
+    };
+    let answer = coordinator.get_shuffle_assignments(request).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    let last = answer.assignments.last().unwrap();
+    assert_eq!((answer.assignments.len(), last.end_partition), (RANGES as usize, RANGES - 1));
+}
+
 #[test]
 fn no_request_keeps_a_thread_of_the_runtime_for_long() {
     let (of_worker, of_clients) = (runtime(), runtime());
@@ -278,6 +337,7 @@ fn no_request_keeps_a_thread_of_the_runtime_for_long() {
         let attacks = (0..3).map(|app| async move {
             let client = ShuffleClient::connect(address).await.unwrap();
             attack(client, key(&format!("app-{app}"), 1)).await;
+            assignment(address).await;
         });
         futures::future::join_all(attacks).await;
     });

@@ -290,6 +290,7 @@ async fn an_app_whose_heartbeat_stops_is_purged_after_the_timeout_and_no_other()
         last_block_id: -1,
         read_buffer_size: 1000,
         task_filter: None,
+        of_connection: None,
     };
     for second in 1..=80 {
         tokio::time::sleep(Duration::from_secs(1)).await;

@@ -12,6 +12,7 @@ use super::raw;
 
 const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
 const READERS: usize = 32;
+const CONNECTIONS: usize = 8;
 /// The smallest read memory that can be configured: four chunks.
 const SETUP: Setup<'_> = Setup {
     store_type: "MEMORY_LOCALFILE",
@@ -40,9 +41,11 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
 
     let pool = fixture.memory().read_pool().clone();
     assert_eq!(pool.used_bytes(), 0);
-    let channel = raw::connect(fixture.worker.addresses().grpc).await;
+    // One connection has two chunks of it at most, so there are some.
+    let channels = join_all((0..CONNECTIONS).map(|_| raw::connect(fixture.worker.addresses().grpc))).await;
     // No one reads, so windows and socket buffers take a dozen chunks, read memory three, and the rest must wait.
-    let opened = (0..READERS).map(|_| raw::open(&channel, GET_LOCAL_DATA, raw::framed(&request)));
+    let opened = (0..READERS)
+        .map(|reader| raw::open(&channels[reader % CONNECTIONS], GET_LOCAL_DATA, raw::framed(&request)));
     let bodies = join_all(opened).await;
     // The last eighth of it is kept for other applications.
     let most = pool.capacity_bytes() - pool.capacity_bytes() / 8;
@@ -72,6 +75,6 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
         used => Err(format!("{used} bytes")),
     })
     .await;
-    drop(channel);
+    drop(channels);
     fixture.finish().await;
 }

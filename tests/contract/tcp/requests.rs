@@ -1,10 +1,15 @@
 //! What clients do.
 
+use std::time::Duration;
+
 use bytes::BytesMut;
 use futures::future::join_all;
 use uniffle_wire::reply::Answer;
-use uniffle_wire::request::{MemoryRequest, ReadRequest, SortedRequest, Target};
+use uniffle_wire::request::{
+    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SortedRequest, Target,
+};
 use uniffle_wire::types::PartitionId;
+use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};
@@ -110,6 +115,84 @@ async fn many_requests_under_way_on_one_connection_are_all_answered() {
     assert_eq!(fixture.metric("total_urpc_request_number"), 401.0);
     drop(client);
     fixture.finish().await;
+}
+
+#[tokio::test]
+async fn n8_one_connection_that_does_not_read_holds_its_share_and_others_read_on() {
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    for number in 0..16 {
+        fixture.send(&client, &[(PARTITION, vec![block(number, 1 << 20)])]).await;
+    }
+    let mut peer = fixture.raw().await;
+    let mut frames = BytesMut::new();
+    for request_id in 0..200 {
+        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let read_buffer_size = 1 << 30;
+        let request =
+            MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
+        ReadRequest::Memory(request).encode_frame(&mut frames);
+    }
+    peer.say(&frames).await;
+    let answered = fixture.memory.answered().clone();
+    let share = answered.capacity() / 8;
+    for _ in 0..16 {
+        let reply = client.read_memory(&key(), PARTITION, -1, 1, None).await.unwrap();
+        assert_eq!(reply.body.len(), 1 << 20, "others read on");
+        // One block more than its share is let through, and this is one more.
+        assert!(answered.used() <= share + (2 << 20), "{} bytes of {share}", answered.used());
+    }
+    // Those that were beyond the share are told to come back.
+    let (mut taken, mut refused) = (0, 0);
+    for _ in 0..200 {
+        let reply = peer.hear().await;
+        taken += reply.body.len() as u64;
+        refused += u32::from(reply.status == i32::from(StatusCode::NoBuffer));
+    }
+    assert!(taken <= 2 * share && refused > 150, "{taken} bytes of {share}, {refused} refused");
+    drop((peer, client));
+    fixture.until("nothing is held", |_| answered.used() == 0).await;
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn n4_local_reads_that_wait_are_bounded_by_the_heap() {
+    // None gets its turn, so all of them wait with what they asked for.
+    let config = TcpConfig {
+        local_reads_in_flight_max: 0,
+        local_read_wait: Duration::from_secs(3600),
+        ..TcpConfig::default()
+    };
+    let fixture = TcpFixture::with(config).await;
+    let mut peer = fixture.raw().await;
+    let hints = vec![0; 1 << 20];
+    let mut frame = BytesMut::new();
+    let request = LocalDataRequest {
+        target: Target { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
+        placement: Placement { partitions_per_range: 1, partitions: 1 },
+        offset: 0,
+        length: 1,
+        timestamp_ms: 0,
+        version: LocalDataVersion::V3 { storage_id: 0, hints: &hints, task_attempt_id: 0 },
+    };
+    ReadRequest::LocalData(request).encode_frame(&mut frame);
+    let requests = fixture.memory.heap().of(HeapKind::Requests).clone();
+    for sent in 0..50 {
+        peer.say(&frame).await;
+        let used = requests.used();
+        assert!(used <= requests.capacity() / 2, "{used} bytes after {sent} requests");
+    }
+    // Those that found no heap are answered, by name; the others wait on.
+    let waiting = requests.capacity() / 2 / (5 * frame.len() as u64);
+    for _ in waiting..50 {
+        let reply = peer.hear().await;
+        assert_eq!(reply.status, i32::from(StatusCode::NoBuffer));
+        assert!(reply.message.contains("no heap left for requests"), "{}", reply.message);
+    }
+    assert!(requests.used() > waiting * frame.len() as u64, "{} bytes of {waiting}", requests.used());
+    drop(peer);
+    fixture.finish().await;
+    assert_eq!(requests.used(), 0);
 }
 
 #[tokio::test]

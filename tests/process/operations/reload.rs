@@ -59,6 +59,40 @@ async fn what_can_change_does_and_the_rest_is_named() {
 }
 
 #[tokio::test]
+async fn quotas_are_read_again_and_shown() {
+    let fixture = AdminFixture::with_file("", "").await;
+    let key = fixture.push("app-1", 4).await;
+    fixture.rewrite("", "[quota]\napp_partitions = 3");
+    let (_, answer) = fixture.call("/admin/reload", "").await;
+    assert_eq!(answer["changed"], json!(["quota.app_partitions"]));
+    let more = ShuffleKey::new(key.app.clone(), ShuffleId(2));
+    let refused = fixture.client.register(&more, &[(0, 0)]).await.unwrap_err().to_string();
+    assert!(
+        refused.contains("quota.app_partitions is 3, 4 are in use and 1 more were asked for"),
+        "{refused}"
+    );
+    let get = async |path: &str| {
+        let url = format!("http://{}/{path}", fixture.worker.addresses().http);
+        reqwest::get(url).await.unwrap().text().await.unwrap()
+    };
+    let metrics = get("metrics").await;
+    for (name, value) in [("quota_used", 4), ("quota_max", 3), ("quota_refused_total", 1)] {
+        let line = format!("{name}{{quota=\"quota.app_partitions\"}} {value}");
+        assert!(metrics.lines().any(|it| it == line), "{line} is not in {metrics}");
+    }
+    let of = |text: String| serde_json::from_str::<serde_json::Value>(&text).unwrap()["quotas"][0].clone();
+    let mut expected =
+        json!({ "quota": "quota.app_partitions", "max": 3, "used": 4, "by": "app-1", "refused": 1 });
+    assert_eq!(of(get("api/v1/status").await), expected);
+    expected["by"] = serde_json::Value::Null;
+    assert_eq!(of(get("api/v1/apps/app-1/explain").await), expected);
+    fixture.rewrite("", "");
+    fixture.call("/admin/reload", "").await;
+    fixture.client.register(&more, &[(0, 99)]).await.unwrap();
+    fixture.finish().await;
+}
+
+#[tokio::test]
 async fn a_file_that_is_wrong_is_refused_whole_with_all_reasons() {
     let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
     let before = fixture.worker.service().flusher().unwrap().limits();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::service::{AppStatistics, Explanation, Presence};
+use crate::service::{AppStatistics, Explanation, Presence, QuotaUse};
 
 /// Everything but the applications and the last minutes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -29,6 +29,8 @@ pub struct Status {
     pub connections: Connections,
     /// Applications in all.
     pub apps: AppTotals,
+    /// Quotas that are set, with who has most of each.
+    pub quotas: Vec<QuotaUse>,
     /// Since the start.
     pub totals: Totals,
     /// The process.

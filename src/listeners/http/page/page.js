@@ -245,6 +245,7 @@ function showNode(status) {
   text('t-tickets-sub', refused ? `${count(refused)} refused since start` : `${size(tickets.reserved_bytes)} reserved`);
 }
 
+const quotaUse = it => [it.used, it.max].map(it.quota.endsWith('_disk') ? size : count).join(' of ');
 function showAlarms(status) {
   const alarms = [];
   const sick = status.disks.filter(disk => ['read_only', 'hung', 'broken'].includes(disk.condition));
@@ -254,6 +255,9 @@ function showAlarms(status) {
   const down = status.coordinators.filter(it => it.link === 'down');
   if (down.length) alarms.push(`${plural(down.length, 'coordinator')} of ${status.coordinators.length} unreachable`);
   if (status.apps.lost_blocks) alarms.push(`${plural(status.apps.lost_blocks, 'block')} lost`);
+  for (const it of status.quotas) {
+    if (it.used >= 0.9 * it.max) alarms.push(`${it.quota}: ${it.by} has ${quotaUse(it)}`);
+  }
   if (status.process.panics) alarms.push(`${plural(status.process.panics, 'panic')} since the start: see the log`);
   if (status.node.not_ready) alarms.push(`takes no new shuffles: ${status.node.not_ready}`);
   $('alarm').hidden = alarms.length === 0;
@@ -325,6 +329,7 @@ function showRest(status) {
     ['Resident memory', size(process.resident_bytes)], ['Threads', count(process.threads)], ['CPU time', duration(process.cpu_seconds)],
     ['Open files', count(process.open_files)], ['Blocks in memory', count(memory.blocks)],
     ['Spills at', `${percent(memory.high_watermark)}, to ${percent(memory.low_watermark)}`],
+    ...status.quotas.map(it => [it.quota, `${quotaUse(it)}${it.by ? ` by ${it.by}` : ''}${it.refused ? `, ${count(it.refused)} refused` : ''}`]),
   ];
   $('facts').replaceChildren(...facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
 }
@@ -368,6 +373,9 @@ function showExplanation(it) {
       ['Refused: huge partition', count(r.tickets_refused_partition)], ['Sends failed', count(r.sends_failed)],
       ['Blocks sent twice', `${count(r.duplicate_blocks)} (${size(r.duplicate_bytes)})`], ['Batches retried', count(r.flushes_retried)]]),
   ];
+  if (it.quotas.length) {
+    parts.push(el('h3', {}, 'Quotas'), facts(it.quotas.map(quota => [quota.quota, `${quotaUse(quota)}${quota.refused ? `, ${count(quota.refused)} refused` : ''}`])));
+  }
   if (it.top_partitions.length) {
     const most = Math.max(...it.top_partitions.map(partition => partition.received_bytes), 1);
     parts.push(el('h3', {}, `Largest of ${plural(it.partitions, 'partition')}, skew ${it.skew.toFixed(1)} ×`),

@@ -11,15 +11,24 @@ const SHARED_PARTITIONS: i32 = 2;
 #[derive(Debug, Clone)]
 enum Step {
     /// An application whose sends share partitions begins one.
-    Open { kib: u64 },
+    Open {
+        kib: u64,
+    },
     /// A block of such a send.
-    Fill { send: prop::sample::Index, partition: i32, len: u32 },
+    Fill {
+        send: prop::sample::Index,
+        partition: i32,
+        len: u32,
+    },
     Commit(prop::sample::Index),
     Abort(prop::sample::Index),
     Seal(i32),
     Release(prop::sample::Index),
     /// One send of another application, in a partition of its own.
-    Honest { kib: u64, len: u32 },
+    Honest {
+        kib: u64,
+        len: u32,
+    },
     ForgetHonest,
 }
 

@@ -1,0 +1,266 @@
+//! What an application and its user have of what quotas count, and the quotas.
+//!
+//! Everything counted is a [`Charge`], so nothing is ever counted down by hand; what an application has, its user has too. A
+//! quota that was lowered takes nothing away: it refuses what comes. What a restart finds is counted and never refused.
+//! Not here: what is answered to one who is over it (`service`).
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use crate::budget::{Budget, Charge};
+
+/// What quotas count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Counted {
+    /// Payload on local disks.
+    DiskBytes,
+    /// Block ids of finished task attempts.
+    ReportedIds,
+    /// Registered partitions.
+    Partitions,
+    /// Reads whose answers are not taken.
+    OpenReads,
+}
+
+/// Whose quota it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whose {
+    /// An application's.
+    App,
+    /// A user's, over all applications that first registered with this name.
+    User,
+}
+
+/// One quota.
+pub type Kind = (Whose, Counted);
+
+impl Counted {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::DiskBytes, Self::ReportedIds, Self::Partitions, Self::OpenReads];
+}
+
+impl Whose {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::App, Self::User];
+}
+
+/// The quota's key in the configuration.
+#[must_use]
+pub fn quota_key((whose, counted): Kind) -> &'static str {
+    match (whose, counted) {
+        (Whose::App, Counted::DiskBytes) => "quota.app_disk",
+        (Whose::App, Counted::ReportedIds) => "quota.app_reported_ids",
+        (Whose::App, Counted::Partitions) => "quota.app_partitions",
+        (Whose::App, Counted::OpenReads) => "quota.app_open_reads",
+        (Whose::User, Counted::DiskBytes) => "quota.user_disk",
+        (Whose::User, Counted::ReportedIds) => "quota.user_reported_ids",
+        (Whose::User, Counted::Partitions) => "quota.user_partitions",
+        (Whose::User, Counted::OpenReads) => "quota.user_open_reads",
+    }
+}
+
+/// More than a quota allows was asked for; nothing was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{} is {max}, {used} are in use and {asked} more were asked for", quota_key(*.kind))]
+pub struct OverQuota {
+    /// Which.
+    pub kind: Kind,
+    /// The quota.
+    pub max: u64,
+    /// What was in use.
+    pub used: u64,
+    /// What was asked for.
+    pub asked: u64,
+}
+
+/// A number for each quota.
+#[derive(Debug, Default)]
+struct EachQuota([[AtomicU64; Counted::ALL.len()]; Whose::ALL.len()]);
+
+impl EachQuota {
+    fn of(&self, (whose, counted): Kind) -> &AtomicU64 {
+        &self.0[whose as usize][counted as usize]
+    }
+}
+
+/// The quotas in force, and how often each has refused something.
+#[derive(Debug, Default)]
+pub struct Quotas {
+    max: EachQuota,
+    refused: EachQuota,
+}
+
+impl Quotas {
+    /// Replaces a quota; 0 is none.
+    pub fn set(&self, kind: Kind, max: u64) {
+        self.max.of(kind).store(max, Ordering::Relaxed);
+    }
+
+    /// A quota, if there is one.
+    #[must_use]
+    pub fn max(&self, kind: Kind) -> Option<u64> {
+        Some(self.max.of(kind).load(Ordering::Relaxed)).filter(|max| *max > 0)
+    }
+
+    /// How often it has refused something since the start.
+    #[must_use]
+    pub fn refused(&self, kind: Kind) -> u64 {
+        self.refused.of(kind).load(Ordering::Relaxed)
+    }
+}
+
+type Counts = [Budget; Counted::ALL.len()];
+
+/// What one application has.
+#[derive(Debug)]
+pub struct Usage {
+    quotas: Arc<Quotas>,
+    of_app: Counts,
+    of_user: Arc<Counts>,
+    refused: EachQuota,
+}
+
+impl Usage {
+    fn new(quotas: Arc<Quotas>, of_user: Arc<Counts>) -> Self {
+        let of_app = of_user.each_ref().map(|user| user.child(u64::MAX));
+        Self { quotas, of_app, of_user, refused: EachQuota::default() }
+    }
+
+    /// What the application or its user has.
+    #[must_use]
+    pub fn used(&self, (whose, counted): Kind) -> u64 {
+        let counts = match whose {
+            Whose::App => &self.of_app,
+            Whose::User => &*self.of_user,
+        };
+        counts[counted as usize].used()
+    }
+
+    /// How often a quota has refused something of this application.
+    #[must_use]
+    pub fn refused(&self, kind: Kind) -> u64 {
+        self.refused.of(kind).load(Ordering::Relaxed)
+    }
+
+    /// Counts `count` more, whatever the quotas are.
+    pub fn count(&self, counted: Counted, count: u64) -> Charge {
+        self.of_app[counted as usize].force_charge(count)
+    }
+
+    /// Counts `count` more if the quotas allow it.
+    ///
+    /// # Errors
+    /// [`OverQuota`]; two that ask at once for the last of it may both get that.
+    pub fn take(&self, counted: Counted, count: u64) -> Result<Charge, OverQuota> {
+        let charge = self.count(counted, count);
+        self.judge(counted, count, count)?;
+        Ok(charge)
+    }
+
+    /// Whether the quotas allow `count` more.
+    ///
+    /// # Errors
+    /// [`OverQuota`].
+    pub fn check(&self, counted: Counted, count: u64) -> Result<(), OverQuota> {
+        self.judge(counted, count, 0)
+    }
+
+    /// `counted_already` of what is asked for is in the counts.
+    fn judge(&self, counted: Counted, asked: u64, counted_already: u64) -> Result<(), OverQuota> {
+        for whose in Whose::ALL {
+            let kind = (whose, counted);
+            let Some(max) = self.quotas.max(kind) else { continue };
+            let used = self.used(kind).saturating_sub(counted_already);
+            if used.saturating_add(asked) > max {
+                self.refused.of(kind).fetch_add(1, Ordering::Relaxed);
+                self.quotas.refused.of(kind).fetch_add(1, Ordering::Relaxed);
+                return Err(OverQuota { kind, max, used, asked });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What each user has, as long as there is an application of theirs.
+#[derive(Debug, Default)]
+pub(super) struct Users {
+    quotas: Arc<Quotas>,
+    known: HashMap<String, Weak<Counts>>,
+    /// Entries without an application are looked for when there are so many.
+    sweep_at: usize,
+}
+
+impl Users {
+    pub(super) fn of(quotas: Arc<Quotas>) -> Self {
+        Self { quotas, ..Self::default() }
+    }
+
+    /// For a new application of `user`.
+    pub(super) fn usage(&mut self, user: &str) -> Usage {
+        let counts = self.known.get(user).and_then(Weak::upgrade).unwrap_or_else(|| {
+            if self.known.len() >= self.sweep_at {
+                self.known.retain(|_, counts| counts.strong_count() > 0);
+                self.sweep_at = 2 * self.known.len() + 16;
+            }
+            let counts = Arc::new(Counted::ALL.map(|_| Budget::new(u64::MAX)));
+            self.known.insert(user.to_owned(), Arc::downgrade(&counts));
+            counts
+        });
+        Usage::new(Arc::clone(&self.quotas), counts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const APP: Kind = (Whose::App, Counted::Partitions);
+    const USER: Kind = (Whose::User, Counted::Partitions);
+
+    #[test]
+    fn an_application_and_its_user_have_quotas_of_their_own() {
+        let quotas = Arc::new(Quotas::default());
+        let mut users = Users::of(Arc::clone(&quotas));
+        let (a, b, other) = (users.usage("etl"), users.usage("etl"), users.usage("anna"));
+        let take = |usage: &Usage, count| usage.take(Counted::Partitions, count);
+        let before = take(&a, 50).unwrap();
+        quotas.set(APP, 60);
+        quotas.set(USER, 100);
+        let refused = take(&a, 11).unwrap_err();
+        assert_eq!(refused, OverQuota { kind: APP, max: 60, used: 50, asked: 11 });
+        assert_eq!(
+            refused.to_string(),
+            "quota.app_partitions is 60, 50 are in use and 11 more were asked for"
+        );
+        let more = take(&b, 50).unwrap();
+        assert_eq!(take(&a, 1).unwrap_err().kind, USER);
+        assert_eq!((a.used(APP), a.used(USER), other.used(USER)), (50, 100, 0));
+        assert_eq!((a.refused(APP), a.refused(USER), quotas.refused(USER)), (1, 1, 1));
+        assert!(take(&other, 60).is_ok());
+        // Lowered, it takes nothing away; what is found at a start is counted all the same.
+        quotas.set(APP, 10);
+        let found = a.count(Counted::Partitions, 7);
+        assert_eq!(a.used(APP), 57);
+        assert!(a.check(Counted::Partitions, 0).is_err());
+        drop((before, found));
+        assert!(a.check(Counted::Partitions, 10).is_ok() && a.check(Counted::ReportedIds, u64::MAX).is_ok());
+        quotas.set(APP, 0);
+        assert!(a.check(Counted::Partitions, 50).is_ok(), "none");
+        drop(more);
+        assert_eq!((a.used(USER), b.used(APP)), (0, 0));
+    }
+
+    #[test]
+    fn a_user_without_applications_is_forgotten() {
+        let mut users = Users::of(Arc::default());
+        for user in 0..1000 {
+            drop(users.usage(&user.to_string()));
+        }
+        assert!(users.known.len() <= 16, "{}", users.known.len());
+        let kept = users.usage("etl");
+        let held = kept.count(Counted::OpenReads, 1);
+        assert_eq!(users.usage("etl").used((Whose::User, Counted::OpenReads)), 1);
+        drop(held);
+    }
+}

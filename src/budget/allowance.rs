@@ -1,0 +1,264 @@
+//! What the process may hold beside its capacity, and which part of it each kind gets.
+//!
+//! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever clients do. Everything that
+//! is not a block has its place in [`divide`]; the defaults of the keys that bound a kind come from there, so that all kinds may
+//! be full at once. Whoever sets such a key moves the bound: [`Parts::sum`] of what is configured is compared with the promise
+//! at the start. Pure.
+//!
+//! A connection's least is what it can make the worker hold before anything of it was looked at: HTTP/2 cannot begin a
+//! connection with a smaller window than 65,535 bytes. That is why the number of connections follows the memory.
+
+const MIB: u64 = 1 << 20;
+
+/// The promise's fixed part.
+const FIXED: u64 = 200 * MIB;
+
+/// The process without clients: code, runtime, the first threads, tables, the allocator's own.
+const BASE: u64 = 40 * MIB;
+/// Cores whose threads are in [`BASE`] ...
+const CORES_IN_BASE: u64 = 16;
+/// ... and what the threads of one more core take: a stack each, the allocator's cache, a chunk to read into.
+const CORE: u64 = MIB / 2;
+
+/// The region has so much on top of the capacity, for what valid tickets need beyond their bytes; at most [`SLACK_MAX`].
+const SLACK_DIVISOR: u64 = 64;
+const SLACK_MAX: u64 = 64 * MIB;
+
+/// The heap grows by this part of the capacity.
+const HEAP_DIVISOR: u64 = 64;
+
+/// Of the smallest worker: heap, reads from disk, HTTP/2 windows, gRPC and TCP connections with their requests. Together with
+/// [`BASE`] they are [`FIXED`].
+const SMALL: [u64; 5] = [68 * MIB, 40 * MIB, 20 * MIB, 20 * MIB, 12 * MIB];
+/// Eighths of what there is beyond, likewise ...
+const GROWTH_EIGHTHS: [u64; 5] = [0, 1, 3, 3, 1];
+/// ... up to here; the heap grows by [`HEAP_DIVISOR`]. More than this is of no use.
+const MOST: u64 = 512 * MIB;
+
+/// A window of a connection starts at this many bytes by the protocol (RFC 9113 §6.9.2) and cannot start lower.
+pub const WINDOW_BYTES_MIN: u32 = 65_535;
+/// Requests in progress that every gRPC connection may have: a ticket, a send, a report and a read.
+pub const STREAMS_MIN: u32 = 4;
+
+/// A gRPC connection without a request: buffers of HTTP/2 and its task.
+const GRPC_CONNECTION: u64 = 40 << 10;
+/// ... and what TLS keeps of it.
+const TLS_CONNECTION: u64 = 48 << 10;
+/// A gRPC request in progress: its stream, its task, what is understood of it.
+const GRPC_REQUEST: u64 = 10 << 10;
+/// A TCP connection without a request: two tasks and a queue.
+const TCP_CONNECTION: u64 = 16 << 10;
+/// A TCP request in progress: its reply, until it is written.
+const TCP_REQUEST: u64 = 1 << 10;
+/// ... of which every connection may have so many.
+pub const TCP_REQUESTS_MIN: u32 = 8;
+
+/// Most connections that a default gives.
+const GRPC_CONNECTIONS_MOST: u64 = 4096;
+const TCP_CONNECTIONS_MOST: u64 = 10_000;
+/// Three of four parts of windows and requests are for what every connection has at least, so that the last one has it too.
+const LEAST_PART: (u64, u64) = (3, 4);
+
+/// Bytes by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parts {
+    /// The process without clients.
+    pub base: u64,
+    /// What the region has beyond the capacity.
+    pub slack: u64,
+    /// `memory_store.heap_capacity`
+    pub heap: u64,
+    /// `memory_store.read_buffer_capacity`
+    pub reads: u64,
+    /// `grpc.window_total`
+    pub windows: u64,
+    /// gRPC connections and requests.
+    pub grpc: u64,
+    /// TCP connections and requests.
+    pub tcp: u64,
+}
+
+/// How many connections and requests fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// gRPC connections.
+    pub grpc_connections: usize,
+    /// gRPC requests in progress, over all connections.
+    pub grpc_requests: u64,
+    /// TCP connections.
+    pub tcp_connections: usize,
+    /// TCP requests in progress, over all connections.
+    pub tcp_requests: u64,
+}
+
+/// Bytes that the process may hold with `capacity` bytes of blocks.
+#[must_use]
+pub fn promised(capacity: u64) -> u64 {
+    capacity.saturating_add(capacity / 20).saturating_add(FIXED)
+}
+
+/// What the region has on top of `capacity`.
+#[must_use]
+pub fn slack(capacity: u64) -> u64 {
+    (capacity / SLACK_DIVISOR).min(SLACK_MAX)
+}
+
+/// What may be held beside `capacity` bytes of blocks by a process with so many `cores`, by kind.
+#[must_use]
+pub fn divide(capacity: u64, cores: usize) -> Parts {
+    let base = base(cores);
+    let (slack, growth) = (slack(capacity), capacity / HEAP_DIVISOR);
+    let small: u64 = SMALL.iter().sum();
+    let rest = (capacity / 20 + FIXED).saturating_sub(base + slack + growth);
+    let part = |at: usize, unit: u64| {
+        let (kibs, more) = (SMALL[at] >> 10, rest.saturating_sub(small));
+        let part = (rest.min(small) / (small >> 10)).saturating_mul(kibs);
+        let growth = if at == 0 { growth } else { (more / 8 * GROWTH_EIGHTHS[at]).min(MOST) };
+        (part + growth) / unit * unit
+    };
+    let [heap, windows, grpc, tcp] = [0, 2, 3, 4].map(|at| part(at, MIB));
+    Parts { base, slack, heap, reads: part(1, 2 * MIB), windows, grpc, tcp }
+}
+
+fn base(cores: usize) -> u64 {
+    BASE + CORE * (cores as u64).saturating_sub(CORES_IN_BASE)
+}
+
+/// Of one gRPC connection, without its window.
+fn of_grpc_connection(is_tls: bool) -> u64 {
+    GRPC_CONNECTION + if is_tls { TLS_CONNECTION } else { 0 }
+}
+
+impl Parts {
+    /// All kinds together.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        let Self { base, slack, heap, reads, windows, grpc, tcp } = *self;
+        [base, slack, heap, reads, windows, grpc, tcp].iter().fold(0, |sum, part| sum.saturating_add(*part))
+    }
+
+    /// How many connections and requests these parts are for; of gRPC and TCP, the number of connections may be given.
+    #[must_use]
+    pub fn limits(&self, is_tls: bool, given: (Option<usize>, Option<usize>)) -> Limits {
+        let least = |part: u64| part / LEAST_PART.1 * LEAST_PART.0;
+        let grpc =
+            Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
+        let tcp = Peers { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
+        let connections = (least(self.windows) / u64::from(WINDOW_BYTES_MIN))
+            .min(least(self.grpc) / grpc.least_bytes())
+            .clamp(1, GRPC_CONNECTIONS_MOST);
+        let grpc_connections = given.0.map_or(connections, |given| given as u64);
+        let connections = (least(self.tcp) / tcp.least_bytes()).clamp(1, TCP_CONNECTIONS_MOST);
+        let tcp_connections = given.1.map_or(connections, |given| given as u64);
+        Limits {
+            grpc_connections: usize::try_from(grpc_connections).unwrap_or(usize::MAX),
+            grpc_requests: grpc.requests(self.grpc, grpc_connections),
+            tcp_connections: usize::try_from(tcp_connections).unwrap_or(usize::MAX),
+            tcp_requests: tcp.requests(self.tcp, tcp_connections),
+        }
+    }
+
+    /// These parts with what is configured in their place: windows and requests are at least what all connections have.
+    #[must_use]
+    pub fn with(self, heap: u64, reads: u64, windows: u64, limits: Limits, is_tls: bool) -> Self {
+        let connections = limits.grpc_connections as u64;
+        let grpc =
+            Peers { connection: of_grpc_connection(is_tls), request: GRPC_REQUEST, least: STREAMS_MIN };
+        let tcp = Peers { connection: TCP_CONNECTION, request: TCP_REQUEST, least: TCP_REQUESTS_MIN };
+        Self {
+            heap,
+            reads,
+            windows: windows.max(connections.saturating_mul(u64::from(WINDOW_BYTES_MIN))),
+            grpc: grpc.bytes(connections, limits.grpc_requests),
+            tcp: tcp.bytes(limits.tcp_connections as u64, limits.tcp_requests),
+            ..self
+        }
+    }
+}
+
+/// Connections of one listener.
+#[derive(Debug, Clone, Copy)]
+struct Peers {
+    /// Bytes of one without a request.
+    connection: u64,
+    /// Bytes of a request.
+    request: u64,
+    /// Requests that each may have at least.
+    least: u32,
+}
+
+impl Peers {
+    fn least_bytes(self) -> u64 {
+        self.connection + self.request * u64::from(self.least)
+    }
+
+    /// Requests that `part` has room for beside so many connections.
+    fn requests(self, part: u64, connections: u64) -> u64 {
+        let left = part.saturating_sub(connections.saturating_mul(self.connection));
+        (left / self.request).max(connections.saturating_mul(u64::from(self.least)))
+    }
+
+    fn bytes(self, connections: u64, requests: u64) -> u64 {
+        let requests = requests.max(connections.saturating_mul(u64::from(self.least)));
+        connections.saturating_mul(self.connection).saturating_add(requests.saturating_mul(self.request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TB: u64 = 1_000_000_000_000;
+
+    #[test]
+    fn the_smallest_parts_are_the_fixed_part() {
+        assert_eq!(BASE + SMALL.iter().sum::<u64>(), FIXED);
+        let eighths: u64 = GROWTH_EIGHTHS.iter().sum();
+        assert_eq!(eighths, 8);
+        let small = divide(256_000_000, 2);
+        assert!(small.sum() <= promised(256_000_000) - 256_000_000);
+        assert!(small.heap >= 71 * MIB && small.reads >= 40 * MIB, "{small:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn all_kinds_full_at_once_are_within_the_promise(
+            capacity in 64_000_000..TB, cores in 1usize..64, is_tls in any::<bool>(),
+        ) {
+            let parts = divide(capacity, cores);
+            prop_assert!(parts.sum() <= promised(capacity) - capacity, "{parts:?}");
+            let limits = parts.limits(is_tls, (None, None));
+            let real = parts.with(parts.heap, parts.reads, parts.windows, limits, is_tls);
+            prop_assert!(real.sum() <= parts.sum(), "{limits:?}: {real:?} of {parts:?}");
+            prop_assert!(limits.grpc_connections >= 64 && limits.tcp_connections >= 256, "{limits:?}");
+            prop_assert!(limits.grpc_requests >= 4 * limits.grpc_connections as u64);
+        }
+
+        #[test]
+        fn more_capacity_never_means_less_of_anything(capacity in 64_000_000..TB, more in 0..TB) {
+            let (less, more) = (divide(capacity, 8), divide(capacity + more, 8));
+            let of = |parts: &Parts| [parts.heap, parts.reads, parts.windows, parts.grpc, parts.tcp];
+            prop_assert!(of(&less).iter().zip(of(&more)).all(|(less, more)| *less <= more), "{less:?} {more:?}");
+        }
+
+        #[test]
+        fn what_is_configured_counts_with_what_every_connection_has(
+            windows in 65_536u64..1 << 34, connections in 1usize..100_000, requests in 256u64..10_000_000,
+        ) {
+            let limits = Limits {
+                grpc_connections: connections,
+                grpc_requests: requests,
+                tcp_connections: 7,
+                tcp_requests: 56,
+            };
+            let parts = divide(1 << 30, 2);
+            let real = parts.with(parts.heap, parts.reads, windows, limits, false);
+            prop_assert!(real.windows >= windows && real.windows >= 65_535 * connections as u64);
+            prop_assert!(real.grpc >= GRPC_REQUEST * requests);
+            let fits = real.sum() <= parts.sum();
+            prop_assert!(!fits || connections <= 4096);
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! An assignment before it is made: what was asked for, checked; how much memory it takes; the assignment itself.
+//!
+//! Not here: which servers there are and who is asked ([`super`]), which range goes where ([`super::assign`]).
+
+use super::assign::{Candidate, NodeOrder, PartitionSelection, Placement, Shape};
+use super::nodes::{NODES_MAX, TAGS_MAX};
+use crate::budget::HeapFull;
+use crate::proto::{self, StatusCode};
+
+/// Why there is no assignment. The text goes to the client.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AssignmentError {
+    /// The request itself makes no sense.
+    #[error("invalid assignment request: {0}")]
+    Invalid(&'static str),
+    /// Too large an answer.
+    #[error(
+        "{asked} ranges (replicas counted) asked, at most {max} are assigned \
+         (embedded_coordinator.assignment_ranges_max)"
+    )]
+    TooLarge {
+        /// What is allowed.
+        max: u64,
+        /// Ranges times replicas.
+        asked: u64,
+    },
+    /// No memory for the answer in time.
+    #[error("{ranges} ranges: {full}")]
+    NoHeap {
+        /// Of the assignment.
+        ranges: u64,
+        /// What is missing.
+        full: HeapFull,
+    },
+    /// Java's text and Java's limitation.
+    #[error("PartitionNumPerRange must be one")]
+    RangeMustBeOne,
+    /// Fewer candidates than replicas.
+    #[error(
+        "There aren't enough shuffle servers: {found} of {wanted} are active and have the tags {tags:?} \
+         (alive: {alive})"
+    )]
+    NotEnough {
+        /// Candidates.
+        found: usize,
+        /// Replicas.
+        wanted: usize,
+        /// Tags that were required.
+        tags: Vec<String>,
+        /// Nodes alive.
+        alive: usize,
+    },
+}
+
+impl AssignmentError {
+    /// The status that goes with the text.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::Invalid(_) => StatusCode::InvalidRequest,
+            Self::TooLarge { .. } | Self::NoHeap { .. } | Self::RangeMustBeOne | Self::NotEnough { .. } => {
+                StatusCode::InternalError
+            }
+        }
+    }
+}
+
+/// What is configured.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bounds {
+    /// Most ranges, replicas counted.
+    pub(super) ranges: u64,
+    /// Most servers of a shuffle.
+    pub(super) servers: usize,
+    pub(super) order: NodeOrder,
+}
+
+/// A request for an assignment whose numbers were checked.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub(super) partitions: u64,
+    per_range: u64,
+    pub(super) ranges: u64,
+    pub(super) replicas: usize,
+    pub(super) servers: usize,
+    concurrency: u64,
+}
+
+/// An assignment that can be made.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) wanted: Wanted,
+    servers: Vec<proto::ShuffleServerId>,
+    pub(super) candidates: Vec<Candidate>,
+    placement: Placement,
+}
+
+impl Plan {
+    pub(super) fn new(
+        selection: PartitionSelection,
+        wanted: Wanted,
+        servers: Vec<proto::ShuffleServerId>,
+        candidates: Vec<Candidate>,
+    ) -> Result<Self, AssignmentError> {
+        let shape = Shape {
+            ranges: index(wanted.ranges),
+            servers: servers.len(),
+            replicas: wanted.replicas,
+            partitions_per_range: index(wanted.per_range),
+            concurrency: index(wanted.concurrency),
+        };
+        let placement = Placement::plan(selection, shape).ok_or(AssignmentError::Invalid("no placement"))?;
+        Ok(Self { wanted, servers, candidates, placement })
+    }
+
+    /// Bytes of the answer at most: as a message, and encoded into a buffer that grows by doubling.
+    pub(super) fn answer_bytes(&self) -> u64 {
+        /// An allocation's own, of each string and list.
+        const ALLOCATION: usize = 16;
+        const FIELDS: usize = 24;
+        let texts = |server: &proto::ShuffleServerId| server.id.len() + server.ip.len();
+        let texts = self.servers.iter().map(texts).max().unwrap_or(0);
+        let message = size_of::<proto::ShuffleServerId>() + texts + 2 * ALLOCATION;
+        let of_server = message + 2 * (texts + FIELDS);
+        let of_range = size_of::<proto::PartitionRangeAssignment>() + ALLOCATION + 2 * FIELDS;
+        let replicas = self.wanted.replicas as u64;
+        self.wanted.ranges.saturating_mul(of_range as u64 + replicas.saturating_mul(of_server as u64))
+    }
+
+    /// One per range, and how many partitions each server got.
+    pub(super) fn assignments(&self) -> (Vec<proto::PartitionRangeAssignment>, Vec<u64>) {
+        let Self { wanted, servers, placement, .. } = self;
+        let mut given = vec![0; servers.len()];
+        let mut assignments = Vec::with_capacity(placement.ranges());
+        for k in 0..placement.ranges() {
+            let mut server = Vec::with_capacity(wanted.replicas);
+            for at in placement.servers_of(k) {
+                given[at] += wanted.per_range;
+                server.push(servers[at].clone());
+            }
+            let (start_partition, end_partition) = wanted.bounds(k);
+            assignments.push(proto::PartitionRangeAssignment { start_partition, end_partition, server });
+        }
+        (assignments, given)
+    }
+}
+
+impl Wanted {
+    pub(super) fn check(
+        request: &proto::GetShuffleServerRequest,
+        bounds: Bounds,
+    ) -> Result<Self, AssignmentError> {
+        let positive = |number: i32, text: &'static str| match u64::try_from(number) {
+            Ok(number) if number > 0 => Ok(number),
+            _ => Err(AssignmentError::Invalid(text)),
+        };
+        let partitions = positive(request.partition_num, "partitionNum must be positive")?;
+        let per_range = positive(request.partition_num_per_range, "partitionNumPerRange must be positive")?;
+        let replicas = positive(request.data_replica, "dataReplica must be positive")?;
+        if request.require_tags.len() > TAGS_MAX {
+            return Err(AssignmentError::Invalid("at most 64 tags may be required"));
+        }
+        if request.faulty_server_ids.len() > NODES_MAX {
+            return Err(AssignmentError::Invalid("more faulty servers than a cluster can have"));
+        }
+        let ranges = partitions.div_ceil(per_range);
+        let asked = ranges.saturating_mul(replicas);
+        if asked > bounds.ranges {
+            return Err(AssignmentError::TooLarge { asked, max: bounds.ranges });
+        }
+        if bounds.order == NodeOrder::PartitionBalance && per_range != 1 {
+            return Err(AssignmentError::RangeMustBeOne);
+        }
+        let nodes_max = bounds.servers;
+        let asked_servers = usize::try_from(request.assignment_shuffle_server_number).unwrap_or(0);
+        let servers = if (1..nodes_max).contains(&asked_servers) { asked_servers } else { nodes_max };
+        let replicas = index(replicas);
+        let concurrency = u64::try_from(request.estimate_task_concurrency).unwrap_or(0).min(partitions);
+        Ok(Self { partitions, per_range, ranges, replicas, servers: servers.max(replicas), concurrency })
+    }
+
+    /// First and last partition of range `k`. The last range may reach beyond the last partition, as in Java.
+    fn bounds(&self, k: usize) -> (i32, i32) {
+        let start = k as u64 * self.per_range;
+        let end = start + self.per_range - 1;
+        (i32::try_from(start).unwrap_or(i32::MAX), i32::try_from(end).unwrap_or(i32::MAX))
+    }
+}
+
+/// Numbers that came out of an `i32` fit every `usize` this crate is built for.
+fn index(number: u64) -> usize {
+    usize::try_from(number).expect("at most i32::MAX or RANGES_MAX")
+}

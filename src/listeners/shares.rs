@@ -1,0 +1,147 @@
+//! What a connection may have at most, out of a budget of all connections: bytes of receive windows, requests in progress.
+//!
+//! Not here: HTTP/2. Invariant: the sum of all shares stays within the budget, for the least of every connection that may be
+//! open is set aside; a share goes back when its connection ends. A budget too small for that gives everyone the least.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The shared budget. Clones share it.
+#[derive(Debug, Clone)]
+pub(super) struct ShareBudget {
+    given: Arc<Given>,
+    /// What there is beyond the least of all.
+    extra: u64,
+    limits: ShareLimits,
+}
+
+#[derive(Debug, Default)]
+struct Given {
+    all: AtomicU64,
+    /// Of that, beyond the least.
+    extra: AtomicU64,
+}
+
+/// Of one connection.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ShareLimits {
+    pub(super) least: u32,
+    pub(super) most: u32,
+}
+
+/// A connection's part.
+#[derive(Debug)]
+pub(super) struct Share {
+    given: Arc<Given>,
+    amount: u32,
+    extra: u32,
+}
+
+impl ShareBudget {
+    /// Of `total`, for at most so many connections.
+    pub(super) fn new(total: u64, connections_max: usize, limits: ShareLimits) -> Self {
+        let limits = ShareLimits { least: limits.least.min(limits.most), ..limits };
+        let least = u64::from(limits.least).saturating_mul(connections_max as u64);
+        Self { given: Arc::default(), extra: total.saturating_sub(least), limits }
+    }
+
+    /// Sum of the shares of all connections.
+    pub(super) fn given(&self) -> u64 {
+        self.given.all.load(Ordering::Relaxed)
+    }
+
+    /// The share of a new connection.
+    pub(super) fn take(&self) -> Share {
+        let ShareLimits { least, most } = self.limits;
+        let mut extra = 0;
+        // The closure always returns Some, so there is no failure to handle.
+        let _updated = self.given.extra.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |given| {
+            extra = share_of(self.extra, given, most - least);
+            Some(given + u64::from(extra))
+        });
+        let amount = least + extra;
+        self.given.all.fetch_add(u64::from(amount), Ordering::Relaxed);
+        Share { given: Arc::clone(&self.given), amount, extra }
+    }
+}
+
+/// The largest share times the square of what is free: a few connections get much, a hundred still get a twentieth of
+/// it each, and what is left never reaches zero. hyper cannot take from a live connection, so early ones may not
+/// take so much that nothing is left for late ones.
+fn share_of(total: u64, given: u64, most: u32) -> u32 {
+    let free = total.saturating_sub(given);
+    let share = u128::from(free) * u128::from(free) * u128::from(most);
+    let total = u128::from(total).max(1);
+    let amount = (share / (total * total)).min(u128::from(free));
+    u32::try_from(amount).unwrap_or(most)
+}
+
+impl Share {
+    pub(super) fn amount(&self) -> u32 {
+        self.amount
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.given.extra.fetch_sub(u64::from(self.extra), Ordering::Relaxed);
+        self.given.all.fetch_sub(u64::from(self.amount), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::budget::allowance::{STREAMS_MIN, WINDOW_BYTES_MIN};
+
+    const WINDOWS: ShareLimits = ShareLimits { least: WINDOW_BYTES_MIN, most: 4 << 20 };
+
+    #[test]
+    fn windows_shrink_as_connections_grow_and_come_back() {
+        let budget = ShareBudget::new(128 << 20, 401, WINDOWS);
+        let first = budget.take();
+        assert_eq!(first.amount(), 4 << 20);
+        let hundred: Vec<_> = (0..100).map(|_| budget.take()).collect();
+        assert!(hundred.windows(2).all(|pair| pair[0].amount() >= pair[1].amount()));
+        assert!(hundred[99].amount() > 200 << 10, "{}", hundred[99].amount());
+        let late: Vec<_> = (0..300).map(|_| budget.take()).collect();
+        assert!(late.iter().all(|share| share.amount() >= WINDOW_BYTES_MIN));
+        assert!(budget.given() <= 128 << 20);
+        drop((first, hundred, late));
+        assert_eq!(budget.given(), 0);
+        assert_eq!(budget.take().amount(), 4 << 20);
+    }
+
+    #[test]
+    fn a_budget_too_small_for_all_gives_everyone_the_least() {
+        let budget = ShareBudget::new(1 << 20, 100, WINDOWS);
+        let all: Vec<_> = (0..100).map(|_| budget.take()).collect();
+        assert!(all.iter().all(|share| share.amount() == WINDOW_BYTES_MIN));
+    }
+
+    #[test]
+    fn a_limit_below_the_least_counts() {
+        let budget = ShareBudget::new(1000, 10, ShareLimits { least: STREAMS_MIN, most: 1 });
+        assert_eq!(budget.take().amount(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn all_connections_together_stay_within_the_budget(
+            connections in 1usize..3000, spare in 0u64..1 << 28, ended in 0usize..3000,
+        ) {
+            let total = u64::from(WINDOW_BYTES_MIN) * connections as u64 + spare;
+            let budget = ShareBudget::new(total, connections, WINDOWS);
+            let mut open: Vec<_> = (0..connections).map(|_| budget.take()).collect();
+            prop_assert!(budget.given() <= total);
+            prop_assert!(open.iter().all(|share| (WINDOW_BYTES_MIN..=4 << 20).contains(&share.amount())));
+            open.truncate(ended);
+            open.extend((open.len()..connections).map(|_| budget.take()));
+            prop_assert!(budget.given() <= total);
+            drop(open);
+            prop_assert_eq!(budget.given(), 0);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Quotas: what one application and one user may have of this worker.
+//!
+//! What is refused, and how. A registration, a report, a ticket or a send over its quota is answered with INTERNAL_ERROR and the
+//! key's name: clients try three times within half a minute, which gives a shuffle that is just being removed its time, and then
+//! fail with that text. NO_BUFFER would let them wait for minutes for what may never come, and fail without a word of why.
+//! Reads end by themselves, so one too many is answered with NO_BUFFER, which clients wait on.
+//!
+//! Over the quota of disk bytes an application gets no tickets and its sends are refused, but what is acknowledged stays and
+//! is still brought to disks: the quota may be exceeded by what was in memory.
+
+use prometheus::{IntCounterVec, IntGaugeVec};
+use serde::Serialize;
+
+use crate::app::{App, AppRegistry, Counted, Kind, Quotas, Whose, quota_key};
+use crate::metrics::{self, clamped};
+use crate::schema::kind::{TIB, count, size};
+use crate::schema::section;
+
+/// Beyond every number that there can be.
+const COUNT_MAX: u64 = 1 << 40;
+
+section! {
+    /// How much one application and one user may have.
+    #[table("quota", "What one application and one user may have of this worker; 0 = any. A user is the one that an application \
+                      first registered with. What is over is refused with the key's name, and what is there stays.")]
+    pub struct QuotaConfig {
+        /// Payload of an application on local disks. Over it tickets and sends are refused; what is in memory is still
+        /// brought to disks.
+        #[key("quota.app_disk", size(0..=1024 * TIB), AtOnce)]
+        pub app_disk: u64 = 0,
+        /// Reported block ids of an application.
+        #[key("quota.app_reported_ids", count(0..=COUNT_MAX), AtOnce)]
+        pub app_reported_ids: u64 = 0,
+        /// Registered partitions of an application.
+        #[key("quota.app_partitions", count(0..=COUNT_MAX), AtOnce)]
+        pub app_partitions: u64 = 0,
+        /// Reads of an application whose answers are not taken. One more is answered with NO_BUFFER, and the client waits.
+        #[key("quota.app_open_reads", count(0..=COUNT_MAX), AtOnce)]
+        pub app_open_reads: u64 = 0,
+        /// As app_disk, over all applications of a user.
+        #[key("quota.user_disk", size(0..=1024 * TIB), AtOnce)]
+        pub user_disk: u64 = 0,
+        /// As app_reported_ids, over all applications of a user.
+        #[key("quota.user_reported_ids", count(0..=COUNT_MAX), AtOnce)]
+        pub user_reported_ids: u64 = 0,
+        /// As app_partitions, over all applications of a user.
+        #[key("quota.user_partitions", count(0..=COUNT_MAX), AtOnce)]
+        pub user_partitions: u64 = 0,
+        /// As app_open_reads, over all applications of a user.
+        #[key("quota.user_open_reads", count(0..=COUNT_MAX), AtOnce)]
+        pub user_open_reads: u64 = 0,
+    }
+}
+
+impl QuotaConfig {
+    fn of(&self, (whose, counted): Kind) -> u64 {
+        match (whose, counted) {
+            (Whose::App, Counted::DiskBytes) => self.app_disk,
+            (Whose::App, Counted::ReportedIds) => self.app_reported_ids,
+            (Whose::App, Counted::Partitions) => self.app_partitions,
+            (Whose::App, Counted::OpenReads) => self.app_open_reads,
+            (Whose::User, Counted::DiskBytes) => self.user_disk,
+            (Whose::User, Counted::ReportedIds) => self.user_reported_ids,
+            (Whose::User, Counted::Partitions) => self.user_partitions,
+            (Whose::User, Counted::OpenReads) => self.user_open_reads,
+        }
+    }
+}
+
+/// A quota that is set, and who has most of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct QuotaUse {
+    /// Its key.
+    pub quota: &'static str,
+    /// What is allowed.
+    pub max: u64,
+    /// What the application or user that has most of it has.
+    pub used: u64,
+    /// Which that is; none when there is no application.
+    pub by: Option<String>,
+    /// How often something was refused since the start, or of the one application that is told of.
+    pub refused: u64,
+}
+
+fn kinds() -> impl Iterator<Item = Kind> {
+    Whose::ALL.into_iter().flat_map(|whose| Counted::ALL.map(|counted| (whose, counted)))
+}
+
+/// Replaces the quotas; they count at once. Not before what an earlier process left is taken over: that is never refused.
+pub(super) fn set(apps: &AppRegistry, config: &QuotaConfig) {
+    kinds().for_each(|kind| apps.quotas().set(kind, config.of(kind)));
+}
+
+/// The quotas that are set, each with who has most of it.
+pub(super) fn in_force(registry: &AppRegistry) -> Vec<QuotaUse> {
+    let quotas = registry.quotas();
+    let set: Vec<(Kind, u64)> = kinds().filter_map(|kind| Some((kind, quotas.max(kind)?))).collect();
+    let apps = if set.is_empty() { Vec::new() } else { registry.apps() };
+    let fullest = |(kind, max): (Kind, u64)| {
+        let most = apps.iter().max_by_key(|app| app.usage().used(kind));
+        QuotaUse {
+            quota: quota_key(kind),
+            max,
+            used: most.map_or(0, |app| app.usage().used(kind)),
+            by: most.map(|app| match kind.0 {
+                Whose::App => app.id().to_string(),
+                Whose::User => app.user(),
+            }),
+            refused: quotas.refused(kind),
+        }
+    };
+    set.into_iter().map(fullest).collect()
+}
+
+/// The quotas that are set, with what `app` and its user have.
+pub(super) fn of_app(quotas: &Quotas, app: &App) -> Vec<QuotaUse> {
+    let usage = app.usage();
+    let of_app = |kind: Kind| {
+        let (used, refused) = (usage.used(kind), usage.refused(kind));
+        Some(QuotaUse { quota: quota_key(kind), max: quotas.max(kind)?, used, by: None, refused })
+    };
+    kinds().filter_map(of_app).collect()
+}
+
+metrics::table! {
+    /// The quotas, by their keys.
+    pub(crate) struct QuotaMetrics {
+        refused: IntCounterVec["quota"] = "quota_refused_total", "Requests refused by a quota, by its key";
+        used: IntGaugeVec["quota"] =
+            "quota_used", "What the application or user that has most of it has, by the quota's key";
+        max: IntGaugeVec["quota"] = "quota_max", "What a quota allows, by its key; 0 = any";
+    }
+}
+
+impl QuotaMetrics {
+    /// Brings them up to date.
+    pub(super) fn set(&self, registry: &AppRegistry) {
+        let (quotas, apps) = (registry.quotas(), registry.apps());
+        for kind in kinds() {
+            let label = [quota_key(kind)];
+            let refused = self.refused.with_label_values(&label);
+            refused.inc_by(quotas.refused(kind).saturating_sub(refused.get()));
+            let used = apps.iter().map(|app| app.usage().used(kind)).max();
+            self.used.with_label_values(&label).set(clamped(used.unwrap_or(0)));
+            self.max.with_label_values(&label).set(clamped(quotas.max(kind).unwrap_or(0)));
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! What is over a quota is refused with its key's name, over both transports; what is there stays, and what an earlier process
+//! left is never refused.
+
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use uniffle_client::block::Block;
+use uniffle_client::send::SendForm;
+use uniffle_client::tcp::TcpClient;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::{
+    GetMemoryShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, StatusCode,
+};
+use uniffle_worker::service::QuotaConfig;
+
+use super::blocks::{batch, block, blocks};
+use super::fixture::{Setup, WorkerFixture, eventually, key};
+use super::raw;
+
+const P: PartitionId = PartitionId(0);
+
+fn with(tables: &str) -> Setup<'_> {
+    Setup { top: "urpc_port = 0", tables, ..Setup::default() }
+}
+
+async fn register(
+    fixture: &WorkerFixture,
+    key: &ShuffleKey,
+    user: &str,
+    partitions: i32,
+) -> (StatusCode, String) {
+    let request = ShuffleRegisterRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        user: user.to_owned(),
+        partition_ranges: vec![ShufflePartitionRange { start: 0, end: partitions - 1 }],
+        ..ShuffleRegisterRequest::default()
+    };
+    let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
+    (answer.status(), answer.ret_msg)
+}
+
+/// A client of the TCP listener; its driver ends with the runtime.
+async fn tcp(fixture: &WorkerFixture) -> TcpClient {
+    let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
+    #[expect(clippy::disallowed_methods, reason = "the test has no task group")]
+    tokio::spawn(driver);
+    tcp
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn partitions_are_bounded_by_application_and_by_user() {
+    let fixture = WorkerFixture::with(with("[quota]\napp_partitions = 10\nuser_partitions = 15")).await;
+    let (a, b, other) = (key("app-a", 1), key("app-b", 1), key("app-c", 1));
+    assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success);
+    assert_eq!(register(&fixture, &a, "etl", 10).await.0, StatusCode::Success, "none of them is new");
+    let (status, text) = register(&fixture, &key("app-a", 2), "etl", 1).await;
+    assert_eq!(status, StatusCode::InternalError);
+    assert!(text.contains("quota.app_partitions is 10, 10 are in use and 1 more were asked for"), "{text}");
+    let (status, text) = register(&fixture, &b, "etl", 6).await;
+    assert!(status == StatusCode::InternalError && text.contains("quota.user_partitions is 15"), "{text}");
+    assert!(fixture.worker.apps().find(&b.app).is_none(), "nothing of it was kept");
+    assert_eq!(register(&fixture, &other, "anna", 10).await.0, StatusCode::Success);
+    assert_eq!(fixture.worker.service().insight.quotas()[0].refused, 1);
+    fixture.client.unregister(&a).await.unwrap();
+    assert_eq!(register(&fixture, &b, "etl", 10).await.0, StatusCode::Success);
+    // A reload counts at once, and takes nothing away.
+    let lower = QuotaConfig { app_partitions: 3, ..QuotaConfig::default() };
+    fixture.worker.service().lifecycle.set_quotas(&lower);
+    assert_eq!(register(&fixture, &b, "etl", 11).await.0, StatusCode::InternalError);
+    fixture.worker.service().lifecycle.set_quotas(&QuotaConfig::default());
+    assert_eq!(register(&fixture, &b, "etl", 100).await.0, StatusCode::Success);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reported_ids_are_bounded() {
+    let fixture = WorkerFixture::with(with("[quota]\napp_reported_ids = 10")).await;
+    let key = key("app-1", 1);
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let report = async |task: i64, ids: std::ops::Range<i64>| {
+        let ids = ids.map(BlockId).collect();
+        fixture.client.report(&key, TaskAttemptId(task), &[(P, ids)]).await
+    };
+    report(1, 0..8).await.unwrap();
+    report(1, 0..8).await.unwrap();
+    let refused = report(2, 8..11).await.unwrap_err();
+    assert_eq!(refused.status(), Some(StatusCode::InternalError));
+    assert!(refused.to_string().contains("quota.app_reported_ids is 10, 8 are in use"), "{refused}");
+    report(3, 8..10).await.unwrap();
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn over_the_quota_of_disk_bytes_sends_are_refused_and_what_was_taken_is_still_flushed() {
+    let fixture = WorkerFixture::with(with("[quota]\napp_disk = \"1MiB\"")).await;
+    let (key, other) = (key("app-1", 1), super::fixture::key("app-2", 1));
+    for key in [&key, &other] {
+        fixture.client.register(key, &[(0, 0)]).await.unwrap();
+    }
+    let taken: Vec<Block> = (0..3).map(|n| block(0, 1, n, 400 << 10)).collect();
+    for block in &taken {
+        fixture.push(&key, &batch(0, std::slice::from_ref(block))).await;
+    }
+    let (first, second) = (fixture.ticket(&key, 100_000).await, fixture.ticket(&key, 100_000).await);
+    fixture.flush().await;
+    let small = batch(0, &[block(0, 2, 0, 1000)]);
+    let expected = "quota.app_disk is 1048576, 1228800 are in use";
+    // No ticket, and with one from before no send.
+    let refused = fixture.client.push(&key, SendForm::Classic, &small).await.unwrap_err();
+    assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");
+    assert!(refused.to_string().contains(expected), "{refused}");
+    let refused = fixture.client.send(&key, first, SendForm::Classic, &small).await.unwrap_err();
+    assert!(refused.to_string().contains(expected), "{refused}");
+    let tcp = tcp(&fixture).await;
+    let refused = tcp.send(&key, second, &small).await.unwrap_err();
+    assert_eq!(refused.status(), Some(StatusCode::InternalError), "{refused}");
+    assert!(refused.to_string().contains(expected), "{refused}");
+    assert_eq!(fixture.memory().tickets().count(), 0, "the tickets are spent");
+    fixture.assert_reads(&key, 0, &taken).await;
+    fixture.push(&other, &small).await;
+    let explained = fixture.worker.service().insight.explain("app-1").unwrap();
+    let quota = &explained.quotas[0];
+    assert_eq!(
+        (quota.quota, quota.max, quota.used, quota.refused),
+        ("quota.app_disk", 1 << 20, 1_228_800, 3)
+    );
+    assert!(
+        explained.findings.iter().any(|text| text.contains("quota.app_disk")),
+        "{:?}",
+        explained.findings
+    );
+    fixture.client.unregister(&key).await.unwrap();
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &small).await;
+    drop(tcp);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_open_read_too_many_waits_for_the_others() {
+    let fixture = WorkerFixture::with(with("[quota]\napp_open_reads = 1")).await;
+    let key = key("app-1", 1);
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks = blocks(0, 1, 0..20);
+    fixture.push(&key, &batch(0, &blocks)).await;
+    fixture.push(&key, &batch(0, &[block(0, 2, 0, 1 << 20)])).await;
+    let request = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        read_buffer_size: i32::MAX,
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let address = format!("http://{}", fixture.worker.addresses().grpc);
+    let endpoint =
+        tonic::transport::Endpoint::from_shared(address).unwrap().initial_stream_window_size(65_535);
+    let channel = endpoint.initial_connection_window_size(65_535).connect().await.unwrap();
+    let path = "/rss.common.ShuffleServer/getMemoryShuffleData";
+    let open = raw::open(&channel, path, raw::framed(&request)).await;
+    let tcp = tcp(&fixture).await;
+    let over_tcp = tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap_err();
+    assert_eq!(over_tcp.status(), Some(StatusCode::NoBuffer), "{over_tcp}");
+    let patient = fixture.client.raw().get_memory_shuffle_data(request).await.unwrap().into_inner();
+    assert_eq!(patient.status(), StatusCode::NoBuffer);
+    for text in [over_tcp.to_string(), patient.ret_msg] {
+        assert!(text.contains("quota.app_open_reads is 1, 1 are in use and 1 more were asked for"), "{text}");
+    }
+    let answer = open.collect().await.unwrap().to_bytes();
+    assert!(answer.len() > 1 << 20);
+    let usage = fixture.worker.apps().find(&key.app).unwrap();
+    let open_reads = (uniffle_worker::app::Whose::App, uniffle_worker::app::Counted::OpenReads);
+    eventually("the read has ended", || match usage.usage().used(open_reads) {
+        0 => Ok(()),
+        open => Err(format!("{open} are open")),
+    })
+    .await;
+    tcp.read_memory(&key, P, -1, 1 << 20, None).await.unwrap();
+    drop((tcp, usage));
+    fixture.finish().await;
+}
+
+#[test]
+fn what_an_earlier_process_left_is_taken_over_and_counts() {
+    let key = key("app-1", 1);
+    let all = blocks(0, 1, 0..20);
+    let process =
+        |life: futures::future::BoxFuture<'_, Option<(tempfile::TempDir, Vec<std::path::PathBuf>)>>| {
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+            let left = runtime.block_on(life);
+            runtime.shutdown_timeout(Duration::from_secs(20));
+            left
+        };
+    let left = process(Box::pin(async {
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&key, &[(0, 99)]).await.unwrap();
+        fixture.push(&key, &batch(0, &all)).await;
+        let ids = all.iter().map(|block| block.meta.block_id).collect();
+        fixture.flush().await;
+        fixture.client.report(&key, TaskAttemptId(1), &[(P, ids)]).await.unwrap();
+        let WorkerFixture { worker, client, dir, disks } = fixture;
+        drop((worker, client));
+        Some((dir, disks))
+    }));
+    let (dir, disks) = left.unwrap();
+    process(Box::pin(async {
+        let tables = "[quota]\napp_partitions = 1\napp_reported_ids = 1\napp_disk = 1";
+        let fixture = WorkerFixture::on(with(tables), dir, disks).await;
+        fixture.assert_reads(&key, 0, &all).await;
+        let bytes: u64 = all.iter().map(|block| u64::from(block.meta.length)).sum();
+        let used: Vec<_> = fixture.worker.service().insight.quotas().iter().map(|quota| quota.used).collect();
+        assert_eq!(used, [bytes, 20, 100]);
+        assert_eq!(fixture.client.results(&key, &[P], None).await.unwrap().cardinality(), 20);
+        let refused = fixture.client.push(&key, SendForm::Classic, &batch(0, &all)).await.unwrap_err();
+        assert!(refused.to_string().contains("quota.app_disk is 1"), "{refused}");
+        fixture.finish().await;
+        None
+    }));
+}
