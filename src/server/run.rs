@@ -84,7 +84,7 @@ pub async fn run(
                         "the successor starts with connections or tasks that did not end in time"
                     );
                 }
-                tracing::info!("stopped, the successor takes over");
+                tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped, the successor takes over");
                 let sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
                 return Ok(Ended::Upgrade { successor, sockets });
             }

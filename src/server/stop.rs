@@ -43,6 +43,8 @@ pub struct Stopped {
     pub tasks_left: usize,
     /// What could not be flushed: empty is the rule.
     pub unflushed: Vec<InMemory>,
+    /// Bytes that were flushed after it let go; 0 is the rule with a successor, for which clients wait meanwhile.
+    pub flushed_bytes: u64,
     /// Listeners that still listen, and connections: for a successor.
     pub sockets: Inherited,
 }
@@ -112,6 +114,7 @@ impl Worker {
     }
 
     async fn end(mut self, deadline: Instant) -> Stopped {
+        let flushed_before = self.flushed_bytes();
         self.listeners.close();
         if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
             tracing::warn!(
@@ -130,10 +133,16 @@ impl Worker {
         if timeout(CANCEL_DEADLINE, self.background.drained()).await.is_err() {
             tracing::warn!(tasks = self.background.running(), "background tasks did not end in time");
         }
+        let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
         sockets.tcp_connections.extend(self.tcp_handover.take());
-        Stopped { tasks_left: self.listeners.running() + self.background.running(), unflushed, sockets }
+        let tasks_left = self.listeners.running() + self.background.running();
+        Stopped { tasks_left, unflushed, flushed_bytes, sockets }
+    }
+
+    fn flushed_bytes(&self) -> u64 {
+        self.service.flusher().map_or(0, |flusher| flusher.flushed_bytes())
     }
 }
 

@@ -20,7 +20,8 @@ use super::aside::aside;
 use super::known::shuffle_of;
 use super::read::Reads;
 
-/// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours.
+/// Above this many ids a result is built on a blocking thread: about a millisecond when no two are neighbours. What is asked
+/// for counts and not what else the shuffle has: every reducer asks, and a hop to another thread takes longer than its ids.
 const INLINE_IDS_MAX: u64 = 10_000;
 
 /// ... or partitions that are asked.
@@ -83,14 +84,16 @@ impl Reads {
             let text = format!("results of shuffle {key} are refused, reports may be missing: {reason}");
             return Err(ServiceError::Lost(text));
         }
-        let is_small = size <= INLINE_PARTITIONS_MAX && shuffle.block_ids().lock().count() <= INLINE_IDS_MAX;
+        let are_few = size <= INLINE_PARTITIONS_MAX;
         let partitions = partitions.to_vec();
-        let sets = aside(is_small, move || Sets::of(&shuffle, partitions)).await?;
-        let charged = timeout(self.heap_wait, answers.charge(sets.answer_bytes));
+        let sets = aside(are_few, move || Sets::of(&shuffle, partitions)).await?;
+        let is_small = are_few && sets.are_small();
+        let (sets, answer_bytes) = aside(is_small, move || sets.weighed()).await?;
+        let charged = timeout(self.heap_wait, answers.charge(answer_bytes));
         let full = |refusal| ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal));
         let mut held = match charged.await {
             Ok(charged) => charged.map_err(full)?,
-            Err(_elapsed) => answers.try_charge(sets.answer_bytes).map_err(full)?,
+            Err(_elapsed) => answers.try_charge(answer_bytes).map_err(full)?,
         };
         let bitmap = aside(is_small, move || bitmap::encode(&sets.merged())).await?;
         let unused = held.bytes().saturating_sub(bitmap.len() as u64);
@@ -107,11 +110,7 @@ fn distinct(mut partitions: Vec<i32>) -> Vec<PartitionId> {
 }
 
 /// The sets of a request, shared with the shuffle.
-struct Sets {
-    sets: Vec<IdSet>,
-    /// At most what the merged set and the answer take.
-    answer_bytes: u64,
-}
+struct Sets(Vec<IdSet>);
 
 impl Sets {
     fn of(shuffle: &ShuffleState, partitions: Vec<i32>) -> Self {
@@ -120,13 +119,32 @@ impl Sets {
             let ids = shuffle.block_ids().lock();
             sets.extend(some.iter().filter_map(|partition| ids.set(*partition)));
         }
-        let answer_bytes = sets.iter().map(IdSet::bitmap_bytes).sum();
-        Self { sets, answer_bytes }
+        Self(sets)
+    }
+
+    /// Whether there are at most [`INLINE_IDS_MAX`] ids; ends at the first part that is beyond.
+    fn are_small(&self) -> bool {
+        let mut left = INLINE_IDS_MAX;
+        let mut fit = |ids: u64| {
+            let less = left.checked_sub(ids);
+            left = less.unwrap_or_default();
+            less.is_some()
+        };
+        self.0.iter().all(|set| match set {
+            IdSet::Few(ids) => fit(ids.len() as u64),
+            IdSet::Many(ids) => ids.map.values().all(|part| fit(part.cardinality())),
+        })
+    }
+
+    /// With what the merged set and the answer take at most.
+    fn weighed(self) -> (Self, u64) {
+        let answer_bytes = self.0.iter().map(IdSet::bitmap_bytes).sum();
+        (self, answer_bytes)
     }
 
     fn merged(self) -> Treemap {
         let mut all = Treemap::new();
-        for set in self.sets {
+        for set in self.0 {
             set.add_to(&mut all);
         }
         all
@@ -159,6 +177,17 @@ mod tests {
         for illegal in [(0, 32, 31), (32, 10, 21), (-1, 32, 32), (18, 24, 20), (i32::MAX, i32::MAX, 65)] {
             assert!(check_layout(illegal).is_err());
         }
+    }
+
+    #[test]
+    fn few_ids_are_answered_at_once_however_they_are_kept() {
+        let many =
+            |ids: std::ops::Range<u64>| IdSet::Many(std::sync::Arc::new(ids.map(|id| id << 31).collect()));
+        let (few, most) = (IdSet::Few(vec![1, 2, 3]), INLINE_IDS_MAX);
+        assert!(Sets(Vec::new()).are_small());
+        assert!(Sets(vec![few.clone(), many(0..most - 3)]).are_small());
+        assert!(!Sets(vec![few.clone(), many(0..most - 2)]).are_small());
+        assert!(!Sets(vec![many(0..most + 1), few]).are_small());
     }
 
     #[test]
