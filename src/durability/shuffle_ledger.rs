@@ -67,19 +67,16 @@ impl ShuffleLedger {
     }
 
     /// Whether ledgers must hear of commits and reports.
-    #[must_use]
     pub fn is_watched(&self) -> bool {
         self.is_watched.load(Ordering::Acquire)
     }
 
     /// Lost blocks.
-    #[must_use]
     pub fn lost_blocks(&self) -> u64 {
         self.lost_blocks.load(Ordering::Acquire)
     }
 
     /// Partitions of which it is being found out what is there.
-    #[must_use]
     pub fn verifying(&self) -> u64 {
         self.verifying.load(Ordering::Acquire)
     }
@@ -106,7 +103,6 @@ impl ShuffleLedger {
     }
 
     /// What is lost.
-    #[must_use]
     pub fn losses(&self) -> Vec<(PartitionId, Loss)> {
         if self.lost_blocks() == 0 {
             return Vec::new();
@@ -124,7 +120,6 @@ impl ShuffleLedger {
     }
 
     /// Why reports may be missing, if they may.
-    #[must_use]
     pub fn incomplete(&self) -> Option<&str> {
         self.incomplete.get().map(String::as_str)
     }

@@ -271,19 +271,16 @@ pub struct BlockFill {
 
 impl BlockFill {
     /// Bytes of the block.
-    #[must_use]
     pub fn len(&self) -> u32 {
         self.len
     }
 
     /// True for a block of no bytes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Bytes not written yet.
-    #[must_use]
     pub fn remaining(&self) -> usize {
         self.parts[self.next..].iter().map(Fill::remaining).sum()
     }

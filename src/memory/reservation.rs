@@ -49,25 +49,21 @@ impl Reservation {
     }
 
     /// Payload bytes the ticket was asked for.
-    #[must_use]
     pub fn requested_bytes(&self) -> u64 {
         self.requested
     }
 
     /// Time since the ticket was granted.
-    #[must_use]
     pub fn age(&self) -> Duration {
         self.granted.elapsed()
     }
 
     /// Payload bytes not spent yet.
-    #[must_use]
     pub fn left_bytes(&self) -> u64 {
         self.requested - self.spent
     }
 
     /// Bytes of capacity still held.
-    #[must_use]
     pub fn held_bytes(&self) -> u64 {
         self.held.charge.bytes()
     }

@@ -44,7 +44,6 @@ pub struct WeightRule {
 
 impl FairnessConfig {
     /// The weight of an application.
-    #[must_use]
     pub fn weight_of(&self, user: &str, app: &str) -> u32 {
         let fits =
             |pattern: &Option<String>, name: &str| pattern.as_deref().is_none_or(|it| matches(it, name));

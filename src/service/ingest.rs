@@ -33,7 +33,6 @@ pub struct Ingest {
 
 impl Ingest {
     /// Bounds of one partition, as they are now.
-    #[must_use]
     pub fn partition_limits(&self) -> PartitionLimits {
         *self.limits.read()
     }

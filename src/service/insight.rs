@@ -78,7 +78,6 @@ impl Insight {
     }
 
     /// Everything that is lost now.
-    #[must_use]
     pub fn losses(&self) -> LossReport {
         self.losses.report()
     }
@@ -89,7 +88,6 @@ impl Insight {
     }
 
     /// Tickets refused since the start: for lack of memory, and because a huge partition fills its share.
-    #[must_use]
     pub fn refused_tickets(&self) -> (u64, u64) {
         let metrics = &self.metrics;
         (metrics.require_buffer_refused_regular.get(), metrics.require_buffer_refused_huge.get())

@@ -25,7 +25,6 @@ pub struct Intake {
 
 impl Intake {
     /// For a message of `message_bytes`.
-    #[must_use]
     pub fn new(ingest: Arc<Ingest>, message_bytes: u32) -> Self {
         Self { ingest, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
     }
