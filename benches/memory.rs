@@ -24,6 +24,7 @@ use prometheus::Registry;
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
+use uniffle_worker::budget::HeapKind;
 use uniffle_worker::memory::region::Region;
 use uniffle_worker::memory::{Budget, Buffer, Memory, MemoryConfig};
 
@@ -42,7 +43,8 @@ fn memory() -> (Arc<Memory>, Arc<Buffer>, AppId) {
     let memory = Memory::new(&config, &Registry::new()).expect("mapping 256 MiB");
     let app = AppId::parse("bench").expect("valid");
     let shuffle = memory.register(&ShuffleKey::new(app.clone(), ShuffleId(0)), Distribution::Normal);
-    let buffer = shuffle.buffer(PartitionId(0)).expect("not purged");
+    let buffer =
+        shuffle.buffer(PartitionId(0), memory.heap().of(HeapKind::Partitions)).expect("there is heap");
     (memory, buffer, app)
 }
 

@@ -34,6 +34,7 @@ pub struct App {
     /// What it may have of the heap, and what its latest registration takes of it.
     pub(super) registrations: Budget,
     pub(super) reported_ids: Budget,
+    partitions: Budget,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
     usage: Usage,
@@ -64,6 +65,7 @@ impl App {
             charge: Mutex::new(registrations.nothing()),
             registrations,
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
+            partitions: heap.of_one_app(HeapKind::Partitions),
             answers: answers.child(answers.capacity() / 2),
             usage,
         })
@@ -77,6 +79,11 @@ impl App {
     /// What it has of what quotas count.
     pub fn usage(&self) -> &Usage {
         &self.usage
+    }
+
+    /// Heap of its partitions that were ever written to.
+    pub fn partitions(&self) -> &Budget {
+        &self.partitions
     }
 
     /// Its id.

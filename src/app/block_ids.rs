@@ -9,10 +9,10 @@ use croaring::Treemap;
 
 use uniffle_wire::types::PartitionId;
 
-use super::id_set::{Cost, IdSet};
 use super::quota::{Quota, QuotaExceeded, Share};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
+use crate::durability::{Cost, IdSet};
 
 /// A partition's place in the table.
 const PARTITION_BYTES: u64 = 96;
@@ -131,6 +131,37 @@ impl BlockIds {
             self.share.shrink_to(before);
             return Err(HeapFull::of(HeapKind::ReportedIds, refusal).into());
         }
+        self.enter(before, bitmap_count, partitions);
+        Ok(())
+    }
+
+    /// As [`BlockIds::report`], of a report that an earlier process acknowledged: there is heap for it, or what comes later
+    /// finds none.
+    ///
+    /// # Errors
+    /// As there; the sets are as before then, and do not have what was acknowledged.
+    pub fn take_over(
+        &mut self,
+        bitmap_count: i32,
+        partitions: &[(PartitionId, impl AsRef<[i64]>)],
+    ) -> Result<(), ReportError> {
+        self.check(bitmap_count, partitions)?;
+        let before = self.share.held();
+        let cost = self.cost(partitions);
+        self.share.grow(cost.new)?;
+        self.hold(cost.bytes);
+        self.enter(before, bitmap_count, partitions);
+        Ok(())
+    }
+
+    /// Charges what else is held of the shuffle's ids, until they are dropped.
+    pub fn hold(&mut self, bytes: u64) {
+        let more = self.charge.budget().force_charge(bytes);
+        self.charge.merge(more);
+    }
+
+    /// Adds ids that are paid for; `before` are held.
+    fn enter(&mut self, before: u64, bitmap_count: i32, partitions: &[(PartitionId, impl AsRef<[i64]>)]) {
         self.bitmap_count = Some(bitmap_count);
         let mut added = 0;
         for (partition, ids) in partitions {
@@ -140,7 +171,6 @@ impl BlockIds {
         self.share.shrink_to(before + added);
         let counted = self.counted.budget().force_charge(added);
         self.counted.merge(counted);
-        Ok(())
     }
 
     /// The ids of `partitions` together.

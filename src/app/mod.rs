@@ -6,7 +6,6 @@
 mod account;
 mod application;
 mod block_ids;
-mod id_set;
 mod quota;
 mod ranges;
 mod registration;
@@ -22,7 +21,6 @@ use crate::schema::section;
 pub use account::{Account, STAGES, Stage, StageSum, Tally};
 pub use application::App;
 pub use block_ids::{BitmapCountChanged, BlockIds, ReportError};
-pub use id_set::IdSet;
 pub use quota::{Quota, QuotaExceeded, Share};
 pub use ranges::{PartitionRanges, RangeError};
 pub use registration::{RegisterError, Registration};

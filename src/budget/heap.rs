@@ -3,7 +3,7 @@
 //! Everything a client can make grow is charged here before it is held, by kind. Requests that are arriving wait for it
 //! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
 //!
-//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids) has three
+//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has three
 //! quarters of it at most, so that requests can always be answered, and one application half of each kind.
 
 use super::ledger::{Budget, Charge, NoCapacity};
@@ -19,14 +19,22 @@ pub enum HeapKind {
     Answers,
     /// What registrations keep: applications, shuffles, ranges, properties.
     Registrations,
-    /// Block ids of finished task attempts.
+    /// Block ids of finished task attempts, and those that a start found in the tiers.
     ReportedIds,
+    /// Partitions that were ever written to.
+    Partitions,
 }
 
 impl HeapKind {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Requests, Self::Blocks, Self::Answers, Self::Registrations, Self::ReportedIds];
+    pub const ALL: [Self; 6] = [
+        Self::Requests,
+        Self::Blocks,
+        Self::Answers,
+        Self::Registrations,
+        Self::ReportedIds,
+        Self::Partitions,
+    ];
 
     /// As metrics, the status and errors call it.
     #[must_use]
@@ -37,14 +45,22 @@ impl HeapKind {
             Self::Answers => "answers",
             Self::Registrations => "registrations",
             Self::ReportedIds => "reported_ids",
+            Self::Partitions => "partitions",
         }
     }
 
-    /// Sixteenths of the whole that it may have. Those that outlive their request have twelve together.
+    /// Sixteenths of the whole that it may have.
     fn sixteenths(self) -> u64 {
         match self {
-            Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds => 8,
+            Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds | Self::Partitions => 8,
             Self::Registrations => 4,
+        }
+    }
+
+    fn outlives_its_request(self) -> bool {
+        match self {
+            Self::Requests | Self::Blocks | Self::Answers => false,
+            Self::Registrations | Self::ReportedIds | Self::Partitions => true,
         }
     }
 }
@@ -69,6 +85,9 @@ impl HeapFull {
     }
 }
 
+/// Sixteenths of the whole for all that outlives its request.
+const KEPT_SIXTEENTHS: u64 = 12;
+
 /// What clients make the worker hold beside blocks. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Heap {
@@ -81,7 +100,11 @@ impl Heap {
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
         let whole = Budget::new(capacity_bytes);
-        let kinds = HeapKind::ALL.map(|kind| whole.child(capacity_bytes / 16 * kind.sixteenths()));
+        let kept = whole.child(capacity_bytes / 16 * KEPT_SIXTEENTHS);
+        let kinds = HeapKind::ALL.map(|kind| {
+            let parent = if kind.outlives_its_request() { &kept } else { &whole };
+            parent.child(capacity_bytes / 16 * kind.sixteenths())
+        });
         Self { whole, kinds }
     }
 
@@ -127,6 +150,10 @@ mod tests {
         let registered = heap.try_charge(HeapKind::Registrations, 400).unwrap();
         let refused = heap.try_charge(HeapKind::Registrations, 1).unwrap_err();
         assert_eq!(refused, HeapFull { kind: "registrations", asked: 1, free: 0 });
+        assert!(
+            heap.try_charge(HeapKind::Partitions, 1).is_err(),
+            "a kind of its own, within the same three quarters"
+        );
         let text = refused.to_string();
         assert!(text.contains("registrations") && text.contains("memory_store.heap_capacity"), "{text}");
         drop(heap.try_charge(HeapKind::Requests, 400).unwrap());

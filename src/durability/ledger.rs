@@ -16,6 +16,8 @@ use std::sync::Arc;
 use croaring::Treemap;
 use uniffle_wire::types::{BlockId, PartitionId};
 
+use super::id_set::IdSet;
+
 /// Ranges of ids listed of one loss.
 const RANGES_MAX: usize = 16;
 
@@ -47,9 +49,9 @@ enum There {
     #[default]
     All,
     /// These, and perhaps more that an earlier process left in remote files.
-    AtLeast(Treemap),
+    AtLeast(IdSet),
     /// These.
-    Exactly(Treemap),
+    Exactly(IdSet),
 }
 
 /// A look at the tiers, under way or to be repeated.
@@ -116,7 +118,7 @@ pub enum Verdict {
 impl Ledger {
     /// One of which an earlier process left these blocks: all that there are, or there may be more in remote files.
     #[must_use]
-    pub fn left(blocks: Treemap, is_all: bool) -> Self {
+    pub fn left(blocks: IdSet, is_all: bool) -> Self {
         let there = if is_all { There::Exactly(blocks) } else { There::AtLeast(blocks) };
         Self { there, ..Self::default() }
     }
@@ -170,10 +172,10 @@ impl Ledger {
         let Verifying { is_all, asked, meanwhile, .. } = self.verifying.take_if(|it| !it.is_stale)?;
         found.or_inplace(&meanwhile);
         if let (There::AtLeast(known) | There::Exactly(known), false) = (&self.there, is_all) {
-            found.or_inplace(known);
+            known.add_to(&mut found);
         }
         let missing = reported.or(&asked).andnot(&found);
-        self.there = There::Exactly(found);
+        self.there = There::Exactly(found.into());
         Some(self.enter(missing, blame))
     }
 
@@ -182,8 +184,8 @@ impl Ledger {
         match (&self.there, &self.verifying) {
             (_, Some(Verifying { is_all: true, .. })) => (ids.clone(), false),
             (There::All, _) => (Treemap::new(), true),
-            (There::AtLeast(there), _) => (ids.andnot(there), false),
-            (There::Exactly(there), _) => (ids.andnot(there), true),
+            (There::AtLeast(there), _) => (there.lacking(ids), false),
+            (There::Exactly(there), _) => (there.lacking(ids), true),
         }
     }
 
@@ -210,7 +212,7 @@ impl Ledger {
     pub fn enter(&mut self, ids: Treemap, blame: &Blame) -> Vec<Loss> {
         let mut left = self.losses.iter().fold(ids, |left, loss| left.andnot(&loss.ids));
         if let There::AtLeast(there) | There::Exactly(there) = &mut self.there {
-            there.andnot_inplace(&left);
+            there.remove_all(&left);
         }
         let mut new = Vec::new();
         let at_ms = blame.at_ms;
@@ -243,8 +245,11 @@ impl Ledger {
             There::All => None,
             There::AtLeast(there) | There::Exactly(there) => Some(there),
         };
-        for set in there.into_iter().chain(self.verifying.as_mut().map(|it| &mut it.meanwhile)) {
-            ids.iter().for_each(|id| set.add(*id));
+        if let Some(there) = there {
+            there.extend(ids.iter().copied());
+        }
+        if let Some(verifying) = &mut self.verifying {
+            ids.iter().for_each(|id| verifying.meanwhile.add(*id));
         }
         let mut heal = |id: &u64| self.losses.iter_mut().any(|loss| loss.ids.remove_checked(*id));
         let healed = ids.iter().filter(|id| heal(id)).count();
@@ -366,7 +371,7 @@ mod tests {
                 let ledger = Ledger::default();
                 return Self { ledger, there: none(), acknowledged: none(), look: None, has_looker: false };
             };
-            let mut ledger = Ledger::left(set(&local), !has_remote);
+            let mut ledger = Ledger::left(set(&local).into(), !has_remote);
             let remote = if has_remote { remote } else { Ids::new() };
             let has_looker = ledger.acknowledge(&set(&acknowledged)).unwrap_or_else(|missing| {
                 ledger.enter(missing, &blame("killed"));
@@ -481,7 +486,7 @@ mod tests {
             blocks: vec![(BlockId(id), 10), (BlockId(id + 1), 20)],
             reason: Arc::from(reason),
         };
-        let mut ledger = Ledger::left(Treemap::new(), true);
+        let mut ledger = Ledger::left(IdSet::default(), true);
         let why =
             Blame { extents: vec![extent(1, "/a"), extent(5, "/b"), extent(3, "/a")], ..blame("killed") };
         let new = ledger.enter(Treemap::of(&[1, 2, 3, 9]), &why);

@@ -1,5 +1,4 @@
-//! How long a report waits for the device. `LOG_DIR=/dev/shm cargo test --release --lib how_long_a_report_waits -- --ignored
-//! --nocapture` is the same without a device behind it.
+//! How long a report waits for the device: on this disk, without one, and on a rotating one by simulation.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -12,8 +11,16 @@ use uuid::Uuid;
 
 use super::{Deadlines, Directory, Health, Incarnation, MetadataLog, Survey};
 use crate::runtime::Tasks;
+use uniffle_io::Disk;
 use uniffle_io::blocking::BlockingDisk;
+use uniffle_testkit::fault::{Fault, FaultDisk, Faults, Operation, Rule};
+use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+/// Reports of one measurement.
+const REPORTS: usize = 4000;
+/// A seek and half a turn of a disk with 7,200 turns per minute.
+const SEEK: Duration = Duration::from_micros(8500 + 4200);
 
 #[derive(Debug)]
 struct Sound;
@@ -28,57 +35,77 @@ impl Health for Sound {
     }
 }
 
-async fn open(roots: &[&Path], tasks: &Tasks) -> (MetadataLog, Arc<dyn Health>) {
+async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn Health>) {
     let health: Arc<dyn Health> = Arc::new(Sound);
-    let directory = |root: &&Path| Directory {
+    let directory = |io: Arc<dyn Disk>| Directory {
         uuid: Uuid::new_v4(),
-        label: root.display().to_string(),
-        io: Arc::new(BlockingDisk::new(root, 4, 16)),
+        label: io.root().display().to_string(),
+        io,
         health: Weak::clone(&Arc::downgrade(&health)),
     };
-    let directories: Vec<_> = roots.iter().map(directory).collect();
+    let directories: Vec<_> = disks.into_iter().map(directory).collect();
     let deadlines = Deadlines { write: Duration::from_secs(10), name: Duration::from_secs(30) };
     let survey = Survey::take(&directories, deadlines.name).await;
     (MetadataLog::open(directories, survey, None, deadlines, tasks).await.0, health)
 }
 
+/// Reports per second of so many clients that report one after the other.
+async fn measure(disks: Vec<Arc<dyn Disk>>, clients: usize) -> f64 {
+    let (tasks, directories) = (Tasks::new(), disks.len());
+    let (log, _health) = open(disks, &tasks).await;
+    let key = ShuffleKey::new(AppId::parse("application_1700000000000_0001").unwrap(), ShuffleId(1));
+    let shuffle = Incarnation { key, number: 1 };
+    // 100 block ids of one task.
+    let said = Bytes::from(vec![7; 300]);
+    let began = Instant::now();
+    let one = |_| async {
+        let mut waits = Vec::new();
+        for _ in 0..REPORTS / clients {
+            let began = Instant::now();
+            log.append(shuffle.clone(), said.clone()).await.unwrap();
+            waits.push(began.elapsed());
+        }
+        waits
+    };
+    let waits = join_all((0..clients).map(one)).await;
+    let rate = REPORTS as f64 / began.elapsed().as_secs_f64();
+    let mut waits: Vec<Duration> = waits.into_iter().flatten().collect();
+    waits.sort_unstable();
+    let at = |share: usize| waits[(waits.len() - 1) * share / 100];
+    println!("{directories} directories, {clients} clients: p50 {:?}, p99 {:?}, {rate:.0}/s", at(50), at(99));
+    tasks.cancel();
+    rate
+}
+
+/// `LOG_DIR=/dev/shm cargo test --release --lib how_long_a_report_waits -- --ignored --nocapture` is the same without a device
+/// behind it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
-#[expect(clippy::excessive_nesting, reason = "a loop over cases around what each does")]
 async fn how_long_a_report_waits() {
-    const REPORTS: usize = 4000;
     let base = std::env::var("LOG_DIR").unwrap_or_else(|_| std::env::temp_dir().display().to_string());
+    for (directories, clients) in [(1, 1), (1, 16), (1, 64), (2, 1), (2, 16), (2, 64)] {
+        let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir_in(&base).unwrap()).collect();
+        let disk = |root: &Path| Arc::new(BlockingDisk::new(root, 4, 16)) as Arc<dyn Disk>;
+        measure(roots.iter().map(|root| disk(root.path())).collect(), clients).await;
+    }
+}
+
+/// The clock is simulated: a sync is a seek to the data and one to the journal of the file system, and two copies on one disk
+/// wait for one head. `--nocapture` prints the figures of docs/durability.md.
+#[tokio::test(start_paused = true)]
+async fn group_commit_keeps_a_thousand_reports_a_second_on_one_rotating_disk() {
     for directories in [1, 2] {
+        let mut rates = Vec::new();
         for clients in [1, 16, 64] {
-            let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir_in(&base).unwrap()).collect();
-            let paths: Vec<&Path> = roots.iter().map(tempfile::TempDir::path).collect();
-            let tasks = Tasks::new();
-            let (log, _health) = open(&paths, &tasks).await;
-            let key = ShuffleKey::new(AppId::parse("application_1700000000000_0001").unwrap(), ShuffleId(1));
-            let shuffle = Incarnation { key, number: 1 };
-            // 100 block ids of one task.
-            let said = Bytes::from(vec![7; 300]);
-            let began = Instant::now();
-            let one = |_| async {
-                let mut waits = Vec::new();
-                for _ in 0..REPORTS / clients {
-                    let began = Instant::now();
-                    log.append(shuffle.clone(), said.clone()).await.unwrap();
-                    waits.push(began.elapsed());
-                }
-                waits
+            let copies_per_disk = if directories == 1 { 2 } else { 1 };
+            let disk = |at| {
+                let faults = Faults::default();
+                faults.add(Rule::always(Operation::Sync, Fault::Slow(2 * SEEK * copies_per_disk)));
+                let disk = Arc::new(MemoryDisk::new(&format!("/rotating{at}"), None));
+                Arc::new(FaultDisk::new(disk, faults)) as Arc<dyn Disk>
             };
-            let waits = join_all((0..clients).map(one)).await;
-            let rate = REPORTS as f64 / began.elapsed().as_secs_f64();
-            let mut waits: Vec<Duration> = waits.into_iter().flatten().collect();
-            waits.sort_unstable();
-            let at = |share: usize| waits[(waits.len() - 1) * share / 100];
-            println!(
-                "{directories} directories, {clients} clients: p50 {:?}, p99 {:?}, {rate:.0}/s",
-                at(50),
-                at(99)
-            );
-            tasks.cancel();
+            rates.push(measure((0..directories).map(disk).collect(), clients).await);
         }
+        assert!(rates[2] >= 1000.0, "{rates:?}");
     }
 }

@@ -7,15 +7,22 @@
 //! | `frame` | the frames of the log, and the epoch: who holds it (pure) |
 //! | `proof` | the rule of recovery: is anything acknowledged missing? (pure) |
 //! | `read` | what the data directories have of it |
-//! | `log` | the one writer: two copies, synced in groups, begun anew where a copy fails |
+//! | `log` | its handle |
+//! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
+//! | `generation` | begun anew where a copy fails or most is dead |
+//! | `take_over` | what an earlier process left in it |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
+//! | `id_set` | block ids of one partition (pure) |
 //! | `shuffle_ledger` | those of all partitions of a shuffle, shared |
 //!
 //! Not here: data and index files (`tiers::local`), what is answered to clients (`service`).
 
+mod contents;
 pub mod frame;
+mod generation;
+mod id_set;
 mod ledger;
 pub mod legacy;
 mod log;
@@ -26,11 +33,16 @@ pub mod proof;
 mod read;
 mod record;
 mod shuffle_ledger;
+mod take_over;
+mod writer;
 
 pub use self::frame::Incarnation;
+pub use self::id_set::{Cost, IdSet};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
-pub use self::log::{Deadlines, Found, FoundShuffle, LogError, MetadataLog};
+pub use self::log::{MetadataLog, Said};
 pub use self::read::{Directory, Health, METADATA, Survey};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::shuffle_ledger::ShuffleLedger;
+pub use self::take_over::{Found, FoundShuffle};
+pub use self::writer::{Deadlines, LogError};

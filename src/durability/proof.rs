@@ -238,7 +238,9 @@ fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
     let path = &first.path;
     let reason = match present.iter().find(|it| it.uuid == first.uuid()) {
         Some(it) if it.is_unread => format!("{}: start again when it can be read", it.damaged.join("; ")),
-        Some(_) => format!("the list of data directories in {path} cannot be read"),
+        Some(_) => format!(
+            "the list of data directories in {path} cannot be read: unregister the shuffle or run its application again"
+        ),
         None => format!(
             "data directory {path} is missing, which may have newer metadata: bring it back and start again, or put an \
              empty directory in its place for good"

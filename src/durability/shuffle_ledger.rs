@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use uniffle_wire::types::PartitionId;
 
+use super::id_set::IdSet;
 use super::ledger::{Ledger, Loss, Phase, Verdict};
 
 /// See the module.
@@ -34,7 +35,7 @@ struct State {
 
 impl ShuffleLedger {
     /// An earlier process left these blocks: all that there are, or there may be more in remote files.
-    pub fn take_over(&self, blocks: HashMap<PartitionId, Treemap>, is_all: bool) {
+    pub fn take_over(&self, blocks: HashMap<PartitionId, IdSet>, is_all: bool) {
         let mut state = self.state.lock();
         state.others_are_empty = Some(is_all);
         state.partitions =
@@ -48,7 +49,7 @@ impl ShuffleLedger {
             |it: &Ledger| (it.lost_blocks(), u64::from(it.phase() == Phase::Verifying), it.is_looking());
         let mut state = self.state.lock();
         let known = state.partitions.remove(&partition);
-        let left = |is_all| Ledger::left(Treemap::new(), is_all);
+        let left = |is_all| Ledger::left(IdSet::default(), is_all);
         let mut ledger = known.or_else(|| state.others_are_empty.map(left)).unwrap_or_default();
         let before = sizes(&ledger);
         let done = act(&mut ledger);
@@ -161,7 +162,7 @@ mod tests {
     #[tokio::test]
     async fn what_may_be_in_remote_files_is_in_question_until_it_was_looked_for() {
         let shuffle = ShuffleLedger::default();
-        shuffle.take_over(HashMap::from([(P, Treemap::of(&[1, 2]))]), false);
+        shuffle.take_over(HashMap::from([(P, IdSet::from_iter([1, 2]))]), false);
         let ids = Treemap::of(&[1, 3, 4]);
         let question = |id, ids: &Treemap| shuffle.with(id, |it| it.question_unknown(ids));
         assert!(!question(P, &Treemap::of(&[1])) && question(P, &ids));

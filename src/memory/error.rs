@@ -1,6 +1,6 @@
 //! Why memory was not given. Each variant exists because `service` answers it differently.
 
-use crate::budget::NoCapacity;
+use crate::budget::{HeapFull, NoCapacity};
 
 /// A refusal of this module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -53,6 +53,9 @@ pub enum MemoryError {
         /// The limit.
         max: u64,
     },
+    /// No heap for a partition that is new.
+    #[error(transparent)]
+    NoHeap(#[from] HeapFull),
 }
 
 impl From<NoCapacity> for MemoryError {

@@ -31,6 +31,7 @@ mod list;
 pub(crate) mod metrics;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,11 +55,11 @@ pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::Tickets;
 
 use crate::budget::allowance::{divide, slack};
-use crate::budget::{Heap, HeapKind};
+use crate::budget::{Heap, HeapFull, HeapKind};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
 use crate::schema::section;
 
-use buffer::Shared;
+use buffer::{PARTITION_BYTES, Shared};
 use chain::Supply;
 use metrics::MemoryMetrics;
 use region::Region;
@@ -83,8 +84,8 @@ section! {
         #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart, example "\"64MiB\"")]
         pub read_capacity_bytes: u64 = divide(capacity_bytes, machine.cores).reads,
         /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
-        /// that are not complete, registrations, reported block ids, answers. When a kind is used up, requests of
-        /// that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
+        /// that are not complete, registrations, reported block ids, partitions that were written to, answers. When a kind is
+        /// used up, requests of that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
         /// 200 MiB, 68 MiB and a sixty-fourth of the capacity.
         #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
         pub heap_bytes: u64 = divide(capacity_bytes, machine.cores).heap,
@@ -393,15 +394,25 @@ impl ShuffleBuffers {
         self.distribution
     }
 
-    /// The buffer of `partition`, made if there is none; `None` when the shuffle was purged.
-    #[must_use]
-    pub fn buffer(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
+    /// The buffer of `partition`, made if there is none and charged to `heap`, its application's part of the kind
+    /// [`HeapKind::Partitions`].
+    ///
+    /// # Errors
+    /// `Evicted` when the shuffle was purged, `NoHeap`.
+    pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
         if let Some(buffer) = self.existing(partition) {
-            return Some(buffer);
+            return Ok(buffer);
         }
-        let fresh = || Arc::new(Buffer::new(partition, Arc::clone(&self.shared), self.budget.clone()));
         let mut buffers = self.buffers.write();
-        Some(Arc::clone(buffers.as_mut()?.entry(partition).or_insert_with(fresh)))
+        match buffers.as_mut().ok_or(MemoryError::Evicted)?.entry(partition) {
+            Entry::Occupied(there) => Ok(Arc::clone(there.get())),
+            Entry::Vacant(place) => {
+                let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
+                let charge = heap.try_charge(PARTITION_BYTES).map_err(full)?;
+                let buffer = Buffer::new(partition, Arc::clone(&self.shared), self.budget.clone(), charge);
+                Ok(Arc::clone(place.insert(Arc::new(buffer))))
+            }
+        }
     }
 
     /// The buffer of `partition` if it was ever written to.

@@ -151,7 +151,7 @@ impl Worker {
             &registry,
         )?;
         for tier in service.tiers().iter() {
-            service.lifecycle.restore(tier.take_recovered());
+            service.lifecycle.restore(tier.take_recovered()).await;
         }
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));

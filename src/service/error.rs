@@ -175,6 +175,7 @@ impl ServiceError {
             | Self::FieldTooLarge { .. } => Some("invalid value"),
             Self::Report(ReportError::NoHeap(_))
             | Self::Register(RegisterError::NoHeap(_))
+            | Self::Memory(MemoryError::NoHeap(_))
             | Self::NoHeap(_) => None,
             Self::Malformed(_) | Self::Undecodable(_) | Self::Report(_) => Some(MALFORMED),
             Self::BlockCrc { .. } => Some("checksum"),
@@ -246,7 +247,9 @@ impl ServiceError {
 
 fn memory_status(error: &MemoryError) -> StatusCode {
     match error {
-        MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. } => StatusCode::NoBuffer,
+        MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. } | MemoryError::NoHeap(_) => {
+            StatusCode::NoBuffer
+        }
         MemoryError::TooLarge { .. } => StatusCode::InvalidRequest,
         MemoryError::Evicted => StatusCode::NoRegister,
         MemoryError::UnknownTicket

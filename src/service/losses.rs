@@ -15,7 +15,7 @@ use croaring::Treemap;
 use serde::Serialize;
 
 use crate::app::{App, AppRegistry, ShuffleState};
-use crate::durability::{LostExtent, Verdict, ranges};
+use crate::durability::{IdSet, LostExtent, Verdict, ranges};
 use crate::metrics::clamped;
 use crate::telemetry::AUDIT;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -207,7 +207,7 @@ impl Losses {
     pub(super) fn take_over(
         &self,
         shuffle: &Arc<ShuffleState>,
-        present: HashMap<PartitionId, Treemap>,
+        present: HashMap<PartitionId, IdSet>,
         (lost, reason): (Vec<LostExtent>, &str),
         has_remote: bool,
     ) -> Vec<Suspect> {

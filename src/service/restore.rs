@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::app::{App, Counted, PartitionRanges, Registration};
-use crate::durability::{self, Record};
+use crate::app::{App, Counted, PartitionRanges, Registration, ShuffleState};
+use crate::durability::{self, Record, Report, Said};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::ShuffleKey;
 
@@ -30,24 +30,46 @@ pub struct Restored {
     pub reported_blocks: u64,
 }
 
+/// A shuffle of which records were read.
+#[derive(Default)]
+struct Restoring {
+    /// Once it is registered.
+    state: Option<Arc<ShuffleState>>,
+    /// Reports that stand before the registration: copies that say different things are read one after the other.
+    early: Vec<Report>,
+    remote: Remote,
+    /// Why it is not registered.
+    failed: Option<ServiceError>,
+    /// Why not everything that it said is known.
+    untaken: Option<String>,
+}
+
+/// About what a found partition takes beside its ids: its place in a table and its ledger.
+const FOUND_PARTITION_BYTES: u64 = 192;
+
 impl Lifecycle {
-    /// Makes known what was found on the disks. Every app counts as used now.
-    pub fn restore(&self, recovered: Recovered) -> Restored {
+    /// Makes known what was found on the disks: first what shuffles said, record by record, then what of it is there. Every
+    /// app counts as used now. What it takes is charged as it goes; nothing else is held of it.
+    pub async fn restore(&self, mut recovered: Recovered) -> Restored {
         let mut restored = Restored::default();
         let (bytes, blocks, took) = (recovered.bytes, recovered.blocks, recovered.took);
         self.metrics.recovered_bytes.set(clamped(bytes));
         self.metrics.recovered_blocks.set(clamped(blocks));
         self.metrics.recovery_ms.set(clamped(took.as_millis()));
+        let (mut known, unread) = self.listen(&mut recovered.said).await;
         let mut suspects = Vec::new();
-        for shuffle in recovered.shuffles {
+        for mut shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
-            match self.restore_shuffle(shuffle) {
+            if shuffle.incomplete.is_none() {
+                shuffle.incomplete.clone_from(&unread);
+            }
+            match self.restore_shuffle(known.remove(&key).unwrap_or_default(), shuffle) {
                 Ok(Some(unverified)) => {
                     restored.shuffles += 1;
                     suspects.extend(unverified);
                 }
-                Ok(None) if !reason.is_empty() => {
+                Ok(None) if !reason.is_empty() || unread.is_some() => {
                     tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
                     restored.unregistered += 1;
                     self.leave(&key);
@@ -103,53 +125,98 @@ impl Lifecycle {
         drop(self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
+    /// Registers what is told and enters reports. Why not everything could be read, if so: then any shuffle may miss some.
+    async fn listen(&self, said: &mut Said) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
+        let mut known: HashMap<ShuffleKey, Restoring> = HashMap::new();
+        loop {
+            match said.next().await {
+                Ok(Some((key, record))) => {
+                    let restoring = known.entry(key.clone()).or_default();
+                    if restoring.failed.is_none() {
+                        let taken = self.take_record(&key, restoring, &record);
+                        restoring.failed = taken.err();
+                    }
+                }
+                Ok(None) => return (known, None),
+                Err(error) => {
+                    tracing::error!(%error, "the metadata log cannot be read to its end");
+                    return (known, Some(format!("{error}: start again when it can be read")));
+                }
+            }
+        }
+    }
+
+    fn take_record(
+        &self,
+        key: &ShuffleKey,
+        restoring: &mut Restoring,
+        record: &[u8],
+    ) -> Result<(), ServiceError> {
+        match Record::decode(record) {
+            Ok(Record::Registration(registration)) => {
+                let distribution = registration.distribution;
+                let remote_note = registration.remote_storage.clone();
+                let registration = registration_of(key, registration)?;
+                self.apps.register(registration, || self.memory.register(key, distribution))?;
+                restoring.remote = restoring.remote.max(self.restore_tiers(key, &remote_note));
+                restoring.state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
+                std::mem::take(&mut restoring.early)
+                    .into_iter()
+                    .for_each(|report| restoring.enter(key, &report));
+            }
+            Ok(Record::Report(report)) if restoring.state.is_none() => restoring.early.push(report),
+            Ok(Record::Report(report)) => restoring.enter(key, &report),
+            Err(error) => return Err(ServiceError::Malformed(format!("metadata log: {error}"))),
+        }
+        Ok(())
+    }
+
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
-    fn restore_shuffle(&self, shuffle: RecoveredShuffle) -> Result<Option<Vec<Suspect>>, ServiceError> {
-        let key = shuffle.key;
-        let mut registrations = Vec::new();
-        let mut reports = Vec::new();
-        for note in &shuffle.metadata {
-            match Record::decode(note) {
-                Ok(Record::Registration(registration)) => registrations.push(registration),
-                Ok(Record::Report(report)) => reports.push(report),
-                Err(error) => return Err(ServiceError::Malformed(format!("metadata log: {error}"))),
-            }
+    fn restore_shuffle(
+        &self,
+        restoring: Restoring,
+        shuffle: RecoveredShuffle,
+    ) -> Result<Option<Vec<Suspect>>, ServiceError> {
+        if let Some(error) = restoring.failed {
+            return Err(error);
         }
-        if registrations.is_empty() {
-            return Ok(None);
-        }
-        let mut remote = Remote::None;
-        for registration in registrations {
-            let distribution = registration.distribution;
-            let remote_note = registration.remote_storage.clone();
-            let registration = registration_of(&key, registration)?;
-            self.apps.register(registration, || self.memory.register(&key, distribution))?;
-            remote = remote.max(self.restore_tiers(&key, &remote_note));
-        }
-        let state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
-        let Some(state) = state else { return Ok(None) };
-        for report in reports {
-            let taken = state.block_ids().lock().report(report.bitmap_count, &report.partitions);
-            if let Err(error) = taken {
-                tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
-            }
-        }
-        if let Some(reason) = shuffle.incomplete {
-            tracing::error!(target: AUDIT, shuffle = %key, reason, "reports may be missing, its results are refused");
+        let Some(state) = restoring.state else { return Ok(None) };
+        if let Some(reason) = shuffle.incomplete.or(restoring.untaken) {
+            tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
             state.ledger().mark_incomplete(reason);
         }
-        if remote == Remote::Unusable {
+        let held = shuffle.present.values().map(|ids| ids.heap_bytes() + FOUND_PARTITION_BYTES).sum();
+        state.block_ids().lock().hold(held);
+        if restoring.remote == Remote::Unusable {
             return Ok(Some(Vec::new()));
         }
         let lost = (shuffle.lost, shuffle.reason.as_str());
-        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, remote == Remote::Known)))
+        Ok(Some(self.losses.take_over(&state, shuffle.present, lost, restoring.remote == Remote::Known)))
+    }
+}
+
+impl Restoring {
+    /// Enters a report of a shuffle that is registered.
+    fn enter(&mut self, key: &ShuffleKey, report: &Report) {
+        let Some(state) = &self.state else { return };
+        let taken = state.block_ids().lock().take_over(report.bitmap_count, &report.partitions);
+        if let Err(error) = taken {
+            tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
+            let reason = || {
+                format!(
+                    "a report is not taken over: {error}: unregister the shuffle or run its application again"
+                )
+            };
+            self.untaken.get_or_insert_with(reason);
+        }
     }
 }
 
 /// What a shuffle has of a remote store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 enum Remote {
     /// No path.
+    #[default]
     None,
     /// A path that can be used.
     Known,

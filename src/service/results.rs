@@ -9,9 +9,10 @@ use bytes::Bytes;
 use croaring::Treemap;
 use tokio::time::timeout;
 
-use crate::app::{IdSet, ShuffleState};
+use crate::app::ShuffleState;
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind};
+use crate::durability::IdSet;
 use uniffle_wire::bitmap;
 use uniffle_wire::types::PartitionId;
 

@@ -174,14 +174,17 @@ impl SendSession {
     /// The blocks that follow belong to `partition`.
     ///
     /// # Errors
-    /// `NO_REGISTER` if it was not registered or is being purged.
+    /// `NO_REGISTER` if it was not registered or is being purged; no heap for one that is new.
     pub fn partition(&mut self, partition: i32) -> Result<(), ServiceError> {
         let id = PartitionId(partition);
         let missing = || ServiceError::NotRegisteredPart(format!("partition {partition}"));
         if !self.shuffle.has_partition(id) {
             return Err(missing());
         }
-        let buffer = self.buffers.buffer(id).ok_or_else(missing)?;
+        let buffer = self.buffers.buffer(id, self.app.partitions()).map_err(|refusal| match refusal {
+            MemoryError::Evicted => missing(),
+            refusal => refusal.into(),
+        })?;
         self.runs.push(Run { buffer, blocks: Vec::new() });
         Ok(())
     }

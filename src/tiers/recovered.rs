@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use bytes::Bytes;
-use croaring::Treemap;
+use crate::durability::{IdSet, Said};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 pub use crate::durability::LostExtent;
@@ -13,12 +12,10 @@ pub use crate::durability::LostExtent;
 pub struct RecoveredShuffle {
     /// The shuffle.
     pub key: ShuffleKey,
-    /// Contents of its metadata records, in their order.
-    pub metadata: Vec<Bytes>,
     /// Why records may be missing; none when it is proven that none are.
     pub incomplete: Option<String>,
     /// Blocks that can be read.
-    pub present: HashMap<PartitionId, Treemap>,
+    pub present: HashMap<PartitionId, IdSet>,
     /// Extents that are known and cannot be read.
     pub lost: Vec<LostExtent>,
     /// Why more may be missing than is known; empty when nothing is.
@@ -30,6 +27,8 @@ pub struct RecoveredShuffle {
 pub struct Recovered {
     /// Shuffles, in the order of their keys.
     pub shuffles: Vec<RecoveredShuffle>,
+    /// Registrations and reports of all of them.
+    pub said: Said,
     /// Data directories that were in use before and are not now.
     pub missing_disks: Vec<String>,
     /// Published bytes that can be read.

@@ -9,6 +9,7 @@ mod checker;
 mod cli;
 mod kept_directories;
 mod lifecycle;
+mod many_partitions;
 mod network;
 mod observe;
 mod operations;

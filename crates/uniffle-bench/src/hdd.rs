@@ -17,6 +17,7 @@ use uniffle_io::{BLOCK_ALIGN, Disk, ReadTarget, WriteOpen};
 use uniffle_wire::types::{
     AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
 };
+use uniffle_worker::budget::HeapKind;
 use uniffle_worker::flush::policy::{self, Limits, Usage};
 use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig, MemoryError, SealedData, ShuffleBuffers};
@@ -180,7 +181,7 @@ impl Bench {
         let content = vec![0x5a; usize::try_from(BLOCK_BYTES)?];
         for number in first..first + count {
             let partition = PartitionId(i32::try_from(number % u64::from(self.partitions))?);
-            let buffer = self.buffers.buffer(partition).context("the shuffle is gone")?;
+            let buffer = self.buffers.buffer(partition, self.memory.heap().of(HeapKind::Partitions))?;
             let mut fill = buffer.reserve(BLOCK_BYTES, &mut funds)?;
             fill.write(&content);
             let meta = BlockMeta {

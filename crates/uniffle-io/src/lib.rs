@@ -50,6 +50,18 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;
 
+    /// Writes and waits until it is on the device, as [`File::write_at`] and [`File::sync`] do one after the other, in one go
+    /// where that is quicker.
+    fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>
+    where
+        Self: 'static,
+    {
+        Box::pin(async move {
+            self.write_at(pieces, offset).await?;
+            self.sync().await
+        })
+    }
+
     /// Present size in bytes.
     fn size(&self) -> BoxFuture<'static, io::Result<u64>>;
 }

@@ -144,7 +144,7 @@ impl ServiceBuilder {
         let service =
             Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");
         if let Some(store) = &store {
-            service.lifecycle.restore(store.take_recovered());
+            service.lifecycle.restore(store.take_recovered()).await;
         }
         if let Some((interval, pause)) = self.expiry {
             tasks.spawn("expiry", Arc::clone(&service.lifecycle).run_expiry(interval, pause));

@@ -33,6 +33,7 @@ const ZERO_WHEN_IDLE: &[&str] = &[
     "read_used_buffer_size",
     "in_flush_buffer_size",
     "total_in_memory_block_count",
+    "heap_charged_bytes",
     "local_extents",
     "local_storage_service_used_space",
     "storage_used_bytes",

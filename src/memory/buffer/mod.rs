@@ -7,6 +7,7 @@
 //!
 //! Invariants: the batches, oldest first, and then the active list, each in commit order, are the sequence that
 //! readers see; no id is in it twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
+//! A partition of which nothing is in memory keeps no list: what it has received, and the next chain's number.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,10 +23,15 @@ use super::error::MemoryError;
 use super::list::BlockList;
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
+use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::{InFlight, SealedBatch};
-use crate::budget::Budget;
+use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
+
+/// Heap of a partition that was ever written to, while nothing of it is in memory: its buffer, its places in the tables here
+/// and in the local tier, its first extent. `d12_…` in `tests/contract` and `tests/process` measure it.
+pub(super) const PARTITION_BYTES: u64 = 256;
 
 /// What all buffers of one memory share.
 #[derive(Debug)]
@@ -62,8 +68,6 @@ pub struct Buffer {
     /// Its application's.
     budget: Budget,
     state: Mutex<State>,
-    /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
-    aborted: Arc<AtomicBool>,
     active_bytes: AtomicU64,
     active_charged_bytes: AtomicU64,
     active_blocks: AtomicUsize,
@@ -72,27 +76,57 @@ pub struct Buffer {
     in_flight_bytes: AtomicU64,
     in_flight_batches: AtomicUsize,
     block_count: AtomicUsize,
+    /// [`PARTITION_BYTES`].
+    _charge: Charge,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
-    active: BlockList,
-    batches: VecDeque<Arc<SealedBatch>>,
+    /// None while nothing of the partition is in memory.
+    lists: Option<Box<Lists>>,
+    /// Numbers of chains are not used twice: a fill that is late must not take another chain for its own.
     next_chain: u64,
     evicted: bool,
     overdue: bool,
 }
 
+/// What of a partition is in memory.
+#[derive(Debug)]
+struct Lists {
+    active: BlockList,
+    batches: VecDeque<Arc<SealedBatch>>,
+    /// Set by a fill that was dropped: the active chain may hold segments in which nothing lives.
+    aborted: Arc<AtomicBool>,
+}
+
+impl Lists {
+    /// Gives back segments in which everything was aborted.
+    fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
+        // A look first: a swap for every block is dearer than the copy of a small one.
+        if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
+            return self.active.chain.drop_dead();
+        }
+        SmallVec::new()
+    }
+
+    /// Whether nothing is lost with it: no block, and no segment that a fill writes to.
+    fn is_empty(&self) -> bool {
+        self.batches.is_empty() && self.active.is_empty() && self.active.chain.capacity() == 0
+    }
+
+    fn holds(&self, id: BlockId) -> bool {
+        self.active.find(id).is_some() || self.batches.iter().any(|batch| batch.list().find(id).is_some())
+    }
+}
+
 impl Buffer {
-    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>, budget: Budget) -> Self {
-        let active = BlockList::new(0, shared.hasher.clone(), &shared.supply.blocks, &budget);
-        let state = State { active, batches: VecDeque::new(), next_chain: 1, evicted: false, overdue: false };
+    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>, budget: Budget, charge: Charge) -> Self {
+        debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "what is measured is charged");
         Self {
             partition,
             shared,
             budget,
-            state: Mutex::new(state),
-            aborted: Arc::new(AtomicBool::new(false)),
+            state: Mutex::default(),
             active_bytes: AtomicU64::new(0),
             active_charged_bytes: AtomicU64::new(0),
             received_bytes: AtomicU64::new(0),
@@ -100,6 +134,7 @@ impl Buffer {
             in_flight_bytes: AtomicU64::new(0),
             in_flight_batches: AtomicUsize::new(0),
             block_count: AtomicUsize::new(0),
+            _charge: charge,
         }
     }
 
@@ -117,26 +152,24 @@ impl Buffer {
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
         // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
-        let (mut dead, mut abandoned) = (SmallVec::new(), None);
+        let (mut dead, mut abandoned) = (SmallVec::<[Segment; 2]>::new(), None);
         let mut state = self.state.lock();
         if state.evicted {
             return Err(MemoryError::Evicted);
         }
-        // A look first: a swap for every block is dearer than the copy of a small one.
-        if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
-            dead = state.active.chain.drop_dead();
-        }
-        if !state.active.chain.has_room_for(len) {
+        let State { lists, next_chain, .. } = &mut *state;
+        let lists = self.made(lists, next_chain);
+        dead.extend(lists.drop_dead());
+        if !lists.active.chain.has_room_for(len) {
             // A chain's offsets are at their end. Its blocks wait as a batch; a chain of fills only is let go of,
             // the fills keep their segments and commit as strays.
-            if state.active.is_empty() {
-                let active = self.next_list(&mut state);
-                abandoned = Some(std::mem::replace(&mut state.active, active));
+            if lists.active.is_empty() {
+                abandoned = Some(std::mem::replace(&mut lists.active, self.next_list(next_chain)));
             } else {
-                self.rotate(&mut state);
+                self.rotate(lists, next_chain);
             }
         }
-        let fill = state.active.chain.reserve(len, &self.shared.supply, funds, &self.aborted);
+        let fill = lists.active.chain.reserve(len, &self.shared.supply, funds, &lists.aborted);
         drop(state);
         drop((dead, abandoned));
         fill
@@ -173,9 +206,11 @@ impl Buffer {
             drop(state);
             return Err(MemoryError::Evicted);
         }
+        let State { lists, next_chain, .. } = &mut *state;
+        let lists = self.made(lists, next_chain);
         for (meta, fill) in blocks {
             let bytes = u64::from(meta.length);
-            if state.holds(meta.block_id) {
+            if lists.holds(meta.block_id) {
                 done.duplicate_blocks += 1;
                 done.duplicate_bytes += bytes;
                 duplicates.push(fill);
@@ -183,10 +218,10 @@ impl Buffer {
             }
             done.blocks += 1;
             done.bytes += bytes;
-            state.active.push(meta, fill);
+            lists.active.push(meta, fill);
         }
         let kept = done.blocks as u64;
-        state.active.charge(permits.split_up_to(kept), metadata.split_up_to(kept * METADATA_BYTES));
+        lists.active.charge(permits.split_up_to(kept), metadata.split_up_to(kept * METADATA_BYTES));
         self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
@@ -201,8 +236,11 @@ impl Buffer {
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
         let state = self.state.lock();
-        let mut lists: SmallVec<[&BlockList; 8]> = state.batches.iter().map(|batch| batch.list()).collect();
-        lists.push(&state.active);
+        let mut lists: SmallVec<[&BlockList; 8]> = SmallVec::new();
+        if let Some(held) = &state.lists {
+            lists.extend(held.batches.iter().map(|batch| batch.list()));
+            lists.push(&held.active);
+        }
         let found = read::walk(&lists, after, limit_bytes, tasks);
         drop(lists);
         drop(state);
@@ -216,11 +254,13 @@ impl Buffer {
     }
 
     fn seal_locked(&self, state: &mut MutexGuard<'_, State>) -> Option<Arc<SealedBatch>> {
+        let State { lists, next_chain, .. } = &mut **state;
+        let lists = lists.as_mut()?;
         let is_waiting = |batch: &&Arc<SealedBatch>| !batch.is_claimed();
-        let batch = match state.batches.iter().find(is_waiting).cloned() {
+        let batch = match lists.batches.iter().find(is_waiting).cloned() {
             Some(waiting) => waiting,
-            None if state.active.is_empty() => return None,
-            None => self.rotate(state),
+            None if lists.active.is_empty() => return None,
+            None => self.rotate(lists, next_chain),
         };
         let claimed = batch.claim(InFlight {
             _charged: self.shared.in_flight.force_charge(batch.charged_bytes()),
@@ -236,7 +276,8 @@ impl Buffer {
     /// to seal it.
     pub fn seal_within(&self, batches_max: usize) -> Option<Arc<SealedBatch>> {
         let mut state = self.state.lock();
-        if state.batches.iter().filter(|batch| batch.is_claimed()).count() < batches_max {
+        let batches = state.lists.iter().flat_map(|lists| &lists.batches);
+        if batches.filter(|batch| batch.is_claimed()).count() < batches_max {
             return self.seal_locked(&mut state);
         }
         state.overdue = true;
@@ -253,36 +294,34 @@ impl Buffer {
     /// neither the batch nor bytes of it are held.
     pub fn release(&self, batch: &Arc<SealedBatch>) {
         let mut state = self.state.lock();
-        let at = state.batches.iter().position(|held| Arc::ptr_eq(held, batch));
-        let released = at.and_then(|at| state.batches.remove(at));
+        let released = state.lists.as_mut().and_then(|lists| {
+            let at = lists.batches.iter().position(|held| Arc::ptr_eq(held, batch))?;
+            lists.batches.remove(at)
+        });
+        let emptied = state.lists.take_if(|lists| lists.is_empty());
         self.publish_counters(&state);
         drop(state);
-        drop(released);
+        drop((released, emptied));
     }
 
     /// Drops everything, for good.
     pub fn evict(&self) {
         let mut state = self.state.lock();
         state.evicted = true;
-        let active = self.next_list(&mut state);
-        let active = std::mem::replace(&mut state.active, active);
-        let batches = std::mem::take(&mut state.batches);
+        let lists = state.lists.take();
         self.publish_counters(&state);
         drop(state);
-        drop((active, batches));
+        drop(lists);
     }
 
     /// Gives back segments in which everything was aborted. The flusher's scan calls it for all buffers, so that dead
     /// sends do not hold memory in partitions that are no longer written to.
     pub fn drop_dead(&self) {
-        if !self.aborted.load(Ordering::Relaxed) {
-            return;
-        }
         let mut state = self.state.lock();
-        let noted = self.aborted.swap(false, Ordering::Acquire);
-        let dead = if noted { state.active.chain.drop_dead() } else { SmallVec::new() };
+        let dead = state.lists.as_mut().map(|lists| lists.drop_dead());
+        let emptied = state.lists.take_if(|lists| lists.is_empty());
         drop(state);
-        drop(dead);
+        drop((dead, emptied));
     }
 
     /// Payload that is committed and not taken by a flush.
@@ -333,27 +372,37 @@ impl Buffer {
         self.block_count.load(Ordering::Relaxed)
     }
 
-    fn next_list(&self, state: &mut State) -> BlockList {
-        let chain = state.next_chain;
-        state.next_chain += 1;
+    /// Its lists, made if it has none.
+    fn made<'a>(&self, lists: &'a mut Option<Box<Lists>>, next_chain: &mut u64) -> &'a mut Lists {
+        lists.get_or_insert_with(|| {
+            let (batches, aborted) = (VecDeque::new(), Arc::new(AtomicBool::new(false)));
+            Box::new(Lists { active: self.next_list(next_chain), batches, aborted })
+        })
+    }
+
+    fn next_list(&self, next_chain: &mut u64) -> BlockList {
+        let chain = *next_chain;
+        *next_chain += 1;
         BlockList::new(chain, self.shared.hasher.clone(), &self.shared.supply.blocks, &self.budget)
     }
 
     /// The active list becomes the youngest batch, an empty one takes its place.
-    fn rotate(&self, state: &mut MutexGuard<'_, State>) -> Arc<SealedBatch> {
-        let active = self.next_list(state);
-        let list = std::mem::replace(&mut state.active, active);
+    fn rotate(&self, lists: &mut Lists, next_chain: &mut u64) -> Arc<SealedBatch> {
+        let list = std::mem::replace(&mut lists.active, self.next_list(next_chain));
         let batch = Arc::new(SealedBatch::new(self.partition, list));
-        state.batches.push_back(Arc::clone(&batch));
+        lists.batches.push_back(Arc::clone(&batch));
         batch
     }
 
     /// Stores the counters anew from the state, under its lock: sums, not increments, so that they cannot drift.
     fn publish_counters(&self, state: &State) {
-        let (mut active, mut flying, mut batches) = (state.active.bytes(), 0, 0);
-        let (mut active_blocks, mut flying_blocks) = (state.active.len(), 0);
-        let mut charged = state.active.charged_bytes();
-        for batch in &state.batches {
+        let (mut active, mut flying, mut batches) = (0, 0, 0);
+        let (mut active_blocks, mut flying_blocks, mut charged) = (0, 0, 0);
+        if let Some(lists) = &state.lists {
+            (active, active_blocks) = (lists.active.bytes(), lists.active.len());
+            charged = lists.active.charged_bytes();
+        }
+        for batch in state.lists.iter().flat_map(|lists| &lists.batches) {
             if batch.is_claimed() {
                 flying += batch.bytes();
                 flying_blocks += batch.blocks();
@@ -370,12 +419,6 @@ impl Buffer {
         self.in_flight_batches.store(batches, Ordering::Relaxed);
         self.active_blocks.store(active_blocks, Ordering::Relaxed);
         self.block_count.store(active_blocks + flying_blocks, Ordering::Relaxed);
-    }
-}
-
-impl State {
-    fn holds(&self, id: BlockId) -> bool {
-        self.active.find(id).is_some() || self.batches.iter().any(|batch| batch.list().find(id).is_some())
     }
 }
 

@@ -7,6 +7,7 @@
 //! (`service`).
 
 use std::io;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use super::failures::is_damage;
 use super::shuffle::Shuffle;
 use super::verify::Check;
 use crate::tiers::{StoreError, StoreErrorKind};
+use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::PartitionId;
 
 /// How often an extent is tried before it is marked as lost.
@@ -54,7 +56,21 @@ impl Damage {
         let offset = extent.data_offset() + (block.place.start - extent.base);
         let length = block.place.end - block.place.start;
         self.core.read_again(&log, offset..offset + length, |bytes| hasher.update(bytes)).await?;
-        Ok(hasher.finalize() == block.crc)
+        let crc = hasher.finalize();
+        Ok(crc == block.crc || self.recorded_crc(shuffle, &extent, block).await == Some(crc))
+    }
+
+    /// What the index says of a block when it is asked again; none when it cannot be read.
+    async fn recorded_crc(&self, shuffle: &Shuffle, extent: &Extent, block: &Check) -> Option<u32> {
+        let mut crc = None;
+        let find = |record: &IndexRecord| {
+            if extent.base + record.offset.unsigned_abs() == block.place.start {
+                crc = u32::try_from(record.crc).ok();
+            }
+            ControlFlow::Continue(())
+        };
+        let visited = self.core.visit_records(shuffle, extent, 0, find).await;
+        visited.ok().and(crc)
     }
 
     /// Marks a block that had other bytes than were written twice as damaged, so that it can be sent again and found; blames
@@ -142,7 +158,7 @@ impl Damage {
     async fn probe_extent(&self, shuffle: &Shuffle, extent: &Extent, disk: usize) -> Result<(), StoreError> {
         let here = |slot: u16| slot != NO_LOG && shuffle.log_at(slot).disk.index == disk;
         if here(extent.index_log) {
-            self.core.records_of(shuffle, extent).await?;
+            self.core.visit_records(shuffle, extent, 0, |_| ControlFlow::Continue(())).await?;
         }
         if !here(extent.data_log) {
             return Ok(());

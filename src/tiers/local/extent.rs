@@ -82,6 +82,10 @@ impl Partition {
         assert_eq!(self.bytes, extent.base, "bases are assigned in the publish lane");
         self.bytes += extent.length;
         self.blocks += u64::from(extent.blocks);
+        if self.extents.is_empty() {
+            // Most partitions of a large shuffle get no second one.
+            self.extents.reserve_exact(1);
+        }
         self.extents.push(extent);
     }
 }

@@ -1,7 +1,7 @@
 //! Reads outside of any stream: the index records of an extent, a range of a data log. For rare paths: nothing is cached,
 //! and nothing counts against the memory for reads.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 use super::core::Core;
 use super::disk::within;
@@ -14,28 +14,42 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
+/// Records read at a time: whole ones, 256 KiB.
+const VISITED_BYTES: usize = (256 << 10) / RECORD_BYTES * RECORD_BYTES;
+
 impl Core {
-    /// All index records of an extent, checked, with offsets in it. For rare paths: nothing is cached.
-    pub(super) async fn records_of(
+    /// Shows the index records of an extent, from one on, with offsets in it, until `show` has enough. A few are read at a
+    /// time. From the first on all are checked together: what was shown counts if this returns `Ok`.
+    pub(super) async fn visit_records(
         &self,
         shuffle: &Shuffle,
         extent: &Extent,
-    ) -> Result<Vec<IndexRecord>, StoreError> {
+        from: u32,
+        mut show: impl FnMut(&IndexRecord) -> ControlFlow<()>,
+    ) -> Result<(), StoreError> {
         let log = shuffle.log_at(extent.index_log);
         log.disk.require_answering()?;
         let failed = |error| self.failed(&log.disk, log.full_path(), error);
         let file = self.files.reader(&log).await.map_err(failed)?;
-        let bytes = extent.blocks as usize * RECORD_BYTES;
-        let reading = file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, extent.index_offset));
-        let target = within(self.config.read_timeout, async {
-            let (target, result) = reading.await;
-            result.map(|()| target)
-        });
-        let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
-        if crc32fast::hash(&bytes) != extent.records_crc {
+        let (mut at, end) = (from as usize * RECORD_BYTES, extent.blocks as usize * RECORD_BYTES);
+        let (mut hasher, mut wants_more) = (crc32fast::Hasher::new(), true);
+        while at < end && (wants_more || from == 0) {
+            let bytes = VISITED_BYTES.min(end - at);
+            let place = extent.index_offset + at as u64;
+            let reading = file.read(ReadTarget::one(Box::new(vec![0; bytes]), 0..bytes, place));
+            let target = within(self.config.read_timeout, async {
+                let (target, result) = reading.await;
+                result.map(|()| target)
+            });
+            let bytes = target.await.map_err(failed)?.buffer.freeze(bytes);
+            hasher.update(&bytes);
+            wants_more = wants_more && records(&bytes).try_for_each(|record| show(&record)).is_continue();
+            at += bytes.len();
+        }
+        if from == 0 && hasher.finalize() != extent.records_crc {
             return Err(StoreError::corrupt(log.full_path(), "index records fail their check"));
         }
-        Ok(records(&bytes).collect())
+        Ok(())
     }
 
     /// Reads a range of a data log around the page cache, whole disk blocks at a time: an extent fills its last one.

@@ -8,11 +8,11 @@
 //! Nothing is written but renames into the trash: directories of earlier incarnations.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use croaring::Treemap;
 use futures::StreamExt;
 use futures::stream;
 use rand::RngExt as _;
@@ -27,10 +27,11 @@ use super::log::{Log, LogKind};
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::LocalStore;
-use crate::durability::{Found, FoundShuffle};
+use crate::durability::{Found, FoundShuffle, IdSet};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
 use uniffle_io::BLOCK_ALIGN;
+use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 /// Bytes left free at the end of a stream whose end may be missing.
@@ -62,8 +63,8 @@ impl LocalStore {
         let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
         let known = &Known { absent, blind_starts, gap: gap.filter(|_| has_new_gap) };
         let absent = known.absent.as_slice();
-        let mut by_key: BTreeMap<ShuffleKey, (FoundShuffle, Vec<FoundDirectory>)> =
-            shuffles.into_iter().map(|(key, said)| (key, (said, Vec::new()))).collect();
+        let mut by_key: BTreeMap<ShuffleKey, (Option<FoundShuffle>, Vec<FoundDirectory>)> =
+            shuffles.into_iter().map(|(key, found)| (key, (Some(found), Vec::new()))).collect();
         let mut highest_incarnation = next_incarnation.saturating_sub(1);
         let mut incomplete = !absent.is_empty() || known.gap.is_some();
         for (disk, scan) in core.disks.iter().zip(scans) {
@@ -83,13 +84,14 @@ impl LocalStore {
         // Two starts that do not see each other count the same: their shuffles must not be taken for one.
         let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
         self.next_incarnation.store(first.saturating_add(apart), Ordering::Relaxed);
-        let rebuilds =
-            by_key.into_iter().map(|(key, (said, directories))| self.rebuild(key, said, directories, known));
-        let mut recovered = Recovered::default();
+        let rebuilds = by_key
+            .into_iter()
+            .map(|(key, (logged, directories))| self.rebuild(key, logged, directories, known));
+        let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes)) = rebuilds.next().await {
             recovered.bytes += bytes;
-            recovered.blocks += shuffle.present.values().map(Treemap::cardinality).sum::<u64>();
+            recovered.blocks += shuffle.present.values().map(IdSet::len).sum::<u64>();
             recovered.shuffles.push(shuffle);
         }
         recovered.missing_disks = absent.iter().map(|(_, path)| path.clone()).collect();
@@ -100,14 +102,14 @@ impl LocalStore {
     async fn rebuild(
         &self,
         key: ShuffleKey,
-        said: FoundShuffle,
+        logged: Option<FoundShuffle>,
         directories: Vec<FoundDirectory>,
         known: &Known,
     ) -> (RecoveredShuffle, u64) {
         let core = &self.core;
-        let incarnation = match said.said.is_empty() {
-            true => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
-            false => said.incarnation,
+        let incarnation = match &logged {
+            None => directories.iter().map(|found| found.incarnation).max().unwrap_or(0),
+            Some(logged) => logged.incarnation,
         };
         let (present, others): (Vec<_>, Vec<_>) =
             directories.into_iter().partition(|found| found.incarnation == incarnation);
@@ -120,7 +122,7 @@ impl LocalStore {
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len()));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
-        if said.said.is_empty() && rebuild.incomplete.is_none() {
+        if logged.is_none() && rebuild.incomplete.is_none() {
             // It may have been registered all the same.
             rebuild.incomplete.clone_from(&known.gap);
         }
@@ -128,7 +130,7 @@ impl LocalStore {
             shuffle.found_on(&found.disk, found.next_number(), found.bytes());
             rebuild.read_indexes(found).await;
         }
-        let (recovered, bytes) = rebuild.finish(said).await;
+        let (recovered, bytes) = rebuild.finish(logged.and_then(|logged| logged.incomplete)).await;
         self.shuffles.insert(key, shuffle);
         (recovered, bytes)
     }
@@ -151,7 +153,7 @@ struct Rebuild<'a> {
     sources: HashMap<(Uuid, u32), Source>,
     sequences: HashSet<u64>,
     extents: HashMap<PartitionId, Vec<(u64, Extent)>>,
-    present: HashMap<PartitionId, Treemap>,
+    present: HashMap<PartitionId, IdSet>,
     lost: Vec<LostExtent>,
     reasons: HashMap<String, Arc<str>>,
     /// Why some of it may be unknown.
@@ -234,7 +236,7 @@ impl<'a> Rebuild<'a> {
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
                     let set = self.present.entry(entry.partition).or_default();
-                    entry.records.iter().for_each(|record| set.add(record.block_id.unsigned_abs()));
+                    set.extend(entry.records.iter().map(|record| record.block_id.unsigned_abs()));
                     Extent {
                         base: entry.base,
                         length: entry.length,
@@ -304,7 +306,7 @@ impl<'a> Rebuild<'a> {
         self.incomplete.get_or_insert_with(|| format!("{} could not be read back", path.display()));
     }
 
-    async fn finish(mut self, said: FoundShuffle) -> (RecoveredShuffle, u64) {
+    async fn finish(mut self, incomplete: Option<String>) -> (RecoveredShuffle, u64) {
         let highest = self.sequences.iter().max().copied();
         if has_gap(self.sequences.iter().copied()) {
             self.incomplete.get_or_insert_with(|| "an index group is missing".to_owned());
@@ -337,8 +339,7 @@ impl<'a> Rebuild<'a> {
         self.shuffle.restore(Restored { partitions, first_base });
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
-            metadata: said.said,
-            incomplete: said.incomplete,
+            incomplete,
             present: self.present,
             lost: self.lost,
             reason: self.incomplete.unwrap_or_default(),
@@ -348,11 +349,14 @@ impl<'a> Rebuild<'a> {
 
     /// Which blocks are there when some extents of a partition were left out.
     async fn reread_present(&mut self, id: PartitionId, partition: &Partition) {
-        let mut present = Treemap::new();
+        let mut present = IdSet::default();
         for extent in partition.extents.iter().filter(|extent| !extent.is_lost()) {
-            match self.core.records_of(self.shuffle, extent).await {
-                Ok(records) => records.iter().for_each(|record| present.add(record.block_id.unsigned_abs())),
-                Err(error) => tracing::error!(%error, "an extent's records cannot be read back"),
+            let add = |record: &IndexRecord| {
+                present.add(record.block_id.unsigned_abs());
+                ControlFlow::Continue(())
+            };
+            if let Err(error) = self.core.visit_records(self.shuffle, extent, 0, add).await {
+                tracing::error!(%error, "an extent's records cannot be read back");
             }
         }
         self.present.insert(id, present);
@@ -422,6 +426,7 @@ fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
         }
     }
     let mut partition = Partition::default();
+    partition.extents.reserve_exact(kept.len());
     for (_, extent) in kept {
         partition.extend_to(extent.base);
         partition.push(extent);

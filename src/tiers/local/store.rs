@@ -1,6 +1,7 @@
 //! The store: the shuffles that it knows, and the parts that write, read and remove them.
 
 use std::fmt;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -21,6 +22,7 @@ use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
 use crate::runtime::Tasks;
 use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// One incarnation of a shuffle: a batch written with it cannot end up in a later one of the same name.
@@ -142,17 +144,17 @@ impl LocalStore {
         let shuffle = self.find(key)?;
         let mut present = Treemap::new();
         for extent in shuffle.extents(partition).iter().filter(|extent| !extent.is_lost()) {
-            let records = self.core.records_of(&shuffle, extent).await;
-            let disk = shuffle.log_at(extent.index_log).disk.index;
-            for record in
-                records.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?
-            {
+            let add = |record: &IndexRecord| {
                 let start = extent.base + record.offset.unsigned_abs();
                 let place = start..start + u64::from(record.length.unsigned_abs());
                 if !shuffle.damaged.touches(partition, &place) {
                     present.add(record.block_id.unsigned_abs());
                 }
-            }
+                ControlFlow::Continue(())
+            };
+            let visited = self.core.visit_records(&shuffle, extent, 0, add).await;
+            let disk = shuffle.log_at(extent.index_log).disk.index;
+            visited.inspect_err(|error| shuffle.failed_reads.suspect_index(partition, disk, error))?;
         }
         Ok(present)
     }

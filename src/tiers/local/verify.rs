@@ -4,7 +4,7 @@
 //! than were written.
 
 use std::collections::VecDeque;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use super::core::Core;
@@ -12,11 +12,14 @@ use super::extent::Extent;
 use super::log::Log;
 use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
-use uniffle_wire::index::{IndexRecord, records};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
 /// Of so many reads one is checked when sampling.
 pub(super) const SAMPLE: u64 = 16;
+
+/// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
+const CHECKS_MAX: usize = 1 << 16;
 
 /// A block that is to pass by.
 #[derive(Debug, Clone)]
@@ -34,6 +37,8 @@ pub(super) struct Check {
 pub(super) struct Verifier {
     partition: PartitionId,
     extents: std::vec::IntoIter<Extent>,
+    /// Records of the first of them that are known already.
+    known: u32,
     range: Range<u64>,
     checks: VecDeque<Check>,
     /// So many of them have passed since the last mark.
@@ -54,7 +59,7 @@ impl Verifier {
     /// For a read of `range`, which `extents` cover, holes left out.
     pub(super) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
         let (checks, hasher, at) = (VecDeque::new(), crc32fast::Hasher::new(), range.start);
-        Self { partition, extents: extents.into_iter(), range, checks, passed: 0, hasher, at }
+        Self { partition, extents: extents.into_iter(), known: 0, range, checks, passed: 0, hasher, at }
     }
 
     /// Remembers where it is.
@@ -83,8 +88,12 @@ impl Verifier {
         let until = self.at.saturating_add(bytes);
         while let Some(extent) = self.extents.as_slice().first().filter(|extent| extent.base < until).copied()
         {
-            self.load(core, shuffle, &extent).await?;
+            self.load(core, shuffle, &extent, until).await?;
+            if self.known < extent.blocks {
+                break;
+            }
             self.extents.next();
+            self.known = 0;
         }
         Ok(())
     }
@@ -115,29 +124,44 @@ impl Verifier {
         None
     }
 
+    /// Knows the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
     async fn load(
         &mut self,
         core: &Core,
         shuffle: &Shuffle,
         extent: &Extent,
+        until: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
-        let (found, base) = match core.records.find(&shuffle.records_key(extent)) {
-            // What is cached has offsets in the stream.
-            Some(cached) => (records(&cached).collect(), 0),
-            None => {
-                let found = core.records_of(shuffle, extent).await;
-                (found.map_err(|error| (error, shuffle.log_at(extent.index_log)))?, extent.base)
-            }
-        };
-        let check = |record: &IndexRecord| {
+        let from = self.known;
+        let cached = core.records.find(&shuffle.records_key(extent));
+        // What is cached has offsets in the stream.
+        let base = if cached.is_some() { 0 } else { extent.base };
+        let mut take = |record: &IndexRecord| {
             let start = base + record.offset.unsigned_abs();
+            if start >= until || self.checks.len() - self.passed >= CHECKS_MAX {
+                return ControlFlow::Break(());
+            }
+            self.known += 1;
             let place = start..start + u64::from(record.length.unsigned_abs());
-            let whole = place.start >= self.range.start && place.end <= self.range.end;
-            let crc = u32::try_from(record.crc).unwrap_or(0);
-            let is_checked = whole && !shuffle.damaged.touches(self.partition, &place);
-            is_checked.then_some(Check { place, crc, base: extent.base })
+            let first = self.range.start.max(self.at);
+            let whole = place.start >= first && place.end <= self.range.end;
+            if whole && !shuffle.damaged.touches(self.partition, &place) {
+                let crc = u32::try_from(record.crc).unwrap_or(0);
+                self.checks.push_back(Check { place, crc, base: extent.base });
+            }
+            ControlFlow::Continue(())
         };
-        self.checks.extend(found.iter().filter_map(check));
-        Ok(())
+        match cached {
+            Some(cached) => {
+                let left = cached.get(from as usize * RECORD_BYTES..).unwrap_or_default();
+                // Enough of them, or the last one.
+                let _ = records(left).try_for_each(|record| take(&record));
+                Ok(())
+            }
+            None => {
+                let visited = core.visit_records(shuffle, extent, from, take).await;
+                visited.map_err(|error| (error, shuffle.log_at(extent.index_log)))
+            }
+        }
     }
 }

@@ -321,6 +321,16 @@ impl OpenFile {
         Self { file: Arc::new(file), direct }
     }
 
+    fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
+        let mut progress = WriteProgress::new(pieces, offset, self.direct);
+        while !progress.is_done() {
+            let slices: Vec<_> = progress.next().map(IoSlice::new).collect();
+            let written = rustix::io::pwritev(&self.file, &slices, progress.offset());
+            progress.advance(written.map_err(io::Error::from))?;
+        }
+        Ok(())
+    }
+
     pub(super) fn sync(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || file.sync_data()))
@@ -382,15 +392,16 @@ struct BlockingFile {
 
 impl File for BlockingFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
-        let OpenFile { file, direct } = self.open.clone();
+        let open = self.open.clone();
+        Box::pin(blocking(self.writes.clone(), move || open.write(pieces, offset)))
+    }
+
+    /// One way to a thread and back instead of two.
+    fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
+        let open = self.open.clone();
         Box::pin(blocking(self.writes.clone(), move || {
-            let mut progress = WriteProgress::new(pieces, offset, direct);
-            while !progress.is_done() {
-                let slices: Vec<_> = progress.next().map(IoSlice::new).collect();
-                let written = rustix::io::pwritev(&file, &slices, progress.offset());
-                progress.advance(written.map_err(io::Error::from))?;
-            }
-            Ok(())
+            open.write(pieces, offset)?;
+            open.file.sync_data()
         }))
     }
 

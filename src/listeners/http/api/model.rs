@@ -100,7 +100,7 @@ pub struct Memory {
 /// What the heap is held for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HeapUse {
-    /// `requests`, `unfinished_blocks`, `answers`, `registrations` or `reported_ids`.
+    /// `requests`, `unfinished_blocks`, `answers`, `registrations`, `reported_ids` or `partitions`.
     pub kind: &'static str,
     /// The most that it may have.
     pub capacity_bytes: u64,

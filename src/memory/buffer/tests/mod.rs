@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use prometheus::Registry;
 
-use super::super::{Memory, MemoryConfig, SealedData, SealedExtent};
+use super::super::{HeapKind, Memory, MemoryConfig, SealedData, SealedExtent};
 use super::*;
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
 
@@ -34,7 +34,11 @@ fn key() -> ShuffleKey {
 }
 
 fn buffer(memory: &Memory) -> Arc<Buffer> {
-    memory.register(&key(), Distribution::Normal).buffer(PartitionId(0)).unwrap()
+    memory.register(&key(), Distribution::Normal).buffer(PartitionId(0), partitions(memory)).unwrap()
+}
+
+fn partitions(memory: &Memory) -> &Budget {
+    memory.heap().of(HeapKind::Partitions)
 }
 
 fn funds(memory: &Memory, bytes: u64) -> Reservation {
@@ -180,14 +184,14 @@ fn more_payload_than_the_ticket_was_for_is_refused() {
 #[test]
 fn a_ticket_for_all_memory_is_good_to_its_last_byte() {
     let memory = memory(8 * MIB);
-    let shuffle = memory.register(&key(), Distribution::Normal);
+    let (shuffle, heap) = (memory.register(&key(), Distribution::Normal), partitions(&memory));
     let partitions = 64;
     let bytes = 8 * MIB - partitions * 4096;
     let ticket = memory.tickets().require(&app(), bytes, 64).unwrap();
     let mut funds = memory.tickets().redeem(&app(), ticket).unwrap();
     let each = bytes / partitions;
     for partition in 0..64 {
-        let buffer = shuffle.buffer(PartitionId(partition)).unwrap();
+        let buffer = shuffle.buffer(PartitionId(partition), heap).unwrap();
         let (a, b) = (usize::try_from(each / 3).unwrap(), usize::try_from(each - each / 3).unwrap());
         let blocks = vec![fill(&buffer, 1, 1, a, &mut funds), fill(&buffer, 2, 1, b, &mut funds)];
         buffer.commit(blocks, &mut funds).unwrap();
@@ -382,13 +386,16 @@ fn an_evicted_buffer_takes_nothing_and_holds_nothing() {
     assert_eq!(buffer.reserve(1, &mut funds).unwrap_err(), MemoryError::Evicted);
     assert_eq!(buffer.commit(vec![block], &mut funds).unwrap_err(), MemoryError::Evicted);
     assert!(buffer.read(None, 100, None).blocks.is_empty() && buffer.seal().is_none());
-    assert!(shuffle.buffer(PartitionId(0)).is_none() && shuffle.buffer(PartitionId(1)).is_none());
+    for partition in [0, 1].map(PartitionId) {
+        assert_eq!(shuffle.buffer(partition, partitions(&memory)).unwrap_err(), MemoryError::Evicted);
+    }
     assert!(memory.shuffle(&key()).is_none() && memory.candidates().is_empty());
     buffer.release(&batch);
     assert_eq!(memory.in_flight_bytes(), batch.charged_bytes(), "held by its flush until that ends");
     drop((batch, funds));
     assert_empty(&memory);
-    let again = memory.register(&key(), Distribution::Normal).buffer(PartitionId(0)).unwrap();
+    let shuffle = memory.register(&key(), Distribution::Normal);
+    let again = shuffle.buffer(PartitionId(0), partitions(&memory)).unwrap();
     assert_eq!(put(&memory, &again, 1, 0, 100).blocks, 1);
 }
 
@@ -428,6 +435,55 @@ fn a_chain_of_four_gigabytes_rotates() {
     buffer.release(&second);
     drop((first, second));
     buffer.drop_dead();
+    assert_empty(&memory);
+}
+
+/// Bytes that this thread has allocated and not given back.
+#[cfg(feature = "jemalloc")]
+fn held_bytes() -> u64 {
+    use tikv_jemalloc_ctl::thread::{allocatedp, deallocatedp};
+    allocatedp::read().unwrap().get().wrapping_sub(deallocatedp::read().unwrap().get())
+}
+
+#[cfg(feature = "jemalloc")]
+#[test]
+fn d12_a_partition_of_which_nothing_is_in_memory_costs_at_most_200_bytes() {
+    const COUNT: u64 = 10_000;
+    let memory = memory(64 * MIB);
+    let shuffle = memory.register(&key(), Distribution::Normal);
+    let write_and_flush = |partition: u64| {
+        let partition = PartitionId(i32::try_from(partition).unwrap());
+        let buffer = shuffle.buffer(partition, partitions(&memory)).unwrap();
+        put(&memory, &buffer, 1, 0, 100);
+        put(&memory, &buffer, 2, 0, 5000);
+        let batch = buffer.seal().unwrap();
+        buffer.release(&batch);
+    };
+    let before = held_bytes();
+    (0..COUNT).for_each(write_and_flush);
+    let each = (held_bytes() - before) / COUNT;
+    assert!((50..=200).contains(&each), "{each} bytes");
+    assert_eq!(partitions(&memory).used(), COUNT * PARTITION_BYTES);
+    // Again: what a partition had does not stay behind.
+    (0..COUNT).for_each(write_and_flush);
+    assert_eq!((held_bytes() - before) / COUNT, each);
+    drop((memory.forget(&key()), shuffle));
+    assert_empty(&memory);
+}
+
+#[test]
+fn d12_partitions_beyond_the_heap_are_refused_by_name_and_those_there_are_go_on() {
+    let memory = memory(8 * MIB);
+    let shuffle = memory.register(&key(), Distribution::Normal);
+    let heap = partitions(&memory).child(3 * PARTITION_BYTES);
+    for partition in [0, 1, 2, 0].map(PartitionId) {
+        shuffle.buffer(partition, &heap).unwrap();
+    }
+    let refused = shuffle.buffer(PartitionId(3), &heap).unwrap_err().to_string();
+    assert!(refused.contains("partitions") && refused.contains("memory_store.heap_capacity"), "{refused}");
+    put(&memory, &shuffle.buffer(PartitionId(2), &heap).unwrap(), 1, 0, 100);
+    drop((memory.forget(&key()), shuffle));
+    assert_eq!(heap.used(), 0);
     assert_empty(&memory);
 }
 

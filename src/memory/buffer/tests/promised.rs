@@ -86,7 +86,9 @@ impl Run {
     fn new() -> Self {
         let memory = memory(CAPACITY_BYTES);
         let shuffle = shuffle_of(&memory, "shared");
-        let shared = (0..SHARED_PARTITIONS).map(|at| shuffle.buffer(PartitionId(at)).unwrap()).collect();
+        let heap = partitions(&memory).clone();
+        let shared =
+            (0..SHARED_PARTITIONS).map(|at| shuffle.buffer(PartitionId(at), &heap).unwrap()).collect();
         Self { memory, shared, sends: Vec::new(), batches: Vec::new(), honest: 0, next: 0 }
     }
 
@@ -148,7 +150,9 @@ impl Run {
     fn honest(&mut self, bytes: u64, len: u32) {
         let Some(mut funds) = ticket(&self.memory, "honest", bytes, 1) else { return };
         self.honest += 1;
-        let buffer = shuffle_of(&self.memory, "honest").buffer(PartitionId(self.honest)).unwrap();
+        let buffer = shuffle_of(&self.memory, "honest")
+            .buffer(PartitionId(self.honest), partitions(&self.memory))
+            .unwrap();
         let mut blocks = Vec::new();
         for _ in 0..(bytes / u64::from(len)).min(300) {
             let mut fill = buffer.reserve(len, &mut funds).expect("it has a ticket");
@@ -181,14 +185,14 @@ proptest! {
 fn metadata_beyond_the_capacity_takes_nothing_of_a_ticket() {
     let memory = memory(CAPACITY_BYTES);
     let mut funds = ticket(&memory, "honest", MIB, 1).unwrap();
-    let flood = shuffle_of(&memory, "flood").buffer(PartitionId(0)).unwrap();
+    let flood = shuffle_of(&memory, "flood").buffer(PartitionId(0), partitions(&memory)).unwrap();
     let mut all = ticket(&memory, "flood", memory.budget().free() - 4096, 1).unwrap();
     let blocks: Vec<_> = (0..9000).map(|id| fill(&flood, id, 0, 8, &mut all)).collect();
     let rest = u32::try_from(all.left_bytes()).unwrap();
     let large = flood.reserve(rest, &mut all).unwrap();
     flood.commit(blocks, &mut all).unwrap();
     assert!(memory.used_bytes() > memory.capacity_bytes(), "overdrawn");
-    let honest = shuffle_of(&memory, "honest").buffer(PartitionId(0)).unwrap();
+    let honest = shuffle_of(&memory, "honest").buffer(PartitionId(0), partitions(&memory)).unwrap();
     for _ in 0..64 {
         let _ = honest.reserve(16 << 10, &mut funds).expect("it has a ticket");
     }

@@ -35,11 +35,12 @@ fn send(memory: &Memory, random: &mut ChaCha8Rng, next: &AtomicI64) -> Option<Ve
         let (partition, blocks) = &mut requests[random.random_range(0..PARTITIONS as usize)];
         let id = next.fetch_add(1, Ordering::Relaxed);
         let meta = meta(id, random.random_range(0..5), len);
-        let mut fill = match shuffle.buffer(*partition)?.reserve(meta.length, &mut funds) {
-            Ok(fill) => fill,
-            Err(MemoryError::Evicted) => return None,
-            Err(other) => panic!("a valid ticket failed: {other}"),
-        };
+        let mut fill =
+            match shuffle.buffer(*partition, partitions(memory)).ok()?.reserve(meta.length, &mut funds) {
+                Ok(fill) => fill,
+                Err(MemoryError::Evicted) => return None,
+                Err(other) => panic!("a valid ticket failed: {other}"),
+            };
         fill.write(&payload(id, len));
         if random.random_ratio(1, 10) {
             drop(fill);
@@ -50,7 +51,7 @@ fn send(memory: &Memory, random: &mut ChaCha8Rng, next: &AtomicI64) -> Option<Ve
     let mut acknowledged = Vec::new();
     for (partition, blocks) in requests {
         let sent: Vec<_> = blocks.iter().map(|(meta, _)| (partition, meta.block_id.0)).collect();
-        match shuffle.buffer(partition)?.commit(blocks, &mut funds) {
+        match shuffle.buffer(partition, partitions(memory)).ok()?.commit(blocks, &mut funds) {
             Ok(done) => assert_eq!(done.blocks, sent.len()),
             Err(MemoryError::Evicted) => return None,
             Err(other) => panic!("{other}"),

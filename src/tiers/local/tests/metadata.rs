@@ -6,6 +6,7 @@ use futures::FutureExt as _;
 use futures::future::join_all;
 
 use super::*;
+use crate::durability::LogError;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 
 /// A shuffle that says something.
@@ -15,9 +16,10 @@ async fn say(store: &LocalStore, key: &ShuffleKey, said: &[u8]) {
 }
 
 /// What is known of a shuffle, and whether it is incomplete.
-fn found(recovered: &Recovered, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
-    let shuffle = recovered.shuffles.iter().find(|shuffle| shuffle.key == *key);
-    shuffle.map(|shuffle| (shuffle.metadata.clone(), shuffle.incomplete.clone())).unwrap_or_default()
+fn found(heard: &Heard, key: &ShuffleKey) -> (Vec<Bytes>, Option<String>) {
+    let shuffle = heard.shuffles.iter().find(|shuffle| shuffle.key == *key);
+    let said = heard.said.get(key).cloned().unwrap_or_default();
+    (said, shuffle.and_then(|shuffle| shuffle.incomplete.clone()))
 }
 
 fn disks<const N: usize>() -> [TestDisk; N] {
@@ -37,7 +39,7 @@ async fn d1_a_young_shuffle_outlives_power_without_synced_data() {
         drop(store);
         disks.iter().zip(7..).for_each(|(disk, seed)| disk.memory.lose_power(seed));
         let store = store_on(disks).await;
-        let recovered = store.take_recovered();
+        let recovered = hear(&store).await;
         assert_eq!(found(&recovered, &old), (vec![Bytes::from_static(b"old")], None));
         assert_eq!(found(&recovered, &young).0, [&b"registered"[..], b"reported"]);
         assert_eq!((found(&recovered, &young).1, store.metadata_gap()), (None, None), "all is proven");
@@ -63,7 +65,7 @@ async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused(
                 disks[*at].memory.corrupt(path, length - 100, 1);
             }
             let store = store_on(disks).await;
-            let recovered = store.take_recovered();
+            let recovered = hear(&store).await;
             for shuffle in &shuffles {
                 let (said, incomplete) = found(&recovered, shuffle);
                 assert_eq!(incomplete.is_some(), both, "{incomplete:?}");
@@ -81,7 +83,7 @@ async fn d2_one_flipped_byte_is_made_good_by_the_other_copy_and_in_both_refused(
                 say(&store, &fresh, b"new").await;
                 drop(store);
                 let store = store_on(disks).await;
-                let recovered = store.take_recovered();
+                let recovered = hear(&store).await;
                 assert!(found(&recovered, &shuffles[1]).1.is_some() && store.metadata_gap().is_some());
                 assert_eq!(found(&recovered, &fresh), (vec![Bytes::from_static(b"new")], None));
             }
@@ -109,7 +111,7 @@ async fn d2_copies_that_are_cut_or_damaged_alike_are_refused_by_what_is_marked_b
             }
         }
         let store = store_on(disks).await;
-        let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+        let (said, incomplete) = found(&hear(&store).await, &shuffle);
         assert_eq!(said, [&b"registered"[..]]);
         let reason = incomplete.expect("a record is missing");
         assert!(
@@ -127,18 +129,18 @@ async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
     say(&store, &shuffle, b"first").await;
     drop(store);
     let store = store_on(&disks[..1]).await;
-    assert!(found(&store.take_recovered(), &shuffle).1.unwrap().contains("/b is missing"));
+    assert!(found(&hear(&store).await, &shuffle).1.unwrap().contains("/b is missing"));
     say(&store, &shuffle, b"second").await;
     drop(store);
     let store = store_on(&disks[1..]).await;
-    let recovered = store.take_recovered();
+    let recovered = hear(&store).await;
     assert_eq!(found(&recovered, &shuffle).0, [&b"first"[..]]);
     assert!(
         found(&recovered, &shuffle).1.unwrap().contains("/a is missing") && store.metadata_gap().is_some()
     );
     drop(store);
     let store = store_on(&disks).await;
-    let reason = found(&store.take_recovered(), &shuffle).1.unwrap();
+    let reason = found(&hear(&store).await, &shuffle).1.unwrap();
     assert!(reason.contains("was used without the others"), "{reason}");
 }
 
@@ -154,17 +156,17 @@ async fn d3_of_three_directories_two_prove_what_they_have() {
     };
     for (away, said) in [(2, &b"second"[..]), (0, b"third")] {
         let store = two(away).await.unwrap();
-        assert_eq!(found(&store.take_recovered(), &shuffle).1, None);
+        assert_eq!(found(&hear(&store).await, &shuffle).1, None);
         say(&store, &shuffle, said).await;
     }
     let store = store_on(&disks[..1]).await;
-    assert!(found(&store.take_recovered(), &shuffle).1.unwrap().contains("is missing"));
+    assert!(found(&hear(&store).await, &shuffle).1.unwrap().contains("is missing"));
     let handle = store.handle(&shuffle).unwrap();
     let error = store.append_metadata(&handle, b"no").await.unwrap_err().to_string();
     assert!(error.contains("of 3 data directories only 1 can be written"), "{error}");
     drop((handle, store));
     let store = store_on(&disks).await;
-    let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+    let (said, incomplete) = found(&hear(&store).await, &shuffle);
     assert_eq!((said.len(), incomplete), (3, None));
 }
 
@@ -196,7 +198,7 @@ async fn d4_no_file_of_the_log_that_is_torn_deleted_or_unreadable_hides_anything
                 }
             }
             let store = store_on(disks).await;
-            let (said, incomplete) = found(&store.take_recovered(), &shuffle);
+            let (said, incomplete) = found(&hear(&store).await, &shuffle);
             let is_refused = store.metadata_gap().is_some();
             assert!(said.len() == 1 || is_refused, "{path:?} {how}");
             assert!(!is_refused || how == 2, "one damaged file is made good: {path:?} {how} {incomplete:?}");
@@ -242,7 +244,7 @@ async fn a_copy_that_hangs_is_given_up_and_made_again_when_its_disk_answers() {
     store.maintain_once().await;
     assert_eq!(log_copies(&disks).into_iter().map(|(at, _)| at).collect::<Vec<_>>(), [0, 1]);
     drop(store);
-    let (said, incomplete) = found(&store_on(&disks).await.take_recovered(), &shuffle);
+    let (said, incomplete) = found(&hear(&*store_on(&disks).await).await, &shuffle);
     assert_eq!((said.len(), incomplete), (2, None));
 }
 
@@ -266,7 +268,7 @@ async fn what_is_purged_leaves_the_log_and_does_not_come_back() {
     assert!(bytes() < 10_000, "what is dead was the larger part: {}", bytes());
     drop(store);
     let store = store_on(&disks).await;
-    let recovered = store.take_recovered();
+    let recovered = hear(&store).await;
     assert_eq!(recovered.shuffles.len(), 1);
     assert_eq!(found(&recovered, &kept), (vec![Bytes::from_static(b"kept")], None));
     assert_eq!(format!("{:?}", store.register(&big)), "ShuffleHandle(app/2.3)", "no number is given twice");
@@ -288,55 +290,62 @@ async fn a_purge_that_cannot_be_written_down_keeps_the_files() {
     store.remove_files(&shuffle.app).await;
     assert_nothing_left(&store, &disks).await;
     drop(store);
-    assert!(store_on(&disks).await.take_recovered().shuffles.is_empty());
+    assert!(hear(&*store_on(&disks).await).await.shuffles.is_empty());
 }
 
-/// `RECOVER_DIR=/tmp/recover cargo test --release --lib recovery_of_a_million -- --ignored --nocapture`, twice: the first run
-/// fills the directory, the second one starts with an empty heap.
-#[tokio::test]
-#[ignore = "a measurement"]
-async fn recovery_of_a_million_blocks_in_a_thousand_shuffles() {
-    use crate::durability::{Record, Report};
-    use uniffle_io::blocking::BlockingDisk;
-    const SHUFFLES: i32 = 1000;
-    const TASKS: i64 = 100;
-    const PARTITIONS: i64 = 10;
-    let root = PathBuf::from(std::env::var("RECOVER_DIR").unwrap_or_else(|_| "/tmp/recover".to_owned()));
-    let disk = || Arc::new(BlockingDisk::new(&root, 4, 16)) as Arc<dyn Disk>;
-    let resident = || {
-        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-        pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
-    };
-    if !root.exists() {
-        let store = open(vec![disk()]).await.unwrap();
-        for shuffle in 0..SHUFFLES {
-            let key = key("app", shuffle);
-            let handle = store.register(&key);
-            let id = |task: i64, partition: i64| (partition << 21) | task;
-            let reports = (0..TASKS).map(|task| {
-                let partitions = (0..PARTITIONS).map(|it| (PartitionId(it as i32), vec![id(task, it)]));
-                let report = Report { bitmap_count: 1, task_attempt: task, partitions: partitions.collect() };
-                Record::Report(report).encode()
-            });
-            let reports: Vec<_> = reports.collect();
-            let appended =
-                join_all(reports.iter().map(|report| store.append_metadata(&handle, report))).await;
-            assert!(appended.iter().all(Result::is_ok));
-            let blocks =
-                |partition: i64| (0..TASKS).map(|task| (id(task, partition), 16)).collect::<Vec<_>>();
-            let extents = (0..PARTITIONS).map(|it| extent(it as i32, &blocks(it), false)).collect();
-            store.write(&key, extents).await.unwrap();
-        }
-        println!("filled");
-        return;
+#[tokio::test(start_paused = true)]
+async fn what_shuffles_said_is_told_from_the_other_copy_when_one_cannot_be_read_to_its_end() {
+    let disks = disks::<2>();
+    let shuffle = key("app", 1);
+    let store = store_on(&disks).await;
+    let records: Vec<Bytes> = (0..200u8).map(|n| Bytes::from(vec![n; 20_000])).collect();
+    for record in &records {
+        say(&store, &shuffle, record).await;
     }
-    let before = resident();
-    let began = tokio::time::Instant::now();
-    let store = open(vec![disk()]).await.unwrap();
-    let took = began.elapsed();
-    let after = resident();
-    let recovered = store.take_recovered();
-    let reports: usize = recovered.shuffles.iter().map(|shuffle| shuffle.metadata.len()).sum();
-    assert_eq!((recovered.blocks, reports), (1_000_000, 100_000));
-    println!("{} blocks: {took:?}, {} MiB more", recovered.blocks, (after - before) >> 20);
+    for failing in [0, 1] {
+        // Not the first window of 1 MiB, and not those of both copies.
+        disks[failing].faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log").after(2));
+        assert_eq!(hear_log(&store).await.unwrap(), records);
+        disks.iter().for_each(|disk| disk.faults.clear());
+    }
+    disks
+        .iter()
+        .for_each(|disk| disk.faults.add(Rule::always(Operation::Read, Fault::Errno(EIO)).on("/log")));
+    let error = hear_log(&store).await.unwrap_err();
+    assert!(error.to_string().contains("Input/output error"), "{error}");
+}
+
+async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
+    let (mut said, mut records) = (store.metadata.said(), Vec::new());
+    while let Some((_, record)) = said.next().await? {
+        records.push(record);
+    }
+    Ok(records)
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_only_directory_whose_metadata_cannot_be_listed_for_a_while_goes_on_when_it_can() {
+    let disks = disks::<1>();
+    let (old, new) = (key("app", 1), key("app", 2));
+    let store = store_on(&disks).await;
+    say(&store, &old, b"old").await;
+    drop(store);
+    disks[0].faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata"));
+    let store = store_on(&disks).await;
+    assert!(hear(&store).await.said.is_empty() && store.metadata_gap().is_some());
+    let handle = store.register(&new);
+    let error = store.append_metadata(&handle, b"too early").await.unwrap_err().to_string();
+    assert!(error.contains("cannot be listed") && error.contains("until it can be read"), "{error}");
+    store.maintain_once().await;
+    assert!(store.append_metadata(&handle, b"too early").await.is_err());
+    disks[0].faults.clear();
+    store.maintain_once().await;
+    store.append_metadata(&handle, b"new").await.unwrap();
+    assert!(store.metadata_gap().is_some(), "what it does not know is refused until the next start");
+    drop((handle, store));
+    let store = store_on(&disks).await;
+    let heard = hear(&store).await;
+    assert_eq!(found(&heard, &old), (vec![Bytes::from_static(b"old")], None));
+    assert_eq!(found(&heard, &new), (vec![Bytes::from_static(b"new")], None));
+    assert_eq!(store.metadata_gap(), None);
 }

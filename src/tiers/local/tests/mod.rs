@@ -12,6 +12,7 @@ mod reads;
 mod restarts;
 mod suite;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -69,6 +70,29 @@ pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, S
     // Without the cache of index records every index read asks the disk, where the faults are.
     let config = LocalConfig { index_cache_bytes: 0, ..LocalConfig::default() };
     LocalStore::open(config, disks, &Registry::new()).await
+}
+
+/// What a start found, with what shuffles had said.
+pub(super) struct Heard {
+    pub(super) recovered: Recovered,
+    pub(super) said: BTreeMap<ShuffleKey, Vec<Bytes>>,
+}
+
+impl std::ops::Deref for Heard {
+    type Target = Recovered;
+
+    fn deref(&self) -> &Recovered {
+        &self.recovered
+    }
+}
+
+pub(super) async fn hear(store: &LocalStore) -> Heard {
+    let (mut recovered, mut said) = (store.take_recovered(), BTreeMap::<_, Vec<_>>::new());
+    // One that cannot be read to its end says what it said before.
+    while let Ok(Some((key, record))) = recovered.said.next().await {
+        said.entry(key).or_default().push(record);
+    }
+    Heard { recovered, said }
 }
 
 pub(super) fn key(app: &str, shuffle: i32) -> ShuffleKey {

@@ -205,15 +205,15 @@ fn what_was_synced_outlives_power_at_the_same_place() {
     let blocks = std::cell::Cell::new(0);
     for seed in 0..seeds {
         history(seed, SyncWrites::Group, async |store, told| {
-            let mut found = store.take_recovered().shuffles;
+            let mut heard = hear(&store).await;
             if told.records.is_empty() && told.metadata.is_empty() {
                 return;
             }
-            let shuffle = found.remove(0);
+            let shuffle = heard.recovered.shuffles.remove(0);
             assert!(shuffle.lost.is_empty(), "seed {seed}: {:?}", shuffle.lost);
             assert_eq!(shuffle.reason, "", "seed {seed}");
             for note in &told.metadata {
-                assert!(shuffle.metadata.iter().any(|it| it == note), "seed {seed}: a note is gone");
+                assert!(heard.said[&shuffle.key].iter().any(|it| it == note), "seed {seed}: a note is gone");
             }
             let key = key("app", 1);
             let records = index_of(&store, &key, 1).await.unwrap().0;

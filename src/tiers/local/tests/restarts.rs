@@ -42,12 +42,12 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     drop(store);
 
     let store = store_on(&disks).await;
-    let recovered = store.take_recovered();
+    let recovered = hear(&store).await;
     assert_eq!(recovered.shuffles.iter().map(|it| it.key.clone()).collect::<Vec<_>>(), keys);
     for shuffle in &recovered.shuffles {
-        assert_eq!(shuffle.metadata, [&b"first"[..], b"second"]);
+        assert_eq!(recovered.said[&shuffle.key], [&b"first"[..], b"second"]);
         assert!(shuffle.lost.is_empty() && shuffle.reason.is_empty() && shuffle.incomplete.is_none());
-        assert_eq!(shuffle.present[&P1].to_vec(), (0..20).collect::<Vec<_>>());
+        assert_eq!(shuffle.present[&P1].to_bitmap().to_vec(), (0..20).collect::<Vec<_>>());
     }
     assert_eq!((recovered.blocks, recovered.missing_disks.len()), (120, 0));
     assert_eq!(stream_of(&store, &keys[1], 1).await, before);
@@ -63,8 +63,8 @@ async fn a_later_process_serves_the_same_streams_and_goes_on() {
     drop(store);
 
     let store = store_on(&disks).await;
-    let recovered = store.take_recovered();
-    assert_eq!(recovered.shuffles[0].metadata.len(), 3);
+    let recovered = hear(&store).await;
+    assert_eq!(recovered.said[&keys[0]].len(), 3);
     assert_eq!(stream_of(&store, &keys[1], 1).await, longer);
     for key in &keys {
         store.purge(key).await;
@@ -97,8 +97,8 @@ async fn a_torn_end_is_left_out_and_the_next_process_goes_on_behind_it() {
         disks[0].memory.write_small(&path, content).await.unwrap();
     }
     let store = store_on(&disks).await;
-    let recovered = store.take_recovered();
-    assert_eq!(recovered.shuffles[0].metadata, [&b"first"[..]]);
+    let recovered = hear(&store).await;
+    assert_eq!(recovered.said[&key], [&b"first"[..]]);
     assert_eq!((recovered.shuffles[0].reason.as_str(), &recovered.shuffles[0].incomplete), ("", &None));
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [0, 1]);
     store.write(&key, vec![extent(1, &[(7, 100)], false)]).await.unwrap();
@@ -135,15 +135,15 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
     let key = key("app", 1);
     let (disks, on_second, before) = two_disks(&key).await;
     let store = store_on(&disks[..1]).await;
-    let recovered = store.take_recovered();
+    let recovered = hear(&store).await;
     assert_eq!(recovered.missing_disks, ["/b"]);
     let shuffle = &recovered.shuffles[0];
-    assert_eq!(shuffle.metadata, [&b"registered"[..]], "a record is on two disks");
+    assert_eq!(recovered.said[&key], [&b"registered"[..]], "a record is on two disks");
     // Of two directories, the other one may have gone on alone.
     assert!(shuffle.incomplete.as_ref().unwrap().contains("/b is missing"), "{:?}", shuffle.incomplete);
     assert!(shuffle.reason.contains("/b is missing"), "{}", shuffle.reason);
     let there: Vec<u64> = (0..12).filter(|id| !on_second.contains(id)).map(|id| id as u64).collect();
-    assert_eq!(shuffle.present[&P1].to_vec(), there);
+    assert_eq!(shuffle.present[&P1].to_bitmap().to_vec(), there);
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     for record in records.iter().filter(|record| record.block_id != FILLER_BLOCK_ID) {
         let place = before.1.iter().find(|it| it.block_id == record.block_id).unwrap();
@@ -167,9 +167,9 @@ async fn a_missing_disk_leaves_holes_and_every_other_offset_stays() {
 
     // The disk comes back: everything is there again, and what was written meanwhile too.
     let store = store_on(&disks).await;
-    let recovered = store.take_recovered();
+    let recovered = hear(&store).await;
     assert!(recovered.missing_disks.is_empty());
-    assert_eq!(recovered.shuffles[0].present[&P1].cardinality(), 13);
+    assert_eq!(recovered.shuffles[0].present[&P1].len(), 13);
     assert_eq!(recovered.shuffles[0].incomplete, None, "it has not gone on alone");
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(ids(&records[..12]), ids(&before.1));
@@ -239,13 +239,13 @@ async fn a_disk_that_can_not_be_read_back_loses_nothing_for_the_next_process() {
     let store = store_on(&disks).await;
     let shuffle = store.take_recovered().shuffles.remove(0);
     assert!(!shuffle.reason.is_empty());
-    assert_eq!(shuffle.present[&P1].cardinality(), 12 - on_second.len() as u64);
+    assert_eq!(shuffle.present[&P1].len(), 12 - on_second.len() as u64);
     disks[1].faults.clear();
     store.probe().await;
     store.sweep().await;
     drop(store);
     let store = store_on(&disks).await;
-    assert_eq!(store.take_recovered().shuffles[0].present[&P1].cardinality(), 12);
+    assert_eq!(store.take_recovered().shuffles[0].present[&P1].len(), 12);
     let (records, _) = index_of(&store, &key, 1).await.unwrap();
     assert_eq!(records[..12], before.1);
 }
@@ -269,8 +269,11 @@ async fn a_record_that_reaches_too_few_disks_is_an_error_and_goes_round_those_th
     store.append_metadata(&handle, b"kept").await.unwrap();
     drop((handle, store));
     disks.iter().for_each(|disk| disk.faults.clear());
-    let shuffle = store_on(&disks).await.take_recovered().shuffles.remove(0);
-    assert_eq!((shuffle.metadata, shuffle.incomplete), (vec![Bytes::from_static(b"kept")], None));
+    let heard = hear(&*store_on(&disks).await).await;
+    assert_eq!(
+        (&heard.said[&key][..], &heard.shuffles[0].incomplete),
+        (&[Bytes::from_static(b"kept")][..], &None)
+    );
 }
 
 /// What an upgrade waits for: 10 GB of 14 KiB blocks. `cargo test --release --lib recovery_of_ten -- --ignored --nocapture`

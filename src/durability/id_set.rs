@@ -1,4 +1,4 @@
-//! The reported block ids of one partition: a sorted list while they are few, a bitmap from then on.
+//! Block ids of one partition, reported or found: a sorted list while they are few, a bitmap from then on.
 //!
 //! A bitmap of a few ids takes most of a KiB, mostly for the ids to come; most partitions of a large shuffle have few.
 //! Invariant: what a set takes is known before it grows, from above and never below ([`IdSet::cost`]).
@@ -41,11 +41,11 @@ impl Default for IdSet {
 
 /// What ids would add to a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Cost {
+pub struct Cost {
     /// Ids that are not in it; repeated ones may count again.
-    pub(super) new: u64,
+    pub new: u64,
     /// Heap, at most.
-    pub(super) bytes: u64,
+    pub bytes: u64,
 }
 
 impl IdSet {
@@ -57,8 +57,24 @@ impl IdSet {
         }
     }
 
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Few(ids) => ids.len() as u64,
+            Self::Many(set) => set.cardinality(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// What adding `ids` costs.
-    pub(super) fn cost(&self, ids: &[i64]) -> Cost {
+    #[must_use]
+    pub fn cost(&self, ids: &[i64]) -> Cost {
         let new = ids.iter().map(|id| id.unsigned_abs()).filter(|id| !self.contains(*id));
         match self {
             Self::Few(few) => {
@@ -89,7 +105,7 @@ impl IdSet {
     }
 
     /// Adds `id`; false if it was there.
-    pub(super) fn add(&mut self, id: u64) -> bool {
+    pub fn add(&mut self, id: u64) -> bool {
         match self {
             Self::Few(ids) => {
                 let Err(at) = ids.binary_search(&id) else { return false };
@@ -103,6 +119,23 @@ impl IdSet {
                 true
             }
             Self::Many(set) => Arc::make_mut(set).add_checked(id),
+        }
+    }
+
+    /// Takes `ids` out.
+    pub fn remove_all(&mut self, ids: &Treemap) {
+        match self {
+            Self::Few(few) => few.retain(|id| !ids.contains(*id)),
+            Self::Many(set) => Arc::make_mut(set).andnot_inplace(ids),
+        }
+    }
+
+    /// Those of `ids` that are not in it.
+    #[must_use]
+    pub fn lacking(&self, ids: &Treemap) -> Treemap {
+        match self {
+            Self::Few(_) => ids.iter().filter(|id| !self.contains(*id)).collect(),
+            Self::Many(set) => ids.andnot(set),
         }
     }
 
@@ -129,6 +162,18 @@ impl IdSet {
         }
     }
 
+    /// About what it takes.
+    #[must_use]
+    pub fn heap_bytes(&self) -> u64 {
+        match self {
+            Self::Few(ids) => LISTED_BYTES * ids.len() as u64,
+            Self::Many(set) => {
+                let encoded = set.get_serialized_size_in_bytes::<croaring::JvmLegacy>() as u64;
+                BITMAP_BYTES + encoded + HIGH_BYTES * set.map.len() as u64
+            }
+        }
+    }
+
     /// About what a bitmap of it takes, in the heap and on the wire together.
     pub fn bitmap_bytes(&self) -> u64 {
         match self {
@@ -144,6 +189,31 @@ impl IdSet {
                 2 * encoded + HIGH_BYTES * set.map.len() as u64
             }
         }
+    }
+}
+
+impl From<Treemap> for IdSet {
+    fn from(ids: Treemap) -> Self {
+        match ids.cardinality() <= FEW_MAX as u64 {
+            true => Self::Few(ids.iter().collect()),
+            false => Self::Many(Arc::new(ids)),
+        }
+    }
+}
+
+impl Extend<u64> for IdSet {
+    fn extend<I: IntoIterator<Item = u64>>(&mut self, ids: I) {
+        for id in ids {
+            self.add(id);
+        }
+    }
+}
+
+impl FromIterator<u64> for IdSet {
+    fn from_iter<I: IntoIterator<Item = u64>>(ids: I) -> Self {
+        let mut set = Self::default();
+        set.extend(ids);
+        set
     }
 }
 
@@ -190,6 +260,12 @@ mod tests {
             prop_assert!(model.iter().all(|id| set.contains(*id)) && !set.contains(u64::MAX));
             let some: Treemap = model.iter().copied().step_by(3).chain([u64::MAX]).collect();
             prop_assert_eq!(set.among(&some).to_vec(), model.iter().copied().step_by(3).collect::<Vec<_>>());
+            prop_assert_eq!(set.lacking(&some).to_vec(), [u64::MAX]);
+            let (held, bitmap) = (set.len(), set.to_bitmap());
+            prop_assert_eq!((held, IdSet::from(bitmap.clone()).to_bitmap()), (model.len() as u64, bitmap));
+            set.remove_all(&some);
+            prop_assert_eq!(set.lacking(&some), some.clone());
+            prop_assert_eq!(set.len(), held + 1 - some.cardinality());
         }
     }
 

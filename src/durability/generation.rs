@@ -1,0 +1,348 @@
+//! A new generation of the metadata log: what lives is written once more, to the best directories.
+//!
+//! It is written beside and renamed; once one has its name, nothing is acknowledged in an earlier one any more. A new epoch,
+//! which the other directories learn, says where it is. What is dead is left out.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use futures::future::join_all;
+use rand::RngExt as _;
+use uuid::Uuid;
+
+use super::frame::{Encoder, Entry, Epoch, Member};
+use super::legacy::LIST;
+use super::proof::members_after;
+use super::read::{MEMBERS, METADATA, copy_directory, copy_file, generation_of, within};
+use super::writer::{Copy, LogError, Writer};
+use uniffle_io::{File, Lane, WriteOpen};
+
+/// Copies of the log.
+const COPIES: usize = 2;
+/// Bytes encoded before they are written.
+const CHUNK_BYTES: usize = 1 << 20;
+/// A directory that failed gets no copy for so long, unless there is no other.
+const AVOIDED_FOR: Duration = Duration::from_secs(60);
+/// Nothing is acknowledged while earlier generations are removed; they are in nobody's way.
+const REMOVAL_WAIT: Duration = Duration::from_secs(1);
+
+impl Writer {
+    pub(super) fn has_changed(&self) -> bool {
+        let usable: BTreeSet<usize> = self.usable(&BTreeSet::new()).collect();
+        usable != self.usable
+    }
+
+    pub(super) fn held(&self) -> Vec<usize> {
+        self.copies.iter().map(|copy| copy.directory).collect()
+    }
+
+    fn usable<'a>(&'a self, excluded: &'a BTreeSet<usize>) -> impl Iterator<Item = usize> + 'a {
+        let all = (0..self.directories.len()).filter(|at| !self.unread.contains_key(at));
+        all.filter(|at| !excluded.contains(at) && self.directories[*at].rank().is_some())
+    }
+
+    /// Directories that should have the copies; those that have them stay if they are as good as any.
+    pub(super) fn places(&self, excluded: &BTreeSet<usize>) -> Vec<usize> {
+        let held = self.held();
+        let is_avoided = |at: usize| self.avoided[at].is_some_and(|since| since.elapsed() < AVOIDED_FOR);
+        let mut all: Vec<usize> = self.usable(excluded).collect();
+        all.sort_by_key(|at| (is_avoided(*at), self.directories[*at].rank(), !held.contains(at), *at));
+        all.truncate(COPIES);
+        if let ([only], true) = (&all[..], COPIES > 1) {
+            all.push(*only);
+        }
+        // In the order in which they are held, so that two lists of the same places are equal.
+        all.sort_unstable();
+        all
+    }
+
+    /// Begins a generation on the best directories. Each that fails is added to `excluded`, and it is tried without it.
+    pub(super) async fn begin(&mut self, excluded: &mut BTreeSet<usize>) -> Result<(), LogError> {
+        let mut last_error = None;
+        loop {
+            let places = self.places(excluded);
+            if places.is_empty() {
+                let nothing = || match self.unread.values().next() {
+                    Some(unread) => {
+                        LogError::told(&format!("{unread}: nothing is acknowledged until it can be read"))
+                    }
+                    None => LogError::told("no data directory can be written"),
+                };
+                return Err(last_error.unwrap_or_else(nothing));
+            }
+            let usable: BTreeSet<usize> = self.usable(excluded).collect();
+            let named: Vec<(Uuid, String)> = usable
+                .iter()
+                .map(|at| (self.directories[*at].uuid, self.directories[*at].label.clone()))
+                .collect();
+            let members = members_after(&self.epoch, &named).map_err(|text| LogError::told(&text))?;
+            let epoch = self.next_epoch(members, &places);
+            self.generation += 1;
+            match self.write_generation(&epoch, &places, &usable).await {
+                Ok(copies) => {
+                    self.commit(epoch, copies, usable).await;
+                    return Ok(());
+                }
+                Err(Failed::At { directory, error, may_be_known }) => {
+                    excluded.insert(directory);
+                    last_error = Some(error);
+                    if may_be_known && epoch.id != self.epoch.id {
+                        // A directory that has seen it may come back.
+                        self.epoch.lineage.push(epoch.id);
+                    }
+                    // What has its name must not be outlived by what is older.
+                    self.is_open &= !may_be_known;
+                }
+                Err(Failed::Source(error)) => match self.others.pop() {
+                    Some(other) => self.source = other,
+                    None => return Err(error),
+                },
+            }
+        }
+    }
+
+    fn next_epoch(&mut self, members: Vec<Member>, places: &[usize]) -> Epoch {
+        let holders = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
+        let is_the_same = self.is_open && members == self.epoch.members;
+        let id = if is_the_same { self.epoch.id } else { rand::rng().random_range(1..=u64::MAX) };
+        let next = if is_the_same { self.epoch.clone() } else { self.epoch.next(id) };
+        let blind_starts = next.blind_starts + u32::from(std::mem::take(&mut self.is_blind));
+        Epoch { members, holders, blind_starts, next_incarnation: self.contents.next_incarnation, ..next }
+    }
+
+    /// Writes all that lives to files of a new generation, gives them their names, and tells the other directories.
+    async fn write_generation(
+        &mut self,
+        epoch: &Epoch,
+        places: &[usize],
+        usable: &BTreeSet<usize>,
+    ) -> Result<Vec<Copy>, Failed> {
+        let mut copies: Vec<Copy> = Vec::new();
+        for (number, at) in places.iter().enumerate() {
+            let directory = unfinished(&copy_directory(self.generation, number));
+            let path = copy_file(&directory);
+            let file =
+                self.create(*at, &directory, &path).await.map_err(|error| self.fail(*at, &path, &error))?;
+            copies.push(Copy { directory: *at, generation: self.generation, path, file });
+        }
+        let (frames, end) = self.fill(epoch, &copies).await?;
+        for (number, copy) in copies.iter_mut().enumerate() {
+            let directory = copy_directory(self.generation, number);
+            if let Err(error) = self.finish(copy, &directory).await {
+                return Err(self.fail(copy.directory, &copy.path, &error).known());
+            }
+            copy.path = copy_file(&directory);
+        }
+        let is_known = self.is_open && epoch.id == self.epoch.id;
+        let list = self.list(epoch);
+        let told: Vec<usize> = if is_known { Vec::new() } else { usable.iter().copied().collect() };
+        let writes = told.iter().map(|at| self.write_members(*at, list.clone()));
+        let results = join_all(writes.collect::<Vec<_>>()).await;
+        for (at, result) in told.into_iter().zip(results) {
+            result.map_err(|error| self.fail(at, &Path::new(METADATA).join(MEMBERS), &error).known())?;
+        }
+        (self.encoder, self.end) = (frames, end);
+        Ok(copies)
+    }
+
+    fn fail(&mut self, at: usize, path: &Path, error: &io::Error) -> Failed {
+        self.blame(at, path, error);
+        let error = LogError::new(self.directories[at].io.root().join(path), error);
+        Failed::At { directory: at, error, may_be_known: false }
+    }
+
+    async fn create(&self, at: usize, directory: &Path, path: &Path) -> io::Result<Arc<dyn File>> {
+        let io = &self.directories[at].io;
+        within(self.deadlines.name, async {
+            io.create_dir_all(directory).await?;
+            io.open_write(path, WriteOpen { create: true, lane: Lane::Metadata, ..WriteOpen::default() })
+                .await
+        })
+        .await
+    }
+
+    /// Fills all copies with the epoch and what lives. The encoder behind it, and how many bytes there are.
+    async fn fill(&mut self, epoch: &Epoch, copies: &[Copy]) -> Result<(Encoder, u64), Failed> {
+        let mut fill = Fill { encoder: Encoder::new(self.generation), out: BytesMut::new(), end: 0 };
+        fill.put(&Entry::Epoch(Box::new(epoch.clone())));
+        self.contents.begin();
+        let marks: Vec<_> = self.contents.incomplete.values().cloned().collect();
+        for (shuffle, gap) in marks {
+            self.put(&mut fill, &Entry::Incomplete(shuffle, gap), copies).await?;
+        }
+        for entry in self.legacy.clone() {
+            self.put_if_it_lives(&mut fill, &entry, copies).await?;
+        }
+        let (source, directories) = (self.source.clone(), self.directories.clone());
+        let mut reader = source.read(&directories, self.deadlines.name);
+        loop {
+            match reader.next().await {
+                Ok(Some(entry)) => self.put_if_it_lives(&mut fill, &entry, copies).await?,
+                Ok(None) => break,
+                Err(error) => return Err(Failed::Source(LogError::new(METADATA, &error))),
+            }
+        }
+        self.write_chunk(&mut fill, copies).await?;
+        Ok((fill.encoder, fill.end))
+    }
+
+    async fn put_if_it_lives(
+        &mut self,
+        fill: &mut Fill,
+        entry: &Entry,
+        copies: &[Copy],
+    ) -> Result<(), Failed> {
+        match entry {
+            Entry::Said(shuffle, _) if !self.contents.is_purged(shuffle.number) => {
+                self.put(fill, entry, copies).await
+            }
+            // Marks are written anew.
+            Entry::Said(..) | Entry::Incomplete(..) | Entry::Epoch(_) | Entry::Purged(_) => Ok(()),
+        }
+    }
+
+    async fn put(&mut self, fill: &mut Fill, entry: &Entry, copies: &[Copy]) -> Result<(), Failed> {
+        let bytes = fill.put(entry);
+        self.contents.took(entry, bytes);
+        if fill.out.len() >= CHUNK_BYTES { self.write_chunk(fill, copies).await } else { Ok(()) }
+    }
+
+    async fn write_chunk(&mut self, fill: &mut Fill, copies: &[Copy]) -> Result<(), Failed> {
+        let bytes = fill.out.split().freeze();
+        let length = bytes.len() as u64;
+        let writes = copies.iter().map(|copy| {
+            let writing = copy.file.write_at(vec![bytes.clone()], fill.end);
+            within(self.deadlines.write, writing)
+        });
+        let results = join_all(writes.collect::<Vec<_>>()).await;
+        for (copy, result) in copies.iter().zip(results) {
+            result.map_err(|error| self.fail(copy.directory, &copy.path, &error))?;
+        }
+        fill.end += length;
+        Ok(())
+    }
+
+    /// Brings a copy to the device and gives it its name.
+    async fn finish(&self, copy: &Copy, directory: &Path) -> io::Result<()> {
+        let io = &self.directories[copy.directory].io;
+        within(self.deadlines.write, copy.file.sync()).await?;
+        within(self.deadlines.name, async {
+            let unfinished = unfinished(directory);
+            io.sync_dir(&unfinished).await?;
+            io.sync_dir(Path::new(METADATA)).await?;
+            io.rename(&unfinished, directory).await?;
+            io.sync_dir(Path::new(METADATA)).await?;
+            io.sync_dir(Path::new("")).await
+        })
+        .await
+    }
+
+    fn list(&self, epoch: &Epoch) -> Vec<u8> {
+        let (mut out, mut encoder) = (BytesMut::new(), Encoder::new(self.generation));
+        let fits = encoder.encode(&Entry::Epoch(Box::new(epoch.clone())), 0, &mut out);
+        debug_assert!(fits, "an epoch is small");
+        out.to_vec()
+    }
+
+    async fn write_members(&self, at: usize, list: Vec<u8>) -> io::Result<()> {
+        let io = &self.directories[at].io;
+        let path = Path::new(METADATA).join(MEMBERS);
+        let beside = unfinished(&path);
+        within(self.deadlines.name, async {
+            io.create_dir_all(Path::new(METADATA)).await?;
+            io.write_small(&beside, list).await?;
+            io.sync_dir(Path::new(METADATA)).await?;
+            io.rename(&beside, &path).await?;
+            io.sync_dir(Path::new(METADATA)).await?;
+            io.sync_dir(Path::new("")).await
+        })
+        .await
+    }
+
+    async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
+        tracing::debug!(generation = self.generation, copies = ?copies, "metadata log begun");
+        (self.epoch, self.copies, self.is_open) = (epoch, copies, true);
+        self.usable = usable;
+        self.legacy.clear();
+        self.read_from_copies();
+        let cleaning = self.usable.iter().map(|at| self.remove_earlier(*at));
+        join_all(cleaning.collect::<Vec<_>>()).await;
+    }
+
+    /// Removes earlier generations and what was not finished; what cannot be removed is removed by the next.
+    async fn remove_earlier(&self, at: usize) {
+        let io = &self.directories[at].io;
+        let removing = async {
+            // The list of an earlier version would be believed if all of this were lost.
+            if io.read_small(Path::new(LIST)).await.is_ok() {
+                let aside = unfinished(&Path::new(METADATA).join("earlier"));
+                io.create_dir_all(&aside).await?;
+                io.rename(Path::new(LIST), &aside.join(LIST)).await?;
+            }
+            for name in io.list(Path::new(METADATA)).await? {
+                let is_old = match generation_of(&name) {
+                    Some(generation) => generation < self.generation,
+                    None => name.ends_with(UNFINISHED),
+                };
+                if is_old && name != MEMBERS && name.contains('.') && !name.starts_with(MEMBERS) {
+                    io.remove_dir_all(&Path::new(METADATA).join(name)).await?;
+                }
+            }
+            Ok(())
+        };
+        if let Err(error) = within(REMOVAL_WAIT, removing).await {
+            tracing::debug!(disk = %self.directories[at].label, %error, "earlier copies of the metadata log stay");
+        }
+    }
+}
+
+/// Frames on their way into a generation.
+struct Fill {
+    encoder: Encoder,
+    out: BytesMut,
+    end: u64,
+}
+
+impl Fill {
+    /// Bytes of its frame. What was taken once is not too long.
+    fn put(&mut self, entry: &Entry) -> u64 {
+        let before = self.out.len();
+        let fits = self.encoder.encode(entry, 0, &mut self.out);
+        debug_assert!(fits, "it was in the log before");
+        (self.out.len() - before) as u64
+    }
+}
+
+enum Failed {
+    /// A directory.
+    At {
+        directory: usize,
+        error: LogError,
+        /// Whether a directory may have heard of the epoch.
+        may_be_known: bool,
+    },
+    /// What there is cannot be read.
+    Source(LogError),
+}
+
+impl Failed {
+    fn known(self) -> Self {
+        match self {
+            Self::At { directory, error, .. } => Self::At { directory, error, may_be_known: true },
+            Self::Source(_) => self,
+        }
+    }
+}
+
+/// What ends the name of what is being written.
+const UNFINISHED: &str = ".new";
+
+fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(UNFINISHED);
+    name.into()
+}

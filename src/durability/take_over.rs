@@ -1,0 +1,212 @@
+//! What an earlier process left in the metadata log: which shuffles live, and whether all that they said is known.
+//!
+//! What they said is not held. It is told a record at a time, when this start has a generation of its own.
+
+use std::collections::{BTreeMap, HashMap};
+
+use croaring::Treemap;
+use tokio::sync::mpsc;
+use uuid::Uuid;
+
+use super::frame::{Entry, Gap, Incarnation, Member};
+use super::legacy::Legacy;
+use super::proof::{Judgement, judge};
+use super::read::{Directory, METADATA, Survey};
+use super::writer::{Deadlines, LogError, Told, Writer};
+use uniffle_wire::types::ShuffleKey;
+
+/// What was found of a shuffle.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FoundShuffle {
+    /// Its incarnation.
+    pub incarnation: u64,
+    /// Why something that it said may be missing.
+    pub incomplete: Option<String>,
+}
+
+/// What an earlier process left.
+#[derive(Debug, Default)]
+pub struct Found {
+    /// Shuffles that were not purged.
+    pub shuffles: BTreeMap<ShuffleKey, FoundShuffle>,
+    /// Directories that are not here and may have data of them.
+    pub absent: Vec<(Uuid, String)>,
+    /// Why there may be shuffles that are not known, now or from an earlier start on.
+    pub gap: Option<String>,
+    /// Whether this start found it out.
+    pub has_new_gap: bool,
+    /// Starts before that could not see everything.
+    pub blind_starts: u32,
+    /// Greater than any incarnation that the log knows.
+    pub next_incarnation: u64,
+}
+
+impl Writer {
+    /// One that goes on with what a survey found, by the rule (`proof`), and what that is.
+    pub(super) async fn on(
+        directories: Vec<Directory>,
+        deadlines: Deadlines,
+        survey: &Survey,
+        legacy: Option<Legacy>,
+    ) -> (Self, Found) {
+        let mut judged = match &legacy {
+            Some(legacy) => legacy.judged(),
+            None => judge(&survey.present),
+        };
+        judged.generation = judged.generation.max(survey.generation);
+        if let Some(gap) = &judged.gap {
+            tracing::error!(
+                reason = gap.reason,
+                "what was acknowledged is not proven complete: results of all shuffles there are, and of unknown ones, \
+                 are refused"
+            );
+        }
+        let source = survey.source(&judged.sources, judged.gap.is_none());
+        let unread = survey.unread();
+        for reason in unread.values() {
+            tracing::error!(reason, "a data directory has no part in the metadata log until it can be read");
+        }
+        let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
+        writer.legacy = legacy.map(|legacy| legacy.entries).unwrap_or_default();
+        let found = writer.take_over(&judged).await;
+        (writer, found)
+    }
+
+    /// Looks again at directories that could not be read at the start, as long as nothing could be written since: they may
+    /// have all there is. Results stay refused until the next start, which then finds everything.
+    pub(super) async fn look_again(&mut self) {
+        if !self.is_told || self.is_open || !self.copies.is_empty() || self.unread.is_empty() {
+            return;
+        }
+        let survey = Survey::take(&self.directories, self.deadlines.name).await;
+        if survey.unread().len() >= self.unread.len() || survey.is_fresh() {
+            return;
+        }
+        let (next, found) = Self::on(self.directories.clone(), self.deadlines, &survey, None).await;
+        let (is_blind, generation) = (self.is_blind, next.generation.max(self.generation));
+        *self = Self { is_blind, generation, is_told: true, ..next };
+        tracing::warn!(
+            shuffles = found.shuffles.len(),
+            "the metadata log can be read: start again to take its shuffles over"
+        );
+    }
+
+    /// Reads all there is.
+    async fn take_over(&mut self, judged: &Judgement) -> Found {
+        let mut heard = HashMap::new();
+        for entry in self.legacy.clone() {
+            self.absorb(entry, &mut heard);
+        }
+        let (source, directories) = (self.source.clone(), self.directories.clone());
+        let mut reader = source.read(&directories, self.deadlines.name);
+        let unreadable = loop {
+            match reader.next().await {
+                Ok(Some(entry)) => self.absorb(entry, &mut heard),
+                Ok(None) => break None,
+                Err(error) => {
+                    tracing::error!(%error, "the metadata log cannot be read again");
+                    break Some(Gap { reason: error.to_string(), until_back: Vec::new() });
+                }
+            }
+        };
+        self.epoch.gap = self.epoch.gap.take().or_else(|| unreadable.clone());
+        let mut shuffles: BTreeMap<ShuffleKey, FoundShuffle> = BTreeMap::new();
+        for (incarnation, key) in heard.into_iter().filter(|(number, _)| !self.contents.is_purged(*number)) {
+            let found = shuffles.entry(key).or_default();
+            found.incarnation = found.incarnation.max(incarnation);
+        }
+        let earlier = std::mem::take(&mut self.contents.incomplete);
+        for (key, found) in &mut shuffles {
+            let gap = judged.carried(earlier.get(&found.incarnation).map(|(_, gap)| gap));
+            if let Some(gap) = gap.or_else(|| unreadable.clone()) {
+                found.incomplete = Some(gap.reason.clone());
+                let shuffle = Incarnation { key: key.clone(), number: found.incarnation };
+                self.contents.incomplete.insert(found.incarnation, (shuffle, gap));
+            }
+        }
+        let kept: Treemap = shuffles.values().map(|found| found.incarnation).collect();
+        self.drop_others(&kept);
+        if shuffles.is_empty() {
+            // What is away has nothing of a living shuffle.
+            let here: Vec<Uuid> = self.directories.iter().map(|it| it.uuid).collect();
+            self.epoch.members.retain(|member| member.votes || here.contains(&member.uuid()));
+        }
+        let absent = self.epoch.members.iter().filter(|member| self.is_away(member));
+        Found {
+            absent: absent.map(|member| (member.uuid(), member.path.clone())).collect(),
+            gap: self.epoch.gap.as_ref().map(|gap| gap.reason.clone()),
+            has_new_gap: judged.gap.is_some() || unreadable.is_some(),
+            blind_starts: self.epoch.blind_starts,
+            next_incarnation: self.contents.next_incarnation,
+            shuffles,
+        }
+    }
+
+    /// Takes an entry of what an earlier process left, in any order.
+    fn absorb(&mut self, entry: Entry, heard: &mut HashMap<u64, ShuffleKey>) {
+        self.contents.took(&entry, 0);
+        match entry {
+            Entry::Said(shuffle, _) => {
+                heard.entry(shuffle.number).or_insert(shuffle.key);
+            }
+            Entry::Incomplete(shuffle, gap) => {
+                self.contents.incomplete.insert(shuffle.number, (shuffle, gap));
+            }
+            Entry::Purged(shuffle) => drop(heard.remove(&shuffle.number)),
+            Entry::Epoch(_) => {}
+        }
+    }
+
+    /// Incarnations that a later one has replaced are as good as purged.
+    fn drop_others(&mut self, kept: &Treemap) {
+        let all: Vec<u64> = self.contents.living.keys().copied().collect();
+        self.contents.purged.extend(all.into_iter().filter(|number| !kept.contains(*number)));
+    }
+
+    fn is_away(&self, member: &Member) -> bool {
+        self.directories.iter().all(|directory| directory.uuid != member.uuid())
+    }
+
+    /// Tells what living shuffles said, in the order in which it was written; a copy that cannot be read to its end is gone
+    /// on with in the other.
+    pub(super) async fn tell(&self, to: &mpsc::Sender<Told>) {
+        let (mut told, mut failed) = (0u64, None);
+        for entry in &self.legacy {
+            if !self.tell_one(entry.clone(), to).await {
+                return;
+            }
+        }
+        for source in std::iter::once(&self.source).chain(&self.others) {
+            let mut reader = source.read(&self.directories, self.deadlines.name);
+            let mut at = 0;
+            failed = loop {
+                match reader.next().await {
+                    Ok(None) => break None,
+                    Err(error) => break Some(LogError::new(METADATA, &error)),
+                    Ok(Some(entry)) => {
+                        at += 1;
+                        if at > told && !self.tell_one(entry, to).await {
+                            return;
+                        }
+                        told = told.max(at);
+                    }
+                }
+            };
+            if failed.is_none() {
+                break;
+            }
+        }
+        // The one that asked may be gone.
+        let _ = to.send(failed.map_or(Ok(None), Err)).await;
+    }
+
+    /// False when nobody listens any more.
+    async fn tell_one(&self, entry: Entry, to: &mpsc::Sender<Told>) -> bool {
+        match entry {
+            Entry::Said(shuffle, content) if !self.contents.is_purged(shuffle.number) => {
+                to.send(Ok(Some((shuffle.key, content)))).await.is_ok()
+            }
+            Entry::Said(..) | Entry::Purged(_) | Entry::Incomplete(..) | Entry::Epoch(_) => true,
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! The one task that writes the metadata log: group commit.
+//!
+//! It takes all entries that wait, appends them to both copies with one sync each, and answers all. A copy that fails or is
+//! late is given up: what there is is written once more, to the best directories (`generation`), and only then goes it on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use futures::future::join_all;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+use super::contents::Contents;
+use super::frame::{Encoder, Entry, Epoch};
+use super::mark::{MARK_PAUSE, Marks};
+use super::proof::Judgement;
+use super::read::{Directory, METADATA, Part, Source, within};
+use uniffle_io::File;
+use uniffle_wire::types::ShuffleKey;
+
+/// Entries written together.
+const BATCH_MAX: usize = 1024;
+/// Less dead than this is not worth a new generation.
+const DEAD_BYTES_MIN: u64 = 8 << 20;
+
+/// How long things may take.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    /// One write with its sync.
+    pub write: Duration,
+    /// Anything else.
+    pub name: Duration,
+}
+
+/// Why nothing was written.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{text}")]
+pub struct LogError {
+    /// Directory or file concerned.
+    pub path: PathBuf,
+    /// What kind of failure it was.
+    pub kind: io::ErrorKind,
+    text: String,
+}
+
+impl LogError {
+    pub(super) fn new(path: impl AsRef<Path>, error: &io::Error) -> Self {
+        Self { path: path.as_ref().to_path_buf(), kind: error.kind(), text: error.to_string() }
+    }
+
+    pub(super) fn told(text: &str) -> Self {
+        Self { path: METADATA.into(), kind: io::ErrorKind::Other, text: text.to_owned() }
+    }
+}
+
+/// What is told of what shuffles said; none is the end.
+pub(super) type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
+
+pub(super) enum Request {
+    Append(Entry, oneshot::Sender<Result<(), LogError>>),
+    /// Look whether the copies are where they should be.
+    Settle(oneshot::Sender<()>),
+    /// This start could not see everything.
+    Blind(oneshot::Sender<()>),
+    /// Tell what living shuffles said.
+    Tell(mpsc::Sender<Told>),
+}
+
+/// A copy that is written.
+#[derive(Debug, Clone)]
+pub(super) struct Copy {
+    pub(super) directory: usize,
+    pub(super) generation: u64,
+    pub(super) path: PathBuf,
+    pub(super) file: Arc<dyn File>,
+}
+
+/// The one who writes.
+pub(super) struct Writer {
+    pub(super) directories: Vec<Directory>,
+    pub(super) deadlines: Deadlines,
+    pub(super) epoch: Epoch,
+    pub(super) generation: u64,
+    pub(super) contents: Contents,
+    /// Empty, or of a generation that nothing may be appended to any more: a new one has to begin.
+    pub(super) copies: Vec<Copy>,
+    pub(super) is_open: bool,
+    pub(super) encoder: Encoder,
+    /// Bytes of the copies that hold frames.
+    pub(super) end: u64,
+    /// Where all of it can be read ...
+    pub(super) source: Source,
+    /// ... or else here.
+    pub(super) others: Vec<Source>,
+    /// Taken over from the format of earlier versions, until it is written.
+    pub(super) legacy: Vec<Entry>,
+    pub(super) avoided: Vec<Option<Instant>>,
+    /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
+    pub(super) unread: BTreeMap<usize, String>,
+    /// Directories that could be written when the epoch began.
+    pub(super) usable: BTreeSet<usize>,
+    pub(super) is_blind: bool,
+    /// What the start found was told: it must not become something else before.
+    pub(super) is_told: bool,
+    pub(super) marks: Marks,
+}
+
+impl Writer {
+    pub(super) fn new(
+        directories: Vec<Directory>,
+        deadlines: Deadlines,
+        judged: Judgement,
+        source: Source,
+    ) -> Self {
+        let gap = judged.carried(judged.epoch.gap.as_ref());
+        let generation = judged.generation;
+        let epoch = Epoch { gap, ..judged.epoch };
+        let contents = Contents { next_incarnation: epoch.next_incarnation, ..Contents::default() };
+        let avoided = vec![None; directories.len()];
+        Self {
+            directories,
+            deadlines,
+            epoch,
+            generation,
+            contents,
+            copies: Vec::new(),
+            is_open: false,
+            encoder: Encoder::new(generation),
+            end: 0,
+            source,
+            others: Vec::new(),
+            legacy: Vec::new(),
+            avoided,
+            unread: BTreeMap::new(),
+            usable: BTreeSet::new(),
+            is_blind: false,
+            is_told: false,
+            marks: Marks::default(),
+        }
+    }
+
+    pub(super) async fn run(mut self, mut requests: mpsc::Receiver<Request>) {
+        let mut waiting = Vec::new();
+        while self.wait_for(&mut requests, &mut waiting).await > 0 {
+            let (mut entries, mut answers) = (Vec::new(), Vec::new());
+            let (mut settled, mut listening) = (Vec::new(), Vec::new());
+            for request in waiting.drain(..) {
+                match request {
+                    Request::Append(entry, done) => {
+                        entries.push(entry);
+                        answers.push(done);
+                    }
+                    Request::Settle(done) => settled.push(done),
+                    Request::Tell(to) => listening.push(to),
+                    Request::Blind(done) => {
+                        self.is_blind = true;
+                        settled.push(done);
+                    }
+                }
+            }
+            let results = self.append(&entries).await;
+            for (done, result) in answers.into_iter().zip(results) {
+                // Whoever asked may be gone.
+                let _ = done.send(result);
+            }
+            for to in listening {
+                self.tell(&to).await;
+                self.is_told = true;
+            }
+            self.tidy(!settled.is_empty()).await;
+        }
+    }
+
+    /// Waits for requests, and marks meanwhile what is acknowledged.
+    async fn wait_for(
+        &mut self,
+        requests: &mut mpsc::Receiver<Request>,
+        waiting: &mut Vec<Request>,
+    ) -> usize {
+        if self.is_open && self.marks.are_behind(self.generation, self.encoder.count()) {
+            let soon = tokio::time::timeout(MARK_PAUSE, requests.recv_many(waiting, BATCH_MAX)).await;
+            match soon {
+                Ok(received) if !self.marks.are_due() => return received,
+                soon => {
+                    let logs: Vec<_> = self
+                        .copies
+                        .iter()
+                        .map(|it| (&self.directories[it.directory], it.path.clone()))
+                        .collect();
+                    self.marks.write(&logs, self.generation, self.encoder.count()).await;
+                    if let Ok(received) = soon {
+                        return received;
+                    }
+                }
+            }
+        }
+        requests.recv_many(waiting, BATCH_MAX).await
+    }
+
+    /// Writes entries, on other directories when those that have the copies fail.
+    async fn append(&mut self, entries: &[Entry]) -> Vec<Result<(), LogError>> {
+        let mut excluded = BTreeSet::new();
+        if entries.is_empty() {
+            return Vec::new();
+        }
+        // Every turn but the last leaves out a directory more.
+        loop {
+            if !self.is_open
+                && let Err(error) = self.begin(&mut excluded).await
+            {
+                return entries.iter().map(|_| Err(error.clone())).collect();
+            }
+            let before = (self.encoder.clone(), self.end);
+            let (bytes, sizes) = self.encode(entries);
+            let all = std::mem::take(&mut self.copies);
+            let (kept, failed) = self.write_all(all, bytes).await;
+            excluded.extend(failed.iter().map(|copy| copy.directory));
+            excluded.retain(|at| kept.iter().all(|copy| copy.directory != *at));
+            if kept.is_empty() {
+                // No copy has it; what the files hold behind the last acknowledged frame is never read.
+                (self.encoder, self.end) = before;
+                (self.copies, self.is_open) = (failed, false);
+                continue;
+            }
+            self.copies = kept;
+            for (entry, size) in entries.iter().zip(&sizes) {
+                self.contents.took(entry, size.unwrap_or(0));
+            }
+            self.read_from_copies();
+            if !failed.is_empty() {
+                self.is_open = false;
+                if let Err(error) = self.begin(&mut excluded).await {
+                    return entries.iter().map(|_| Err(error.clone())).collect();
+                }
+            }
+            let too_long = || LogError::told("the record is too long");
+            return sizes.into_iter().map(|size| size.map(drop).ok_or_else(too_long)).collect();
+        }
+    }
+
+    /// The frames of `entries`, and how long each is; none of one that is too long, which is left out.
+    fn encode(&mut self, entries: &[Entry]) -> (Bytes, Vec<Option<u64>>) {
+        let mut out = BytesMut::new();
+        let mut batch = 0;
+        let sizes = entries.iter().map(|entry| {
+            let before = out.len();
+            let fits = self.encoder.encode(entry, batch, &mut out);
+            batch += u32::from(fits);
+            fits.then(|| (out.len() - before) as u64)
+        });
+        let sizes = sizes.collect();
+        (out.freeze(), sizes)
+    }
+
+    /// Appends to all copies; those that have it, and those that failed.
+    async fn write_all(&mut self, copies: Vec<Copy>, bytes: Bytes) -> (Vec<Copy>, Vec<Copy>) {
+        let (end, deadline) = (self.end, self.deadlines.write);
+        let length = bytes.len() as u64;
+        let writes = copies
+            .iter()
+            .map(|copy| within(deadline, Arc::clone(&copy.file).write_synced(vec![bytes.clone()], end)));
+        let results = join_all(writes.collect::<Vec<_>>()).await;
+        self.end += length;
+        let (mut kept, mut failed) = (Vec::new(), Vec::new());
+        for (copy, result) in copies.into_iter().zip(results) {
+            match result {
+                Ok(()) => kept.push(copy),
+                Err(error) => {
+                    self.blame(copy.directory, &copy.path, &error);
+                    failed.push(copy);
+                }
+            }
+        }
+        (kept, failed)
+    }
+
+    /// A directory failed: others are better for a while.
+    pub(super) fn blame(&mut self, directory: usize, path: &Path, error: &io::Error) {
+        let disk = &self.directories[directory];
+        let path = disk.io.root().join(path);
+        tracing::warn!(path = %path.display(), %error, "a copy of the metadata log cannot be written, it goes elsewhere");
+        if let Some(health) = disk.health.upgrade() {
+            health.failed(error);
+        }
+        self.avoided[directory] = Some(Instant::now());
+    }
+
+    pub(super) fn read_from_copies(&mut self) {
+        let (epoch, frames) = (self.epoch.id, self.encoder.count());
+        let source = |copy: &Copy| {
+            let (directory, path, generation) = (copy.directory, copy.path.clone(), copy.generation);
+            Source { parts: vec![Part { directory, path, generation, epoch, frames }] }
+        };
+        self.others = self.copies.iter().skip(1).map(source).collect();
+        self.source = self.copies.first().map(source).expect("a generation has a copy");
+    }
+
+    /// After a batch: a better place for the copies, or less of what is dead.
+    async fn tidy(&mut self, is_asked: bool) {
+        if is_asked {
+            self.look_again().await;
+        }
+        let is_mostly_dead = self.contents.dead_bytes > DEAD_BYTES_MIN.max(self.contents.living_bytes);
+        let is_misplaced = is_asked && (self.places(&BTreeSet::new()) != self.held() || self.has_changed());
+        let wants_more = is_asked && (self.is_blind || !self.is_open);
+        if !(is_mostly_dead || is_misplaced || wants_more) {
+            return;
+        }
+        if let Err(error) = self.begin(&mut BTreeSet::new()).await {
+            tracing::warn!(%error, "the metadata log cannot be written anew");
+        }
+    }
+}
