@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -266,6 +267,7 @@ impl Writer {
     async fn commit(&mut self, epoch: Epoch, copies: Vec<Copy>, usable: BTreeSet<usize>) {
         tracing::debug!(generation = self.generation, copies = ?copies, "metadata log begun");
         (self.epoch, self.copies, self.is_open) = (epoch, copies, true);
+        self.is_begun.store(true, Ordering::Release);
         self.usable = usable;
         self.legacy.clear();
         self.read_from_copies();

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
@@ -27,6 +28,7 @@ const TOLD_MAX: usize = 64;
 pub struct MetadataLog {
     requests: mpsc::Sender<Request>,
     gap: Option<Arc<str>>,
+    is_begun: Arc<AtomicBool>,
 }
 
 impl MetadataLog {
@@ -45,6 +47,7 @@ impl MetadataLog {
             tracing::error!(%error, "the metadata log cannot be written: nothing new is acknowledged until it can");
         }
         let gap = found.gap.as_deref().map(Arc::from);
+        let is_begun = Arc::clone(&writer.is_begun);
         let (requests, receiver) = mpsc::channel(WAITING_MAX);
         let cancelled = tasks.cancelled();
         tasks.spawn("metadata log", async move {
@@ -54,7 +57,14 @@ impl MetadataLog {
                 () = writer.run(receiver) => {}
             }
         });
-        (Self { requests, gap }, found)
+        (Self { requests, gap, is_begun }, found)
+    }
+
+    /// Whether what an earlier process left is on the device: it may have ended between a write and its sync, and only a new
+    /// generation has all of it synced.
+    #[must_use]
+    pub fn is_begun(&self) -> bool {
+        self.is_begun.load(Ordering::Acquire)
     }
 
     /// Why it is not known which shuffles there were.

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -107,6 +108,8 @@ pub(super) struct Writer {
     /// What the start found was told: it must not become something else before.
     pub(super) is_told: bool,
     pub(super) marks: Marks,
+    /// A generation was begun by this process.
+    pub(super) is_begun: Arc<AtomicBool>,
 }
 
 impl Writer {
@@ -140,6 +143,7 @@ impl Writer {
             is_blind: false,
             is_told: false,
             marks: Marks::default(),
+            is_begun: Arc::default(),
         }
     }
 

@@ -59,9 +59,14 @@ impl Ingest {
         let (asked, partitions) = (Arc::clone(&shuffle), std::mem::take(&mut request.partitions));
         let (learns, partitions) =
             aside(is_small, move || (would_learn(&asked, bitmap_count, &partitions), partitions)).await?;
-        // What adds nothing was written down before.
-        let Some(new) = learns? else { return Ok(()) };
-        app.usage().check(Counted::ReportedIds, new)?;
+        let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
+        match learns? {
+            Some(new) => app.usage().check(Counted::ReportedIds, new)?,
+            // It was written down before, and is on the device unless an earlier process left it and nothing could be written
+            // since.
+            None if log().is_none_or(|log| log.is_recovered_durable()) => return Ok(()),
+            None => {}
+        }
         request.partitions = partitions;
         self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
         let partitions = match self.tiers.metadata() {

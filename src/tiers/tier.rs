@@ -113,6 +113,11 @@ pub trait TierShuffle: fmt::Debug + Send + Sync {
 
 /// Metadata of one registration of a shuffle that survives the process.
 pub trait MetadataLog: Send + Sync {
+    /// Whether what was recovered outlives power, too: then what is known needs no record.
+    fn is_recovered_durable(&self) -> bool {
+        true
+    }
+
     /// Appends a record: when this returns `Ok` it outlives process and power.
     ///
     /// # Errors

@@ -48,6 +48,10 @@ struct ShuffleMetadata {
 }
 
 impl MetadataLog for ShuffleMetadata {
+    fn is_recovered_durable(&self) -> bool {
+        self.log.is_begun()
+    }
+
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         take_over::append(&self.log, &self.shuffle, record).boxed()
     }

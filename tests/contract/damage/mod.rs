@@ -26,7 +26,8 @@ use rand::RngExt;
 use uniffle_testkit::judge::{Answers, Findings, Refusal, examine};
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_testkit::{say, seeds};
-use uniffle_wire::types::{BlockId, ShuffleKey};
+use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::service::ServiceError;
 use uniffle_worker::tiers::StoreError;
 
 use self::mutations::Mutation;
@@ -67,6 +68,37 @@ fn what_was_acknowledged_is_answered_or_refused_by_name_whatever_is_damaged() {
         "of {intact} blocks that were not touched {served} are served"
     );
     assert!(alone || total.never().is_empty(), "never damaged: {:?}", total.never());
+}
+
+/// A process that ended between a write of the metadata log and its sync leaves a record that is known and not on the device.
+#[test]
+fn what_is_known_is_not_acknowledged_again_while_nothing_can_be_written() {
+    let mut world = World::new(1);
+    world.disks.truncate(1);
+    world.faults.truncate(1);
+    world.present.truncate(1);
+    let lived = world.live(async |world, life| {
+        let key = world.some_key();
+        life.client.register(&key, 3).await.expect("a sound disk");
+        for _ in 0..5 {
+            world.run_task_of(life, &key).await;
+        }
+        world.flush(life).await;
+        key
+    });
+    let key = lived.expect("a sound disk");
+    let told = &world.told[&key].partitions;
+    let report: Vec<(i32, Vec<BlockId>)> =
+        told.iter().map(|(partition, told)| (*partition, told.reported.iter().copied().collect())).collect();
+    world.faults[0].set_read_only(true);
+    let lived = world.live(async |world, life| {
+        let again = life.client.report(&key, TaskAttemptId(1), &report).await;
+        assert!(matches!(again, Err(ServiceError::Store(_))), "{again:?}");
+        world.faults[0].set_read_only(false);
+        tokio::time::sleep(PROBED_WITHIN).await;
+        life.client.report(&key, TaskAttemptId(1), &report).await
+    });
+    assert!(matches!(lived, Ok(Ok(()))), "{lived:?}");
 }
 
 fn run_safely(seed: u64, mutation: Mutation) -> Report {

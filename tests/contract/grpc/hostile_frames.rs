@@ -138,7 +138,8 @@ async fn tiny_frames_that_claim_huge_lengths_are_refused_at_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_million_partitions_in_one_request_cost_nothing() {
-    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    let setup = Setup { memory: "heap_capacity = \"512MiB\"", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, i32::MAX)]).await.unwrap();
     let mut request = super::fixture::require(&key, 1000);
     request.partition_ids = (0..1_000_001).collect();
