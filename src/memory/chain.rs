@@ -108,6 +108,10 @@ impl Chain {
         }
         for segment in grown {
             self.capacity += segment.capacity() as u64;
+            if self.placed.is_empty() {
+                // Of many small partitions most have one.
+                self.placed.reserve_exact(1);
+            }
             self.placed.push(Placed { start: self.used, segment });
             self.place(&mut missing, &mut parts);
         }

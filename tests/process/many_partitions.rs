@@ -75,7 +75,8 @@ fn tell(worker: &Worker, idle: u64, what: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn d12_two_hundred_thousand_partitions_with_data_stay_within_the_bound() {
-    let setup = Setup { name: "partitions", capacity: "200M", disks: 2, ..Setup::default() };
+    let memory = "heap_capacity = \"128MiB\"";
+    let setup = Setup { name: "partitions", capacity: "200M", memory, disks: 2, ..Setup::default() };
     let mut worker = tokio::task::spawn_blocking(move || Worker::start(&setup)).await.unwrap();
     let keys = ["app-1", "app-2"].map(|app| ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(1)));
     let idle = worker.proc_status("VmRSS") << 10;
