@@ -3,6 +3,7 @@
 //! What they said is not held. It is told a record at a time, when this start has a generation of its own.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 
 use croaring::Treemap;
 use tokio::sync::mpsc;
@@ -11,7 +12,7 @@ use uuid::Uuid;
 use super::frame::{Entry, Gap, Incarnation, Member};
 use super::legacy::Legacy;
 use super::proof::{Judgement, judge};
-use super::read::{Directory, METADATA, Survey};
+use super::read::{Directory, METADATA, Source, Survey};
 use super::writer::{Deadlines, LogError, Told, Writer};
 use uniffle_wire::types::ShuffleKey;
 
@@ -170,34 +171,42 @@ impl Writer {
     /// Tells what living shuffles said, in the order in which it was written; a copy that cannot be read to its end is gone
     /// on with in the other.
     pub(super) async fn tell(&self, to: &mpsc::Sender<Told>) {
-        let (mut told, mut failed) = (0u64, None);
+        let (mut told, mut failed) = (0, None);
         for entry in &self.legacy {
             if !self.tell_one(entry.clone(), to).await {
                 return;
             }
         }
         for source in std::iter::once(&self.source).chain(&self.others) {
-            let mut reader = source.read(&self.directories, self.deadlines.name);
-            let mut at = 0;
-            failed = loop {
-                match reader.next().await {
-                    Ok(None) => break None,
-                    Err(error) => break Some(LogError::new(METADATA, &error)),
-                    Ok(Some(entry)) => {
-                        at += 1;
-                        if at > told && !self.tell_one(entry, to).await {
-                            return;
-                        }
-                        told = told.max(at);
-                    }
-                }
-            };
+            let (now, result) = self.tell_from(source, told, to).await;
+            told = told.max(now);
+            failed = result.err().map(|error| LogError::new(METADATA, &error));
             if failed.is_none() {
                 break;
             }
         }
         // The one that asked may be gone.
         let _ = to.send(failed.map_or(Ok(None), Err)).await;
+    }
+
+    /// Tells what a source has behind its first `told` entries; how many it has told of.
+    async fn tell_from(&self, source: &Source, told: u64, to: &mpsc::Sender<Told>) -> (u64, io::Result<()>) {
+        let mut reader = source.read(&self.directories, self.deadlines.name);
+        let mut at = 0;
+        loop {
+            match reader.next().await {
+                Ok(None) => return (at, Ok(())),
+                Err(error) => return (at, Err(error)),
+                // Was told from another source.
+                Ok(Some(_)) if at < told => {}
+                Ok(Some(entry)) => {
+                    if !self.tell_one(entry, to).await {
+                        return (at, Ok(()));
+                    }
+                }
+            }
+            at += 1;
+        }
     }
 
     /// False when nobody listens any more.

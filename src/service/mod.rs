@@ -153,20 +153,11 @@ impl Service {
         registry: &Registry,
     ) -> prometheus::Result<Arc<Self>> {
         let metrics = Arc::new(ServiceMetrics::new(registry)?);
-        if let Some(flusher) = &flusher {
-            flusher.charge_to(Arc::clone(&apps));
-        }
+        flusher.iter().for_each(|flusher| flusher.charge_to(Arc::clone(&apps)));
         let tiers = flusher.as_ref().map(|flusher| flusher.tiers().clone()).unwrap_or_default();
         let status = Arc::new(WorkerStatus::default());
         let known = Known { apps: apps.clone(), metrics: metrics.clone() };
-        let verifier = Arc::new(Verifier {
-            memory: memory.clone(),
-            tiers: tiers.clone(),
-            tasks: tasks.clone(),
-            metrics: metrics.clone(),
-        });
-        let losses = Losses { apps: apps.clone(), verifier: verifier.clone(), metrics: metrics.clone() };
-        let losses = Arc::new(losses);
+        let (verifier, losses) = verification(&known, &memory, &tiers, &tasks);
         let insight = Arc::new(Insight {
             apps: apps.clone(),
             memory: memory.clone(),
@@ -179,7 +170,7 @@ impl Service {
             history: History::default(),
             gone: Gone::default(),
         });
-        let ingest = Ingest {
+        let ingest = Arc::new(Ingest {
             known: known.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
@@ -191,8 +182,8 @@ impl Service {
             commits: CommitGate::default(),
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
-        };
-        let reads = Reads {
+        });
+        let reads = Arc::new(Reads {
             known: known.clone(),
             memory: memory.clone(),
             tiers: tiers.clone(),
@@ -202,8 +193,8 @@ impl Service {
             partitions_max: config.partitions_per_request_max,
             read_memory_wait: config.read_memory_wait,
             heap_wait: config.heap_wait,
-        };
-        let lifecycle = Lifecycle {
+        });
+        let lifecycle = Arc::new(Lifecycle {
             known,
             apps: apps.clone(),
             memory: memory.clone(),
@@ -217,11 +208,11 @@ impl Service {
             tasks,
             metrics,
             decommission_check_interval: config.decommission_check_interval,
-        };
+        });
         Ok(Arc::new(Self {
-            ingest: Arc::new(ingest),
-            reads: Arc::new(reads),
-            lifecycle: Arc::new(lifecycle),
+            ingest,
+            reads,
+            lifecycle,
             insight,
             apps,
             memory,
@@ -286,4 +277,18 @@ impl Service {
     pub fn apps(&self) -> &Arc<AppRegistry> {
         &self.apps
     }
+}
+
+/// What finds out which blocks are lost, and who tells of it.
+fn verification(
+    Known { apps, metrics }: &Known,
+    memory: &Arc<Memory>,
+    tiers: &Tiers,
+    tasks: &Tasks,
+) -> (Arc<Verifier>, Arc<Losses>) {
+    let (memory, metrics) = (memory.clone(), metrics.clone());
+    let verifier =
+        Arc::new(Verifier { memory, tiers: tiers.clone(), tasks: tasks.clone(), metrics: metrics.clone() });
+    let losses = Losses { apps: apps.clone(), verifier: verifier.clone(), metrics };
+    (verifier, Arc::new(losses))
 }

@@ -137,12 +137,11 @@ impl Verifier {
             let found = match self.count(key, partition).await {
                 Ok(found) => found,
                 Err((error, is_served)) => {
-                    ledger.with(partition, |it| {
-                        if is_served && error.kind != StoreErrorKind::Unhealthy {
-                            it.question(None);
-                        }
-                        it.fail_look();
-                    });
+                    let is_unread = is_served && error.kind != StoreErrorKind::Unhealthy;
+                    if is_unread {
+                        ledger.with(partition, |it| it.question(None));
+                    }
+                    ledger.with(partition, Ledger::fail_look);
                     // Of a shuffle that is gone no reader is left.
                     let is_gone = error.kind == StoreErrorKind::Purged || self.is_gone(key);
                     return if is_gone { Ok(()) } else { Err(error) };

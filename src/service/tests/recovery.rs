@@ -1,6 +1,6 @@
 //! How long a start takes that finds much, and how much memory: of registrations, reports and index files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use futures::future::join_all;
 use tokio::time::Instant;
@@ -16,7 +16,7 @@ const TASKS: i64 = 100;
 const PARTITIONS: i32 = 10;
 const BLOCK_BYTES: u32 = 16;
 
-fn disk(root: &PathBuf) -> Arc<dyn Disk> {
+fn disk(root: &Path) -> Arc<dyn Disk> {
     Arc::new(BlockingDisk::new(root, 4, 16))
 }
 
@@ -49,7 +49,7 @@ fn extent(partition: i32) -> ExtentWrite {
     ExtentWrite { partition: PartitionId(partition), blocks, length, data }
 }
 
-async fn fill(root: &PathBuf) {
+async fn fill(root: &Path) {
     let store = LocalStore::open(LocalConfig::default(), vec![disk(root)], &Registry::new()).await.unwrap();
     let records = records();
     for shuffle in 0..SHUFFLES {
