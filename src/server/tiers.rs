@@ -103,7 +103,6 @@ pub(super) async fn start_hdfs(
 }
 
 #[cfg(not(feature = "hdfs"))]
-#[expect(clippy::unused_async, reason = "as the other one")]
 pub(super) async fn start_hdfs(
     _: &Config,
     _: String,
