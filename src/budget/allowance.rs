@@ -2,7 +2,7 @@
 //!
 //! The promise is resident memory of at most capacity × 1.05 + 200 MiB ([`promised`]), whatever clients do. Everything that
 //! is not a block has its place in [`divide`]; the defaults of the keys that bound a kind come from there, so that all kinds may
-//! be full at once. Whoever sets such a key moves the bound: [`Parts::sum`] of what is configured is compared with the promise
+//! be full at once. Setting such a key moves the bound: [`Parts::sum`] of what is configured is compared with the promise
 //! at the start. Pure.
 //!
 //! A connection's least is what it can make the worker hold before anything of it was looked at: HTTP/2 cannot begin a

@@ -2,7 +2,7 @@
 //!
 //! It is proven when
 //! 1. no newer epoch can exist on a directory that is away: of one or two voters all are here, of more a majority, and
-//!    nobody is away who may go on by itself ([`Member::may_go_alone`]);
+//!    no member that may go on by itself is absent ([`Member::may_go_alone`]);
 //! 2. no directory that is here has gone on by itself: every epoch seen led to the newest one;
 //! 3. of the newest generation one copy is whole. A record is acknowledged once it is on the device in every copy, so a
 //!    whole one has all; its end may be torn (the last write before a loss of power) only if another copy is there, as

@@ -168,7 +168,7 @@ impl Writer {
             }
             let results = self.append(&entries).await;
             for (done, result) in answers.into_iter().zip(results) {
-                // Whoever asked may be gone.
+                // The caller may be gone.
                 let _ = done.send(result);
             }
             for to in listening {

@@ -57,7 +57,7 @@ impl CoordinatorServer for EmbeddedCoordinator {
                 let answer =
                     proto::GetShuffleAssignmentsResponse { status, assignments, ret_msg: String::new() };
                 let mut response = Response::new(answer);
-                // Whoever encodes and sends it gives the memory back.
+                // The memory is given back once it is encoded and sent.
                 response.extensions_mut().insert(Arc::new(charge));
                 Ok(response)
             }

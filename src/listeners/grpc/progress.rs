@@ -129,7 +129,7 @@ impl Progress {
 }
 
 impl Tails {
-    /// Whoever does not take an answer's end within `period` loses the connection, at the latest after twice that time.
+    /// A peer that does not take an answer's end within `period` loses the connection, at the latest after twice that time.
     pub(super) fn new(period: Duration) -> Arc<Self> {
         Arc::new(Self { began: Instant::now(), period, waiting: Default::default() })
     }

@@ -117,7 +117,7 @@ pub(crate) fn claim_without_checksum(content: &[u8]) -> Option<Vec<u8>> {
     Some(format!("{}{crc:08x}\n", text.get(..checksum)?).into_bytes())
 }
 
-/// An epoch in which nobody is missed: its members are those who are here, and it came after all `others`.
+/// An epoch of which no member is absent: its members are those who are here, and it came after all `others`.
 pub(crate) fn missing_nobody(mut epoch: Epoch, here: &[String], others: &[u64]) -> Epoch {
     epoch.members.retain(|member| here.contains(&member.uuid().to_string()));
     epoch.lineage.extend(others);

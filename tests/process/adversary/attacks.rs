@@ -91,7 +91,7 @@ pub(super) fn n3_half_sent_prefaces(target: Target) -> BoxFuture<'static, io::Er
     .boxed()
 }
 
-/// N12: sockets on the HTTP port that are slow in every way, and dumps for everybody.
+/// N12: sockets on the HTTP port that are slow in every way, and task dumps.
 pub(super) fn n12_slow_sockets_and_dumps(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
         let heads = again(|| hold(target.http, 200, b"GET /health/li", Duration::from_secs(5)));

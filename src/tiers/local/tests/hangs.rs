@@ -267,7 +267,7 @@ async fn a_purge_that_is_dropped_is_finished_later() {
     assert_nothing_left(&store, &disks).await;
 }
 
-/// Two apps that go at the same time: the files of both are removed by whoever comes first, and it takes long.
+/// Two apps that go at the same time: the files of both are removed by the first of them, and it takes long.
 #[tokio::test(start_paused = true)]
 async fn directories_of_an_app_whose_files_another_purge_removes_do_not_stay() {
     let (disks, store, first) = two_disks().await;
