@@ -1,5 +1,7 @@
 //! The command line, the allocator and the runtime; everything else is in the library.
 //!
+//! As `uniffle-worker ctl` it is the operator's client instead (`uniffle_ctl`, which documents the exit codes of that).
+//!
 //! Exit codes: 0 after an ordered stop, 1 when the worker could not start or run, 2 when the command line or the
 //! configuration is wrong. What went wrong is on stderr, in one line or one line per problem. SIGTERM and SIGINT stop the
 //! worker, SIGUSR2 upgrades it in place (`server::run`), SIGHUP reads the configuration again.
@@ -8,19 +10,23 @@
 //! a `malloc_conf` symbol from here would be `unsafe`; `MALLOC_CONF` in the environment still overrides it.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{self, ExitCode};
+use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::Parser;
-use nix::sys::signal::SigSet;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use tokio::sync::mpsc;
-use uniffle_worker::config::{Config, Machine};
+use tokio::time::Instant;
+use uniffle_worker::config::{self, Config, Machine};
 use uniffle_worker::profile::heap;
-use uniffle_worker::server::{Command, Ended, Environment, Inherited, Origin, Successor};
+use uniffle_worker::server::{
+    Command, Ended, Environment, Inherited, Origin, Signals, Successor, hold_upgrade_signal,
+    take_upgrade_signal,
+};
 #[cfg(feature = "otlp")]
 use uniffle_worker::telemetry::otlp;
 use uniffle_worker::{server, telemetry};
@@ -47,26 +53,59 @@ struct CommandLine {
     /// Print the effective configuration as TOML and exit
     #[arg(long)]
     print_config: bool,
+
+    #[command(subcommand)]
+    other: Option<Other>,
 }
 
+/// What this program is beside a worker.
+#[derive(Debug, Subcommand)]
+#[command(disable_help_subcommand = true)]
+enum Other {
+    /// Ask a worker, or every worker of a cluster, and tell it what to do
+    Ctl(Box<uniffle_ctl::Arguments>),
+    /// Print the configuration of a Java server (server.conf) or of riffle (TOML) as one of this worker
+    ///
+    /// Each key without a counterpart, and each value that cannot be, is a comment with the reason. Exits with 2 when
+    /// something has to be added by hand before `--check` takes it.
+    Import {
+        /// The configuration
+        file: PathBuf,
+    },
+    /// Print the completions for a shell
+    Completions {
+        /// The shell
+        shell: uniffle_ctl::Shell,
+    },
+    /// Print the manual page
+    Man {
+        /// Write the pages of all subcommands there instead
+        #[arg(long, value_name = "DIRECTORY")]
+        directory: Option<PathBuf>,
+    },
+}
+
+/// Signals to stop that come within this time from two sides are one.
+const ONE_STOP: Duration = Duration::from_secs(1);
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("WORKER_GIT_COMMIT"), ")");
 
 fn main() -> ExitCode {
     hold_upgrade_signal();
     let command_line = CommandLine::parse();
+    if let Some(other) = &command_line.other {
+        return run_other(other);
+    }
     if let Err(error) = take_jemalloc_options() {
         return fail(1, &format!("cannot start again with _RJEM_MALLOC_CONF as MALLOC_CONF: {error}"));
     }
-    let env: HashMap<String, String> = std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-        .collect();
+    let env = environment();
     let machine = Machine::detect(&env);
     let config = match Config::load(command_line.config.as_deref(), &env, &machine) {
         Ok(config) => config,
         Err(error) => return fail(2, &error.to_string()),
     };
     if command_line.print_config {
-        return print(&config.to_toml());
+        return print(config.to_toml().as_bytes());
     }
     if command_line.check {
         return check(&config, &env);
@@ -74,25 +113,46 @@ fn main() -> ExitCode {
     // While this is the only thread: it takes variables out of the environment.
     let inherited = Inherited::from_env(&env);
     match run(&config, Origin { env, machine }, inherited) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => fail(1, &format!("{error:#}")),
     }
 }
 
-/// Blocks SIGUSR2, whose default action would end a process that has not installed its handler yet. The mask and a
-/// pending signal survive `exec`, so that a signal between two programs of an upgrade is not lost either.
-fn hold_upgrade_signal() {
-    // Fails for an invalid set only.
-    let _ = upgrade_signal().thread_block();
+fn run_other(other: &Other) -> ExitCode {
+    match other {
+        Other::Ctl(arguments) => uniffle_ctl::run(arguments),
+        Other::Import { file } => import(file),
+        Other::Completions { shell } => print(&uniffle_ctl::complete(CommandLine::command(), *shell)),
+        Other::Man { directory } => match uniffle_ctl::manual(CommandLine::command(), directory.as_deref()) {
+            Ok(text) => print(&text),
+            Err(error) => fail(2, &format!("--directory: {error}")),
+        },
+    }
 }
 
-/// The opposite, on this thread alone: the runtime's threads inherited the mask, so it is this one that takes it.
-fn take_upgrade_signal() {
-    let _ = upgrade_signal().thread_unblock();
+fn import(file: &Path) -> ExitCode {
+    let (name, env) = (file.display().to_string(), environment());
+    let text = match std::fs::read_to_string(file) {
+        Ok(text) => text,
+        Err(error) => return fail(2, &format!("{name}: {error}")),
+    };
+    match config::import(&name, &text, &Machine::detect(&env)) {
+        Ok(imported) => {
+            print(imported.text.as_bytes());
+            match imported.missing.is_empty() {
+                true => ExitCode::SUCCESS,
+                false => fail(2, &format!("to be added by hand:\n  {}", imported.missing.join("\n  "))),
+            }
+        }
+        Err(error) => fail(2, &format!("{name}: {error}")),
+    }
 }
 
-fn upgrade_signal() -> SigSet {
-    SigSet::from_iter([nix::sys::signal::Signal::SIGUSR2])
+/// What is text of it.
+fn environment() -> HashMap<String, String> {
+    let text =
+        |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    std::env::vars_os().filter_map(text).collect()
 }
 
 /// jemalloc reads its options before `main` from `MALLOC_CONF`. The name that is documented for the first Rust server
@@ -120,25 +180,22 @@ fn check(config: &Config, env: &HashMap<String, String>) -> ExitCode {
         Err(problems) => return fail(2, &problems),
     };
     let source = config.source.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
-    print(&format!("the configuration{source} is valid\n{}{verdict}", notes(config)))
+    print(format!("the configuration{source} is valid\n{}{verdict}", notes(config)).as_bytes())
 }
 
 /// What the running worker waits for, or what keeps this program from taking over.
 fn rehearse(config: &Config, facts: &str) -> Result<String, String> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start the runtime: {error}"))?;
-    let problems = runtime.block_on(server::rehearse(config, facts));
+    let rehearsed = runtime.block_on(server::rehearse(config, facts));
     // A disk that hangs is not waited for.
     runtime.shutdown_background();
-    match problems.is_empty() {
-        true => Ok(format!("{}\n", server::REHEARSED)),
-        false => Err(format!("no upgrade in place:\n  {}", problems.join("\n  "))),
-    }
+    rehearsed.map_err(|problems| format!("no upgrade in place:\n  {}", problems.join("\n  ")))
 }
 
-/// Runs the worker, and after an upgrade the next one: as another program in this process, or, if that cannot be
-/// executed, as a new worker of this program.
-fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<()> {
+/// Runs the worker, and after an upgrade the next one: as another program in this process, or beside it, or, if that cannot
+/// be executed, as a new worker of this program.
+fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Result<ExitCode> {
     let telemetry = telemetry::init(&config.log)?;
     if heap::asked_for(&std::env::var("MALLOC_CONF").unwrap_or_default()) {
         heap::activate().context("MALLOC_CONF asks for a heap profile")?;
@@ -166,10 +223,16 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
         drop(export);
         // After an ordered stop nothing is left but disk calls that hang; the process does not wait for those.
         runtime.shutdown_background();
-        let Ended::Upgrade { successor, sockets } = ended? else { return Ok(()) };
+        let Ended::Upgrade { successor, sockets, beside } = ended? else { return Ok(ExitCode::SUCCESS) };
         telemetry.flush();
         hold_upgrade_signal();
-        let (error, sockets) = successor.exec(sockets);
+        let (error, sockets) = match beside {
+            None => successor.exec(*sockets),
+            Some(deadline) => match server::run_beside(&successor, *sockets, deadline) {
+                Ok(code) => return Ok(ExitCode::from(code)),
+                Err(returned) => *returned,
+            },
+        };
         tracing::error!(%error, "the successor cannot be executed, continuing with this program");
         inherited = sockets;
     }
@@ -177,61 +240,36 @@ fn run(config: &Config, origin: Origin, mut inherited: Inherited) -> anyhow::Res
 
 /// Runs the server until it fails or a signal ends it. A second signal to stop gives up on the ordered stop.
 async fn serve(config: &Config, environment: Environment, inherited: Inherited) -> anyhow::Result<Ended> {
+    let is_kept = server::follow_keeper()?;
     // Listening before anything is opened, so that a signal during start-up is an ordered stop too.
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     take_upgrade_signal();
     let successor = Successor::of_this_process().context("cannot find out what this program is")?;
     let (commands, received) = mpsc::channel(4);
     let mut server = Box::pin(server::run(config, environment, inherited, received));
-    let mut stopping = false;
+    let mut stopping = None;
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
-                Ok(_) if stopping => Ok(Ended::Stopped),
+                Ok(_) if stopping.is_some() => Ok(Ended::Stopped),
                 ended => ended,
             },
             signal = signals.next() => signal,
         };
         // Fails if the server has ended, which the next turn shows, or while a few commands are queued already.
         let _ = match signal {
-            "SIGUSR2" | "SIGHUP" if stopping => continue,
+            "SIGUSR2" | "SIGHUP" if stopping.is_some() => continue,
             "SIGHUP" => commands.try_send(Command::Reload),
             "SIGUSR2" => commands.try_send(Command::Upgrade(successor.clone())),
-            name if stopping => anyhow::bail!("{name} while stopping: not waiting any longer"),
+            // The process beside this one was told too, and passes it on.
+            _ if is_kept && stopping.is_some_and(|at: Instant| at.elapsed() < ONE_STOP) => continue,
+            name if stopping.is_some() => anyhow::bail!("{name} while stopping: not waiting any longer"),
             name => {
                 tracing::info!(signal = name, "stopping");
-                stopping = true;
+                stopping = Some(Instant::now());
                 commands.try_send(Command::Stop)
             }
         };
-    }
-}
-
-/// The signals that end the worker, or this program of it.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    upgrade: Signal,
-    reload: Signal,
-}
-
-impl Signals {
-    fn listen() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            upgrade: signal(SignalKind::user_defined2())?,
-            reload: signal(SignalKind::hangup())?,
-        })
-    }
-
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.upgrade.recv() => "SIGUSR2",
-            _ = self.reload.recv() => "SIGHUP",
-        }
     }
 }
 
@@ -240,9 +278,9 @@ fn notes(config: &Config) -> String {
 }
 
 /// Writes to stdout; a reader that went away is no failure (`println!` would panic).
-fn print(text: &str) -> ExitCode {
+fn print(text: &[u8]) -> ExitCode {
     let mut stdout = std::io::stdout().lock();
-    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    let _ = stdout.write_all(text).and_then(|()| stdout.flush());
     ExitCode::SUCCESS
 }
 
@@ -254,7 +292,6 @@ fn fail(code: u8, text: &str) -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory as _;
 
     #[test]
     fn the_command_line_is_sound() {

@@ -37,6 +37,7 @@ pub struct App {
     partitions: Budget,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
+    answer_lists: Budget,
     usage: Usage,
 }
 
@@ -67,6 +68,7 @@ impl App {
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             partitions: heap.of_one_app(HeapKind::Partitions),
             answers: answers.child(answers.capacity() / 2),
+            answer_lists: heap.of_one_app(HeapKind::Answers),
             usage,
         })
     }
@@ -74,6 +76,11 @@ impl App {
     /// Bytes of blocks in answers that it has not taken.
     pub fn answers(&self) -> &Budget {
         &self.answers
+    }
+
+    /// Heap of the lists of those answers, and of copies of their small pieces.
+    pub fn answer_lists(&self) -> &Budget {
+        &self.answer_lists
     }
 
     /// What it has of what quotas count.

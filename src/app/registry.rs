@@ -16,6 +16,7 @@ use super::application::App;
 use super::block_ids::BlockIds;
 use super::quota::{Quota, QuotaExceeded};
 use super::ranges::PartitionRanges;
+use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::shuffle::ShuffleState;
 use super::usage::{Counted, Quotas, Usage, Users};
@@ -124,7 +125,8 @@ impl AppRegistry {
             let counted = app.usage().count(Counted::ReportedIds, 0);
             let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids, counted);
             let on_disk = app.usage().count(Counted::DiskBytes, 0);
-            let fresh = ShuffleState::new(key.clone(), (all, charge), block_ids, (partitions, on_disk));
+            let reported = (block_ids, RecordCounts::new(&app.reported_ids));
+            let fresh = ShuffleState::new(key.clone(), (all, charge), reported, (partitions, on_disk));
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };

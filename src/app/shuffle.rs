@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 
 use super::block_ids::BlockIds;
+use super::commits::Commits;
 use super::ranges::PartitionRanges;
+use super::record_counts::RecordCounts;
 use crate::budget::Charge;
 use crate::durability::ShuffleLedger;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -22,6 +24,8 @@ pub struct ShuffleState {
     pub(super) partitions: Mutex<Charge>,
     on_disk: Mutex<Charge>,
     block_ids: Mutex<BlockIds>,
+    records: Mutex<RecordCounts>,
+    commits: Commits,
     ledger: ShuffleLedger,
     /// Digest of the registration that was written down last; 0 = none was.
     noted_registration: AtomicU64,
@@ -33,7 +37,7 @@ impl ShuffleState {
     pub(super) fn new(
         key: ShuffleKey,
         (ranges, charge): (PartitionRanges, Charge),
-        block_ids: BlockIds,
+        (block_ids, records): (BlockIds, RecordCounts),
         (partitions, on_disk): (Charge, Charge),
     ) -> Self {
         Self {
@@ -43,6 +47,8 @@ impl ShuffleState {
             partitions: Mutex::new(partitions),
             on_disk: Mutex::new(on_disk),
             block_ids: Mutex::new(block_ids),
+            records: Mutex::new(records),
+            commits: Commits::default(),
             ledger: ShuffleLedger::default(),
             noted_registration: AtomicU64::new(0),
             huge_partitions: Mutex::default(),
@@ -72,6 +78,16 @@ impl ShuffleState {
     /// Reported block ids.
     pub fn block_ids(&self) -> &Mutex<BlockIds> {
         &self.block_ids
+    }
+
+    /// Reported record numbers.
+    pub fn records(&self) -> &Mutex<RecordCounts> {
+        &self.records
+    }
+
+    /// Tasks that committed.
+    pub fn commits(&self) -> &Commits {
+        &self.commits
     }
 
     /// What of it is lost.

@@ -13,7 +13,8 @@ const MIB: u64 = 1 << 20;
 /// The promise's fixed part.
 const FIXED: u64 = 200 * MIB;
 
-/// The process without clients: code, runtime, the first threads, tables, the allocator's own.
+/// The process without clients: code, runtime, the first threads, tables (lists of the first blocks in memory, index records,
+/// the embedded coordinator's), the allocator's own.
 const BASE: u64 = 40 * MIB;
 /// Cores whose threads are in [`BASE`] ...
 const CORES_IN_BASE: u64 = 16;

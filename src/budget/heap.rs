@@ -13,7 +13,7 @@ use super::ledger::{Budget, Charge, NoCapacity};
 pub enum HeapKind {
     /// Requests that are arriving or being answered: their bytes, and the messages made of them.
     Requests,
-    /// Blocks of sends that are not committed.
+    /// Blocks of sends that are not committed, and lists of those in memory for which the region cedes nothing.
     Blocks,
     /// Answers that are made or not taken yet: their heads, bitmaps of block ids.
     Answers,

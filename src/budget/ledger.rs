@@ -159,6 +159,16 @@ impl Budget {
         }
     }
 
+    /// Calls `look`, and completes when something was given back since it was called, here or in any part of the whole.
+    pub async fn freed_after(&self, look: impl FnOnce()) {
+        let top = self.path().last().unwrap_or(&self.0);
+        let _waiting = Waiting::among(&top.waiting);
+        let mut freed = pin!(top.freed.notified());
+        freed.as_mut().enable();
+        look();
+        freed.await;
+    }
+
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
         for ledger in self.path() {

@@ -14,15 +14,18 @@ const TCP_LINES: &str = "For the faster raw TCP transport take spark.rss.client.
 
 /// The `spark-submit` lines for a worker whose embedded coordinator answers at `host` and the port of `grpc`.
 ///
-/// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine.
+/// `grpc` and `http` are the bound addresses. `host` is how Spark reaches this machine. `quorum` are the coordinators that
+/// clients name; empty = this one.
 pub fn startup_banner(
     host: IpAddr,
     grpc: SocketAddr,
     http: SocketAddr,
     tcp: bool,
     store_type: StoreType,
+    quorum: &str,
 ) -> String {
     let coordinator = SocketAddr::new(host, grpc.port());
+    let quorum = if quorum.is_empty() { coordinator.to_string() } else { quorum.to_owned() };
     let status = SocketAddr::new(host, http.port());
     let storage = store_type.as_str();
     let tcp_lines = if tcp { TCP_LINES } else { "" };
@@ -35,7 +38,7 @@ pub fn startup_banner(
            --packages {CLIENT_PACKAGE} \\\n  \
            --conf spark.shuffle.manager=org.apache.spark.shuffle.RssShuffleManager \\\n  \
            --conf spark.serializer=org.apache.spark.serializer.KryoSerializer \\\n  \
-           --conf spark.rss.coordinator.quorum={coordinator} \\\n  \
+           --conf spark.rss.coordinator.quorum={quorum} \\\n  \
            --conf spark.rss.storage.type={storage} \\\n  \
            --conf spark.rss.client.type=GRPC \\\n  \
            --conf spark.shuffle.service.enabled=false \\\n  \
@@ -61,6 +64,7 @@ mod tests {
             "0.0.0.0:19998".parse().unwrap(),
             true,
             StoreType::MemoryLocalfile,
+            "",
         );
         let command: Vec<&str> = text
             .lines()

@@ -126,7 +126,7 @@ fn check_localfile(config: &Config, found: &mut Found) {
     let key = "localfile_store.data_paths";
     let paths = &config.local.paths;
     // The default directory is for a first try on one machine; a cluster's disks are to be named.
-    if !found.reader.given.contains(key) && !config.is_embedded() {
+    if !found.reader.given.contains(key) && config.has_quorum() {
         found.refuse(key, "(absent)", "needed with a coordinator_quorum: one directory per disk");
     }
     if paths.is_empty() {
@@ -201,9 +201,16 @@ fn check_coordinators(config: &Config, found: &mut Found) {
     }
     let embedded = &config.embedded;
     let is_default = *embedded
-        == EmbeddedConfig { storage_type: embedded.storage_type.clone(), ..EmbeddedConfig::default() };
+        == EmbeddedConfig {
+            enable: embedded.enable,
+            storage_type: embedded.storage_type.clone(),
+            ..EmbeddedConfig::default()
+        };
     if !config.is_embedded() && !is_default {
-        found.warn("[embedded_coordinator] has no effect with a coordinator_quorum");
+        found.warn("[embedded_coordinator] has no effect with a coordinator_quorum unless enable is true");
+    }
+    if !config.is_embedded() && !config.has_quorum() {
+        found.refuse("embedded_coordinator.enable", false, "true, or a coordinator_quorum");
     }
     if config.is_embedded() && embedded.node_timeout <= config.heartbeat.interval {
         // The worker's own reports come at that interval: it would be lost to itself.
@@ -245,7 +252,7 @@ fn check_hdfs(config: &Config, found: &mut Found) {
         if hdfs.precheck {
             found.refuse("hdfs_store.precheck_enable", true, "false, or hdfs_store.allowed_paths to check");
         }
-        if hdfs.allowed_paths.is_empty() && !config.is_embedded() {
+        if hdfs.allowed_paths.is_empty() && config.has_quorum() {
             let allowed = "needed with a coordinator_quorum: the remote paths that applications may name and the worker \
                            then writes and deletes, or [\"*\"] for all";
             found.refuse("hdfs_store.allowed_paths", "[]", allowed);

@@ -1,14 +1,15 @@
 //! The configuration: TOML and environment → the modules' sections, read and cross-checked.
 //!
 //! Every module declares what can be configured of it where it is used ([`crate::schema`]); here the sections are put
-//! together (`sections`), checked against each other (`check`) and documented (`document`). All problems are reported at once, each
-//! with its key, its value and what is allowed. Nothing here starts, opens or binds anything. Invariant: a `Config` made
-//! by [`Config::load`] or [`Config::parse`] needs no further checks. The environment is passed in as a map, the machine
-//! as a [`Machine`], so that tests share no state.
+//! together (`sections`), checked against each other (`check`) and documented (`document`); `import` reads those of other
+//! servers. All problems are reported at once, each with its key, its value and what is allowed. Nothing here starts,
+//! opens or binds anything. Invariant: a `Config` made by [`Config::load`] or [`Config::parse`] needs no further checks.
+//! The environment is passed in as a map, the machine as a [`Machine`], so that tests share no state.
 
 mod banner;
 mod check;
 mod document;
+mod import;
 mod sections;
 mod worker;
 
@@ -20,6 +21,7 @@ use toml::Table;
 pub use crate::schema::{Machine, Problem};
 pub use banner::startup_banner;
 pub use document::{example, reference};
+pub use import::{Imported, import};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 

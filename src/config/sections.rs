@@ -147,8 +147,8 @@ section! {
 impl Config {
     /// Sets what sections take from each other.
     pub(super) fn follow(&mut self) {
+        let is_open = !self.has_quorum() && !self.tls.forbids_plain_tcp();
         let worker = &mut self.worker;
-        let is_open = self.heartbeat.coordinators.is_empty() && !self.tls.forbids_plain_tcp();
         if worker.urpc_port.is_none() && is_open {
             // A first user gets both transports; with any free gRPC port comes any free TCP port.
             worker.urpc_port = Some(if worker.grpc_port == 0 { 0 } else { URPC_PORT });
@@ -231,10 +231,16 @@ impl Config {
         next
     }
 
-    /// True when no coordinator is configured, so that the worker is its own.
+    /// True when the worker is a coordinator: when it is told so, or no other is configured.
     #[must_use]
     pub fn is_embedded(&self) -> bool {
-        self.heartbeat.coordinators.is_empty()
+        self.embedded.enable.unwrap_or(!self.has_quorum())
+    }
+
+    /// True when coordinators are configured, the own one among them or not.
+    #[must_use]
+    pub fn has_quorum(&self) -> bool {
+        !self.heartbeat.coordinators.is_empty()
     }
 
     /// Remote paths that clients may name: the keys' paths, else those that the embedded coordinator hands out; none = all.

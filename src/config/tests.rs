@@ -306,7 +306,7 @@ fn aliases_are_the_same_key_and_may_not_be_given_twice() {
 
 /// Keys that riffle's own examples and its `config.rs` have, and one value for each; and `allowed_paths`, without which no
 /// worker of a cluster writes to HDFS.
-const RIFFLE: &str = r#"
+pub(super) const RIFFLE: &str = r#"
         store_type = "MEMORY_LOCALFILE_HDFS"
         coordinator_quorum = ["c:1"]
         tags = ["riffle"]

@@ -1,7 +1,7 @@
 //! A worker's state at one moment, and its translation into a heartbeat message.
 //!
 //! Invariant: `isHealthy` is never set (docs/protocol.md §8.2: it would override `status`, which is always set), and
-//! `netty_port` is 0 when the TCP listener is off (riffle's coordinator refuses −1; the Java one takes both).
+//! `netty_port` is −1 when the TCP listener is off, as Java's (riffle's coordinator refuses it).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -46,7 +46,7 @@ pub struct NodeReport {
     pub git_commit: String,
     /// Start of the process, Unix milliseconds.
     pub start_time_ms: i64,
-    /// Free-form figures for dashboards.
+    /// Figures for dashboards, by the names of Java's metrics.
     pub display_metrics: HashMap<String, String>,
 }
 

@@ -29,8 +29,10 @@ const VERSION: u16 = 1;
 pub const HEADER_BYTES: usize = 40;
 /// Longest payload. Twice the largest message that a listener takes.
 pub const PAYLOAD_BYTES_MAX: usize = 512 << 20;
-/// Lives that an epoch remembers. A directory that was away for longer is not known to have gone on alone or not.
+/// Epochs that an epoch remembers while every directory has the newest one.
 pub const LINEAGE_MAX: usize = 64;
+/// The same while a directory is away: one that was away for longer is not known to have gone on alone or not.
+pub const LINEAGE_AWAY_MAX: usize = 4096;
 
 const EPOCH: u16 = 0;
 const SAID: u16 = 1;
@@ -99,7 +101,7 @@ impl Member {
 pub struct Epoch {
     /// Which of all epochs, at random.
     pub id: u64,
-    /// Ids of those before, the latest last, at most [`LINEAGE_MAX`].
+    /// Ids of those before, the latest last, at most [`LINEAGE_AWAY_MAX`].
     pub lineage: Vec<u64>,
     /// All directories that may have data of living shuffles.
     pub members: Vec<Member>,
@@ -120,14 +122,14 @@ impl Epoch {
         self.id == other.id || self.lineage.contains(&other.id)
     }
 
-    /// The next one, by a new id; all else as it is.
+    /// The next one, by a new id, which remembers so many before it; all else as it is.
     #[must_use]
-    pub fn next(&self, id: u64) -> Self {
+    pub fn next(&self, id: u64, remembered: usize) -> Self {
         let mut lineage = self.lineage.clone();
         if self.id != 0 {
             lineage.push(self.id);
         }
-        let surplus = lineage.len().saturating_sub(LINEAGE_MAX);
+        let surplus = lineage.len().saturating_sub(remembered);
         lineage.drain(..surplus);
         Self { id, lineage, ..self.clone() }
     }

@@ -15,7 +15,7 @@ use futures::future::join_all;
 use rand::RngExt as _;
 use uuid::Uuid;
 
-use super::frame::{Encoder, Entry, Epoch, Member};
+use super::frame::{Encoder, Entry, Epoch, LINEAGE_AWAY_MAX, LINEAGE_MAX, Member};
 use super::legacy::LIST;
 use super::proof::members_after;
 use super::read::{MEMBERS, METADATA, copy_directory, copy_file, generation_of, within};
@@ -81,7 +81,8 @@ impl Writer {
                 .map(|at| (self.directories[*at].uuid, self.directories[*at].label.clone()))
                 .collect();
             let members = members_after(&self.epoch, &named).map_err(|text| LogError::told(&text))?;
-            let epoch = self.next_epoch(members, &places);
+            let is_whole = members.len() == usable.len();
+            let epoch = self.next_epoch(members, &places, is_whole);
             self.generation += 1;
             match self.write_generation(&epoch, &places, &usable).await {
                 Ok(copies) => {
@@ -106,11 +107,13 @@ impl Writer {
         }
     }
 
-    fn next_epoch(&mut self, members: Vec<Member>, places: &[usize]) -> Epoch {
+    fn next_epoch(&mut self, members: Vec<Member>, places: &[usize], is_whole: bool) -> Epoch {
         let holders = places.iter().map(|at| self.directories[*at].uuid.into_bytes()).collect();
+        // A directory that is away may have any of them, and is asked for them when it is back.
+        let remembered = if is_whole { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
         let is_the_same = self.is_open && members == self.epoch.members;
         let id = if is_the_same { self.epoch.id } else { rand::rng().random_range(1..=u64::MAX) };
-        let next = if is_the_same { self.epoch.clone() } else { self.epoch.next(id) };
+        let next = if is_the_same { self.epoch.clone() } else { self.epoch.next(id, remembered) };
         let blind_starts = next.blind_starts + u32::from(std::mem::take(&mut self.is_blind));
         Epoch { members, holders, blind_starts, next_incarnation: self.contents.next_incarnation, ..next }
     }

@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
+use uuid::Uuid;
 
 use super::frame::{Entry, Incarnation};
 use super::legacy::Legacy;
 use super::read::{Directory, Survey};
 use super::take_over::Found;
+use super::vouch::Vouch;
 use super::writer::{Deadlines, LogError, Request, Told, Writer};
 use crate::runtime::Tasks;
 use uniffle_wire::types::ShuffleKey;
@@ -96,6 +98,18 @@ impl MetadataLog {
             // An error, too, means that it is done.
             let _: Result<(), _> = settled.await;
         }
+    }
+
+    /// What a successor is told of directories that do not answer and whose locks this process goes on holding; if it
+    /// `leaves` the log, nothing more is written.
+    ///
+    /// # Errors
+    /// The log is not whole without them.
+    pub async fn vouch(&self, without: Vec<Uuid>, leaves: bool) -> Result<Vouch, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::Vouch(without, leaves, done)).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
     }
 
     /// This start could not see everything: what it numbers is not to be numbered so by others.

@@ -11,6 +11,7 @@
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
 //! | `generation` | begun anew where a copy fails or most is dead |
 //! | `take_over` | what an earlier process left in it |
+//! | `vouch` | what a process says of a directory that it cannot take along (pure) |
 //! | `mark` | how much of a copy is acknowledged, beside it |
 //! | `legacy` | the journals of earlier versions, read once (pure) |
 //! | `ledger` | which blocks of a partition are there or lost, by id (pure) |
@@ -34,6 +35,7 @@ mod read;
 mod record;
 mod shuffle_ledger;
 mod take_over;
+mod vouch;
 mod writer;
 
 pub use self::frame::Incarnation;
@@ -45,4 +47,5 @@ pub use self::read::{Directory, Health, METADATA, Survey};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::{Found, FoundShuffle};
+pub use self::vouch::Vouch;
 pub use self::writer::{Deadlines, LogError};

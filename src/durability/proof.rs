@@ -2,7 +2,8 @@
 //!
 //! It is proven when
 //! 1. no newer epoch can exist on a directory that is away: of one or two voters all are here, of more a majority, and
-//!    no member that may go on by itself is absent ([`Member::may_go_alone`]);
+//!    no member that may go on by itself is absent ([`Member::may_go_alone`]). One that the process before vouches for
+//!    counts as here (`vouch`);
 //! 2. no directory that is here has gone on by itself: every epoch seen led to the newest one;
 //! 3. of the newest generation one copy is whole. A record is acknowledged once it is on the device in every copy, so a
 //!    whole one has all; its end may be torn (the last write before a loss of power) only if another copy is there, as
@@ -17,6 +18,7 @@ use std::cmp::Reverse;
 use uuid::Uuid;
 
 use super::frame::{Epoch, Gap, Member};
+use super::vouch::Vouch;
 
 /// What was read of a directory that is here.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -124,7 +126,7 @@ impl Judgement {
 
 /// See the module.
 #[must_use]
-pub fn judge(present: &[Present]) -> Judgement {
+pub fn judge(present: &[Present], vouch: Option<&Vouch>) -> Judgement {
     let epochs = || present.iter().flat_map(|it| &it.epochs);
     let copies = || present.iter().flat_map(|it| &it.copies);
     let generation = epochs().map(|(generation, _)| *generation);
@@ -138,11 +140,13 @@ pub fn judge(present: &[Present]) -> Judgement {
     if is_fresh {
         return judgement;
     }
-    let whole = choose(present, &judgement.epoch, generation);
+    let vouch = vouch.filter(|vouch| vouch.epoch == judgement.epoch.id);
+    let promised = vouch.map_or(0, |vouch| vouch.frames);
+    let whole = choose(present, &judgement.epoch, generation, promised);
     let separate = gone_separately(present, &judgement.epoch);
     let is_forked = separate.is_some();
     judgement.gap = separate.or_else(|| whole.as_ref().err().cloned()).map_or_else(
-        || missing(present, &judgement.epoch),
+        || missing(present, &judgement.epoch, vouch),
         |reason| Some(Gap { reason, until_back: Vec::new() }),
     );
     judgement.sources = match whole {
@@ -153,12 +157,21 @@ pub fn judge(present: &[Present]) -> Judgement {
 }
 
 /// The copy that has every acknowledged record, or what is wrong with all.
-fn choose(present: &[Present], epoch: &Epoch, generation: u64) -> Result<(usize, usize), String> {
+fn choose(
+    present: &[Present],
+    epoch: &Epoch,
+    generation: u64,
+    promised: u64,
+) -> Result<(usize, usize), String> {
     let copies: Vec<(usize, usize, &CopySeen)> = places(present)
         .filter(|(_, _, copy)| copy.generation == generation && copy.epoch == Some(epoch.id))
         .collect();
     let newest = copies.iter().map(|(_, _, copy)| copy.newest).max().unwrap_or_default();
-    let acknowledged = copies.iter().map(|(_, _, copy)| copy.acknowledged).max().unwrap_or(0);
+    // Also beside a copy that is gone, or an older one that was put in its place.
+    let of_generation =
+        |copy: &CopySeen| copy.generation == generation && copy.epoch.is_none_or(|it| it == epoch.id);
+    let marked = places(present).filter(|(_, _, copy)| of_generation(copy));
+    let acknowledged = marked.map(|(_, _, copy)| copy.acknowledged).max().unwrap_or(0).max(promised);
     let has_all = |copy: &CopySeen| {
         let reaches_the_last_write = copy.frames >= newest.0.saturating_sub(newest.1);
         let ends_well = match &copy.torn {
@@ -222,9 +235,11 @@ fn gone_separately(present: &[Present], newest: &Epoch) -> Option<String> {
 }
 
 /// Whose absence leaves open what else was acknowledged.
-fn missing(present: &[Present], epoch: &Epoch) -> Option<Gap> {
-    let speaks =
-        |member: &&&Member| present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty());
+fn missing(present: &[Present], epoch: &Epoch, vouch: Option<&Vouch>) -> Option<Gap> {
+    let speaks = |member: &&&Member| {
+        let is_vouched_for = vouch.is_some_and(|vouch| vouch.is_for(member.uuid()));
+        is_vouched_for || present.iter().any(|it| it.uuid == member.uuid() && !it.epochs.is_empty())
+    };
     let voters = epoch.voters();
     let votes = voters.iter().filter(speaks).count();
     let alone = epoch.members.iter().find(|member| member.may_go_alone && !speaks(&member));
@@ -293,6 +308,7 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::frame::{LINEAGE_AWAY_MAX, LINEAGE_MAX};
     use super::*;
 
     /// Directories over several lives, each of which sees some of them.
@@ -363,7 +379,7 @@ mod tests {
         /// One life on the directories `here`, in which every one of `shuffles` reports once if that is acknowledged.
         fn live(&mut self, here: &[usize], shuffles: &[u64]) {
             let seen = self.see(here);
-            let judged = judge(&seen);
+            let judged = judge(&seen, None);
             if judged.is_fresh && self.next_id > 0 {
                 // Directories that have never met the others say nothing of them.
                 return;
@@ -395,7 +411,8 @@ mod tests {
             let usable: Vec<_> = here.iter().map(|at| (uuid(*at), format!("/{at}"))).collect();
             let Ok(members) = members_after(&judged.epoch, &usable) else { return };
             self.next_id += 1;
-            let epoch = Epoch { members, gap, ..judged.epoch.next(self.next_id) };
+            let remembered = if members.len() == usable.len() { LINEAGE_MAX } else { LINEAGE_AWAY_MAX };
+            let epoch = Epoch { members, gap, ..judged.epoch.next(self.next_id, remembered) };
             for (shuffle, id) in shuffles.iter().zip(self.next_id * 1000..) {
                 let promised = self.acknowledged.entry(*shuffle).or_default();
                 if !log.records.contains_key(shuffle) {
@@ -460,7 +477,7 @@ mod tests {
 
     #[test]
     fn one_damaged_copy_is_made_good_by_the_other_and_two_are_not() {
-        let proven = |records| judge(&two_copies(records)).gap.is_none();
+        let proven = |records| judge(&two_copies(records), None).gap.is_none();
         assert!(proven([(9, None), (9, None)]));
         assert!(
             proven([(9, None), (4, Some(true))]) && proven([(9, None), (0, Some(true))]),
@@ -472,7 +489,7 @@ mod tests {
         let marked = |records, acknowledged: u64| {
             let mut seen = two_copies(records);
             seen[0].copies[1].acknowledged = acknowledged;
-            judge(&seen).gap.map(|gap| gap.reason)
+            judge(&seen, None).gap.map(|gap| gap.reason)
         };
         assert_eq!(marked([(9, Some(false)), (9, Some(false))], 9), None, "what was not acknowledged");
         assert!(
@@ -482,11 +499,15 @@ mod tests {
         let reason = marked([(7, None), (7, None)], 10).unwrap();
         assert!(reason.contains("/0/log ends before record 9"), "cut alike: {reason}");
         assert_eq!(marked([(7, None), (10, None)], 10), None, "one is whole");
-        let judged = judge(&two_copies([(7, None), (3, None)]));
+        let mut restored = two_copies([(7, None), (0, Some(false))]);
+        (restored[0].copies[1].epoch, restored[0].copies[1].acknowledged) = (None, 10);
+        let reason = judge(&restored, None).gap.unwrap().reason;
+        assert!(reason.contains("/0/log ends before record 9"), "a mark beside no copy: {reason}");
+        let judged = judge(&two_copies([(7, None), (3, None)]), None);
         assert_eq!(judged.sources, [(0, 0)]);
         let mut one = two_copies([(9, Some(false)), (9, None)]);
         one[0].copies.truncate(1);
-        let gap = judge(&one).gap.unwrap();
+        let gap = judge(&one, None).gap.unwrap();
         assert!(gap.reason.contains("/0/log is damaged at record 9 (byte 9): bad"), "{}", gap.reason);
     }
 
@@ -494,15 +515,15 @@ mod tests {
     fn a_lone_directory_of_two_is_not_believed_until_the_other_is_back() {
         let mut world = World::of(2);
         world.live(&[0, 1], &[1]);
-        let judged = judge(&world.see(&[0]));
+        let judged = judge(&world.see(&[0]), None);
         let gap = judged.gap.unwrap();
         assert!(gap.reason.contains("data directory /1 is missing"), "{}", gap.reason);
         world.live(&[0], &[1, 2]);
-        let judged = judge(&world.see(&[0, 1]));
+        let judged = judge(&world.see(&[0, 1]), None);
         assert!(judged.gap.is_none() && judged.is_over(&gap));
         assert_eq!(judged.carried(Some(&gap)), None);
         world.live(&[1], &[2]);
-        let gap = judge(&world.see(&[0, 1])).gap.unwrap();
+        let gap = judge(&world.see(&[0, 1]), None).gap.unwrap();
         assert!(gap.reason.contains("was used without the others") && gap.until_back.is_empty());
     }
 
@@ -515,20 +536,55 @@ mod tests {
         let mut seen = world.see(&[0, 1]);
         let damaged = vec!["/1 cannot be listed".to_owned()];
         seen[1] = Present { uuid: uuid(1), path: "/1".into(), damaged, ..Present::default() };
-        let spoilt = judge(&seen).gap.unwrap();
+        let spoilt = judge(&seen, None).gap.unwrap();
         assert!(spoilt.until_back.is_empty(), "{spoilt:?}");
         seen[1].is_unread = true;
-        let unread = judge(&seen).gap.unwrap();
+        let unread = judge(&seen, None).gap.unwrap();
         assert_eq!(unread.until_back, [uuid(1).into_bytes()]);
         assert!(unread.reason.contains("/1 cannot be listed: start again"), "{}", unread.reason);
+    }
+
+    #[test]
+    fn a_directory_that_was_away_for_hundreds_of_starts_is_still_followed() {
+        for (all, rest) in [(2, vec![0]), (3, vec![0, 1])] {
+            let mut world = World::of(all);
+            let every: Vec<usize> = (0..all).collect();
+            world.live(&every, &[1]);
+            (0..300).for_each(|_| world.live(&rest, &[1]));
+            assert_eq!(judge(&world.see(&every), None).gap, None, "of {all}");
+            world.live(&every, &[1]);
+            let lineage = judge(&world.see(&every), None).epoch.lineage.len();
+            assert_eq!(lineage, LINEAGE_MAX, "what nobody asks for is forgotten");
+        }
+    }
+
+    /// The process before holds the directory that is away, and says that nothing newer is there.
+    #[test]
+    fn d5_the_word_of_the_process_before_is_proof_of_its_own_epoch_and_of_no_other() {
+        let mut world = World::of(2);
+        world.live(&[0, 1], &[1]);
+        let said = |world: &World, without: usize| {
+            let epoch = judge(&world.see(&[0]), None).epoch.id;
+            Vouch { epoch, frames: 2, without: vec![uuid(without).into_bytes()] }
+        };
+        let vouch = said(&world, 1);
+        assert!(judge(&world.see(&[0]), None).gap.is_some());
+        assert_eq!(judge(&world.see(&[0]), Some(&vouch)).gap, None);
+        assert!(judge(&world.see(&[0]), Some(&said(&world, 2))).gap.is_some(), "of another directory");
+        let more = Vouch { frames: 9, ..vouch.clone() };
+        let gap = judge(&world.see(&[0]), Some(&more)).gap.unwrap();
+        assert!(gap.reason.contains("/0/log ends before record 8"), "{}", gap.reason);
+        // A start has followed: what was said before it counts for nothing.
+        world.live(&[0], &[1]);
+        assert!(judge(&world.see(&[0]), Some(&vouch)).gap.is_some());
     }
 
     #[test]
     fn of_three_a_majority_is_proof_and_one_acknowledges_nothing() {
         let mut world = World::of(3);
         world.live(&[0, 1, 2], &[1]);
-        assert!(judge(&world.see(&[0, 2])).gap.is_none());
-        let judged = judge(&world.see(&[1]));
+        assert!(judge(&world.see(&[0, 2]), None).gap.is_none());
+        let judged = judge(&world.see(&[1]), None);
         let error = members_after(&judged.epoch, &[(uuid(1), "/1".into())]).unwrap_err();
         assert!(
             error.contains("of 3 data directories only 1") && error.contains("bring back /0, /2"),

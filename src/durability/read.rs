@@ -16,7 +16,8 @@ use futures::future::join_all;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame};
-use super::proof::{CopySeen, Present, Torn, judge};
+use super::proof::{CopySeen, Judgement, Present, Torn, judge};
+use super::vouch::Vouch;
 use uniffle_io::{Disk, File, ReadTarget};
 
 /// Directory of the log in a data directory.
@@ -92,6 +93,8 @@ pub struct Survey {
     files: Vec<Vec<PathBuf>>,
     /// The highest generation in a name, that of what was not finished included.
     pub(super) generation: u64,
+    /// What the process before says.
+    pub(super) vouch: Option<Vouch>,
 }
 
 impl Survey {
@@ -104,13 +107,30 @@ impl Survey {
             files.push(seen.files);
             generation = generation.max(seen.generation);
         }
-        Self { present, files, generation }
+        Self { present, files, generation, vouch: None }
+    }
+
+    /// The same with the word of the process before.
+    #[must_use]
+    pub fn vouched(self, vouch: Option<Vouch>) -> Self {
+        Self { vouch, ..self }
+    }
+
+    /// What follows from it.
+    pub(super) fn judged(&self) -> Judgement {
+        judge(&self.present, self.vouch.as_ref())
     }
 
     /// Whether no log is there.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
-        judge(&self.present).is_fresh
+        self.judged().is_fresh
+    }
+
+    /// Directories that the process before vouches for, in the newest epoch.
+    pub(super) fn vouched_for(&self, epoch: &Epoch) -> Vec<[u8; 16]> {
+        let vouch = self.vouch.as_ref().filter(|vouch| vouch.epoch == epoch.id);
+        vouch.map(|vouch| vouch.without.clone()).unwrap_or_default()
     }
 
     /// Directories that did not answer, and how.

@@ -1,5 +1,5 @@
-//! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Version 1 is FROZEN (see the
-//! golden test).
+//! Records of the metadata log: a shuffle's registrations and the reports of its tasks. Versions 1 and 2 are FROZEN (see
+//! the golden tests). Only a report that has record numbers is written as version 2: earlier programs do not know it.
 //!
 //! A record is one byte kind, one byte version, then the fields in postcard's format: integers as LEB128 (signed ones
 //! zigzag), text and lists with their length before them. Protobuf's would be another format: it has a tag before each
@@ -11,6 +11,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
 
 const VERSION: u8 = 1;
+/// Of a report with record numbers.
+const WITH_RECORDS: u8 = 2;
 const REGISTRATION: u8 = 1;
 const REPORT: u8 = 2;
 
@@ -54,6 +56,8 @@ pub struct Report {
     pub task_attempt: i64,
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
+    /// Record numbers by task attempt, per partition.
+    pub records: Vec<(PartitionId, Vec<(i64, i64)>)>,
 }
 
 /// Why bytes are not a record.
@@ -76,7 +80,7 @@ impl Record {
     /// The record as bytes.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Self::Registration(registration) => record(REGISTRATION, registration),
+            Self::Registration(registration) => record((REGISTRATION, VERSION), registration),
             Self::Report(report) => report.encode(),
         }
     }
@@ -89,7 +93,12 @@ impl Record {
         let (&[kind, version], fields) = bytes.split_first_chunk::<2>().ok_or(RecordError::Malformed)?;
         let record = match (kind, version) {
             (REGISTRATION, VERSION) => whole(fields).map(Self::Registration),
-            (REPORT, VERSION) => whole(fields).and_then(Report::from_fields).map(Self::Report),
+            (REPORT, VERSION) => {
+                whole(fields).and_then(|fields| Report::from_fields(fields, Vec::new())).map(Self::Report)
+            }
+            (REPORT, WITH_RECORDS) => whole(fields)
+                .and_then(|(fields, records)| Report::from_fields(fields, records))
+                .map(Self::Report),
             _ => return Err(RecordError::Unknown { kind, version }),
         };
         record.ok_or(RecordError::Malformed)
@@ -102,8 +111,8 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     rest.is_empty().then_some(fields)
 }
 
-fn record(kind: u8, fields: &impl Serialize) -> Vec<u8> {
-    postcard::to_extend(fields, vec![kind, VERSION])
+fn record((kind, version): (u8, u8), fields: &impl Serialize) -> Vec<u8> {
+    postcard::to_extend(fields, vec![kind, version])
         .expect("tuples and lists of known length always have a form")
 }
 
@@ -127,6 +136,9 @@ fn none_for_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u6
 /// As written: `bitmapNum`, task attempt, differences of sorted ids per partition.
 type ReportFields = (i32, i64, Vec<(i32, Vec<u64>)>);
 
+/// As written behind them in version 2: task attempts with their record numbers, per partition.
+type RecordFields = Vec<(i32, Vec<(i64, i64)>)>;
+
 impl Report {
     fn encode(&self) -> Vec<u8> {
         let differences = |ids: &[i64]| {
@@ -138,11 +150,19 @@ impl Report {
         };
         let partitions: Vec<(i32, Vec<u64>)> =
             self.partitions.iter().map(|(partition, ids)| (partition.0, differences(ids))).collect();
-        record(REPORT, &(self.bitmap_count, self.task_attempt, partitions))
+        let fields: ReportFields = (self.bitmap_count, self.task_attempt, partitions);
+        if self.records.is_empty() {
+            return record((REPORT, VERSION), &fields);
+        }
+        let records: Vec<_> = self.records.iter().map(|(partition, tasks)| (partition.0, tasks)).collect();
+        record((REPORT, WITH_RECORDS), &(fields, records))
     }
 
     /// None for ids beyond 64 bits.
-    fn from_fields((bitmap_count, task_attempt, partitions): ReportFields) -> Option<Self> {
+    fn from_fields(
+        (bitmap_count, task_attempt, partitions): ReportFields,
+        records: RecordFields,
+    ) -> Option<Self> {
         let ids = |differences: Vec<u64>| -> Option<Vec<i64>> {
             let mut id = 0u64;
             let next = |difference: u64| {
@@ -153,7 +173,9 @@ impl Report {
         };
         let partitions =
             partitions.into_iter().map(|(id, differences)| Some((PartitionId(id), ids(differences)?)));
-        Some(Self { bitmap_count, task_attempt, partitions: partitions.collect::<Option<_>>()? })
+        let partitions = partitions.collect::<Option<_>>()?;
+        let records = records.into_iter().map(|(id, tasks)| (PartitionId(id), tasks)).collect();
+        Some(Self { bitmap_count, task_attempt, partitions, records })
     }
 }
 
@@ -188,8 +210,23 @@ mod tests {
             bitmap_count: 1,
             task_attempt: 300,
             partitions: vec![(PartitionId(5), vec![130, 2]), (PartitionId(6), vec![])],
+            records: vec![],
         };
         assert_eq!(hex(&Record::Report(report)), "020102d804020a020280010c00");
+    }
+
+    /// Version 1 with a list behind it: partitions, each with attempts and numbers.
+    #[test]
+    fn version_2_is_frozen() {
+        let report = Report {
+            bitmap_count: 1,
+            task_attempt: 300,
+            partitions: vec![(PartitionId(5), vec![2, 130])],
+            records: vec![(PartitionId(5), vec![(300, 64), (7, -1)]), (PartitionId(6), vec![])],
+        };
+        let record = Record::Report(report);
+        assert_eq!(hex(&record), "020202d804010a02028001020a02d80480010e010c00");
+        assert_eq!(Record::decode(&record.encode()), Ok(record));
     }
 
     fn any_record() -> impl Strategy<Value = Record> {
@@ -220,14 +257,17 @@ mod tests {
             );
         let partitions =
             prop::collection::vec((any::<i32>(), prop::collection::btree_set(0i64.., 0..20)), 0..5);
-        let report =
-            (any::<(i32, i64)>(), partitions).prop_map(|((bitmap_count, task_attempt), partitions)| {
+        let records = prop::collection::vec(any::<(i32, Vec<(i64, i64)>)>(), 0..5);
+        let report = (any::<(i32, i64)>(), partitions, records).prop_map(
+            |((bitmap_count, task_attempt), partitions, records)| {
                 let partitions = partitions
                     .into_iter()
                     .map(|(id, ids)| (PartitionId(id), ids.into_iter().collect()))
                     .collect();
-                Record::Report(Report { bitmap_count, task_attempt, partitions })
-            });
+                let records = records.into_iter().map(|(id, tasks)| (PartitionId(id), tasks)).collect();
+                Record::Report(Report { bitmap_count, task_attempt, partitions, records })
+            },
+        );
         prop_oneof![registration, report]
     }
 
@@ -240,8 +280,8 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_it_panic(bytes: Vec<u8>, kind in 0u8..4) {
-            let _ = Record::decode(&[&[kind, VERSION], &bytes[..]].concat());
+        fn no_bytes_make_it_panic(bytes: Vec<u8>, kind in 0u8..4, version in 0u8..4) {
+            let _ = Record::decode(&[&[kind, version], &bytes[..]].concat());
         }
     }
 }

@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use super::frame::{Entry, Gap, Incarnation, Member};
 use super::legacy::Legacy;
-use super::proof::{Judgement, judge};
+use super::proof::Judgement;
 use super::read::{Directory, METADATA, Source, Survey};
 use super::writer::{Deadlines, LogError, Told, Writer};
 use uniffle_wire::types::ShuffleKey;
@@ -52,7 +52,7 @@ impl Writer {
     ) -> (Self, Found) {
         let mut judged = match &legacy {
             Some(legacy) => legacy.judged(),
-            None => judge(&survey.present),
+            None => survey.judged(),
         };
         judged.generation = judged.generation.max(survey.generation);
         if let Some(gap) = &judged.gap {
@@ -68,6 +68,7 @@ impl Writer {
             tracing::error!(reason, "a data directory has no part in the metadata log until it can be read");
         }
         let mut writer = Self { unread, ..Self::new(directories, deadlines, judged.clone(), source) };
+        writer.vouched = survey.vouched_for(&writer.epoch);
         writer.legacy = legacy.map(|legacy| legacy.entries).unwrap_or_default();
         let found = writer.take_over(&judged).await;
         (writer, found)

@@ -14,12 +14,14 @@ use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
+use uuid::Uuid;
 
 use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
 use super::read::{Directory, METADATA, Part, Source, within};
+use super::vouch::Vouch;
 use uniffle_io::File;
 use uniffle_wire::types::ShuffleKey;
 
@@ -67,6 +69,8 @@ pub(super) enum Request {
     Settle(oneshot::Sender<()>),
     /// This start could not see everything.
     Blind(oneshot::Sender<()>),
+    /// Vouch for these directories; and then, if so, write nothing more.
+    Vouch(Vec<Uuid>, bool, oneshot::Sender<Result<Vouch, LogError>>),
     /// Tell what living shuffles said.
     Tell(mpsc::Sender<Told>),
 }
@@ -102,6 +106,8 @@ pub(super) struct Writer {
     pub(super) avoided: Vec<Option<Instant>>,
     /// Directories whose metadata could not be read at the start, and why: written over, what they know would be gone.
     pub(super) unread: BTreeMap<usize, String>,
+    /// Directories that the process before vouches for: it holds them still.
+    pub(super) vouched: Vec<[u8; 16]>,
     /// Directories that could be written when the epoch began.
     pub(super) usable: BTreeSet<usize>,
     pub(super) is_blind: bool,
@@ -139,6 +145,7 @@ impl Writer {
             legacy: Vec::new(),
             avoided,
             unread: BTreeMap::new(),
+            vouched: Vec::new(),
             usable: BTreeSet::new(),
             is_blind: false,
             is_told: false,
@@ -151,7 +158,7 @@ impl Writer {
         let mut waiting = Vec::new();
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
-            let (mut settled, mut listening) = (Vec::new(), Vec::new());
+            let (mut settled, mut listening, mut leaving) = (Vec::new(), Vec::new(), None);
             for request in waiting.drain(..) {
                 match request {
                     Request::Append(entry, done) => {
@@ -160,6 +167,7 @@ impl Writer {
                     }
                     Request::Settle(done) => settled.push(done),
                     Request::Tell(to) => listening.push(to),
+                    Request::Vouch(without, leaves, done) => leaving = Some((without, leaves, done)),
                     Request::Blind(done) => {
                         self.is_blind = true;
                         settled.push(done);
@@ -175,8 +183,25 @@ impl Writer {
                 self.tell(&to).await;
                 self.is_told = true;
             }
-            self.tidy(!settled.is_empty()).await;
+            self.tidy(!settled.is_empty() || leaving.is_some()).await;
+            if let Some((without, leaves, done)) = leaving {
+                let _ = done.send(self.vouch(&without));
+                if leaves {
+                    return;
+                }
+            }
         }
+    }
+
+    /// What a successor is told of directories that it will not see; those that this process was told of so stay so.
+    fn vouch(&self, without: &[Uuid]) -> Result<Vouch, LogError> {
+        let knows = |at: &usize| without.contains(&self.directories[*at].uuid);
+        if !self.is_open || self.usable.iter().any(knows) {
+            return Err(LogError::told("the metadata log could not be begun anew on the other directories"));
+        }
+        let without = without.iter().map(|uuid| uuid.into_bytes()).chain(self.vouched.iter().copied());
+        let (epoch, frames) = (self.epoch.id, self.encoder.count());
+        Ok(Vouch { epoch, frames, without: without.collect() })
     }
 
     /// Waits for requests, and marks meanwhile what is acknowledged.

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 
 use crate::app::{App, AppRegistry};
-use crate::memory::{Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
+use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
 use crate::runtime::Tasks;
 use crate::tiers::{TierShuffle, Tiers};
 use uniffle_wire::types::{AppId, Distribution, ShuffleKey};
@@ -115,26 +115,49 @@ impl Flusher {
     /// flight ends. Cheap when it has not.
     pub fn flush_if_oversized(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_oversized(policy_candidate(0, buffer), &self.limits()) {
-            self.flush_one(shuffle, buffer);
+            self.flush_buffers(shuffle, std::slice::from_ref(buffer));
         }
     }
 
     /// Flushes `buffer` now if nothing of it is on its way: its partition has filled its share of the memory.
     pub fn flush_if_stuck(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
         if policy::is_stuck(policy_candidate(0, buffer)) {
-            self.flush_one(shuffle, buffer);
+            self.flush_buffers(shuffle, std::slice::from_ref(buffer));
         }
     }
 
-    fn flush_one(&self, shuffle: &ShuffleBuffers, buffer: &Arc<Buffer>) {
+    fn flush_buffers(&self, shuffle: &ShuffleBuffers, buffers: &[Arc<Buffer>]) {
         let Some(handles) = self.handles(shuffle.key()) else { return };
-        if let Some(sealed) = buffer.seal_within(self.limits().in_flight_batches_max) {
-            let group = Group {
-                handles,
-                distribution: shuffle.distribution(),
-                parts: vec![(Arc::clone(buffer), sealed)],
-            };
-            self.enqueue_group(shuffle.key(), group);
+        let in_flight_max = self.limits().in_flight_batches_max;
+        let sealed = |buffer: &Arc<Buffer>| Some((Arc::clone(buffer), buffer.seal_within(in_flight_max)?));
+        let mut parts: Parts = buffers.iter().filter_map(sealed).collect();
+        if parts.is_empty() {
+            return;
+        }
+        parts.sort_unstable_by_key(|(_, sealed)| sealed.partition());
+        self.enqueue_group(shuffle.key(), Group { handles, distribution: shuffle.distribution(), parts });
+    }
+
+    /// Flushes what a shuffle has in memory now, whatever the watermarks say. True once all of it is in the tiers below (or
+    /// the shuffle is gone), false when it is not by `deadline`.
+    pub async fn flush_shuffle(&self, shuffle: &ShuffleBuffers, deadline: Instant) -> bool {
+        let buffers = shuffle.all().into_iter().filter(|buffer| buffer.block_count() > 0);
+        let mut left: Vec<_> = buffers.map(|buffer| (buffer.mark(), buffer)).collect();
+        loop {
+            let mut waiting = Vec::new();
+            left.retain(|(mark, buffer)| {
+                let before = buffer.before(*mark);
+                waiting.extend((before == Before::Waiting).then(|| Arc::clone(buffer)));
+                before != Before::Nothing
+            });
+            if left.is_empty() {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            self.flush_buffers(shuffle, &waiting);
+            sleep(EMPTYING_LOOK).await;
         }
     }
 

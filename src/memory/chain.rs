@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
+use super::ceded::Ceded;
 use super::error::MemoryError;
 use super::region::{Fill, Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment, Slice};
-use super::reservation::{METADATA_BYTES, Reservation};
+use super::reservation::Reservation;
 use crate::budget::Budget;
 
 /// Growth by doubling ends here; larger segments only when a block needs them.
@@ -28,14 +29,17 @@ pub(super) struct Supply {
     pub(super) region: Arc<Region>,
     /// Blocks in memory, a budget of blocks rather than bytes.
     pub(super) blocks: Budget,
+    /// What the lists of blocks take, and what the region cedes for it.
+    pub(super) lists: Ceded,
 }
 
 impl Supply {
     /// By how much `budget` may be overdrawn for segments: by the room that the region has on top of it, and by what is
-    /// charged for metadata, which is not in the region. A block counts only after its metadata was charged, and as long as
-    /// it is; so this is never too much.
+    /// charged for lists, which are not in the region, as far as nothing is ceded for them. Lists count only after they were
+    /// charged, and as long as they are; so this is never too much.
     fn overdraft(&self, budget: &Budget) -> u64 {
-        self.region.capacity_bytes().saturating_sub(budget.capacity()) + self.blocks.used() * METADATA_BYTES
+        let has = self.region.capacity_bytes() + self.lists.charged_bytes();
+        has.saturating_sub(budget.capacity() + self.lists.ceded_bytes())
     }
 }
 
@@ -69,6 +73,11 @@ impl Chain {
 
     pub(super) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Segments that it has.
+    pub(super) fn segments(&self) -> usize {
+        self.placed.len()
     }
 
     /// Bytes handed out, the dead ones included.
@@ -208,6 +217,9 @@ impl Chain {
             self.capacity -= placed.segment.capacity() as u64;
             dead.push(placed.segment);
         }
+        if !dead.is_empty() {
+            self.placed.shrink_to_fit();
+        }
         dead
     }
 
@@ -243,20 +255,25 @@ fn allocate(
 ) -> Result<Segment, MemoryError> {
     let smallest = SEGMENT_BYTES_MIN as u64;
     let needed = missing.next_multiple_of(smallest);
-    let mut bytes = wanted;
-    while bytes >= smallest {
-        let covered = needed.min(bytes);
-        let overdraft = supply.overdraft(funds.budget());
-        if let Some(charge) = funds.cover_segment((covered, bytes - covered), overdraft) {
-            let size = usize::try_from(bytes).expect("at most SEGMENT_BYTES_MAX");
-            match supply.region.allocate(size, charge) {
-                Ok(segment) => return Ok(segment),
-                Err(charge) => funds.put_back(charge, covered),
+    loop {
+        let mut bytes = wanted;
+        while bytes >= smallest {
+            let covered = needed.min(bytes);
+            let overdraft = supply.overdraft(funds.budget());
+            if let Some(charge) = funds.cover_segment((covered, bytes - covered), overdraft) {
+                let size = usize::try_from(bytes).expect("at most SEGMENT_BYTES_MAX");
+                match supply.region.allocate(size, charge) {
+                    Ok(segment) => return Ok(segment),
+                    Err(charge) => funds.put_back(charge, covered),
+                }
             }
+            bytes /= 2;
         }
-        bytes /= 2;
+        // What was ceded and is not needed any more is promised too.
+        if !supply.lists.give_back(0) {
+            return Err(MemoryError::NoCapacity { asked: missing, free: funds.budget().free() });
+        }
     }
-    Err(MemoryError::NoCapacity { asked: missing, free: funds.budget().free() })
 }
 
 /// Room for one block, to be written by its owner alone. Dropped without commit, what was

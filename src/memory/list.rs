@@ -1,18 +1,28 @@
 //! Committed blocks of one generation of a partition: records in commit order, their ids, and the chain below them.
 //!
 //! A list is first active (blocks are appended) and then sealed (it never changes again). Sealing drops nothing and
-//! releasing drops it whole, ids included. A record is 32 bytes and an id 4 to 8: with growth of the vectors that is
-//! what the 64 bytes charged per block pay for.
+//! releasing drops it whole, ids included. A record is 32 bytes and an id 5 to 12; records grow by quarters, so that the 64
+//! bytes charged per block pay for both. The list itself and what it has of segments is charged by [`LIST_BYTES`] and
+//! [`SEGMENT_HEAP_BYTES`].
 
 use std::hash::BuildHasher;
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
-use super::chain::{BlockFill, Chain};
-use super::region::Slice;
+use super::ceded::Ceded;
+use super::chain::{BlockFill, Chain, Supply};
+use super::region::{Segment, Slice};
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
+
+/// Heap of a list with blocks, as a batch too, of its partition's part that is there with lists only, and of one segment.
+/// `d12_…` measures it.
+pub(super) const LIST_BYTES: u64 = 896;
+/// Heap of a further segment, with the room that lists of them grow by.
+pub(super) const SEGMENT_HEAP_BYTES: u64 = 192;
+/// Heap of a stray beside its record, likewise.
+pub(super) const STRAY_BYTES: u64 = 2 * size_of::<(u32, SmallVec<[Slice; 2]>)>() as u64;
 
 /// Offset of a stray: its bytes are in no range of this list's chain.
 const STRAY: u32 = u32::MAX;
@@ -53,13 +63,35 @@ pub(super) struct BlockList {
     /// Blocks committed after their chain was sealed, by ascending record: they keep their slices themselves.
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
     bytes: u64,
-    /// What the records are charged; a count of blocks against the global limit, and their bytes.
-    permits: Charge,
-    metadata: Charge,
+    /// Segments that are paid for; the first with the list itself, when it gets one.
+    paid_segments: usize,
+    paid: Paid,
+}
+
+/// What blocks and their list are charged. Given back in this order: blocks and lists count no longer than their bytes are
+/// charged to the capacity.
+#[derive(Debug)]
+pub(super) struct Paid {
+    /// A count of blocks, against the global limit.
+    pub(super) permits: Charge,
+    /// Bytes of the heap for lists.
+    pub(super) lists: Charge,
+    /// The same bytes of the application's capacity.
+    pub(super) capacity: Charge,
+}
+
+impl Paid {
+    fn merge(&mut self, other: Self) {
+        self.permits.merge(other.permits);
+        self.lists.merge(other.lists);
+        self.capacity.merge(other.capacity);
+    }
 }
 
 impl BlockList {
-    pub(super) fn new(chain_id: u64, hasher: DefaultHashBuilder, blocks: &Budget, budget: &Budget) -> Self {
+    pub(super) fn new(chain_id: u64, hasher: DefaultHashBuilder, supply: &Supply, budget: &Budget) -> Self {
+        let (permits, lists) = (supply.blocks.nothing(), supply.lists.force(0));
+        let paid = Paid { permits, lists, capacity: budget.nothing() };
         Self {
             records: Vec::new(),
             ids: HashTable::new(),
@@ -67,8 +99,8 @@ impl BlockList {
             chain: Chain::new(chain_id),
             strays: Vec::new(),
             bytes: 0,
-            permits: blocks.nothing(),
-            metadata: budget.nothing(),
+            paid_segments: 0,
+            paid,
         }
     }
 
@@ -87,7 +119,7 @@ impl BlockList {
 
     /// What dropping it gives back to the budget (strays excepted, whose segments others may share).
     pub(super) fn charged_bytes(&self) -> u64 {
-        self.chain.capacity() + self.metadata.bytes()
+        self.chain.capacity() + self.paid.capacity.bytes()
     }
 
     pub(super) fn meta(&self, at: usize) -> BlockMeta {
@@ -115,6 +147,9 @@ impl BlockList {
         } else {
             self.strays.push((at, slices));
         }
+        if self.records.len() == self.records.capacity() {
+            self.records.reserve_exact((self.records.len() / 4).max(4));
+        }
         self.records.push(Record::new(&meta, offset));
         self.bytes += u64::from(meta.length);
         let Self { ids, records, hasher, .. } = self;
@@ -122,10 +157,52 @@ impl BlockList {
         ids.insert_unique(hasher.hash_one(meta.block_id), at, hash_of);
     }
 
-    /// Takes over what was charged for blocks just pushed.
-    pub(super) fn charge(&mut self, permits: Charge, metadata: Charge) {
-        self.permits.merge(permits);
-        self.metadata.merge(metadata);
+    /// Takes over what was charged for blocks just pushed, and pays for `strays` of them that keep their slices.
+    pub(super) fn charge(&mut self, paid: Paid, strays: usize, lists: &Ceded) {
+        self.paid.merge(paid);
+        self.pay(strays as u64 * STRAY_BYTES, lists);
+    }
+
+    /// Whether the list itself is paid for.
+    pub(super) fn is_paid(&self) -> bool {
+        self.paid_segments > 0
+    }
+
+    /// Pays for the list itself and for segments that are new. Each was refused before if there was no room for it, and what
+    /// is of the list is small beside it.
+    pub(super) fn pay_for_segments(&mut self, lists: &Ceded) {
+        let segments = self.chain.segments().max(1);
+        if segments > self.paid_segments {
+            let owed = heap_bytes(segments) - heap_bytes(self.paid_segments);
+            self.paid_segments = segments;
+            self.pay(owed, lists);
+        }
+    }
+
+    /// Takes out segments in which everything died.
+    pub(super) fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
+        let dead = self.chain.drop_dead();
+        let segments = self.chain.segments().max(usize::from(!self.is_empty()));
+        if segments < self.paid_segments {
+            let bytes = heap_bytes(self.paid_segments) - heap_bytes(segments);
+            self.paid_segments = segments;
+            drop(self.paid.lists.split_up_to(bytes));
+            drop(self.paid.capacity.split_up_to(bytes));
+        }
+        dead
+    }
+
+    fn pay(&mut self, bytes: u64, lists: &Ceded) {
+        if bytes > 0 {
+            let budget = self.paid.capacity.budget().clone();
+            self.paid.capacity.merge(budget.force_charge(bytes));
+            self.paid.lists.merge(lists.force(bytes));
+        }
+    }
+
+    /// Blocks that were late.
+    pub(super) fn strays(&self) -> usize {
+        self.strays.len()
     }
 
     /// True when the chain holds these blocks and nothing else: no dead range, no stray, no fill outstanding.
@@ -154,6 +231,12 @@ impl BlockList {
             self.strays.binary_search_by_key(&record, |(at, _)| *at).expect("a stray keeps its slices");
         out.slices(&self.strays[stray].1);
     }
+}
+
+/// Heap of a list with so many segments; nothing of one that has none yet.
+fn heap_bytes(segments: usize) -> u64 {
+    let further = segments.saturating_sub(1) as u64;
+    if segments == 0 { 0 } else { LIST_BYTES + further * SEGMENT_HEAP_BYTES }
 }
 
 /// Collects the bytes of blocks in order; neighbours in one segment become one slice.

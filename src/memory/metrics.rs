@@ -25,6 +25,9 @@ metrics::table! {
         shuffles: IntGauge = "shuffle_count_in_buffer_pool", "shuffles registered";
         buffers: IntGauge = "buffer_count_in_buffer_pool", "partitions that were written to";
         region_touched: IntGauge = "memory_region_touched_bytes", "bytes of the region that were ever in use";
+        lists: IntGauge = "memory_lists_bytes", "bytes of heap for the lists of blocks in memory; part of what blocks hold";
+        ceded: IntGauge = "memory_region_ceded_bytes",
+            "bytes of the region that are left unused for the heap of lists";
         answered: IntGauge = "memory_answered_bytes", "bytes of blocks in answers that are not taken";
         heap: IntGaugeVec["kind"] = "heap_charged_bytes", "bytes charged to the heap budget, by kind";
         heap_capacity: IntGauge = "heap_capacity_bytes", "bytes of the heap budget";

@@ -8,6 +8,7 @@
 //! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
 //! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
+//! | `ceded` | heap for the lists of blocks, with room of the region |
 //! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
 //!
 //! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
@@ -26,6 +27,7 @@ pub mod sealed;
 pub mod ticket;
 
 mod buddy;
+mod ceded;
 mod line;
 mod list;
 pub(crate) mod metrics;
@@ -43,13 +45,13 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 pub use crate::budget::{Budget, Charge, NoCapacity};
-pub use buffer::{Buffer, Committed};
+pub use buffer::{Before, Buffer, Committed};
 pub use chain::BlockFill;
 pub use claims::Standing;
 pub use error::MemoryError;
 pub use fair::Claimant;
 pub use pool::{ReadBuf, ReadPool};
-pub use read::MemoryRead;
+pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use ticket::Tickets;
@@ -60,6 +62,7 @@ use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
 use crate::schema::section;
 
 use buffer::{PARTITION_BYTES, Shared};
+use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use metrics::MemoryMetrics;
 use region::Region;
@@ -149,9 +152,12 @@ impl Memory {
     pub fn new(config: &MemoryConfig, registry: &Registry) -> io::Result<Arc<Self>> {
         let capacity = config.capacity_bytes;
         let budget = Budget::new(capacity);
+        let region = Region::new(capacity.saturating_add(slack(capacity)))?;
+        let heap = Heap::new(config.heap_bytes);
         let shared = Shared {
             supply: Supply {
-                region: Region::new(capacity.saturating_add(slack(capacity)))?,
+                lists: Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)),
+                region,
                 blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
             },
             budget: budget.clone(),
@@ -162,7 +168,7 @@ impl Memory {
         };
         Ok(Arc::new(Self {
             shared: Arc::new(shared),
-            heap: Heap::new(config.heap_bytes),
+            heap,
             answered: Budget::new(capacity / 2),
             tickets: Tickets::new(budget, config.ticket_timeout, config.tickets_max),
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
@@ -235,9 +241,11 @@ impl Memory {
         self.shuffles.remove(key).map(|(_, buffers)| Evicted(buffers))
     }
 
-    /// All buffers with something to flush. Gives back dead segments of the others in passing.
+    /// All buffers with something to flush. Gives back dead segments of the others in passing, and what is ceded for lists
+    /// that are gone.
     #[must_use]
     pub fn candidates(&self) -> Vec<Candidate> {
+        self.shared.supply.lists.give_back(SPARE_BYTES);
         // Two steps, so that no lock of the map is held while buffers are asked.
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
         shuffles.iter().flat_map(|shuffle| shuffle.candidates()).collect()
@@ -325,7 +333,11 @@ impl Memory {
             metrics.heap.with_label_values(&[kind.name()]).set(clamped(self.heap.of(kind).used()));
         }
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
-        metrics.region_touched.set(clamped(self.shared.supply.region.touched_bytes()));
+        let Supply { region, lists, .. } = &self.shared.supply;
+        lists.give_back(SPARE_BYTES);
+        metrics.region_touched.set(clamped(region.touched_bytes()));
+        metrics.lists.set(clamped(lists.charged_bytes()));
+        metrics.ceded.set(clamped(lists.ceded_bytes()));
     }
 }
 
@@ -338,6 +350,7 @@ pub struct Evicted(Arc<ShuffleBuffers>);
 impl Drop for Evicted {
     fn drop(&mut self) {
         self.0.purge();
+        self.0.shared.supply.lists.give_back(SPARE_BYTES);
     }
 }
 

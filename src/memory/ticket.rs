@@ -43,7 +43,9 @@ struct State {
 }
 
 impl Tickets {
-    pub(super) fn new(budget: Budget, timeout: Duration, tickets_max: usize) -> Self {
+    /// Tickets of what `budget` has, each for `timeout`, at most so many.
+    #[must_use]
+    pub fn new(budget: Budget, timeout: Duration, tickets_max: usize) -> Self {
         // A random start, so that a ticket of a process before this one is unknown here rather than someone's.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
         let state = State { claims: Claims::new(budget.clone()), next };

@@ -1,4 +1,4 @@
-//! Watches what changes the worker's state, and tells the coordinators at once.
+//! Watches what changes the worker's state, and tells the coordinators at once; also when the last application goes.
 //!
 //! An essential tier that complains (too few disks that take batches), or all tiers at once, make the worker UNHEALTHY
 //! until that is over. Everything else that changes the state (an operator's decommissioning, the last app that leaves)
@@ -26,7 +26,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Runs until `stop`; calls `announce` after each change of the state.
+    /// Runs until `stop`; calls `announce` after each change of the state, and when the last application has gone.
     pub(super) async fn run(self, announce: impl Fn(), stop: impl Future<Output = ()>) {
         let tiers = self.service.tiers().clone();
         let mut changes: Vec<_> = tiers.iter().filter_map(|tier| tier.state_changes()).collect();
@@ -55,6 +55,7 @@ impl Watch {
                 () = any_changed => {}
                 _ = self.service.status().changed_from(announced) => {}
                 () = self.live.changed() => announce(),
+                () = self.service.status().emptied() => announce(),
                 () = sleep(LOOK_INTERVAL), if some_are_silent => {}
             }
         }

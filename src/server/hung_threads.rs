@@ -1,7 +1,8 @@
 //! Threads that hang in the kernel, such as one that waits for a disk that does not answer.
 //!
 //! `exec` first waits for every other thread of the process to end, and a thread in an uninterruptible call does not, not
-//! even by SIGKILL. So a worker looks here before it lets go for a successor.
+//! even by SIGKILL. So a worker looks here before it lets go for a successor that takes its place;
+//! where a data directory that does not answer is the reason, the successor runs beside it instead (`beside`).
 
 use std::collections::BTreeMap;
 use std::path::Path;

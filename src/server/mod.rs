@@ -2,9 +2,11 @@
 //!
 //! Start: bind the listeners or take inherited ones (`sockets`), build the tiers bottom-up, take over what an earlier
 //! process left, open the listeners, and only then tell a coordinator. Until the listeners open connects wait in the backlog.
-//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor` and `upgrade`.
+//! How it ends is in `stop`, what a process does around it in `run`, and who may come next in `successor`, `beside` and `upgrade`.
 
 mod admin;
+mod beside;
+mod cluster;
 mod health;
 mod hung_threads;
 mod metrics;
@@ -14,6 +16,7 @@ mod reload;
 mod report;
 mod run;
 mod settings;
+mod signals;
 mod snapshot;
 mod sockets;
 mod stop;
@@ -41,6 +44,7 @@ use crate::listeners::Binding;
 use crate::listeners::grpc::GrpcServer;
 use crate::listeners::http::admin::{AdminHooks, AdminServer, Control};
 use crate::listeners::http::api::{self, ApiHooks};
+use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
 use crate::listeners::tcp::TcpServer;
@@ -53,6 +57,7 @@ use crate::service::Service;
 use crate::telemetry::LogFilter;
 use crate::tiers::Tier;
 
+use self::cluster::ClusterPage;
 use self::health::Watch;
 use self::reload::Reloader;
 use self::settings::{Pace, RuntimeSettings};
@@ -62,10 +67,12 @@ use self::tiers::{Beside, Precheck};
 use self::tls::Tls;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
+pub use self::beside::{follow_keeper, run_beside};
 pub use self::metrics::metric_descriptions;
 pub use self::rehearsal::{REHEARSED, rehearse};
 pub use self::reload::{Origin, Reloaded};
 pub use self::run::{Command, Ended, run};
+pub use self::signals::{Signals, hold_upgrade_signal, take_upgrade_signal};
 pub use self::sockets::{Addresses, Inherited};
 pub use self::stop::Stopped;
 pub use self::successor::Successor;
@@ -125,6 +132,7 @@ impl Worker {
         let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
         // Before anything else, so that a port in use is the first thing to be told.
         let tls = Tls::load(config)?;
+        let let_go = inherited.let_go.clone();
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = advertised_ip(config)?;
@@ -139,7 +147,7 @@ impl Worker {
             format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
         })?;
         let server_id = server_id(ip, &addresses);
-        let beside = Beside { server_id, precheck, others: environment.tiers };
+        let beside = Beside { server_id, precheck, let_go, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
@@ -231,9 +239,11 @@ impl Worker {
             store_type: config.worker.store_type.as_str(),
             service: Arc::clone(&self.service),
             live: Arc::clone(&self.live),
+            reloader: Arc::clone(&self.reloader),
             gauges,
             connections,
             latest: Mutex::new(None),
+            cluster: embedded.clone().map(ClusterPage::new),
         });
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn Node> = inspector;
@@ -245,7 +255,8 @@ impl Worker {
         let profiles = http::debug::routes(self.background.clone());
         let open_profiles = if config.http.profiles { profiles.clone() } else { Router::new() };
         let api = api::router(ApiHooks { service: Arc::clone(&self.service), node: Arc::clone(&node) });
-        let mounted = api.merge(open_profiles);
+        let java = java::router(JavaHooks { registry: self.registry.clone(), node: Arc::clone(&node) });
+        let mounted = api.merge(java).merge(open_profiles);
         let pages = Pages { registry: self.registry.clone(), metrics, mounted, node };
         // Not with the other listeners: the last flush is to be seen too.
         let binding = Binding { tls: tls.http, ..Binding::from(accepting(sockets.http)?) };
@@ -350,22 +361,26 @@ impl Worker {
     ) -> anyhow::Result<()> {
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
         let stop = self.background.cancelled();
-        match embedded {
-            Some(embedded) => {
-                let pace =
-                    embedded.keep_reporting(source.clone(), config.heartbeat.interval, &self.background);
-                self.live.beating(Pace::Embedded(pace));
-                let tell = move || embedded.report_now(&source);
-                self.background.spawn("state watch", watch.run(tell, stop));
+        let interval = config.heartbeat.interval;
+        let pace = embedded
+            .as_ref()
+            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.background));
+        let quorum = match config.has_quorum() {
+            true => {
+                Some(heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?)
             }
-            None => {
-                let heartbeats =
-                    heartbeat::start(config.heartbeat.clone(), &source, &self.background, &self.registry)?;
-                self.live.beating(Pace::Quorum(heartbeats.clone()));
-                let tell = move || heartbeats.beat_now();
-                self.background.spawn("state watch", watch.run(tell, stop));
+            false => None,
+        };
+        self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
+        let tell = move || {
+            if let Some(embedded) = &embedded {
+                embedded.report_now(&source);
             }
-        }
+            if let Some(heartbeats) = &quorum {
+                heartbeats.beat_now();
+            }
+        };
+        self.background.spawn("state watch", watch.run(tell, stop));
         Ok(())
     }
 }

@@ -19,6 +19,13 @@ pub(super) fn ready(held: &Inherited) {
     said(notify(&[NotifyState::Ready, NotifyState::Status("serving")]));
 }
 
+/// Another process is the service from now on.
+pub(super) fn main_process(pid: Option<u32>) {
+    if let Some(pid) = pid {
+        said(notify(&[NotifyState::MainPid(pid), NotifyState::Ready, NotifyState::Status("serving")]));
+    }
+}
+
 /// A successor takes over soon and says [`ready`].
 pub(super) fn reloading() {
     let state = NotifyState::monotonic_usec_now()

@@ -23,17 +23,19 @@ use super::{advertised_ip, check_files, sockets};
 
 /// The line that says that nothing stands against the upgrade.
 pub const REHEARSED: &str = "rehearsed: the running worker may let go";
+/// Before it, a line for each data directory that the successor will not touch: what follows is its path, as JSON.
+pub(super) const SILENT: &str = "does not answer: ";
 
-/// What keeps this program with `config` from following the worker that wrote `facts`, one line each. Needs tokio's timers
+/// What the worker that wrote `facts` is told by this program with `config`, which may follow it. Needs tokio's timers
 /// and blocking threads, some of which may hang when it returns.
-pub async fn rehearse(config: &Config, facts: &str) -> Vec<String> {
-    let facts = match Facts::parse(facts) {
-        Ok(facts) => facts,
-        Err(error) => return vec![error],
-    };
+///
+/// # Errors
+/// What keeps it from following, one line each.
+pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String>> {
+    let facts = Facts::parse(facts).map_err(|error| vec![error])?;
     let mut problems = facts.problems(config);
     if !problems.is_empty() {
-        return problems;
+        return Err(problems);
     }
     let said = |result: anyhow::Result<()>| result.err().map(|error| format!("{error:#}"));
     problems.extend(said(check_files(config)));
@@ -41,14 +43,24 @@ pub async fn rehearse(config: &Config, facts: &str) -> Vec<String> {
     problems.extend(said(map_memory(config)));
     let local = async {
         match config.worker.store_type.has_local() {
-            true => claimable::obstacles(&config.local, facts.held()).await,
-            false => Vec::new(),
+            true => {
+                let held = facts.held();
+                tokio::join!(
+                    claimable::obstacles(&config.local, held),
+                    claimable::silent(&config.local, held)
+                )
+            }
+            false => Default::default(),
         }
     };
-    let (local, remote) = tokio::join!(local, log_in(config, &facts));
+    let ((local, silent), remote) = tokio::join!(local, log_in(config, &facts));
     problems.extend(local);
     problems.extend(said(remote));
-    problems
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let silent = silent.iter().map(|path| format!("{SILENT}{}\n", serde_json::json!(path)));
+    Ok(format!("{}{REHEARSED}\n", silent.collect::<String>()))
 }
 
 fn map_memory(config: &Config) -> anyhow::Result<()> {

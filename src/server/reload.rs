@@ -6,7 +6,7 @@
 //! Certificates are read again each time. What an operator has changed by a call stays until the file's own value of it
 //! changes.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -86,6 +86,11 @@ impl Reloader {
             reloads.with_label_values(&[result]);
         }
         Ok(Self { origin, running: Mutex::new(config.clone()), service, live, tls, reloads })
+    }
+
+    /// The configuration in effect, key by key, without secrets.
+    pub(super) fn entries(&self) -> BTreeMap<&'static str, String> {
+        self.running.lock().entries()
     }
 
     /// Reads the file again. `trigger` is for the log. Blocks on files.

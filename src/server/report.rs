@@ -12,7 +12,7 @@ use crate::service::{AppStatistics, WorkerState};
 use crate::tiers::{DiskCondition, MountUsage, by_mount};
 use uniffle_io::Media;
 
-use super::snapshot::Inspector;
+use super::snapshot::{Inspector, NodeSnapshot};
 
 /// Reports with the figures of the moment that they are made.
 pub(super) fn source(node: Arc<Inspector>) -> ReportSource {
@@ -28,6 +28,7 @@ pub(super) fn source(node: Arc<Inspector>) -> ReportSource {
         report.events_in_flush = u32::try_from(snapshot.flush.unfinished_batches).unwrap_or(u32::MAX);
         report.storage = storage(&by_mount(&snapshot.disks));
         report.applications = application_info(&snapshot.apps);
+        report.display_metrics = display_metrics(&snapshot);
         report
     })
 }
@@ -59,9 +60,10 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
             status: match mount.condition {
                 DiskCondition::Healthy => StorageStatus::Normal,
                 DiskCondition::Full => StorageStatus::Overused,
-                DiskCondition::ReadOnly | DiskCondition::Hung | DiskCondition::Broken => {
-                    StorageStatus::Unhealthy
-                }
+                DiskCondition::ReadOnly
+                | DiskCondition::Detached
+                | DiskCondition::Hung
+                | DiskCondition::Broken => StorageStatus::Unhealthy,
             }
             .into(),
             ..StorageInfo::default()
@@ -69,6 +71,18 @@ fn storage(mounts: &[MountUsage]) -> HashMap<String, StorageInfo> {
         (mount_point, info)
     };
     mounts.iter().map(info).collect()
+}
+
+/// What the coordinator's dashboard shows of a server, by the names of Java's metrics.
+fn display_metrics(snapshot: &NodeSnapshot) -> HashMap<String, String> {
+    let partitions: u64 = snapshot.apps.iter().map(|app| app.partitions).sum();
+    let shown = [
+        ("app_num_with_node", snapshot.apps.len() as u64),
+        ("partition_num_with_node", partitions),
+        ("event_queue_size", snapshot.flush.queued_batches as u64),
+        ("in_flush_buffer_size", snapshot.memory.in_flight_bytes),
+    ];
+    shown.map(|(name, value)| (name.to_owned(), value.to_string())).into()
 }
 
 /// Applications that a heartbeat tells of, the largest first: it is for dashboards, and must stay small.

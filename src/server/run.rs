@@ -1,8 +1,9 @@
 //! A worker as a process: started, told to stop or to be upgraded, and what follows.
 
+use std::io::Write as _;
 use std::net::Ipv4Addr;
-use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use tokio::sync::mpsc;
@@ -15,6 +16,11 @@ use super::sockets::Inherited;
 use super::successor::Successor;
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify};
+use crate::tiers::LocalStore;
+use uniffle_io::DiskLock;
+
+/// What a successor gets at least to get ready beside this process, or else as long as a flush.
+const READY_DEADLINE_MIN: Duration = Duration::from_secs(10);
 
 /// What a running worker is told.
 #[derive(Debug, Clone)]
@@ -32,12 +38,14 @@ pub enum Command {
 pub enum Ended {
     /// It was stopped, or is decommissioned.
     Stopped,
-    /// It waits for its successor: [`Successor::exec`].
+    /// It waits for its successor: [`Successor::exec`], or [`run_beside`](super::run_beside).
     Upgrade {
         /// Who.
         successor: Successor,
         /// Its sockets.
-        sockets: Inherited,
+        sockets: Box<Inherited>,
+        /// It has to run beside this process, and is to be ready within so long.
+        beside: Option<Duration>,
     },
 }
 
@@ -49,15 +57,21 @@ pub enum Ended {
 pub async fn run(
     config: &Config,
     environment: Environment,
-    inherited: Inherited,
+    mut inherited: Inherited,
     mut commands: mpsc::Receiver<Command>,
 ) -> anyhow::Result<Ended> {
     let (gap_began_ms, is_returned) = (inherited.gap_began_ms, inherited.is_returned);
+    // Held as long as this process lives, whatever worker runs in it.
+    let (kept, keeper) = (std::mem::take(&mut inherited.kept), inherited.keeper.take());
     let worker = Worker::start_in(environment, inherited, config).await?;
     if is_returned {
         worker.note_refused_upgrade(RefusedBy::Exec);
     }
     tell_ready(config, &worker, gap_began_ms)?;
+    if let Some(mut keeper) = keeper {
+        // One that has ended is noticed as such.
+        let _ = keeper.write_all(b"!");
+    }
     loop {
         let told = match config.worker.decommission_shutdown {
             true => told_or_retired(&worker, &mut commands).await,
@@ -72,22 +86,8 @@ pub async fn run(
             }
             Some(Command::Stop) | None => break,
         };
-        match prepare(&worker, &successor, config, &mut commands).await {
-            Prepared::HandOver => {
-                let gap_began_ms = now_ms();
-                let stopped = worker.hand_over().await;
-                let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
-                if tasks_left > 0 || unflushed > 0 {
-                    tracing::error!(
-                        tasks_left,
-                        unflushed,
-                        "the successor starts with connections or tasks that did not end in time"
-                    );
-                }
-                tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped, the successor takes over");
-                let sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
-                return Ok(Ended::Upgrade { successor, sockets });
-            }
+        match prepare(&worker, &successor, (config, !kept.is_empty()), &mut commands).await {
+            Prepared::HandOver(plan) => return Ok(hand_over(worker, successor, plan, kept).await),
             Prepared::GoOn => {
                 worker.go_on();
                 notify::ready(&Inherited::default());
@@ -95,10 +95,39 @@ pub async fn run(
             Prepared::Stop => break,
         }
     }
-    notify::stopping(config.worker.flush_timeout + std::time::Duration::from_secs(65));
+    notify::stopping(config.worker.flush_timeout + Duration::from_secs(65));
     let tasks_left = worker.stop().await;
     tracing::info!(tasks_left, "stopped");
     Ok(Ended::Stopped)
+}
+
+async fn hand_over(
+    worker: Worker,
+    successor: Successor,
+    plan: Plan,
+    mut kept: Vec<Box<dyn DiskLock>>,
+) -> Ended {
+    let gap_began_ms = now_ms();
+    let store = worker.service().tiers().find::<LocalStore>();
+    let deadline = worker.flush_timeout.max(READY_DEADLINE_MIN);
+    let stopped = worker.hand_over().await;
+    let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
+    if tasks_left > 0 || unflushed > 0 {
+        tracing::error!(
+            tasks_left,
+            unflushed,
+            "the successor starts with connections or tasks that did not end in time"
+        );
+    }
+    let mut sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
+    if let Some(store) = store.filter(|_| !plan.silent.is_empty()) {
+        let (let_go, locks) = store.let_go(plan.silent).await;
+        kept.extend(locks);
+        sockets.let_go = let_go;
+    }
+    sockets.kept = kept;
+    tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped, the successor takes over");
+    Ended::Upgrade { successor, sockets: Box::new(sockets), beside: plan.is_beside.then_some(deadline) }
 }
 
 async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>) -> Option<Command> {
@@ -114,22 +143,30 @@ async fn told_or_retired(worker: &Worker, commands: &mut mpsc::Receiver<Command>
 
 /// What comes of a request to upgrade.
 enum Prepared {
-    HandOver,
+    HandOver(Plan),
     GoOn,
     Stop,
+}
+
+/// How it is handed over.
+struct Plan {
+    /// Data directories that do not answer, which the successor does without.
+    silent: Vec<PathBuf>,
+    /// This process cannot become the successor.
+    is_beside: bool,
 }
 
 /// Everything that can still be taken back.
 async fn prepare(
     worker: &Worker,
     successor: &Successor,
-    config: &Config,
+    config: (&Config, bool),
     commands: &mut mpsc::Receiver<Command>,
 ) -> Prepared {
     let ready = async {
         notify::reloading();
         match get_ready(worker, successor, config).await {
-            Ok(()) => Prepared::HandOver,
+            Ok(plan) => Prepared::HandOver(plan),
             Err(Refusal { by, why }) => {
                 worker.note_refused_upgrade(by);
                 tracing::error!(by = by.as_str(), "upgrade refused, going on as before: {why}");
@@ -152,7 +189,11 @@ async fn prepare(
 }
 
 /// The successor proves that it can take over, while this worker serves as ever; then memory is emptied.
-async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> Result<(), Refusal> {
+async fn get_ready(
+    worker: &Worker,
+    successor: &Successor,
+    (config, holds_locks): (&Config, bool),
+) -> Result<Plan, Refusal> {
     let disks: Vec<_> = worker.service().tiers().iter().flat_map(|tier| tier.state().disks).collect();
     let facts = Facts::of(config, worker.addresses(), &disks);
     if !facts.has_journal() {
@@ -161,13 +202,27 @@ async fn get_ready(worker: &Worker, successor: &Successor, config: &Config) -> R
         return Err(Refusal { by: RefusedBy::Tiers, why: why.to_owned() });
     }
     let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
-    rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
-    threads_awake().await?;
-    tracing::info!("upgrade: the successor has rehearsed it, flushing");
+    let silent =
+        rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
+    let store = worker.service().tiers().find::<LocalStore>();
+    let is_beside = holds_locks || store.as_ref().is_some_and(|store| store.holds_any(&silent));
+    if !is_beside {
+        threads_awake().await?;
+    }
+    tracing::info!(?silent, is_beside, "upgrade: the successor has rehearsed it, flushing");
+    if let Some(store) = store.filter(|_| is_beside) {
+        store.avoid(&silent).await.map_err(|error| {
+            let why = format!("the metadata log cannot be brought to a data directory that answers: {error}");
+            Refusal { by: RefusedBy::Hang, why }
+        })?;
+    }
     let emptied = worker.prepare_to_hand_over().await;
     emptied.map_err(|left| Refusal { by: RefusedBy::Flush, why: left_in_memory(&left) })?;
-    // A disk may have begun to hang under the flush, which went to another then.
-    threads_awake().await
+    if !is_beside {
+        // A disk may have begun to hang under the flush, which went to another then.
+        threads_awake().await?;
+    }
+    Ok(Plan { silent, is_beside })
 }
 
 async fn threads_awake() -> Result<(), Refusal> {
@@ -205,12 +260,14 @@ fn tell_ready(config: &Config, worker: &Worker, gap_began_ms: Option<u64>) -> an
     }
     if config.is_embedded() && gap_ms.is_none() {
         let host = if addresses.grpc.ip().is_loopback() { Ipv4Addr::LOCALHOST.into() } else { worker.ip() };
+        let quorum: Vec<_> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
         banner(&startup_banner(
             host,
             addresses.grpc,
             addresses.http,
             addresses.tcp.is_some(),
             config.worker.store_type,
+            &quorum.join(","),
         ));
     }
     notify::ready(&worker.held);

@@ -20,12 +20,12 @@ pub(super) struct RuntimeSettings {
     pace: OnceLock<Pace>,
 }
 
-/// Who sends heartbeats.
+/// Who sends heartbeats, at least one of the two.
 #[derive(Debug)]
-pub(super) enum Pace {
+pub(super) struct Pace {
     /// To the own coordinator.
-    Embedded(watch::Sender<Duration>),
-    Quorum(Heartbeats),
+    pub(super) embedded: Option<watch::Sender<Duration>>,
+    pub(super) quorum: Option<Heartbeats>,
 }
 
 impl RuntimeSettings {
@@ -45,18 +45,17 @@ impl RuntimeSettings {
 
     /// The heartbeats to a quorum, if there is one.
     pub(super) fn heartbeats(&self) -> Option<&Heartbeats> {
-        match self.pace.get()? {
-            Pace::Embedded(_) => None,
-            Pace::Quorum(heartbeats) => Some(heartbeats),
-        }
+        self.pace.get()?.quorum.as_ref()
     }
 
     /// Heartbeats are so far apart from now on.
     pub(super) fn set_heartbeat_interval(&self, interval: Duration) {
-        match self.pace.get() {
-            Some(Pace::Embedded(pace)) => drop(pace.send_replace(interval)),
-            Some(Pace::Quorum(heartbeats)) => heartbeats.set_interval(interval),
-            None => {}
+        let Some(Pace { embedded, quorum }) = self.pace.get() else { return };
+        if let Some(pace) = embedded {
+            pace.send_replace(interval);
+        }
+        if let Some(heartbeats) = quorum {
+            heartbeats.set_interval(interval);
         }
     }
 

@@ -4,9 +4,11 @@
 //! A heartbeat and a scrape take a new one, which the status page and the API then show for up to [`AGE_MAX`]: anyone may
 //! poll these, and taking one walks all partitions. Who the worker is and whether it is ready is never old.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
 use tokio::time::Instant;
@@ -21,12 +23,14 @@ use crate::listeners::http::api::model::{
 };
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
-use crate::service::{AppStatistics, QuotaUse, Service};
+use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::telemetry::panic_count;
 use crate::tiers::{DiskCondition, DiskInfo};
 use uniffle_io::Media;
 
+use super::cluster::ClusterPage;
 use super::health;
+use super::reload::Reloader;
 use super::settings::RuntimeSettings;
 
 /// How old figures are that the status page and the API show.
@@ -42,6 +46,7 @@ pub(super) struct NodeSnapshot {
     pub(super) apps: Vec<AppStatistics>,
     quotas: Vec<QuotaUse>,
     lost_blocks: u64,
+    incomplete: Incompleteness,
     tiers: Vec<Tier>,
     tickets: Tickets,
     connections: Connections,
@@ -56,9 +61,12 @@ pub(super) struct Inspector {
     pub(super) store_type: &'static str,
     pub(super) service: Arc<Service>,
     pub(super) live: Arc<RuntimeSettings>,
+    pub(super) reloader: Arc<Reloader>,
     pub(super) gauges: ProcessGauges,
     pub(super) connections: OpenConnections,
     pub(super) latest: Mutex<Option<Arc<NodeSnapshot>>>,
+    /// What the own coordinator knows, if there is one.
+    pub(super) cluster: Option<ClusterPage>,
 }
 
 /// Metrics of the process that are read when they are asked for.
@@ -92,12 +100,24 @@ impl http::Node for Inspector {
         health::not_ready(&self.service)
     }
 
+    fn incomplete(&self) -> Incompleteness {
+        self.snapshot(AGE_MAX).incomplete.clone()
+    }
+
     fn losses(&self) -> serde_json::Value {
         serde_json::to_value(self.service.insight.losses()).unwrap_or_default()
     }
 
     fn apps(&self) -> Vec<AppStatistics> {
         self.snapshot(AGE_MAX).apps.clone()
+    }
+
+    fn configuration(&self) -> BTreeMap<&'static str, String> {
+        self.reloader.entries()
+    }
+
+    fn cluster(&self) -> Option<Bytes> {
+        Some(self.cluster.as_ref()?.text())
     }
 
     fn status(&self) -> Status {
@@ -120,6 +140,7 @@ impl http::Node for Inspector {
                 huge_partitions: apps().map(|app| app.huge_partitions).sum(),
                 lost_blocks: snapshot.lost_blocks,
             },
+            incomplete: snapshot.incomplete.clone(),
             quotas: snapshot.quotas.clone(),
             totals: *totals,
             process: *process,
@@ -172,6 +193,7 @@ impl Inspector {
             apps: service.insight.app_statistics(),
             quotas: service.insight.quotas(),
             lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
+            incomplete: service.insight.incompleteness(),
             connections: Connections {
                 grpc: open(&self.connections.grpc),
                 tcp: self.connections.tcp.as_ref().map_or(0, open),
@@ -241,10 +263,10 @@ impl Inspector {
     }
 
     fn coordinators(&self) -> Vec<Coordinator> {
-        let Some(heartbeats) = self.live.heartbeats() else {
+        let own = self.cluster.is_some().then(|| {
             let address = format!("{}:{}", self.fixed.ip, self.fixed.grpc_port);
-            return vec![Coordinator { address, link: "embedded", reason: None }];
-        };
+            Coordinator { address, link: "embedded", reason: None }
+        });
         let told = |link: Link| match link {
             Link::Untried => ("untried", None),
             Link::Up { .. } => ("up", None),
@@ -254,7 +276,9 @@ impl Inspector {
             let (link, reason) = told(link);
             Coordinator { address: address.to_string(), link, reason }
         };
-        heartbeats.links().map(coordinator).collect()
+        let quorum =
+            self.live.heartbeats().into_iter().flat_map(|heartbeats| heartbeats.links().map(coordinator));
+        own.into_iter().chain(quorum).collect()
     }
 }
 
@@ -275,6 +299,7 @@ fn disk(info: &DiskInfo) -> Disk {
             DiskCondition::Healthy => "healthy",
             DiskCondition::Full => "full",
             DiskCondition::ReadOnly => "read_only",
+            DiskCondition::Detached => "detached",
             DiskCondition::Hung => "hung",
             DiskCondition::Broken => "broken",
         },

@@ -12,12 +12,15 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 
 use anyhow::Context as _;
 use listenfd::ListenFd;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
+use crate::tiers::LetGo;
+use uniffle_io::DiskLock;
 
 /// Connects that wait while none is accepted; the kernel has its own limit (`net.core.somaxconn`, 4096).
 const BACKLOG: i32 = 4096;
@@ -56,10 +59,20 @@ pub struct Inherited {
     pub(super) gap_began_ms: Option<u64>,
     /// They come from this very program: the successor that it had made way for could not be executed.
     pub(super) is_returned: bool,
+    /// Data directories that are not touched, and what the process before says of them.
+    pub(super) let_go: LetGo,
+    /// Their locks, in the process that holds them.
+    pub(super) kept: Vec<Box<dyn DiskLock>>,
+    /// Who waits for this process to be ready (`beside`).
+    pub(super) keeper: Option<UnixStream>,
 }
 
 /// Carries [`Inherited::gap_began_ms`].
 pub(super) const GAP_BEGAN: &str = "WORKER_UPGRADE_BEGAN_MS";
+/// Carries [`Inherited::let_go`], as JSON.
+pub(super) const LET_GO: &str = "WORKER_LET_GO";
+/// Name of [`Inherited::keeper`].
+pub(super) const KEEPER: &str = "keeper";
 
 impl Inherited {
     /// Takes what `LISTEN_FDS` of `env` passes to this process. Call it once and before there are threads, since it
@@ -72,11 +85,19 @@ impl Inherited {
         // Without a listener to take over, the variable is of an earlier start.
         let gap_began_ms = env.get(GAP_BEGAN).and_then(|text| text.parse().ok());
         let gap_began_ms = gap_began_ms.filter(|began| *began > 0 && passed.len() > 0);
-        let mut inherited = Self { gap_began_ms, ..Self::default() };
+        let let_go = env.get(LET_GO).filter(|_| gap_began_ms.is_some());
+        let let_go = let_go.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
+        let mut inherited = Self { gap_began_ms, let_go, ..Self::default() };
         for index in 0..passed.len() {
             // What is no TCP socket is not ours to close.
+            let name = names.get(index).copied().unwrap_or_default();
+            if name == KEEPER {
+                let keeper = passed.take_unix_listener(index).ok().flatten();
+                inherited.keeper = keeper.map(|socket| OwnedFd::from(socket).into());
+                continue;
+            }
             let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
-            inherited.put(names.get(index).copied().unwrap_or_default(), socket);
+            inherited.put(name, socket);
         }
         inherited
     }

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -18,8 +18,9 @@ use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
-use super::rehearsal::REHEARSED;
-use super::sockets::{GAP_BEGAN, Inherited};
+use super::rehearsal::{REHEARSED, SILENT};
+use super::sockets::{GAP_BEGAN, Inherited, LET_GO};
+use crate::tiers::LetGo;
 
 /// What a rehearsal may take: disks and remote stores are given up after 30 s and 60 s, and meanwhile this worker serves.
 const REHEARSAL_DEADLINE: Duration = Duration::from_secs(150);
@@ -52,11 +53,12 @@ impl Successor {
     }
 
     /// Has the new binary prove in a process of its own that it can take over; `facts` is the variable that tells it from
-    /// what. Also what a binary of before says to `--check` counts, by its exit code.
+    /// what. Also what a binary of before says to `--check` counts, by its exit code. The data directories that it will not
+    /// touch.
     ///
     /// # Errors
     /// What it said.
-    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<()> {
+    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Vec<PathBuf>> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
@@ -79,8 +81,8 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                () = verdict => Ok(None),
-                status = ended => status.map(Some),
+                silent = verdict => Ok(Verdict::Rehearsed(silent)),
+                status = ended => status.map(Verdict::Ended),
             }
         })
         .await;
@@ -89,49 +91,68 @@ impl Successor {
             bail!("{program} --check took longer than {REHEARSAL_DEADLINE:?}: {}", said());
         };
         match status? {
-            Some(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
-            _ => Ok(()),
+            Verdict::Ended(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
+            Verdict::Ended(_) => Ok(Vec::new()),
+            Verdict::Rehearsed(silent) => Ok(silent),
         }
     }
 
     /// Becomes the next process; returns only if that fails, with the sockets.
-    pub fn exec(&self, sockets: Inherited) -> (io::Error, Inherited) {
-        let gap_began_ms = sockets.gap_began_ms;
+    pub fn exec(&self, mut sockets: Inherited) -> (io::Error, Inherited) {
+        let (gap_began_ms, let_go) = (sockets.gap_began_ms, sockets.let_go.clone());
+        let kept = std::mem::take(&mut sockets.kept);
         let named = sockets.into_named();
-        let error = self.exec_with(&named, gap_began_ms);
-        (error, Inherited { gap_began_ms, is_returned: true, ..Inherited::from_named(named) })
+        let error = match self.passing(&named, gap_began_ms, &let_go) {
+            Ok((mut next, _copies)) => next.env("LISTEN_PID", std::process::id().to_string()).exec(),
+            Err(error) => error,
+        };
+        let back = Inherited::from_named(named);
+        (error, Inherited { gap_began_ms, is_returned: true, let_go, kept, ..back })
     }
 
-    fn exec_with(&self, named: &[(String, OwnedFd)], gap_began_ms: Option<u64>) -> io::Error {
+    /// The next process with copies of these descriptors, which are open until they are dropped.
+    pub(super) fn passing(
+        &self,
+        named: &[(String, OwnedFd)],
+        gap_began_ms: Option<u64>,
+        let_go: &LetGo,
+    ) -> io::Result<(Command, Vec<OwnedFd>)> {
         let descriptors: Vec<&OwnedFd> = named.iter().map(|(_, descriptor)| descriptor).collect();
-        let copies = match in_a_row(&descriptors) {
-            Ok(copies) => copies,
-            Err(error) => return error,
-        };
+        let copies = in_a_row(&descriptors)?;
         for copy in &copies {
-            if let Err(error) = fcntl_setfd(copy, FdFlags::empty()) {
-                return error.into();
-            }
+            fcntl_setfd(copy, FdFlags::empty())?;
         }
         let names: Vec<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
-        Command::new(&self.program)
-            .args(&self.arguments)
+        let mut next = Command::new(&self.program);
+        next.args(&self.arguments)
+            .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
-            .env("LISTEN_PID", std::process::id().to_string())
             .env("LISTEN_FDNAMES", names.join(":"))
             .env("LISTEN_FDS_FIRST_FD", copies.first().map_or(3, |copy| copy.as_raw_fd()).to_string())
             .env(GAP_BEGAN, gap_began_ms.unwrap_or_default().to_string())
-            .exec()
+            .env(LET_GO, serde_json::to_string(let_go).unwrap_or_default());
+        Ok((next, copies))
     }
 }
 
+/// What came of a rehearsal.
+enum Verdict {
+    /// Nothing stands against the upgrade; these directories are not touched.
+    Rehearsed(Vec<PathBuf>),
+    /// It ended without a word.
+    Ended(ExitStatus),
+}
+
 /// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does.
-async fn verdict(stdout: ChildStdout) {
+async fn verdict(stdout: ChildStdout) -> Vec<PathBuf> {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
+    let mut silent = Vec::new();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
-            return;
+            return silent;
         }
+        let path = line.strip_prefix(SILENT).and_then(|path| serde_json::from_str(path).ok());
+        silent.extend(path);
     }
     std::future::pending().await
 }

@@ -10,13 +10,15 @@ use crate::config::Config;
 use crate::flush::Flusher;
 use crate::memory::Memory;
 use crate::runtime::Tasks;
-use crate::tiers::{HdfsStore, LocalConfig, LocalStore, Tier, Tiers};
+use crate::tiers::{HdfsStore, LetGo, LocalConfig, LocalStore, Tier, Tiers};
 
 /// What the tiers get beside the configuration.
 pub(super) struct Beside {
     /// As coordinators are told; names remote files.
     pub(super) server_id: String,
     pub(super) precheck: Precheck,
+    /// Data directories that are not touched.
+    pub(super) let_go: LetGo,
     /// Tiers that come after the configured ones.
     pub(super) others: Vec<Arc<dyn Tier>>,
 }
@@ -39,7 +41,7 @@ pub(super) async fn start(
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
     if config.worker.store_type.has_local() {
-        tiers.push(start_local(config, registry).await?);
+        tiers.push(start_local(config, beside.let_go, registry).await?);
     }
     if config.worker.store_type.has_hdfs() {
         tiers.push(start_hdfs(config, beside.server_id, beside.precheck, tasks, registry).await?);
@@ -56,9 +58,9 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
-async fn start_local(config: &Config, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
+async fn start_local(config: &Config, let_go: LetGo, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
     let read_memory_bytes = config.memory.read_capacity_bytes;
-    let settings = LocalConfig { read_memory_bytes, ..config.local.clone() };
+    let settings = LocalConfig { read_memory_bytes, let_go, ..config.local.clone() };
     let disks = settings.real_disks();
     LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
 }

@@ -45,7 +45,8 @@ pub(super) enum RefusedBy {
     Tiers,
     /// The successor found in a process of its own that it could not take over.
     Rehearsal,
-    /// A thread hangs in the kernel, for which `exec` would wait.
+    /// A thread hangs in the kernel, for which `exec` would wait, and no data directory that does not answer explains it;
+    /// or it has what no other directory has.
     Hang,
     /// Memory could not be emptied.
     Flush,
@@ -80,6 +81,9 @@ pub(super) struct Facts {
     /// Those of them that it does without.
     #[serde(default)]
     given_up: Vec<PathBuf>,
+    /// Those of these that it never had, or let go of.
+    #[serde(default)]
+    unclaimed: Vec<PathBuf>,
     /// Ports of all its listeners; empty from a worker before 0.2.
     #[serde(default)]
     ports: Vec<u16>,
@@ -93,12 +97,14 @@ impl Facts {
             true => config.local.paths.clone(),
             false => Vec::new(),
         };
+        let has = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path);
         let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && disk.is_healthy());
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
             urpc_port: addresses.tcp.map(|address| address.port()),
             bind_address: config.worker.bind_address,
+            unclaimed: data_paths.iter().filter(|path| !has(path)).cloned().collect(),
             given_up: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
@@ -132,7 +138,7 @@ impl Facts {
 
     /// What it has to do with the data directories.
     pub(super) fn held(&self) -> HeldBy<'_> {
-        HeldBy { running: &self.data_paths, given_up: &self.given_up }
+        HeldBy { running: &self.data_paths, given_up: &self.given_up, unclaimed: &self.unclaimed }
     }
 
     /// The server's id is made of these.
@@ -197,6 +203,7 @@ mod tests {
             bind_address: worker.bind_address,
             data_paths: config.local.paths.clone(),
             given_up: Vec::new(),
+            unclaimed: Vec::new(),
             ports: vec![worker.grpc_port, worker.http_port, 7],
         }
     }

@@ -155,6 +155,12 @@ pub enum ServiceError {
          spark.rss.storage.type=MEMORY_HDFS and spark.rss.remote.storage.path"
     )]
     NoRemoteStorage,
+    /// A commit has waited for the tiers below memory, in vain.
+    #[error("what is in memory was not flushed within {seconds} s")]
+    NotFlushed {
+        /// How long was waited.
+        seconds: u64,
+    },
     /// Something that this server does not do.
     #[error("{0}")]
     Unsupported(&'static str),
@@ -203,6 +209,7 @@ impl ServiceError {
             | Self::NoReadMemory { .. }
             | Self::TooManyAnswers { .. }
             | Self::Stopping
+            | Self::NotFlushed { .. }
             | Self::Unsupported(_) => None,
         }
     }
@@ -240,6 +247,7 @@ impl ServiceError {
             | Self::Report(_)
             | Self::Store(_)
             | Self::Lost(_)
+            | Self::NotFlushed { .. }
             | Self::Unsupported(_) => StatusCode::InternalError,
         }
     }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::app::{App, STAGES, Stage, StageSum};
 use crate::memory::Memory;
 
-use super::losses::{ShuffleLoss, losses_of};
+use super::losses::{IncompleteShuffle, ShuffleLoss, incomplete_of, losses_of};
 use super::quota::QuotaUse;
 use super::statistics::AppStatistics;
 
@@ -68,6 +68,8 @@ pub struct Explanation {
     pub top_partitions: Vec<TopPartition>,
     /// Blocks that are lost.
     pub losses: Vec<ShuffleLoss>,
+    /// Shuffles whose results are refused, as reports of them may be missing.
+    pub incomplete: Vec<IncompleteShuffle>,
 }
 
 /// What one stage came to. Times of tasks that ran side by side add up.
@@ -202,6 +204,7 @@ pub(super) fn explanation(
         skew: statistics.skew(),
         top_partitions: top_partitions(app, memory),
         losses: losses_of(app, LOSSES_MAX),
+        incomplete: incomplete_of(app).into_iter().take(LOSSES_MAX).collect(),
     };
     explanation.findings = findings(&explanation);
     explanation
@@ -266,6 +269,13 @@ fn findings(it: &Explanation) -> Vec<String> {
     let share = |wanted| if it.age_seconds > 0.0 { total(wanted) / it.age_seconds } else { 0.0 };
     let slow = SLOW_DISK.as_secs_f64();
     let mut found = Vec::new();
+    if let Some(IncompleteShuffle { shuffle, reason, .. }) = it.incomplete.first() {
+        let more = it.incomplete.len() - 1;
+        let more = if more > 0 { format!(" and of {more} more") } else { String::new() };
+        found.push(format!(
+            "results of shuffle {shuffle}{more} are refused, reports may be missing: {reason}"
+        ));
+    }
     if !it.losses.is_empty() {
         let blocks: u64 = it.losses.iter().map(|loss| loss.blocks).sum();
         found
@@ -348,7 +358,22 @@ mod tests {
             skew: 1.0,
             top_partitions: Vec::new(),
             losses: Vec::new(),
+            incomplete: Vec::new(),
         }
+    }
+
+    #[test]
+    fn results_that_are_refused_are_the_first_finding() {
+        let refused = |shuffle| IncompleteShuffle {
+            app: "app".to_owned(),
+            shuffle,
+            reason: "/a is missing".to_owned(),
+        };
+        let it = Explanation { incomplete: vec![refused(3), refused(4)], ..explanation() };
+        let found = findings(&it);
+        let expected =
+            "results of shuffle 3 and of 1 more are refused, reports may be missing: /a is missing";
+        assert_eq!(found.first().map(String::as_str), Some(expected));
     }
 
     #[test]

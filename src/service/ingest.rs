@@ -1,6 +1,7 @@
 //! What writers call: tickets, sends and reports.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::RwLock;
 
@@ -14,6 +15,7 @@ use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::partition_limit::PartitionLimits;
 use super::status::WorkerStatus;
+use super::ticket_line::TicketLine;
 
 /// See the module.
 #[derive(Debug)]
@@ -27,6 +29,8 @@ pub struct Ingest {
     pub(super) metrics: Arc<ServiceMetrics>,
     pub(super) limits: RwLock<PartitionLimits>,
     pub(super) commits: CommitGate,
+    pub(super) line: TicketLine,
+    pub(super) ticket_wait: Duration,
     pub(super) partitions_max: usize,
     pub(super) verify_crc: bool,
 }

@@ -14,7 +14,7 @@ use uniffle_wire::types::AppId;
 
 use super::explain::{Explanation, Gone, Presence, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
-use super::losses::{LossReport, Losses, lost_blocks_of};
+use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
 use super::metrics::ServiceMetrics;
 use super::quota::{self, QuotaUse};
 use super::statistics::{AppStatistics, statistics_of};
@@ -80,6 +80,12 @@ impl Insight {
     /// Everything that is lost now.
     pub fn losses(&self) -> LossReport {
         self.losses.report()
+    }
+
+    /// How much is not proven to be complete.
+    pub fn incompleteness(&self) -> Incompleteness {
+        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        self.losses.incompleteness(gap.map(|reason| reason.to_string()))
     }
 
     /// Lost blocks of one application.

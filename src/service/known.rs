@@ -38,12 +38,3 @@ pub(super) fn shuffle_of(app: &App, shuffle: i32) -> Option<(ShuffleKey, Arc<Shu
     let state = app.shuffle(ShuffleId(shuffle))?;
     Some((state.key().clone(), state))
 }
-
-/// A shuffle id that no shuffle has.
-pub(super) fn invalid_shuffle(shuffle: i32) -> ServiceError {
-    ServiceError::InvalidField {
-        field: "shuffleId",
-        value: i64::from(shuffle),
-        allowed: "0 or more is allowed",
-    }
-}

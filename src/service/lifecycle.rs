@@ -25,7 +25,7 @@ use super::aside::aside;
 use super::explain::Presence;
 use super::fairness::{FairnessConfig, Weights};
 use super::insight::Insight;
-use super::known::{Known, invalid_shuffle};
+use super::known::Known;
 use super::losses::Losses;
 use super::metrics::ServiceMetrics;
 use super::quota::{self, QuotaConfig};
@@ -83,7 +83,7 @@ pub struct Lifecycle {
 pub struct RegisterRequest<'a> {
     /// Application id as sent.
     pub app: &'a str,
-    /// Shuffle id.
+    /// Shuffle id; Tez's overflow into negative ones.
     pub shuffle: i32,
     /// Closed ranges of partitions.
     pub ranges: Vec<(i32, i32)>,
@@ -104,9 +104,6 @@ impl Lifecycle {
     /// An id or range that is none, or too many of them; then nothing was registered. No disk that takes the note.
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
-        if request.shuffle < 0 {
-            return Err(invalid_shuffle(request.shuffle));
-        }
         check_sizes(&request)?;
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
@@ -212,7 +209,15 @@ impl Lifecycle {
         }
         self.metrics.unregisters.inc();
         tracing::info!(target: AUDIT, app = %id, "unregistered");
+        self.note_if_empty();
         Ok(())
+    }
+
+    /// Those who wait for an idle worker (the coordinators, and through them an operator) hear of it at once.
+    fn note_if_empty(&self) {
+        if self.apps.app_count() == 0 {
+            self.status.note_emptied();
+        }
     }
 
     /// Purges apps that were not used for the timeout; returns how many.
@@ -225,6 +230,9 @@ impl Lifecycle {
                 purged += 1;
                 tracing::info!(target: AUDIT, app = %id, "no heartbeat within the timeout, purged");
             }
+        }
+        if purged > 0 {
+            self.note_if_empty();
         }
         self.metrics.apps_expired.inc_by(purged);
         usize::try_from(purged).unwrap_or(usize::MAX)

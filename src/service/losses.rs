@@ -7,7 +7,7 @@
 //! acknowledged. An app that says in its registration that it recomputes stages has it taken, and the loss entered,
 //! because with one attempt per task a refused report would end its job.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -34,6 +34,9 @@ const IN_MEMORY: &str = "the blocks were in memory when the worker ended";
 
 /// Losses listed in one report; beyond it their blocks are only counted.
 const LISTED_MAX: usize = 10_000;
+
+/// Reasons of incompleteness in short.
+const REASONS_MAX: usize = 10;
 
 /// A loss with its place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -78,6 +81,26 @@ pub struct IncompleteShuffle {
     pub reason: String,
 }
 
+/// How much is not proven to be complete.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Incompleteness {
+    /// Shuffles whose results are refused.
+    pub shuffles: usize,
+    /// Why, each reason once, the first ones.
+    pub reasons: Vec<String>,
+    /// Why results of shuffles that are not known are refused, too; null when they are not.
+    pub unknown_shuffles: Option<String>,
+}
+
+/// Shuffles of an app whose results are refused.
+pub(super) fn incomplete_of(app: &App) -> Vec<IncompleteShuffle> {
+    let told = |shuffle: &Arc<ShuffleState>| {
+        let (key, reason) = (shuffle.key(), shuffle.ledger().incomplete()?.to_owned());
+        Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
+    };
+    app.shuffles().iter().filter_map(told).collect()
+}
+
 /// What one app has lost: at most `max` entries.
 pub(super) fn losses_of(app: &App, max: usize) -> Vec<ShuffleLoss> {
     let mut losses = Vec::new();
@@ -120,16 +143,25 @@ impl Losses {
         for app in self.apps.apps() {
             lost += lost_blocks_of(&app);
             report.losses.extend(losses_of(&app, LISTED_MAX - report.losses.len()));
-            report.incomplete.extend(app.shuffles().iter().filter_map(|shuffle| {
-                let (key, reason) = (shuffle.key(), shuffle.ledger().incomplete()?.to_owned());
-                Some(IncompleteShuffle { app: key.app.to_string(), shuffle: key.shuffle.0, reason })
-            }));
+            report.incomplete.extend(incomplete_of(&app));
         }
         let listed: u64 = report.losses.iter().map(|loss| loss.blocks).sum();
         report.unlisted_blocks = lost.saturating_sub(listed);
         report.incomplete.sort();
         report.losses.sort_by_key(|loss| (loss.app.clone(), loss.shuffle, loss.partition, loss.at_ms));
         report
+    }
+
+    /// How much is incomplete, in short.
+    pub(super) fn incompleteness(&self, unknown_shuffles: Option<String>) -> Incompleteness {
+        let (mut shuffles, mut reasons) = (0, BTreeSet::new());
+        for incomplete in self.apps.apps().iter().flat_map(|app| incomplete_of(app)) {
+            shuffles += 1;
+            if reasons.len() < REASONS_MAX {
+                reasons.insert(incomplete.reason);
+            }
+        }
+        Incompleteness { shuffles, reasons: reasons.into_iter().collect(), unknown_shuffles }
     }
 
     pub(super) fn set_gauges(&self) {

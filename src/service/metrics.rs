@@ -31,6 +31,8 @@ metrics::table! {
             "unverified_partitions", "Partitions of which it is being found out which blocks can be read";
         incomplete_shuffles: IntGauge = "incomplete_shuffles",
             "Shuffles whose results are refused, as reports of them may be missing";
+        unknown_shuffles_refused: IntCounter = "unknown_shuffles_refused",
+            "Result queries refused because an earlier process may have known their shuffle, which this one does not";
         recovered_blocks: IntGauge = "recovered_blocks", "Blocks taken over from an earlier process";
         recovered_bytes: IntGauge = "recovered_bytes", "Payload bytes taken over from an earlier process";
         recovery_ms: IntGauge = "recovery_duration_ms", "Milliseconds that taking over took";
@@ -50,6 +52,8 @@ metrics::table! {
         require_buffer_refused_huge: IntCounter = "total_require_buffer_failed_for_huge_partition",
             "Tickets refused because a huge partition fills its share of the memory",
             also "total_huge_partition_require_buffer_failed";
+        require_buffer_waited: IntCounter = "tickets_granted_in_line_total",
+            "Tickets granted to requests that waited in line for memory";
         ticket_bytes: Histogram = "ticket_bytes", "Bytes of granted tickets", in metrics::BYTES_BUCKETS;
         ticket_wait: Histogram = "ticket_wait_seconds",
             "Time from an application's first refusal for lack of memory to its next ticket",

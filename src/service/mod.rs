@@ -10,8 +10,10 @@
 //! Every call refuses first and cheaply (state, app, ticket), then works. Nothing here waits for a disk except the
 //! two local reads. The parts share what they are given; none knows [`Service`], which ties them together.
 
+mod answer_limits;
 mod aside;
 mod commit_gate;
+mod commit_task;
 mod error;
 mod explain;
 mod fairness;
@@ -34,6 +36,7 @@ mod restore;
 mod results;
 pub mod statistics;
 mod status;
+mod ticket_line;
 mod top_apps;
 mod verify;
 mod write;
@@ -55,7 +58,7 @@ pub use ingest::Ingest;
 pub use insight::Insight;
 pub use intake::Intake;
 pub use lifecycle::{Lifecycle, RegisterRequest};
-pub use losses::{IncompleteShuffle, LossReport, ShuffleLoss};
+pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use quota::{QuotaConfig, QuotaUse};
 pub use read::{
@@ -79,6 +82,7 @@ use history::History;
 use known::Known;
 use losses::Losses;
 use metrics::ServiceMetrics;
+use ticket_line::TicketLine;
 use verify::Verifier;
 
 use crate::app::AppRegistry;
@@ -100,6 +104,11 @@ section! {
         /// How often expired tickets are looked for; at most the timeout.
         #[key("memory_store.buffer_ticket_check_interval_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub ticket_check_interval: Duration = 10 * SECOND,
+        /// How long a request for a buffer ticket waits for memory before NO_BUFFER, on which clients sleep for seconds.
+        /// Applications that wait are served in turns; 128 requests of one and 512 in all may wait, and half of those that a
+        /// connection may have open. 0 = none waits.
+        #[key("memory_store.buffer_ticket_wait_sec", seconds(Duration::ZERO..=30 * SECOND), Restart)]
+        pub ticket_wait: Duration = SECOND,
         /// Partitions one `requireBuffer` may name.
         pub partitions_per_request_max: usize = 1_000_000,
         /// How long a local read waits for read memory before NO_BUFFER.
@@ -144,6 +153,7 @@ impl Service {
     ///
     /// # Errors
     /// A metric name that is taken in `registry`.
+    #[expect(clippy::too_many_lines, reason = "every part with what it is given, a line each")]
     pub fn new(
         config: ServiceConfig,
         apps: Arc<AppRegistry>,
@@ -180,6 +190,8 @@ impl Service {
             metrics: metrics.clone(),
             limits: RwLock::new(config.partition_limits),
             commits: CommitGate::default(),
+            line: TicketLine::default(),
+            ticket_wait: config.ticket_wait,
             partitions_max: config.partitions_per_request_max,
             verify_crc: config.verify_crc,
         });

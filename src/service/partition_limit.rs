@@ -20,7 +20,8 @@ section! {
         /// Share of the memory that a huge partition may fill; above 0.0.
         #[key("app_config.partition_limit_memory_backpressure_ratio", ratio(), NextUse)]
         pub memory_ratio: f64 = 0.2,
-        /// Whether clients are told to move a partition elsewhere that would get larger than the threshold.
+        /// Whether clients are told to move a partition elsewhere that would get larger than the threshold, and every partition
+        /// that they write to while the worker is unhealthy, since too few disks take data.
         #[key("app_config.partition_split_enable", flag(), NextUse)]
         pub split: bool = false,
         /// The threshold of splitting.

@@ -24,19 +24,12 @@ use uniffle_wire::bitmap;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
-use super::known::{Known, invalid_shuffle};
+use super::answer_limits::{OF_APP, OF_CONNECTION, answer_limit, answer_lists};
+use super::known::Known;
 use super::losses::{Losses, refuse_unknown};
 use super::metrics::ServiceMetrics;
 use super::read_metrics::{Reading, TierReads};
 use super::verify::Verifier;
-
-/// Part of what an application, or a connection, may still have unanswered that one answer from memory takes at most; a block
-/// that is larger still goes out whole. So many readers at once get smaller answers, and slow ones never all of it.
-const OF_APP: (&str, u64) = ("application", 4);
-const OF_CONNECTION: (&str, u64) = ("connection", 2);
-
-/// When less of it is left, readers wait: others of the application do not take what they asked for.
-const ANSWER_BYTES_MIN: u64 = 64 << 10;
 
 /// Part of what all may have unanswered that one connection may.
 const CONNECTION_DIVISOR: u64 = 8;
@@ -113,6 +106,8 @@ pub struct MemoryReadRequest<'a> {
 pub struct MemoryAnswer {
     /// The blocks.
     pub read: MemoryRead,
+    /// Whether copies of the small pieces are paid for.
+    pub may_copy: bool,
     /// To be kept until the reader has them.
     pub answering: Answering,
 }
@@ -125,6 +120,7 @@ pub struct Answering {
     bytes: u64,
     _reading: Reading,
     _pinned: [Option<Charge>; 2],
+    _lists: Charge,
     _open: Charge,
 }
 
@@ -272,20 +268,6 @@ impl ReadBuffers for HeldBuffer {
     }
 }
 
-/// Bytes after which an answer from memory ends.
-fn answer_limit(
-    answers: &Budget,
-    (whose, divisor): (&'static str, u64),
-    wanted: i32,
-) -> Result<u64, ServiceError> {
-    let free = answers.free();
-    if free < ANSWER_BYTES_MIN.min(answers.capacity()) {
-        let (pinned, max) = (answers.used(), answers.capacity());
-        return Err(ServiceError::TooManyAnswers { pinned, max, whose });
-    }
-    Ok(u64::try_from(wanted).unwrap_or(0).min(free / divisor))
-}
-
 impl Reads {
     /// Blocks of a partition that are in memory.
     ///
@@ -306,20 +288,24 @@ impl Reads {
         }
         let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
-            let answering = self.answering((app, open), None, 0);
-            return Ok(MemoryAnswer { read, answering });
+            let lists = app.answer_lists().nothing();
+            let answering = self.answering((app, open), None, (0, lists));
+            return Ok(MemoryAnswer { read, may_copy: false, answering });
         };
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
         let mut limit = answer_limit(app.answers(), OF_APP, request.read_buffer_size)?;
         if let Some(answers) = request.of_connection {
             limit = limit.min(answer_limit(answers, OF_CONNECTION, request.read_buffer_size)?);
         }
-        let read = buffer.read(after, limit, filter.as_ref());
+        let (blocks_max, mut lists) = answer_lists(app.answer_lists(), buffer.block_count())?;
+        let read = buffer.read_some(after, (limit, blocks_max), filter.as_ref());
+        drop(lists.split_up_to(lists.bytes().saturating_sub(read.heap_bytes())));
+        let may_copy = lists.try_grow(read.small_bytes()).is_ok();
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
-        let answering = self.answering((app, open), request.of_connection, read.length);
-        Ok(MemoryAnswer { read, answering })
+        let answering = self.answering((app, open), request.of_connection, (read.length, lists));
+        Ok(MemoryAnswer { read, may_copy, answering })
     }
 
     /// What the reads of a new connection may hold.
@@ -338,7 +324,7 @@ impl Reads {
         &self,
         (app, _open): (Arc<App>, Charge),
         of_connection: Option<&Budget>,
-        bytes: u64,
+        (bytes, _lists): (u64, Charge),
     ) -> Answering {
         // The limit is looked at before: one answer too many is let through rather than made twice.
         let pinned = |budget: &Budget| budget.force_charge(bytes);
@@ -346,6 +332,7 @@ impl Reads {
         Answering {
             app,
             _pinned,
+            _lists,
             _open,
             began: Instant::now(),
             bytes,
@@ -433,9 +420,6 @@ impl Reads {
     /// What is read, whose it is, and the read as it is counted.
     fn read_key(&self, app: &str, shuffle: i32) -> Result<(ShuffleKey, Arc<App>, Charge), ServiceError> {
         let app = self.known.touched_app(app)?;
-        if shuffle < 0 {
-            return Err(invalid_shuffle(shuffle));
-        }
         let open = app.usage().take(Counted::OpenReads, 1)?;
         Ok((ShuffleKey::new(app.id().clone(), ShuffleId(shuffle)), app, open))
     }
@@ -463,30 +447,5 @@ impl Reads {
             no_read_memory(asked, wait)
         })??;
         Ok(stream)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn n8_answers_that_are_not_taken_get_smaller_and_end() {
-        let whole = Budget::new(64 << 20);
-        let (slow, honest) = (whole.child(32 << 20), whole.child(32 << 20));
-        let mut held = Vec::new();
-        while let Ok(limit) = answer_limit(&slow, OF_APP, 14 << 20) {
-            assert!(limit <= slow.free() / 4);
-            held.push(slow.force_charge(limit));
-        }
-        assert!((10..100).contains(&held.len()), "{} answers", held.len());
-        assert!(slow.used() <= slow.capacity());
-        let refused = answer_limit(&slow, OF_APP, 1).unwrap_err();
-        assert!(matches!(refused, ServiceError::TooManyAnswers { max, .. } if max == 32 << 20), "{refused}");
-        assert_eq!(answer_limit(&honest, OF_APP, 4 << 20).unwrap(), 4 << 20);
-        assert_eq!(answer_limit(&honest, OF_APP, -1).unwrap(), 0, "one block");
-        held.pop();
-        drop(held.remove(0));
-        assert!(answer_limit(&slow, OF_APP, 14 << 20).unwrap() > 1 << 20, "what is taken is free again");
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::app::{Counted, ReportError, ShuffleState};
+use crate::app::{Counted, PartitionRecords, ReportError, ShuffleState};
 use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -34,6 +34,8 @@ pub struct ReportRequest<'a> {
     pub bitmap_count: i32,
     /// Block ids per partition.
     pub partitions: Vec<(PartitionId, Vec<i64>)>,
+    /// Record numbers by task attempt, per partition; from the newest clients only.
+    pub records: Vec<PartitionRecords>,
 }
 
 impl Ingest {
@@ -55,31 +57,38 @@ impl Ingest {
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
         let bitmap_count = request.bitmap_count;
-        let is_small = ids_in(&request.partitions) <= INLINE_IDS_MAX;
+        let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
         let (asked, partitions) = (Arc::clone(&shuffle), std::mem::take(&mut request.partitions));
         let (learns, partitions) =
             aside(is_small, move || (would_learn(&asked, bitmap_count, &partitions), partitions)).await?;
+        let learns_records =
+            shuffle.records().lock().would_learn(&request.records).map_err(ReportError::from)?;
         let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
         match learns? {
             Some(new) => app.usage().check(Counted::ReportedIds, new)?,
             // It was written down before, and is on the device unless an earlier process left it and nothing could be written
             // since.
-            None if log().is_none_or(|log| log.is_recovered_durable()) => return Ok(()),
+            None if !learns_records && log().is_none_or(|log| log.is_recovered_durable()) => return Ok(()),
             None => {}
         }
         request.partitions = partitions;
         self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
-        let partitions = match self.tiers.metadata() {
+        let (partitions, records) = match self.tiers.metadata() {
             Some(tier) => note_report(&**tier, &key, request).await?,
-            None => request.partitions,
+            None => (request.partitions, request.records),
         };
+        shuffle.records().lock().report(&records).map_err(ReportError::from)?;
         aside(is_small, move || enter(&shuffle, bitmap_count, &partitions)).await??;
         Ok(())
     }
 }
 
-fn ids_in(partitions: &[(PartitionId, Vec<i64>)]) -> u64 {
-    partitions.iter().map(|(_, ids)| ids.len() as u64).sum()
+/// Block ids by partition.
+type Ids = Vec<(PartitionId, Vec<i64>)>;
+
+fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {
+    let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
+    ids + records.iter().map(|(_, tasks)| tasks.len() as u64).sum::<u64>()
 }
 
 /// The report in pieces small enough for one hold of the shuffle's lock.
@@ -125,22 +134,22 @@ fn enter(
     Ok(())
 }
 
-/// Makes a report survive the process; gives its ids back.
+/// Makes a report survive the process; gives its ids and record numbers back.
 async fn note_report(
     tier: &dyn Tier,
     key: &ShuffleKey,
     request: ReportRequest<'_>,
-) -> Result<Vec<(PartitionId, Vec<i64>)>, ServiceError> {
+) -> Result<(Ids, Vec<PartitionRecords>), ServiceError> {
     let unknown = || unknown_shuffle(request.shuffle);
     let log = tier.metadata_log(key).ok_or_else(unknown)?;
-    let ReportRequest { task_attempt, bitmap_count, partitions, .. } = request;
-    let ids = ids_in(&partitions);
-    let report = Report { bitmap_count, task_attempt, partitions };
+    let ReportRequest { task_attempt, bitmap_count, partitions, records, .. } = request;
+    let numbers = numbers_in(&partitions, &records);
+    let report = Report { bitmap_count, task_attempt, partitions, records };
     let encode = move || {
         let note = Record::Report(report);
         (note.encode(), note)
     };
-    let (bytes, note) = if ids <= INLINE_IDS_MAX {
+    let (bytes, note) = if numbers <= INLINE_IDS_MAX {
         encode()
     } else {
         let encoding = tokio::task::spawn_blocking(encode).await;
@@ -150,8 +159,8 @@ async fn note_report(
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
         Ok(()) => match note {
-            Record::Report(report) => Ok(report.partitions),
-            Record::Registration(_) => Ok(Vec::new()),
+            Record::Report(report) => Ok((report.partitions, report.records)),
+            Record::Registration(_) => Ok((Vec::new(), Vec::new())),
         },
     }
 }

@@ -2,7 +2,12 @@
 //!
 //! The partitions are judged first ([`super::partition_limit`]): the first that may not take more decides for the whole
 //! request and nothing is reserved. Then the ticket, which an application over its share of the memory does not get while
-//! others wait ([`crate::memory::claims`]). Nothing here waits.
+//! others wait ([`crate::memory::claims`]). What cannot be granted now waits in line for a while
+//! ([`super::ticket_line`]), if the caller asks for that.
+
+use std::sync::Arc;
+
+use tokio::sync::Semaphore;
 
 use crate::app::{App, Counted, Stage};
 use crate::memory::{MemoryError, ShuffleBuffers};
@@ -12,6 +17,8 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 use super::ServiceError;
 use super::ingest::Ingest;
 use super::partition_limit::{PartitionSizes, Verdict};
+use super::status::WorkerState;
+use super::ticket_line::{Wanted, is_waited_for};
 
 /// `requireBuffer`.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +44,61 @@ pub struct RequireGrant {
     pub split_partitions: Vec<i32>,
 }
 
+/// A request that is in order.
+struct Asked {
+    app: Arc<App>,
+    wanted: Wanted,
+    split_partitions: Vec<i32>,
+    /// It has waited in line, or tried to.
+    has_waited: bool,
+}
+
 impl Ingest {
+    /// As [`Ingest::require_buffer`], but what could be granted a little later waits for that: `memory_store.buffer_ticket_wait_sec`
+    /// at most, and only while `of_connection` has a place for one that waits.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn require_buffer_in_line(
+        &self,
+        request: RequireRequest<'_>,
+        of_connection: &Semaphore,
+    ) -> Result<RequireGrant, ServiceError> {
+        let mut asked = self.check(&request)?;
+        let waits_behind = !self.ticket_wait.is_zero() && self.line.has(asked.app.id());
+        let refused = match waits_behind {
+            true => None,
+            false => match self.ticket(&asked) {
+                Err(refused) if is_waited_for(&refused) => Some(refused),
+                ticket => return self.grant(asked, ticket),
+            },
+        };
+        let place = of_connection.try_acquire().ok().filter(|_| !self.ticket_wait.is_zero());
+        if place.is_none() {
+            let ticket = refused.map_or_else(|| self.ticket(&asked), Err);
+            return self.grant(asked, ticket);
+        }
+        asked.has_waited = true;
+        self.begin_wait(&asked.app, asked.wanted.bytes);
+        let (tickets, memory) = (self.memory.tickets(), self.memory.budget());
+        let waiting = self.line.wait(tickets, memory, (asked.app.id(), asked.wanted), self.ticket_wait);
+        let waited = waiting.await;
+        let is_in_line = matches!(waited, Some(Ok(_)));
+        let ticket = waited.unwrap_or_else(|| self.ticket(&asked));
+        let is_there = self.check_again(&request, &asked);
+        if let (Err(_), Ok(ticket)) = (&is_there, &ticket) {
+            drop(tickets.redeem(asked.app.id(), *ticket));
+        }
+        is_there?;
+        self.metrics.require_buffer_waited.inc_by(u64::from(is_in_line));
+        self.grant(asked, ticket)
+    }
+
+    /// Requests that wait in line.
+    pub fn tickets_in_line(&self) -> usize {
+        self.line.len()
+    }
+
     /// Reserves memory for a send.
     ///
     /// # Errors
@@ -45,6 +106,13 @@ impl Ingest {
     /// partition fills its share, [`ServiceError::PartitionTooLarge`] for one that is never to grow again,
     /// a quota of disk bytes that is used up, `INVALID_REQUEST` for sizes that no worker of this capacity could ever take.
     pub fn require_buffer(&self, request: RequireRequest<'_>) -> Result<RequireGrant, ServiceError> {
+        let asked = self.check(&request)?;
+        let ticket = self.ticket(&asked);
+        self.grant(asked, ticket)
+    }
+
+    /// Everything but whether there is memory.
+    fn check(&self, request: &RequireRequest<'_>) -> Result<Asked, ServiceError> {
         let app = self.known.app(request.app)?;
         if self.status.is_stopping() {
             return Err(ServiceError::Stopping);
@@ -57,33 +125,63 @@ impl Ingest {
                 allowed: "at most 1000000 partitions are allowed",
             });
         }
-        check_shuffle(&app, &request)?;
+        check_shuffle(&app, request)?;
         app.usage().check(Counted::DiskBytes, bytes)?;
-        let split_partitions = self.judge_partitions(&app, &request)?;
-        let granted = self.memory.tickets().require(app.id(), bytes, request.partitions.len());
-        if let Err(refused) = &granted {
-            self.note_refused_ticket(&app, bytes, refused);
+        let split_partitions = self.judge_partitions(&app, request)?;
+        let wanted = Wanted { bytes, partitions: request.partitions.len() };
+        Ok(Asked { app, wanted, split_partitions, has_waited: false })
+    }
+
+    /// What may have changed while a request waited.
+    fn check_again(&self, request: &RequireRequest<'_>, asked: &Asked) -> Result<(), ServiceError> {
+        if self.status.is_stopping() {
+            return Err(ServiceError::Stopping);
         }
-        let TicketId(ticket) = granted?;
+        let app = self.known.app(request.app)?;
+        if !Arc::ptr_eq(&app, &asked.app) {
+            return Err(ServiceError::NotRegistered);
+        }
+        check_shuffle(&app, request)
+    }
+
+    fn ticket(&self, asked: &Asked) -> Result<TicketId, MemoryError> {
+        self.memory.tickets().require(asked.app.id(), asked.wanted.bytes, asked.wanted.partitions)
+    }
+
+    fn grant(
+        &self,
+        asked: Asked,
+        ticket: Result<TicketId, MemoryError>,
+    ) -> Result<RequireGrant, ServiceError> {
+        let Asked { app, wanted: Wanted { bytes, .. }, split_partitions, has_waited } = asked;
+        if let Err(refused) = &ticket
+            && is_waited_for(refused)
+        {
+            self.count_refused_ticket(refused);
+            if !has_waited {
+                self.begin_wait(&app, bytes);
+            }
+        }
+        let TicketId(ticket) = ticket?;
         if let Some(waited) = app.account().granted(bytes) {
             self.metrics.ticket_wait.observe(waited.as_secs_f64());
         }
-        self.metrics.ticket_bytes.observe(f64::from(request.bytes));
+        self.metrics.ticket_bytes.observe(as_observed(bytes));
         Ok(RequireGrant { ticket, split_partitions })
     }
 
-    /// Memory that is short is to be made free, below the watermarks too.
-    fn note_refused_ticket(&self, app: &App, bytes: u64, refused: &MemoryError) {
-        let is_over_share = matches!(refused, MemoryError::OverShare { .. });
-        if !is_over_share && !matches!(refused, MemoryError::NoCapacity { .. }) {
-            return;
-        }
-        self.metrics.count_regular_refusal();
-        self.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
+    /// Memory that is waited for is to be made free, below the watermarks too; and the wait begins.
+    fn begin_wait(&self, app: &App, bytes: u64) {
         app.account().refused(Stage::TicketWait, bytes);
         if let Some(flusher) = &self.flusher {
             flusher.refused(bytes);
         }
+    }
+
+    fn count_refused_ticket(&self, refused: &MemoryError) {
+        let is_over_share = matches!(refused, MemoryError::OverShare { .. });
+        self.metrics.count_regular_refusal();
+        self.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
     }
 
     /// The partitions to be split, if all of them may take what is asked for.
@@ -95,6 +193,8 @@ impl Ingest {
         }
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
         let Some(buffers) = self.memory.shuffle(&key) else { return Ok(split) };
+        // Whatever is in memory must go to a disk: with too few of them other workers are the better place.
+        let disks_are_short = limits.split_bytes.is_some() && self.status.state() == WorkerState::Unhealthy;
         let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
         for (at, partition) in request.partitions.iter().enumerate() {
             let asked = match sizes_are_told {
@@ -103,8 +203,8 @@ impl Ingest {
             };
             let sizes = partition_sizes(&buffers, *partition, asked);
             match limits.judge(sizes) {
-                Verdict::Fits => {}
-                Verdict::Split => {
+                Verdict::Fits if !disks_are_short => {}
+                Verdict::Fits | Verdict::Split => {
                     self.metrics.splits_asked.inc();
                     split.push(*partition);
                 }
@@ -173,6 +273,11 @@ fn partition_sizes(buffers: &ShuffleBuffers, partition: i32, asked: u64) -> Part
         }
         None => PartitionSizes { received: 0, in_memory: 0, asked },
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a histogram's observation")]
+fn as_observed(bytes: u64) -> f64 {
+    bytes as f64
 }
 
 fn size(bytes: i32, field: &'static str) -> Result<u64, ServiceError> {

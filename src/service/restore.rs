@@ -199,6 +199,7 @@ impl Restoring {
     /// Enters a report of a shuffle that is registered.
     fn enter(&mut self, key: &ShuffleKey, report: &Report) {
         let Some(state) = &self.state else { return };
+        state.records().lock().take_over(&report.records);
         let taken = state.block_ids().lock().take_over(report.bitmap_count, &report.partitions);
         if let Err(error) = taken {
             tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");

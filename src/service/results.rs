@@ -5,11 +5,13 @@
 //! more than about a millisecond is done on a blocking thread. Memory for the merged set and the answer is charged
 //! before either is made.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use croaring::Treemap;
 use tokio::time::timeout;
 
-use crate::app::ShuffleState;
+use crate::app::{PartitionRecords, ShuffleState};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind};
 use crate::durability::IdSet;
@@ -28,6 +30,9 @@ const INLINE_IDS_MAX: u64 = 10_000;
 /// ... or partitions that are asked.
 const INLINE_PARTITIONS_MAX: usize = 1000;
 
+/// A record number on its way: copied, in a message, and encoded.
+const RECORD_BYTES: u64 = 64;
+
 /// Sets shared under one hold of the shuffle's lock.
 const SETS_AT_ONCE: usize = 1024;
 
@@ -42,6 +47,8 @@ const TASK_BITS_DEFAULT: i32 = 21;
 pub struct Results {
     /// Java's bitmap.
     pub bitmap: Bytes,
+    /// Record numbers by task attempt, per partition, where clients reported them.
+    pub records: Vec<PartitionRecords>,
     /// To be kept until the bytes are on their way.
     pub held: Charge,
 }
@@ -73,11 +80,12 @@ impl Reads {
         let answers = self.memory.heap().of(HeapKind::Answers);
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
             return match self.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
-                None => Ok(Results { bitmap: bitmap::encode(&Treemap::new()), held: answers.nothing() }),
-                Some(reason) => Err(ServiceError::Lost(format!(
-                    "whether shuffle {}/{shuffle} was registered is not known: {reason}",
-                    app.id()
-                ))),
+                None => Ok(Results {
+                    bitmap: bitmap::encode(&Treemap::new()),
+                    records: Vec::new(),
+                    held: answers.nothing(),
+                }),
+                Some(reason) => Err(self.refuse_unknown(app.id().as_str(), shuffle, &reason)),
             };
         };
         if let Some(reason) = shuffle.ledger().incomplete() {
@@ -87,19 +95,27 @@ impl Reads {
         }
         let are_few = size <= INLINE_PARTITIONS_MAX;
         let partitions = partitions.to_vec();
-        let sets = aside(are_few, move || Sets::of(&shuffle, partitions)).await?;
-        let is_small = are_few && sets.are_small();
+        let asked = Arc::clone(&shuffle);
+        let (sets, partitions, numbers) = aside(are_few, move || Sets::of(&asked, partitions)).await?;
+        let is_small = are_few && sets.are_small() && numbers <= INLINE_IDS_MAX;
         let (sets, answer_bytes) = aside(is_small, move || sets.weighed()).await?;
+        let answer_bytes = answer_bytes + RECORD_BYTES * numbers;
         let charged = timeout(self.heap_wait, answers.charge(answer_bytes));
         let full = |refusal| ServiceError::NoHeap(HeapFull::of(HeapKind::Answers, refusal));
         let mut held = match charged.await {
             Ok(charged) => charged.map_err(full)?,
             Err(_elapsed) => answers.try_charge(answer_bytes).map_err(full)?,
         };
-        let bitmap = aside(is_small, move || bitmap::encode(&sets.merged())).await?;
-        let unused = held.bytes().saturating_sub(bitmap.len() as u64);
+        let made = move || (bitmap::encode(&sets.merged()), shuffle.records().lock().of(&partitions));
+        let (bitmap, records) = aside(is_small, made).await?;
+        let unused = held.bytes().saturating_sub(bitmap.len() as u64 + RECORD_BYTES * numbers);
         drop(held.split_up_to(unused));
-        Ok(Results { bitmap, held })
+        Ok(Results { bitmap, records, held })
+    }
+
+    fn refuse_unknown(&self, app: &str, shuffle: i32, reason: &str) -> ServiceError {
+        self.known.metrics.unknown_shuffles_refused.inc();
+        ServiceError::Lost(format!("whether shuffle {app}/{shuffle} was registered is not known: {reason}"))
     }
 }
 
@@ -114,13 +130,16 @@ fn distinct(mut partitions: Vec<i32>) -> Vec<PartitionId> {
 struct Sets(Vec<IdSet>);
 
 impl Sets {
-    fn of(shuffle: &ShuffleState, partitions: Vec<i32>) -> Self {
+    /// Of each of `partitions` once; also which these are, and how many record numbers they have.
+    fn of(shuffle: &ShuffleState, partitions: Vec<i32>) -> (Self, Vec<PartitionId>, u64) {
         let mut sets = Vec::new();
-        for some in distinct(partitions).chunks(SETS_AT_ONCE) {
+        let partitions = distinct(partitions);
+        for some in partitions.chunks(SETS_AT_ONCE) {
             let ids = shuffle.block_ids().lock();
             sets.extend(some.iter().filter_map(|partition| ids.set(*partition)));
         }
-        Self(sets)
+        let numbers = shuffle.records().lock().count(&partitions) as u64;
+        (Self(sets), partitions, numbers)
     }
 
     /// Whether there are at most [`INLINE_IDS_MAX`] ids; ends at the first part that is beyond.

@@ -62,6 +62,7 @@ impl Inputs {
 pub struct WorkerStatus {
     inputs: watch::Sender<Inputs>,
     began: Notify,
+    emptied: Notify,
 }
 
 impl WorkerStatus {
@@ -108,6 +109,16 @@ impl WorkerStatus {
     /// Resolves when a decommissioning begins, also one that began before the call; for one waiter.
     pub(super) async fn decommission_began(&self) {
         self.began.notified().await;
+    }
+
+    /// The last application has gone.
+    pub(super) fn note_emptied(&self) {
+        self.emptied.notify_one();
+    }
+
+    /// Resolves when the last application goes, also when it went before the call; for one waiter.
+    pub async fn emptied(&self) {
+        self.emptied.notified().await;
     }
 
     /// Resolves once the worker is decommissioned.

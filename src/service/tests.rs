@@ -308,6 +308,11 @@ async fn partitions_to_be_split_are_named_and_still_served() {
     world.fill(3, 20_000);
     assert_eq!(world.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
     assert_eq!(world.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
+    // Too few disks take data: all of them are better off elsewhere.
+    world.service.status().set_unhealthy(true);
+    assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, [3, 1]);
+    world.service.status().set_unhealthy(false);
+    assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, Vec::<i32>::new());
     world.stop().await;
 }
 

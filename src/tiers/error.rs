@@ -27,6 +27,8 @@ pub enum StoreErrorKind {
     NotOurs,
     /// Another process holds the directory.
     InUse,
+    /// Two directories have one identity.
+    Copied,
     /// The directory was on a mount point that is not mounted.
     NotMounted,
     /// A file of that name is there already.
@@ -92,6 +94,7 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidBatch => "batch contradicts itself",
             Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
             Self::InUse => "directory is in use by another process",
+            Self::Copied => "directory has the identity of another one",
             Self::NotMounted => "directory is empty, and what it was on is not mounted",
             Self::Exists => "exists already",
             Self::Denied => "permission or login refused",

@@ -13,7 +13,7 @@ mod tier;
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
-    DataRead, IndexRead, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
+    DataRead, IndexRead, LetGo, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
 };
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};

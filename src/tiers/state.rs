@@ -29,6 +29,8 @@ pub enum DiskCondition {
     Full,
     /// Its file system is read-only: serves, and takes nothing until a probe succeeds.
     ReadOnly,
+    /// Its path leads elsewhere, as after an unmount: neither read nor written until it leads back.
+    Detached,
     /// Did not answer in time; avoided until a probe succeeds.
     Hung,
     /// Failed; avoided until a probe succeeds.
@@ -44,7 +46,7 @@ pub struct DiskInfo {
     pub uuid: Uuid,
     /// Whether it takes batches, and why not.
     pub condition: DiskCondition,
-    /// What is wrong when it is read-only, hung or broken.
+    /// What is wrong when it is read-only, detached, hung or broken.
     pub fault: Option<String>,
     /// Errors that were held against it.
     pub failures: u64,
@@ -63,7 +65,7 @@ pub struct DiskInfo {
 }
 
 impl DiskInfo {
-    /// Not read-only, hung or broken; it may be full.
+    /// Not read-only, detached, hung or broken; it may be full.
     pub fn is_healthy(&self) -> bool {
         self.condition <= DiskCondition::Full
     }

@@ -1,16 +1,21 @@
-//! Workers and coordinators together: two workers of which one is the other's coordinator, and a worker whose
-//! coordinators misbehave. All in this process, over real sockets; every wait has a deadline.
+//! Workers and coordinators together: two workers of which one is the other's coordinator, three of which two are, and a
+//! worker whose coordinators misbehave. All in this process, over real sockets; every wait has a deadline.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_client::types::{PartitionId, TaskAttemptId};
+use uniffle_client::{Application, ClientOptions, Cluster, TaskFilter};
 use uniffle_testkit::config::Lines;
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 use uniffle_testkit::ports::free_port;
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 use uniffle_worker::proto::coordinator_server_client::CoordinatorServerClient;
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
 use uniffle_worker::proto::{self, GetShuffleServerRequest, StatusCode};
@@ -127,6 +132,89 @@ async fn a_worker_is_the_coordinator_of_another() {
     assert_eq!(a.stop().await, 0);
 }
 
+#[tokio::test]
+async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
+    let directories: Vec<_> = (0..3).map(|_| tempfile::tempdir().expect("a dir")).collect();
+    let ports = [free_port(), free_port()];
+    let members = ports.map(|port| format!("127.0.0.1:{port}"));
+    let quorum = format!("coordinator_quorum = {members:?}");
+    let embedded = "[embedded_coordinator]\nenable = true\nnode_timeout_sec = 2\n";
+    let top = ports.map(|port| format!("grpc_port = {port}\n{quorum}"));
+    let a = worker(directories[0].path(), &top[0], embedded).await;
+    let b = worker(directories[1].path(), &top[1], embedded).await;
+    let c = worker(directories[2].path(), &quorum, "").await;
+    let (mut of_a, mut of_b) = (coordinator_of(&a).await, coordinator_of(&b).await);
+    let ids = until_nodes(&mut of_a, 3).await;
+    assert_eq!(until_nodes(&mut of_b, 3).await, ids, "each reports to both");
+    assert_eq!(servers(&assign(&mut of_b, 1, &[]).await), ids);
+
+    let options = ClientOptions { rpc_timeout: Duration::from_secs(5), ..ClientOptions::default() };
+    let cluster = Cluster::new(&members, options).expect("a quorum");
+    let application = cluster.application("app-1").await.expect("registered");
+    write_and_read(&application, ShuffleId(0)).await;
+    // Each coordinator has heard of the application's data, on all workers that have some.
+    let start = Instant::now();
+    let view = loop {
+        let view = cluster_view(&b).await;
+        if view["apps"][0]["total_bytes"].as_u64() == Some(4 * 10_000) {
+            break view;
+        }
+        assert!(start.elapsed() < PATIENCE, "{view}");
+        sleep(Duration::from_millis(100)).await;
+    };
+    let told: HashSet<String> =
+        view["nodes"].as_array().expect("nodes").iter().map(|node| text(&node["id"])).collect();
+    assert_eq!((told, text(&view["apps"][0]["app"])), (ids, "app-1".to_owned()));
+    for node in view["nodes"].as_array().expect("nodes") {
+        assert_eq!(
+            (text(&node["state"]), node["disks"].as_array().map(Vec::len)),
+            ("active".to_owned(), Some(1))
+        );
+        assert!(node["available_bytes"].as_u64().is_some_and(|free| free > 30 << 20), "{node}");
+    }
+    let status = reqwest::get(format!("http://{}/api/v1/cluster", c.addresses().http))
+        .await
+        .expect("an answer")
+        .status();
+    assert_eq!(status, 404, "a worker without a coordinator says so");
+
+    drop(of_a);
+    assert_eq!(a.stop().await, 0);
+    assert_eq!(until_nodes(&mut of_b, 2).await.len(), 2);
+    write_and_read(&application, ShuffleId(1)).await;
+    assert_eq!(cluster_view(&b).await["lost"].as_array().map(Vec::len), Some(1));
+    // One of its servers is gone.
+    drop(application.unregister().await);
+    drop((of_b, cluster));
+    assert_eq!(c.stop().await, 0);
+    assert_eq!(b.stop().await, 0);
+}
+
+/// A shuffle of four partitions with a block each.
+async fn write_and_read(application: &Application, id: ShuffleId) {
+    let shuffle = application.register_shuffle(id, 4).await.expect("a shuffle");
+    let mut writer = shuffle.writer(TaskAttemptId(0)).expect("a writer");
+    for partition in 0..4 {
+        writer.write(PartitionId(partition), vec![7_u8; 10_000]).await.expect("written");
+    }
+    writer.finish().await.expect("finished");
+    for partition in 0..4 {
+        let mut reader = shuffle.reader(PartitionId(partition), &TaskFilter::all()).await.expect("a reader");
+        let block = reader.next().await.expect("read").expect("a block");
+        assert_eq!(block.data, vec![7_u8; 10_000]);
+        assert!(reader.next().await.expect("read").is_none());
+    }
+}
+
+async fn cluster_view(worker: &Worker) -> Value {
+    let answer = reqwest::get(format!("http://{}/api/v1/cluster", worker.addresses().http)).await;
+    serde_json::from_str(&answer.expect("an answer").text().await.expect("a text")).expect("JSON")
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
 /// A port of our own.
 async fn listener() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
@@ -192,4 +280,44 @@ async fn coordinators_that_answer_badly_are_told_again_and_delay_no_other() {
     for double in [good, refusing, failing, slow] {
         double.stop().await;
     }
+}
+
+#[tokio::test]
+async fn coordinators_hear_at_once_that_the_last_application_has_gone() {
+    let mut coordinator = CoordinatorDouble::start(Manner::Well).await;
+    let directory = tempfile::tempdir().expect("a dir");
+    // The next regular heartbeat comes an hour later.
+    let top =
+        format!("coordinator_quorum = [\"{}\"]\nheartbeat_interval_seconds = 3600", coordinator.address);
+    let data = [directory.path().join("data")];
+    let local = "healthy_check_min_disks = 1";
+    let worker = Lines { top: &top, local, ..Lines::default() }.start(&data).await;
+    let first = coordinator.heartbeat(|_| true).await;
+    assert_eq!(first.server_id.as_ref().expect("an id").netty_port, netty_port(&worker));
+    assert_eq!(first.display_metrics["app_num_with_node"], "0");
+    let client = ShuffleClient::connect(worker.addresses().grpc).await.expect("a connection");
+    for app in ["app-1", "app-2"] {
+        let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(1));
+        client.register(&key, &[(0, 9)]).await.expect("registered");
+    }
+    let mut internal = ShuffleServerInternalClient::connect(format!("http://{}", worker.addresses().grpc))
+        .await
+        .expect("it");
+    internal.decommission(proto::DecommissionRequest::default()).await.expect("an answer");
+    let told = coordinator.heartbeat(|it| it.status() == proto::ServerStatus::Decommissioning).await;
+    let shown = |name: &str| told.display_metrics[name].as_str();
+    assert_eq!((shown("app_num_with_node"), shown("partition_num_with_node")), ("2", "20"));
+    assert_eq!((shown("event_queue_size"), shown("in_flush_buffer_size")), ("0", "0"));
+    for app in ["app-1", "app-2"] {
+        client.unregister_app(app).await.expect("known");
+    }
+    coordinator.heartbeat(|it| it.application_info.is_empty()).await;
+    drop((client, internal));
+    assert_eq!(worker.stop().await, 0);
+    coordinator.stop().await;
+}
+
+/// As a heartbeat has it: N16.
+fn netty_port(worker: &Worker) -> i32 {
+    worker.addresses().tcp.map_or(-1, |address| i32::from(address.port()))
 }

@@ -25,6 +25,7 @@ mod grpc {
     pub(crate) mod bad_input;
     pub(crate) mod blocks;
     pub(crate) mod bounds;
+    pub(crate) mod commits;
     pub(crate) mod connections;
     pub(crate) mod decommission;
     pub(crate) mod faults;
@@ -32,8 +33,10 @@ mod grpc {
     pub(crate) mod forms;
     pub(crate) mod health;
     pub(crate) mod hostile_frames;
+    pub(crate) mod java_http;
     pub(crate) mod lifecycle;
     pub(crate) mod metrics;
+    pub(crate) mod other_clients;
     pub(crate) mod outages;
     pub(crate) mod panics;
     pub(crate) mod parts;
@@ -44,6 +47,7 @@ mod grpc {
     pub(crate) mod restarts;
     pub(crate) mod results;
     pub(crate) mod sizes;
+    pub(crate) mod ticket_line;
     pub(crate) mod tickets;
     pub(crate) mod tiers;
 }

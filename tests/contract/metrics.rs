@@ -32,8 +32,9 @@ const INTRODUCTION: &str = "# Metrics
 
 <!-- Generated: `UPDATE_DOCS=1 cargo test --test contract metrics` writes this page from the tables in the code. -->
 
-`GET /metrics` gives Prometheus text. Names are those of the Java server and of riffle where they have a counterpart, so
-that their dashboards fill; some values therefore stand under two names. Three conventions of theirs surprise:
+`GET /metrics` gives Prometheus text, `/metrics/all` the same as JSON in Java's shape. Names are those of the Java server and
+of riffle where they have a counterpart, so that their dashboards fill; some values therefore stand under two names. Three
+conventions of theirs surprise:
 `service_is_healthy`, `is_healthy` and `local_disk_is_healthy` are 0 when healthy, `local_storage_is_writable` is 0 when
 writable, and `used_buffer_size` includes `allocated_buffer_size`.
 
@@ -44,7 +45,7 @@ does not count (that of the local index has none). Not exported is what has no c
 permits and alignment pool.
 
 Those of `tiers::hdfs`, and those of `flush` that name a tier, are there where the store type has it, those of
-`coordinator::embedded` where there is no `coordinator_quorum`, and those of `coordinator::heartbeat` where there is one.
+`coordinator::embedded` where the worker is a coordinator, and those of `coordinator::heartbeat` with a `coordinator_quorum`.
 ";
 
 /// All of them: those of the tables, and the process's, which the client library brings along.

@@ -223,6 +223,33 @@ async fn writes_are_bounded_per_file_system_and_per_partition() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn n24_an_applications_own_number_of_writers_goes_before_the_default_up_to_the_limit() {
+    let hdfs = HdfsConfig {
+        partition_write_max_concurrency: 1,
+        partition_write_concurrency_limit: 3,
+        ..Setup::default().hdfs
+    };
+    for (wanted, expected) in [(None, 1), (Some(2), 2), (Some(9), 3)] {
+        let (mut fixture, fs) = HdfsFixture::fake(Setup { hdfs: hdfs.clone(), ..Setup::default() }).await;
+        let path = "hdfs://fake:8020/uniffle".to_owned();
+        let storage = RemoteStorage { path, writers: wanted, ..RemoteStorage::default() };
+        fixture.register_with(1, Some(storage)).await.unwrap();
+        fs.add_fault(RemoteCall::Create, ".data", RemoteFault::Hang, None);
+        for _ in 0..4 {
+            fixture.push(1, 0, 1, 1000);
+            fixture.begin_flush();
+        }
+        sleep(Duration::from_secs(5)).await;
+        fs.release();
+        fixture.settled().await;
+        let files = fs.files().into_keys().filter(|path| path.ends_with(".data")).count();
+        assert_eq!(files, expected, "{wanted:?}: {:?}", fs.files().keys());
+        fixture.assert_nothing_missing().await;
+        fixture.finish().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn one_writer_per_partition_has_the_short_names() {
     let (mut fixture, fs) = HdfsFixture::fake(Setup::default()).await;
     let path = "hdfs://fake:8020/uniffle".to_owned();

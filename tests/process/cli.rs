@@ -132,3 +132,36 @@ fn a_decommissioned_worker_ends_by_itself_when_its_last_application_is_gone() {
     worker.assert_no_error_logged();
     worker.ends("once it is decommissioned");
 }
+
+#[test]
+fn an_imported_configuration_is_valid() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let write = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).expect("a file");
+        path
+    };
+    let import = |path: &std::path::Path| {
+        let output = Command::new(env!("CARGO_BIN_EXE_uniffle-worker")).arg("import").arg(path).output();
+        output.expect("the binary starts")
+    };
+    let java = "rss.storage.type MEMORY_LOCALFILE\nrss.coordinator.quorum c:1\nrss.storage.basePath /data1\n\
+                rss.server.buffer.capacity 1g\nrss.server.merge.enable true\n";
+    for (name, text) in [
+        ("server.conf", java),
+        ("riffle.toml", "grpc_port = 7\n[health_service_config]\nalive_app_number_max_limit = 1\n"),
+    ] {
+        let output = import(&write(name, text));
+        assert!(output.status.success(), "{}", text_of(&output));
+        let checked = worker(&["--check"], &text_of(&output));
+        assert!(checked.status.success(), "{}{}", text_of(&output), String::from_utf8_lossy(&checked.stderr));
+    }
+    let incomplete = import(&write("server.conf", "rss.coordinator.quorum c:1"));
+    assert_eq!(incomplete.status.code(), Some(2));
+    assert!(text(&incomplete.stderr).contains("localfile_store.data_paths"), "{}", text(&incomplete.stderr));
+    assert_eq!(import(&dir.path().join("nowhere")).status.code(), Some(2));
+}
+
+fn text_of(output: &Output) -> String {
+    text(&output.stdout)
+}

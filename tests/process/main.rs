@@ -7,6 +7,7 @@
 mod adversary;
 mod checker;
 mod cli;
+mod clock_steps;
 mod kept_directories;
 mod lifecycle;
 mod many_partitions;

@@ -49,6 +49,8 @@ async fn a_thousand_frames_at_once_and_a_disk_that_takes_nothing_stay_within_the
         name: "tcp_rss",
         capacity: "256MiB",
         disks: 1,
+        // Memory does not come free: no ticket is worth waiting for.
+        memory: "buffer_ticket_wait_sec = 0",
         // The first two belong to `[localfile_store]`, the table before: every disk is fuller than this.
         tables: "disk_high_watermark = 0.0002\ndisk_low_watermark = 0.0001\n[tcp]\nmax_connections = 1100\n",
         ..Setup::default()

@@ -223,40 +223,70 @@ fn run_with(program: &str, options: &[&str], paths: &[&Path]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn d5_a_thread_that_hangs_in_the_kernel_never_takes_the_worker_along() {
+/// A worker on two disks, one of which hangs in the kernel while calls go on; it is upgraded, and told to stop by a signal to
+/// the process that was first or to its successor.
+async fn upgrade_beside_a_hung_disk(is_first_told: bool) {
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
     let paths = vec![disk.0.join("data"), dir.path().join("disk1")];
     let tables = "disk_healthy_check_interval_sec = 1\n";
     let mut worker = Worker::start_in(&Setup { tables, ..setup("hangs") }, dir, paths);
-    let client = client_of(&worker).await;
+    let (client, port) = (client_of(&worker).await, worker.ready().grpc_port);
     let mut written = Written::register(&client, key("app", 0), 5).await;
     written.task(&client, 0, 1000).await.expect("sent");
     let frozen = disk.freeze();
     // Notes of it go to both disks.
     let mut more = Written::register(&client, key("app", 1), 5).await;
-    block_in_place(|| {
-        worker.wait_log("disk failed, avoiding it");
-        worker.signal(rustix::process::Signal::USR2);
-        worker.wait_log("hang in the kernel, as they do when a disk does not answer");
-    });
-    let client = client_of(&worker).await;
+    block_in_place(|| worker.wait_log("disk failed, avoiding it"));
     more.task(&client, 0, 1000).await.expect("it goes on");
-    more.assert_readable(&client).await;
-    drop(frozen);
-    block_in_place(|| {
-        wait_until("the disk answers again", COUNT_DEADLINE, || {
-            let log = worker.log();
-            if log.contains("disk answers again") { Ok(()) } else { Err("not yet".to_owned()) }
-        });
+    let (calls, mut callers) = under_calls(&client, port, key("app", 2)).await;
+    let successor = block_in_place(|| {
         worker.begin_upgrade();
-        worker.finish_upgrade();
+        worker.finish_upgrade_beside()
+    });
+    let before = calls.answered();
+    eventually("calls are answered", || calls.have_got_on(before)).await;
+    calls.end(&mut callers, "an upgrade beside a disk that hangs").await;
+    let client = client_of(&worker).await;
+    more.assert_readable(&client).await;
+    written.assert_readable(&client).await;
+    more.task(&client, 1, 1000).await.expect("it goes on");
+    let gap_ms = worker.ready().upgrade_gap_ms;
+    say(&format!("an upgrade beside a disk that hangs: no process accepted for {gap_ms:?} ms"));
+    let log = worker.log();
+    assert!(!log.contains("not proven complete"), "{log}");
+    // What a stop has to do is done while the disk still hangs; only the thread that hangs is waited for.
+    block_in_place(|| {
+        match is_first_told {
+            true => worker.signal(rustix::process::Signal::TERM),
+            false => signal_to(successor, rustix::process::Signal::TERM),
+        }
+        worker.wait_log("the successor has ended, and this process with it code=0");
+        drop(frozen);
+        let status = worker.wait_end();
+        assert!(status.success(), "{status}");
+        worker.start_again();
     });
     let client = client_of(&worker).await;
     written.assert_readable(&client).await;
     more.assert_readable(&client).await;
+    assert!(!worker.log().contains("not proven complete"), "the disk is back, and nothing is open");
     block_in_place(|| worker.stop());
+}
+
+fn signal_to(pid: u32, signal: rustix::process::Signal) {
+    let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a process");
+    rustix::process::kill_process(pid, signal).expect("our own child's child");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_disk_that_hangs_in_the_kernel_does_not_block_an_upgrade() {
+    upgrade_beside_a_hung_disk(true).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_successor_beside_a_hung_thread_takes_the_first_process_along_when_it_stops() {
+    upgrade_beside_a_hung_disk(false).await;
 }
 
 /// Calls that one side made while the worker was upgraded.
@@ -308,6 +338,36 @@ impl Calls {
         None
     }
 
+    /// Reports and result queries that were answered.
+    fn answered(&self) -> (usize, usize) {
+        (self.reported.load(Ordering::Relaxed), self.asked.load(Ordering::Relaxed))
+    }
+
+    /// Whether all callers get on: two answers of each kind by every one of them.
+    fn have_got_on(&self, before: (usize, usize)) -> Result<(), String> {
+        let now = self.answered();
+        let is_enough = now.0 >= before.0 + 16 && now.1 >= before.1 + 16;
+        if is_enough || !self.failed.lock().is_empty() { Ok(()) } else { Err(format!("{now:?}")) }
+    }
+
+    /// Ends the callers, none of which may have failed.
+    async fn end(&self, callers: &mut JoinSet<()>, under: &str) {
+        self.stop.store(true, Ordering::Relaxed);
+        while let Some(ended) = callers.join_next().await {
+            ended.expect("no report is forgotten");
+        }
+        let (reported, asked) = self.answered();
+        let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+        say(&format!(
+            "{under} under {reported} reports and {asked} result queries, each on a connection of its own: none failed, {} \
+             waited for NO_BUFFER, {} were not begun and repeated",
+            of(&self.no_buffer),
+            of(&self.repeated)
+        ));
+        let failed = self.failed.lock();
+        assert!(failed.is_empty(), "{} calls failed: {:?}", failed.len(), failed.first());
+    }
+
     async fn report(self: Arc<Self>, port: u16, key: ShuffleKey, blocks: Arc<Vec<Block>>) {
         while !self.stop.load(Ordering::Relaxed) {
             let at = self.reported.fetch_add(1, Ordering::Relaxed) % blocks.len();
@@ -348,10 +408,8 @@ fn was_not_begun(status: &tonic::Status) -> bool {
     signs.iter().any(|sign| text.contains(sign))
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
-    let mut worker = Worker::start(&setup("held"));
-    let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
+/// Four that report and four that ask for the results, of a shuffle of 4,000 blocks.
+async fn under_calls(client: &ShuffleClient, port: u16, key: ShuffleKey) -> (Arc<Calls>, JoinSet<()>) {
     client.register(&key, &[(0, 0)]).await.expect("registered");
     let generator = BlockGenerator::new(7, IdLayout::SPARK);
     let blocks: Vec<_> =
@@ -362,36 +420,23 @@ async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
         callers.spawn(Arc::clone(&calls).report(port, key.clone(), Arc::clone(&blocks)));
         callers.spawn(Arc::clone(&calls).ask(port, key.clone()));
     }
-    let answered = || (calls.reported.load(Ordering::Relaxed), calls.asked.load(Ordering::Relaxed));
+    (calls, callers)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_reports_and_result_queries_are_held_in_the_gap_and_none_fails() {
+    let mut worker = Worker::start(&setup("held"));
+    let (client, key, port) = (client_of(&worker).await, key("app", 0), worker.ready().grpc_port);
+    let (calls, mut callers) = under_calls(&client, port, key).await;
     for _ in 0..3 {
-        let before = answered();
+        let before = calls.answered();
         block_in_place(|| {
             worker.begin_upgrade();
             worker.finish_upgrade();
         });
-        // All callers get on: two answers of each kind by every one of them.
-        eventually("calls are answered", || {
-            let now = answered();
-            let is_enough = now.0 >= before.0 + 16 && now.1 >= before.1 + 16;
-            if is_enough || !calls.failed.lock().is_empty() { Ok(()) } else { Err(format!("{now:?}")) }
-        })
-        .await;
+        eventually("calls are answered", || calls.have_got_on(before)).await;
     }
-    calls.stop.store(true, Ordering::Relaxed);
-    while let Some(ended) = callers.join_next().await {
-        ended.expect("no report is forgotten");
-    }
-    let (reported, asked) = answered();
-    let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
-    say(&format!(
-        "three upgrades under {reported} reports and {asked} result queries, each on a connection of its own: none failed, {} \
-         waited for NO_BUFFER, {} were not begun and repeated",
-        of(&calls.no_buffer),
-        of(&calls.repeated)
-    ));
-    let failed = calls.failed.lock();
-    assert!(failed.is_empty(), "{} calls failed: {:?}", failed.len(), failed.first());
-    drop(failed);
+    calls.end(&mut callers, "three upgrades").await;
     worker.assert_no_error_logged();
     block_in_place(|| worker.stop());
 }

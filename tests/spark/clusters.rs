@@ -1,11 +1,15 @@
 //! More than one of something: executors, applications, workers, replicas.
 
+use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::restarts::{JOB, goes_on, wait_total};
 use crate::{Application, spark};
+use uniffle_testkit::ports::free_port;
 use uniffle_testkit::spark::Kind;
+use uniffle_testkit::tools::binary;
 use uniffle_testkit::wait_until;
 use uniffle_testkit::worker::{Setup, Worker};
 
@@ -63,6 +67,54 @@ fn two_workers_share_partitions_and_keep_replicas() {
         assert!(received > 0.95 * written, "{received} of {written} bytes came to {worker:?}");
     }
     for worker in [second, first] {
+        worker.assert_no_error_logged();
+        worker.stop();
+    }
+}
+
+/// Three workers, two of them coordinators to which all report; clients know both. The first one takes no shuffles, so that
+/// it is a coordinator and nothing else.
+fn workers_alone() -> Vec<Worker> {
+    let ports = [free_port(), free_port()];
+    let quorum = Some(ports.map(|port| format!("127.0.0.1:{port}")).join(","));
+    let with = |name, grpc_port: Option<u16>| {
+        let enable = "[admin]\nport = 0\n[embedded_coordinator]\nenable = true\nnode_timeout_sec = 3";
+        let made_tables = grpc_port.map(|_| enable.to_owned()).unwrap_or_default();
+        let (quorum, capacity) = (quorum.clone(), "300M");
+        Worker::start(&Setup { name, capacity, quorum, grpc_port, made_tables, ..Setup::default() })
+    };
+    let workers = vec![with("first", Some(ports[0])), with("second", Some(ports[1])), with("third", None)];
+    let ready = workers[0].ready();
+    let [http, admin] = [Some(ready.http_port), ready.admin_port]
+        .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
+    let told = Command::new(binary("uniffle-worker"))
+        .args(["ctl", "decommission", "--worker", &http, "--admin", &admin])
+        .output()
+        .expect("the binary was built with this test");
+    assert!(told.status.success(), "{told:?}");
+    wait_until("two workers are active for both", JOIN_DEADLINE, || {
+        let nodes = [&workers[0], &workers[1]].map(|worker| {
+            let metrics = worker.metrics();
+            (metrics.total("total_server_num"), metrics.total("active_server_num"))
+        });
+        if nodes == [(Some(3.0), Some(2.0)); 2] { Ok(()) } else { Err(format!("{nodes:?} nodes")) }
+    });
+    workers
+}
+
+#[test]
+fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next_one() {
+    let Some(mut spark) = spark() else { return };
+    let application = Application { words: "failures=allowed master=local[2,4]", ..Application::of(JOB) };
+    let (workers, _) = spark.run_while(workers_alone(), application, |workers| {
+        wait_total(&workers[1], "total_received_data", 15e6);
+        // The first of the quorum.
+        workers[0].kill();
+        goes_on(&workers[1], "total_received_data");
+    });
+    // A new application registers and is assigned with one coordinator of two.
+    let (workers, _) = spark.run_while(workers, Application::of("range_sort"), |_| {});
+    for worker in workers.into_iter().skip(1).rev() {
         worker.assert_no_error_logged();
         worker.stop();
     }

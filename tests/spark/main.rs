@@ -14,6 +14,7 @@
 
 mod clusters;
 mod driver;
+mod fairness;
 mod hdfs;
 mod losses;
 mod one_worker;

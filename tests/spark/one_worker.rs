@@ -38,6 +38,21 @@ fn rdds_are_grouped_cached_and_read_again() {
 }
 
 #[test]
+fn n22_a_storage_type_without_memory_commits_and_reads_disks_only() {
+    let Some(mut spark) = spark() else { return };
+    let worker = Worker::start(&Setup { name: "no-memory", capacity: "300M", ..Setup::default() });
+    // Clients take it in their test mode only, and the coordinator's goes before the job's own, where they ask for it.
+    let words = "spark.rss.storage.type=LOCALFILE spark.rss.test.mode.enable=true \
+                 spark.rss.dynamicClientConf.enabled=false";
+    spark.run(&[&worker], Application { words, ..Application::of("sort_small,join,cogroup") });
+    let metrics = worker.metrics();
+    assert!(metrics.expect("grpc_commit_shuffle_task_total") > 0.0, "no task committed");
+    assert_eq!(metrics.expect("grpc_get_memory_shuffle_data_total"), 0.0, "memory was read");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+#[test]
 fn a_million_tiny_blocks_arrive() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });

@@ -19,12 +19,12 @@ use uniffle_testkit::{say, wait_until};
 const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
 /// A worker tells the coordinator of itself as soon as it is ready.
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
-const JOB: &str = "restarts";
+pub(super) const JOB: &str = "restarts";
 /// Its bytes, less than what is written.
 const JOB_BYTES: f64 = 155e6;
 
 /// Waits until the counter has come to `least`, and says to what.
-fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
+pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
     wait_until(&format!("{counter} reaches {least}"), PROGRESS_DEADLINE, || {
         let total = Metrics::fetch(worker.ready().http_port)?.expect(counter);
         if total >= least { Ok(total) } else { Err(format!("{total}")) }
@@ -32,7 +32,7 @@ fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
 }
 
 /// The stage that `counter` tells of was not over yet.
-fn goes_on(worker: &Worker, counter: &str) {
+pub(super) fn goes_on(worker: &Worker, counter: &str) {
     let now = worker.metrics().expect(counter);
     wait_total(worker, counter, now + 1.0);
 }

@@ -9,6 +9,8 @@ use uniffle_worker::config::{Config, Machine};
 
 const UNIT: &str = include_str!("../../deploy/systemd/uniffle-worker.service");
 const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
+const COMPOSE: &str = include_str!("../../deploy/compose.yaml");
+const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
 const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
 
 /// Runs `tool`; says in a line when it is missing, which is a failure in the pipeline.
@@ -92,26 +94,90 @@ fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
     }
 }
 
+/// The configuration that stands, indented, behind `mark`.
+fn configured(text: &str, mark: &str) -> Config {
+    let begin = text.find(mark).unwrap() + mark.len();
+    let indent = text[begin..].len() - text[begin..].trim_start_matches(' ').len();
+    let inside = |line: &&str| line.is_empty() || line.starts_with(&" ".repeat(indent));
+    let lines = text[begin..].lines().take_while(inside);
+    let text: String = lines.map(|line| line.get(indent..).unwrap_or("").to_owned() + "\n").collect();
+    let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
+    Config::parse(&text, &HashMap::new(), &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// What docs/kubernetes.md puts in the place of the coordinators.
+#[test]
+fn the_cluster_without_java_names_the_pods_of_the_manifests() {
+    let page = include_str!("../../docs/kubernetes.md");
+    let config = configured(page, "## Without Java\n\n");
+    assert!(
+        config.is_embedded() && config.has_quorum() && config.warnings.is_empty(),
+        "{:?}",
+        config.warnings
+    );
+    assert!(
+        MANIFESTS.contains("\n  serviceName: uniffle-worker\n") && MANIFESTS.contains("\n  replicas: 3\n")
+    );
+    let names: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
+    let expected: Vec<String> =
+        (0..3).map(|n| format!("uniffle-worker-{n}.uniffle-worker:{}", config.worker.grpc_port)).collect();
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn compose_takes_its_file() {
+    let rules = "{extends: default, rules: {line-length: {max: 160}, document-start: disable}}";
+    accepts("yamllint", &["-d", rules, &deploy("compose.yaml")]);
+    accepts("check-jsonschema", &["--builtin-schema", "vendor.compose-spec", &deploy("compose.yaml")]);
+}
+
+/// Every service, port and file that the file names is there.
+#[test]
+fn the_composed_cluster_is_of_one_piece() {
+    let config = configured(COMPOSE, "  worker:\n    content: |\n");
+    assert!(config.is_embedded() && config.warnings.is_empty(), "{:?}", config.warnings);
+    for coordinator in &config.heartbeat.coordinators {
+        let (service, port) = (coordinator.host(), config.worker.grpc_port);
+        assert_eq!(coordinator.to_string(), format!("{service}:{port}"));
+        let target = format!("{service}:{}", config.worker.http_port);
+        for needed in [format!("\n  {service}:\n    <<: *worker\n"), target] {
+            assert!(COMPOSE.contains(&needed), "{needed}");
+        }
+    }
+    let quorum: Vec<String> = config.heartbeat.coordinators.iter().map(ToString::to_string).collect();
+    assert!(COMPOSE.contains(&format!("spark.rss.coordinator.quorum={}\n", quorum.join(","))));
+    for file in ["prometheus/uniffle-worker.rules.yml", "grafana/uniffle-worker.json"] {
+        assert!(
+            COMPOSE.contains(&format!("./{file}:")) && std::path::Path::new(&deploy(file)).is_file(),
+            "{file}"
+        );
+    }
+    // The job that the rules and the dashboard ask for.
+    assert!(COMPOSE.contains("job_name: uniffle-worker\n") && RULES.contains("job=\"uniffle-worker\""));
+    assert!(COMPOSE.contains("dockerfile: deploy/docker/Dockerfile") && !COMPOSE.contains(":latest"));
+}
+
 /// The configuration inside the manifests is one, and ports and paths are those of the rest of the file.
 #[test]
 fn the_manifests_configure_the_worker_that_they_start() {
-    let begin = MANIFESTS.find("config.toml: |\n").unwrap() + "config.toml: |\n".len();
-    let text: String = MANIFESTS[begin..]
-        .lines()
-        .take_while(|line| line.is_empty() || line.starts_with("    "))
-        .map(|line| line.strip_prefix("    ").unwrap_or("").to_owned() + "\n")
-        .collect();
-    let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
-    let config = Config::parse(&text, &HashMap::new(), &machine).unwrap();
+    let config = configured(MANIFESTS, "config.toml: |\n");
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
     for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
         assert!(MANIFESTS.contains(&format!("containerPort: {port}")), "{port}");
     }
     let admin = config.admin.port.unwrap();
-    assert!(MANIFESTS.contains(&format!("ask {admin} 'POST /admin/decommission'")), "{admin}");
-    for needed in
-        ["kind: StatefulSet", "volumeClaimTemplates:", "preStop:", "readinessProbe:", "livenessProbe:"]
-    {
+    // Where `ctl` looks when it is told nothing else.
+    assert_eq!((admin, config.worker.http_port), (19_997, 19_998));
+    assert!(MANIFESTS.contains(r#"["uniffle-worker", "ctl", "decommission", "--wait", "--within", "600"]"#));
+    for needed in [
+        "kind: StatefulSet",
+        "kind: PodDisruptionBudget",
+        "topologySpreadConstraints:",
+        "volumeClaimTemplates:",
+        "preStop:",
+        "readinessProbe:",
+        "livenessProbe:",
+    ] {
         assert!(MANIFESTS.contains(needed), "{needed}");
     }
     assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));

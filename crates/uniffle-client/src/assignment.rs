@@ -19,10 +19,12 @@ pub struct ServerAddress {
     pub grpc_port: u16,
     /// The raw TCP protocol, where the server has it.
     pub tcp_port: Option<u16>,
+    /// Metrics and status, where the server tells.
+    pub http_port: Option<u16>,
 }
 
 impl ServerAddress {
-    fn from_message(server: &ShuffleServerId) -> Result<Self, Error> {
+    pub(crate) fn from_message(server: &ShuffleServerId) -> Result<Self, Error> {
         let port = |port: i32| u16::try_from(port).ok().filter(|port| *port != 0);
         let refuse = |what: &str| Error::Assignment(format!("server {:?} has no {what}", server.id));
         if server.id.is_empty() || server.ip.is_empty() {
@@ -33,6 +35,7 @@ impl ServerAddress {
             host: server.ip.clone(),
             grpc_port: port(server.port).ok_or_else(|| refuse("port"))?,
             tcp_port: port(server.netty_port),
+            http_port: port(server.jetty_port),
         })
     }
 
@@ -42,7 +45,7 @@ impl ServerAddress {
             ip: self.host.clone(),
             port: self.grpc_port.into(),
             netty_port: self.tcp_port.map_or(0, i32::from),
-            jetty_port: 0,
+            jetty_port: self.http_port.map_or(0, i32::from),
         }
     }
 

@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 
-use crate::assignment::Assignment;
+use crate::assignment::{Assignment, ServerAddress};
 use crate::error::Error;
 use crate::grpc::{ClientError, check, failed};
 use crate::options::ClientOptions;
@@ -157,6 +157,20 @@ impl Coordinators {
             })
             .await?;
         Assignment::new(partitions, self.options.replicas.total, &answer)
+    }
+
+    /// `getShuffleServerList`: the servers that are alive, whatever their state.
+    ///
+    /// # Errors
+    /// No coordinator has an answer, or the answer cannot be used.
+    pub async fn servers(&self) -> Result<Vec<ServerAddress>, Error> {
+        const RPC: &str = "getShuffleServerList";
+        let list = self
+            .first(RPC, |mut stub| async move {
+                Ok(stub.get_shuffle_server_list(()).await.map_err(failed(RPC))?.into_inner().servers)
+            })
+            .await?;
+        list.iter().map(ServerAddress::from_message).collect()
     }
 
     /// `fetchRemoteStorage`: where this application's remote files shall be, if the coordinator has a place.

@@ -349,6 +349,7 @@ mod tests {
             host: address.ip().to_string(),
             grpc_port: address.port(),
             tcp_port: None,
+            http_port: None,
         };
         let quickly = |attempts| Backoff {
             attempts,

@@ -99,6 +99,7 @@ impl InProcess {
             task_attempt: task.0,
             bitmap_count: 1,
             partitions: ids.iter().map(|(partition, ids)| (PartitionId(*partition), raw(ids))).collect(),
+            records: Vec::new(),
         };
         self.service.ingest.report(request).await
     }

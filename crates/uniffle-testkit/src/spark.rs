@@ -75,16 +75,25 @@ pub struct Jvm {
 impl Jvm {
     /// Builds the application unless it is up to date, and starts it.
     pub fn start(kind: Kind) -> Self {
+        Self::start_as(kind, kind.name(), (&[], &[]))
+    }
+
+    /// The same under a name of its own, so that several of a kind can run at once; by way of `wrapper`, a command that
+    /// executes the JVM, and with more `flags`.
+    pub fn start_as(kind: Kind, name: &str, (wrapper, flags): (&[&str], &[&str])) -> Self {
         build(kind);
         let home = kind.home();
-        let log = home.join(format!("{}.log", kind.name()));
-        let temp = home.join("tmp").join(kind.name());
+        let log = home.join(format!("{name}.log"));
+        let temp = home.join("tmp").join(name);
         // Shuffle files of vanilla Spark, also those of a JVM that was killed.
         drop(std::fs::remove_dir_all(&temp));
         std::fs::create_dir_all(&temp).expect("a directory for Spark's own files");
-        let mut child = Command::new("java")
+        let command = [wrapper, &["java"]].concat();
+        let mut child = Command::new(command[0])
+            .args(&command[1..])
             .arg(format!("@{WORKSPACE}/tests/spark/jvm.options"))
             .args(kind.flags())
+            .args(flags)
             .arg(format!("-Djava.io.tmpdir={}", temp.display()))
             .args(["-cp", &format!("{0}/classes:{0}/jars/*", home.display()), "uniffle.Main"])
             .env("SPARK_LOCAL_IP", "127.0.0.1")

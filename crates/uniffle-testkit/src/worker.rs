@@ -68,8 +68,10 @@ pub struct Setup {
     pub capacity: &'static str,
     /// How many data directories it gets.
     pub disks: usize,
-    /// The coordinator, or none: then it is its own.
+    /// The coordinators, separated by commas, or none: then it is its own.
     pub quorum: Option<String>,
+    /// `grpc_port`, where others must know it before; none = any.
+    pub grpc_port: Option<u16>,
     /// Lines before the first table; ports, if they are not to be chosen.
     pub top: &'static str,
     /// More lines of `[memory_store]`.
@@ -95,6 +97,7 @@ impl Default for Setup {
             capacity: "256M",
             disks: 1,
             quorum: None,
+            grpc_port: None,
             top: "",
             memory: "",
             tables: "",
@@ -289,6 +292,22 @@ impl Worker {
         let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
         assert_eq!(ports(&ready), ports(&self.ready), "an upgrade keeps the ports");
         self.ready = ready;
+    }
+
+    /// The same where the successor runs beside the process; its id.
+    pub fn finish_upgrade_beside(&mut self) -> u32 {
+        self.wait_log("the successor runs beside this process");
+        let ready_file = self.dir.path().join(READY_FILE);
+        let what = format!("the successor of worker {} gets ready", self.setup.name);
+        let ready: Ready = wait_until(&what, START_DEADLINE, || {
+            let text = std::fs::read_to_string(&ready_file).map_err(|error| error.to_string())?;
+            serde_json::from_str(&text).map_err(|error| format!("{error} in {text:?}"))
+        });
+        let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);
+        assert_eq!(ports(&ready), ports(&self.ready), "an upgrade keeps the ports");
+        assert_ne!(ready.pid, self.child.id(), "it is another process");
+        self.ready = ready;
+        self.ready.pid
     }
 
     /// Sends a signal.
@@ -506,7 +525,8 @@ fn proc_status(pid: u32, field: &str) -> u64 {
 }
 
 fn config_text(setup: &Setup, data_paths: &[PathBuf], ports: Ports) -> String {
-    let quorum: Vec<_> = setup.quorum.iter().collect();
+    let quorum: Vec<_> = setup.quorum.iter().flat_map(|quorum| quorum.split(',')).collect();
+    let ports = Ports { grpc: setup.grpc_port.unwrap_or(ports.grpc), ..ports };
     let [grpc, http, urpc] = [ports.grpc, ports.http, ports.urpc].map(|port| port.to_string());
     let ports = unless_set(&[("grpc_port", &grpc), ("http_port", &http), ("urpc_port", &urpc)], setup.top);
     let top =

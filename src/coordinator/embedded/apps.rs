@@ -1,6 +1,7 @@
 //! The application table: who uses the cluster, and which remote storage an application was given.
 //!
-//! Pure state with the clock passed in. Invariants: at most [`APPS_MAX`] applications; an application keeps its remote
+//! Pure state with the clock passed in. Invariants: at most [`APPS_MAX`] applications and [`TABLE_BYTES_MAX`] of heap, a part
+//! of what the process takes without clients (`budget::allowance`); an application keeps its remote
 //! storage until it expires (clients of one application must agree on the path).
 
 use std::collections::{BTreeMap, HashMap};
@@ -12,6 +13,10 @@ use uniffle_wire::types::AppId;
 
 /// Most applications kept. More are served, but not listed.
 pub const APPS_MAX: usize = 100_000;
+/// Most heap that they take; then more are not listed either.
+const TABLE_BYTES_MAX: usize = 4 << 20;
+/// Heap of an application beside its names: its place in a table that has doubled, and what the allocator adds.
+const APP_BYTES: usize = 256;
 /// Longest user name kept, in bytes; longer ones are cut.
 const USER_BYTES_MAX: usize = 64;
 /// Most users with a count of their own; the rest are counted as [`OTHER_USERS`].
@@ -31,13 +36,15 @@ struct App {
 pub(super) struct AppTable {
     timeout: Duration,
     apps: HashMap<AppId, App>,
+    /// What they take, see [`cost`].
+    bytes: usize,
     /// Next full sweep; between two sweeps an expired application may still be counted.
     sweep_at: Option<Instant>,
 }
 
 impl AppTable {
     pub(super) fn new(timeout: Duration) -> Self {
-        Self { timeout, apps: HashMap::new(), sweep_at: None }
+        Self { timeout, apps: HashMap::new(), bytes: 0, sweep_at: None }
     }
 
     /// Registers or refreshes; true if the application is new. A name replaces the one known.
@@ -50,10 +57,12 @@ impl AppTable {
             }
             return false;
         }
-        if self.apps.len() >= APPS_MAX {
+        let bytes = cost(id);
+        if self.apps.len() >= APPS_MAX || self.bytes + bytes > TABLE_BYTES_MAX {
             return false;
         }
         let user = cut(user.unwrap_or_default());
+        self.bytes += bytes;
         self.apps.insert(id.clone(), App { user, touched: now, storage: None });
         true
     }
@@ -89,7 +98,16 @@ impl AppTable {
 
     /// Drops applications that were silent for longer than the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
-        self.apps.retain(|_, app| now.saturating_duration_since(app.touched) <= self.timeout);
+        let Self { timeout, apps, bytes, .. } = self;
+        apps.retain(|id, app| {
+            let is_kept = now.saturating_duration_since(app.touched) <= *timeout;
+            *bytes -= if is_kept { 0 } else { cost(id) };
+            is_kept
+        });
+        if apps.is_empty() {
+            // What the table grew to under many goes too.
+            apps.shrink_to_fit();
+        }
         self.sweep_at = Some(now + self.timeout / 2);
     }
 
@@ -122,6 +140,11 @@ impl AppTable {
     }
 }
 
+/// What an application takes at most, whatever its user is called.
+fn cost(id: &AppId) -> usize {
+    APP_BYTES + USER_BYTES_MAX + id.as_str().len()
+}
+
 fn cut(user: &str) -> String {
     user[..user.floor_char_boundary(USER_BYTES_MAX)].to_owned()
 }
@@ -148,6 +171,23 @@ mod tests {
         assert_eq!(table.len(), 1);
         assert_eq!(table.storage(&app("b"), 2, later), Some(1));
         assert_eq!(table.storage(&app("c"), 0, later), None);
+    }
+
+    #[test]
+    fn n13_the_table_is_bounded_by_bytes_and_what_is_beyond_is_served_and_not_listed() {
+        let start = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        let name = |n: usize| app(&format!("application-{n}-{}", "x".repeat(80)));
+        let listed =
+            (0..APPS_MAX).take_while(|n| table.touch(&name(*n), Some(&"u".repeat(999)), start)).count();
+        assert!((5_000..APPS_MAX).contains(&listed), "{listed}");
+        assert!(table.bytes <= TABLE_BYTES_MAX && table.len() == listed);
+        assert!(!table.touch(&name(0), Some("other"), start), "it is there");
+        let beyond = table.storage(&app("beyond"), 2, start);
+        assert!(beyond.is_some() && beyond == table.storage(&app("beyond"), 2, start));
+        table.expire(start + Duration::from_secs(61));
+        assert_eq!((table.len(), table.bytes), (0, 0));
+        assert!(table.touch(&app("beyond"), None, start + Duration::from_secs(61)));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! A `CoordinatorServer` inside the worker's process, so that one binary is all a first user needs.
 //!
 //! [`EmbeddedCoordinator`] owns the node and application tables and answers in protocol terms; `rpc` is the tonic trait
-//! on top, [`assign`] and `access` the decisions. Not here: consensus, persistence; a large cluster runs coordinators
-//! of its own.
+//! on top, [`assign`] and `access` the decisions. Not here: consensus, persistence. Several workers may each have one and
+//! report to all; what a coordinator knows is what it is told, so any of them answers alone.
 //! Invariant: the own worker is a node like any other. It is assigned only what its tags allow, so that a GRPC_NETTY
 //! client is refused while there is no TCP listener.
 
@@ -10,6 +10,7 @@ pub mod assign;
 
 mod access;
 mod apps;
+mod details;
 pub(crate) mod metrics;
 mod nodes;
 mod plan;
@@ -33,13 +34,16 @@ use super::{NodeReport, ReportSource};
 use crate::budget::{Budget, Charge, Heap, HeapFull, HeapKind};
 use crate::proto;
 use crate::runtime::Tasks;
-use crate::schema::kind::{DAY, HOUR, Kind, SECOND, count, list, parsed, seconds, table, word};
+use crate::schema::kind::{
+    DAY, HOUR, Kind, SECOND, count, flag, list, optional, parsed, seconds, table, word,
+};
 use crate::schema::section;
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
 pub use self::apps::APPS_MAX;
-pub use self::nodes::{InvalidHeartbeat, NODES_MAX, Node};
+pub use self::details::Details;
+pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, Node};
 pub use self::plan::AssignmentError;
 
 /// Most ranges of one assignment that the configuration can permit, replicas counted: Spark 0.9+ allows 2^20 partitions
@@ -101,8 +105,12 @@ impl RemoteStorage {
 
 section! {
     /// Settings of the embedded coordinator.
-    #[table("embedded_coordinator", "Used when there is no coordinator_quorum.")]
+    #[table("embedded_coordinator", "The coordinator within the worker, where there is one.")]
     pub struct EmbeddedConfig {
+        /// Whether there is one. Default: without a coordinator_quorum. With true and a quorum that names all workers that have
+        /// one, every worker reports to all of them, and clients go on with any that lives: a cluster without another process.
+        #[key("embedded_coordinator.enable", optional(flag()), Restart, example "true")]
+        pub enable: Option<bool> = None,
         /// A worker without a heartbeat for this long is lost; more than heartbeat_interval_seconds.
         #[key("embedded_coordinator.node_timeout_sec", seconds(SECOND / 10..=HOUR), Restart)]
         pub node_timeout: Duration = 30 * SECOND,
@@ -285,6 +293,15 @@ impl EmbeddedCoordinator {
     #[must_use]
     pub fn nodes(&self) -> Vec<Node> {
         self.live_nodes(|node| node.clone())
+    }
+
+    /// All nodes with what they tell, for the cluster view.
+    #[must_use]
+    pub fn cluster(&self) -> ClusterView {
+        let now = Instant::now();
+        let mut nodes = self.0.nodes.lock();
+        nodes.expire(now);
+        nodes.view(now)
     }
 
     /// Forgets silent nodes and applications and refreshes the gauges.

@@ -1,7 +1,8 @@
 //! The node table: who reported, when, and who is a candidate for an assignment.
 //!
 //! Pure state with the clock passed in; not here: messages to clients and locks. Invariants: at most [`NODES_MAX`]
-//! nodes beside the own worker, which only the own report describes; a node that is silent for longer than the timeout is in no answer, whether or not the table was swept since.
+//! nodes beside the own worker, which only the own report describes, with a bounded sum of details; a node that is silent for longer than the
+//! timeout is in no answer, whether or not the table was swept since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -9,6 +10,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::assign::Candidate;
+use super::details::{self, Details};
 use crate::proto::{ServerStatus, ShuffleServerHeartBeatRequest, ShuffleServerId};
 
 /// Most nodes kept. Ten times the largest clusters known; heartbeats are not authenticated, so the table needs a bound.
@@ -45,8 +47,30 @@ pub struct Node {
     pub available_bytes: u64,
     /// Memory in use.
     pub used_bytes: u64,
+    /// What assignments do not need.
+    pub details: Details,
     seen: Instant,
     assigned_since_heartbeat: u64,
+}
+
+/// The cluster, as its nodes tell it to this coordinator.
+#[derive(Debug, Clone)]
+pub struct ClusterView {
+    /// Nodes alive, by id.
+    pub nodes: Vec<KnownNode>,
+    /// Ids of nodes that went silent.
+    pub lost: Vec<String>,
+}
+
+/// A node alive.
+#[derive(Debug, Clone)]
+pub struct KnownNode {
+    /// As of its last heartbeat.
+    pub node: Node,
+    /// Since then.
+    pub silent_for: Duration,
+    /// It is on the exclude list.
+    pub is_excluded: bool,
 }
 
 /// Nodes by id.
@@ -58,6 +82,8 @@ pub(super) struct NodeTable {
     own: Option<ShuffleServerId>,
     lost: HashSet<String>,
     excluded: HashSet<String>,
+    /// Of all nodes.
+    detail_bytes: usize,
 }
 
 /// Numbers for gauges.
@@ -72,7 +98,7 @@ pub(super) struct NodeCounts {
 
 impl NodeTable {
     pub(super) fn new(timeout: Duration, excluded: HashSet<String>) -> Self {
-        Self { timeout, nodes: HashMap::new(), own: None, lost: HashSet::new(), excluded }
+        Self { timeout, nodes: HashMap::new(), own: None, lost: HashSet::new(), excluded, detail_bytes: 0 }
     }
 
     pub(super) fn set_excluded(&mut self, excluded: HashSet<String>) {
@@ -80,16 +106,20 @@ impl NodeTable {
     }
 
     /// Takes a heartbeat that came over the network; the last one of an id wins. Heartbeats are not authenticated: none
-    /// can speak for the own worker, under its id or at its address.
+    /// can speak for the own worker, under its id or at its address. Its own, which come where the quorum of all workers
+    /// names this one too, are answered and not taken, since the report is newer.
     pub(super) fn accept(
         &mut self,
         heartbeat: ShuffleServerHeartBeatRequest,
         now: Instant,
     ) -> Result<(), InvalidHeartbeat> {
-        if let (Some(own), Some(server)) = (&self.own, &heartbeat.server_id)
-            && (server.id == own.id || (server.ip == own.ip && server.port == own.port))
-        {
-            return Err(InvalidHeartbeat::Own);
+        if let (Some(own), Some(server)) = (&self.own, &heartbeat.server_id) {
+            if server == own {
+                return Ok(());
+            }
+            if server.id == own.id || (server.ip == own.ip && server.port == own.port) {
+                return Err(InvalidHeartbeat::Own);
+            }
         }
         self.expire(now);
         let is_known = heartbeat.server_id.as_ref().is_some_and(|server| self.nodes.contains_key(&server.id));
@@ -112,16 +142,21 @@ impl NodeTable {
 
     fn put(
         &mut self,
-        heartbeat: ShuffleServerHeartBeatRequest,
+        mut heartbeat: ShuffleServerHeartBeatRequest,
         now: Instant,
     ) -> Result<(), InvalidHeartbeat> {
         let status = status_of(&heartbeat);
-        let server = heartbeat.server_id.ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
+        let server = heartbeat.server_id.take().ok_or(InvalidHeartbeat::Field("serverId is missing"))?;
         check(&server, &heartbeat.tags)?;
         if self.lost.remove(&server.id) {
             tracing::info!(node = %server.id, "node is back");
         }
+        let before = self.nodes.get(&server.id).map_or(0, |node| node.details.bytes());
+        let others = self.detail_bytes - before;
+        let details = Details::take(&mut heartbeat, details::BYTES_MAX - others);
+        self.detail_bytes = others + details.bytes();
         let node = Node {
+            details,
             tags: heartbeat.tags,
             status,
             available_bytes: u64::try_from(heartbeat.available_memory).unwrap_or(0),
@@ -138,11 +173,12 @@ impl NodeTable {
 
     /// Drops nodes that were silent for longer than the timeout.
     pub(super) fn expire(&mut self, now: Instant) {
-        let Self { nodes, lost, timeout, .. } = self;
+        let Self { nodes, lost, timeout, detail_bytes, .. } = self;
         nodes.retain(|id, node| {
             let alive = now.saturating_duration_since(node.seen) <= *timeout;
             if !alive {
                 tracing::warn!(node = %id, "no heartbeat, node is lost");
+                *detail_bytes -= node.details.bytes();
                 if lost.len() < NODES_MAX {
                     lost.insert(id.clone());
                 }
@@ -154,6 +190,22 @@ impl NodeTable {
     /// All live nodes; call [`NodeTable::expire`] first.
     pub(super) fn live(&self) -> impl Iterator<Item = &Node> {
         self.nodes.values()
+    }
+
+    /// Everything that is known; call [`NodeTable::expire`] first.
+    pub(super) fn view(&self, now: Instant) -> ClusterView {
+        let known = |node: &Node| KnownNode {
+            node: node.clone(),
+            silent_for: now.saturating_duration_since(node.seen),
+            is_excluded: self.excluded.contains(&node.server.id),
+        };
+        let mut view = ClusterView {
+            nodes: self.live().map(known).collect(),
+            lost: self.lost.iter().cloned().collect(),
+        };
+        view.nodes.sort_by(|left, right| left.node.server.id.cmp(&right.node.server.id));
+        view.lost.sort();
+        view
     }
 
     /// Nodes that may be assigned: active, not excluded, not faulty, with all of `tags`.
@@ -332,9 +384,11 @@ mod tests {
         table.accept_own(own, now).unwrap();
         let mut elsewhere = heartbeat("own");
         elsewhere.server_id.as_mut().unwrap().ip = "10.6.6.6".into();
-        for forged in [elsewhere, heartbeat("own"), heartbeat("another name for its address")] {
+        for forged in [elsewhere, heartbeat("another name for its address")] {
             assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own));
         }
+        // As its own heartbeats look where the quorum names it: answered, and not taken.
+        table.accept(heartbeat("own"), now).unwrap();
         assert_eq!(table.server("own").unwrap().ip, "10.0.0.1");
         assert_eq!((table.counts().total, table.candidates(&[], &HashSet::new())[0].available_bytes), (1, 7));
     }
@@ -348,6 +402,32 @@ mod tests {
         }
         table.accept_own(heartbeat("own"), now).unwrap();
         assert!(table.server("own").is_some());
+    }
+
+    #[test]
+    fn details_of_all_nodes_are_counted_until_they_are_gone() {
+        let start = Instant::now();
+        let mut table = table();
+        let with_app = |id: &str, app: &str| {
+            let mut heartbeat = heartbeat(id);
+            let app = crate::proto::ApplicationInfo { app_id: app.to_owned(), ..Default::default() };
+            heartbeat.application_info.push(app);
+            heartbeat
+        };
+        table.accept(with_app("a", "app-1"), start).unwrap();
+        let one = table.detail_bytes;
+        table.accept(with_app("b", "app-1"), start).unwrap();
+        table.accept(with_app("a", "app-2"), start).unwrap();
+        assert_eq!(table.detail_bytes, 2 * one);
+        table.accept(with_app("c", &"x".repeat(details::BYTES_MAX)), start).unwrap();
+        let view = table.view(start);
+        let cut: Vec<bool> = view.nodes.iter().map(|known| known.node.details.is_cut).collect();
+        assert_eq!(cut, [false, false, true]);
+        table.expire(start + Duration::from_secs(31));
+        assert_eq!(
+            (table.detail_bytes, table.view(start).lost),
+            (0, vec!["a".into(), "b".into(), "c".into()])
+        );
     }
 
     #[test]

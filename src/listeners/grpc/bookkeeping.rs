@@ -12,12 +12,17 @@ use super::convert::{layout, refusal, register_request, verdict};
 use super::inbound::{Inbound, nested, numbers};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Head, from_memory};
+use crate::app::PartitionRecords;
 use crate::proto::{
-    GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, GetShuffleResultResponse,
-    ReportShuffleResultRequest, ReportShuffleResultResponse, ShuffleRegisterRequest, ShuffleRegisterResponse,
+    GetShuffleResultForMultiPartRequest, GetShuffleResultForMultiPartResponse, GetShuffleResultRequest,
+    GetShuffleResultResponse, PartitionStats, ReportShuffleResultRequest, ReportShuffleResultResponse,
+    ShuffleRegisterRequest, ShuffleRegisterResponse, TaskAttemptIdToRecords,
 };
 use crate::service::{ReportRequest, Results, Service, ServiceError};
 use uniffle_wire::types::PartitionId;
+
+/// More record numbers take longer to encode than a hop to another thread.
+const INLINE_NUMBERS_MAX: usize = 10_000;
 
 /// The bitmap's field, in the answers to both queries.
 const BITMAP: u32 = 3;
@@ -46,6 +51,7 @@ pub(super) async fn report<B: RequestBody>(
     let (request, _charge): (ReportShuffleResultRequest, _) =
         inbound.message(&mut body, request_bytes_max, nested).await?;
     let partitions = request.partition_to_block_ids.into_iter();
+    let records = request.partition_stats.into_iter().map(records_of).collect();
     let report = service.ingest.report(ReportRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
@@ -54,6 +60,7 @@ pub(super) async fn report<B: RequestBody>(
         partitions: partitions
             .map(|reported| (PartitionId(reported.partition_id), reported.block_ids))
             .collect(),
+        records,
     });
     let (status, ret_msg) = verdict(service, report.await, "OK");
     Ok(respond_message(&ReportShuffleResultResponse { status, ret_msg }))
@@ -69,7 +76,8 @@ pub(super) async fn result<B: RequestBody>(
         inbound.message(&mut body, request_bytes_max, numbers).await?;
     let partitions = [request.partition_id];
     let layout = layout(request.block_id_layout);
-    answer(service, service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await)
+    let results = service.reads.results(&request.app_id, request.shuffle_id, &partitions, layout).await;
+    answer(service, Head::result("OK"), results)
 }
 
 /// `getShuffleResultForMultiPart`
@@ -81,17 +89,51 @@ pub(super) async fn result_of_many<B: RequestBody>(
     let (request, _charge): (GetShuffleResultForMultiPartRequest, _) =
         inbound.message(&mut body, request_bytes_max, numbers).await?;
     let layout = layout(request.block_id_layout);
-    answer(
-        service,
-        service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await,
-    )
+    let results =
+        service.reads.results(&request.app_id, request.shuffle_id, &request.partitions, layout).await;
+    let (head, results) = match results {
+        Ok(Results { bitmap, records, held }) => {
+            (head_with(records).await?, Ok(Results { bitmap, records: Vec::new(), held }))
+        }
+        refused => (Head::result("OK"), refused),
+    };
+    answer(service, head, results)
 }
 
-/// The two answers have the same fields, as far as they have any here.
-fn answer(service: &Service, results: Result<Results, ServiceError>) -> Answer {
+/// A head with the record numbers of partitions; many of them are encoded on a blocking thread.
+async fn head_with(records: Vec<PartitionRecords>) -> Result<Head, Status> {
+    let numbers: usize = records.iter().map(|(_, tasks)| tasks.len()).sum();
+    let encoded = move || {
+        let mut head = Head::result("OK");
+        let partition_stats = records.into_iter().map(stats_of).collect();
+        head.fields(&GetShuffleResultForMultiPartResponse { partition_stats, ..Default::default() });
+        head
+    };
+    if numbers <= INLINE_NUMBERS_MAX {
+        return Ok(encoded());
+    }
+    tokio::task::spawn_blocking(encoded).await.map_err(|error| Status::internal(error.to_string()))
+}
+
+fn records_of(stats: PartitionStats) -> PartitionRecords {
+    let tasks = stats.task_attempt_id_to_records.into_iter();
+    (PartitionId(stats.partition_id), tasks.map(|it| (it.task_attempt_id, it.record_number)).collect())
+}
+
+fn stats_of((partition, tasks): PartitionRecords) -> PartitionStats {
+    let task = |(task_attempt_id, record_number)| TaskAttemptIdToRecords { task_attempt_id, record_number };
+    PartitionStats {
+        partition_id: partition.0,
+        task_attempt_id_to_records: tasks.into_iter().map(task).collect(),
+    }
+}
+
+/// The two answers have the same fields, but for what stands in the head.
+fn answer(service: &Service, head: Head, results: Result<Results, ServiceError>) -> Answer {
     match results {
-        Ok(Results { bitmap, held }) => {
-            from_memory(Head::result("OK"), BITMAP, bitmap.len() as u64, vec![bitmap], held)
+        Ok(Results { bitmap, held, .. }) => {
+            let length = bitmap.len() as u64;
+            from_memory(head, BITMAP, (length, vec![bitmap]), true, held)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);

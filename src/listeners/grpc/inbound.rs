@@ -7,6 +7,7 @@
 //! shut; it gets on when something comes back, or ends after a while and gives back what it has. Only so many wait,
 //! for each has a window of bytes behind it.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -32,6 +33,10 @@ pub(super) const INLINE_BYTES_MAX: usize = 64 << 10;
 
 /// Requests of all connections that wait for heap; one more is refused at once.
 const WAITING_MAX: usize = 16;
+
+/// A request that is charged and whose peer pauses for so long gives way to others that wait for heap; JVMs that collect
+/// their garbage do not pause so long.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How deep messages of the protocol are nested.
 const DEPTH_MAX: u32 = 3;
@@ -126,7 +131,7 @@ impl Inbound {
             if length > FREE_BYTES {
                 self.charge(&mut charge, length as u64).await?;
             }
-            ended(body).await?;
+            self.ended(body).await?;
             return Ok((first, charge));
         }
         let whole = prefix_bytes + length;
@@ -139,14 +144,35 @@ impl Inbound {
         all.extend_from_slice(&first);
         drop(first);
         while all.len() < whole {
-            let Some(data) = next_data(body).await? else {
+            let Some(data) = self.next(body).await? else {
                 return Err(Status::internal("the request ended inside its message"));
             };
             self.make_room(&mut all, &mut charge, data.len(), whole).await?;
             all.extend_from_slice(&data);
         }
-        ended(body).await?;
+        self.ended(body).await?;
         Ok((all.into(), charge))
+    }
+
+    /// The next bytes of a request.
+    async fn next<B: RequestBody>(&self, body: &mut B) -> Result<Option<Bytes>, Status> {
+        let mut next = pin!(next_data(body));
+        loop {
+            match timeout(PATIENCE, &mut next).await {
+                Ok(data) => return data,
+                Err(_elapsed) if self.waiting.available_permits() == WAITING_MAX => {}
+                Err(_elapsed) => {
+                    return Err(Status::resource_exhausted(
+                        "the request paused for 5 s while others wait for memory (memory_store.heap_capacity); \
+                         try again later",
+                    ));
+                }
+            }
+        }
+    }
+
+    async fn ended<B: RequestBody>(&self, body: &mut B) -> Result<(), Status> {
+        if self.next(body).await?.is_some() { Err(more_than_one()) } else { Ok(()) }
     }
 
     /// Room for `more` bytes of a message that will have `whole`, charged first.
@@ -194,10 +220,6 @@ impl Inbound {
 /// Whether a call ended for want of heap.
 pub(super) fn is_heap_full(status: &Status) -> bool {
     std::error::Error::source(status).is_some_and(|source| source.is::<HeapFull>())
-}
-
-async fn ended<B: RequestBody>(body: &mut B) -> Result<(), Status> {
-    if next_data(body).await?.is_some() { Err(more_than_one()) } else { Ok(()) }
 }
 
 fn more_than_one() -> Status {
@@ -349,6 +371,31 @@ mod tests {
         sender.send(Bytes::from(prefix)).unwrap();
         let frames = frames.map(|data| Ok::<_, std::convert::Infallible>(http_body::Frame::data(data)));
         (sender, http_body_util::StreamBody::new(frames))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n2_a_request_that_pauses_gives_way_to_one_that_waits_and_only_then() {
+        let heap = heap();
+        let requests = RequestHeap::new(&heap, WAIT);
+        let most = u32::try_from(heap.of(HeapKind::Requests).capacity()).unwrap();
+        // What one connection may have is all that is left.
+        let others = heap.of(HeapKind::Requests).try_charge(u64::from(most / 2)).unwrap();
+        let mut stalled = std::pin::pin!(async {
+            let (sender, mut body) = unfinished(most / 2);
+            sender.send(vec![0; most as usize / 2 - 1].into()).unwrap();
+            let inbound = requests.of_connection();
+            let read = inbound.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
+            read.map(drop).map_err(|status| status.code())
+        });
+        assert!(timeout(Duration::from_secs(30), &mut stalled).await.is_err(), "no one waits");
+        let began = tokio::time::Instant::now();
+        let inbound = requests.of_connection();
+        let mut charge = inbound.budget.nothing();
+        let (ended, granted) = tokio::join!(&mut stalled, inbound.charge(&mut charge, u64::from(most) / 4));
+        assert_eq!(ended, Err(Code::ResourceExhausted));
+        assert!(granted.is_ok() && began.elapsed() <= PATIENCE, "{:?}", began.elapsed());
+        drop((others, charge));
+        assert_eq!(heap.whole().used(), 0);
     }
 
     #[tokio::test(start_paused = true)]

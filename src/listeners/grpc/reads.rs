@@ -48,9 +48,9 @@ pub(super) async fn memory<B: RequestBody>(
     let read =
         aside(filter_bytes <= INLINE_BYTES_MAX, move || read_memory(&asked, &answers, &request)).await?;
     match read {
-        Ok(MemoryAnswer { read, answering }) => {
+        Ok(MemoryAnswer { read, may_copy, answering }) => {
             let head = Head::memory(&read.blocks, "OK", read.is_end);
-            from_memory(head, MEMORY_DATA, read.length, read.data, answering)
+            from_memory(head, MEMORY_DATA, (read.length, read.data), may_copy, answering)
         }
         Err(error) => {
             let (status, ret_msg) = refusal(service, &error);

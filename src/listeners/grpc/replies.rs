@@ -19,10 +19,9 @@ use tonic::body::Body;
 
 use super::message::{PREFIX_BYTES, ok_trailers, respond, status_trailers};
 use super::progress;
+use crate::memory::SMALL_PIECE_BYTES;
 use uniffle_wire::types::BlockMeta;
 
-/// Smaller pieces are copied together: below this a frame of its own costs more than the copy.
-const SMALL_PIECE_BYTES: usize = 4 << 10;
 /// Size at which a run of small pieces is cut.
 const COALESCED_BYTES: usize = 64 << 10;
 /// Java reads a message into one array, whose length is an `int`.
@@ -81,6 +80,12 @@ impl Head {
         let mut head = Self::with_capacity(message.len());
         head.string(2, message);
         head
+    }
+
+    /// The fields that `message` has beside those that are written by hand.
+    pub(super) fn fields(&mut self, message: &impl prost::Message) {
+        // A buffer that grows takes all of it.
+        let _ = message.encode(&mut self.bytes);
     }
 
     /// `ShuffleDataBlockSegment`, field 1 of the memory answer.
@@ -147,13 +152,14 @@ fn varint_field_len(tag: u32, value: u64) -> usize {
     if value == 0 { 0 } else { key_len(tag) + encoded_len_varint(value) }
 }
 
-/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`. `until_sent` is dropped when the
-/// socket has taken the last of them: until then the transport may hold all.
+/// Answer with a payload that is at hand; `payload_bytes` is the sum of `pieces`, of which the small ones are copied together
+/// if that is paid for. `until_sent` is dropped when the socket has taken the last of them: until then the transport may hold
+/// all.
 pub(super) fn from_memory(
     head: Head,
     payload_tag: u32,
-    payload_bytes: u64,
-    pieces: Vec<Bytes>,
+    (payload_bytes, pieces): (u64, Vec<Bytes>),
+    may_copy: bool,
     until_sent: impl Send + 'static,
 ) -> Result<http::Response<Body>, Status> {
     let present: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
@@ -161,7 +167,7 @@ pub(super) fn from_memory(
         return Err(Status::internal(format!("{present} bytes of {payload_bytes} are there")));
     }
     let head = head.announce(payload_tag, payload_bytes)?;
-    let pieces = coalesce(head, pieces);
+    let pieces = coalesce(head, pieces, if may_copy { SMALL_PIECE_BYTES } else { 0 });
     let mut end = Some(until_sent);
     let last = pieces.len() - 1;
     let frames = pieces.into_iter().enumerate().map(move |(at, piece)| match end.take_if(|_| at == last) {
@@ -196,12 +202,12 @@ impl<T> AsRef<[u8]> for Last<T> {
     }
 }
 
-/// Runs of small pieces (the head is the first) become one; large pieces stay as they are.
-fn coalesce(head: Bytes, pieces: Vec<Bytes>) -> Vec<Bytes> {
+/// Runs of pieces of fewer than `small` bytes (the head is the first) become one; the others stay as they are.
+fn coalesce(head: Bytes, pieces: Vec<Bytes>, small: usize) -> Vec<Bytes> {
     let mut whole = Vec::with_capacity(pieces.len().min(1024) + 1);
     let mut run = BytesMut::from(head);
     for piece in pieces {
-        if piece.len() < SMALL_PIECE_BYTES {
+        if piece.len() < small {
             run.extend_from_slice(&piece);
             if run.len() >= COALESCED_BYTES {
                 whole.push(run.split().freeze());
@@ -348,9 +354,15 @@ mod tests {
         let blocks = blocks(&lengths);
         let head = Head::memory(&blocks, "OK", true);
         let large = pieces[1].as_ptr();
-        assert_eq!(coalesce(Bytes::new(), pieces.clone())[1].as_ptr(), large, "large pieces are not copied");
+        assert_eq!(
+            coalesce(Bytes::new(), pieces.clone(), 4096)[1].as_ptr(),
+            large,
+            "large pieces are not copied"
+        );
 
-        let (bytes, status, frames) = read(from_memory(head, 2, 14013, pieces, ()).unwrap()).await;
+        let uncopied = coalesce(Bytes::from_static(b"head"), pieces.clone(), 0);
+        assert_eq!(uncopied.len(), 5, "nothing is copied that is not paid for");
+        let (bytes, status, frames) = read(from_memory(head, 2, (14013, pieces), true, ()).unwrap()).await;
         assert_eq!((status.as_str(), frames), ("0", 4));
         let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
         assert_eq!(answer.data.len(), 14013);
@@ -371,7 +383,7 @@ mod tests {
     async fn an_empty_memory_answer_says_whether_it_is_the_end() {
         for is_end in [false, true] {
             let head = Head::memory(&[], "", is_end);
-            let (bytes, status, _) = read(from_memory(head, 2, 0, Vec::new(), ()).unwrap()).await;
+            let (bytes, status, _) = read(from_memory(head, 2, (0, Vec::new()), false, ()).unwrap()).await;
             let answer = proto::GetMemoryShuffleDataResponse::decode(message(&bytes)).unwrap();
             assert_eq!(
                 answer,
@@ -383,7 +395,9 @@ mod tests {
 
     #[tokio::test]
     async fn pieces_that_are_not_the_announced_length_are_refused() {
-        assert!(from_memory(Head::local_data("OK"), 1, 4, vec![Bytes::from_static(b"abc")], ()).is_err());
+        assert!(
+            from_memory(Head::local_data("OK"), 1, (4, vec![Bytes::from_static(b"abc")]), true, ()).is_err()
+        );
         assert!(Head::local_data("OK").announce(1, u64::from(u32::MAX)).is_err());
         assert!(Head::local_data("OK").announce(1, u64::MAX).is_err());
     }

@@ -12,6 +12,7 @@ use futures::FutureExt as _;
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tonic::Status;
 use tonic::body::Body;
@@ -48,6 +49,8 @@ pub(super) struct Caller {
     pub(super) peer: Peer,
     pub(super) inbound: Inbound,
     pub(super) reading: ReadingOfConnection,
+    /// Requests for tickets that may wait in line.
+    pub(super) tickets: Semaphore,
 }
 
 /// What every connection shares.
@@ -134,7 +137,9 @@ impl Router {
         let TransitMetrics { memory, local_data, .. } = self.metrics.transit();
         let service = &self.service;
         match request.uri().path() {
-            REQUIRE_BUFFER => tickets::require_buffer(service, max, request.into_body()).await,
+            REQUIRE_BUFFER => {
+                tickets::require_buffer(service, max, &caller.tickets, request.into_body()).await
+            }
             GET_MEMORY_SHUFFLE_DATA => reads::memory(service, memory, read, request.into_body()).await,
             GET_LOCAL_SHUFFLE_INDEX => reads::local_index(service, read, request.into_body()).await,
             GET_LOCAL_SHUFFLE_DATA => reads::local_data(service, local_data, read, request.into_body()).await,

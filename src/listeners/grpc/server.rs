@@ -16,6 +16,7 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{IntGauge, Registry};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
@@ -136,6 +137,8 @@ async fn drive(
         peer,
         inbound: router.requests.of_connection(),
         reading: router.service.reads.reading_of_connection(),
+        // The others are for calls that give memory back, or need none.
+        tickets: Semaphore::new(shares.streams.amount() as usize / 2),
     });
     let tails = Tails::new(router.config.answer_deadline);
     let service = service_fn(|request| Arc::clone(router).call(request, Arc::clone(&caller)));

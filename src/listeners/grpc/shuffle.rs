@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
-use super::convert::{not_offered, success, verdict};
+use super::convert::{not_offered, verdict};
 use crate::metrics::TransitTimes;
 use crate::proto::{self, shuffle_server_server::ShuffleServer};
 use crate::service::Service;
@@ -93,20 +93,25 @@ impl ShuffleServer for ShuffleCalls {
         taken_by_path()
     }
 
-    /// Storage without a memory part only; Spark with MEMORY_* never calls it (docs/protocol.md §2.6).
+    /// Clients of storage without a memory part only; those of MEMORY_* never call it (docs/protocol.md §2.6).
     async fn commit_shuffle_task(
         &self,
-        _: Request<proto::ShuffleCommitRequest>,
+        request: Request<proto::ShuffleCommitRequest>,
     ) -> Answer<proto::ShuffleCommitResponse> {
-        let (status, ret_msg) = not_offered("Not supported");
-        answer(proto::ShuffleCommitResponse { commit_count: 0, status, ret_msg })
+        let request = request.into_inner();
+        let committed = self.service.ingest.commit_task(&request.app_id, request.shuffle_id).await;
+        let commit_count = *committed.as_ref().unwrap_or(&0);
+        let (status, ret_msg) = verdict(&self.service, committed.map(drop), "OK");
+        answer(proto::ShuffleCommitResponse { commit_count, status, ret_msg })
     }
 
     async fn finish_shuffle(
         &self,
-        _: Request<proto::FinishShuffleRequest>,
+        request: Request<proto::FinishShuffleRequest>,
     ) -> Answer<proto::FinishShuffleResponse> {
-        let (status, ret_msg) = success("");
+        let request = request.into_inner();
+        let finished = self.service.ingest.finish_shuffle(&request.app_id, request.shuffle_id).await;
+        let (status, ret_msg) = verdict(&self.service, finished, "");
         answer(proto::FinishShuffleResponse { status, ret_msg })
     }
 
@@ -114,7 +119,7 @@ impl ShuffleServer for ShuffleCalls {
         &self,
         _: Request<proto::StartSortMergeRequest>,
     ) -> Answer<proto::StartSortMergeResponse> {
-        let (status, ret_msg) = not_offered("Remote merge is disabled, cannot report StartSortMerge!");
+        let (status, ret_msg) = not_offered("Remote merge is disabled, can not report StartSortMerge!");
         answer(proto::StartSortMergeResponse { status, ret_msg })
     }
 

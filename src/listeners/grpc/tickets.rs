@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::body::Body;
 
@@ -21,17 +22,19 @@ const NO_TICKET: i64 = -1;
 pub(super) async fn require_buffer<B: RequestBody>(
     service: &Arc<Service>,
     (inbound, request_bytes_max): (&Inbound, u32),
+    waiting: &Semaphore,
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (RequireBufferRequest, _) =
         inbound.message(&mut body, request_bytes_max, numbers).await?;
-    let grant = service.ingest.require_buffer(RequireRequest {
+    let asked = RequireRequest {
         app: &request.app_id,
         shuffle: request.shuffle_id,
         bytes: request.require_size,
         partitions: &request.partition_ids,
         partition_sizes: &request.partition_require_sizes,
-    });
+    };
+    let grant = service.ingest.require_buffer_in_line(asked, waiting).await;
     let (require_buffer_id, (status, ret_msg), need_split_partition_ids) = match grant {
         Ok(grant) => (grant.ticket, success(""), grant.split_partitions),
         Err(error) => (NO_TICKET, refusal(service, &error), Vec::new()),

@@ -21,7 +21,7 @@ use crate::runtime::Tasks;
 /// Length of a CPU profile when nothing is said: what `go tool pprof` asks for.
 const SECONDS_DEFAULT: u64 = 30;
 
-/// Paths that change nothing. The second name of the heap profile is riffle's. The routes of two listeners are clones of
+/// Paths that change nothing. The second name of the heap profile is riffle's, that of the task dump Java's. The routes of two listeners are clones of
 /// these, since they share what bounds them.
 pub fn routes(running: Tasks) -> Router {
     let dumps = Dumps { running, one: Arc::new(Semaphore::new(1)) };
@@ -30,6 +30,7 @@ pub fn routes(running: Tasks) -> Router {
         .route("/debug/pprof/heap", get(heap_profile))
         .route("/debug/heap/profile", get(heap_profile))
         .route("/debug/tasks", get(task_dump))
+        .route("/api/shuffleServer/stacks", get(task_dump))
         .with_state(dumps)
 }
 

@@ -7,12 +7,15 @@
 pub mod admin;
 pub mod api;
 pub mod debug;
+pub mod java;
 mod page;
 pub mod push;
 mod serve;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -22,7 +25,7 @@ use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, Text
 
 use crate::listeners::acceptor::{Binding, Names};
 use crate::runtime::Tasks;
-use crate::service::AppStatistics;
+use crate::service::{AppStatistics, Incompleteness};
 use crate::{metrics, telemetry};
 
 pub use serve::HttpConfig;
@@ -42,6 +45,9 @@ pub trait Node: std::fmt::Debug + Send + Sync {
     /// Why clients should not be sent here; `None` when they may.
     fn not_ready(&self) -> Option<&'static str>;
 
+    /// What is not proven to be complete, with figures that are at most a second old.
+    fn incomplete(&self) -> Incompleteness;
+
     /// Blocks that are lost.
     fn losses(&self) -> serde_json::Value;
 
@@ -50,6 +56,12 @@ pub trait Node: std::fmt::Debug + Send + Sync {
 
     /// Its applications, likewise.
     fn apps(&self) -> Vec<AppStatistics>;
+
+    /// The configuration in effect, key by key, without secrets.
+    fn configuration(&self) -> BTreeMap<&'static str, String>;
+    /// What its coordinator knows ([`api::cluster::Cluster`] as JSON), likewise; `None` without one. As text, since
+    /// that is all that askers get and it may be long.
+    fn cluster(&self) -> Option<Bytes>;
 }
 
 /// What the listener shows.
@@ -108,6 +120,8 @@ fn router(pages: Pages) -> Router {
         .route("/metrics", get(metrics_text))
         .route("/prometheus/metrics", get(metrics_text))
         .route("/prometheus/metrics/{registry}", get(metrics_text))
+        .route("/api/shuffleServer/prometheus/metrics", get(metrics_text))
+        .route("/api/shuffleServer/prometheus/metrics/{registry}", get(metrics_text))
         .route("/losses", get(losses))
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
@@ -139,9 +153,26 @@ async fn losses(State(pages): State<Pages>) -> Response {
 
 async fn ready(State(pages): State<Pages>) -> Response {
     match pages.node.not_ready() {
-        None => "ready\n".into_response(),
+        None => {
+            let node = Arc::clone(&pages.node);
+            let incomplete = tokio::task::spawn_blocking(move || node.incomplete()).await.unwrap_or_default();
+            said_ready(&incomplete).into_response()
+        }
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
+}
+
+/// It takes data; what it refuses is said, since nobody looks before.
+fn said_ready(incomplete: &Incompleteness) -> String {
+    let mut said = "ready\n".to_owned();
+    if incomplete.shuffles > 0 {
+        let reasons = incomplete.reasons.join("; ");
+        said.push_str(&format!("results of {} shuffles are refused: {reasons}\n", incomplete.shuffles));
+    }
+    if let Some(reason) = &incomplete.unknown_shuffles {
+        said.push_str(&format!("results of shuffles that are not known are refused: {reason}\n"));
+    }
+    said
 }
 
 #[cfg(test)]

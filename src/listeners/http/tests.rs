@@ -40,6 +40,10 @@ impl Node for TestNode {
         (!self.is_ready.load(Ordering::Relaxed)).then_some("no disk")
     }
 
+    fn incomplete(&self) -> Incompleteness {
+        Incompleteness::default()
+    }
+
     fn losses(&self) -> serde_json::Value {
         serde_json::json!({ "losses": [] })
     }
@@ -50,6 +54,14 @@ impl Node for TestNode {
 
     fn apps(&self) -> Vec<AppStatistics> {
         Vec::new()
+    }
+
+    fn configuration(&self) -> BTreeMap<&'static str, String> {
+        BTreeMap::from([("grpc_port", "19999".to_owned())])
+    }
+
+    fn cluster(&self) -> Option<axum::body::Bytes> {
+        None
     }
 }
 
@@ -63,7 +75,8 @@ async fn listener() -> TestServer {
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
     let metrics = HttpMetrics::new(&registry).unwrap();
-    let mounted = Router::new().route("/never", get(std::future::pending::<()>));
+    let hooks = java::JavaHooks { registry: registry.clone(), node: node.clone() };
+    let mounted = java::router(hooks).route("/never", get(std::future::pending::<()>));
     let pages = Pages { registry: registry.clone(), metrics, node, mounted };
     HttpServer::start(CONFIG, listener, pages, &tasks).unwrap();
     TestServer { address, tasks, is_ready, registry }
@@ -105,6 +118,40 @@ async fn metrics_are_refreshed_and_gathered() {
         assert!(body.contains(&format!("\nrefreshed {asked}\n")), "{body}");
         assert!(body.contains("\nhttp_connection_number ") && body.contains("\npanic_signal "), "{body}");
     }
+    listener.close().await;
+}
+
+#[tokio::test]
+async fn n26_javas_paths_are_answered_in_its_shapes() {
+    let listener = listener().await;
+    for (path, names) in [
+        ("/metrics/server", &["refreshed", "http_connection_number"][..]),
+        ("/metrics/grpc", &[]),
+        ("/metrics/netty", &[]),
+        ("/metrics/jvm", &[]),
+        ("/metrics/all", &["refreshed"]),
+        ("/api/shuffleServer/metrics", &["refreshed"]),
+        (
+            "/api/shuffleServer/metrics/server?name[]=refreshed&name%5B%5D=panic_signal",
+            &["refreshed", "panic_signal"],
+        ),
+    ] {
+        let (head, body) = listener.ask(path).await;
+        assert!(head.starts_with("HTTP/1.1 200") && head.contains("application/json"), "{path}: {head}");
+        let told: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert!(told["timeStamp"].is_u64(), "{body}");
+        let has =
+            |name: &str| told["metrics"].as_array().unwrap().iter().any(|sample| sample["name"] == name);
+        assert!(names.iter().all(|name| has(name)), "{path}: {body}");
+        assert_eq!(has("http_connection_number"), !path.contains('[') && !names.is_empty(), "{path}");
+    }
+    assert!(listener.ask("/metrics/other").await.0.starts_with("HTTP/1.1 404"));
+    let (head, body) = listener.ask("/api/shuffleServer/prometheus/metrics/server").await;
+    assert!(head.contains("text/plain; version=0.0.4") && body.contains("\nrefreshed "), "{head}");
+    let conf = listener.ask("/api/shuffleServer/conf").await.1;
+    let conf: serde_json::Value = serde_json::from_str(&conf).unwrap();
+    let entry = serde_json::json!({ "argumentKey": "grpc_port", "argumentValue": "19999" });
+    assert_eq!(conf, serde_json::json!({ "code": 0, "data": [entry], "errMsg": "success" }));
     listener.close().await;
 }
 
@@ -190,4 +237,15 @@ async fn cancelling_does_not_wait_for_slow_clients() {
     }
     listener.close().await;
     assert!(before.elapsed() < CONFIG.request_timeout);
+}
+
+#[test]
+fn readiness_says_whose_results_are_refused() {
+    assert_eq!(said_ready(&Incompleteness::default()), "ready\n");
+    let reasons = vec!["/a is missing".to_owned()];
+    let incomplete =
+        Incompleteness { shuffles: 2, reasons, unknown_shuffles: Some("/a is missing".to_owned()) };
+    let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of shuffles that are not known are \
+                    refused: /a is missing\n";
+    assert_eq!(said_ready(&incomplete), expected);
 }

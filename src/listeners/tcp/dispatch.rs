@@ -18,6 +18,7 @@ use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
 use uniffle_wire::request::ReadRequest;
+use uniffle_wire::types::AppId;
 
 use super::shared::{LISTENER, Shared};
 use super::writer::{Body, Outbox, Outgoing, ReplyGuard};
@@ -103,15 +104,16 @@ fn read_memory(
         return Err(DecodeError::UnknownType(FrameType::Memory.id()).into());
     };
     shared.metrics.of(FrameType::Memory).transit().arrived(request.timestamp_ms);
-    let MemoryAnswer { read, answering } = shared.service.reads.read_memory(MemoryReadRequest {
-        app: request.target.app,
-        shuffle: request.target.shuffle,
-        partition: request.target.partition,
-        last_block_id: request.last_block_id,
-        read_buffer_size: request.read_buffer_size,
-        task_filter: request.task_filter,
-        of_connection: Some(answers),
-    })?;
+    let MemoryAnswer { read, may_copy: _, answering } =
+        shared.service.reads.read_memory(MemoryReadRequest {
+            app: request.target.app,
+            shuffle: request.target.shuffle,
+            partition: request.target.partition,
+            last_block_id: request.last_block_id,
+            read_buffer_size: request.read_buffer_size,
+            task_filter: request.task_filter,
+            of_connection: Some(answers),
+        })?;
     success(request_id, ReplyFields::Memory(&read.blocks), Body::Pieces(read.data, answering), read.length)
 }
 
@@ -164,11 +166,15 @@ impl LocalRead {
         }
         self.guard.turn = Arc::clone(&self.turns).acquire_owned().await.ok();
         let wait = self.shared.config.local_read_wait;
-        let permit = timeout(wait, Arc::clone(&self.shared.local_reads).acquire_owned()).await;
-        let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-        self.guard.read = permit.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?.ok();
         let service = &self.shared.service;
         let target = request.target();
+        // An id that is none is refused by the service.
+        if let Ok(app) = AppId::parse(target.app) {
+            let place = timeout(wait, self.shared.local_reads.take(&app, 1)).await;
+            let waited_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            self.guard.local_read =
+                Some(place.map_err(|_| ServiceError::NoReadMemory { asked: 0, waited_ms })?);
+        }
         let (fields, length, chunks) = match &request {
             ReadRequest::LocalIndex(_) => {
                 let answer = service.reads.read_index(target.app, target.shuffle, target.partition).await?;

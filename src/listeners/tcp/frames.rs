@@ -404,7 +404,7 @@ impl Frames {
             return self.answer_memory(id, &message.bytes, permit);
         }
         let Some(mut guard) = self.finish() else { return };
-        guard.read = Some(permit);
+        guard.memory_read = Some(permit);
         let (shared, outbox, answers) = (Arc::clone(&self.shared), self.outbox.clone(), self.answers.clone());
         self.connection.spawn_linked("tcp memory read", async move {
             let answer = move || (dispatch::memory(&shared, &answers, id, &message.bytes), message.charge);
@@ -417,7 +417,7 @@ impl Frames {
     fn answer_memory(&mut self, id: i64, message: &[u8], permit: OwnedSemaphorePermit) {
         let (head, body) = dispatch::memory(&self.shared, &self.answers, id, message);
         if let Some(mut guard) = self.finish() {
-            guard.read = Some(permit);
+            guard.memory_read = Some(permit);
             self.outbox.post(Outgoing { head, body, guard });
         }
     }
@@ -459,6 +459,14 @@ impl Frames {
         debug_assert!(request.is_some() && counted.is_some(), "a frame begins with a place and is counted");
         let (request, (counted, of_connection)) = (request?, counted?);
         let request = (request, of_connection);
-        Some(ReplyGuard { request, read: None, turn: None, answering: None, received, counted })
+        Some(ReplyGuard {
+            request,
+            memory_read: None,
+            local_read: None,
+            turn: None,
+            answering: None,
+            received,
+            counted,
+        })
     }
 }

@@ -16,6 +16,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::budget::places::Taken;
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
 use crate::service::{Answering, ReadAhead};
@@ -48,8 +49,10 @@ pub(super) struct ReplyGuard {
     /// Of the connection, with what counts it there.
     #[expect(dead_code, reason = "held until the reply is written")]
     pub(super) request: (OwnedSemaphorePermit, Request),
-    /// Of the listener: one of the memory reads, or of the local reads.
-    pub(super) read: Option<OwnedSemaphorePermit>,
+    /// Of the listener: one of the memory reads.
+    pub(super) memory_read: Option<OwnedSemaphorePermit>,
+    /// Of the listener: one of the local reads.
+    pub(super) local_read: Option<Taken>,
     /// Of the connection: one of its local reads.
     pub(super) turn: Option<OwnedSemaphorePermit>,
     /// Of the application: its answer from memory.
@@ -206,7 +209,7 @@ impl Writer {
             chunks.during(self.flush()).await?;
             // The first chunk is written: what the answer holds from here on never waits for other replies.
             if let Some(guard) = guard.take() {
-                guard.read = None;
+                guard.local_read = None;
             }
         }
     }

@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Supply};
 use super::error::MemoryError;
-use super::list::BlockList;
+use super::list::{BlockList, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
 use super::region::Segment;
@@ -58,6 +58,21 @@ pub struct Committed {
     pub duplicate_blocks: usize,
     /// Their payload.
     pub duplicate_bytes: u64,
+}
+
+/// A moment of a buffer: what was committed until then is in chains with lower numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark(u64);
+
+/// What is in memory of blocks that were committed before a [`Mark`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Before {
+    /// Nothing: it was flushed, or the shuffle is gone.
+    Nothing,
+    /// Some, and all of it is on its way.
+    InFlight,
+    /// Some that no flush has taken.
+    Waiting,
 }
 
 /// The blocks of one partition that are in memory.
@@ -104,7 +119,7 @@ impl Lists {
     fn drop_dead(&mut self) -> SmallVec<[Segment; 2]> {
         // A look first: a swap for every block is dearer than the copy of a small one.
         if self.aborted.load(Ordering::Relaxed) && self.aborted.swap(false, Ordering::Acquire) {
-            return self.active.chain.drop_dead();
+            return self.active.drop_dead();
         }
         SmallVec::new()
     }
@@ -148,7 +163,8 @@ impl Buffer {
     ///
     /// # Errors
     /// `TicketOverspent` beyond the bytes the ticket was for, `Evicted` after a purge. `NoCapacity` only when concurrent
-    /// sends and seals of this partition used up what the ticket paid for, and others the slack; nothing is held then.
+    /// sends and seals of this partition used up what the ticket paid for, and others the slack, or when the region has no
+    /// room to cede for a list; nothing is held then.
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
         // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
@@ -160,6 +176,10 @@ impl Buffer {
         let State { lists, next_chain, .. } = &mut *state;
         let lists = self.made(lists, next_chain);
         dead.extend(lists.drop_dead());
+        if !lists.active.is_paid() {
+            let covered = self.shared.supply.lists.cover(LIST_BYTES);
+            covered.inspect_err(|_| self.shared.budget.wake())?;
+        }
         if !lists.active.chain.has_room_for(len) {
             // A chain's offsets are at their end. Its blocks wait as a batch; a chain of fills only is let go of,
             // the fills keep their segments and commit as strays.
@@ -170,6 +190,7 @@ impl Buffer {
             }
         }
         let fill = lists.active.chain.reserve(len, &self.shared.supply, funds, &lists.aborted);
+        lists.active.pay_for_segments(&self.shared.supply.lists);
         drop(state);
         drop((dead, abandoned));
         fill
@@ -179,7 +200,8 @@ impl Buffer {
     /// dropped silently.
     ///
     /// # Errors
-    /// `Evicted` after a purge, `TooManyBlocks` at the limit; no block is visible and all memory is back then.
+    /// `Evicted` after a purge, `TooManyBlocks` at the limit, `NoCapacity` when the region has no room to cede for their records;
+    /// no block is visible and all memory is back then.
     pub fn commit(
         &self,
         blocks: Vec<(BlockMeta, BlockFill)>,
@@ -194,11 +216,7 @@ impl Buffer {
         }
         let asked = blocks.len() as u64;
         // Charged before the blocks count and until they do not: see `Supply::overdraft`.
-        let mut metadata = funds.cover_metadata(asked);
-        let limit = &self.shared.supply.blocks;
-        let too_many = |_| MemoryError::TooManyBlocks { max: limit.capacity() };
-        let permits = limit.try_charge(asked).map_err(too_many);
-        let mut permits = permits.inspect_err(|_| self.shared.budget.wake())?;
+        let mut paid = self.pay(asked, funds).inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
@@ -208,6 +226,7 @@ impl Buffer {
         }
         let State { lists, next_chain, .. } = &mut *state;
         let lists = self.made(lists, next_chain);
+        let strays = lists.active.strays();
         for (meta, fill) in blocks {
             let bytes = u64::from(meta.length);
             if lists.holds(meta.block_id) {
@@ -221,12 +240,14 @@ impl Buffer {
             lists.active.push(meta, fill);
         }
         let kept = done.blocks as u64;
-        lists.active.charge(permits.split_up_to(kept), metadata.split_up_to(kept * METADATA_BYTES));
+        let strays = lists.active.strays() - strays;
+        lists.active.pay_for_segments(&self.shared.supply.lists);
+        lists.active.charge(split(&mut paid, kept), strays, &self.shared.supply.lists);
         self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
-        drop((duplicates, permits, metadata));
+        drop((duplicates, paid));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
@@ -235,13 +256,24 @@ impl Buffer {
     /// reached; only those of `tasks`, if given. docs/protocol.md §3.4.
     #[must_use]
     pub fn read(&self, after: Option<BlockId>, limit_bytes: u64, tasks: Option<&Treemap>) -> MemoryRead {
+        self.read_some(after, (limit_bytes, usize::MAX), tasks)
+    }
+
+    /// As [`Buffer::read`], up to so many bytes or so many blocks.
+    #[must_use]
+    pub fn read_some(
+        &self,
+        after: Option<BlockId>,
+        limits: (u64, usize),
+        tasks: Option<&Treemap>,
+    ) -> MemoryRead {
         let state = self.state.lock();
         let mut lists: SmallVec<[&BlockList; 8]> = SmallVec::new();
         if let Some(held) = &state.lists {
             lists.extend(held.batches.iter().map(|batch| batch.list()));
             lists.push(&held.active);
         }
-        let found = read::walk(&lists, after, limit_bytes, tasks);
+        let found = read::walk(&lists, after, limits, tasks);
         drop(lists);
         drop(state);
         found.into()
@@ -288,6 +320,26 @@ impl Buffer {
     #[must_use]
     pub fn is_overdue(&self) -> bool {
         self.state.lock().overdue
+    }
+
+    /// The moment.
+    #[must_use]
+    pub fn mark(&self) -> Mark {
+        Mark(self.state.lock().next_chain)
+    }
+
+    /// What is left of `mark` and before. Blocks that came soon after may count as before.
+    #[must_use]
+    pub fn before(&self, mark: Mark) -> Before {
+        let state = self.state.lock();
+        let Some(lists) = &state.lists else { return Before::Nothing };
+        let is_before = |list: &BlockList| list.chain.id() < mark.0 && !list.is_empty();
+        let mut batches = lists.batches.iter().filter(|batch| is_before(batch.list())).peekable();
+        let nothing_flies = batches.peek().is_none();
+        if is_before(&lists.active) || batches.any(|batch| !batch.is_claimed()) {
+            return Before::Waiting;
+        }
+        if nothing_flies { Before::Nothing } else { Before::InFlight }
     }
 
     /// Drops `batch` from what readers see: it is readable in the next tier. Its memory is free as soon as
@@ -372,6 +424,17 @@ impl Buffer {
         self.block_count.load(Ordering::Relaxed)
     }
 
+    /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see
+    /// `Supply::overdraft`.
+    fn pay(&self, blocks: u64, funds: &mut Reservation) -> Result<Paid, MemoryError> {
+        let capacity = funds.cover_metadata(blocks);
+        let supply = &self.shared.supply;
+        let too_many = |_| MemoryError::TooManyBlocks { max: supply.blocks.capacity() };
+        let permits = supply.blocks.try_charge(blocks).map_err(too_many)?;
+        let lists = supply.lists.charge(capacity.bytes())?;
+        Ok(Paid { permits, lists, capacity })
+    }
+
     /// Its lists, made if it has none.
     fn made<'a>(&self, lists: &'a mut Option<Box<Lists>>, next_chain: &mut u64) -> &'a mut Lists {
         lists.get_or_insert_with(|| {
@@ -383,7 +446,7 @@ impl Buffer {
     fn next_list(&self, next_chain: &mut u64) -> BlockList {
         let chain = *next_chain;
         *next_chain += 1;
-        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.supply.blocks, &self.budget)
+        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
     }
 
     /// The active list becomes the youngest batch, an empty one takes its place.
@@ -419,6 +482,16 @@ impl Buffer {
         self.in_flight_batches.store(batches, Ordering::Relaxed);
         self.active_blocks.store(active_blocks, Ordering::Relaxed);
         self.block_count.store(active_blocks + flying_blocks, Ordering::Relaxed);
+    }
+}
+
+/// What was paid for `blocks` of the blocks.
+fn split(paid: &mut Paid, blocks: u64) -> Paid {
+    let bytes = blocks * METADATA_BYTES;
+    Paid {
+        permits: paid.permits.split_up_to(blocks),
+        lists: paid.lists.split_up_to(bytes),
+        capacity: paid.capacity.split_up_to(bytes),
     }
 }
 

@@ -12,7 +12,8 @@
 //! long as any piece. Bytes are always initialised: the mapping starts as zeroes and is only ever overwritten, so
 //! `&mut [u8]` over old content is sound (what may be *shown* is the caller's care).
 //!
-//! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region.
+//! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region; only what is
+//! ceded ([`Segment::discard`]) goes back to the kernel.
 //!
 //! Checked by Miri on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
@@ -195,6 +196,14 @@ impl Segment {
     /// All that was handed out, if all of it is frozen.
     pub fn readable(&self) -> Option<Slice> {
         self.slice(0..self.cursor)
+    }
+
+    /// Gives the pages of a segment of which nothing was ever handed out back to the kernel; they are zeroes when they are
+    /// next used.
+    pub fn discard(&mut self) {
+        if self.cursor == 0 && Arc::strong_count(&self.piece) == 1 {
+            backend::discard(self.piece.at(0, self.piece.bytes), self.piece.bytes);
+        }
     }
 
     /// True when nothing in it can ever be read: nothing is frozen, being filled or being read.
@@ -416,6 +425,14 @@ mod backend {
         Ok((base, Backing { start, bytes: with_slack }))
     }
 
+    /// Drops the pages of a piece of the mapping in which no range was handed out.
+    pub(super) fn discard(start: *mut u8, bytes: usize) {
+        // SAFETY: the piece lies in the mapping, and no `Fill` or `Slice` of it exists nor can be made meanwhile: its only
+        // handle is borrowed mutably by the caller. The bytes stay initialised: they read as zeroes.
+        let discarded = unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) };
+        debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
+    }
+
     pub(super) fn unmap(backing: &Backing) {
         // SAFETY: exactly what `map` mapped, once: the owner is being dropped, and every handle held that owner.
         let unmapped = unsafe { munmap(backing.start, backing.bytes) };
@@ -442,6 +459,11 @@ mod backend {
         let start = unsafe { alloc_zeroed(layout) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok((start, Backing { start, layout }))
+    }
+
+    pub(super) fn discard(start: *mut u8, bytes: usize) {
+        // SAFETY: as there.
+        unsafe { start.write_bytes(0, bytes) };
     }
 
     pub(super) fn unmap(backing: &Backing) {

@@ -177,3 +177,16 @@ fn memory_is_free_before_its_charge_is() {
     });
     assert_eq!((budget.used(), region.largest_free()), (0, SEGMENT_BYTES_MAX));
 }
+
+#[test]
+fn what_is_discarded_reads_as_zeroes_and_is_used_again() {
+    let (region, budget) = region();
+    let mut first = segment(&region, &budget, 8192);
+    drop(frozen(&mut first, b"secret"));
+    first.discard();
+    drop(first);
+    let mut again = segment(&region, &budget, 8192);
+    again.discard();
+    let mut fill = again.fill(8192).unwrap();
+    assert!(fill.bytes_mut()[..4096].iter().all(|byte| *byte == 0));
+}

@@ -30,7 +30,8 @@ fn records() -> Vec<Vec<u8>> {
         Registration { ranges: vec![(0, PARTITIONS - 1)], user: "ann".into(), ..Registration::default() };
     let report = |task| {
         let partitions = (0..PARTITIONS).map(|it| (PartitionId(it), vec![id(task, it)])).collect();
-        Record::Report(Report { bitmap_count: 1, task_attempt: task, partitions }).encode()
+        Record::Report(Report { bitmap_count: 1, task_attempt: task, partitions, records: Vec::new() })
+            .encode()
     };
     std::iter::once(Record::Registration(registration).encode()).chain((0..TASKS).map(report)).collect()
 }

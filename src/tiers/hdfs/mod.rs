@@ -90,9 +90,12 @@ section! {
         /// Files written at a time per file system.
         #[key("hdfs_store.max_concurrency", count(1..=10_000), Restart)]
         pub max_concurrency: usize = 10,
-        /// Files of one partition written at a time; an application may ask for fewer.
+        /// Files of one partition written at a time, where the application does not say how many.
         #[key("hdfs_store.partition_write_max_concurrency", count(1..=1000), Restart)]
         pub partition_write_max_concurrency: usize = 20,
+        /// What an application may ask for instead (maxConcurrencyPerPartitionToWrite); more is cut to it.
+        #[key("hdfs_store.partition_write_concurrency_limit", count(1..=1000), Restart)]
+        pub partition_write_concurrency_limit: usize = 1000,
         /// Remote paths that applications may name, with everything below: the worker writes and deletes what they name.
         /// Needed with a coordinator_quorum; "*" permits every path. None with the embedded coordinator: those of its
         /// remote_storage_path, else all, with a warning.
@@ -288,8 +291,9 @@ impl HdfsStore {
         let root: Arc<str> = location.path().into();
         let target = self.core.connector.target(storage, location)?;
         let remote = self.core.remote(target)?;
-        let most = self.core.config.partition_write_max_concurrency;
-        let writers = storage.writers.map_or(most, |wanted| wanted.clamp(1, most));
+        let config = &self.core.config;
+        let limit = config.partition_write_concurrency_limit;
+        let writers = storage.writers.map_or(config.partition_write_max_concurrency, |it| it.clamp(1, limit));
         Ok(PreparedStorage { remote, root, writers })
     }
 

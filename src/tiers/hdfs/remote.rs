@@ -151,6 +151,7 @@ fn is_own_fault(kind: StoreErrorKind) -> bool {
         | StoreErrorKind::InvalidBatch
         | StoreErrorKind::NotOurs
         | StoreErrorKind::InUse
+        | StoreErrorKind::Copied
         | StoreErrorKind::NotMounted
         | StoreErrorKind::Exists
         | StoreErrorKind::Denied => false,

@@ -16,16 +16,11 @@ use uuid::Uuid;
 
 use super::config::{LocalConfig, SyncWrites};
 use super::disk::{LocalDisk, within};
+use super::marker::{MARKER, marker_of, uuid_of};
 use super::mounts;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::{Disk, Media, Mount};
 
-/// The file that makes a directory ours and that the owner keeps locked.
-pub const MARKER: &str = "uniffle-worker.claim";
-/// First line of the marker: format and version.
-const MARKER_HEAD: &str = "uniffle-worker local store 1";
-/// Before the checksum of the lines above it.
-const CHECKSUM: &str = "crc32 ";
 /// What `mkfs` leaves in a root; it does no harm.
 pub(super) const LOST_AND_FOUND: &str = "lost+found";
 
@@ -58,21 +53,32 @@ pub(super) async fn claim_all(
     let deadline = config.name_timeout;
     let paths: Vec<String> = disks.iter().map(|disk| disk.root().display().to_string()).collect();
     let mut claims = Claims { config, changes, claimed: BTreeMap::new(), last_error: None };
-    let contents = join_all(disks.iter().map(|disk| look(&**disk, deadline)).collect::<Vec<_>>()).await;
+    let (let_go, disks): (Vec<_>, Vec<_>) =
+        disks.into_iter().enumerate().partition(|(_, disk)| config.let_go.has(disk.root()));
+    for (_, disk) in let_go {
+        let text = "it did not answer, and the process before holds it: it takes part again after a stop and a start";
+        claims.leave_out(StoreError::remote(StoreErrorKind::Unhealthy, disk.root(), text.to_owned()))?;
+    }
+    let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
+    let contents = join_all(looks.collect::<Vec<_>>()).await;
     let (mut ours, mut empty) = (Vec::new(), Vec::new());
-    for (place, (disk, content)) in disks.into_iter().zip(contents).enumerate() {
+    for ((place, disk), content) in disks.into_iter().zip(contents) {
         match content {
             Ok(Content::Ours) => ours.push((place, disk)),
             Ok(Content::Nothing) => empty.push((place, disk)),
             Err(error) => claims.leave_out(error)?,
         }
     }
+    refuse_copies(&ours, deadline).await?;
     claims.take(ours).await?;
     let mut known = mounts::recall(claims.claimed.values(), deadline).await;
     let mut mounted = Vec::new();
     for (place, disk) in empty {
         match known.require_mounted(&*disk, deadline).await {
-            Ok(()) => mounted.push((place, disk)),
+            Ok(()) => {
+                require_own_disk(&*disk, config).await?;
+                mounted.push((place, disk));
+            }
             Err(error) => claims.leave_out(error)?,
         }
     }
@@ -104,13 +110,52 @@ impl Claims<'_> {
 
     /// Goes on without a directory, unless the configuration must be wrong.
     fn leave_out(&mut self, error: StoreError) -> Result<(), StoreError> {
-        if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse) {
+        if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse | StoreErrorKind::Copied) {
             return Err(error);
         }
         tracing::error!(error = %error, "data directory cannot be used, continuing without it");
         self.last_error = Some(error);
         Ok(())
     }
+}
+
+/// Refuses two directories with one identity: one is a copy of the other, or both are the same. Whatever one says of itself
+/// would be taken for what the other says.
+async fn refuse_copies(disks: &[(usize, Arc<dyn Disk>)], deadline: Duration) -> Result<(), StoreError> {
+    let markers = disks.iter().map(|(_, disk)| within(deadline, disk.read_small(Path::new(MARKER))));
+    let markers = join_all(markers.collect::<Vec<_>>()).await;
+    let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
+    for ((_, disk), marker) in disks.iter().zip(markers) {
+        // What cannot be read is told by its claim.
+        let Some(uuid) = marker.ok().and_then(|marker| uuid_of(&marker)) else { continue };
+        if let Some(other) = known.insert(uuid, disk.root()) {
+            let text = format!(
+                "it is the same directory as {}, or a copy of it: leave one of them out",
+                other.display()
+            );
+            return Err(StoreError::remote(StoreErrorKind::Copied, disk.root(), text));
+        }
+    }
+    Ok(())
+}
+
+/// An empty directory on the root file system may be one whose disk is not mounted.
+async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), StoreError> {
+    let is_on_root = |mount: Mount| mount.point == Path::new("/");
+    if !within(config.name_timeout, disk.mount()).await.is_ok_and(is_on_root) {
+        return Ok(());
+    }
+    if config.require_mounted {
+        let text = "it is on the root file system, and localfile_store.require_mounted = true asks for a mount point: mount its \
+                    disk";
+        return Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), text));
+    }
+    tracing::info!(
+        path = %disk.root().display(),
+        "an empty data directory on the root file system is taken for a new one; if a disk belongs there, mount it and set \
+         localfile_store.require_mounted = true"
+    );
+    Ok(())
 }
 
 /// Looks into a directory, which is not changed.
@@ -182,38 +227,4 @@ async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid
         return Ok(uuid);
     }
     uuid_of(&content).ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
-}
-
-/// Head, identity, and a checksum of both: a directory must not become another one by a flipped bit.
-fn marker_of(uuid: Uuid) -> String {
-    let text = format!("{MARKER_HEAD}\n{uuid}\n");
-    let checksum = crc32fast::hash(text.as_bytes());
-    format!("{text}{CHECKSUM}{checksum:08x}\n")
-}
-
-/// The identity in a marker of ours. Those of 0.1.0 have no checksum.
-pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
-    let text = std::str::from_utf8(marker).ok()?;
-    let line = text.lines().nth(1).filter(|_| text.lines().next() == Some(MARKER_HEAD))?;
-    let uuid = Uuid::parse_str(line).ok()?;
-    let is_of_0_1_0 = text == format!("{MARKER_HEAD}\n{uuid}\n");
-    (is_of_0_1_0 || text == marker_of(uuid)).then_some(uuid)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_damaged_marker_is_no_other_directory_s() {
-        let uuid = Uuid::from_u128(0x1234);
-        let marker = marker_of(uuid).into_bytes();
-        assert_eq!(uuid_of(&marker), Some(uuid));
-        assert_eq!(uuid_of(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes()), Some(uuid), "0.1.0");
-        for bit in 0..marker.len() * 8 {
-            let mut damaged = marker.clone();
-            damaged[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(uuid_of(&damaged), None, "bit {bit}");
-        }
-    }
 }

@@ -9,9 +9,10 @@ use std::time::Duration;
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::claim::{LOST_AND_FOUND, MARKER, uuid_of};
+use super::claim::LOST_AND_FOUND;
 use super::config::LocalConfig;
 use super::disk::within;
+use super::marker::{MARKER, uuid_of};
 use uniffle_io::Disk;
 
 /// What a worker that runs has to do with the directories.
@@ -21,6 +22,40 @@ pub struct HeldBy<'a> {
     pub running: &'a [PathBuf],
     /// Those of them that it does without: hung, broken, or never claimed. They are not touched, since a call may hang.
     pub given_up: &'a [PathBuf],
+    /// Those of these whose locks are not its own: it never had them, or let them go.
+    pub unclaimed: &'a [PathBuf],
+}
+
+/// So long is looked at a directory that is given up already.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why a directory cannot be used.
+struct Obstacle {
+    why: String,
+    /// A call on it does not come back, or another process holds it for that reason: it must not be touched.
+    is_silent: bool,
+}
+
+impl From<std::io::Error> for Obstacle {
+    fn from(error: std::io::Error) -> Self {
+        Self { why: error.to_string(), is_silent: error.kind() == std::io::ErrorKind::TimedOut }
+    }
+}
+
+fn because(why: impl Into<String>) -> Obstacle {
+    Obstacle { why: why.into(), is_silent: false }
+}
+
+/// Those of the directories that the running worker does without which a successor must not touch either.
+pub async fn silent(config: &LocalConfig, held: HeldBy<'_>) -> Vec<PathBuf> {
+    let disks = config.real_disks();
+    let given_up = disks.iter().filter(|disk| held.given_up.iter().any(|path| path == disk.root()));
+    let looks = given_up.map(|disk| async {
+        let is_held = !held.unclaimed.iter().any(|path| path == disk.root());
+        let found = look(disk.as_ref(), is_held, PATIENCE.min(config.name_timeout)).await;
+        found.is_err_and(|obstacle| obstacle.is_silent).then(|| disk.root().to_path_buf())
+    });
+    join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
 }
 
 /// What keeps a successor from using the directories of `config`, one line each.
@@ -30,33 +65,40 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
     let looks = wanted.map(|disk| async {
         let is_held = held.running.iter().any(|path| path == disk.root());
         let found = look(disk.as_ref(), is_held, config.name_timeout).await;
-        found.err().map(|why| format!("localfile_store.data_paths: {}: {why}", disk.root().display()))
+        let told = |obstacle: Obstacle| {
+            format!("localfile_store.data_paths: {}: {}", disk.root().display(), obstacle.why)
+        };
+        found.err().map(told)
     });
     join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
 }
 
-async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), String> {
-    let said = |error: std::io::Error| error.to_string();
+async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), Obstacle> {
     let root = Path::new("");
     if !is_held {
-        within(deadline, disk.create_dir_all(root)).await.map_err(said)?;
+        within(deadline, disk.create_dir_all(root)).await?;
     }
-    let names = within(deadline, disk.list(root)).await.map_err(said)?;
+    let names = within(deadline, disk.list(root)).await?;
     let marker = Path::new(MARKER);
     if names.iter().any(|name| name == MARKER) {
-        let content = within(deadline, disk.read_small(marker)).await.map_err(said)?;
+        let content = within(deadline, disk.read_small(marker)).await?;
         let is_new = content.is_empty() && !is_held;
         if !is_new && uuid_of(&content).is_none() {
-            return Err(format!("{MARKER} is not this worker's marker"));
+            return Err(because(format!("{MARKER} is not this worker's marker")));
         }
         if !is_held {
             let locked = within(deadline, disk.lock(marker)).await;
-            drop(locked.map_err(|error| format!("another process uses it: {error}"))?);
+            let used = |error: std::io::Error| Obstacle {
+                is_silent: [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut]
+                    .contains(&error.kind()),
+                why: format!("another process uses it: {error}"),
+            };
+            drop(locked.map_err(used)?);
         }
     } else if is_held {
-        return Err(format!("{MARKER} is gone: is it still mounted?"));
+        return Err(because(format!("{MARKER} is gone: is it still mounted?")));
     } else if names.iter().any(|name| name != LOST_AND_FOUND) {
-        return Err("it is new, not empty, and not this worker's; it would not be claimed".to_owned());
+        return Err(because("it is new, not empty, and not this worker's; it would not be claimed"));
     }
     // A directory needs an inode and a block as a file does, and cannot be left half written.
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
@@ -64,8 +106,8 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
         // It goes on being served without a change to it.
         Err(error) if is_held && error.kind() == std::io::ErrorKind::ReadOnlyFilesystem => Ok(()),
         made => {
-            made.map_err(said)?;
-            within(deadline, disk.remove_dir(&trial)).await.map_err(said)
+            made?;
+            Ok(within(deadline, disk.remove_dir(&trial)).await?)
         }
     }
 }
@@ -91,7 +133,7 @@ mod tests {
         std::fs::write(held.join(MARKER), marker).unwrap();
         std::fs::write(full.join("theirs"), "x").unwrap();
         let running = [held.clone(), gone.clone(), hung.clone()];
-        let by = HeldBy { running: &running, given_up: std::slice::from_ref(&hung) };
+        let by = HeldBy { running: &running, given_up: std::slice::from_ref(&hung), unclaimed: &[] };
         let told = obstacles(&config(&[&held, &gone, &full, &fresh, &hung]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].contains("gone") && told[0].contains("still mounted"), "{told:?}");
@@ -103,9 +145,15 @@ mod tests {
         // One that another worker uses, and a marker of something else.
         let disk = &config(&[&held]).real_disks()[0];
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
-        let by = HeldBy { running: &[], given_up: &[] };
+        let by = HeldBy { running: &[], given_up: &[], unclaimed: &[] };
         let told = obstacles(&config(&[&held]), by).await;
         assert!(told[0].contains("another process uses it"), "{told:?}");
+        // One that the running worker let go of, and that the process before it holds.
+        let paths = std::slice::from_ref(&held);
+        let without = HeldBy { running: paths, given_up: paths, unclaimed: paths };
+        assert_eq!(silent(&config(&[&held]), without).await, paths, "it is not touched");
+        let own = HeldBy { unclaimed: &[], ..without };
+        assert!(silent(&config(&[&held]), own).await.is_empty(), "it is its own, and answers again");
         drop(lock);
         assert!(obstacles(&config(&[&held]), by).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();

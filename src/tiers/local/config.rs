@@ -1,9 +1,12 @@
 //! How the local tier works: its section of the configuration.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
+use crate::durability::Vouch;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
 use crate::schema::{section, words};
 use uniffle_io::blocking::BlockingDisk;
@@ -29,6 +32,22 @@ words! {
         Sampled = "sampled",
         /// None.
         Off = "off",
+    }
+}
+
+/// What a process begins with that runs beside the one before it (`let_go`). A successor of another version reads it: fields are only
+/// added, with a default.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct LetGo {
+    /// Directories that are not touched.
+    pub paths: Vec<PathBuf>,
+    /// What is said of them.
+    pub vouch: Option<Vouch>,
+}
+
+impl LetGo {
+    pub(super) fn has(&self, root: &Path) -> bool {
+        self.paths.iter().any(|path| path == root)
     }
 }
 
@@ -68,6 +87,10 @@ section! {
         /// Take over at the start what an earlier process left in the data paths; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
+        /// An empty data directory must be on a mount point other than /: else the start is refused, since its disk may not be
+        /// mounted, and what it has would not be asked. false takes it for a new one, with a warning.
+        #[key("localfile_store.require_mounted", flag(), Restart)]
+        pub require_mounted: bool = false,
         /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel
         /// refuses it).
         #[key("localfile_store.io_engine", word(), Restart)]
@@ -106,6 +129,8 @@ section! {
         pub descriptor_idle_timeout: Duration = 60 * SECOND,
         /// Time for what waits to reach the device in one copy of the metadata log.
         pub metadata_timeout: Duration = 10 * SECOND,
+        /// What the process before let go of.
+        pub let_go: LetGo = LetGo::default(),
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
         pub staging_buffers: usize = 0,
     }

@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use super::config::LocalConfig;
 use super::health::{Health, Verdict, judge};
+use super::marker::{MARKER, uuid_of};
 use super::pace::Paces;
 use super::placement::Candidate;
 use super::share::ReadShare;
@@ -57,7 +58,7 @@ pub(super) struct LocalDisk {
     /// High and low.
     watermarks: Mutex<(f64, f64)>,
     deadline: Duration,
-    _lock: Box<dyn DiskLock>,
+    lock: Mutex<Option<Box<dyn DiskLock>>>,
 }
 
 #[derive(Debug, Default)]
@@ -102,7 +103,7 @@ impl LocalDisk {
             changes,
             watermarks: Mutex::new((config.high_watermark, config.low_watermark)),
             deadline: config.name_timeout,
-            _lock: lock,
+            lock: Mutex::new(Some(lock)),
         }
     }
 
@@ -123,6 +124,11 @@ impl LocalDisk {
         }
         self.discard(Path::new(APPS)).await?;
         self.make_directories().await
+    }
+
+    /// What keeps it ours; none a second time.
+    pub(super) fn unlock(&self) -> Option<Box<dyn DiskLock>> {
+        self.lock.lock().take()
     }
 
     /// Where it is mounted.
@@ -262,11 +268,33 @@ impl LocalDisk {
         state.paces.record(in_flight_bytes, now.duration_since(began), now);
     }
 
+    /// Looks whether the path still leads to this directory: it may have been unmounted, moved or replaced.
+    ///
+    /// # Errors
+    /// It does not. What cannot be read says nothing.
+    pub(super) async fn require_attached(&self) -> io::Result<()> {
+        let found = match within(self.deadline, self.io.read_small(Path::new(MARKER))).await {
+            Ok(marker) => uuid_of(&marker).map(|uuid| uuid == self.uuid),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Some(false),
+            Err(_) => None,
+        };
+        if found != Some(false) {
+            return Ok(());
+        }
+        let text = "the path does not lead to the directory any more: it was unmounted, moved or replaced";
+        if self.condition() != DiskCondition::Detached {
+            tracing::error!(disk = %self.label, "{text}; nothing is read or written there until it leads back");
+            self.update(|state| state.health.detached(text));
+        }
+        Err(io::Error::other(text))
+    }
+
     /// Writes random bytes, reads them back and compares. Success makes the disk healthy; a failure is noted like any
     /// other (so "no space" means full, not sick).
     ///
     /// The write goes around the page cache where it can, so that the read asks the device and not our own memory.
     pub(super) async fn probe(&self, direct: bool) -> io::Result<()> {
+        self.require_attached().await?;
         self.call(self.deadline, self.write_and_read_back(direct)).await?;
         // One that was claimed while it was read-only may have none.
         self.make_directories().await?;
@@ -317,16 +345,21 @@ impl LocalDisk {
         self.state.lock().health.condition()
     }
 
-    /// Refuses what would wait for a disk that does not answer.
+    /// Refuses what would wait for a disk that does not answer, or would look for files where they are not.
     pub(super) fn require_answering(&self) -> Result<(), StoreError> {
-        if self.condition() != DiskCondition::Hung {
-            return Ok(());
-        }
-        let text = "the disk has not answered in time, and nothing is read from it until a probe succeeds";
+        let text = match self.condition() {
+            DiskCondition::Hung => {
+                "the disk has not answered in time, and nothing is read from it until a probe succeeds"
+            }
+            DiskCondition::Detached => {
+                "its path leads elsewhere, and nothing is read from it until it leads back"
+            }
+            _ => return Ok(()),
+        };
         Err(StoreError::io(self.io.root(), io::Error::new(io::ErrorKind::TimedOut, text)))
     }
 
-    /// True unless it is read-only, hung or broken.
+    /// True unless it is read-only, detached, hung or broken.
     pub(super) fn is_healthy(&self) -> bool {
         self.state.lock().health.fault().is_none()
     }

@@ -91,7 +91,7 @@ impl Health {
         }
     }
 
-    /// Why it is read-only, hung or broken.
+    /// Why it is read-only, detached, hung or broken.
     pub(super) fn fault(&self) -> Option<&str> {
         self.fault.as_ref().map(|fault| fault.text.as_str())
     }
@@ -127,6 +127,12 @@ impl Health {
         }
         self.failures = self.failures.saturating_add(1);
         verdict
+    }
+
+    /// Its path leads elsewhere: whatever was wrong before, nothing is to be written there.
+    pub(super) fn detached(&mut self, text: &str) {
+        self.fault = Some(Fault { text: text.to_owned(), condition: DiskCondition::Detached });
+        self.failures = self.failures.saturating_add(1);
     }
 
     /// Lets a disk that said "no space" be tried again when its time is over. Every try may cost a file.

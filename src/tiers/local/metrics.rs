@@ -66,6 +66,8 @@ metrics::table! {
             "local_disk_is_corrupted", "1 = fails or returns wrong bytes";
         disk_is_read_only: IntGaugeVec["root"] =
             "local_disk_is_read_only", "1 = its file system is read-only: it serves and takes nothing";
+        disk_is_detached: IntGaugeVec["root"] = "local_disk_is_detached",
+            "1 = its path leads elsewhere, as after an unmount: neither read nor written";
         disk_capacity: IntGaugeVec["root"] = "local_disk_capacity", "bytes of the file system";
         disk_used: IntGaugeVec["root"] = "local_disk_used", "bytes used on it, by any process";
         disk_service_used: IntGaugeVec["root"] = "local_disk_service_used", "bytes used by this worker";

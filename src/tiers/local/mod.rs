@@ -11,6 +11,7 @@
 //! | --- | --- |
 //! | `tier` | the store as a [`Tier`](crate::tiers::Tier) |
 //! | `open`, `take_over`, `recover`, `scan` | claims, and makes what an earlier process left the store's own |
+//! | `let_go` | for a successor that runs beside this process |
 //! | `purge` | removal and maintenance, each disk by itself |
 //! | `store` | the shuffles, and the parts that write and read them |
 //! | `batch`, `publish`, `write`, `append` | disk by disk; index group, then visibility; data; logs and syncs |
@@ -20,7 +21,7 @@
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
 //! | `files`, `log`, `sync`, `records` | descriptors, append-only files, group commit, the cache of index records |
 //! | `claim`, `claimable`, `mounts` | which directories are ours; for a successor too; which are empty for want of a mount |
-//! | `disk`, `health`, `share` | space and health of one directory, and its share of the memory for reads |
+//! | `disk`, `marker`, `health`, `share` | space and health of one directory, and by what it is known; its share of the memory for reads |
 //! | `index`, `placement`, `pace`, `config` | index groups; which disk takes a batch, how fast it was lately (pure); settings |
 //!
 //! Layout: `<root>/apps/<app>/<shuffle>.<incarnation>/<n>.data|.index`. By default these are not synced: a process
@@ -45,7 +46,9 @@ mod files;
 pub mod health;
 pub mod index;
 mod lane;
+mod let_go;
 mod log;
+mod marker;
 pub(crate) mod metrics;
 mod mounts;
 mod open;
@@ -70,8 +73,8 @@ mod write;
 mod tests;
 
 pub use self::batch::Published;
-pub use self::claim::MARKER;
-pub use self::config::{LocalConfig, SyncWrites, VerifyReads};
+pub use self::config::{LetGo, LocalConfig, SyncWrites, VerifyReads};
+pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
 pub use self::store::{LocalStore, ShuffleHandle};
 

@@ -174,6 +174,10 @@ impl LocalStore {
     }
 
     async fn measure(&self, disk: &LocalDisk) {
+        // One that hangs is asked by its probe.
+        if disk.condition() != DiskCondition::Hung && disk.require_attached().await.is_err() {
+            return;
+        }
         if let Err(error) = disk.measure().await {
             tracing::warn!(disk = %disk.label, error = %error, "space cannot be measured");
             disk.note(&error);
@@ -281,9 +285,9 @@ impl LocalStore {
         let mut last_probe = Instant::now();
         loop {
             self.measure(disk).await;
-            // A disk that hangs serves no reads: it is asked again as soon as possible.
-            let hangs = disk.condition() == DiskCondition::Hung;
-            if hangs || last_probe.elapsed() >= self.core.config.probe_interval {
+            // One that hangs or is elsewhere serves no reads: it is asked again as soon as possible.
+            let is_silent = matches!(disk.condition(), DiskCondition::Hung | DiskCondition::Detached);
+            if is_silent || last_probe.elapsed() >= self.core.config.probe_interval {
                 self.probe_disk(disk).await;
                 last_probe = Instant::now();
             }
@@ -355,6 +359,7 @@ impl Core {
         set(&metrics.disk_is_healthy, u64::from(!info.is_healthy()));
         set(&metrics.disk_is_corrupted, u64::from(info.condition == DiskCondition::Broken));
         set(&metrics.disk_is_read_only, u64::from(info.condition == DiskCondition::ReadOnly));
+        set(&metrics.disk_is_detached, u64::from(info.condition == DiskCondition::Detached));
         set(&metrics.disk_capacity, total_bytes);
         set(&metrics.disk_used, total_bytes.saturating_sub(free_bytes));
         set(&metrics.disk_service_used, info.used_bytes);

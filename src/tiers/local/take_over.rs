@@ -29,7 +29,10 @@ impl Health for LocalDisk {
             DiskCondition::Healthy => Some(0),
             // A record is small and may be all that fits.
             DiskCondition::Full => Some(1),
-            DiskCondition::ReadOnly | DiskCondition::Hung | DiskCondition::Broken => None,
+            DiskCondition::ReadOnly
+            | DiskCondition::Detached
+            | DiskCondition::Hung
+            | DiskCondition::Broken => None,
         }
     }
 
@@ -56,7 +59,7 @@ impl Before {
         };
         let directories: Vec<Directory> = core.disks.iter().map(directory).collect();
         let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
-        let survey = Survey::take(&directories, name).await;
+        let survey = Survey::take(&directories, name).await.vouched(core.config.let_go.vouch.clone());
         let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };
         let deadlines = Deadlines { write, name };
         let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, tasks).await;

@@ -93,25 +93,3 @@ async fn a_worker_without_its_coordinators_serves_all_the_same() {
     fixture.assert_reads(&key, 0, &blocks(0, 1, 0..5)).await;
     fixture.finish().await;
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_this_worker_does_not_do_is_said_in_javas_words() {
-    use uniffle_worker::proto::{
-        FinishShuffleRequest, GetSortedShuffleDataRequest, ShuffleCommitRequest, StartSortMergeRequest,
-    };
-    let fixture = WorkerFixture::start().await;
-    let mut raw = fixture.client.raw();
-    let merge = raw.start_sort_merge(StartSortMergeRequest::default()).await.unwrap().into_inner();
-    let said = (merge.status(), merge.ret_msg.as_str());
-    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled, cannot report StartSortMerge!"));
-    let sorted =
-        raw.get_sorted_shuffle_data(GetSortedShuffleDataRequest::default()).await.unwrap().into_inner();
-    let said = (sorted.status(), sorted.ret_msg.as_str());
-    assert_eq!(said, (StatusCode::InternalError, "Remote merge is disabled"));
-    let commit = raw.commit_shuffle_task(ShuffleCommitRequest::default()).await.unwrap().into_inner();
-    assert_eq!(commit.status(), StatusCode::InternalError);
-    let finish = raw.finish_shuffle(FinishShuffleRequest::default()).await.unwrap().into_inner();
-    assert_eq!(finish.status(), StatusCode::Success);
-    drop(raw);
-    fixture.finish().await;
-}

@@ -84,6 +84,53 @@ fn after_a_crash_everything_flushed_and_reported_is_served_at_the_same_offsets()
     });
 }
 
+#[test]
+fn n18_every_shuffle_id_is_taken_and_outlives_the_process() {
+    let shuffles = [i32::MIN, -1, 0, i32::MAX].map(|shuffle| key("app-1", shuffle));
+    let all: Vec<Vec<Block>> = (1..).take(4).map(|task| blocks(0, task, 0..10)).collect();
+    let home = process(async {
+        let fixture = WorkerFixture::start().await;
+        for (key, part) in shuffles.iter().zip(&all) {
+            fixture.client.register(key, &[(0, 0)]).await.unwrap();
+            fixture.push(key, &batch(0, part)).await;
+            fixture.assert_reads(key, 0, part).await;
+            report(&fixture, key, 1, part).await;
+        }
+        fixture.flush().await;
+        crashed(fixture)
+    });
+    process(async {
+        let fixture = WorkerFixture::on(Setup::default(), home.0, home.1).await;
+        for (key, part) in shuffles.iter().zip(&all) {
+            fixture.assert_reads(key, 0, part).await;
+            assert_eq!(reported(&fixture, key).await, ids(part));
+        }
+        fixture.client.unregister(&shuffles[1]).await.unwrap();
+        fixture.assert_reads(&shuffles[0], 0, &all[0]).await;
+        fixture.finish().await;
+    });
+}
+
+#[test]
+fn n19_record_numbers_outlive_the_process() {
+    use super::results::{report_stats, stats, stats_told};
+    let key = key("app-1", 1);
+    let home = process(async {
+        let fixture = WorkerFixture::start().await;
+        fixture.client.register(&key, &[(0, 3)]).await.unwrap();
+        report_stats(&fixture, &key, 1, Vec::new()).await;
+        report_stats(&fixture, &key, 2, vec![stats(0, &[(2, 40)]), stats(3, &[(2, 2)])]).await;
+        report_stats(&fixture, &key, 3, vec![stats(0, &[(3, 1)])]).await;
+        crashed(fixture)
+    });
+    process(async {
+        let fixture = WorkerFixture::on(Setup::default(), home.0, home.1).await;
+        let told = stats_told(&fixture, &key, &[0, 1, 2, 3]).await;
+        assert_eq!(told, [stats(0, &[(2, 40), (3, 1)]), stats(3, &[(2, 2)])]);
+        fixture.finish().await;
+    });
+}
+
 /// Every copy of the metadata log.
 fn log_copies(disks: &[PathBuf]) -> Vec<PathBuf> {
     let copies =
@@ -161,6 +208,15 @@ fn d2_what_cannot_be_proven_complete_is_refused_by_name_until_the_app_is_gone() 
         );
         let refused = refusal(&unknown).await;
         assert!(refused.contains("whether shuffle app-1/7 was registered is not known"), "{refused}");
+        assert!((fixture.metric("unknown_shuffles_refused") - 1.0).abs() < f64::EPSILON);
+        let told = fixture.worker.service().insight.incompleteness();
+        assert!(told.unknown_shuffles.is_some() && told.shuffles == 1 && told.reasons.len() == 1, "{told:?}");
+        let explained = fixture.worker.service().insight.explain("app-1").unwrap();
+        assert!(
+            explained.findings[0].starts_with("results of shuffle 1 are refused"),
+            "{:?}",
+            explained.findings
+        );
         // Its data is served.
         let read = fixture.client.read_index(&damaged, P).await.unwrap();
         assert!(!read.records.is_empty());

@@ -4,8 +4,8 @@ use bytes::Bytes;
 use uniffle_client::block::IdLayout;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{
-    BlockIdLayout, GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, PartitionToBlockIds,
-    ReportShuffleResultRequest, StatusCode,
+    BlockIdLayout, GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, PartitionStats,
+    PartitionToBlockIds, ReportShuffleResultRequest, StatusCode, TaskAttemptIdToRecords,
 };
 
 use super::fixture::{WorkerFixture, key};
@@ -49,6 +49,65 @@ async fn result_bytes(
     };
     let answer = fixture.client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner();
     (answer.status(), answer.serialized_bitmap)
+}
+
+/// Record numbers by task attempt.
+pub(crate) fn stats(partition_id: i32, tasks: &[(i64, i64)]) -> PartitionStats {
+    let task =
+        |&(task_attempt_id, record_number): &_| TaskAttemptIdToRecords { task_attempt_id, record_number };
+    PartitionStats { partition_id, task_attempt_id_to_records: tasks.iter().map(task).collect() }
+}
+
+/// What the result of `partitions` says of records.
+pub(crate) async fn stats_told(
+    fixture: &WorkerFixture,
+    key: &ShuffleKey,
+    partitions: &[i32],
+) -> Vec<PartitionStats> {
+    let request = GetShuffleResultForMultiPartRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partitions: partitions.to_vec(),
+        block_id_layout: Some(HISTORIC),
+    };
+    let answer = fixture.client.raw().get_shuffle_result_for_multi_part(request).await.unwrap().into_inner();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    answer.partition_stats
+}
+
+/// A report of one block of partition 0 with these record numbers.
+pub(crate) async fn report_stats(
+    fixture: &WorkerFixture,
+    key: &ShuffleKey,
+    task: i64,
+    partition_stats: Vec<PartitionStats>,
+) {
+    let request = ReportShuffleResultRequest {
+        task_attempt_id: task,
+        partition_stats,
+        ..report(key, &[(0, vec![task])])
+    };
+    assert_eq!(reported(fixture, request).await.0, StatusCode::Success);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n19_record_numbers_come_back_with_the_result_of_many_partitions() {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 9)]).await.unwrap();
+    assert_eq!(stats_told(&fixture, &key, &[0, 1]).await, []);
+    // The second time it is a retry; the third has new numbers beside known blocks.
+    for _ in 0..2 {
+        report_stats(&fixture, &key, 7, vec![stats(0, &[(7, 100)]), stats(1, &[(7, 0)])]).await;
+    }
+    report_stats(&fixture, &key, 3, vec![stats(0, &[(3, i64::MAX)])]).await;
+    report_stats(&fixture, &key, 3, vec![stats(2, &[(3, 5)])]).await;
+    let of_0 = stats(0, &[(3, i64::MAX), (7, 100)]);
+    assert_eq!(stats_told(&fixture, &key, &[0]).await, std::slice::from_ref(&of_0));
+    assert_eq!(
+        stats_told(&fixture, &key, &[2, 0, 1, 0, 5]).await,
+        [of_0, stats(1, &[(7, 0)]), stats(2, &[(3, 5)])]
+    );
+    fixture.finish().await;
 }
 
 fn hex(text: &str) -> Vec<u8> {

@@ -106,7 +106,7 @@ async fn blocks_that_are_sent_again_are_stored_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_buffer_under_pressure_and_then_success() {
-    let setup = Setup { capacity: "16MiB", ..Setup::default() };
+    let setup = Setup { capacity: "16MiB", memory: "buffer_ticket_wait_sec = 0", ..Setup::default() };
     let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
     fixture.client.register(&key, &[(0, 7)]).await.unwrap();
     let writer = |task: i64| {

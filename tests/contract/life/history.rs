@@ -18,7 +18,7 @@ use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
     ServiceError,
 };
-use uniffle_worker::tiers::{StoreError, SyncWrites};
+use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
 
 use super::Mutation;
 use super::process::Process;
@@ -55,6 +55,8 @@ enum End {
     Torn,
     /// What is in memory is flushed first.
     Stop,
+    /// The same without a disk that hangs, of which the successor is told.
+    Beside,
 }
 
 pub(crate) struct History {
@@ -68,6 +70,8 @@ pub(crate) struct History {
     pub(super) faults: Vec<Faults>,
     /// A disk that is not there in this life.
     pub(super) missing: Option<usize>,
+    /// A disk that the life before let go of, and what it said.
+    let_go: Option<(usize, LetGo)>,
     /// The disks are not sound when this life begins.
     pub(super) is_troubled: bool,
     /// A directory of a disk that cannot be listed in this life.
@@ -114,6 +118,7 @@ impl History {
             mutation,
             faults: Vec::new(),
             missing: None,
+            let_go: None,
             is_troubled: false,
             unlisted: None,
             excused: false,
@@ -185,15 +190,20 @@ impl History {
         self.life += 1;
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
         (self.missing, self.unlisted, self.is_troubled) = (None, None, false);
-        if !all_disks && self.life > 1 {
-            self.make_trouble();
+        let let_go = self.let_go.take().filter(|_| !all_disks);
+        match &let_go {
+            // Its results are complete all the same.
+            Some((disk, _)) => self.missing = Some(*disk),
+            None if !all_disks && self.life > 1 => self.make_trouble(),
+            None => {}
         }
+        let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
         let stored = self.stored_blocks();
         if self.mutation == Mutation::NoIndexes {
             self.remove_indexes();
         }
-        while let Err(error) = self.start_process().await {
+        while let Err(error) = self.start_process(let_go.clone()).await {
             self.leave_out(&error);
         }
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
@@ -205,11 +215,11 @@ impl History {
         self.check_recovered(&stored).await;
     }
 
-    async fn start_process(&mut self) -> Result<(), StoreError> {
+    async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
         let there = |(index, _): &(usize, _)| self.missing != Some(*index);
         let pairs = self.disks.iter().cloned().zip(self.faults.iter().cloned());
         let disks: Vec<_> = pairs.enumerate().filter(there).map(|(_, pair)| pair).collect();
-        self.process = Some(Process::start(&disks, self.sync).await?);
+        self.process = Some(Process::start(&disks, self.sync, let_go).await?);
         Ok(())
     }
 
@@ -231,7 +241,8 @@ impl History {
     async fn end(&mut self) {
         let end = match self.rng.random_range(0..10) {
             0..4 => End::Crash,
-            4..7 => End::Torn,
+            4..6 => End::Torn,
+            6 if self.disks.len() > 1 && self.missing.is_none() => End::Beside,
             _ => End::Stop,
         };
         tracing::info!(target: "life", life = self.life, ?end, "ends");
@@ -248,6 +259,7 @@ impl History {
                 self.report_some(false).await;
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
+            End::Beside => self.upgrade_beside().await,
             End::Stop => {
                 self.faults.iter().for_each(Faults::clear);
                 self.disks.iter().for_each(|disk| disk.fail_syncs(0));
@@ -266,6 +278,9 @@ impl History {
         self.add_figures();
         self.process = None;
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
+        if self.let_go.is_some() {
+            return;
+        }
         let goes_down = match self.sync {
             SyncWrites::Group => 0.5,
             SyncWrites::Off => 0.15,
@@ -282,6 +297,32 @@ impl History {
                 disk.lose_power(self.rng.random());
             }
         }
+    }
+
+    /// A disk hangs, memory is brought to the others, and a successor is told of it. When that does not work, it is a crash.
+    async fn upgrade_beside(&mut self) {
+        self.faults.iter().for_each(Faults::clear);
+        self.disks.iter().for_each(|disk| disk.fail_syncs(0));
+        let hung = self.rng.random_range(0..self.disks.len());
+        for operation in [Operation::Write, Operation::Other] {
+            self.faults[hung].add(Rule::always(operation, Fault::Hang));
+        }
+        let paths = vec![PathBuf::from(format!("/disk{hung}"))];
+        let store = self.process().store();
+        if store.avoid(&paths).await.is_err() {
+            // Both copies are on it: the upgrade is refused.
+            return;
+        }
+        self.process().flush().await;
+        if !self.process().is_flushed() {
+            return;
+        }
+        let (let_go, locks) = store.let_go(paths).await;
+        // The model's processes follow each other.
+        drop(locks);
+        self.tally.upgrades_beside += 1;
+        let vouch = let_go.vouch.clone().filter(|_| self.mutation != Mutation::NoVouching);
+        self.let_go = Some((hung, LetGo { vouch, ..let_go }));
     }
 
     fn add_figures(&mut self) {
@@ -570,6 +611,7 @@ impl History {
             task_attempt: 7,
             bitmap_count: 1,
             partitions: partitions.iter().map(|(id, ids)| (PartitionId(*id), ids.clone())).collect(),
+            records: Vec::new(),
         };
         let service = self.service();
         let reporting = service.ingest.report(request);

@@ -3,7 +3,8 @@
 //! disks, under paused time. Every life of the worker has a runtime of its own: when it is dropped, so is everything that
 //! had not reached a disk. There are one to three disks. In half of the histories writes are synced
 //! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
-//! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file.
+//! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file. It may end
+//! with an upgrade beside a disk that hangs, which the next life then does without.
 //!
 //! Invariants, checked at every read and at the end:
 //! - **every acknowledged and reported block is readable byte-exact or reported lost**, whatever happened; and no loss is
@@ -45,6 +46,8 @@ enum Mutation {
     NoIndexes,
     /// A stop does not sync what it has flushed.
     NoLastSync,
+    /// A successor beside a disk that hangs is not told that nothing newer is there.
+    NoVouching,
 }
 
 fn run_history(seed: u64, mutation: Mutation) -> Tally {
@@ -103,6 +106,11 @@ fn a_model_with_syncs_that_do_nothing_fails() {
 #[test]
 fn t1_a_recovery_that_serves_nothing_and_calls_all_lost_fails_the_model() {
     must_be_noticed(Mutation::NoIndexes);
+}
+
+#[test]
+fn d5_a_successor_that_nobody_vouches_for_fails_the_model() {
+    must_be_noticed(Mutation::NoVouching);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use uniffle_worker::flush::{FlushConfig, Flusher};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::tiers::{LocalConfig, StoreError, SyncWrites};
+use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites};
 
 const CAPACITY: u64 = 1 << 20;
 
@@ -30,6 +30,7 @@ impl Process {
     pub(crate) async fn start(
         disks: &[(Arc<MemoryDisk>, Faults)],
         sync: SyncWrites,
+        let_go: LetGo,
     ) -> Result<Self, StoreError> {
         let default = ServiceBuilder::default();
         let memory =
@@ -41,7 +42,7 @@ impl Process {
             retry_pause_max: Duration::from_secs(2),
             ..default.flush
         };
-        let local = LocalConfig { sync, ..LocalConfig::default() };
+        let local = LocalConfig { sync, let_go, ..LocalConfig::default() };
         let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
         let builder = ServiceBuilder {
             memory,
@@ -69,6 +70,11 @@ impl Process {
                 return;
             }
         }
+    }
+
+    /// The local tier.
+    pub(crate) fn store(&self) -> Arc<LocalStore> {
+        self.flusher.tiers().find().expect("every worker of the model has disks")
     }
 
     /// The last that an orderly stop does.

@@ -25,6 +25,7 @@ macro_rules! tally {
 tally!(
     lives,
     orderly_stops,
+    upgrades_beside,
     power_losses,
     unsynced_power_losses,
     missing_disks,

@@ -191,6 +191,11 @@ async fn n8_zero_windows_keep_no_honest_reader_out() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_lists_of_tiny_blocks_stay_within_the_bound() {
+    alone("N8, lists", owed::n8_lists_of_tiny_blocks).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn n9_who_takes_every_ticket_keeps_nobody_out() {
     alone("N9", owed::n9_every_ticket).await;
 }
@@ -212,6 +217,7 @@ async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
         owed::n6_tiny_blocks,
         owed::n7_large_registrations,
         owed::n8_zero_windows,
+        owed::n8_lists_of_tiny_blocks,
         owed::n9_every_ticket,
     ];
     let time = number("ADVERSARY_SECONDS").map_or(TOGETHER, Duration::from_secs);

@@ -208,6 +208,51 @@ pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
     .boxed()
 }
 
+/// N8: partitions of which every block is a byte, and readers that ask for lists of them on every stream and take nothing.
+pub(super) fn n8_lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        let generator = BlockGenerator::new(target.seed, IdLayout::SPARK);
+        let ask = |partition: i32| proto::GetMemoryShuffleDataRequest {
+            app_id: APP.to_owned(),
+            partition_id: partition,
+            last_block_id: -1,
+            read_buffer_size: 14 << 20,
+            ..Default::default()
+        };
+        again(|| async {
+            let client = client(target).await?;
+            for partition in 10..18 {
+                // Of two tasks in turns: no piece of one task's blocks is larger than a block.
+                let block = |at: u32| {
+                    let task = TaskAttemptId((at % 2).into());
+                    generator.block(PartitionId(partition), task, at, 1)
+                };
+                let blocks = (0..20_000).map(block).collect();
+                let _ =
+                    client.push(&key(APP, 0), SendForm::Classic, &[(PartitionId(partition), blocks)]).await;
+            }
+            let mut connections = Vec::new();
+            for number in 0..64 {
+                let mut connection = Connection::open(target.grpc, 0).await?;
+                for at in 0..4 {
+                    connection
+                        .ask("ShuffleServer/getMemoryShuffleData", &ask(10 + (number + at) % 8))
+                        .await?;
+                }
+                connections.push(connection);
+            }
+            for _ in 0..20 {
+                for connection in &mut connections {
+                    connection.pong(Duration::from_millis(2)).await?;
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+    .boxed()
+}
+
 /// N9: one application that takes every ticket and asks again before they expire.
 pub(super) fn n9_every_ticket(target: Target) -> BoxFuture<'static, io::Error> {
     async move {

@@ -40,6 +40,14 @@ impl AdminFixture {
         Self::of(start_from(&file).await, dir).await
     }
 
+    /// A worker whose coordinator is the one in the worker of `other`.
+    pub(crate) async fn in_cluster_of(other: &Self) -> Self {
+        let top = format!("coordinator_quorum = [\"{}\"]", other.worker.addresses().grpc);
+        let dir = tempfile::tempdir().unwrap();
+        let worker = Worker::start(&parse(&config_text(dir.path(), &top, ""))).await.unwrap();
+        Self::of(worker, dir).await
+    }
+
     async fn of(worker: Worker, dir: TempDir) -> Self {
         let client = ShuffleClient::connect(worker.addresses().grpc).await.unwrap();
         Self { worker, client, http: reqwest::Client::new(), dir }

@@ -3,6 +3,7 @@
 mod admin;
 mod api;
 mod browser;
+mod ctl;
 mod fixture;
 mod page;
 mod reload;

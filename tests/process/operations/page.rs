@@ -53,6 +53,11 @@ const boxes = [...document.querySelectorAll('.tile, .card, .disk, .pill, dialog[
 const cut = boxes.filter(it => it.checkVisibility() && it.scrollWidth > it.clientWidth + 1).map(it => it.textContent.slice(0, 40));
 return { contrast: worst[0], of: worst[1], texts: texts.length, cut };";
 
+/// The rows of the cluster's nodes, with the applications of all of them laid open.
+const NODES: &str = "document.getElementById('cluster-more').open = true;
+return document.getElementById('cluster').checkVisibility()
+  ? document.querySelectorAll('#cluster-nodes tbody tr').length : 0;";
+
 /// 4.5 is what WCAG wants of small text.
 async fn assert_legible(browser: &Browser, what: &str) {
     let seen = browser.run(LEGIBLE).await;
@@ -73,11 +78,20 @@ async fn until(browser: &Browser, what: &str, enough: impl Fn(&Value) -> bool) -
     }
 }
 
+async fn until_both_nodes_are_shown(browser: &Browser) {
+    let start = Instant::now();
+    while browser.run(NODES).await != json!(2) {
+        assert!(start.elapsed() < PATIENCE, "the cluster is not shown with both nodes");
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     let Some(browser) = Browser::start().await else { return };
     let fixture = AdminFixture::start().await;
     fixture.push(NASTY, 4).await;
+    let second = AdminFixture::in_cluster_of(&fixture).await;
     let origin = format!("http://{}", fixture.worker.addresses().http);
     browser.look(1280, 900, false, "light").await;
     browser.open(&format!("{origin}/")).await;
@@ -97,6 +111,7 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     );
     assert!(seen["asked"].as_array().unwrap().iter().all(|it| *it == json!(origin)), "{}", seen["asked"]);
 
+    until_both_nodes_are_shown(&browser).await;
     let pictures = kept_dir().join("status-page");
     std::fs::create_dir_all(&pictures).unwrap();
     for (name, width, height, is_phone) in [("desktop", 1280, 900, false), ("phone", 390, 844, true)] {
@@ -140,5 +155,6 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     let console = browser.console().await;
     assert!(console.is_empty(), "{console:?}");
     browser.close().await;
+    second.finish().await;
     fixture.finish().await;
 }

@@ -180,6 +180,34 @@ async fn a_client_without_the_right_certificate_is_not_let_in() {
     assert_eq!(worker.stop().await, 0);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctl_asks_over_tls_and_shows_its_certificate() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let dir = tempfile::tempdir().unwrap();
+    let tls = certificates.table() + &format!("client_ca_file = {:?}", certificates.path("ca.pem"));
+    let worker = Worker::start(&parse(&config(dir.path(), &tls))).await.unwrap();
+    let [http, admin] = [worker.addresses().http, worker.addresses().admin.unwrap()]
+        .map(|address| format!("https://localhost:{}", address.port()));
+    let ctl = |made: &Certificates, call: &'static str| {
+        let [ca, cert, key] =
+            ["ca.pem", "client.pem", "client.key"].map(|name| made.path(name).display().to_string());
+        let (http, admin) = (http.clone(), admin.clone());
+        async move {
+            let whom = ["ctl", call, "--worker", &http, "--admin", &admin];
+            let files = ["--ca-file", &ca, "--cert-file", &cert, "--key-file", &key];
+            super::ctl::run(&[&whom[..], &files].concat()).await
+        }
+    };
+    for call in ["status", "decommission"] {
+        let done = ctl(&certificates, call).await;
+        assert_eq!((done.code, done.stderr.as_str()), (0, ""), "{call}: {}", done.stdout);
+        assert_eq!(ctl(&others, call).await.code, 3, "{call}: another authority");
+    }
+    let done = super::ctl::run(&["ctl", "status", "--worker", &http]).await;
+    assert!(done.code == 3 && done.stderr.contains("--ca-file is needed"), "{}", done.stderr);
+    assert_eq!(worker.stop().await, 0);
+}
+
 #[tokio::test]
 async fn a_listener_can_be_left_out() {
     let certificates = Certificates::make();

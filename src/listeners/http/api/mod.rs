@@ -3,6 +3,7 @@
 //! Read only. The shapes are in [`model`] and documented in docs/operations.md; the composition root fills [`Status`]
 //! once a second at most, the service tells of single applications. Answers are bounded: lists say how much there is in all.
 
+pub mod cluster;
 pub mod model;
 
 use std::sync::Arc;
@@ -46,6 +47,7 @@ pub fn router(hooks: ApiHooks) -> Router {
         .route("/api/v1/history", get(history))
         .route("/api/v1/apps", get(apps))
         .route("/api/v1/apps/{id}/explain", get(explain))
+        .route("/api/v1/cluster", get(whole_cluster))
         .route("/api/v1/{part}", get(part))
         .with_state(hooks)
 }
@@ -66,7 +68,9 @@ fn missing(what: &str) -> Response {
 
 async fn index() -> Response {
     let mut paths: Vec<String> = PARTS.iter().map(|part| format!("/api/v1/{part}")).collect();
-    paths.extend(["status", "history", "apps", "apps/{id}/explain"].map(|path| format!("/api/v1/{path}")));
+    paths.extend(
+        ["status", "history", "apps", "apps/{id}/explain", "cluster"].map(|path| format!("/api/v1/{path}")),
+    );
     fresh(&json!({ "paths": paths }))
 }
 
@@ -123,6 +127,17 @@ fn all_apps(hooks: &ApiHooks, limit: Option<usize>) -> Response {
     apps.truncate(limit.unwrap_or(APPS_DEFAULT).min(APPS_MAX));
     let gone = service.insight.gone_apps().iter().map(|gone| Gone::new(gone)).collect();
     fresh(&Apps { count, apps, gone })
+}
+
+async fn whole_cluster(State(hooks): State<ApiHooks>) -> Response {
+    let headers = [(header::CACHE_CONTROL, "no-store"), (header::CONTENT_TYPE, "application/json")];
+    let collect = move || match hooks.node.cluster() {
+        Some(text) => (headers, text).into_response(),
+        None => missing(
+            "this worker has no coordinator (embedded_coordinator.enable); node and coordinators are in /api/v1/status",
+        ),
+    };
+    aside(collect).await
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {

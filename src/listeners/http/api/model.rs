@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::service::{AppStatistics, Explanation, Presence, QuotaUse};
+use crate::service::{AppStatistics, Explanation, Incompleteness, Presence, QuotaUse};
 
 /// Everything but the applications and the last minutes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -29,6 +29,8 @@ pub struct Status {
     pub connections: Connections,
     /// Applications in all.
     pub apps: AppTotals,
+    /// What is not proven to be complete: its results are refused.
+    pub incomplete: Incompleteness,
     /// Quotas that are set, with who has most of each.
     pub quotas: Vec<QuotaUse>,
     /// Since the start.
@@ -128,9 +130,9 @@ pub struct Disk {
     pub mount: String,
     /// `ssd`, `hdd` or `unknown`.
     pub media: &'static str,
-    /// `healthy`, `full`, `read_only`, `hung` or `broken`.
+    /// `healthy`, `full`, `read_only`, `detached`, `hung` or `broken`.
     pub condition: &'static str,
-    /// What is wrong with a read-only, hung or broken one.
+    /// What is wrong with a read-only, detached, hung or broken one.
     pub fault: Option<String>,
     /// Errors so far.
     pub failures: u64,

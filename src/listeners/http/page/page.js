@@ -248,13 +248,16 @@ function showNode(status) {
 const quotaUse = it => [it.used, it.max].map(it.quota.endsWith('_disk') ? size : count).join(' of ');
 function showAlarms(status) {
   const alarms = [];
-  const sick = status.disks.filter(disk => ['read_only', 'hung', 'broken'].includes(disk.condition));
+  const sick = status.disks.filter(disk => ['read_only', 'detached', 'hung', 'broken'].includes(disk.condition));
   if (sick.length) alarms.push(`${plural(sick.length, 'disk')} of ${status.disks.length} out of order`);
   const full = status.disks.filter(disk => disk.condition === 'full');
   if (status.disks.length && full.length === status.disks.length) alarms.push('all disks are full');
   const down = status.coordinators.filter(it => it.link === 'down');
   if (down.length) alarms.push(`${plural(down.length, 'coordinator')} of ${status.coordinators.length} unreachable`);
   if (status.apps.lost_blocks) alarms.push(`${plural(status.apps.lost_blocks, 'block')} lost`);
+  const { shuffles, reasons, unknown_shuffles: unknown } = status.incomplete;
+  if (shuffles) alarms.push(`results of ${plural(shuffles, 'shuffle')} refused: ${reasons.join('; ')}`);
+  else if (unknown) alarms.push(`results of unknown shuffles refused: ${unknown}`);
   for (const it of status.quotas) {
     if (it.used >= 0.9 * it.max) alarms.push(`${it.quota}: ${it.by} has ${quotaUse(it)}`);
   }
@@ -264,7 +267,7 @@ function showAlarms(status) {
   text('alarm', alarms.join(' · '));
 }
 
-const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only, serves'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
+const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only, serves'], detached: ['bad', 'path leads elsewhere'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
 function showDisks(disks) {
   $('disks-empty').hidden = disks.length > 0;
@@ -332,6 +335,36 @@ function showRest(status) {
     ...status.quotas.map(it => [it.quota, `${quotaUse(it)}${it.by ? ` by ${it.by}` : ''}${it.refused ? `, ${count(it.refused)} refused` : ''}`]),
   ];
   $('facts').replaceChildren(...facts.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
+}
+
+// The view of this worker's own coordinator, where it has one and is not alone.
+const CLUSTER_ROWS = 100;
+async function showCluster(status) {
+  const has = status.coordinators.some(it => it.link === 'embedded');
+  const cluster = has ? await get('cluster') : { nodes: [], lost: [] };
+  $('cluster').hidden = cluster.nodes.length + cluster.lost.length < 2;
+  if ($('cluster').hidden) return;
+  const states = new Map();
+  for (const node of cluster.nodes) states.set(node.state, (states.get(node.state) || 0) + 1);
+  if (cluster.lost.length) states.set('lost', cluster.lost.length);
+  text('cluster-sub', [...states].map(([state, n]) => `${n} ${state}`).join(', '));
+  const out = n => cell('Disks out', n ? count(n) : '–', n ? { class: 'n bad' } : {});
+  $('cluster-nodes').tBodies[0].replaceChildren(...cluster.nodes.slice(0, CLUSTER_ROWS).map(node => el('tr', {},
+    el('td', { class: 'app' }, node.id, el('small', {}, `${node.ip}:${node.http_port}`)),
+    cell('State', el('span', { class: 'pill', 'data-kind': KINDS[node.state] || 'warn' }, el('i'), node.state), { class: '' }),
+    cell('Memory', size(node.used_bytes)),
+    cell('Free', size(node.available_bytes)),
+    cell('Disks used', size(node.disks.reduce((sum, disk) => sum + disk.used_bytes, 0))),
+    out(node.disks.filter(disk => disk.condition !== 'normal').length),
+    cell('Applications', count(node.apps)),
+    cell('Silent for', duration(Math.round(node.silent_seconds))))));
+  $('cluster-more').hidden = cluster.apps.length === 0;
+  $('cluster-apps').tBodies[0].replaceChildren(...cluster.apps.slice(0, CLUSTER_ROWS).map(app => el('tr', {},
+    appCell(app.app),
+    cell('Nodes', count(app.nodes.length)),
+    cell('Received', size(app.total_bytes)),
+    cell('In memory', size(app.in_memory_bytes)),
+    cell('On disk', size(app.local_bytes)))));
 }
 
 // --- one application
@@ -422,7 +455,7 @@ async function poll() {
     takeSamples(history.samples);
     showNode(status); showAlarms(status); showDisks(status.disks); showRest(status);
     drawCharts(status.memory.capacity_bytes);
-    if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); if (wanted()) await explain(); }
+    if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); await showCluster(status); if (wanted()) await explain(); }
     document.querySelector('main').classList.remove('stale');
   } catch (error) {
     $('state').dataset.kind = 'bad';

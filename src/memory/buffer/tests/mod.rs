@@ -3,10 +3,12 @@
 use bytes::Bytes;
 use prometheus::Registry;
 
+use super::super::list::SEGMENT_HEAP_BYTES;
 use super::super::{HeapKind, Memory, MemoryConfig, SealedData, SealedExtent};
 use super::*;
 use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey, TaskAttemptId};
 
+mod heap;
 mod model;
 mod promised;
 mod stress;
@@ -14,13 +16,17 @@ mod stress;
 const MIB: u64 = 1 << 20;
 
 fn memory(capacity_bytes: u64) -> Arc<Memory> {
+    memory_of(capacity_bytes, 10_000)
+}
+
+fn memory_of(capacity_bytes: u64, blocks_max: u64) -> Arc<Memory> {
     let config = MemoryConfig {
         capacity_bytes,
         read_capacity_bytes: 2 * MIB,
         heap_bytes: 96 << 20,
         ticket_timeout: std::time::Duration::from_secs(300),
         tickets_max: 1000,
-        blocks_max: 10_000,
+        blocks_max,
     };
     Memory::new(&config, &Registry::new()).unwrap()
 }
@@ -142,7 +148,7 @@ fn a_block_is_visible_from_commit_on_and_not_before() {
     assert_eq!(ids(&buffer.read(None, 1, None)), [1]);
     assert_eq!((buffer.active_bytes(), buffer.block_count(), memory.block_count()), (1000, 1, 1));
     drop(funds);
-    assert_eq!(memory.used_bytes(), 4096 + METADATA_BYTES);
+    assert_eq!(memory.used_bytes(), 4096 + METADATA_BYTES + LIST_BYTES);
     drop(memory.forget(&key()));
     assert_empty(&memory);
 }
@@ -214,7 +220,8 @@ fn room_is_not_taken_for_later_blocks_when_memory_is_short() {
     put(&memory, &buffer, 1, 0, 1 << 20);
     let _hog = memory.budget().try_charge(memory.budget().free() - 8192).unwrap();
     put(&memory, &buffer, 2, 0, 100);
-    assert_eq!(memory.budget().free(), 8192 - 4096 - METADATA_BYTES, "one smallest segment, not a megabyte");
+    let heap = METADATA_BYTES + SEGMENT_HEAP_BYTES;
+    assert_eq!(memory.budget().free(), 8192 - 4096 - heap, "one smallest segment, not a megabyte");
 }
 
 #[test]
@@ -438,55 +445,6 @@ fn a_chain_of_four_gigabytes_rotates() {
     assert_empty(&memory);
 }
 
-/// Bytes that this thread has allocated and not given back.
-#[cfg(feature = "jemalloc")]
-fn held_bytes() -> u64 {
-    use tikv_jemalloc_ctl::thread::{allocatedp, deallocatedp};
-    allocatedp::read().unwrap().get().wrapping_sub(deallocatedp::read().unwrap().get())
-}
-
-#[cfg(feature = "jemalloc")]
-#[test]
-fn d12_a_partition_of_which_nothing_is_in_memory_costs_at_most_200_bytes() {
-    const COUNT: u64 = 10_000;
-    let memory = memory(64 * MIB);
-    let shuffle = memory.register(&key(), Distribution::Normal);
-    let write_and_flush = |partition: u64| {
-        let partition = PartitionId(i32::try_from(partition).unwrap());
-        let buffer = shuffle.buffer(partition, partitions(&memory)).unwrap();
-        put(&memory, &buffer, 1, 0, 100);
-        put(&memory, &buffer, 2, 0, 5000);
-        let batch = buffer.seal().unwrap();
-        buffer.release(&batch);
-    };
-    let before = held_bytes();
-    (0..COUNT).for_each(write_and_flush);
-    let each = (held_bytes() - before) / COUNT;
-    assert!((50..=200).contains(&each), "{each} bytes");
-    assert_eq!(partitions(&memory).used(), COUNT * PARTITION_BYTES);
-    // Again: what a partition had does not stay behind.
-    (0..COUNT).for_each(write_and_flush);
-    assert_eq!((held_bytes() - before) / COUNT, each);
-    drop((memory.forget(&key()), shuffle));
-    assert_empty(&memory);
-}
-
-#[test]
-fn d12_partitions_beyond_the_heap_are_refused_by_name_and_those_there_are_go_on() {
-    let memory = memory(8 * MIB);
-    let shuffle = memory.register(&key(), Distribution::Normal);
-    let heap = partitions(&memory).child(3 * PARTITION_BYTES);
-    for partition in [0, 1, 2, 0].map(PartitionId) {
-        shuffle.buffer(partition, &heap).unwrap();
-    }
-    let refused = shuffle.buffer(PartitionId(3), &heap).unwrap_err().to_string();
-    assert!(refused.contains("partitions") && refused.contains("memory_store.heap_capacity"), "{refused}");
-    put(&memory, &shuffle.buffer(PartitionId(2), &heap).unwrap(), 1, 0, 100);
-    drop((memory.forget(&key()), shuffle));
-    assert_eq!(heap.used(), 0);
-    assert_empty(&memory);
-}
-
 #[test]
 fn metrics_show_live_values() {
     let registry = Registry::new();
@@ -512,8 +470,8 @@ fn metrics_show_live_values() {
         let metric = &families.iter().find(|family| family.name() == name).unwrap().get_metric()[0];
         metric.get_gauge().get_value() + metric.get_counter().get_value()
     };
-    let stored = 4096.0 + 64.0;
-    assert_eq!(value("memory_used"), stored);
+    let (stored, lists) = (4096.0 + 64.0 + 896.0, 64.0 + 896.0);
+    assert_eq!((value("memory_used"), value("memory_lists_bytes")), (stored, lists));
     assert_eq!(value("allocated_buffer_size"), 2.0 * (1000.0 + 4096.0));
     assert_eq!(value("used_buffer_size"), stored + 2.0 * (1000.0 + 4096.0));
     assert_eq!(value("in_flush_buffer_size"), stored);

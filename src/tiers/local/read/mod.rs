@@ -36,7 +36,7 @@ use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers, ReadPart, ReadTarget};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, rebase, records};
-use uniffle_wire::types::PartitionId;
+use uniffle_wire::types::{AppId, PartitionId};
 
 pub use data::DataRead;
 
@@ -220,7 +220,7 @@ impl Stream {
         parts: PartsByLog,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let logs: SmallVec<[_; 2]> = parts.0.iter().map(|(slot, _)| self.shuffle.log_at(*slot)).collect();
-        let _turns = turns(&logs, len).await?;
+        let _turns = turns(&self.shuffle.key.app, &logs, len).await?;
         let mut buffer = buffers.acquire(len).await;
         for (log, (_, parts)) in logs.iter().zip(parts.0) {
             buffer = self.read((log, mode), buffer, parts).await?;
@@ -238,9 +238,9 @@ impl Stream {
     }
 }
 
-/// Waits for `len` bytes of the shares of all logs' disks; while one is waited for, nothing of the others is held. A disk
+/// Waits until it is the turn of `app`, for `len` bytes of the shares of all logs' disks; while one is waited for, nothing of the others is held. A disk
 /// that hangs is refused, also when that turns out while it is waited for.
-async fn turns(logs: &[Arc<Log>], len: usize) -> Result<SmallVec<[ReadTurn<'_>; 2]>, StoreError> {
+async fn turns(app: &AppId, logs: &[Arc<Log>], len: usize) -> Result<SmallVec<[ReadTurn; 2]>, StoreError> {
     let mut disks: SmallVec<[&LocalDisk; 2]> = logs.iter().map(|log| &*log.disk).collect();
     disks.sort_unstable_by_key(|disk| disk.index);
     disks.dedup_by_key(|disk| disk.index);
@@ -251,7 +251,7 @@ async fn turns(logs: &[Arc<Log>], len: usize) -> Result<SmallVec<[ReadTurn<'_>; 
     loop {
         let mut turns = SmallVec::new();
         if let Some(disk) = waited_for {
-            turns.push(disk.reads.take(len).await);
+            turns.push(disk.reads.take(app, len).await);
             disk.require_answering()?;
         }
         let others = disks.iter().filter(|disk| waited_for.is_none_or(|it| it.index != disk.index));

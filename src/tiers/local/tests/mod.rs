@@ -2,6 +2,7 @@
 
 #![expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "test data is small")]
 
+mod directories;
 mod faults;
 mod hangs;
 mod lifecycle;

@@ -26,7 +26,7 @@ import org.apache.spark.sql.SparkSession;
  * <ul>
  *   <li>{@code modes=vanilla,uniffle} the applications to run, in this order (default: both); {@code printed} is Uniffle
  *       with nothing but the settings in the command, which are those that a worker printed
- *   <li>{@code scenarios=join,spill} (default: all but those for recordings)
+ *   <li>{@code scenarios=join,spill} (default: all but those for recordings, and {@code sized}, whose size is a setting)
  *   <li>{@code quorum=host:port} the coordinator, for mode uniffle
  *   <li>{@code client=GRPC} or {@code GRPC_NETTY}
  *   <li>{@code storage=MEMORY_LOCALFILE}, the client's {@code spark.rss.storage.type}
@@ -82,7 +82,7 @@ public final class Main {
   private static List<Scenario> scenarios(String names) {
     if (names == null) {
       List<Scenario> all = new ArrayList<>(List.of(Scenario.values()));
-      all.removeIf(scenario -> scenario.name().startsWith("RECORDED"));
+      all.removeIf(scenario -> scenario.name().startsWith("RECORDED") || scenario == Scenario.SIZED);
       return all;
     }
     List<Scenario> scenarios = new ArrayList<>();

@@ -160,7 +160,30 @@ enum Scenario {
     }
   },
 
-  /** As above with 1,500,000 rows in 48 map tasks, about 165 MB: for workers that are upgraded or killed meanwhile. */
+  /**
+   * As above with as many rows as {@code spark.scenario.rows} says, 20,000 of them in a map task, dealt to 16 partitions,
+   * again and again for {@code spark.scenario.seconds} and at least once: for applications beside each other.
+   */
+  SIZED(Map.of("spark.sql.adaptive.enabled", "false")) {
+    @Override
+    Outcome run(SparkSession spark) {
+      long rows = Long.parseLong(spark.sparkContext().getConf().get("spark.scenario.rows"));
+      long seconds = Long.parseLong(spark.sparkContext().getConf().get("spark.scenario.seconds", "0"));
+      int tasks = (int) Math.max(1, rows / 20_000);
+      long until = System.nanoTime() + seconds * 1_000_000_000;
+      int rounds = 0;
+      Digest digest;
+      do {
+        digest = Digest.of(randomRows(spark, rows, tasks).repartition(16, col("key")));
+        rounds++;
+      } while (System.nanoTime() < until);
+      return new Outcome(digest.toString())
+          .check(digest.rows == rows, digest.rows + " rows instead of " + rows)
+          .note("rounds", rounds);
+    }
+  },
+
+  /** As {@link #SPILL} with 1,500,000 rows in 48 map tasks, about 165 MB: for workers that are upgraded or killed meanwhile. */
   RESTARTS(Map.of("spark.sql.adaptive.enabled", "false")) {
     @Override
     Outcome run(SparkSession spark) {

@@ -1,0 +1,171 @@
+//! What each command asks of a worker, and what becomes of the answers of one or of many.
+
+use std::path::Path;
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+use serde_json::{Value, json};
+
+use crate::arguments::{Arguments, Call, Output, ProfileKind};
+use crate::failure::Failure;
+use crate::http::{Client, TlsFiles, segment};
+use crate::workers::{Target, targets, token};
+use crate::{complain, say, text, top, wait};
+
+/// Workers asked at once.
+const AT_ONCE: usize = 32;
+
+/// A worker's answer, or why there is none.
+pub(crate) type Answer = Result<Value, Failure>;
+
+/// Does what `arguments` say; the exit code.
+pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
+    let token = token(arguments.token_file.as_deref())?;
+    let files = TlsFiles {
+        ca: arguments.ca_file.as_deref(),
+        cert: arguments.cert_file.as_deref(),
+        key: arguments.key_file.as_deref(),
+    };
+    let client = Client::new(&files, token, arguments.timeout)?;
+    let targets = targets(arguments).await?;
+    let is_json = arguments.output == Output::Json;
+    match &arguments.call {
+        Call::Top { interval, once } => {
+            let pace = (!*once && !is_json).then_some(*interval);
+            return top::run(&client, &targets, pace, is_json).await;
+        }
+        Call::Profile { kind, seconds, flamegraph, file } => {
+            return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
+        }
+        _ => {}
+    }
+    let mut answers = ask_all(&targets, |target| ask(&client, target, &arguments.call)).await;
+    forget_strangers(&arguments.call, &mut answers);
+    if arguments.coordinator.is_empty() {
+        let Some((_, answer)) = answers.pop() else { return Ok(0) };
+        let answer = answer?;
+        say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
+        return Ok(0);
+    }
+    if is_json {
+        say(&pretty(&all_of(&answers)));
+    } else {
+        say(&text::answers(&arguments.call, &answers));
+        for (target, failure) in failures(&answers) {
+            complain(&format!("{}: {failure}", target.name));
+        }
+    }
+    Ok(worst(&answers))
+}
+
+/// `ask` of all workers, in their order.
+pub(crate) async fn ask_all<'t, F, T>(
+    targets: &'t [Target],
+    ask: impl Fn(&'t Target) -> F,
+) -> Vec<(&'t Target, T)>
+where
+    F: Future<Output = T>,
+{
+    let asked = targets.iter().map(|target| {
+        let answer = ask(target);
+        async move { (target, answer.await) }
+    });
+    // Collected first: a stream of a borrowing closure's futures is not general enough for the compiler.
+    stream::iter(asked.collect::<Vec<_>>()).buffered(AT_ONCE).collect().await
+}
+
+async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
+    let get = |path: String| async move { client.get(&target.http, &path).await };
+    let post = |path: String, body: Option<Value>| async move {
+        client.post(&target.admin, &path, body.as_ref()).await
+    };
+    match call {
+        Call::Status { ready } => {
+            let status = get("/api/v1/status".to_owned()).await?;
+            match status["node"]["not_ready"].as_str() {
+                Some(why) if *ready => Err(Failure::NotReached(format!("not ready: {why}"))),
+                _ => Ok(status),
+            }
+        }
+        Call::Apps { limit } => get(format!("/api/v1/apps?limit={limit}")).await,
+        Call::App { id } => get(format!("/api/v1/apps/{}/explain", segment(id))).await,
+        Call::Disks => get("/api/v1/disks".to_owned()).await,
+        Call::Losses => get("/losses".to_owned()).await,
+        Call::Cluster => get("/api/v1/cluster".to_owned()).await,
+        Call::Decommission { cancel: true, .. } => post("/admin/cancel-decommission".to_owned(), None).await,
+        Call::Decommission { wait: false, .. } => post("/admin/decommission".to_owned(), None).await,
+        Call::Decommission { within, .. } => wait::decommission(client, target, *within).await,
+        Call::Drain { within } => wait::drain(client, target, *within).await,
+        Call::Tags { tags, none: false } if tags.is_empty() => {
+            let node = get("/api/v1/node".to_owned()).await?;
+            Ok(json!({ "tags": node["tags"] }))
+        }
+        Call::Tags { tags, .. } => post("/admin/tags".to_owned(), Some(json!({ "tags": tags }))).await,
+        Call::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
+        Call::Reload => post("/admin/reload".to_owned(), None).await,
+        Call::Profile { .. } | Call::Top { .. } => Ok(Value::Null),
+    }
+}
+
+/// An application is at some workers of a cluster, and some are coordinators: the others have nothing to say, unless none does.
+fn forget_strangers(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
+    let is_missing = |answer: &Answer| answer.as_ref().is_err_and(Failure::is_missing);
+    let concerns_one = matches!(call, Call::App { .. } | Call::Purge { .. } | Call::Cluster);
+    if concerns_one && !answers.iter().all(|(_, answer)| is_missing(answer)) {
+        answers.retain(|(_, answer)| !is_missing(answer));
+    }
+}
+
+fn failures<'a>(answers: &'a [(&Target, Answer)]) -> impl Iterator<Item = (&'a Target, &'a Failure)> {
+    answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
+}
+
+/// The exit code of many answers.
+pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
+    failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)
+}
+
+/// The answers of many as one.
+pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
+    let one = |(target, answer): &(&Target, Answer)| {
+        let (worker, url) = (&target.name, target.http.to_string());
+        match answer {
+            Ok(answer) => json!({ "worker": worker, "url": url, "answer": answer }),
+            Err(failure) => {
+                json!({ "worker": worker, "url": url, "error": failure.to_string(), "code": failure.code() })
+            }
+        }
+    };
+    answers.iter().map(one).collect()
+}
+
+pub(crate) fn pretty(value: &Value) -> String {
+    serde_json::to_string_pretty(value).unwrap_or_default()
+}
+
+async fn profile(
+    client: &Client,
+    targets: &[Target],
+    (kind, seconds, flamegraph): (ProfileKind, u64, bool),
+    file: &Path,
+) -> Result<u8, Failure> {
+    let [target] = targets else {
+        return Err(Failure::Usage("a profile is of one worker: name it by --worker or --only".to_owned()));
+    };
+    let format = if flamegraph { "svg" } else { "pprof" };
+    let (path, longer) = match kind {
+        ProfileKind::Cpu => (format!("/debug/pprof/profile?seconds={seconds}&format={format}"), seconds),
+        ProfileKind::Heap => (format!("/debug/pprof/heap?format={format}"), 60),
+        ProfileKind::Tasks => ("/debug/tasks".to_owned(), 60),
+    };
+    let profile = client.fetch(&target.admin, &path, Duration::from_secs(longer)).await?;
+    if file == Path::new("-") {
+        return std::io::Write::write_all(&mut std::io::stdout().lock(), &profile)
+            .map(|()| 0)
+            .map_err(|error| Failure::Usage(format!("stdout: {error}")));
+    }
+    let written = std::fs::write(file, &profile);
+    written.map_err(|error| Failure::Usage(format!("--file {}: {error}", file.display())))?;
+    say(&format!("{} bytes in {}", profile.len(), file.display()));
+    Ok(0)
+}

@@ -1,0 +1,274 @@
+//! Calls over HTTP: a connection each, as the worker's listeners want it.
+//!
+//! Invariants: an answer has a deadline and a largest size; the token goes to the administration and nowhere else.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, StatusCode, Uri, header};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use crate::failure::Failure;
+
+/// Largest answer taken: the longest lists of a worker have some MB, a profile some tens of them.
+const ANSWER_BYTES_MAX: usize = 256 << 20;
+
+/// A listener.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Base {
+    pub(crate) is_tls: bool,
+    /// IPv6 with brackets.
+    pub(crate) host: String,
+    pub(crate) port: u16,
+}
+
+impl Base {
+    /// `text` with or without a scheme; `port` where it names none.
+    pub(crate) fn parse(text: &str, port: u16) -> Result<Self, Failure> {
+        let whole = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
+        let wrong = || Failure::Usage(format!("{text:?} is no http://HOST:PORT or https://HOST:PORT"));
+        let uri = Uri::from_str(&whole).map_err(|_| wrong())?;
+        let is_tls = match uri.scheme_str() {
+            Some("http") => false,
+            Some("https") => true,
+            _ => return Err(wrong()),
+        };
+        let host = uri.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?.to_owned();
+        let is_bare = matches!(uri.path(), "" | "/") && uri.query().is_none();
+        // `Uri::port` is none for what is no port, too.
+        let authority = uri.authority().map_or("", |authority| authority.as_str());
+        let port = match authority.strip_prefix(host.as_str()) {
+            Some("") => port,
+            Some(rest) => rest.strip_prefix(':').and_then(|port| port.parse().ok()).ok_or_else(wrong)?,
+            None => return Err(wrong()),
+        };
+        if is_bare { Ok(Self { is_tls, host, port }) } else { Err(wrong()) }
+    }
+}
+
+impl fmt::Display for Base {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = if self.is_tls { "https" } else { "http" };
+        write!(f, "{scheme}://{}:{}", self.host, self.port)
+    }
+}
+
+/// What TLS is made with; none = there is none.
+pub(crate) struct TlsFiles<'a> {
+    pub(crate) ca: Option<&'a Path>,
+    pub(crate) cert: Option<&'a Path>,
+    pub(crate) key: Option<&'a Path>,
+}
+
+/// What every call needs.
+pub(crate) struct Client {
+    tls: Option<TlsConnector>,
+    token: Option<String>,
+    patience: Duration,
+}
+
+impl Client {
+    pub(crate) fn new(
+        files: &TlsFiles<'_>,
+        token: Option<String>,
+        patience: Duration,
+    ) -> Result<Self, Failure> {
+        let own = match (files.cert, files.key) {
+            (Some(cert), Some(key)) => Some((cert, key)),
+            (None, None) => None,
+            _ => return Err(Failure::Usage("--cert-file and --key-file belong together".to_owned())),
+        };
+        let tls = files.ca.map(|ca| connector(ca, own)).transpose()?;
+        Ok(Self { tls, token, patience })
+    }
+
+    /// `GET`, JSON.
+    pub(crate) async fn get(&self, base: &Base, path: &str) -> Result<Value, Failure> {
+        let answer = self.call(base, request(Method::GET, base, path), self.patience).await?;
+        json(base, &answer)
+    }
+
+    /// `POST` to the administration, JSON both ways.
+    pub(crate) async fn post(
+        &self,
+        admin: &Base,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<Value, Failure> {
+        let mut request = self.authorized(request(Method::POST, admin, path))?;
+        *request.body_mut() = body.map(|body| Full::from(body.to_string())).unwrap_or_default();
+        json(admin, &self.call(admin, request, self.patience).await?)
+    }
+
+    /// `GET` from the administration, which takes `longer` than others.
+    pub(crate) async fn fetch(&self, admin: &Base, path: &str, longer: Duration) -> Result<Bytes, Failure> {
+        let request = self.authorized(request(Method::GET, admin, path))?;
+        self.call(admin, request, self.patience + longer).await
+    }
+
+    fn authorized(&self, mut request: Request<Full<Bytes>>) -> Result<Request<Full<Bytes>>, Failure> {
+        if let Some(token) = &self.token {
+            let value = header::HeaderValue::from_str(&format!("Bearer {token}"));
+            let value =
+                value.map_err(|_| Failure::Usage("the token has characters that none may have".into()))?;
+            request.headers_mut().insert(header::AUTHORIZATION, value);
+        }
+        Ok(request)
+    }
+
+    async fn call(
+        &self,
+        base: &Base,
+        request: Request<Full<Bytes>>,
+        patience: Duration,
+    ) -> Result<Bytes, Failure> {
+        let unreachable = |why: String| Failure::Unreachable(format!("{base}: {why}"));
+        let exchange = async {
+            let host = base.host.trim_start_matches('[').trim_end_matches(']');
+            let stream = TcpStream::connect((host, base.port)).await.map_err(|error| error.to_string())?;
+            if !base.is_tls {
+                return exchange(stream, request).await;
+            }
+            let connector = self.tls.as_ref().ok_or("--ca-file is needed for https")?;
+            let name = ServerName::try_from(host.to_owned()).map_err(|error| error.to_string())?;
+            let stream = connector.connect(name, stream).await.map_err(|error| error.to_string())?;
+            exchange(stream, request).await
+        };
+        let answered = timeout(patience, exchange).await;
+        let answered = answered.unwrap_or_else(|_| Err(format!("no answer within {patience:?}")));
+        let (status, body) = answered.map_err(unreachable)?;
+        if status.is_success() {
+            return Ok(body);
+        }
+        let told = serde_json::from_slice::<Value>(&body).ok();
+        let told = told.as_ref().and_then(|answer| answer["error"].as_str()).map(str::to_owned);
+        let reason = told.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
+        Err(Failure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
+    }
+}
+
+fn connector(ca_file: &Path, own: Option<(&Path, &Path)>) -> Result<TlsConnector, Failure> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates("--ca-file", ca_file)? {
+        roots.add(certificate).map_err(|error| wrong("--ca-file", ca_file, &error))?;
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| wrong("--ca-file", ca_file, &error))?
+        .with_root_certificates(roots);
+    let config = match own {
+        None => config.with_no_client_auth(),
+        Some((cert, key)) => {
+            let chain = certificates("--cert-file", cert)?;
+            let private =
+                PrivateKeyDer::from_pem_file(key).map_err(|error| wrong("--key-file", key, &error))?;
+            config.with_client_auth_cert(chain, private).map_err(|error| wrong("--key-file", key, &error))?
+        }
+    };
+    Ok(Arc::new(config).into())
+}
+
+fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {
+    let read = CertificateDer::pem_file_iter(file).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    match read {
+        Ok(certificates) if certificates.is_empty() => {
+            Err(wrong(argument, file, &"there is no certificate in it"))
+        }
+        Ok(certificates) => Ok(certificates),
+        Err(error) => Err(wrong(argument, file, &error)),
+    }
+}
+
+fn wrong(argument: &str, file: &Path, why: &dyn fmt::Display) -> Failure {
+    Failure::Usage(format!("{argument} {}: {why}", file.display()))
+}
+
+fn request(method: Method, base: &Base, path: &str) -> Request<Full<Bytes>> {
+    let mut request = Request::new(Full::default());
+    *request.method_mut() = method;
+    *request.uri_mut() = Uri::from_str(path).unwrap_or_default();
+    let host = header::HeaderValue::from_str(&format!("{}:{}", base.host, base.port));
+    if let Ok(host) = host {
+        request.headers_mut().insert(header::HOST, host);
+    }
+    request
+}
+
+async fn exchange<S>(stream: S, request: Request<Full<Bytes>>) -> Result<(StatusCode, Bytes), String>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let (mut sender, connection) =
+        http1::handshake(TokioIo::new(stream)).await.map_err(|error| error.to_string())?;
+    // Dropped at the end, and the connection with it.
+    let mut driver = JoinSet::new();
+    driver.spawn(connection);
+    let answer = sender.send_request(request).await.map_err(|error| error.to_string())?;
+    let status = answer.status();
+    let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+    Ok((status, body.map_err(|error| error.to_string())?.to_bytes()))
+}
+
+fn json(base: &Base, answer: &[u8]) -> Result<Value, Failure> {
+    serde_json::from_slice(answer)
+        .map_err(|error| Failure::Unreachable(format!("{base}: this is no worker's answer: {error}")))
+}
+
+/// `text` as one segment of a path.
+pub(crate) fn segment(text: &str) -> String {
+    let mut segment = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                segment.push(char::from(byte));
+            }
+            _ => segment.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    segment
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_is_named_by_url_or_by_host_and_port() {
+        let shown = |text| Base::parse(text, 19_998).map(|base| base.to_string());
+        for (text, expected) in [
+            ("http://127.0.0.1:19998", "http://127.0.0.1:19998"),
+            ("worker", "http://worker:19998"),
+            ("worker:80/", "http://worker:80"),
+            ("https://[::1]:443", "https://[::1]:443"),
+        ] {
+            assert_eq!(shown(text), Ok(expected.to_owned()));
+        }
+        for wrong in
+            ["", "ftp://x", "http://x/api", "http://x:99999", "http://x:", "http://a@x", "a b", "http://x?y"]
+        {
+            assert_eq!(shown(wrong).map_err(|failure| failure.code()), Err(2), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn no_name_leaves_its_segment_of_the_path() {
+        assert_eq!(segment("application_1-2.x~"), "application_1-2.x~");
+        assert_eq!(segment("../a b?é"), "..%2Fa%20b%3F%C3%A9");
+    }
+}

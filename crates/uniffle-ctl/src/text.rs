@@ -1,0 +1,430 @@
+//! Answers for people: lines and tables of what the JSON says. A field that a worker does not tell is shown as nothing.
+
+use bytesize::ByteSize;
+use serde_json::Value;
+
+use crate::arguments::Call;
+use crate::commands::{Answer, pretty};
+use crate::workers::Target;
+
+/// The answer of one worker.
+pub(crate) fn answer(call: &Call, answer: &Value) -> String {
+    match call {
+        Call::Status { .. } => status(answer),
+        Call::Apps { .. } => apps(&[("", answer)]),
+        Call::App { .. } => explanation(answer),
+        Call::Disks => disks(&[("", answer)]),
+        Call::Losses => losses(answer),
+        Call::Cluster => cluster(answer),
+        Call::Tags { .. } => list(&answer["tags"], "\n"),
+        Call::Decommission { .. }
+        | Call::Drain { .. }
+        | Call::Purge { .. }
+        | Call::Reload
+        | Call::Profile { .. }
+        | Call::Top { .. } => fields(answer),
+    }
+}
+
+/// The answers of a coordinator's workers; failures are told elsewhere.
+pub(crate) fn answers(call: &Call, answers: &[(&Target, Answer)]) -> String {
+    let heard: Vec<(&str, &Value)> = answers
+        .iter()
+        .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
+        .collect();
+    match call {
+        Call::Status { .. } => workers(&heard, &[]),
+        Call::Apps { .. } => apps(&heard),
+        Call::Disks => disks(&heard),
+        _ => {
+            let one = |(name, value): &(&str, &Value)| format!("== {name}\n{}\n", answer(call, value));
+            heard.iter().map(one).collect()
+        }
+    }
+}
+
+/// Rows below `header`, columns aligned, numbers to the right.
+pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let cells = |at: usize| rows.iter().filter_map(move |row| row.get(at));
+    let is_number = |text: &String| text.starts_with(|first: char| first.is_ascii_digit()) || text == "-";
+    let columns: Vec<(usize, bool)> = header
+        .iter()
+        .enumerate()
+        .map(|(at, name)| {
+            let width = cells(at).map(|cell| cell.chars().count()).max().unwrap_or(0);
+            (width.max(name.chars().count()), cells(at).all(is_number))
+        })
+        .collect();
+    let mut text = String::new();
+    let names = header.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    for row in std::iter::once(&names).chain(rows) {
+        let mut line = String::new();
+        for (cell, (width, to_right)) in row.iter().zip(&columns) {
+            match to_right {
+                true => line.push_str(&format!("{cell:>width$}  ")),
+                false => line.push_str(&format!("{cell:<width$}  ")),
+            }
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// A line for each worker. `rates` are payload in and out per second, where they are known.
+pub(crate) fn workers(heard: &[(&str, &Value)], rates: &[Option<(f64, f64)>]) -> String {
+    const HEADER: [&str; 11] =
+        ["worker", "state", "memory", "of", "in flight", "disks", "free", "queue", "in/s", "out/s", "apps"];
+    let row = |(at, (name, status)): (usize, &(&str, &Value))| {
+        let disks = || status["disks"].as_array().into_iter().flatten();
+        let out = disks().filter(|disk| disk["condition"] != "healthy").count();
+        let sum = |field: &str| disks().filter_map(|disk| disk[field].as_u64()).sum::<u64>();
+        let out = if out == 0 { String::new() } else { format!(" ({out} out)") };
+        let (received, read) =
+            rates.get(at).copied().flatten().map_or(("-".into(), "-".into()), |(received, read)| {
+                (per_second(received), per_second(read))
+            });
+        vec![
+            if name.is_empty() { word(&status["node"]["id"]) } else { (*name).to_owned() },
+            word(&status["node"]["state"]),
+            size(&status["memory"]["used_bytes"]),
+            size(&status["memory"]["capacity_bytes"]),
+            size(&status["memory"]["in_flight_bytes"]),
+            format!("{}{out}", shown(sum("used_bytes"))),
+            shown(sum("free_bytes")),
+            word(&status["flush"]["queued_batches"]),
+            received,
+            read,
+            word(&status["apps"]["count"]),
+        ]
+    };
+    let rows: Vec<_> = heard.iter().enumerate().map(row).collect();
+    let keep: Vec<bool> = HEADER.iter().map(|name| !rates.is_empty() || !name.ends_with("/s")).collect();
+    let kept = |row: Vec<String>| row.into_iter().zip(&keep).filter(|(_, keep)| **keep).map(|(cell, _)| cell);
+    let header: Vec<&str> =
+        HEADER.iter().zip(&keep).filter(|(_, keep)| **keep).map(|(name, _)| *name).collect();
+    table(&header, &rows.into_iter().map(|row| kept(row).collect()).collect::<Vec<_>>())
+}
+
+/// The applications of all workers, each once, the largest first.
+pub(crate) fn apps(heard: &[(&str, &Value)]) -> String {
+    struct Sum<'v> {
+        user: &'v Value,
+        workers: u64,
+        sums: [u64; 5],
+        age: f64,
+    }
+    const FIELDS: [&str; 5] =
+        ["received_bytes", "in_memory_bytes", "local_bytes", "remote_bytes", "lost_blocks"];
+    let mut all = std::collections::BTreeMap::<&str, Sum>::new();
+    let every = heard.iter().flat_map(|(_, answer)| answer["apps"].as_array().into_iter().flatten());
+    for app in every {
+        let Some(id) = app["app"].as_str() else { continue };
+        let sum = all.entry(id).or_insert(Sum { user: &app["user"], workers: 0, sums: [0; 5], age: 0.0 });
+        sum.workers += 1;
+        sum.age = sum.age.max(app["age_seconds"].as_f64().unwrap_or(0.0));
+        for (sum, field) in sum.sums.iter_mut().zip(FIELDS) {
+            *sum = sum.saturating_add(app[field].as_u64().unwrap_or(0));
+        }
+    }
+    let mut all: Vec<_> = all.into_iter().collect();
+    all.sort_by_key(|(id, sum)| (std::cmp::Reverse(sum.sums[0]), *id));
+    let row = |(id, sum): &(&str, Sum)| {
+        let [received, in_memory, local, remote, lost] = sum.sums;
+        let sizes = [received, in_memory, local, remote].map(shown);
+        let first = [(*id).to_owned(), word(sum.user), sum.workers.to_string()];
+        let last = [lost.to_string(), format!("{:.0} s", sum.age)];
+        first.into_iter().chain(sizes).chain(last).collect()
+    };
+    let header = ["application", "user", "workers", "received", "memory", "disks", "remote", "lost", "age"];
+    table(&header, &all.iter().map(row).collect::<Vec<_>>())
+}
+
+fn disks(heard: &[(&str, &Value)]) -> String {
+    let rows: Vec<_> = heard
+        .iter()
+        .flat_map(|(name, answer)| answer.as_array().into_iter().flatten().map(move |disk| (*name, disk)))
+        .map(|(name, disk)| {
+            let fault = disk["fault"].as_str().unwrap_or_default();
+            let condition = word(&disk["condition"]);
+            let sizes = ["used_bytes", "in_flight_bytes", "free_bytes", "total_bytes"];
+            let first = [name.to_owned(), word(&disk["path"]), word(&disk["media"]), condition];
+            let last = [word(&disk["failures"]), fault.to_owned()];
+            first.into_iter().chain(sizes.map(|field| size(&disk[field]))).chain(last).collect::<Vec<_>>()
+        })
+        .collect();
+    let header =
+        ["worker", "path", "media", "condition", "used", "in flight", "free", "total", "failures", "fault"];
+    let from = usize::from(heard.iter().all(|(name, _)| name.is_empty()));
+    table(&header[from..], &rows.into_iter().map(|row| row[from..].to_vec()).collect::<Vec<_>>())
+}
+
+fn status(status: &Value) -> String {
+    let (node, memory, flush) = (&status["node"], &status["memory"], &status["flush"]);
+    let ready = node["not_ready"].as_str().map_or("ready".to_owned(), |why| format!("not ready: {why}"));
+    let disks = status["disks"].as_array().map_or(0, Vec::len);
+    let out: Vec<String> = status["disks"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|disk| disk["condition"] != "healthy")
+        .map(|disk| format!("{} {}", word(&disk["path"]), word(&disk["condition"])))
+        .collect();
+    let coordinators: Vec<String> = status["coordinators"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|it| format!("{} {}", word(&it["address"]), word(&it["link"])))
+        .collect();
+    let lines = [
+        ("worker", format!("{} {} ({})", word(&node["id"]), word(&node["version"]), word(&node["commit"]))),
+        ("state", format!("{}, {ready}", word(&node["state"]))),
+        ("tags", list(&node["tags"], ", ")),
+        ("up", format!("{:.0} s", node["uptime_seconds"].as_f64().unwrap_or(0.0))),
+        (
+            "memory",
+            format!(
+                "{} of {}, {} promised, {} on the way to disks",
+                size(&memory["used_bytes"]),
+                size(&memory["capacity_bytes"]),
+                size(&memory["reserved_bytes"]),
+                size(&memory["in_flight_bytes"])
+            ),
+        ),
+        (
+            "disks",
+            if out.is_empty() {
+                format!("{disks}, all healthy")
+            } else {
+                format!("{disks}, {}", out.join(", "))
+            },
+        ),
+        (
+            "flush",
+            format!(
+                "{} batches queued, {} unfinished, {} writes failed",
+                word(&flush["queued_batches"]),
+                word(&flush["unfinished_batches"]),
+                word(&flush["failed_writes"])
+            ),
+        ),
+        (
+            "applications",
+            format!(
+                "{}, {} partitions, {} blocks lost",
+                word(&status["apps"]["count"]),
+                word(&status["apps"]["partitions"]),
+                word(&status["apps"]["lost_blocks"])
+            ),
+        ),
+        ("coordinators", coordinators.join(", ")),
+        (
+            "process",
+            format!(
+                "{} resident, {} threads, {} descriptors, {} panics",
+                size(&status["process"]["resident_bytes"]),
+                word(&status["process"]["threads"]),
+                word(&status["process"]["open_files"]),
+                word(&status["process"]["panics"])
+            ),
+        ),
+    ];
+    lines.iter().map(|(name, text)| format!("{name:<13}{text}\n")).collect()
+}
+
+fn explanation(it: &Value) -> String {
+    let bytes = &it["bytes"];
+    let mut text = format!(
+        "{} of {}, {}, {:.0} s old, {} shuffles, {} partitions, skew {:.1}\n",
+        word(&it["app"]),
+        word(&it["user"]),
+        word(&it["presence"]),
+        it["age_seconds"].as_f64().unwrap_or(0.0),
+        word(&it["shuffles"]),
+        word(&it["partitions"]),
+        it["skew"].as_f64().unwrap_or(0.0)
+    );
+    text.push_str(&format!(
+        "received {}, in memory {} (at most {}), on disks {}, read {} from memory and {} from disks\n",
+        size(&bytes["received"]),
+        size(&bytes["in_memory"]),
+        size(&bytes["in_memory_peak"]),
+        size(&bytes["on_local_disks"]),
+        size(&bytes["read_from_memory"]),
+        size(&bytes["read_from_disks"])
+    ));
+    for finding in it["findings"].as_array().into_iter().flatten() {
+        text.push_str(&format!("* {}\n", word(finding)));
+    }
+    let time = |value: &Value| format!("{:.3} s", value.as_f64().unwrap_or(0.0));
+    let stages: Vec<_> = it["stages"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|stage| {
+            let times = ["total_seconds", "median_seconds", "p99_seconds", "longest_seconds"]
+                .map(|field| time(&stage[field]));
+            [word(&stage["stage"]), word(&stage["count"]), size(&stage["bytes"])]
+                .into_iter()
+                .chain(times)
+                .collect()
+        })
+        .collect();
+    text.push('\n');
+    text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], &stages));
+    let top: Vec<_> = it["top_partitions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|top| {
+            vec![
+                word(&top["shuffle"]),
+                word(&top["partition"]),
+                size(&top["received_bytes"]),
+                size(&top["in_memory_bytes"]),
+            ]
+        })
+        .collect();
+    if !top.is_empty() {
+        text.push('\n');
+        text.push_str(&table(&["shuffle", "partition", "received", "memory"], &top));
+    }
+    if it["losses"].as_array().is_some_and(|losses| !losses.is_empty()) {
+        text.push('\n');
+        text.push_str(&losses(it));
+    }
+    text
+}
+
+fn losses(it: &Value) -> String {
+    let rows: Vec<_> = it["losses"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|loss| {
+            ["app", "shuffle", "partition", "blocks", "reason"].map(|field| word(&loss[field])).to_vec()
+        })
+        .collect();
+    let mut text = match rows.is_empty() {
+        true => "no block is lost\n".to_owned(),
+        false => table(&["application", "shuffle", "partition", "blocks", "reason"], &rows),
+    };
+    if let Some(blocks) = it["unlisted_blocks"].as_u64().filter(|blocks| *blocks > 0) {
+        text.push_str(&format!("and {blocks} blocks that are not listed\n"));
+    }
+    for shuffle in it["incomplete"].as_array().into_iter().flatten() {
+        let [app, number, reason] = ["app", "shuffle", "reason"].map(|field| word(&shuffle[field]));
+        text.push_str(&format!("incomplete: {app} shuffle {number}: {reason}\n"));
+    }
+    text
+}
+
+fn cluster(it: &Value) -> String {
+    let rows = |list: &Value, row: &dyn Fn(&Value) -> Vec<String>| -> Vec<_> {
+        list.as_array().into_iter().flatten().map(row).collect()
+    };
+    let nodes = rows(&it["nodes"], &|node| {
+        let disks = || node["disks"].as_array().into_iter().flatten();
+        let used = disks().filter_map(|disk| disk["used_bytes"].as_u64()).sum();
+        let out = disks().filter(|disk| disk["condition"] != "normal").count();
+        vec![
+            word(&node["id"]),
+            word(&node["state"]),
+            size(&node["used_bytes"]),
+            size(&node["available_bytes"]),
+            shown(used),
+            out.to_string(),
+            word(&node["apps"]),
+            format!("{:.0} s", node["silent_seconds"].as_f64().unwrap_or(0.0)),
+        ]
+    });
+    let mut text = table(&["node", "state", "memory", "free", "disks used", "out", "apps", "silent"], &nodes);
+    let lost = list(&it["lost"], ", ");
+    if !lost.is_empty() {
+        text.push_str(&format!("lost: {lost}\n"));
+    }
+    let apps = rows(&it["apps"], &|app| {
+        let nodes = app["nodes"].as_array().map_or(0, Vec::len).to_string();
+        let sizes =
+            ["total_bytes", "in_memory_bytes", "local_bytes", "remote_bytes"].map(|field| size(&app[field]));
+        [word(&app["app"]), nodes].into_iter().chain(sizes).collect()
+    });
+    if !apps.is_empty() {
+        text.push('\n');
+        text.push_str(&table(&["application", "nodes", "received", "memory", "disks", "remote"], &apps));
+    }
+    text
+}
+
+/// The fields of a short answer, a line each.
+fn fields(answer: &Value) -> String {
+    let Some(fields) = answer.as_object() else { return pretty(answer) };
+    let shown = |value: &Value| match value {
+        Value::Array(_) => list(value, ", "),
+        Value::Number(number) if number.is_f64() => format!("{:.1}", value.as_f64().unwrap_or(0.0)),
+        other => word(other),
+    };
+    fields.iter().map(|(name, value)| format!("{name}: {}\n", shown(value))).collect()
+}
+
+fn list(values: &Value, between: &str) -> String {
+    values.as_array().into_iter().flatten().map(word).collect::<Vec<_>>().join(between)
+}
+
+/// A text without what would move the cursor: names are chosen by clients.
+fn word(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
+        other => other.to_string(),
+    }
+}
+
+fn size(value: &Value) -> String {
+    value.as_u64().map_or("-".to_owned(), shown)
+}
+
+fn shown(bytes: u64) -> String {
+    ByteSize(bytes).display().iec().to_string()
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a rate for people, never negative"
+)]
+fn per_second(bytes: f64) -> String {
+    shown(bytes.max(0.0) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn columns_are_aligned_and_numbers_stand_to_the_right() {
+        let rows = [vec!["a".to_owned(), "5".to_owned()], vec!["bcd".to_owned(), "12".to_owned()]];
+        assert_eq!(table(&["name", "n"], &rows), "name   n\na      5\nbcd   12\n");
+    }
+
+    #[test]
+    fn an_application_at_two_workers_is_one_line() {
+        let app = |bytes: u64| json!({ "apps": [{ "app": "app-1", "user": "etl", "received_bytes": bytes, "age_seconds": 7.0 }] });
+        let (first, second) = (app(1 << 20), app(2 << 20));
+        let text = apps(&[("a", &first), ("b", &second)]);
+        assert_eq!(text.lines().count(), 2, "{text}");
+        let line: Vec<_> = text.lines().last().unwrap_or_default().split_whitespace().collect();
+        assert_eq!(line[..5], ["app-1", "etl", "2", "3.0", "MiB"], "{text}");
+    }
+
+    #[test]
+    fn names_do_not_move_the_cursor_and_nothing_is_shown_for_what_is_not_told() {
+        assert_eq!(word(&json!("a\u{1b}[2Jb\n")), "a\u{fffd}[2Jb\u{fffd}");
+        assert!(status(&json!({})).contains("memory       - of -"));
+        assert!(explanation(&json!({ "app": "x" })).starts_with("x of -"));
+        assert_eq!(losses(&json!({ "losses": [] })), "no block is lost\n");
+        assert!(workers(&[("w", &json!({}))], &[]).contains('w'));
+        assert_eq!(fields(&json!({ "changed": ["a", "b"] })), "changed: a, b\n");
+    }
+}

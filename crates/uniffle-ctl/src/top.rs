@@ -1,0 +1,156 @@
+//! The live view: workers and their applications, drawn again and again on the terminal's other screen.
+//!
+//! Plain escape sequences and no keys: Ctrl-C ends it. Rates come from the workers' own history, so that a single look has
+//! them too. Where stdout is no terminal it is printed once.
+
+use std::io::{IsTerminal as _, Write as _};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::commands::{Answer, all_of, ask_all, pretty, worst};
+use crate::failure::Failure;
+use crate::http::Client;
+use crate::workers::Target;
+use crate::{say, text};
+
+/// Applications shown, of each worker and in all.
+const APPS: usize = 20;
+
+/// Samples are taken every two seconds; the rate is that of the last few.
+const RATE_OVER_MS: u64 = 10_000;
+
+const ENTER: &str = "\x1b[?1049h\x1b[?25l";
+const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
+
+/// Draws `targets` every `pace`, or once without one; the exit code of the last look.
+pub(crate) async fn run(
+    client: &Client,
+    targets: &[Target],
+    pace: Option<Duration>,
+    is_json: bool,
+) -> Result<u8, Failure> {
+    let pace = pace.filter(|_| std::io::stdout().is_terminal());
+    let Some(pace) = pace else {
+        let looked = look(client, targets).await;
+        say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked) });
+        return Ok(worst(&looked));
+    };
+    draw(ENTER);
+    let code = tokio::select! {
+        ended = tokio::signal::ctrl_c() => ended.map(|()| 0).map_err(|error| Failure::Usage(error.to_string())),
+        never = redraw(client, targets, pace) => Ok(never),
+    };
+    draw(LEAVE);
+    code
+}
+
+async fn redraw(client: &Client, targets: &[Target], pace: Duration) -> u8 {
+    loop {
+        let picture = screen(&look(client, targets).await);
+        let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
+        let (columns, rows) = size.map_or((200, 50), |size| (size.ws_col.max(20), size.ws_row.max(4)));
+        let mut text = "\x1b[H".to_owned();
+        let lines: Vec<_> = picture.lines().take(usize::from(rows) - 1).collect();
+        for line in lines {
+            text.extend(line.chars().take(usize::from(columns)));
+            text.push_str("\x1b[K\r\n");
+        }
+        text.push_str("\x1b[J");
+        draw(&text);
+        tokio::time::sleep(pace).await;
+    }
+}
+
+fn draw(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+}
+
+async fn look<'t>(client: &Client, targets: &'t [Target]) -> Vec<(&'t Target, Answer)> {
+    ask_all(targets, |target| look_at(client, target)).await
+}
+
+async fn look_at(client: &Client, target: &Target) -> Answer {
+    let status = client.get(&target.http, "/api/v1/status").await?;
+    let apps = client.get(&target.http, &format!("/api/v1/apps?limit={APPS}")).await?;
+    // Of the worker's clock, which need not be this one's.
+    let started = status["node"]["started_ms"].as_u64().unwrap_or(0);
+    let up =
+        Duration::from_secs_f64(status["node"]["uptime_seconds"].as_f64().unwrap_or(0.0).clamp(0.0, 1e9));
+    let now = started.saturating_add(u64::try_from(up.as_millis()).unwrap_or(0));
+    let after = now.saturating_sub(RATE_OVER_MS);
+    let history = client.get(&target.http, &format!("/api/v1/history?after_ms={after}")).await?;
+    let (received, read) = rates(&history).unwrap_or((0.0, 0.0));
+    Ok(json!({ "status": status, "apps": apps["apps"],
+        "received_bytes_per_second": received, "read_bytes_per_second": read }))
+}
+
+/// Payload received and read per second, between the first and the last sample.
+#[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+fn rates(history: &Value) -> Option<(f64, f64)> {
+    let samples = history["samples"].as_array()?;
+    let (first, last) = (samples.first()?, samples.last()?);
+    let grown = |field: &str| Some(last[field].as_u64()?.saturating_sub(first[field].as_u64()?) as f64);
+    let seconds = grown("at_ms").filter(|ms| *ms > 0.0)? / 1000.0;
+    Some((grown("received_bytes")? / seconds, grown("read_bytes")? / seconds))
+}
+
+/// What is drawn.
+fn screen(looked: &[(&Target, Answer)]) -> String {
+    let heard: Vec<(&str, &Value)> = looked
+        .iter()
+        .filter_map(|(target, answer)| Some((target.name.as_str(), answer.as_ref().ok()?)))
+        .collect();
+    let silent: Vec<_> =
+        looked.iter().filter_map(|(target, answer)| Some((&target.name, answer.as_ref().err()?))).collect();
+    let rates: Vec<_> = heard
+        .iter()
+        .map(|(_, it)| {
+            Some((it["received_bytes_per_second"].as_f64()?, it["read_bytes_per_second"].as_f64()?))
+        })
+        .collect();
+    let sum =
+        |field: &str| heard.iter().filter_map(|(_, it)| it["status"]["memory"][field].as_u64()).sum::<u64>();
+    let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
+    let share = used.saturating_mul(100).checked_div(capacity).unwrap_or(0);
+    let mut text =
+        format!("{} workers, {} answer; {share} % of their memory in use\n\n", looked.len(), heard.len());
+    let states: Vec<_> = heard.iter().map(|(name, it)| (*name, &it["status"])).collect();
+    text.push_str(&text::workers(&states, &rates));
+    for (name, failure) in silent {
+        text.push_str(&format!("{name}: {failure}\n"));
+    }
+    text.push('\n');
+    let apps = text::apps(&heard);
+    apps.lines().take(APPS + 1).for_each(|line| text.push_str(&format!("{line}\n")));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::Base;
+
+    #[test]
+    fn rates_are_those_between_the_first_and_the_last_sample() {
+        let sample = |at_ms: u64, received: u64| json!({ "at_ms": at_ms, "received_bytes": received, "read_bytes": 0 });
+        let history = json!({ "samples": [sample(1000, 0), sample(3000, 5), sample(5000, 4096)] });
+        assert_eq!(rates(&history), Some((1024.0, 0.0)));
+        assert_eq!(rates(&json!({ "samples": [sample(1, 1)] })), None);
+        assert_eq!(rates(&json!({})), None);
+    }
+
+    #[test]
+    fn a_worker_that_does_not_answer_is_named() {
+        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
+        let target = Target { name: "w-1".to_owned(), http: base.clone(), admin: base };
+        let looked = [
+            (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
+            (&target, Ok(json!({ "status": { "node": { "state": "active" } }, "apps": [] }))),
+        ];
+        let text = screen(&looked);
+        assert!(text.starts_with("2 workers, 1 answer; 0 %"), "{text}");
+        assert!(text.contains("w-1: http://w:1: refused") && text.contains("active"), "{text}");
+    }
+}

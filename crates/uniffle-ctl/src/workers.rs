@@ -1,0 +1,116 @@
+//! Whom a command concerns: one worker, or those that a coordinator knows.
+
+use std::path::Path;
+
+use uniffle_client::{ClientOptions, Coordinators};
+
+use crate::arguments::Arguments;
+use crate::failure::Failure;
+use crate::http::Base;
+
+/// Where a worker's HTTP listener is when nothing is said.
+const WORKER_DEFAULT: &str = "http://127.0.0.1:19998";
+
+/// Of `--worker` without a port.
+const HTTP_PORT: u16 = 19_998;
+
+/// Largest token file read.
+const TOKEN_FILE_BYTES_MAX: u64 = 4 << 10;
+
+/// A worker to be asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Target {
+    /// Its id where a coordinator told it, else its URL.
+    pub(crate) name: String,
+    /// What everyone may ask.
+    pub(crate) http: Base,
+    /// The administration.
+    pub(crate) admin: Base,
+}
+
+/// Whom `arguments` mean.
+pub(crate) async fn targets(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+    check(arguments)?;
+    if arguments.coordinator.is_empty() {
+        let worker = arguments.worker.as_deref().unwrap_or(WORKER_DEFAULT);
+        let http = Base::parse(worker, HTTP_PORT)?;
+        let admin = match &arguments.admin {
+            Some(admin) => Base::parse(admin, arguments.admin_port)?,
+            None => Base { port: arguments.admin_port, ..http.clone() },
+        };
+        return Ok(vec![Target { name: http.to_string(), http, admin }]);
+    }
+    let mut targets = known(arguments).await?;
+    targets.sort_by(|left, right| left.name.cmp(&right.name));
+    let missing = arguments.only.iter().find(|id| targets.iter().all(|target| target.name != **id));
+    if let Some(id) = missing {
+        let known: Vec<_> = targets.iter().map(|target| target.name.as_str()).collect();
+        let text = format!("no coordinator knows a worker {id:?}, they know: {}", known.join(", "));
+        return Err(Failure::Refused { status: 404, text });
+    }
+    if !arguments.only.is_empty() {
+        targets.retain(|target| arguments.only.contains(&target.name));
+    }
+    Ok(targets)
+}
+
+/// By hand, because these may stand before and after the command.
+fn check(arguments: &Arguments) -> Result<(), Failure> {
+    let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
+    let is_cluster = !arguments.coordinator.is_empty();
+    if is_cluster && (arguments.worker.is_some() || arguments.admin.is_some()) {
+        return usage("--coordinator stands instead of --worker and --admin");
+    }
+    if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
+        return usage("--only and --all choose from the workers of a --coordinator");
+    }
+    if is_cluster && arguments.call.is_drastic() && !arguments.all && arguments.only.is_empty() {
+        return usage("this concerns every worker of the coordinator: name some by --only, or say --all");
+    }
+    Ok(())
+}
+
+async fn known(arguments: &Arguments) -> Result<Vec<Target>, Failure> {
+    let mut options = ClientOptions { rpc_timeout: arguments.timeout, ..ClientOptions::default() };
+    options.failures.attempts = 1;
+    let coordinators = Coordinators::new(&arguments.coordinator, options)
+        .map_err(|error| Failure::Usage(format!("--coordinator: {error}")))?;
+    let servers = coordinators.servers().await;
+    let servers = servers.map_err(|error| Failure::Unreachable(whole(&error)))?;
+    let target = |server: uniffle_client::ServerAddress| {
+        let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host };
+        // A port of 0 is answered by nobody, and so is told.
+        let port = server.http_port.unwrap_or(0);
+        let http = Base { is_tls: arguments.ca_file.is_some(), host, port };
+        let admin = Base { port: arguments.admin_port, ..http.clone() };
+        Target { name: server.id, http, admin }
+    };
+    Ok(servers.into_iter().map(target).collect())
+}
+
+/// With all causes: tonic's own text is "transport error".
+fn whole(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text.push_str(&format!(": {more}"));
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// The administration's token, if there is one.
+pub(crate) fn token(file: Option<&Path>) -> Result<Option<String>, Failure> {
+    let Some(path) = file else {
+        return Ok(std::env::var("WORKER_ADMIN_TOKEN").ok().map(|token| token.trim().to_owned()));
+    };
+    let token = std::fs::metadata(path).and_then(|metadata| match metadata.len() {
+        0..=TOKEN_FILE_BYTES_MAX => std::fs::read_to_string(path),
+        _ => Err(std::io::Error::other("not a small file")),
+    });
+    let token = token.map(|text| text.trim().to_owned());
+    token.map(Some).map_err(|error| Failure::Usage(format!("--token-file {}: {error}", path.display())))
+}

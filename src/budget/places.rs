@@ -1,0 +1,190 @@
+//! A number of places for which applications wait in turns: one with a hundred requests is ahead of another by one of them.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::rounds::Rounds;
+use uniffle_wire::types::AppId;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Places {
+    state: Mutex<State>,
+    all: usize,
+}
+
+#[derive(Debug)]
+struct State {
+    free: usize,
+    waiting: Rounds<Waiter>,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    count: usize,
+    /// None once it was given.
+    give: Option<oneshot::Sender<()>>,
+}
+
+/// Places that were taken; free again when this is dropped.
+#[derive(Debug)]
+#[must_use = "dropped places are free at once"]
+pub struct Taken {
+    places: Arc<Places>,
+    count: usize,
+}
+
+/// One that waits; what was given to it and not taken is free again.
+struct Wait<'a> {
+    places: &'a Places,
+    app: &'a AppId,
+    number: u64,
+    count: usize,
+    given: oneshot::Receiver<()>,
+}
+
+impl Places {
+    /// So many, all of them free.
+    #[must_use]
+    pub fn new(all: usize) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(State { free: all, waiting: Rounds::default() }), all })
+    }
+
+    /// Waits for `count` places (or all there are) until it is the turn of `app`.
+    pub async fn take(self: &Arc<Self>, app: &AppId, count: usize) -> Taken {
+        let count = self.counted(count);
+        let mut wait = {
+            let mut state = self.state.lock();
+            if state.take_at_once(count) {
+                return Taken { places: Arc::clone(self), count };
+            }
+            let (give, given) = oneshot::channel();
+            let number = state.waiting.enter(app, Waiter { count, give: Some(give) });
+            Wait { places: self, app, number, count, given }
+        };
+        let given = (&mut wait.given).await;
+        debug_assert!(given.is_ok(), "a waiter is dropped only when its wait is");
+        Taken { places: Arc::clone(self), count }
+    }
+
+    /// `count` places (or all there are) if no one has to wait for them.
+    #[must_use]
+    pub fn try_take(self: &Arc<Self>, count: usize) -> Option<Taken> {
+        let count = self.counted(count);
+        let is_given = self.state.lock().take_at_once(count);
+        is_given.then(|| Taken { places: Arc::clone(self), count })
+    }
+
+    /// Whether `count` places (or all there are) could be taken now.
+    #[must_use]
+    pub fn has_room(&self, count: usize) -> bool {
+        self.state.lock().has_room(self.counted(count))
+    }
+
+    /// All there are at most, but at least one: where there is none everyone waits.
+    fn counted(&self, count: usize) -> usize {
+        count.min(self.all).max(1)
+    }
+}
+
+impl State {
+    fn has_room(&self, count: usize) -> bool {
+        self.waiting.is_empty() && count <= self.free
+    }
+
+    fn take_at_once(&mut self, count: usize) -> bool {
+        let is_given = self.has_room(count);
+        self.free -= if is_given { count } else { 0 };
+        is_given
+    }
+
+    /// Gives what is free to those whose turn it is; the next one is waited for, or large requests would never be served.
+    fn serve(&mut self) {
+        let Self { free, waiting } = self;
+        waiting.serve_in_order(|_, Waiter { count, give }| {
+            if *count > *free {
+                return false;
+            }
+            // One that waits no more takes nothing.
+            if give.take().is_some_and(|give| give.send(()).is_ok()) {
+                *free -= *count;
+            }
+            true
+        });
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        let mut state = self.places.state.lock();
+        state.free += self.count;
+        state.serve();
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        let mut state = self.places.state.lock();
+        state.waiting.leave(self.app, self.number);
+        // Under the lock: it was given by now or never will be. What was awaited is not there any more.
+        if self.given.try_recv().is_ok() {
+            state.free += self.count;
+        }
+        state.serve();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    fn app(name: &str) -> AppId {
+        AppId::parse(name).unwrap()
+    }
+
+    #[tokio::test]
+    async fn places_are_used_up_and_come_back() {
+        let places = Places::new(3);
+        let a = app("a");
+        let first = places.take(&a, 2).await;
+        assert!(places.has_room(1) && !places.has_room(2));
+        assert!(places.try_take(2).is_none() && places.try_take(1).is_some());
+        assert!(places.take(&a, usize::MAX).now_or_never().is_none());
+        drop(first);
+        drop(places.take(&a, usize::MAX).await);
+        assert_eq!(places.state.lock().free, 3);
+    }
+
+    #[test]
+    fn where_there_is_no_place_everyone_waits() {
+        let places = Places::new(0);
+        assert!(places.take(&app("a"), 1).now_or_never().is_none() && places.try_take(0).is_none());
+    }
+
+    #[test]
+    fn n8_the_read_of_another_application_is_granted_next_however_many_one_has_open() {
+        let places = Places::new(2);
+        let (hog, honest) = (app("hog"), app("honest"));
+        let open = places.take(&hog, usize::MAX).now_or_never().unwrap();
+        let mut hogs: Vec<_> = (0..128).map(|_| places.take(&hog, 1).boxed()).collect();
+        assert!(hogs.iter_mut().all(|it| it.now_or_never().is_none()));
+        let mut other = places.take(&honest, 2).boxed();
+        assert!((&mut other).now_or_never().is_none());
+        drop(open);
+        let of_hog = hogs.remove(0).now_or_never().expect("it was first");
+        assert!(hogs[0].as_mut().now_or_never().is_none(), "the next one is waited for, large as it is");
+        assert!(places.try_take(1).is_none());
+        drop(of_hog);
+        let other = other.now_or_never().expect("it is next");
+        assert!(hogs[0].as_mut().now_or_never().is_none());
+        drop(other);
+        // Served, and dropped before they were looked at.
+        drop(hogs);
+        let state = places.state.lock();
+        assert_eq!((state.free, state.waiting.len()), (2, 0));
+    }
+}

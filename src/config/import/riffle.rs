@@ -1,0 +1,55 @@
+//! riffle's configuration: its keys are ours, or stand in the list of those without effect.
+
+use toml::{Table, Value};
+
+use super::found::Found;
+use crate::config::sections::schema;
+use crate::schema::Reader;
+
+/// What is in `text`.
+pub(super) fn read(text: &str) -> Result<Found, String> {
+    let table: Table = text.parse().map_err(|error: toml::de::Error| {
+        format!("neither a server.conf (keys that begin with rss.) nor TOML: {error}")
+    })?;
+    let mut found = Found::default();
+    walk("", table, &mut found);
+    Ok(found)
+}
+
+fn walk(prefix: &str, table: Table, found: &mut Found) {
+    let schema = schema();
+    for (name, value) in table {
+        let path = if prefix.is_empty() { name } else { format!("{prefix}.{name}") };
+        let known = schema
+            .keys
+            .iter()
+            .find(|key| !key.path.is_empty() && (key.path == path || key.aliases.contains(&path.as_str())));
+        let no_effect = schema.no_effect.iter().find(|(known, _)| *known == path);
+        match (known, no_effect, value) {
+            (Some(key), _, value) if found.has(key.path) => {
+                found.leave(format!("{path} = {value}"), format!("given twice, as {} too", key.path));
+            }
+            (Some(key), _, value) => {
+                let comment = (key.path != path).then(|| format!("{path} there"));
+                found.take(key.path, value, comment);
+            }
+            (None, Some((_, why)), value) => found.leave(format!("{path} = {value}"), *why),
+            (None, None, Value::Table(inner)) => walk(&path, inner, found),
+            (None, None, value) => {
+                // What the reader says of such a key, with the nearest one that there is.
+                let problems =
+                    Reader::new(&schema, nested(&path, value.clone()), Default::default()).problems;
+                let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
+                found.leave(format!("{path} = {value}"), why);
+            }
+        }
+    }
+}
+
+fn nested(path: &str, value: Value) -> Table {
+    let (name, value) = match path.split_once('.') {
+        Some((table, rest)) => (table, Value::Table(nested(rest, value))),
+        None => (path, value),
+    };
+    Table::from_iter([(name.to_owned(), value)])
+}

@@ -1,0 +1,185 @@
+use std::path::{Path, PathBuf};
+
+use super::*;
+use crate::config::tests::RIFFLE;
+
+fn machine() -> Machine {
+    Machine { memory_bytes: 10 << 30, cores: 4, state_dir: PathBuf::from("/state") }
+}
+
+fn parse(text: &str) -> Config {
+    Config::parse(text, &HashMap::new(), &machine()).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// The example of Uniffle's own guide, with what production has beside it: every key that has a counterpart, some without.
+const SERVER_CONF: &str = "
+# a comment
+! another
+rss.rpc.server.port 19999
+rss.jetty.http.port=19998
+rss.rpc.server.type GRPC_NETTY
+rss.server.netty.port : 17001
+rss.rpc.executor.size 2000
+rss.storage.type MEMORY_LOCALFILE_HDFS
+rss.coordinator.quorum c1:19999, c2:19999
+rss.storage.basePath /data1/rssdata,\\
+    /data2/rssdata
+rss.server.tags ssd,rack-7
+rss.server.flush.thread.alive 10
+rss.server.flush.localfile.threadPool.size 20
+rss.server.buffer.capacity 330g
+rss.server.read.buffer.capacity 20g
+rss.server.heartbeat.interval 10000
+rss.server.decommission.check.interval 1500
+rss.server.decommission.shutdown false
+rss.server.health.check.enable true
+rss.server.health.max.storage.usage.percentage 95
+rss.server.health.storage.recovery.usage.percentage 85.5
+rss.server.buffer.blockCount.capacity 1000000
+rss.rpc.message.max.size 1073741824
+rss.server.preAllocation.expired 120000
+rss.server.commit.timeout 600000
+rss.server.app.expired.withoutHeartbeat 120000
+rss.server.memory.shuffle.highWaterMark.percentage 70.0
+rss.server.memory.shuffle.lowWaterMark.percentage 10.0
+rss.server.flush.cold.storage.threshold.size 128m
+rss.server.single.buffer.flush.threshold 129m
+rss.server.max.concurrency.of.per-partition.write 20
+rss.server.huge-partition.size.threshold 20g
+rss.server.huge-partition.memory.limit.ratio 0.2
+rss.server.huge-partition.split.limit 40g
+rss.server.huge-partition.size.hard.limit 9223372036854775807
+rss.security.hadoop.kerberos.enable true
+rss.security.hadoop.kerberos.keytab.file /etc/rss.keytab
+rss.security.hadoop.kerberos.principal rss/_HOST@REALM
+rss.security.hadoop.kerberos.proxy.user.enable true
+rss.security.hadoop.kerberos.krb5-conf.file /etc/krb5.conf
+rss.server.hadoop.fs.defaultFS hdfs://ns
+rss.server.merge.enable true
+rss.server.made.up 7
+";
+
+#[test]
+#[cfg(feature = "hdfs")]
+fn a_server_conf_becomes_a_valid_configuration_and_loses_no_key() {
+    let imported = import("server.conf", SERVER_CONF, &machine()).unwrap();
+    assert_eq!(imported.missing, Vec::<String>::new(), "{}", imported.text);
+    let config = parse(&imported.text);
+    assert!(
+        config.warnings.iter().all(|warning| !warning.contains("has no effect")),
+        "{:?}",
+        config.warnings
+    );
+    let told: Vec<_> = SERVER_CONF.lines().filter_map(|line| line.split([' ', '=']).next()).collect();
+    for key in told.iter().filter(|key| key.starts_with("rss.")) {
+        assert_eq!(imported.text.matches(&format!("# {key} ")).count(), 1, "{key} in {}", imported.text);
+    }
+    let entries = config.entries();
+    for (key, value) in [
+        ("store_type", "\"MEMORY_LOCALFILE_HDFS\""),
+        ("grpc_port", "19999"),
+        ("urpc_port", "17001"),
+        ("coordinator_quorum", "[\"c1:19999\", \"c2:19999\"]"),
+        ("localfile_store.data_paths", "[\"/data1/rssdata\", \"/data2/rssdata\"]"),
+        ("localfile_store.disk_low_watermark", "0.855"),
+        ("tags", "[\"ssd\", \"rack-7\"]"),
+        ("memory_store.capacity", "\"330GiB\""),
+        ("memory_store.buffer_ticket_timeout_sec", "120"),
+        ("decommission_check_interval_sec", "\"1s 500ms\""),
+        ("hybrid_store.memory_spill_high_watermark", "0.7"),
+        ("app_config.partition_split_enable", "true"),
+        ("hdfs_store.allowed_paths", "[\"*\"]"),
+    ] {
+        assert_eq!(entries.get(key).map(String::as_str), Some(value), "{key}");
+    }
+    for part in ["remote merge is not supported", "rss.server.made.up 7: not a key", "as if it were not set"]
+    {
+        assert!(imported.text.contains(part), "{part} in {}", imported.text);
+    }
+}
+
+#[test]
+fn defaults_of_java_that_are_not_ours_are_written_out() {
+    let imported =
+        import("x", "rss.storage.type MEMORY_LOCALFILE\nrss.storage.basePath /d", &machine()).unwrap();
+    let config = parse(&imported.text);
+    assert_eq!((config.worker.grpc_port, config.worker.urpc_port), (19_999, Some(17_000)));
+    let limits = &config.flush.limits;
+    assert_eq!((limits.high_watermark, limits.low_watermark), (0.75, 0.25));
+    assert!(config.worker.decommission_shutdown);
+    assert!(
+        imported.text.contains("# rss.rpc.server.port is not set; its default is 19999\ngrpc_port = 19999\n")
+    );
+    let grpc = import("x", "rss.rpc.server.type GRPC\nrss.server.netty.port 7", &machine()).unwrap();
+    assert!(grpc.text.contains("# rss.server.netty.port 7: rss.rpc.server.type is GRPC"), "{}", grpc.text);
+}
+
+#[test]
+fn what_ours_refuses_is_a_comment_with_the_reason() {
+    let text = "rss.storage.type S3\nrss.rpc.server.port 99999\nrss.server.tags a b\n\
+                rss.server.buffer.capacity lots\nrss.coordinator.quorum c:1\nrss.storage.basePath /d";
+    let imported = import("x", text, &machine()).unwrap();
+    assert_eq!(imported.missing, Vec::<String>::new());
+    parse(&imported.text);
+    for part in [
+        "# store_type = \"S3\": refused, MEMORY, MEMORY_LOCALFILE",
+        "# grpc_port = 99999: refused, a port",
+        "# tags = [\"a b\"]: refused, tags of 1 to 100",
+        "# rss.server.buffer.capacity lots: cannot be read as a size",
+    ] {
+        assert!(imported.text.contains(part), "{part} in {}", imported.text);
+    }
+}
+
+#[test]
+fn what_a_person_has_to_add_is_told() {
+    let imported = import("x", "rss.coordinator.quorum c:1", &machine()).unwrap();
+    assert_eq!(imported.missing.len(), 1, "{imported:?}");
+    assert!(imported.text.contains("# MISSING: localfile_store.data_paths"), "{}", imported.text);
+    assert!(import("x", "this is nothing", &machine()).is_err());
+}
+
+#[test]
+#[cfg(all(feature = "hdfs", feature = "otlp"))]
+fn a_riffle_configuration_with_every_option_is_imported() {
+    let with_unknown = format!("{RIFFLE}\n[urpc]\nportt = 1\n[app_config.more]\nx = \"a\\nb\"\n");
+    for text in [RIFFLE, &with_unknown] {
+        let imported = import("riffle.toml", text, &machine()).unwrap();
+        assert_eq!(imported.missing, Vec::<String>::new(), "{}", imported.text);
+        let config = parse(&imported.text);
+        assert_eq!(config.entries(), parse(RIFFLE).entries());
+        assert!(
+            !config.warnings.iter().any(|warning| warning.contains("has no effect")),
+            "{:?}",
+            config.warnings
+        );
+        for (key, why) in crate::config::sections::NO_EFFECT {
+            let told = |line: &str| line.starts_with(&format!("# {key} = ")) && line.ends_with(why);
+            assert_eq!(
+                imported.text.lines().filter(|line| told(line)).count(),
+                1,
+                "{key} in {}",
+                imported.text
+            );
+        }
+        assert_eq!(imported.text.contains("# urpc.portt = 1: unknown"), text.len() > RIFFLE.len());
+    }
+}
+
+#[test]
+fn the_page_has_the_table_of_javas_keys() {
+    const BEGIN: &str = "<!-- generated: UPDATE_DOCS=1 cargo test --lib config -->\n";
+    const END: &str = "<!-- end -->";
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/migration.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = page.split_once(BEGIN).expect("the mark of the table");
+    let (_, after) = rest.split_once(END).expect("its end");
+    let current = format!("{before}{BEGIN}\n{}\n{END}{after}", java::reference());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, &current).unwrap();
+    }
+    assert!(
+        page == current || std::env::var_os("UPDATE_DOCS").is_some(),
+        "run UPDATE_DOCS=1 cargo test --lib config"
+    );
+}

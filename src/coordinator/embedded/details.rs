@@ -1,0 +1,108 @@
+//! What heartbeats tell of a node beside what assignments need: disks and applications, for the cluster view.
+//!
+//! Invariant: the details of all nodes together stay below [`BYTES_MAX`], no matter who sends heartbeats. What finds no
+//! room is left out, applications before disks, and the node is marked.
+
+use crate::proto::{ApplicationInfo, ShuffleServerHeartBeatRequest, StorageInfo};
+
+/// Details of all nodes together: 16,000 applications, which a thousand nodes with many of them may fill.
+pub(super) const BYTES_MAX: usize = 4 << 20;
+
+/// Longest version kept.
+const VERSION_BYTES_MAX: usize = 255;
+
+/// An entry without its text.
+const ENTRY_BYTES: usize = 160;
+
+/// What is told of one node, as of its last heartbeat.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Details {
+    /// Memory that tickets hold.
+    pub reserved_bytes: u64,
+    /// Batches on their way.
+    pub unfinished_batches: u64,
+    /// Of the server.
+    pub version: String,
+    /// By mount point.
+    pub disks: Vec<StorageInfo>,
+    /// The largest.
+    pub apps: Vec<ApplicationInfo>,
+    /// There are more disks or applications than had room.
+    pub is_cut: bool,
+}
+
+impl Details {
+    /// Takes them out of `heartbeat`, as far as they have room.
+    pub(super) fn take(heartbeat: &mut ShuffleServerHeartBeatRequest, room: usize) -> Self {
+        let unsigned = |number: i64| u64::try_from(number).unwrap_or(0);
+        let mut details = Self {
+            reserved_bytes: unsigned(heartbeat.pre_allocated_memory),
+            unfinished_batches: unsigned(heartbeat.event_num_in_flush.into()),
+            ..Self::default()
+        };
+        details.version = heartbeat
+            .version
+            .take()
+            .filter(|text| text.len() <= room.min(VERSION_BYTES_MAX))
+            .unwrap_or_default();
+        let mut left = room.saturating_sub(details.version.len());
+        let mut fits = |text: &str| {
+            let bytes = ENTRY_BYTES + text.len();
+            let has_room = left >= bytes;
+            left -= if has_room { bytes } else { 0 };
+            has_room
+        };
+        let disks = std::mem::take(&mut heartbeat.storage_info);
+        let apps = std::mem::take(&mut heartbeat.application_info);
+        let told = disks.len() + apps.len();
+        details.disks.extend(disks.into_values().filter(|disk| fits(&disk.mount_point)));
+        details.apps.extend(apps.into_iter().filter(|app| fits(&app.app_id)));
+        details.is_cut = details.disks.len() + details.apps.len() < told;
+        details.disks.sort_by(|left, right| left.mount_point.cmp(&right.mount_point));
+        details
+    }
+
+    /// What it takes of [`BYTES_MAX`].
+    pub(super) fn bytes(&self) -> usize {
+        let texts = self.disks.iter().map(|disk| &disk.mount_point);
+        let texts = texts.chain(self.apps.iter().map(|app| &app.app_id));
+        texts.map(|text| ENTRY_BYTES + text.len()).sum::<usize>() + self.version.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn heartbeat(apps: usize) -> ShuffleServerHeartBeatRequest {
+        let app = |n: usize| ApplicationInfo { app_id: format!("app-{n:03}"), ..Default::default() };
+        let disk = StorageInfo { mount_point: "/d".to_owned(), ..Default::default() };
+        ShuffleServerHeartBeatRequest {
+            pre_allocated_memory: -7,
+            version: Some("1".to_owned()),
+            storage_info: [("/d".to_owned(), disk)].into(),
+            application_info: (0..apps).map(app).collect(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn what_has_no_room_is_left_out_and_said_to_be() {
+        let all = Details::take(&mut heartbeat(3), BYTES_MAX);
+        assert_eq!((all.disks.len(), all.apps.len(), all.is_cut, all.reserved_bytes), (1, 3, false, 0));
+        let room = all.bytes() - 1;
+        let cut = Details::take(&mut heartbeat(3), room);
+        assert_eq!((cut.disks.len(), cut.apps.len(), cut.is_cut), (1, 2, true));
+        assert!(cut.bytes() <= room);
+        let none = Details::take(&mut heartbeat(3), 0);
+        assert_eq!((none.bytes(), none.is_cut), (0, true));
+    }
+
+    #[test]
+    fn hostile_entries_cost_no_more_than_they_are_counted() {
+        let mut heartbeat = heartbeat(0);
+        heartbeat.application_info = vec![ApplicationInfo::default(); 1 << 17];
+        let details = Details::take(&mut heartbeat, BYTES_MAX);
+        assert!(details.apps.len() * size_of::<ApplicationInfo>() <= BYTES_MAX, "{}", details.apps.len());
+    }
+}

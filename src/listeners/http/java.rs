@@ -1,0 +1,249 @@
+//! Paths of Java's server that others ask for: `/metrics/{type}` as JSON, and `/api/shuffleServer/…`, to which the
+//! dashboard links. Uniffle's Kubernetes operator reads `app_num_with_node` of `/metrics/server` before it deletes a pod.
+//!
+//! `/metrics` alone is not among them: here it is Prometheus text. Java has a registry per type; this worker has one,
+//! and a metric's type follows from its name ([`Kind::of`]). The shapes are those of docs/protocol.md §10.1.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::extract::{Path, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use prometheus::Registry;
+use prometheus::proto::{Metric, MetricFamily, MetricType};
+use serde::{Serialize, Serializer};
+use serde_json::json;
+
+use super::Node;
+use crate::metrics::clamped;
+
+/// The parameter that names a metric; it may be repeated.
+const NAME: &str = "name[]";
+
+/// What these paths tell.
+#[derive(Debug, Clone)]
+pub struct JavaHooks {
+    /// Metrics.
+    pub registry: Registry,
+    /// Tells of the worker.
+    pub node: Arc<dyn Node>,
+}
+
+/// All paths but the text of metrics, and `/api/shuffleServer/stacks`, which stands beside the other dumps.
+pub fn router(hooks: JavaHooks) -> Router {
+    Router::new()
+        .route("/metrics/{kind}", get(metrics_json))
+        .route("/api/shuffleServer/metrics", get(all_metrics_json))
+        .route("/api/shuffleServer/metrics/{kind}", get(metrics_json))
+        .route("/api/shuffleServer/conf", get(configuration))
+        .with_state(hooks)
+}
+
+/// Java's registries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Server,
+    Grpc,
+    Netty,
+    Jvm,
+}
+
+impl Kind {
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "server" => Some(Self::Server),
+            "grpc" => Some(Self::Grpc),
+            "netty" => Some(Self::Netty),
+            "jvm" => Some(Self::Jvm),
+            _ => None,
+        }
+    }
+
+    /// By the beginning of its name; riffle's names of the TCP plane stand beside Java's.
+    fn of(metric: &str) -> Self {
+        match metric.split('_').next() {
+            Some("grpc") => Self::Grpc,
+            Some("netty" | "urpc") => Self::Netty,
+            Some("process" | "jvm") => Self::Jvm,
+            _ => Self::Server,
+        }
+    }
+}
+
+type Names = Query<Vec<(String, String)>>;
+
+async fn all_metrics_json(state: State<JavaHooks>, names: Names) -> Response {
+    metrics_json(state, Path("all".to_owned()), names).await
+}
+
+/// Gathered on a blocking thread, as the text is.
+async fn metrics_json(
+    State(hooks): State<JavaHooks>,
+    Path(kind): Path<String>,
+    Query(query): Names,
+) -> Response {
+    let kind = match (kind.as_str(), Kind::named(&kind)) {
+        ("all", _) => None,
+        (_, Some(kind)) => Some(kind),
+        (_, None) => {
+            let text = "no such type of metrics; there are server, grpc, netty, jvm and all\n";
+            return (StatusCode::NOT_FOUND, text).into_response();
+        }
+    };
+    let names: Vec<String> = query.into_iter().filter(|(key, _)| key == NAME).map(|(_, name)| name).collect();
+    let failed = |error| (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response();
+    tokio::task::spawn_blocking(move || gathered(&hooks, kind, &names)).await.unwrap_or_else(failed)
+}
+
+fn gathered(hooks: &JavaHooks, kind: Option<Kind>, names: &[String]) -> Response {
+    hooks.node.refresh_metrics();
+    let mut families = hooks.registry.gather();
+    families.retain(|family| kind.is_none_or(|kind| kind == Kind::of(family.name())));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Json(Gathered::new(&families, names, clamped(now.as_millis()))).into_response()
+}
+
+/// The effective configuration without its secrets, by the keys of this worker.
+async fn configuration(State(hooks): State<JavaHooks>) -> Response {
+    // It waits while a file is read again.
+    let Ok(entries) = tokio::task::spawn_blocking(move || hooks.node.configuration()).await else {
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
+    let entry = |(key, value): (&&str, &String)| json!({ "argumentKey": key, "argumentValue": value });
+    let data: Vec<_> = entries.iter().map(entry).collect();
+    let answer = Json(json!({ "code": 0, "data": data, "errMsg": "success" }));
+    ([(header::CACHE_CONTROL, "no-store")], answer).into_response()
+}
+
+/// What Java answers for metrics.
+#[derive(Debug, Serialize)]
+struct Gathered<'f> {
+    metrics: Vec<Sample<'f>>,
+    #[serde(rename = "timeStamp")]
+    time_ms: i64,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Sample<'f> {
+    name: String,
+    label_names: Vec<&'f str>,
+    label_values: Vec<String>,
+    value: Number,
+    /// Always null: no metric of Java's has a time of its own.
+    timestamp_ms: (),
+}
+
+/// As Jackson writes doubles: what JSON has no number for is a text.
+#[derive(Debug)]
+struct Number(f64);
+
+impl Serialize for Number {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            value if value.is_finite() => serializer.serialize_f64(value),
+            value if value.is_nan() => serializer.serialize_str("NaN"),
+            value if value > 0.0 => serializer.serialize_str("Infinity"),
+            _ => serializer.serialize_str("-Infinity"),
+        }
+    }
+}
+
+impl<'f> Gathered<'f> {
+    /// The samples of `families`, or of those only that `names` has.
+    fn new(families: &'f [MetricFamily], names: &[String], time_ms: i64) -> Self {
+        let mut metrics = Vec::new();
+        for family in families {
+            for metric in family.get_metric() {
+                add_samples(family, metric, &mut metrics);
+            }
+        }
+        if !names.is_empty() {
+            metrics.retain(|sample| names.contains(&sample.name));
+        }
+        Self { metrics, time_ms }
+    }
+}
+
+fn add_samples<'f>(family: &'f MetricFamily, metric: &'f Metric, samples: &mut Vec<Sample<'f>>) {
+    let mut add = |suffix: &str, bound: Option<f64>, value: f64| {
+        let labels = metric.get_label().iter();
+        let (mut label_names, mut label_values): (Vec<_>, Vec<_>) =
+            labels.map(|label| (label.name(), label.value().to_owned())).unzip();
+        if let Some(bound) = bound {
+            label_names.push("le");
+            label_values.push(if bound.is_finite() { bound.to_string() } else { "+Inf".to_owned() });
+        }
+        let name = format!("{}{suffix}", family.name());
+        samples.push(Sample { name, label_names, label_values, value: Number(value), timestamp_ms: () });
+    };
+    match family.get_field_type() {
+        MetricType::COUNTER => add("", None, metric.get_counter().get_value()),
+        MetricType::GAUGE => add("", None, metric.get_gauge().get_value()),
+        MetricType::HISTOGRAM => {
+            let histogram = metric.get_histogram();
+            #[expect(clippy::cast_precision_loss, reason = "metrics are floating point")]
+            let float = |count: u64| count as f64;
+            for bucket in histogram.get_bucket() {
+                add("_bucket", Some(bucket.upper_bound()), float(bucket.cumulative_count()));
+            }
+            add("_bucket", Some(f64::INFINITY), float(histogram.get_sample_count()));
+            add("_sum", None, histogram.get_sample_sum());
+            add("_count", None, float(histogram.get_sample_count()));
+        }
+        // No table of metrics has one.
+        MetricType::SUMMARY | MetricType::UNTYPED => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus::{Gauge, Histogram, HistogramOpts, IntGaugeVec, Opts};
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn samples_have_javas_shape() {
+        let registry = Registry::new();
+        let used = IntGaugeVec::new(Opts::new("used", "help"), &["root"]).unwrap();
+        used.with_label_values(&["/a\"b"]).set(7);
+        let wait = Histogram::with_opts(HistogramOpts::new("wait", "help").buckets(vec![0.5, 1.0])).unwrap();
+        wait.observe(0.75);
+        let ratio = Gauge::new("ratio", "help").unwrap();
+        ratio.set(f64::NAN);
+        registry.register(Box::new(used)).unwrap();
+        registry.register(Box::new(wait)).unwrap();
+        registry.register(Box::new(ratio)).unwrap();
+        let families = registry.gather();
+        let told = serde_json::to_value(Gathered::new(&families, &[], 1_712_575_271_639)).unwrap();
+        let sample = |name: &str, names: &[&str], values: &[&str], value: Value| json!({ "name": name, "labelNames": names, "labelValues": values, "value": value, "timestampMs": null });
+        let expected = json!({
+            "metrics": [
+                sample("ratio", &[], &[], json!("NaN")),
+                sample("used", &["root"], &["/a\"b"], json!(7.0)),
+                sample("wait_bucket", &["le"], &["0.5"], json!(0.0)),
+                sample("wait_bucket", &["le"], &["1"], json!(1.0)),
+                sample("wait_bucket", &["le"], &["+Inf"], json!(1.0)),
+                sample("wait_sum", &[], &[], json!(0.75)),
+                sample("wait_count", &[], &[], json!(1.0)),
+            ],
+            "timeStamp": 1_712_575_271_639_i64,
+        });
+        assert_eq!(told, expected);
+        let some = Gathered::new(&families, &["used".to_owned(), "wait_sum".to_owned()], 0);
+        assert_eq!(some.metrics.len(), 2);
+    }
+
+    #[test]
+    fn a_name_says_the_type() {
+        assert_eq!(Kind::of("grpc_open"), Kind::Grpc);
+        assert_eq!(Kind::of("netty_active_connection"), Kind::Netty);
+        assert_eq!(Kind::of("urpc_connection_number"), Kind::Netty);
+        assert_eq!(Kind::of("process_open_fds"), Kind::Jvm);
+        assert_eq!(Kind::of("app_num_with_node"), Kind::Server);
+    }
+}

@@ -1,0 +1,262 @@
+//! Heap for the lists of blocks in memory, and the room that the region cedes for it.
+//!
+//! Blocks in memory have records, ids and chains on the heap. What they take is charged to their application's part of the
+//! capacity, but the region stays resident once it was full; so the region cedes pieces as large as the lists are. A ceded
+//! piece has no pages and is given to no chain until it comes back. While all of the region is promised, lists borrow of the
+//! heap budget instead (kind `unfinished_blocks`), since a ticket does not reserve what its lists take.
+//!
+//! Invariant: what the lists are charged is at most [`FREE_BYTES`], what is ceded and what is borrowed, but for single lists
+//! and segments that were not asked for; the next that is asked for pays for those too. So the resident region and the lists together
+//! stay within the region, [`FREE_BYTES`] and the heap.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::region::{Region, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Segment};
+use crate::budget::{Budget, Charge, NoCapacity};
+
+/// Lists for which nothing is ceded: part of the process without clients (`budget::allowance`). At least one piece, so that no
+/// more is ever ceded than lists are charged.
+pub(super) const FREE_BYTES: u64 = 2 << 20;
+
+/// What stays ceded beyond the need, so that a piece does not come and go with every flush.
+pub(super) const SPARE_BYTES: u64 = FREE_BYTES;
+
+/// Borrowed at once.
+const BORROWED_AT_ONCE: u64 = 64 << 10;
+
+const _: () = assert!(FREE_BYTES >= SEGMENT_BYTES_MAX as u64);
+
+/// What lists are charged, and what is ceded for them.
+#[derive(Debug)]
+pub(super) struct Ceded {
+    region: Arc<Region>,
+    /// The capacity, of which blocks, tickets and lists are charged.
+    budget: Budget,
+    /// Totals without a limit.
+    charged: Budget,
+    ceded: Budget,
+    /// A part of the heap.
+    borrowed: Budget,
+    held: Mutex<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    pieces: Vec<Segment>,
+    borrowed: Charge,
+}
+
+impl Ceded {
+    pub(super) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
+        let total = || Budget::new(u64::MAX);
+        let borrowed = heap.child(u64::MAX);
+        let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
+        Self { region, budget, charged: total(), ceded: total(), borrowed, held }
+    }
+
+    /// What all lists are charged.
+    pub(super) fn charged_bytes(&self) -> u64 {
+        self.charged.used()
+    }
+
+    /// What the region does without for them.
+    pub(super) fn ceded_bytes(&self) -> u64 {
+        self.ceded.used()
+    }
+
+    /// Charges `bytes` whether there is room for them or not. They were charged to the capacity before.
+    pub(super) fn force(&self, bytes: u64) -> Charge {
+        self.charged.force_charge(bytes)
+    }
+
+    /// Charges `bytes` that were charged to the capacity before, if there is room for them.
+    pub(super) fn charge(&self, bytes: u64) -> Result<Charge, NoCapacity> {
+        let charge = self.force(bytes);
+        self.cover(0)?;
+        Ok(charge)
+    }
+
+    /// Makes room for what is charged and for `more` bytes.
+    pub(super) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
+        if self.lacking(more) == 0 {
+            return Ok(());
+        }
+        let mut held = self.held.lock();
+        let mut at_most = SEGMENT_BYTES_MAX;
+        loop {
+            let lacking = self.lacking(more);
+            if lacking == 0 {
+                return Ok(());
+            }
+            let Some(mut piece) = self.piece(at_most) else {
+                return held.borrowed.try_grow(lacking.next_multiple_of(BORROWED_AT_ONCE));
+            };
+            at_most = piece.capacity();
+            piece.discard();
+            held.pieces.push(piece);
+        }
+    }
+
+    fn lacking(&self, more: u64) -> u64 {
+        (self.charged_bytes() + more).saturating_sub(self.paid_bytes())
+    }
+
+    /// Lists for which there is room.
+    fn paid_bytes(&self) -> u64 {
+        FREE_BYTES + self.ceded_bytes() + self.borrowed.used()
+    }
+
+    /// What the region has beyond all that was promised: what is charged and not for lists, and what is ceded.
+    fn room(&self) -> u64 {
+        let has = self.region.capacity_bytes() + self.charged_bytes();
+        has.saturating_sub(self.budget.used() + self.ceded_bytes())
+    }
+
+    /// The largest piece of at most `at_most` bytes.
+    fn piece(&self, at_most: usize) -> Option<Segment> {
+        let mut bytes = at_most;
+        while bytes >= SEGMENT_BYTES_MIN {
+            if bytes as u64 <= self.room()
+                && let Ok(piece) = self.region.allocate(bytes, self.ceded.force_charge(bytes as u64))
+            {
+                return Some(piece);
+            }
+            bytes /= 2;
+        }
+        None
+    }
+
+    /// The heap gets back what the region has room for by now.
+    fn repay(&self, held: &mut Held) {
+        while held.borrowed.bytes() >= SEGMENT_BYTES_MIN as u64 {
+            let at_most = usize::try_from(held.borrowed.bytes()).unwrap_or(usize::MAX).min(SEGMENT_BYTES_MAX);
+            let Some(mut piece) = self.piece(1 << at_most.ilog2()) else { return };
+            piece.discard();
+            drop(held.borrowed.split_up_to(piece.capacity() as u64));
+            held.pieces.push(piece);
+        }
+    }
+
+    /// Gives back what is ceded beyond the need and `spare` bytes; whether it was anything.
+    pub(super) fn give_back(&self, spare: u64) -> bool {
+        if self.paid_bytes() == FREE_BYTES {
+            return false;
+        }
+        let mut held = self.held.lock();
+        let surplus = self.paid_bytes().saturating_sub(self.charged_bytes());
+        drop(held.borrowed.split_up_to(surplus));
+        if spare > 0 {
+            self.repay(&mut held);
+        }
+        let before = held.pieces.len();
+        while let Some(last) = held.pieces.last() {
+            let needed = self.charged_bytes() + spare + last.capacity() as u64;
+            if needed > self.paid_bytes() {
+                break;
+            }
+            held.pieces.pop();
+        }
+        held.pieces.len() < before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn ceded(capacity: u64, region: u64, heap: u64) -> (Budget, Ceded) {
+        let budget = Budget::new(capacity);
+        let region = Region::new(region).unwrap();
+        (budget.clone(), Ceded::new(region, budget, &Budget::new(heap)))
+    }
+
+    #[test]
+    fn the_region_cedes_what_lists_take_beyond_the_first_and_gets_it_back() {
+        let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
+        let paid = budget.try_charge(5 * MIB).unwrap();
+        let first = lists.charge(FREE_BYTES).unwrap();
+        assert_eq!(lists.ceded_bytes(), 0);
+        let more = lists.charge(1).unwrap();
+        assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (2 * MIB, 6 * MIB));
+        drop(more);
+        assert!(!lists.give_back(SPARE_BYTES + 1) && lists.give_back(0) && !lists.give_back(0));
+        drop((first, paid));
+        assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
+    }
+
+    #[test]
+    fn what_is_promised_to_others_is_not_ceded() {
+        let (budget, lists) = ceded(8 * MIB, 8 * MIB, MIB);
+        let ticket = budget.try_charge(4 * MIB).unwrap();
+        let paid = budget.try_charge(4 * MIB).unwrap();
+        let first = lists.charge(4 * MIB).unwrap();
+        assert_eq!(lists.ceded_bytes(), 2 * MIB);
+        // More than was paid for: as if it were beyond the capacity.
+        let over = budget.force_charge(3 * MIB);
+        let second = lists.charge(3 * MIB).unwrap();
+        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (4 * MIB, MIB), "the heap helps out");
+        assert_eq!(lists.charge(1).unwrap_err(), NoCapacity { asked: 64 << 10, free: 0 });
+        drop(over);
+        lists.give_back(SPARE_BYTES);
+        assert_eq!((lists.ceded_bytes(), lists.borrowed.used()), (5 * MIB, 0), "and gets it back");
+        drop((ticket, paid, first, second));
+        lists.give_back(0);
+        assert_eq!(lists.region.free_bytes(), 8 * MIB);
+    }
+
+    proptest! {
+        /// The bound of README: what chains use of the region and what lists take.
+        #[test]
+        fn n6_chains_and_lists_stay_within_the_region(
+            steps in prop::collection::vec((0u8..5, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..120),
+        ) {
+            let (capacity, slack) = (16 * MIB, 2 * MIB);
+            let (budget, lists) = ceded(capacity, capacity + slack, MIB);
+            let (mut held, mut segments) = (Vec::new(), Vec::new());
+            for (what, bytes, at) in steps {
+                match what {
+                    // A list: charged to the capacity, even beyond it, and then here.
+                    0 | 1 => {
+                        let paid = budget.force_charge(bytes);
+                        held.extend(lists.charge(bytes).map(|charge| (charge, paid)));
+                    }
+                    // A segment, as chains take theirs.
+                    2 | 3 => {
+                        let size = (bytes >> 1).next_power_of_two().clamp(4096, 2 * MIB);
+                        let beyond = (lists.region.capacity_bytes() + lists.charged_bytes())
+                            .saturating_sub(capacity + lists.ceded_bytes());
+                        if let Ok(charge) = budget.try_charge_beyond(size, beyond) {
+                            let size = usize::try_from(size).unwrap();
+                            let promised = lists.region.allocate(size, charge).or_else(|charge| {
+                                lists.give_back(0);
+                                lists.region.allocate(size, charge)
+                            });
+                            // It may be there in pieces.
+                            prop_assert!(promised.is_ok() || lists.region.free_bytes() >= size as u64);
+                            segments.extend(promised);
+                        }
+                    }
+                    _ if at.index(2) == 0 && !held.is_empty() => drop(held.swap_remove(at.index(held.len()))),
+                    _ if !segments.is_empty() => drop(segments.swap_remove(at.index(segments.len()))),
+                    _ => drop(lists.give_back(SPARE_BYTES)),
+                }
+                let chains: u64 = segments.iter().map(|it: &Segment| it.capacity() as u64).sum();
+                let listed: u64 = held.iter().map(|(charge, _)| charge.bytes()).sum();
+                prop_assert_eq!(listed, lists.charged_bytes());
+                prop_assert!(listed <= lists.paid_bytes() && lists.borrowed.used() <= MIB);
+                prop_assert!(chains + lists.ceded_bytes() <= lists.region.capacity_bytes());
+                prop_assert!(chains + listed <= capacity + slack + FREE_BYTES + lists.borrowed.used());
+            }
+            drop((held, segments));
+            lists.give_back(0);
+            prop_assert_eq!((budget.used(), lists.borrowed.used()), (0, 0));
+            prop_assert_eq!(lists.region.free_bytes(), lists.region.capacity_bytes());
+        }
+    }
+}

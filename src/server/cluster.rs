@@ -1,0 +1,110 @@
+//! What the embedded coordinator knows, as `/api/v1/cluster` tells it: a translation, made once a second at most however
+//! many ask.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
+use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
+use crate::proto::storage_info::StorageStatus;
+use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
+
+/// How old the text may be.
+const AGE_MAX: Duration = Duration::from_secs(1);
+
+/// The latest text.
+#[derive(Debug)]
+pub(super) struct ClusterPage {
+    coordinator: EmbeddedCoordinator,
+    latest: Mutex<Option<(Instant, Bytes)>>,
+}
+
+impl ClusterPage {
+    pub(super) fn new(coordinator: EmbeddedCoordinator) -> Self {
+        Self { coordinator, latest: Mutex::default() }
+    }
+
+    /// JSON, up to a second old.
+    pub(super) fn text(&self) -> Bytes {
+        // Held meanwhile: of several who find it old, one makes it.
+        let mut latest = self.latest.lock();
+        if let Some((_, text)) = latest.as_ref().filter(|(made, _)| made.elapsed() < AGE_MAX) {
+            return text.clone();
+        }
+        let cluster = cluster(self.coordinator.cluster());
+        // Fails for maps with other keys than texts only.
+        let text = Bytes::from(serde_json::to_vec(&cluster).unwrap_or_default());
+        *latest = Some((Instant::now(), text.clone()));
+        text
+    }
+}
+
+fn cluster(view: ClusterView) -> Cluster {
+    let parts = view.nodes.iter().flat_map(|known| {
+        let node = &known.node.server.id;
+        known.node.details.apps.iter().map(move |app| part(app, node))
+    });
+    let nodes = view.nodes.iter().map(node).collect();
+    Cluster::new(nodes, view.lost, parts)
+}
+
+fn node(known: &KnownNode) -> ClusterNode {
+    let node = &known.node;
+    ClusterNode {
+        id: node.server.id.clone(),
+        ip: node.server.ip.clone(),
+        grpc_port: node.server.port,
+        http_port: node.server.jetty_port,
+        state: match node.status {
+            ServerStatus::Active if known.is_excluded => "excluded",
+            ServerStatus::Active => "active",
+            ServerStatus::Decommissioning => "decommissioning",
+            ServerStatus::Decommissioned => "decommissioned",
+            ServerStatus::Lost | ServerStatus::Unhealthy | ServerStatus::Excluded => "unhealthy",
+        },
+        version: node.details.version.clone(),
+        tags: node.tags.clone(),
+        silent_seconds: known.silent_for.as_secs_f64(),
+        used_bytes: node.used_bytes,
+        reserved_bytes: node.details.reserved_bytes,
+        available_bytes: node.available_bytes,
+        unfinished_batches: node.details.unfinished_batches,
+        disks: node.details.disks.iter().map(disk).collect(),
+        apps: node.details.apps.len(),
+        is_cut: node.details.is_cut,
+    }
+}
+
+fn disk(info: &StorageInfo) -> ClusterDisk {
+    ClusterDisk {
+        mount: info.mount_point.clone(),
+        condition: match info.status() {
+            StorageStatus::Unknown => "unknown",
+            StorageStatus::Normal => "normal",
+            StorageStatus::Unhealthy => "unhealthy",
+            StorageStatus::Overused => "overused",
+        },
+        capacity_bytes: unsigned(info.capacity),
+        used_bytes: unsigned(info.used_bytes),
+        failures: unsigned(info.num_of_writing_failures),
+    }
+}
+
+fn part(app: &ApplicationInfo, node: &str) -> ClusterApp {
+    ClusterApp {
+        app: app.app_id.clone(),
+        nodes: vec![node.to_owned()],
+        partitions: unsigned(app.partition_num),
+        in_memory_bytes: unsigned(app.memory_size),
+        local_bytes: unsigned(app.local_total_size),
+        remote_bytes: unsigned(app.hadoop_total_size),
+        total_bytes: unsigned(app.total_size),
+    }
+}
+
+fn unsigned(number: i64) -> u64 {
+    u64::try_from(number).unwrap_or(0)
+}

@@ -1,0 +1,244 @@
+//! The line in which requests for tickets wait for memory: clients that are refused come back after seconds, memory comes
+//! free after milliseconds.
+//!
+//! Applications are served in turns, the requests of one in their order. Who may have how much is not decided here: the one
+//! whose turn it is asks [`crate::memory::Tickets`], and when it is refused the next application asks. Nothing is looked at
+//! while no one waits.
+//!
+//! Bounded by [`WAITING_MAX`] and [`OF_APP_MAX`]; a request that finds no place is refused as before. Of those that wait one
+//! at a time drives the line; when it goes, another does. A place is left by dropping it, and a ticket that no one took goes
+//! back.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{sleep, timeout};
+
+use crate::budget::{Budget, Rounds};
+use crate::memory::{MemoryError, Tickets};
+use uniffle_wire::types::{AppId, TicketId};
+
+/// Requests that wait, of all applications.
+const WAITING_MAX: usize = 512;
+/// Requests that wait, of one application.
+const OF_APP_MAX: usize = 128;
+
+/// Applications that are refused one after another until the line waits for more memory; the next ones are asked then.
+const REFUSED_AT_ONCE: usize = 16;
+
+/// Shares change with time too (tickets that are not used are taken back), not only when memory comes free.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What a request waits for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted {
+    pub(super) bytes: u64,
+    /// Partitions named.
+    pub(super) partitions: usize,
+}
+
+#[derive(Debug)]
+struct Request {
+    wanted: Wanted,
+    /// None once it was answered.
+    give: Option<oneshot::Sender<Result<TicketId, MemoryError>>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct TicketLine {
+    places: Mutex<Rounds<Request>>,
+    waiting: AtomicUsize,
+    /// Held by the one that drives the line.
+    driver: Semaphore,
+}
+
+impl Default for TicketLine {
+    fn default() -> Self {
+        Self { places: Mutex::default(), waiting: AtomicUsize::new(0), driver: Semaphore::new(1) }
+    }
+}
+
+/// A place in the line; left when dropped, and a ticket that was not taken goes back.
+struct Place<'a> {
+    line: &'a TicketLine,
+    tickets: &'a Tickets,
+    app: &'a AppId,
+    number: u64,
+    given: oneshot::Receiver<Result<TicketId, MemoryError>>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut places = self.line.places.lock();
+        places.leave(self.app, self.number);
+        self.line.waiting.store(places.len(), Ordering::Relaxed);
+        drop(places);
+        self.given.close();
+        if let Ok(Ok(ticket)) = self.given.try_recv() {
+            drop(self.tickets.redeem(self.app, ticket));
+        }
+    }
+}
+
+impl TicketLine {
+    /// Whether a request of `app` waits, so that another of it is to wait behind it.
+    pub(super) fn has(&self, app: &AppId) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0 && self.places.lock().of_app(app) > 0
+    }
+
+    /// Requests that wait.
+    pub(super) fn len(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Waits for a ticket, for `patience` at most; none when the line is full, or nothing was granted in time.
+    pub(super) async fn wait(
+        &self,
+        tickets: &Tickets,
+        memory: &Budget,
+        (app, wanted): (&AppId, Wanted),
+        patience: Duration,
+    ) -> Option<Result<TicketId, MemoryError>> {
+        let (give, given) = oneshot::channel();
+        let mut place = {
+            let mut places = self.places.lock();
+            if places.len() >= WAITING_MAX || places.of_app(app) >= OF_APP_MAX {
+                return None;
+            }
+            let number = places.enter(app, Request { wanted, give: Some(give) });
+            self.waiting.store(places.len(), Ordering::Relaxed);
+            Place { line: self, tickets, app, number, given }
+        };
+        tokio::select! {
+            biased;
+            given = &mut place.given => given.ok(),
+            never = self.drive(tickets, memory) => match never {},
+            () = sleep(patience) => None,
+        }
+    }
+
+    /// Serves the line whenever memory comes free, while no one else does.
+    async fn drive(&self, tickets: &Tickets, memory: &Budget) -> Infallible {
+        let Ok(_driver) = self.driver.acquire().await else { return std::future::pending().await };
+        loop {
+            // A look even if nothing comes free, and that is no error.
+            let _elapsed = timeout(LOOK_INTERVAL, memory.freed_after(|| self.serve(tickets))).await;
+        }
+    }
+
+    fn serve(&self, tickets: &Tickets) {
+        let mut places = self.places.lock();
+        places.serve(REFUSED_AT_ONCE, |app, Request { wanted, give }| {
+            let granted = match tickets.require(app, wanted.bytes, wanted.partitions) {
+                Err(refused) if is_waited_for(&refused) => return false,
+                answer => answer,
+            };
+            if let Some(Err(Ok(ticket))) = give.take().map(|give| give.send(granted)) {
+                drop(tickets.redeem(app, ticket));
+            }
+            true
+        });
+        self.waiting.store(places.len(), Ordering::Relaxed);
+    }
+}
+
+/// Whether waiting helps.
+pub(super) fn is_waited_for(refused: &MemoryError) -> bool {
+    matches!(refused, MemoryError::NoCapacity { .. } | MemoryError::OverShare { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt as _;
+
+    use super::*;
+
+    fn app(name: &str) -> AppId {
+        AppId::parse(name).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn p6_the_line_is_bounded_and_one_application_has_a_part_of_it() {
+        let (budget, tickets, held) = full();
+        let line = TicketLine::default();
+        let apps = ["a", "b", "c", "d", "e"].map(app);
+        let mut waiting = Vec::new();
+        for app in &apps[..4] {
+            for _ in 0..OF_APP_MAX {
+                let mut it = line.wait(&tickets, &budget, (app, WANTED), PATIENCE).boxed();
+                assert!(futures::poll!(&mut it).is_pending());
+                waiting.push(it);
+            }
+            let beyond = line.wait(&tickets, &budget, (app, WANTED), PATIENCE).now_or_never();
+            assert!(matches!(beyond, Some(None)));
+        }
+        assert_eq!(line.len(), WAITING_MAX);
+        let beyond = line.wait(&tickets, &budget, (&apps[4], WANTED), PATIENCE).now_or_never();
+        assert!(matches!(beyond, Some(None)), "the line is full");
+        drop(waiting);
+        assert_eq!(line.len(), 0);
+        drop(held);
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    /// All of a memory is held, in parts of 30 KiB.
+    fn full() -> (Budget, Tickets, Vec<crate::memory::Reservation>) {
+        let budget = Budget::new(90 << 10);
+        let tickets = Tickets::new(budget.clone(), Duration::from_secs(20), 100);
+        let held = (0..3).map(|_| {
+            let ticket = tickets.require(&app("holder"), 26 << 10, 1).unwrap();
+            tickets.redeem(&app("holder"), ticket).unwrap()
+        });
+        let held = held.collect();
+        (budget, tickets, held)
+    }
+
+    const WANTED: Wanted = Wanted { bytes: 26 << 10, partitions: 1 };
+
+    #[tokio::test(start_paused = true)]
+    async fn p6_what_waits_is_granted_as_soon_as_memory_comes_free_and_not_before() {
+        let (budget, tickets, mut held) = full();
+        let line = TicketLine::default();
+        let (a, b) = (app("a"), app("b"));
+        let mut first = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut second = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut other = line.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        for waiting in [&mut first, &mut second, &mut other] {
+            assert!(futures::poll!(waiting).is_pending());
+        }
+        assert_eq!((line.len(), line.has(&a), line.has(&app("c"))), (3, true, false));
+        drop(held.pop());
+        assert!(first.await.unwrap().is_ok());
+        drop(held.pop());
+        // The first drove the line; now one of the others does.
+        assert!(futures::poll!(&mut second).is_pending(), "it is the other application's turn");
+        assert!(other.await.unwrap().is_ok());
+        assert!(second.await.is_none(), "nothing came free for it in time");
+        assert_eq!((line.len(), tickets.count()), (0, 2));
+        drop((tickets, held));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn p6_a_call_that_is_gone_leaves_its_place_and_its_ticket() {
+        let (budget, tickets, mut held) = full();
+        let line = TicketLine::default();
+        let (a, b) = (app("a"), app("b"));
+        let mut driver = line.wait(&tickets, &budget, (&a, WANTED), PATIENCE).boxed();
+        let mut unseen = line.wait(&tickets, &budget, (&b, WANTED), PATIENCE).boxed();
+        assert!(futures::poll!(&mut driver).is_pending() && futures::poll!(&mut unseen).is_pending());
+        held.truncate(1);
+        // Serves both; the second is granted a ticket that it never looks at.
+        assert!(driver.await.unwrap().is_ok());
+        assert_eq!(tickets.count(), 2);
+        drop(unseen);
+        assert_eq!((tickets.count(), line.len()), (1, 0));
+        drop((tickets, held));
+        assert_eq!(budget.used(), 0);
+    }
+}

@@ -1,0 +1,49 @@
+//! Directories that do not answer and that a successor does without, which runs beside this process: a call on them hangs in
+//! the kernel, and the process cannot end before it does.
+//!
+//! The process gives its other directories free, and keeps the locks of these until it ends. So the late write of a hung
+//! thread meets nobody, and nobody else can have used them: with that it vouches for them (`durability`), and the
+//! successor is proven without them.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::config::LetGo;
+use super::disk::LocalDisk;
+use super::store::LocalStore;
+use crate::durability::LogError;
+use uniffle_io::DiskLock;
+
+impl LocalStore {
+    /// Whether one of the claimed directories is among `paths`.
+    pub fn holds_any(&self, paths: &[PathBuf]) -> bool {
+        self.those(paths).next().is_some()
+    }
+
+    /// Does without directories that do not answer: the metadata log goes on elsewhere.
+    ///
+    /// # Errors
+    /// It cannot, as when both copies are there.
+    pub async fn avoid(&self, paths: &[PathBuf]) -> Result<(), LogError> {
+        let silent: Vec<_> = self.those(paths).collect();
+        silent.iter().for_each(|disk| disk.note(&io::ErrorKind::TimedOut.into()));
+        self.metadata.vouch(silent.iter().map(|disk| disk.uuid).collect(), false).await.map(drop)
+    }
+
+    /// Lets go of everything but the locks of `paths`, which are returned: nothing is acknowledged any more.
+    pub async fn let_go(&self, paths: Vec<PathBuf>) -> (LetGo, Vec<Box<dyn DiskLock>>) {
+        let vouch = self.metadata.vouch(self.those(&paths).map(|disk| disk.uuid).collect(), true).await;
+        if let Err(error) = &vouch {
+            tracing::error!(%error, "nothing can be said of directories that do not answer: results will be refused");
+        }
+        let is_silent = |root: &Path| paths.iter().any(|path| path == root);
+        let locks = self.core.disks.iter().filter_map(|disk| Some((disk, disk.unlock()?)));
+        let kept = locks.filter(|(disk, _)| is_silent(disk.io.root())).map(|(_, lock)| lock).collect();
+        (LetGo { paths, vouch: vouch.ok() }, kept)
+    }
+
+    fn those<'a>(&'a self, paths: &'a [PathBuf]) -> impl Iterator<Item = &'a Arc<LocalDisk>> {
+        self.core.disks.iter().filter(|disk| paths.iter().any(|path| path == disk.io.root()))
+    }
+}

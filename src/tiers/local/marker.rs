@@ -1,0 +1,44 @@
+//! The file by which a data directory is known. Pure: no I/O.
+
+use uuid::Uuid;
+
+/// The file that makes a directory ours and that the owner keeps locked.
+pub const MARKER: &str = "uniffle-worker.claim";
+/// First line of the marker: format and version.
+const MARKER_HEAD: &str = "uniffle-worker local store 1";
+/// Before the checksum of the lines above it.
+const CHECKSUM: &str = "crc32 ";
+
+/// Head, identity, and a checksum of both: a directory must not become another one by a flipped bit.
+pub(super) fn marker_of(uuid: Uuid) -> String {
+    let text = format!("{MARKER_HEAD}\n{uuid}\n");
+    let checksum = crc32fast::hash(text.as_bytes());
+    format!("{text}{CHECKSUM}{checksum:08x}\n")
+}
+
+/// The identity in a marker of ours. Those of 0.1.0 have no checksum.
+pub(super) fn uuid_of(marker: &[u8]) -> Option<Uuid> {
+    let text = std::str::from_utf8(marker).ok()?;
+    let line = text.lines().nth(1).filter(|_| text.lines().next() == Some(MARKER_HEAD))?;
+    let uuid = Uuid::parse_str(line).ok()?;
+    let is_of_0_1_0 = text == format!("{MARKER_HEAD}\n{uuid}\n");
+    (is_of_0_1_0 || text == marker_of(uuid)).then_some(uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_marker_is_no_other_directory_s() {
+        let uuid = Uuid::from_u128(0x1234);
+        let marker = marker_of(uuid).into_bytes();
+        assert_eq!(uuid_of(&marker), Some(uuid));
+        assert_eq!(uuid_of(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes()), Some(uuid), "0.1.0");
+        for bit in 0..marker.len() * 8 {
+            let mut damaged = marker.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(uuid_of(&damaged), None, "bit {bit}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Data directories that are not what their paths say: copies, disks that are not mounted, roots that go away.
+
+use super::*;
+
+/// Everything that is in a directory.
+fn content(disk: &TestDisk) -> BTreeMap<PathBuf, Vec<u8>> {
+    disk.memory.snapshot()
+}
+
+#[tokio::test]
+async fn a_copy_of_a_directory_is_refused_by_name_and_nothing_is_changed() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    drop((handle, store));
+    let copy = TestDisk::new("/copy");
+    for (path, content) in content(&disks[0]) {
+        copy.memory.put(&path, Some(content));
+    }
+    let before = [content(&disks[0]), content(&disks[1]), content(&copy)];
+    let error = open(vec![disks[0].disk(), disks[1].disk(), copy.disk()]).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Copied);
+    let text = error.to_string();
+    assert!(
+        text.starts_with("/copy: ") && text.contains("the same directory as /a, or a copy of it"),
+        "{text}"
+    );
+    assert_eq!([content(&disks[0]), content(&disks[1]), content(&copy)], before);
+    // With one of them left out it starts.
+    let store = store_on(&disks).await;
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+}
+
+#[tokio::test]
+async fn a_directory_that_is_configured_by_two_paths_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, link) = (dir.path().join("data"), dir.path().join("link"));
+    std::fs::create_dir(&root).unwrap();
+    std::os::unix::fs::symlink(&root, &link).unwrap();
+    let real = |paths: &[&Path]| {
+        LocalConfig { paths: paths.iter().map(|path| path.to_path_buf()).collect(), ..LocalConfig::default() }
+            .real_disks()
+    };
+    drop(open(real(&[&root])).await.unwrap());
+    let error = open(real(&[&root, &link])).await.unwrap_err();
+    assert_eq!((error.kind, error.path.as_path()), (StoreErrorKind::Copied, link.as_path()));
+}
+
+#[tokio::test]
+async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_required() {
+    let disk = TestDisk::new("/data");
+    disk.memory.set_mount_point("/");
+    let config = LocalConfig { require_mounted: true, ..LocalConfig::default() };
+    let open = |config: &LocalConfig, disk: &TestDisk| {
+        let (config, disks) = (config.clone(), vec![disk.disk()]);
+        async move { LocalStore::open(config, disks, &Registry::new()).await }
+    };
+    let error = open(&config, &disk).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::NotMounted);
+    let text = error.to_string();
+    assert!(text.contains("/data") && text.contains("localfile_store.require_mounted = true"), "{text}");
+    assert!(disk.memory.files().is_empty(), "nothing is written below the mount point");
+    disk.memory.set_mount_point("/data");
+    drop(open(&config, &disk).await.unwrap());
+    // It is claimed: where it is does not matter any more.
+    disk.memory.set_mount_point("/");
+    drop(open(&config, &disk).await.unwrap());
+    let other = TestDisk::new("/other");
+    other.memory.set_mount_point("/");
+    drop(open(&LocalConfig::default(), &other).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_directory_that_goes_away_while_the_worker_runs_takes_nothing_until_it_is_back() {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    for id in 0..8 {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    let marker = disks[0].memory.content(Path::new(MARKER));
+    disks[0].memory.put(Path::new(MARKER), None);
+    store.maintain_once().await;
+    let info = &store.disks()[0];
+    assert_eq!(info.condition, DiskCondition::Detached);
+    assert!(info.fault.as_deref().is_some_and(|fault| fault.contains("unmounted, moved or replaced")));
+    assert_eq!(store.core.metrics.disk_is_detached.with_label_values(&["/a"]).get(), 1);
+    let before = content(&disks[0]);
+    for id in 8..12 {
+        assert_eq!(store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap().disk, 1);
+    }
+    store.append_metadata(&handle, b"more").await.unwrap();
+    store.probe().await;
+    assert_eq!(content(&disks[0]), before, "nothing is written there, not even by a probe");
+    let error = read_all(&store, &key, 1).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Unhealthy, "readers wait");
+    // Another one in its place is not it.
+    let other = marker.as_deref().map(marker_like);
+    disks[0].memory.put(Path::new(MARKER), other);
+    store.probe().await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Detached);
+    disks[0].memory.put(Path::new(MARKER), marker);
+    store.probe().await;
+    store.maintain_once().await;
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..12).collect::<Vec<_>>());
+}
+
+/// A marker of ours with another identity, as 0.1.0 wrote it.
+fn marker_like(marker: &[u8]) -> Vec<u8> {
+    let head = String::from_utf8_lossy(marker).lines().next().unwrap_or_default().to_owned();
+    format!("{head}\n{}\n", uuid::Uuid::from_u128(7)).into_bytes()
+}

@@ -1,0 +1,71 @@
+//! What Uniffle's Kubernetes operator and dashboard ask of a server over HTTP (docs/protocol.md §10.1).
+
+use serde::Deserialize;
+use uniffle_testkit::metrics::get;
+
+use super::fixture::{Setup, WorkerFixture, key};
+
+/// As the operator's webhook reads them (`pkg/webhook/util/util.go`): a value that is no number fails older ones.
+#[derive(Debug, Deserialize)]
+struct MetricList {
+    metrics: Vec<MetricItem>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct MetricItem {
+    name: String,
+    label_names: Vec<String>,
+    label_values: Vec<String>,
+    value: f32,
+}
+
+async fn asked(fixture: &WorkerFixture, path: &'static str) -> Result<String, String> {
+    let port = fixture.worker.addresses().http.port();
+    tokio::task::spawn_blocking(move || get(port, path)).await.unwrap()
+}
+
+/// The webhook's question before it lets a pod be deleted.
+async fn has_zero_apps(fixture: &WorkerFixture) -> bool {
+    let body = asked(fixture, "/metrics/server").await.unwrap();
+    let list: MetricList = serde_json::from_str(&body).unwrap();
+    for item in &list.metrics {
+        assert_eq!(item.label_names.len(), item.label_values.len(), "{item:?}");
+    }
+    let apps =
+        list.metrics.iter().find(|item| item.name == "app_num_with_node").expect("the webhook's metric");
+    apps.value == 0.0
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n10_the_operators_webhook_sees_when_a_pod_may_be_deleted() {
+    let fixture = WorkerFixture::start().await;
+    assert!(has_zero_apps(&fixture).await);
+    fixture.client.register(&key("app-1", 1), &[(0, 1)]).await.unwrap();
+    assert!(!has_zero_apps(&fixture).await);
+    fixture.client.unregister_app("app-1").await.unwrap();
+    assert!(has_zero_apps(&fixture).await);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n26_the_dashboards_links_are_answered_and_stacks_where_profiles_are() {
+    let fixture = WorkerFixture::start().await;
+    for path in ["grpc", "netty", "jvm", "all"].map(|kind| format!("/api/shuffleServer/metrics/{kind}")) {
+        let body = asked(&fixture, path.leak()).await.unwrap();
+        assert!(!serde_json::from_str::<MetricList>(&body).unwrap().metrics.is_empty());
+    }
+    let text = asked(&fixture, "/api/shuffleServer/prometheus/metrics/all").await.unwrap();
+    assert!(text.contains("\napp_num_with_node 0\n"), "{text}");
+    let conf = asked(&fixture, "/api/shuffleServer/conf").await.unwrap();
+    assert!(conf.contains(r#"{"argumentKey":"memory_store.capacity","argumentValue":"#), "{conf}");
+    let refused = asked(&fixture, "/api/shuffleServer/stacks").await.unwrap_err();
+    assert!(refused.contains("404"), "{refused}");
+    fixture.finish().await;
+
+    let fixture = WorkerFixture::with(Setup { tables: "[http]\nprofiles = true", ..Setup::default() }).await;
+    let stacks = asked(&fixture, "/api/shuffleServer/stacks").await;
+    // A build without task dumps says so.
+    assert!(stacks.is_ok() || stacks.as_ref().is_err_and(|said| said.contains("501")), "{stacks:?}");
+    fixture.finish().await;
+}

@@ -1,0 +1,252 @@
+//! `uniffle-worker ctl`: the binary against a worker in this process; each command, for people and for scripts, and
+//! every exit code.
+
+use std::process::Stdio;
+
+use serde_json::Value;
+use tokio::process::Command;
+
+use super::fixture::{AdminFixture, eventually};
+use uniffle_testkit::ports::free_port;
+
+/// What a command did.
+pub(crate) struct Done {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Done {
+    /// With exit code 0; what it printed.
+    fn well(self) -> String {
+        assert_eq!((self.code, self.stderr.as_str()), (0, ""), "{}", self.stdout);
+        self.stdout
+    }
+
+    /// With another; what it complained of.
+    fn badly(self, code: i32) -> String {
+        assert_eq!(self.code, code, "{}{}", self.stdout, self.stderr);
+        self.stderr
+    }
+}
+
+pub(crate) async fn run(arguments: &[&str]) -> Done {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"));
+    command.args(arguments).env_remove("WORKER_ADMIN_TOKEN").stdin(Stdio::null()).kill_on_drop(true);
+    let output = command.output().await.unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Done { code: output.status.code().unwrap(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// `ctl` of the worker of `fixture`.
+async fn ctl(fixture: &AdminFixture, arguments: &[&str]) -> Done {
+    let addresses = fixture.worker.addresses();
+    let (http, admin) = (addresses.http.to_string(), addresses.admin.unwrap().to_string());
+    let whom = ["ctl", "--worker", &http, "--admin", &admin];
+    run(&[&whom[..], arguments].concat()).await
+}
+
+async fn json(fixture: &AdminFixture, arguments: &[&str]) -> Value {
+    let text = ctl(fixture, &[arguments, &["--output", "json"]].concat()).await.well();
+    serde_json::from_str(&text).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctl_tells_what_a_worker_does() {
+    let fixture = AdminFixture::start().await;
+    fixture.push("app-1", 3).await;
+    fixture.push("app-10", 1).await;
+    // Figures are up to a second old.
+    eventually("the applications are counted", || {
+        let apps = fixture.worker.apps().app_count();
+        if apps == 2 { Ok(()) } else { Err(apps.to_string()) }
+    })
+    .await;
+    tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
+
+    let status = json(&fixture, &["status"]).await;
+    assert_eq!((&status["node"]["state"], &status["apps"]["count"]), (&"active".into(), &2.into()));
+    let shown = ctl(&fixture, &["status", "--ready"]).await.well();
+    for part in ["active, ready", "applications 2, 4 partitions", "1, all healthy", "embedded"] {
+        assert!(shown.contains(part), "{part} in {shown}");
+    }
+    assert_eq!(json(&fixture, &["apps", "--limit", "1"]).await["apps"].as_array().unwrap().len(), 1);
+    let shown = ctl(&fixture, &["apps"]).await.well();
+    assert!(shown.lines().nth(1).is_some_and(|line| line.starts_with("app-1 ")), "{shown}");
+    assert_eq!(json(&fixture, &["app", "app-1"]).await["partitions"], 3);
+    let shown = ctl(&fixture, &["app", "app-1"]).await.well();
+    assert!(shown.contains("receive") && shown.contains("in memory 58.6 KiB"), "{shown}");
+    assert_eq!(json(&fixture, &["disks"]).await[0]["condition"], "healthy");
+    assert!(ctl(&fixture, &["disks"]).await.well().contains("healthy"));
+    assert_eq!(ctl(&fixture, &["losses"]).await.well(), "no block is lost\n");
+    let shown = ctl(&fixture, &["top"]).await.well();
+    assert!(shown.starts_with("1 workers, 1 answer;") && shown.contains("app-10"), "{shown}");
+    assert_eq!(json(&fixture, &["top"]).await[0]["answer"]["status"]["apps"]["count"], 2);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctl_changes_tags_configuration_and_applications() {
+    let fixture = AdminFixture::with_file("tags = [\"old\"]", "").await;
+    fixture.push("app 1 é", 1).await;
+    assert_eq!(ctl(&fixture, &["tags"]).await.well(), "old\n");
+    assert_eq!(ctl(&fixture, &["tags", "night", "ssd"]).await.well(), "night\nssd\n");
+    assert_eq!(json(&fixture, &["tags"]).await["tags"], serde_json::json!(["night", "ssd"]));
+    ctl(&fixture, &["tags", "a,b"]).await.badly(1);
+    assert_eq!(ctl(&fixture, &["tags", "--none"]).await.well(), "\n");
+    fixture.rewrite("tags = [\"new\"]", "");
+    assert!(ctl(&fixture, &["reload"]).await.well().contains("waiting_for_restart:"));
+    fixture.write("gprc_port = 1");
+    assert!(ctl(&fixture, &["reload"]).await.badly(1).contains("did you mean grpc_port?"));
+    ctl(&fixture, &["purge", "app"]).await.badly(1);
+    assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.well(), "purged: app 1 é\n");
+    let file = tempfile::tempdir().unwrap();
+    let file = file.path().join("tasks");
+    ctl(&fixture, &["profile", "tasks", "--file", file.to_str().unwrap()]).await.well();
+    assert!(std::fs::read_to_string(file).unwrap().contains("expiry"));
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctl_drains_a_worker_and_waits_for_its_end() {
+    let fixture = AdminFixture::with_file("decommission_check_interval_sec = 1", "").await;
+    // So that a snapshot of the empty memory is there, which must not be believed.
+    json(&fixture, &["status"]).await;
+    fixture.push("app-1", 3).await;
+    let drained = json(&fixture, &["drain", "--within", "60"]).await;
+    assert_eq!((&drained["in_memory_bytes"], &drained["apps"]), (&0.into(), &1.into()));
+    assert_eq!(fixture.worker.memory().block_count(), 0);
+    let late = ctl(&fixture, &["decommission", "--wait", "--within", "0.5"]).await.badly(4);
+    assert!(late.contains("1 applications are left"), "{late}");
+    assert!(ctl(&fixture, &["decommission"]).await.well().contains("state: decommissioning"));
+    assert!(ctl(&fixture, &["status", "--ready"]).await.badly(4).contains("not ready"));
+    ctl(&fixture, &["purge", "app-1"]).await.well();
+    let ended = json(&fixture, &["decommission", "--wait", "--within", "60"]).await;
+    assert_eq!(ended["state"], "decommissioned");
+    assert!(ctl(&fixture, &["decommission", "--cancel"]).await.well().contains("state: active"));
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn exit_codes_of_ctl_tell_what_went_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let right = token("right", "correct-horse-battery-staple\n");
+    let wrong = token("wrong", "incorrect-horse-battery\n");
+    let fixture = AdminFixture::with(&format!("token_file = {right:?}\n")).await;
+    ctl(&fixture, &["tags", "x", "--token-file", &right]).await.well();
+    let refused = ctl(&fixture, &["tags", "x", "--token-file", &wrong]).await.badly(1);
+    assert!(refused.contains("a bearer token is needed"), "{refused}");
+    assert!(ctl(&fixture, &["tags", "x"]).await.badly(1).contains("401"));
+    let refused = ctl(&fixture, &["tags", "x", "--token-file", "/nowhere"]).await.badly(2);
+    assert!(refused.contains("--token-file /nowhere"), "{refused}");
+    // What anyone may ask needs none.
+    ctl(&fixture, &["status"]).await.well();
+    assert!(ctl(&fixture, &["app", "nobody"]).await.badly(1).contains("404"));
+
+    let nobody = format!("127.0.0.1:{}", free_port());
+    for arguments in [
+        &["ctl", "status", "--worker", &nobody][..],
+        &["ctl", "status", "--coordinator", &nobody],
+        &["ctl", "decommission", "--wait", "--worker", &nobody, "--admin", &nobody],
+    ] {
+        let told = run(arguments).await.badly(3);
+        assert!(told.contains(&nobody), "{told}");
+    }
+    for arguments in [
+        &["ctl"][..],
+        &["ctl", "stat"],
+        &["ctl", "status", "--worker", "ftp://x"],
+        &["ctl", "status", "--only", "x"],
+        &["ctl", "status", "--coordinator", &nobody, "--worker", "x"],
+        &["ctl", "drain", "--coordinator", &nobody],
+        &["ctl", "status", "--timeout", "0"],
+        &["ctl", "status", "--ca-file", "/nowhere"],
+        &["completions", "sh-1"],
+    ] {
+        run(arguments).await.badly(2);
+    }
+    // What answers is no worker.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = silent.local_addr().unwrap().to_string();
+    run(&["ctl", "status", "--timeout", "0.2", "--worker", &silent]).await.badly(3);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctl_asks_every_worker_that_a_coordinator_knows() {
+    let fixture = AdminFixture::start().await;
+    let second = AdminFixture::in_cluster_of(&fixture).await;
+    for each in [&fixture, &second] {
+        each.push("app-1", 2).await;
+    }
+    second.push("app-2", 1).await;
+    let coordinator = fixture.worker.addresses().grpc.to_string();
+    let all = |arguments: &[&str]| {
+        let whom = ["ctl", "--coordinator", &coordinator];
+        let arguments: Vec<String> = whom.iter().chain(arguments).map(|it| (*it).to_owned()).collect();
+        async move { run(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
+    };
+    let parsed = |done: Done| serde_json::from_str::<Value>(&done.well()).unwrap();
+    let start = tokio::time::Instant::now();
+    let ids: Vec<String> = loop {
+        let workers = parsed(all(&["status", "--output", "json"]).await);
+        let ids = workers.as_array().unwrap().iter().map(|it| it["worker"].as_str().unwrap().to_owned());
+        let ids: Vec<_> = ids.collect();
+        assert!(start.elapsed() < super::api::PATIENCE, "{ids:?}");
+        if ids.len() == 2 && workers.as_array().unwrap().iter().all(|it| it["answer"]["apps"]["count"] != 0) {
+            break ids;
+        }
+    };
+    let shown = all(&["status"]).await.well();
+    assert!(shown.lines().count() == 3 && ids.iter().all(|id| shown.contains(id)), "{shown}");
+    let shown = all(&["apps"]).await.well();
+    assert_eq!(shown.lines().filter(|line| line.starts_with("app-")).count(), 2, "{shown}");
+    // One of the two knows it: the other is not asked about, and not complained of.
+    let one = parsed(all(&["app", "app-2", "--output", "json"]).await);
+    assert_eq!(one.as_array().unwrap().len(), 1, "{one}");
+    all(&["app", "nobody"]).await.badly(1);
+    assert!(all(&["top"]).await.well().starts_with("2 workers, 2 answer;"));
+
+    // One of the two is a coordinator.
+    let told = parsed(all(&["cluster", "--output", "json"]).await);
+    let nodes = told[0]["answer"]["nodes"].as_array().unwrap();
+    assert!(told.as_array().unwrap().len() == 1 && nodes.len() == 2, "{told}");
+    assert!(nodes.iter().zip(&ids).all(|(node, id)| node["id"] == **id), "{told}");
+    assert!(all(&["cluster"]).await.well().contains("active"));
+
+    // What ends a worker's service is not said to all by mistake.
+    assert!(all(&["decommission"]).await.badly(2).contains("--all"));
+    assert!(all(&["decommission", "--only", "nobody"]).await.badly(1).contains(&ids[0]));
+    let port = fixture.worker.addresses().admin.unwrap().port().to_string();
+    let first = ids.iter().find(|id| id.contains(&fixture.worker.addresses().grpc.port().to_string()));
+    let tagged =
+        all(&["tags", "x", "--only", first.unwrap().as_str(), "--admin-port", port.as_str()]).await.well();
+    assert!(tagged.contains("== ") && tagged.contains('x'), "{tagged}");
+    second.finish().await;
+    // The coordinator has not missed it yet: the other's answer is there, and the code tells of the one that is not.
+    let left = all(&["disks", "--output", "json"]).await;
+    let answers: Value = serde_json::from_str(&left.stdout).unwrap();
+    let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
+    assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn completions_and_manual_name_every_command() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let text = run(&["completions", shell]).await.well();
+        assert!(text.contains("decommission") && text.contains("token-file"), "{shell}");
+    }
+    let page = run(&["man"]).await.well();
+    assert!(page.contains(".TH uniffle-worker 1") && page.contains("uniffle\\-worker\\-ctl"), "{page}");
+    let directory = tempfile::tempdir().unwrap();
+    run(&["man", "--directory", directory.path().to_str().unwrap()]).await.well();
+    let pages: Vec<_> =
+        std::fs::read_dir(directory.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
+    assert!(pages.iter().any(|name| name == "uniffle-worker-ctl-drain.1"), "{pages:?}");
+}

@@ -1,0 +1,126 @@
+//! One application that floods a worker and nine small ones beside it: the small ones take at most half as long again as
+//! without the flood.
+//!
+//! By hand, on a machine that does nothing else; it prints the figures of `docs/benchmarks.md`:
+//! ```text
+//! cargo test --release --test spark fairness -- --ignored --nocapture --test-threads 1
+//! ```
+
+use serde_json::Value;
+use uniffle_testkit::say;
+use uniffle_testkit::spark::{Jvm, Kind};
+use uniffle_testkit::worker::{Setup, Worker};
+
+use crate::spark;
+
+/// Applications that are not to be held up.
+const SMALL: usize = 9;
+/// 55 MB each, so that the nine want twice the memory.
+const SMALL_WORDS: &str = "scenarios=sized master=local[2] spark.scenario.rows=500000";
+/// 440 MB in each round, for longer than the small ones take.
+const FLOOD_WORDS: &str =
+    "scenarios=sized master=local[8] spark.scenario.rows=4000000 spark.scenario.seconds=90";
+/// The flood gets the processor when no one else wants it: what is shared here is the worker.
+const NICE: &[&str] = &["nice", "-n", "10"];
+/// Of a small one's time.
+const MOST: f64 = 1.5;
+
+/// JVMs that have run something: the first application of each takes ten seconds more.
+struct Jvms {
+    small: Vec<Jvm>,
+    flood: Jvm,
+}
+
+impl Jvms {
+    fn start() -> Self {
+        let flags = &["-Xmx1g"];
+        let start = |at| Jvm::start_as(Kind::NoUnsafe, &format!("small-{at}"), (&[], flags));
+        let mut small: Vec<_> = (0..SMALL).map(start).collect();
+        let mut flood = Jvm::start_as(Kind::NoUnsafe, "flood", (NICE, flags));
+        for jvm in small.iter_mut().chain([&mut flood]) {
+            begin(jvm, "vanilla", SMALL_WORDS);
+        }
+        let digests: Vec<_> = small.iter_mut().chain([&mut flood]).map(finish).collect();
+        assert!(digests.windows(2).all(|pair| pair[0]["digest"] == pair[1]["digest"]), "{digests:?}");
+        Self { small, flood }
+    }
+
+    /// Seconds of each small application, all at once; every row is right.
+    fn run_small(&mut self, words: &str) -> Vec<f64> {
+        for jvm in &mut self.small {
+            begin(jvm, "printed", &format!("{SMALL_WORDS} {words}"));
+        }
+        let answers: Vec<_> = self.small.iter_mut().map(finish).collect();
+        assert!(answers.windows(2).all(|pair| pair[0]["digest"] == pair[1]["digest"]), "{answers:?}");
+        answers.iter().map(|answer| answer["seconds"].as_f64().expect("every line has it")).collect()
+    }
+}
+
+fn begin(jvm: &mut Jvm, mode: &str, words: &str) {
+    jvm.begin(mode, words).unwrap_or_else(|lost| panic!("{lost}"));
+}
+
+fn finish(jvm: &mut Jvm) -> Value {
+    let answers = jvm.finish().unwrap_or_else(|lost| panic!("{lost}"));
+    let [answer] = &answers[..] else { panic!("{answers:?}") };
+    assert_eq!(answer["ok"], true, "{answer}\n--- end of the JVM's log\n{}", jvm.log_tail());
+    answer.clone()
+}
+
+fn tell(what: &str, seconds: &[f64]) -> f64 {
+    let longest = seconds.iter().copied().fold(0.0, f64::max);
+    let mean = seconds.iter().sum::<f64>() / f64::from(u32::try_from(seconds.len()).expect("nine"));
+    say(&format!("{what}: {mean:.1} s on average, {longest:.1} s the longest, of {seconds:.1?}"));
+    longest
+}
+
+/// What the worker said to requests for tickets so far.
+fn tell_tickets(worker: &Worker, what: &str) {
+    let metrics = worker.metrics();
+    let count = |name| metrics.total(name).unwrap_or_default();
+    say(&format!(
+        "{what}: {:.0} tickets granted in line, {:.0} refused, {:.0} of them over their share",
+        count("tickets_granted_in_line_total"),
+        count("total_require_buffer_failed"),
+        count("total_require_buffer_failed_over_share"),
+    ));
+}
+
+fn run(name: &'static str, client: &str) {
+    let Some(turn) = spark() else { return };
+    let worker = Worker::start(&Setup { name, capacity: "256M", disks: 2, ..Setup::default() });
+    let words = format!("{} spark.rss.client.type={client}", worker.printed_settings());
+    let mut jvms = Jvms::start();
+    jvms.run_small(&words);
+    let alone = tell(&format!("{client}, nine without the flood"), &jvms.run_small(&words));
+    tell_tickets(&worker, client);
+
+    begin(&mut jvms.flood, "printed", &format!("{FLOOD_WORDS} {words}"));
+    let beside = tell(&format!("{client}, nine beside the flood"), &jvms.run_small(&words));
+    tell_tickets(&worker, client);
+    let flood = finish(&mut jvms.flood);
+    let flooded = flood["seconds"].as_f64().unwrap_or_default();
+    say(&format!(
+        "{client}: {:.2} times; the flood had {} rounds in {flooded:.1} s",
+        beside / alone,
+        flood["rounds"]
+    ));
+    assert!(flooded > beside, "the flood was over before the small ones were");
+    worker.assert_clean();
+    worker.assert_no_error_logged();
+    worker.stop();
+    drop((jvms, turn));
+    assert!(beside <= MOST * alone, "{beside:.1} s beside the flood, {alone:.1} s without it");
+}
+
+#[test]
+#[ignore = "takes minutes, and its figures mean nothing on a machine that does something else"]
+fn fairness_nine_small_applications_beside_a_flood_over_grpc() {
+    run("fairness-grpc", "GRPC");
+}
+
+#[test]
+#[ignore = "takes minutes, and its figures mean nothing on a machine that does something else"]
+fn fairness_nine_small_applications_beside_a_flood_over_tcp() {
+    run("fairness-tcp", "GRPC_NETTY");
+}
