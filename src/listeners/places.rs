@@ -46,7 +46,7 @@ pub(super) enum Stage {
     Busy,
 }
 
-/// The least goes first: the stage, then the ms at which it last got on.
+/// The least goes first: the stage, then when it last got on, in ns of the table's age (in ms, connections of one moment tie).
 type Rank = (Stage, u64);
 
 /// What a connection is doing; its server keeps this up to date.
@@ -55,7 +55,7 @@ pub(super) struct Seat {
     since: Instant,
     is_open: AtomicBool,
     requests: AtomicU32,
-    progressed_ms: AtomicU64,
+    progressed_ns: AtomicU64,
     close: AbortHandle,
 }
 
@@ -84,7 +84,7 @@ impl Places {
             since: self.since,
             is_open: AtomicBool::new(false),
             requests: AtomicU32::new(0),
-            progressed_ms: AtomicU64::new(ms(self.since)),
+            progressed_ns: AtomicU64::new(age(self.since)),
             close,
         });
         let mut table = self.table.lock();
@@ -94,7 +94,7 @@ impl Places {
         table.open.insert(number, Arc::clone(&seat));
         drop(table);
         let closed =
-            closed.map(|(stage, at)| (stage, Duration::from_millis(ms(self.since).saturating_sub(at))));
+            closed.map(|(stage, at)| (stage, Duration::from_nanos(age(self.since).saturating_sub(at))));
         (Held { number, seat, table: Arc::clone(&self.table) }, closed)
     }
 }
@@ -143,7 +143,17 @@ impl Seat {
 
     /// Bytes came or went.
     pub(super) fn progressed(&self) {
-        self.progressed_ms.store(ms(self.since), Ordering::Relaxed);
+        self.progressed_at(self.now());
+    }
+
+    /// The moment for [`Seat::progressed_at`].
+    pub(super) fn now(&self) -> u64 {
+        age(self.since)
+    }
+
+    /// Bytes came or went by a call that began at `moment`. The peer may have them, and act, before the call returns.
+    pub(super) fn progressed_at(&self, moment: u64) {
+        self.progressed_ns.fetch_max(moment, Ordering::Relaxed);
     }
 
     /// A request has begun.
@@ -159,7 +169,7 @@ impl Seat {
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Busy,
         };
-        (stage, self.progressed_ms.load(Ordering::Relaxed))
+        (stage, self.progressed_ns.load(Ordering::Relaxed))
     }
 }
 
@@ -182,9 +192,9 @@ impl Drop for Held {
     }
 }
 
-/// Milliseconds since `since`.
-fn ms(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+/// Nanoseconds since `since`, for 584 years.
+fn age(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// What closes a connection, and what the connection runs under.

@@ -54,9 +54,14 @@ impl<S> Watched<S> {
         Self { stream, seat, beginning }
     }
 
-    fn wrote(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+    fn wrote(&mut self, write: impl FnOnce(Pin<&mut S>) -> Poll<io::Result<usize>>) -> Poll<io::Result<usize>>
+    where
+        S: Unpin,
+    {
+        let began = self.seat.now();
+        let written = write(Pin::new(&mut self.stream));
         if let Poll::Ready(Ok(1..)) = written {
-            self.seat.progressed();
+            self.seat.progressed_at(began);
         }
         written
     }
@@ -90,8 +95,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.wrote(written)
+        self.wrote(|stream| stream.poll_write(context, bytes))
     }
 
     fn poll_write_vectored(
@@ -99,8 +103,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Watched<S> {
         context: &mut Context<'_>,
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
-        self.wrote(written)
+        self.wrote(|stream| stream.poll_write_vectored(context, pieces))
     }
 
     fn is_write_vectored(&self) -> bool {
