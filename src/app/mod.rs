@@ -13,6 +13,7 @@ mod record_counts;
 mod registration;
 mod registry;
 mod shuffle;
+mod unproven;
 mod usage;
 
 use std::time::Duration;

@@ -19,6 +19,7 @@ use super::ranges::PartitionRanges;
 use super::record_counts::RecordCounts;
 use super::registration::{RANGE_BYTES, RANGES_MAX, RegisterError, Registration, SHUFFLE_BYTES};
 use super::shuffle::ShuffleState;
+use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Heap, HeapKind};
@@ -37,7 +38,14 @@ pub struct AppRegistry {
     started: Instant,
     quotas: Arc<Quotas>,
     /// Held while an app or shuffle is added or removed together with its state elsewhere.
-    lifecycle: Mutex<Users>,
+    lifecycle: Mutex<Alone>,
+}
+
+/// What only those see that add and remove.
+#[derive(Debug)]
+struct Alone {
+    users: Users,
+    unproven: Unproven,
 }
 
 impl AppRegistry {
@@ -55,7 +63,10 @@ impl AppRegistry {
             answers: answers.clone(),
             block_ids,
             started: Instant::now(),
-            lifecycle: Mutex::new(Users::of(Arc::clone(&quotas))),
+            lifecycle: Mutex::new(Alone {
+                users: Users::of(Arc::clone(&quotas)),
+                unproven: Unproven::default(),
+            }),
             quotas,
         }
     }
@@ -80,11 +91,11 @@ impl AppRegistry {
         if known.is_none() && self.apps.len() >= self.config.apps_max {
             return Err(RegisterError::Apps(QuotaExceeded { max: self.config.apps_max as u64 }));
         }
-        let fresh = || self.fresh(&registration.key.app, alone.usage(&registration.user));
+        let fresh = || self.fresh(&registration.key.app, alone.users.usage(&registration.user));
         let app = known.clone().unwrap_or_else(fresh);
         let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
         let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
-        self.add_shuffle(&app, &registration)?;
+        self.add_shuffle(&app, &registration, &alone.unproven)?;
         if known.is_none() {
             self.apps.insert(app.id().clone(), Arc::clone(&app));
         }
@@ -100,7 +111,12 @@ impl AppRegistry {
     }
 
     /// Adds the shuffle of a registration, or its ranges.
-    fn add_shuffle(&self, app: &App, registration: &Registration) -> Result<(), RegisterError> {
+    fn add_shuffle(
+        &self,
+        app: &App,
+        registration: &Registration,
+        unproven: &Unproven,
+    ) -> Result<(), RegisterError> {
         let Registration { key, ranges, .. } = registration;
         let known = app.shuffle(key.shuffle);
         let max = self.config.shuffles_per_app_max;
@@ -126,7 +142,10 @@ impl AppRegistry {
             let block_ids = BlockIds::new(&self.block_ids, &app.reported_ids, counted);
             let on_disk = app.usage().count(Counted::DiskBytes, 0);
             let reported = (block_ids, RecordCounts::new(&app.reported_ids));
-            let fresh = ShuffleState::new(key.clone(), (all, charge), reported, (partitions, on_disk));
+            let mut fresh = ShuffleState::new(key.clone(), (all, charge), reported, (partitions, on_disk));
+            if let Some(reason) = unproven.reason(key) {
+                fresh.mark_unproven(reason);
+            }
             app.shuffles.write().insert(key.shuffle, Arc::new(fresh));
             return Ok(());
         };
@@ -134,6 +153,12 @@ impl AppRegistry {
         shuffle.partitions.lock().merge(partitions);
         *shuffle.ranges.write() = all;
         Ok(())
+    }
+
+    /// Recovery found a shuffle, and for `reason` may not have found others of its app: from now on one that is registered
+    /// anew may be one of those, and is incomplete then (`unproven`).
+    pub fn found_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.lifecycle.lock().unproven.found(key, reason);
     }
 
     /// Replaces the timeout of apps that register from now on.
@@ -166,8 +191,9 @@ impl AppRegistry {
     /// Removes one shuffle and runs `with` before it can be registered again. Whether it was known, and what `with` gave if
     /// its app is; what takes long to drop belongs in there, because it is dropped after the lock is free.
     pub fn remove_shuffle<T>(&self, key: &ShuffleKey, with: impl FnOnce() -> T) -> (bool, Option<T>) {
-        let _alone = self.lifecycle.lock();
+        let mut alone = self.lifecycle.lock();
         let Some(app) = self.find(&key.app) else { return (false, None) };
+        alone.unproven.unregistered(key);
         let removed = app.shuffles.write().remove(&key.shuffle).is_some();
         (removed, Some(with()))
     }
@@ -190,8 +216,9 @@ impl AppRegistry {
         condition: impl Fn(&App) -> bool,
         with: impl FnOnce(Vec<ShuffleKey>) -> T,
     ) -> Option<T> {
-        let _alone = self.lifecycle.lock();
+        let mut alone = self.lifecycle.lock();
         let (_, app) = self.apps.remove_if(id, |_, app| condition(app))?;
+        alone.unproven.ended(id);
         let shuffles = std::mem::take(&mut *app.shuffles.write());
         Some(with(shuffles.into_values().map(|shuffle| shuffle.key().clone()).collect()))
     }

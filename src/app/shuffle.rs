@@ -27,6 +27,7 @@ pub struct ShuffleState {
     records: Mutex<RecordCounts>,
     commits: Commits,
     ledger: ShuffleLedger,
+    is_unproven: bool,
     /// Digest of the registration that was written down last; 0 = none was.
     noted_registration: AtomicU64,
     /// Touched by sends to partitions beyond the threshold only.
@@ -50,6 +51,7 @@ impl ShuffleState {
             records: Mutex::new(records),
             commits: Commits::default(),
             ledger: ShuffleLedger::default(),
+            is_unproven: false,
             noted_registration: AtomicU64::new(0),
             huge_partitions: Mutex::default(),
         }
@@ -93,6 +95,18 @@ impl ShuffleState {
     /// What of it is lost.
     pub fn ledger(&self) -> &ShuffleLedger {
         &self.ledger
+    }
+
+    /// Refuses its results for `reason`: it may have been registered before the start (`unproven`).
+    pub(super) fn mark_unproven(&mut self, reason: &str) {
+        self.is_unproven = true;
+        let text = format!("it may have been registered before the last start, with reports: {reason}");
+        self.ledger.mark_incomplete(text);
+    }
+
+    /// Whether the metadata log is to be told why its results are refused.
+    pub fn is_unproven(&self) -> bool {
+        self.is_unproven
     }
 
     /// Digest of the registration that was written down last; 0 = none was.

@@ -31,6 +31,9 @@ impl Contents {
         self.next_incarnation = self.next_incarnation.max(shuffle.number.saturating_add(1));
         match entry {
             Entry::Said(..) | Entry::Incomplete(..) if !self.is_purged(shuffle.number) => {
+                if let Entry::Incomplete(_, gap) = entry {
+                    self.incomplete.insert(shuffle.number, (shuffle.clone(), gap.clone()));
+                }
                 *self.living.entry(shuffle.number).or_default() += bytes;
                 self.living_bytes += bytes;
             }

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use tokio::sync::{mpsc, oneshot};
 use uuid::Uuid;
 
-use super::frame::{Entry, Incarnation};
+use super::frame::{Entry, Gap, Incarnation};
 use super::legacy::Legacy;
 use super::read::{Directory, Survey};
 use super::take_over::Found;
@@ -81,6 +81,15 @@ impl MetadataLog {
     /// Too few directories can be written, or it is too long.
     pub async fn append(&self, shuffle: Incarnation, said: Bytes) -> Result<(), LogError> {
         self.ask(Entry::Said(shuffle, said)).await
+    }
+
+    /// From now on what a shuffle said is incomplete for `reason`, also for later starts, until it is purged.
+    ///
+    /// # Errors
+    /// As [`MetadataLog::append`].
+    pub async fn mark_incomplete(&self, shuffle: Incarnation, reason: &str) -> Result<(), LogError> {
+        let gap = Gap { reason: reason.to_owned(), until_back: Vec::new() };
+        self.ask(Entry::Incomplete(shuffle, gap)).await
     }
 
     /// Forgets a shuffle, whose files may be removed from then on.

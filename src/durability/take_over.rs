@@ -151,11 +151,8 @@ impl Writer {
             Entry::Said(shuffle, _) => {
                 heard.entry(shuffle.number).or_insert(shuffle.key);
             }
-            Entry::Incomplete(shuffle, gap) => {
-                self.contents.incomplete.insert(shuffle.number, (shuffle, gap));
-            }
             Entry::Purged(shuffle) => drop(heard.remove(&shuffle.number)),
-            Entry::Epoch(_) => {}
+            Entry::Incomplete(..) | Entry::Epoch(_) => {}
         }
     }
 

@@ -160,7 +160,16 @@ impl Lifecycle {
         if state.noted_registration() == digest {
             return Ok(());
         }
-        match log.append(note.into()).await {
+        // First: a start that finds the registration finds why its results are refused.
+        let marked = match state.ledger().incomplete() {
+            Some(reason) if state.is_unproven() => log.mark_incomplete(reason).await,
+            _ => Ok(()),
+        };
+        let appended = match marked {
+            Ok(()) => log.append(note.into()).await,
+            error => error,
+        };
+        match appended {
             Err(error) if error.kind == StoreErrorKind::Purged => Ok(()),
             Err(error) => Err(error.into()),
             Ok(()) => {

@@ -57,7 +57,7 @@ impl Lifecycle {
         self.metrics.recovered_blocks.set(clamped(blocks));
         self.metrics.recovery_ms.set(clamped(took.as_millis()));
         let (mut known, unread) = self.listen(&mut recovered.said).await;
-        let mut suspects = Vec::new();
+        let (mut suspects, mut left) = (Vec::new(), Vec::new());
         for mut shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
@@ -73,6 +73,7 @@ impl Lifecycle {
                     tracing::error!(shuffle = %key, reason, "has no registration, its files are left for a later start");
                     restored.unregistered += 1;
                     self.leave(&key);
+                    left.push(key);
                 }
                 Ok(None) => {
                     tracing::info!(shuffle = %key, "was never registered, removed");
@@ -86,6 +87,7 @@ impl Lifecycle {
                 }
             }
         }
+        self.question(&left, unread);
         self.apps.touch_all();
         for app in self.apps.apps() {
             self.weights.weigh(&app);
@@ -106,6 +108,16 @@ impl Lifecycle {
             );
         }
         restored
+    }
+
+    /// When recovery has a gap, registrations may be missing of every application of which something was found, be it only
+    /// files without a registration (`left`).
+    fn question(&self, left: &[ShuffleKey], unread: Option<String>) {
+        let gap = self.tiers.metadata().and_then(|tier| tier.metadata_gap());
+        let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
+        let known = self.apps.apps().into_iter().flat_map(|app| app.shuffles());
+        known.for_each(|shuffle| self.apps.found_unproven(shuffle.key(), &reason));
+        left.iter().for_each(|key| self.apps.found_unproven(key, &reason));
     }
 
     /// What was found of an application, as quotas count it.

@@ -123,6 +123,12 @@ pub trait MetadataLog: Send + Sync {
     /// # Errors
     /// `Purged`, `InvalidBatch` when it is too long, or that no disk took it.
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>>;
+
+    /// Later starts, too, are to know that reports of the shuffle may be missing, and why.
+    ///
+    /// # Errors
+    /// As [`MetadataLog::append`].
+    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>>;
 }
 
 /// Reads for clients that do not see the tier: a partition is one contiguous stream of blocks, with an index.

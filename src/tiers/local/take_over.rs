@@ -123,6 +123,17 @@ pub(super) async fn append(log: &MetadataLog, shuffle: &Shuffle, content: Bytes)
     appended.map_err(|error| failed_log(&error))
 }
 
+/// Marks a shuffle incomplete in the log.
+pub(super) async fn mark_incomplete(
+    log: &MetadataLog,
+    shuffle: &Shuffle,
+    reason: &str,
+) -> Result<(), StoreError> {
+    shuffle.require_present()?;
+    let marked = log.mark_incomplete(shuffle.incarnation(), reason).await;
+    marked.map_err(|error| failed_log(&error))
+}
+
 impl Core {
     /// What an earlier version left; nothing where none was.
     async fn read_legacy(&self, scans: &[DiskScan]) -> Option<Legacy> {

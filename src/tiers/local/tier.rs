@@ -55,6 +55,10 @@ impl MetadataLog for ShuffleMetadata {
     fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
         take_over::append(&self.log, &self.shuffle, record).boxed()
     }
+
+    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
+        take_over::mark_incomplete(&self.log, &self.shuffle, reason).boxed()
+    }
 }
 
 impl Tier for LocalStore {

@@ -12,6 +12,7 @@
 //! `DAMAGE_SEEDS=20000 cargo test --test contract damage -- --nocapture` runs more seeds; `DAMAGE_SEED=17` runs one;
 //! `DAMAGE_GAPS=1` also what is not survived yet ([`ways::Damage::is_known_gap`]).
 
+mod again;
 mod forge;
 mod mutations;
 mod tally;
@@ -226,6 +227,10 @@ async fn finish(world: &mut World, life: &Life, report: &mut Report) {
     }
     tokio::time::sleep(PROBED_WITHIN).await;
     let key = keys.first().cloned().unwrap_or_else(|| world.some_key());
+    if keys.is_empty() && life.client.register(&key, 3).await.is_ok() {
+        // It may be one that was lost, and is refused then until it is unregistered.
+        world.unregister(life, &key);
+    }
     for key in &keys {
         let known = life.client.results(key, 0).await.unwrap_or_default();
         if !known.is_empty() {

@@ -81,8 +81,8 @@ pub(crate) struct History {
     /// The machine went down while not everything was synced: what an index names may have other bytes.
     torn: bool,
     sync: SyncWrites,
-    /// The life before ended with everything on the devices.
-    synced: bool,
+    /// Disks with something that is not on the device: the last life that had them did not end with a sync.
+    unsynced: BTreeSet<usize>,
     /// In this life.
     reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
@@ -110,7 +110,7 @@ impl History {
         Self {
             rng,
             sync,
-            synced: false,
+            unsynced: BTreeSet::new(),
             process: None,
             life: 0,
             steps_left: STEPS,
@@ -246,7 +246,9 @@ impl History {
             _ => End::Stop,
         };
         tracing::info!(target: "life", life = self.life, ?end, "ends");
-        self.synced = false;
+        let here: BTreeSet<usize> =
+            (0..self.disks.len()).filter(|disk| self.missing != Some(*disk)).collect();
+        self.unsynced.extend(&here);
         match end {
             End::Crash => {}
             End::Torn => {
@@ -267,7 +269,7 @@ impl History {
                 if self.mutation != Mutation::NoLastSync {
                     self.process().sync().await;
                 }
-                self.synced = true;
+                self.unsynced.retain(|disk| !here.contains(disk));
                 if self.process().is_flushed() {
                     self.tally.orderly_stops += 1;
                     self.promised.values_mut().for_each(|promised| promised.settle(self.life));
@@ -288,7 +290,7 @@ impl History {
         if self.rng.random_bool(goes_down) {
             tracing::info!(target: "life", "the machine goes down");
             self.tally.power_losses += 1;
-            if self.sync == SyncWrites::Off && !self.synced {
+            if self.sync == SyncWrites::Off && !self.unsynced.is_empty() {
                 self.tally.unsynced_power_losses += 1;
                 (self.torn, self.excused) = (true, true);
                 self.promised.values_mut().for_each(Promised::lose_places);
@@ -296,6 +298,7 @@ impl History {
             for disk in &self.disks {
                 disk.lose_power(self.rng.random());
             }
+            self.unsynced.clear();
         }
     }
 

@@ -43,7 +43,11 @@ impl History {
                 refusal.is_some_and(|refusal| refusal.text().contains("run its application again"));
             // With other bytes than were written an extent may be given up.
             let withheld = findings.withheld.first().filter(|_| !self.is_torn() && !runs_again);
-            assert!(withheld.is_none(), "{key}: {withheld:?} of {} blocks on the disks", findings.intact);
+            let intact = findings.intact;
+            assert!(
+                withheld.is_none(),
+                "{key}: {withheld:?} of {intact} blocks on the disks, refused: {refusal:?}"
+            );
             let promised = self.promised.get_mut(&name).expect("a known key");
             if runs_again && !findings.withheld.is_empty() {
                 promised.lose_places();
