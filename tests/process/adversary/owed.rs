@@ -172,6 +172,16 @@ pub(super) fn n7_large_registrations(target: Target) -> BoxFuture<'static, io::E
     .boxed()
 }
 
+/// Keeps connections open that take nothing of their answers, and answers pings.
+async fn hold(connections: &mut [Connection]) -> io::Result<()> {
+    for _ in 0..20 {
+        for connection in &mut *connections {
+            connection.pong(Duration::from_millis(2)).await?;
+        }
+    }
+    Ok(())
+}
+
 /// N8: readers with a window of nothing that ask for what an honest application has, and answer pings.
 pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
     async move {
@@ -196,12 +206,7 @@ pub(super) fn n8_zero_windows(target: Target) -> BoxFuture<'static, io::Error> {
                 connection.ask("ShuffleServer/getLocalShuffleData", &disk).await?;
                 connections.push(connection);
             }
-            for _ in 0..20 {
-                for connection in &mut connections {
-                    connection.pong(Duration::from_millis(2)).await?;
-                }
-            }
-            Ok(())
+            hold(&mut connections).await
         })
         .await
     }
@@ -241,12 +246,7 @@ pub(super) fn n8_lists_of_tiny_blocks(target: Target) -> BoxFuture<'static, io::
                 }
                 connections.push(connection);
             }
-            for _ in 0..20 {
-                for connection in &mut connections {
-                    connection.pong(Duration::from_millis(2)).await?;
-                }
-            }
-            Ok(())
+            hold(&mut connections).await
         })
         .await
     }

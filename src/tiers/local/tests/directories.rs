@@ -75,14 +75,7 @@ async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_
 
 #[tokio::test]
 async fn a_directory_that_goes_away_while_the_worker_runs_takes_nothing_until_it_is_back() {
-    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
-    let store = store_on(&disks).await;
-    let key = key("app", 1);
-    let handle = store.register(&key);
-    store.append_metadata(&handle, b"registered").await.unwrap();
-    for id in 0..8 {
-        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
-    }
+    let (disks, store, key, handle) = two_disks_with_blocks(8).await;
     let marker = disks[0].memory.content(Path::new(MARKER));
     disks[0].memory.put(Path::new(MARKER), None);
     store.maintain_once().await;

@@ -166,14 +166,7 @@ async fn a_directory_that_is_not_ours_is_left_alone() {
 
 #[tokio::test]
 async fn d6_a_read_only_disk_serves_and_takes_nothing_until_it_is_writable() {
-    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
-    let store = store_on(&disks).await;
-    let key = key("app", 1);
-    let handle = store.register(&key);
-    store.append_metadata(&handle, b"registered").await.unwrap();
-    for id in 0..4 {
-        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
-    }
+    let (disks, store, key, handle) = two_disks_with_blocks(4).await;
     drop((handle, store));
     disks[0].memory.set_read_only(true);
     let before = disks[0].memory.files();

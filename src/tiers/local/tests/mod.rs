@@ -67,6 +67,21 @@ pub(super) async fn store_on(disks: &[TestDisk]) -> Arc<LocalStore> {
     open(disks.iter().map(TestDisk::disk).collect()).await.unwrap()
 }
 
+/// Two disks, a store on them, and a shuffle that is registered and has written so many blocks, each alone.
+pub(super) async fn two_disks_with_blocks(
+    blocks: i64,
+) -> ([TestDisk; 2], Arc<LocalStore>, ShuffleKey, ShuffleHandle) {
+    let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
+    let store = store_on(&disks).await;
+    let key = key("app", 1);
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    for id in 0..blocks {
+        store.write(&key, vec![extent(1, &[(id, 9000)], true)]).await.unwrap();
+    }
+    (disks, store, key, handle)
+}
+
 pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
     // Without the cache of index records every index read asks the disk, where the faults are.
     let config = LocalConfig { index_cache_bytes: 0, ..LocalConfig::default() };
