@@ -11,6 +11,7 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 
@@ -21,7 +22,7 @@ use crate::tiers::{ChunkRead, ServedData, ServedIndex, StoreError, StoreErrorKin
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{ReadBuffer, ReadBuffers};
 use uniffle_wire::bitmap;
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleId, ShuffleKey};
+use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
 use super::answer_limits::{OF_APP, OF_CONNECTION, answer_limit, answer_lists};
@@ -38,6 +39,9 @@ const CONNECTION_DIVISOR: u64 = 8;
 const TURNS_DIVISOR: u64 = 4;
 const TURNS_MIN: u64 = 2;
 const TURNS_MAX: u64 = 64;
+
+/// Hints of one request that are looked at; clients send a few.
+const HINTS_MAX: usize = 16;
 
 /// What the reads of one connection may hold, so that one that does not take its answers leaves room for others.
 #[derive(Debug)]
@@ -415,6 +419,28 @@ impl Reads {
         self.metrics.read_bytes.inc_by(length);
         self.metrics.read_local_data_bytes.inc_by(length);
         Ok(DataAnswer { length, chunks })
+    }
+
+    /// What the client of a read says it will read next: pairs of offset and length. A hint is never refused: those after the
+    /// first [`HINTS_MAX`] are ignored, and those that are no range.
+    pub fn hint(
+        &self,
+        app: &str,
+        shuffle: i32,
+        partition: i32,
+        hints: impl ExactSizeIterator<Item = (i64, i64)>,
+    ) {
+        if hints.len() == 0 {
+            return;
+        }
+        let (Some(tier), Ok(app)) = (self.tiers.served(), AppId::parse(app)) else { return };
+        let range = |(offset, length): (i64, i64)| {
+            let start = u64::try_from(offset).ok()?;
+            let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
+            Some(start..start.checked_add(length)?)
+        };
+        let ranges: SmallVec<[_; 4]> = hints.take(HINTS_MAX).filter_map(range).collect();
+        tier.hint(&ShuffleKey::new(app, ShuffleId(shuffle)), PartitionId(partition), &ranges);
     }
 
     /// What is read, whose it is, and the read as it is counted.

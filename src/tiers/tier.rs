@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::fmt;
 use std::future::ready;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -149,6 +150,10 @@ pub trait ServedTier: Send + Sync {
         partition: PartitionId,
         range: (u64, u32),
     ) -> Result<ServedData, StoreError>;
+
+    /// Takes note of ranges of a partition's data stream, none of them empty, that a reader says it will read next. Changes no
+    /// answer, waits for nothing, and may be ignored.
+    fn hint(&self, _: &ShuffleKey, _: PartitionId, _: &[Range<u64>]) {}
 
     /// Reads all that a partition has on devices of which reads have failed, and makes holes of what cannot be read, so
     /// that its blocks can be sent again and found. What a device said of it; none when everything can be read.

@@ -20,6 +20,7 @@ pub mod uring;
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
@@ -46,6 +47,12 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Fills every part of the target exactly; `UnexpectedEof` when the file ends before. Gives the target back, with
     /// undefined bytes in its parts after an error.
     fn read(&self, target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)>;
+
+    /// Says which ranges are read soon, so that the page cache has them then. Not for direct files. A disk with as many reads
+    /// under way as it takes at a time does nothing, and so does one that has no use for it.
+    fn advise(&self, _ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
 
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;

@@ -14,6 +14,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::io::{Read as _, Write as _};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -116,6 +117,10 @@ impl File for UringFile {
                 Err(error) => (ReadTarget::lost(), Err(error)),
             }
         })
+    }
+
+    fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        self.open.advise(&self.reads, ranges)
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {

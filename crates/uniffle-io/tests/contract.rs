@@ -57,6 +57,11 @@ async fn suite(disk: Arc<dyn Disk>, direct: bool) {
     let outside = ReadTarget::one(Box::new(vec![0; 4]), 2..8, 0);
     assert_eq!(reader.read(outside).await.1.unwrap_err().kind(), io::ErrorKind::InvalidInput);
 
+    // Also beyond the end of the file, in any order, and again.
+    reader.advise(vec![4096..24_576, 1..2, 0..300_000, 1 << 40..(1 << 40) + 1, 5..5]).await.unwrap();
+    reader.advise(Vec::new()).await.unwrap();
+    assert_eq!(read(&reader, 3, 10).await.unwrap(), bytes[3..13]);
+
     let direct = disk.open_read_direct(path).await.unwrap();
     for (offset, len) in [(4096, 8192), (4096 + 5, 19_995), (8191, 2), (0, 20_000)] {
         let at = usize::try_from(offset).unwrap();

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,6 +27,8 @@ pub enum Operation {
     Write,
     /// [`File::read_at`].
     Read,
+    /// [`File::advise`].
+    Advise,
     /// [`File::sync`].
     Sync,
     /// [`Disk::sync_dir`] and [`Disk::sync_all`].
@@ -498,6 +501,10 @@ impl File for FaultFile {
                 })
             }
         }
+    }
+
+    fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        self.faults.apply(Operation::Advise, &self.path, self.file.advise(ranges))
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {

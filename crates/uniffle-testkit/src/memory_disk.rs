@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -90,6 +91,8 @@ struct Tree {
     /// Syncs say that all is well and do nothing.
     lies: bool,
     locked: BTreeSet<PathBuf>,
+    /// What was said to be read soon, and the bytes there.
+    advised: Vec<(Range<u64>, Vec<u8>)>,
 }
 
 impl MemoryDisk {
@@ -134,6 +137,12 @@ impl MemoryDisk {
         let content = self.tree.lock().files.get(path).cloned()?;
         let bytes = content.lock().bytes.clone();
         Some(bytes)
+    }
+
+    /// Ranges that were said to be read soon, with what the file has there.
+    #[must_use]
+    pub fn advised(&self) -> Vec<(Range<u64>, Vec<u8>)> {
+        self.tree.lock().advised.clone()
     }
 
     /// Contents of all files, by path relative to the root.
@@ -517,6 +526,18 @@ impl File for MemoryFile {
             };
             drop(stored);
             (target, result)
+        })
+    }
+
+    fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        let (tree, content) = (Arc::clone(&self.tree), Arc::clone(&self.content));
+        Box::pin(async move {
+            let mut tree = tree.lock();
+            let stored = content.lock();
+            let at = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX).min(stored.bytes.len());
+            let bytes = |range: &Range<u64>| stored.bytes[at(range.start)..at(range.end)].to_vec();
+            tree.advised.extend(ranges.into_iter().map(|range| (range.clone(), bytes(&range))));
+            Ok(())
         })
     }
 

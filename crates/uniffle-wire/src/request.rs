@@ -241,6 +241,16 @@ impl Placement {
 }
 
 impl<'a> LocalDataRequest<'a> {
+    /// What will be read next, as the client says: offset and length, not validated.
+    pub fn hints(&self) -> impl ExactSizeIterator<Item = (i64, i64)> + 'a {
+        let hints = match self.version {
+            LocalDataVersion::V1 | LocalDataVersion::V2 { .. } => &[],
+            LocalDataVersion::V3 { hints, .. } => hints.as_chunks::<HINT_BYTES>().0,
+        };
+        let number = |bytes: &[u8]| bytes.first_chunk().map_or(0, |bytes| i64::from_be_bytes(*bytes));
+        hints.iter().map(move |hint| (number(hint), number(&hint[HINT_BYTES / 2..])))
+    }
+
     fn decode(kind: FrameType, target: Target<'a>, fields: &mut Fields<'a>) -> Result<Self, DecodeError> {
         let placement = Placement::decode(fields)?;
         let (offset, length, timestamp_ms) = (fields.i64()?, fields.i32()?, fields.i64()?);

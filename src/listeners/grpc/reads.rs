@@ -9,7 +9,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::convert::refusal;
-use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat};
+use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat, nested};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
 use crate::budget::Budget;
@@ -114,13 +114,16 @@ pub(super) async fn local_data<B: RequestBody>(
     mut body: B,
 ) -> Result<http::Response<Body>, Status> {
     let (request, _charge): (GetLocalShuffleDataRequest, _) =
-        inbound.message(&mut body, request_bytes_max, flat).await?;
+        inbound.message(&mut body, request_bytes_max, nested).await?;
     transit.arrived(request.timestamp);
     let (offset, length) = (request.offset, request.length);
     let (app, shuffle, partition) = (&request.app_id, request.shuffle_id, request.partition_id);
     let read = async {
         let turn = reading.turn().await?;
-        Ok((service.reads.read_data(app, shuffle, partition, offset, length).await?, turn))
+        let data = service.reads.read_data(app, shuffle, partition, offset, length).await?;
+        let hints = request.next_read_segments.iter().map(|segment| (segment.offset, segment.length));
+        service.reads.hint(app, shuffle, partition, hints);
+        Ok((data, turn))
     };
     match read.await {
         Ok((data, turn)) => {

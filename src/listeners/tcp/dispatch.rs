@@ -187,6 +187,7 @@ impl LocalRead {
                     .reads
                     .read_data(target.app, target.shuffle, target.partition, offset, length)
                     .await?;
+                service.reads.hint(target.app, target.shuffle, target.partition, range.hints());
                 (ReplyFields::LocalData, answer.length, answer.chunks)
             }
             ReadRequest::Memory(_) | ReadRequest::Sorted(_) => {

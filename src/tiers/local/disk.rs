@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rand::Rng;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -42,6 +42,8 @@ pub(super) struct LocalDisk {
     pub(super) io: Arc<dyn Disk>,
     /// Memory that its reads may hold, set by the store.
     pub(super) reads: ReadShare,
+    /// For what readers say they will read next: one request at a time.
+    pub(super) hints: Arc<Semaphore>,
     /// Persistent identity, written into index groups.
     pub(super) uuid: Uuid,
     /// The root as text, for labels.
@@ -91,6 +93,7 @@ impl LocalDisk {
         Self {
             index: 0,
             reads: ReadShare::new(0),
+            hints: Arc::new(Semaphore::new(1)),
             label: io.root().display().to_string(),
             io,
             uuid,

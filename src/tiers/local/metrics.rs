@@ -34,6 +34,10 @@ metrics::table! {
         read_index_file: IntCounter = "localfile_disk_index_reads", "reads of partition indexes";
         read_data_bytes: IntCounter = "total_read_data_from_localfile", "data bytes read";
         read_index_bytes: IntCounter = "total_read_index_from_localfile", "index bytes read";
+        hints: IntCounter = "read_hint_operations",
+            "hints of what is read next that were given to a disk's page cache";
+        hinted_bytes: IntCounter =
+            "read_hint_bytes", "bytes that clients said they would read next, which the page cache was asked for";
         index_cache_hits: IntCounter =
             "localfile_index_cache_hits", "extents whose index records were in memory";
         index_cache_misses: IntCounter =

@@ -1,7 +1,7 @@
 //! The store: the shuffles that it knows, and the parts that write, read and remove them.
 
 use std::fmt;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -71,6 +71,7 @@ pub struct LocalStore {
 impl Drop for LocalStore {
     fn drop(&mut self) {
         self.tasks.cancel();
+        self.reader.tasks.cancel();
     }
 }
 
@@ -172,6 +173,13 @@ impl LocalStore {
     ) -> Result<DataRead, StoreError> {
         let shuffle = self.find(key)?;
         DataRead::new(&self.reader, shuffle, partition, offset, length)
+    }
+
+    /// Takes hints of what is read next ([`read::hints`](super::read)).
+    pub fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        if let Ok(shuffle) = self.find(key) {
+            self.reader.hint(&shuffle, partition, ranges);
+        }
     }
 
     /// Reads all that a partition has on disks from which too many reads have failed, for half a second, and makes holes

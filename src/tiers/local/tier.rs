@@ -1,5 +1,6 @@
 //! The local disks as a [`Tier`] that is read through the worker.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -163,6 +164,10 @@ impl ServedTier for LocalStore {
     ) -> Result<ServedData, StoreError> {
         let read = LocalStore::data(self, key, partition, offset, length)?;
         Ok(ServedData { has_hole: read.has_hole(), chunks: Box::new(read) })
+    }
+
+    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        LocalStore::hint(self, key, partition, ranges);
     }
 
     fn give_up_unreadable<'a>(

@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 
 use uniffle_client::grpc::{ClientError, ShuffleClient};
 use uniffle_client::send::{SendForm, request};
+use uniffle_testkit::eventually;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 use uniffle_worker::proto::{
     AppHeartBeatRequest, GetLocalShuffleDataRequest, GetLocalShuffleIndexRequest,
-    GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReportShuffleResultRequest, RequireBufferRequest,
-    SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest, ShuffleUnregisterByAppIdRequest,
-    ShuffleUnregisterRequest, StatusCode,
+    GetMemoryShuffleDataRequest, GetShuffleResultRequest, ReadSegment, ReportShuffleResultRequest,
+    RequireBufferRequest, SendShuffleDataRequest, ShufflePartitionRange, ShuffleRegisterRequest,
+    ShuffleUnregisterByAppIdRequest, ShuffleUnregisterRequest, StatusCode,
 };
 
 use super::blocks::{batch, blocks, payload};
@@ -186,6 +187,38 @@ async fn a_range_outside_of_the_data_returns_no_byte() {
     assert!(whole == expected);
     let last = fixture.client.read_data(&mine, P, end.unsigned_abs() - 1, 1).await.unwrap();
     assert_eq!(last.as_ref(), &expected[expected.len() - 1..]);
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hints_of_what_is_read_next_are_taken_or_ignored_and_never_refused() {
+    let (fixture, key) = (WorkerFixture::start().await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &blocks(0, 1, 0..5))).await;
+    fixture.flush().await;
+    let length = i64::try_from(payload(&blocks(0, 1, 0..5))).unwrap();
+    let hostile = [(-1, 5), (0, -1), (5, 0), (0, length + 1), (i64::MAX, i64::MAX), (i64::MIN, i64::MIN)];
+    for (hints, bytes) in
+        [(hostile.to_vec(), 0), (vec![(0, 1); 100_000], 16), (vec![(1, length - 1)], length + 15)]
+    {
+        let segment = |(offset, length)| ReadSegment { offset, length };
+        let request = GetLocalShuffleDataRequest {
+            app_id: key.app.as_str().to_owned(),
+            shuffle_id: key.shuffle.0,
+            length: 100,
+            next_read_segments: hints.into_iter().map(segment).collect(),
+            ..Default::default()
+        };
+        let answer = fixture.client.raw().get_local_shuffle_data(request).await.unwrap().into_inner();
+        assert_eq!((answer.status(), answer.data.len()), (StatusCode::Success, 100));
+        #[expect(clippy::cast_precision_loss, reason = "a few")]
+        let bytes = bytes as f64;
+        eventually("the hints are taken", || match fixture.metric("read_hint_bytes") {
+            taken if taken == bytes => Ok(()),
+            taken => Err(taken.to_string()),
+        })
+        .await;
+    }
     fixture.finish().await;
 }
 

@@ -1,11 +1,13 @@
 //! Reads of the local tier.
 
+use bytes::BytesMut;
 use uniffle_client::block::Block;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_wire::reply::Answer;
+use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, Placement, ReadRequest, Target};
 use uniffle_worker::proto::StatusCode;
 
-use super::fixture::{PARTITION, TcpFixture, block, key};
+use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, key};
 
 fn joined(blocks: &[Block]) -> Vec<u8> {
     blocks.iter().flat_map(|block| block.data.iter().copied()).collect()
@@ -41,6 +43,35 @@ async fn a_range_that_is_not_published_is_refused() {
     }
     assert_eq!(client.read_data(&key(), PARTITION, 0, 100).await.unwrap().body.len(), 100);
     drop(client);
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn what_is_read_next_is_hinted_and_no_hint_is_refused() {
+    let fixture = TcpFixture::new().await;
+    fixture.store(&[block(0, 100)]).await;
+    let mut peer = fixture.raw().await;
+    let hostile = [(-1, 5), (0, -1), (5, 0), (0, 101), (i64::MAX, i64::MAX), (i64::MIN, i64::MIN)];
+    let rounds = [(vec![(0, 50), (50, 50)], 100.0), (hostile.to_vec(), 100.0), (vec![(0, 1); 10_000], 116.0)];
+    for (hints, bytes) in rounds {
+        let pairs = hints.iter().flat_map(|(offset, length): &(i64, i64)| [*offset, *length]);
+        let hints: Vec<u8> = pairs.flat_map(i64::to_be_bytes).collect();
+        let request = LocalDataRequest {
+            target: Target { request_id: 1, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 },
+            placement: Placement { partitions_per_range: 1, partitions: 1 },
+            offset: 0,
+            length: 100,
+            timestamp_ms: 0,
+            version: LocalDataVersion::V3 { storage_id: 0, hints: &hints, task_attempt_id: 0 },
+        };
+        let mut frame = BytesMut::new();
+        ReadRequest::LocalData(request).encode_frame(&mut frame);
+        peer.say(&frame).await;
+        assert_eq!(peer.hear().await.body.len(), 100);
+        fixture.until("the hints are taken", |fixture| fixture.metric("read_hint_bytes") >= bytes).await;
+        assert_eq!(fixture.metric("read_hint_bytes"), bytes);
+    }
+    drop(peer);
     fixture.finish().await;
 }
 

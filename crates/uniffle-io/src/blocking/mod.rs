@@ -9,6 +9,7 @@ mod read;
 
 use std::fs::OpenOptions;
 use std::io::{self, IoSlice, Read, Write};
+use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,6 +62,16 @@ impl Gate {
             None => None,
         };
         (kind, disk)
+    }
+
+    /// The same if nothing has to be waited for.
+    fn try_enter(&self) -> Option<Permits> {
+        let kind = Arc::clone(&self.kind).try_acquire_owned().ok()?;
+        let disk = match &self.disk {
+            Some(disk) => Some(Arc::clone(disk).try_acquire_owned().ok()?),
+            None => None,
+        };
+        Some((kind, disk))
     }
 }
 
@@ -178,7 +189,14 @@ async fn blocking<T: Send + 'static>(
     gate: Gate,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
-    let permit = gate.enter().await;
+    let permits = gate.enter().await;
+    permitted(permits, work).await
+}
+
+async fn permitted<T: Send + 'static>(
+    permit: Permits,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
     let joined = tokio::task::spawn_blocking(move || {
         let done = work();
         drop(permit);
@@ -331,6 +349,14 @@ impl OpenFile {
         Ok(())
     }
 
+    pub(super) fn advise(&self, gate: &Gate, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        let Some(permits) = gate.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
+        let file = Arc::clone(&self.file);
+        Box::pin(permitted(permits, move || {
+            ranges.into_iter().try_for_each(|range| read::advise(&file, range))
+        }))
+    }
+
     pub(super) fn sync(&self, gate: Gate) -> BoxFuture<'static, io::Result<()>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || file.sync_data()))
@@ -417,6 +443,10 @@ impl File for BlockingFile {
             // Lost when the buffer went down with its thread.
             joined.await.unwrap_or_else(|error| (ReadTarget::lost(), Err(io::Error::other(error))))
         })
+    }
+
+    fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
+        self.open.advise(&self.reads, ranges)
     }
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {

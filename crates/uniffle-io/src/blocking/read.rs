@@ -5,12 +5,28 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
+use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
+use rustix::fs::Advice;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::progress::{Detour, ReadProgress};
 use crate::{BLOCK_ALIGN, ReadTarget};
+
+/// The kernel reads no more than this ahead on one call, by default (`read_ahead_kb`); what is asked for beyond it is dropped.
+const ADVISED_BYTES: u64 = 128 << 10;
+
+/// Starts the device on a range that is read soon by way of the page cache.
+pub(super) fn advise(file: &File, range: Range<u64>) -> io::Result<()> {
+    let mut at = range.start;
+    while let Some(length) = NonZeroU64::new(range.end.saturating_sub(at).min(ADVISED_BYTES)) {
+        rustix::fs::fadvise(file, at, Some(length), Advice::WillNeed)?;
+        at += length.get();
+    }
+    Ok(())
+}
 
 /// Fills the parts of `target`.
 pub(super) fn fill(file: &File, direct: bool, target: &mut ReadTarget) -> io::Result<()> {

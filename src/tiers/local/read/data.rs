@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream};
+use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of, touched};
 use crate::tiers::local::config::VerifyReads;
 use crate::tiers::local::damage::Damage;
 use crate::tiers::local::extent::{Extent, NO_LOG};
@@ -309,13 +309,6 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
 /// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
 /// inside. Holes have parts, of no log.
 fn translate(extents: &[Extent], offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
-    let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
-    let touched = extents[first..].iter().take_while(|extent| extent.base < end);
-    let known = touched.clone().filter(|extent| !extent.is_lost()).copied().collect();
-    let pieces = touched.map(|extent| {
-        let from = offset.max(extent.base) - extent.base;
-        let to = end.min(extent.base + extent.length) - extent.base;
-        Piece { log: extent.data_log, offset: extent.data_offset() + from, length: to - from }
-    });
-    (known, pieces.collect())
+    let known = touched(extents, offset, end).filter(|extent| !extent.is_lost()).copied().collect();
+    (known, touched(extents, offset, end).map(|extent| piece_of(extent, offset, end)).collect())
 }

@@ -5,6 +5,7 @@
 mod directories;
 mod faults;
 mod hangs;
+mod hints;
 mod lifecycle;
 mod metadata;
 mod model;

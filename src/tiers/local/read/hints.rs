@@ -1,0 +1,105 @@
+//! Hints: ranges that a client says it will read next, given to the page cache.
+//!
+//! A hint is of use only for what is read by way of the page cache: short parts, and everything where `direct_io` is off.
+//! What is read around it would be brought twice, or need read memory for a reader that may never come.
+//!
+//! A hint changes no answer and no disk's health, nobody waits for it, and it costs little however it is made: so many parts
+//! of so many bytes for a request, one request at a time for a disk, none for a disk that is unhealthy or has no place for
+//! another read.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{DIRECT_BYTES_MIN, Piece, Reader, piece_of, touched};
+use crate::tiers::local::core::Core;
+use crate::tiers::local::disk::within;
+use crate::tiers::local::extent::{Extent, NO_LOG};
+use crate::tiers::local::log::Log;
+use crate::tiers::local::shuffle::Shuffle;
+use uniffle_wire::types::PartitionId;
+
+/// Bytes that one request's hints bring to the page cache: half of a client's usual read (14 MiB).
+pub(in crate::tiers::local) const HINTED_BYTES_MAX: u64 = 8 << 20;
+
+/// Extents that one request's hints are looked up in: a system call of some microseconds for each.
+pub(in crate::tiers::local) const HINTED_EXTENTS_MAX: usize = 256;
+
+/// Parts of one log, and the place of their request at its disk.
+struct Hinted {
+    log: Arc<Log>,
+    parts: Vec<Range<u64>>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Reader {
+    /// Takes hints. Ranges that are not wholly published, and what goes beyond the bounds, are ignored.
+    pub(in crate::tiers::local) fn hint(
+        &self,
+        shuffle: &Shuffle,
+        partition: PartitionId,
+        ranges: &[Range<u64>],
+    ) {
+        let pieces = shuffle.with_partition(partition, |found| {
+            found.map_or_else(Vec::new, |partition| {
+                let published = ranges.iter().filter(|range| range.end <= partition.bytes);
+                pieces(&partition.extents, published)
+            })
+        });
+        for hinted in self.by_log(shuffle, pieces) {
+            let (core, stop) = (Arc::clone(&self.core), self.tasks.cancelled());
+            self.tasks.spawn("read hints", async move {
+                tokio::select! {
+                    biased;
+                    () = stop => {}
+                    () = advise(&core, hinted) => {}
+                }
+            });
+        }
+    }
+
+    /// What of the pieces is read by way of the page cache, where the disk has time for it.
+    fn by_log(&self, shuffle: &Shuffle, pieces: Vec<Piece>) -> Vec<Hinted> {
+        let mut all: Vec<Hinted> = Vec::new();
+        let mut left = HINTED_BYTES_MAX;
+        for Piece { log, offset, length } in pieces {
+            let log = shuffle.log_at(log);
+            if length >= DIRECT_BYTES_MIN && self.core.files.is_direct(&log) {
+                continue;
+            }
+            let part = offset..offset + length.min(left);
+            left -= length.min(left);
+            match all.iter_mut().find(|hinted| hinted.log.id == log.id) {
+                _ if part.is_empty() => break,
+                Some(hinted) => hinted.parts.push(part),
+                None if !log.disk.is_healthy() => {}
+                None => {
+                    let place = Arc::clone(&log.disk.hints).try_acquire_owned();
+                    all.extend(place.ok().map(|_place| Hinted { log, parts: vec![part], _place }));
+                }
+            }
+        }
+        all
+    }
+}
+
+/// What `ranges` touch, holes left out.
+fn pieces<'a>(extents: &[Extent], ranges: impl Iterator<Item = &'a Range<u64>>) -> Vec<Piece> {
+    let all = ranges.flat_map(|Range { start, end }| {
+        touched(extents, *start, *end).map(|extent| piece_of(extent, *start, *end))
+    });
+    all.take(HINTED_EXTENTS_MAX).filter(|piece| piece.log != NO_LOG).collect()
+}
+
+async fn advise(core: &Core, hinted: Hinted) {
+    let bytes = hinted.parts.iter().map(|part| part.end - part.start).sum();
+    let advised = within(core.config.read_timeout, async {
+        core.files.reader(&hinted.log).await?.advise(hinted.parts).await
+    });
+    // What is wrong is told by the read of these bytes, if it ever comes.
+    if advised.await.is_ok() {
+        core.metrics.hints.inc();
+        core.metrics.hinted_bytes.inc_by(bytes);
+    }
+}

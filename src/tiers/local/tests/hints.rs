@@ -1,0 +1,99 @@
+//! What a reader says it will read next.
+
+use std::ops::Range;
+
+use super::super::read::hints::{HINTED_BYTES_MAX, HINTED_EXTENTS_MAX};
+use super::*;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+const P: PartitionId = PartitionId(1);
+
+async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
+    let disk = TestDisk::new("/a");
+    let config = LocalConfig { direct_io, ..LocalConfig::default() };
+    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    (disk, store, key)
+}
+
+/// What the disk was told after a hint, by order in the log.
+async fn told(disk: &TestDisk, store: &LocalStore, key: &ShuffleKey, ranges: &[Range<u64>]) -> Vec<Vec<u8>> {
+    let before = disk.memory.advised().len();
+    store.hint(key, P, ranges);
+    store.reader.tasks.drained().await;
+    disk.memory.advised().split_off(before).into_iter().map(|(_, bytes)| bytes).collect()
+}
+
+#[tokio::test]
+async fn what_is_read_by_way_of_the_page_cache_is_brought_there() {
+    for direct_io in [true, false] {
+        let (disk, store, key) = opened(direct_io).await;
+        for (id, size) in [(1, 5000), (2, 200_000), (3, 7000)] {
+            store.write(&key, vec![extent(1, &[(id, size)], false)]).await.unwrap();
+        }
+        let (first, second, third) = (payload(1, 5000), payload(2, 200_000), payload(3, 7000));
+        let all = told(&disk, &store, &key, &[0..212_000]).await;
+        let expected = if direct_io { vec![&first, &third] } else { vec![&first, &second, &third] };
+        assert!(
+            all.iter().eq(expected),
+            "direct {direct_io}: {:?}",
+            all.iter().map(Vec::len).collect::<Vec<_>>()
+        );
+        let inside = told(&disk, &store, &key, &[4000..4500, 205_000..205_010]).await;
+        assert_eq!(inside, [&first[4000..4500], &third[..10]]);
+        assert_eq!(store.core.metrics.hints.get(), 2);
+    }
+}
+
+#[tokio::test]
+async fn hostile_hints_are_ignored_or_cut() {
+    let (disk, store, key) = opened(false).await;
+    for id in 0..400 {
+        store.write(&key, vec![extent(1, &[(id, 100_000)], false)]).await.unwrap();
+    }
+    let bytes = store.partition_bytes(&key, P);
+    // Beyond what is published, also by a byte, and of what does not exist.
+    assert!(told(&disk, &store, &key, &[0..u64::MAX, 0..bytes + 1, bytes..bytes + 1]).await.is_empty());
+    store.hint(&key, PartitionId(2), &[0..1]);
+    store.hint(&super::key("other", 1), P, &[0..1]);
+    assert!(told(&disk, &store, &key, &[]).await.is_empty());
+    // Every one overlaps the others.
+    let whole = vec![0..bytes; 1000];
+    let told_bytes = told(&disk, &store, &key, &whole).await.iter().map(|it| it.len() as u64).sum::<u64>();
+    assert_eq!(told_bytes, HINTED_BYTES_MAX);
+    let ends: Vec<_> = (0..1000).map(|n| n % 400 * 100_000..n % 400 * 100_000 + 1).collect();
+    assert_eq!(told(&disk, &store, &key, &ends).await.len(), HINTED_EXTENTS_MAX);
+    // Of a shuffle that is gone.
+    store.purge(&key).await;
+    assert!(told(&disk, &store, &key, &[0..1]).await.is_empty());
+    assert_nothing_left(&store, &[disk]).await;
+}
+
+#[tokio::test]
+async fn a_disk_takes_one_request_at_a_time_and_its_reads_do_not_wait_for_it() {
+    let (disk, store, key) = opened(true).await;
+    store.write(&key, vec![extent(1, &[(1, 5000)], false)]).await.unwrap();
+    disk.faults.add(Rule::once(Operation::Advise, Fault::Hang));
+    store.hint(&key, P, &[0..5000]);
+    while disk.faults.hung() == 0 {
+        tokio::task::yield_now().await;
+    }
+    for _ in 0..100 {
+        store.hint(&key, P, &[0..5000]);
+    }
+    assert_eq!(store.reader.tasks.running(), 1);
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    disk.faults.release().await;
+    store.reader.tasks.drained().await;
+    assert_eq!(disk.memory.advised().len(), 1);
+    // An error says nothing of the disk, and the next one comes through.
+    disk.faults.add(Rule::once(Operation::Advise, Fault::Errno(EIO)));
+    assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());
+    assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert_eq!(told(&disk, &store, &key, &[0..5000]).await.len(), 1);
+    // A disk that fails is left alone.
+    store.core.disks[0].note(&io::Error::from_raw_os_error(EIO));
+    assert_ne!(store.disks()[0].condition, DiskCondition::Healthy);
+    assert!(told(&disk, &store, &key, &[0..5000]).await.is_empty());
+}
