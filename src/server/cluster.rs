@@ -1,13 +1,18 @@
 //! What the embedded coordinator knows, as `/api/v1/cluster` tells it: a translation, made once a second at most however
-//! many ask.
+//! many ask. And what all its workers say of an application: they are asked, for two who want to know at a time.
 
+use std::cmp::Reverse;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::FutureExt as _;
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::coordinator::embedded::{ClusterView, EmbeddedCoordinator, KnownNode};
+use crate::listeners::http::Everywhere;
 use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, ClusterNode};
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
@@ -15,16 +20,31 @@ use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 /// How old the text may be.
 const AGE_MAX: Duration = Duration::from_secs(1);
 
+/// Explanations that are put together at a time, each of some answers of 128 KiB; who asks beyond it waits.
+const EXPLAINING_MAX: usize = 2;
+
 /// The latest text.
 #[derive(Debug)]
 pub(super) struct ClusterPage {
     coordinator: EmbeddedCoordinator,
     latest: Mutex<Option<(Instant, Bytes)>>,
+    explaining: Arc<Semaphore>,
 }
 
 impl ClusterPage {
     pub(super) fn new(coordinator: EmbeddedCoordinator) -> Self {
-        Self { coordinator, latest: Mutex::default() }
+        Self { coordinator, latest: Mutex::default(), explaining: Arc::new(Semaphore::new(EXPLAINING_MAX)) }
+    }
+
+    /// What all workers say of an application; those that tell of it in their heartbeats are asked first.
+    pub(super) fn explain(&self, app: &str) -> Everywhere {
+        let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
+        let app = app.to_owned();
+        async move {
+            let _place = places.acquire_owned().await.map_err(|error| error.to_string())?;
+            uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app)).await
+        }
+        .boxed()
     }
 
     /// JSON, up to a second old.
@@ -40,6 +60,19 @@ impl ClusterPage {
         *latest = Some((Instant::now(), text.clone()));
         text
     }
+}
+
+fn workers(view: ClusterView, app: &str) -> Vec<uniffle_ctl::Worker> {
+    let tells = |known: &KnownNode| known.node.details.apps.iter().any(|it| it.app_id == app);
+    let mut nodes = view.nodes;
+    nodes.sort_by_cached_key(|known| Reverse(tells(known)));
+    let worker = |KnownNode { node, .. }: KnownNode| uniffle_ctl::Worker {
+        id: node.server.id,
+        host: node.server.ip,
+        // One that does not tell it is asked at a port where nobody answers, and so is named.
+        port: u16::try_from(node.server.jetty_port).unwrap_or(0),
+    };
+    nodes.into_iter().map(worker).collect()
 }
 
 fn cluster(view: ClusterView) -> Cluster {

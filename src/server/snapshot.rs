@@ -120,6 +120,10 @@ impl http::Node for Inspector {
         Some(self.cluster.as_ref()?.text())
     }
 
+    fn explain_everywhere(&self, app: &str) -> Option<http::Everywhere> {
+        Some(self.cluster.as_ref()?.explain(app))
+    }
+
     fn status(&self) -> Status {
         let snapshot = self.snapshot(AGE_MAX);
         let NodeSnapshot { memory, flush, disks, tickets, connections, totals, process, .. } = &*snapshot;

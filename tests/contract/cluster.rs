@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 use uniffle_client::grpc::ShuffleClient;
@@ -172,6 +172,7 @@ async fn a_cluster_of_workers_alone_goes_on_when_a_coordinator_dies() {
         );
         assert!(node["available_bytes"].as_u64().is_some_and(|free| free > 30 << 20), "{node}");
     }
+    assert_explained(&b, &c, &view).await;
     let status = reqwest::get(format!("http://{}/api/v1/cluster", c.addresses().http))
         .await
         .expect("an answer")
@@ -206,8 +207,34 @@ async fn write_and_read(application: &Application, id: ShuffleId) {
     }
 }
 
+/// One worker with a coordinator tells of the application at all; one without says that it cannot.
+async fn assert_explained(with: &Worker, without: &Worker, view: &Value) {
+    let it = api(with, "cluster/apps/app-1/explain").await;
+    assert_eq!(
+        (&it["app"], &it["presence"], &it["unanswered"]),
+        (&"app-1".into(), &"known".into(), &json!([]))
+    );
+    assert_eq!(
+        (&it["bytes"]["received"], &it["shuffles"]),
+        (&view["apps"][0]["total_bytes"], &1.into()),
+        "{it}"
+    );
+    let names = |list: &Value| list.as_array().expect("a list").iter().map(text).collect::<HashSet<_>>();
+    let workers = it["workers"].as_array().expect("workers").iter().map(|worker| worker["worker"].clone());
+    let (told, known) = (names(&workers.collect()), names(&view["apps"][0]["nodes"]));
+    assert!(told.is_superset(&known) && !known.is_empty(), "{told:?}, {known:?}");
+    let unknown = api(with, "cluster/apps/..%2Fx/explain").await;
+    assert_eq!(unknown["error"], "no worker knows this application (any more)");
+    let alone = api(without, "cluster/apps/app-1/explain").await;
+    assert!(text(&alone["error"]).starts_with("this worker has no coordinator"), "{alone}");
+}
+
 async fn cluster_view(worker: &Worker) -> Value {
-    let answer = reqwest::get(format!("http://{}/api/v1/cluster", worker.addresses().http)).await;
+    api(worker, "cluster").await
+}
+
+async fn api(worker: &Worker, path: &str) -> Value {
+    let answer = reqwest::get(format!("http://{}/api/v1/{path}", worker.addresses().http)).await;
     serde_json::from_str(&answer.expect("an answer").text().await.expect("a text")).expect("JSON")
 }
 

@@ -92,6 +92,9 @@ pub(crate) enum Call {
     App {
         /// Application
         id: String,
+        /// At all workers that this worker's own coordinator knows
+        #[arg(long)]
+        cluster: bool,
     },
     /// Data directories
     Disks,

@@ -7,8 +7,10 @@ use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 
 use crate::arguments::{Arguments, Call, Output, ProfileKind};
+use crate::everywhere;
 use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
+use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
 use crate::{complain, say, text, top, wait};
 
@@ -47,10 +49,16 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
         return Ok(0);
     }
-    if is_json {
+    if let Call::App { id, .. } = &arguments.call
+        && let Some(explanation) = merged(id, &answers)
+    {
+        say(&if is_json { pretty(&explanation) } else { text::answer(&arguments.call, &explanation) });
+    } else if is_json {
         say(&pretty(&all_of(&answers)));
     } else {
         say(&text::answers(&arguments.call, &answers));
+    }
+    if !is_json {
         for (target, failure) in failures(&answers) {
             complain(&format!("{}: {failure}", target.name));
         }
@@ -88,7 +96,8 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
             }
         }
         Call::Apps { limit } => get(format!("/api/v1/apps?limit={limit}")).await,
-        Call::App { id } => get(format!("/api/v1/apps/{}/explain", segment(id))).await,
+        Call::App { id, cluster: false } => get(everywhere::path(id)).await,
+        Call::App { id, .. } => get(format!("/api/v1/cluster/apps/{}/explain", segment(id))).await,
         Call::Disks => get("/api/v1/disks".to_owned()).await,
         Call::Losses => get("/losses".to_owned()).await,
         Call::Cluster => get("/api/v1/cluster".to_owned()).await,
@@ -114,6 +123,15 @@ fn forget_strangers(call: &Call, answers: &mut Vec<(&Target, Answer)>) {
     if concerns_one && !answers.iter().all(|(_, answer)| is_missing(answer)) {
         answers.retain(|(_, answer)| !is_missing(answer));
     }
+}
+
+/// What all say of an application; none when none knows it.
+fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
+    let mut merged = Merged::default();
+    for (target, answer) in answers {
+        everywhere::enter(&mut merged, &target.name, answer);
+    }
+    merged.nothing().is_none().then(|| merged.explanation(app))
 }
 
 fn failures<'a>(answers: &'a [(&Target, Answer)]) -> impl Iterator<Item = (&'a Target, &'a Failure)> {

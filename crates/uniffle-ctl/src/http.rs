@@ -81,6 +81,7 @@ pub(crate) struct Client {
     tls: Option<TlsConnector>,
     token: Option<String>,
     patience: Duration,
+    answer_bytes_max: usize,
 }
 
 impl Client {
@@ -95,7 +96,12 @@ impl Client {
             _ => return Err(Failure::Usage("--cert-file and --key-file belong together".to_owned())),
         };
         let tls = files.ca.map(|ca| connector(ca, own)).transpose()?;
-        Ok(Self { tls, token, patience })
+        Ok(Self { tls, token, patience, answer_bytes_max: ANSWER_BYTES_MAX })
+    }
+
+    /// The same with another largest answer.
+    pub(crate) fn with_answers_of(self, answer_bytes_max: usize) -> Self {
+        Self { answer_bytes_max, ..self }
     }
 
     /// `GET`, JSON.
@@ -143,12 +149,12 @@ impl Client {
             let host = base.host.trim_start_matches('[').trim_end_matches(']');
             let stream = TcpStream::connect((host, base.port)).await.map_err(|error| error.to_string())?;
             if !base.is_tls {
-                return exchange(stream, request).await;
+                return exchange(stream, request, self.answer_bytes_max).await;
             }
             let connector = self.tls.as_ref().ok_or("--ca-file is needed for https")?;
             let name = ServerName::try_from(host.to_owned()).map_err(|error| error.to_string())?;
             let stream = connector.connect(name, stream).await.map_err(|error| error.to_string())?;
-            exchange(stream, request).await
+            exchange(stream, request, self.answer_bytes_max).await
         };
         let answered = timeout(patience, exchange).await;
         let answered = answered.unwrap_or_else(|_| Err(format!("no answer within {patience:?}")));
@@ -210,7 +216,11 @@ fn request(method: Method, base: &Base, path: &str) -> Request<Full<Bytes>> {
     request
 }
 
-async fn exchange<S>(stream: S, request: Request<Full<Bytes>>) -> Result<(StatusCode, Bytes), String>
+async fn exchange<S>(
+    stream: S,
+    request: Request<Full<Bytes>>,
+    answer_bytes_max: usize,
+) -> Result<(StatusCode, Bytes), String>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
@@ -221,7 +231,7 @@ where
     driver.spawn(connection);
     let answer = sender.send_request(request).await.map_err(|error| error.to_string())?;
     let status = answer.status();
-    let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body = Limited::new(answer.into_body(), answer_bytes_max).collect().await;
     Ok((status, body.map_err(|error| error.to_string())?.to_bytes()))
 }
 

@@ -1,17 +1,19 @@
 //! `uniffle-worker ctl`: what a worker, or every worker of a coordinator, does; and what it shall do.
 //!
-//! A client of the worker's HTTP listeners and nothing more: it shares no code with the server, so that it works with another
-//! version of it. `arguments` is the command line, `http` the calls, `workers` whom they go to, `wait` the calls that
-//! end with a state, `text` and `top` what people see. Not here: decisions; the worker refuses what cannot be.
+//! A client of the worker's HTTP listeners and nothing more: it knows nothing of the server's code, so that it works with another
+//! version of it. The server asks the others of its cluster by it ([`explain`]). `arguments` is the command line, `http` the calls, `workers` whom they go to, `wait` the calls that
+//! end with a state, `everywhere` and `merged` one application at many workers, `text` and `top` what people see. Not here: decisions; the worker refuses what cannot be.
 //!
 //! Exit codes: 0 done; 1 a worker refuses, or does not know what was named; 2 wrong command line; 3 a worker or all
 //! coordinators cannot be reached; 4 a state was not reached in time. Of several workers the highest code counts.
 
 mod arguments;
 mod commands;
+mod everywhere;
 mod failure;
 mod http;
 mod manual;
+mod merged;
 mod text;
 mod top;
 mod wait;
@@ -21,6 +23,7 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 pub use self::arguments::Arguments;
+pub use self::everywhere::{Worker, explain};
 pub use self::manual::{Shell, complete, manual};
 
 use self::failure::Failure;

@@ -272,26 +272,51 @@ fn explanation(it: &Value) -> String {
         .collect();
     text.push('\n');
     text.push_str(&table(&["stage", "count", "bytes", "total", "median", "99 %", "longest"], &stages));
+    // Over several workers: whose it is.
+    let from = usize::from(!it["workers"].is_array());
     let top: Vec<_> = it["top_partitions"]
         .as_array()
         .into_iter()
         .flatten()
         .map(|top| {
-            vec![
-                word(&top["shuffle"]),
-                word(&top["partition"]),
-                size(&top["received_bytes"]),
-                size(&top["in_memory_bytes"]),
-            ]
+            let names = ["worker", "shuffle", "partition"].map(|field| word(&top[field]));
+            let sizes = ["received_bytes", "in_memory_bytes"].map(|field| size(&top[field]));
+            names.into_iter().chain(sizes).skip(from).collect()
         })
         .collect();
     if !top.is_empty() {
         text.push('\n');
-        text.push_str(&table(&["shuffle", "partition", "received", "memory"], &top));
+        text.push_str(&table(&["worker", "shuffle", "partition", "received", "memory"][from..], &top));
     }
     if it["losses"].as_array().is_some_and(|losses| !losses.is_empty()) {
         text.push('\n');
         text.push_str(&losses(it));
+    }
+    text.push_str(&by_worker(it));
+    text
+}
+
+/// Of an application over several workers: what each has of it, and who does not answer.
+fn by_worker(it: &Value) -> String {
+    let rows = |list: &Value, row: &dyn Fn(&Value) -> Vec<String>| -> Vec<_> {
+        list.as_array().into_iter().flatten().map(row).collect()
+    };
+    let told = rows(&it["workers"], &|worker| {
+        let sizes = ["received", "in_memory", "on_local_disks"].map(|field| size(&worker[field]));
+        let times = ["flush_write_seconds", "disk_read_seconds"]
+            .map(|field| format!("{:.1} s", worker[field].as_f64().unwrap_or(0.0)));
+        let first = [word(&worker["worker"]), word(&worker["presence"])];
+        let refused = [word(&worker["tickets_refused_memory"])];
+        first.into_iter().chain(sizes).chain(refused).chain(times).collect()
+    });
+    let mut text = String::new();
+    if !told.is_empty() {
+        let header = ["worker", "presence", "received", "memory", "disks", "refused", "flushing", "reading"];
+        text.push('\n');
+        text.push_str(&table(&header, &told));
+    }
+    for silent in it["unanswered"].as_array().into_iter().flatten() {
+        text.push_str(&format!("no answer: {}: {}\n", word(&silent["worker"]), word(&silent["reason"])));
     }
     text
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use uniffle_client::{ClientOptions, Coordinators};
 
-use crate::arguments::Arguments;
+use crate::arguments::{Arguments, Call};
 use crate::failure::Failure;
 use crate::http::Base;
 
@@ -60,6 +60,11 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
     let is_cluster = !arguments.coordinator.is_empty();
     if is_cluster && (arguments.worker.is_some() || arguments.admin.is_some()) {
         return usage("--coordinator stands instead of --worker and --admin");
+    }
+    if is_cluster && matches!(arguments.call, Call::App { cluster: true, .. }) {
+        return usage(
+            "--cluster asks one worker for what its coordinator's say; --coordinator asks them all anyway",
+        );
     }
     if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
         return usage("--only and --all choose from the workers of a --coordinator");

@@ -21,6 +21,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
+use futures::future::BoxFuture;
 use prometheus::{Encoder as _, IntCounter, IntGauge, Registry, TEXT_FORMAT, TextEncoder};
 
 use crate::listeners::acceptor::{Binding, Names};
@@ -59,10 +60,17 @@ pub trait Node: std::fmt::Debug + Send + Sync {
 
     /// The configuration in effect, key by key, without secrets.
     fn configuration(&self) -> BTreeMap<&'static str, String>;
+
     /// What its coordinator knows ([`api::cluster::Cluster`] as JSON), likewise; `None` without one. As text, since
     /// that is all that askers get and it may be long.
     fn cluster(&self) -> Option<Bytes>;
+
+    /// What all workers that its coordinator knows say of an application; `None` without one.
+    fn explain_everywhere(&self, app: &str) -> Option<Everywhere>;
 }
+
+/// An application's explanation over all workers, or why there is none.
+pub type Everywhere = BoxFuture<'static, Result<serde_json::Value, String>>;
 
 /// What the listener shows.
 #[derive(Debug, Clone)]

@@ -63,6 +63,10 @@ impl Node for TestNode {
     fn cluster(&self) -> Option<axum::body::Bytes> {
         None
     }
+
+    fn explain_everywhere(&self, _: &str) -> Option<super::Everywhere> {
+        None
+    }
 }
 
 async fn listener() -> TestServer {

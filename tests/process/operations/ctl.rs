@@ -163,6 +163,7 @@ async fn exit_codes_of_ctl_tell_what_went_wrong() {
         &["ctl", "status", "--worker", "ftp://x"],
         &["ctl", "status", "--only", "x"],
         &["ctl", "status", "--coordinator", &nobody, "--worker", "x"],
+        &["ctl", "app", "x", "--cluster", "--coordinator", &nobody],
         &["ctl", "drain", "--coordinator", &nobody],
         &["ctl", "status", "--timeout", "0"],
         &["ctl", "status", "--ca-file", "/nowhere"],
@@ -206,10 +207,21 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
     assert!(shown.lines().count() == 3 && ids.iter().all(|id| shown.contains(id)), "{shown}");
     let shown = all(&["apps"]).await.well();
     assert_eq!(shown.lines().filter(|line| line.starts_with("app-")).count(), 2, "{shown}");
-    // One of the two knows it: the other is not asked about, and not complained of.
+    // One of the two knows it: the other is not complained of.
     let one = parsed(all(&["app", "app-2", "--output", "json"]).await);
-    assert_eq!(one.as_array().unwrap().len(), 1, "{one}");
+    assert_eq!((&one["worker_count"], &one["unanswered_count"]), (&1.into(), &0.into()), "{one}");
     all(&["app", "nobody"]).await.badly(1);
+    let both = parsed(all(&["app", "app-1", "--output", "json"]).await);
+    assert_eq!((&both["worker_count"], &both["partitions"]), (&2.into(), &4.into()), "{both}");
+    let received = |it: &Value| it["workers"][0]["received"].as_u64().unwrap();
+    assert_eq!(both["bytes"]["received"].as_u64(), Some(2 * received(&both)), "{both}");
+    let shown = all(&["app", "app-1"]).await.well();
+    assert!(ids.iter().all(|id| shown.contains(id)) && shown.contains("receive"), "{shown}");
+    // The worker whose coordinator knows both says the same of itself.
+    let told = json(&fixture, &["app", "app-1", "--cluster"]).await;
+    assert_eq!((&told["worker_count"], &told["bytes"]["received"]), (&2.into(), &both["bytes"]["received"]));
+    assert!(ctl(&fixture, &["app", "nobody", "--cluster"]).await.badly(1).contains("no worker knows"));
+    assert!(ctl(&second, &["app", "app-1", "--cluster"]).await.badly(1).contains("has no coordinator"));
     assert!(all(&["top"]).await.well().starts_with("2 workers, 2 answer;"));
 
     // One of the two is a coordinator.
@@ -233,6 +245,13 @@ async fn ctl_asks_every_worker_that_a_coordinator_knows() {
     let answers: Value = serde_json::from_str(&left.stdout).unwrap();
     let codes: Vec<_> = answers.as_array().unwrap().iter().map(|it| it["code"].as_u64()).collect();
     assert_eq!((left.code, codes.contains(&Some(3)), codes.contains(&None)), (3, true, true), "{answers}");
+    let told = json(&fixture, &["app", "app-1", "--cluster"]).await;
+    let silent = ids.iter().find(|id| told["unanswered"][0]["worker"] == **id).expect("it is named");
+    assert_eq!((&told["worker_count"], &told["unanswered_count"]), (&1.into(), &1.into()), "{told}");
+    assert_ne!(Some(silent), first, "{told}");
+    assert!(told["findings"][0].as_str().unwrap().starts_with("1 of 2 do not answer"), "{told}");
+    let shown = all(&["app", "app-1"]).await;
+    assert!(shown.code == 3 && shown.stdout.contains(&format!("no answer: {silent}: ")), "{}", shown.stdout);
     fixture.finish().await;
 }
 

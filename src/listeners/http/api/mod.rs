@@ -26,6 +26,9 @@ use model::{App, Apps, Gone};
 const APPS_DEFAULT: usize = 100;
 const APPS_MAX: usize = 1_000;
 
+/// Of what only a coordinator knows.
+const NO_COORDINATOR: &str = "this worker has no coordinator (embedded_coordinator.enable); node and coordinators are in /api/v1/status";
+
 /// The parts of [`Status`] that have an address of their own.
 const PARTS: &[&str] =
     &["node", "memory", "tiers", "disks", "flush", "tickets", "coordinators", "connections", "process"];
@@ -48,6 +51,7 @@ pub fn router(hooks: ApiHooks) -> Router {
         .route("/api/v1/apps", get(apps))
         .route("/api/v1/apps/{id}/explain", get(explain))
         .route("/api/v1/cluster", get(whole_cluster))
+        .route("/api/v1/cluster/apps/{id}/explain", get(explain_everywhere))
         .route("/api/v1/{part}", get(part))
         .with_state(hooks)
 }
@@ -69,7 +73,8 @@ fn missing(what: &str) -> Response {
 async fn index() -> Response {
     let mut paths: Vec<String> = PARTS.iter().map(|part| format!("/api/v1/{part}")).collect();
     paths.extend(
-        ["status", "history", "apps", "apps/{id}/explain", "cluster"].map(|path| format!("/api/v1/{path}")),
+        ["status", "history", "apps", "apps/{id}/explain", "cluster", "cluster/apps/{id}/explain"]
+            .map(|path| format!("/api/v1/{path}")),
     );
     fresh(&json!({ "paths": paths }))
 }
@@ -133,11 +138,17 @@ async fn whole_cluster(State(hooks): State<ApiHooks>) -> Response {
     let headers = [(header::CACHE_CONTROL, "no-store"), (header::CONTENT_TYPE, "application/json")];
     let collect = move || match hooks.node.cluster() {
         Some(text) => (headers, text).into_response(),
-        None => missing(
-            "this worker has no coordinator (embedded_coordinator.enable); node and coordinators are in /api/v1/status",
-        ),
+        None => missing(NO_COORDINATOR),
     };
     aside(collect).await
+}
+
+async fn explain_everywhere(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {
+    let Some(explaining) = hooks.node.explain_everywhere(&app) else { return missing(NO_COORDINATOR) };
+    match explaining.await {
+        Ok(explanation) => fresh(&explanation),
+        Err(why) => missing(&why),
+    }
 }
 
 async fn explain(State(hooks): State<ApiHooks>, Path(app): Path<String>) -> Response {

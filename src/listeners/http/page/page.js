@@ -289,9 +289,9 @@ function showDisks(disks) {
 function cell(label, value, attributes) {
   return el('td', { 'data-label': label, class: 'n', ...attributes }, value);
 }
-function appCell(app, detail) {
+function appCell(app, detail, where = 'app') {
   const button = el('button', { class: 'link' }, app);
-  button.addEventListener('click', () => { location.hash = '#app/' + encodeURIComponent(app); });
+  button.addEventListener('click', () => { location.hash = `#${where}/` + encodeURIComponent(app); });
   return el('td', { class: 'app' }, button, detail ? el('small', {}, detail) : null);
 }
 function showApps(answer) {
@@ -360,7 +360,7 @@ async function showCluster(status) {
     cell('Silent for', duration(Math.round(node.silent_seconds))))));
   $('cluster-more').hidden = cluster.apps.length === 0;
   $('cluster-apps').tBodies[0].replaceChildren(...cluster.apps.slice(0, CLUSTER_ROWS).map(app => el('tr', {},
-    appCell(app.app),
+    appCell(app.app, '', 'cluster'),
     cell('Nodes', count(app.nodes.length)),
     cell('Received', size(app.total_bytes)),
     cell('In memory', size(app.in_memory_bytes)),
@@ -393,11 +393,21 @@ function showExplanation(it) {
   const head = names => el('thead', {}, el('tr', {}, ...names.map((name, n) => el('th', n ? { class: 'n' } : {}, name))));
   const facts = pairs => el('dl', { class: 'facts' }, ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
   const { bytes: b, retries: r } = it;
+  // Over several workers: whose it is.
+  const of = item => item.worker ? el('small', {}, item.worker) : null;
+  const at = it.workers ? [el('h3', {}, `At ${plural(it.worker_count, 'worker')}`),
+    el('table', { class: 'rows' }, head(['Worker', 'Received', 'In memory', 'On disks', 'Refused', 'Flushing', 'Reading']), el('tbody', {}, ...it.workers.slice(0, CLUSTER_ROWS).map(worker => el('tr', {},
+      el('td', { class: 'app' }, worker.worker, el('small', {}, worker.presence)),
+      cell('Received', size(worker.received)), cell('In memory', size(worker.in_memory)), cell('On disks', size(worker.on_local_disks)),
+      cell('Refused', count(worker.tickets_refused_memory)),
+      cell('Flushing', duration(worker.flush_write_seconds)), cell('Reading', duration(worker.disk_read_seconds)))))),
+    ...it.unanswered.slice(0, CLUSTER_ROWS).map(silent => el('p', { class: 'bad' }, `${silent.worker}: ${silent.reason}`))] : [];
   const parts = [
     el('ul', { class: 'findings' }, ...it.findings.map(finding => el('li', calm ? { class: 'calm' } : {}, finding))),
     facts([['State', it.presence], ['Age', duration(it.age_seconds)], ['User', it.user || '–'], ['Received', size(b.received)],
       ['In memory', size(b.in_memory)], ['Peak in memory', size(b.in_memory_peak)], ['A byte stays in memory', duration(b.mean_seconds_in_memory)],
       ['On disks', size(b.on_local_disks)], ['Read from memory', size(b.read_from_memory)], ['Read from disks', size(b.read_from_disks)]]),
+    ...at,
     el('h3', {}, 'Time'),
     el('table', { class: 'stages' }, head(['Stage', 'Times', 'Total', 'Median', '99 %', 'Longest']), el('tbody', {}, ...it.stages.map(row))),
     el('p', { class: 'sub' }, 'Tasks run side by side, so totals can be longer than the application is old.'),
@@ -407,19 +417,19 @@ function showExplanation(it) {
       ['Blocks sent twice', `${count(r.duplicate_blocks)} (${size(r.duplicate_bytes)})`], ['Batches retried', count(r.flushes_retried)]]),
   ];
   if (it.quotas.length) {
-    parts.push(el('h3', {}, 'Quotas'), facts(it.quotas.map(quota => [quota.quota, `${quotaUse(quota)}${quota.refused ? `, ${count(quota.refused)} refused` : ''}`])));
+    parts.push(el('h3', {}, 'Quotas'), facts(it.quotas.map(quota => [quota.worker ? `${quota.quota} (${quota.worker})` : quota.quota, `${quotaUse(quota)}${quota.refused ? `, ${count(quota.refused)} refused` : ''}`])));
   }
   if (it.top_partitions.length) {
     const most = Math.max(...it.top_partitions.map(partition => partition.received_bytes), 1);
     parts.push(el('h3', {}, `Largest of ${plural(it.partitions, 'partition')}, skew ${it.skew.toFixed(1)} ×`),
       el('table', {}, head(['Shuffle / partition', 'Received', 'In memory']), el('tbody', {}, ...it.top_partitions.map(partition => el('tr', {},
-        el('td', {}, `${partition.shuffle} / ${partition.partition}`, share('teal', partition.received_bytes / most)),
+        el('td', {}, `${partition.shuffle} / ${partition.partition}`, of(partition), share('teal', partition.received_bytes / most)),
         el('td', { class: 'n' }, size(partition.received_bytes)), el('td', { class: 'n' }, size(partition.in_memory_bytes)))))));
   }
   if (it.losses.length) {
     parts.push(el('h3', { class: 'bad' }, 'Lost blocks'),
       el('table', {}, head(['Shuffle / partition', 'Blocks', 'Reason']), el('tbody', {}, ...it.losses.map(loss => el('tr', {},
-        el('td', {}, `${loss.shuffle} / ${loss.partition}`), el('td', { class: 'n' }, count(loss.blocks)),
+        el('td', {}, `${loss.shuffle} / ${loss.partition}`, of(loss)), el('td', { class: 'n' }, count(loss.blocks)),
         el('td', {}, loss.reason))))));
   }
   $('explain-body').replaceChildren(...parts);
@@ -433,19 +443,20 @@ async function get(path) {
   return answer.json();
 }
 function wanted() {
-  const match = /^#app\/(.+)$/.exec(location.hash);
-  try { return match && decodeURIComponent(match[1]); } catch { return null; }
+  const match = /^#(app|cluster)\/(.+)$/.exec(location.hash);
+  try { return match && { app: decodeURIComponent(match[2]), path: match[1] === 'cluster' ? 'cluster/apps' : 'apps' }; } catch { return null; }
 }
 async function explain() {
-  const app = wanted(), dialog = $('explain');
-  if (!app) { if (dialog.open) dialog.close(); return; }
-  text('explain-title', app);
+  const now = wanted(), dialog = $('explain'), asked = location.hash;
+  if (!now) { if (dialog.open) dialog.close(); return; }
+  text('explain-title', now.app);
   try {
-    showExplanation(await get(`apps/${encodeURIComponent(app)}/explain`));
+    const answer = await get(`${now.path}/${encodeURIComponent(now.app)}/explain`);
+    if (location.hash === asked) showExplanation(answer);
   } catch {
-    $('explain-body').replaceChildren(el('p', { class: 'empty' }, 'This worker does not know the application (any more).'));
+    $('explain-body').replaceChildren(el('p', { class: 'empty' }, `${now.path === 'apps' ? 'This worker does' : 'The workers do'} not know the application (any more).`));
   }
-  if (!dialog.open && wanted() === app) dialog.showModal();
+  if (!dialog.open && location.hash === asked) dialog.showModal();
 }
 let turn = 0;
 async function poll() {

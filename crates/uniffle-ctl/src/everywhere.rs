@@ -1,0 +1,77 @@
+//! Asks several workers of one application and puts their answers together, for the command and for a worker whose coordinator
+//! knows the others.
+
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
+
+use crate::failure::Failure;
+use crate::http::{Base, Client, TlsFiles, segment};
+use crate::merged::Merged;
+
+/// Workers asked at once.
+const AT_ONCE: usize = 8;
+
+/// Largest answer taken: a worker's has some KiB, and at most some tens of them when much is lost.
+const ANSWER_BYTES_MAX: usize = 128 << 10;
+
+/// For one worker's answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// For all of them.
+const PATIENCE_FOR_ALL: Duration = Duration::from_secs(8);
+
+/// The HTTP listener of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Worker {
+    /// What it is called.
+    pub id: String,
+    /// Its address.
+    pub host: String,
+    /// Port without TLS.
+    pub port: u16,
+}
+
+/// What `workers` say of `app`, as one. It takes 8 s at most, and eight answers of 128 KiB are held at a time; who has not
+/// answered by then is named.
+///
+/// # Errors
+/// None of those that answer knows it.
+pub async fn explain(app: &str, workers: Vec<Worker>) -> Result<Value, String> {
+    let files = TlsFiles { ca: None, cert: None, key: None };
+    let client = Client::new(&files, None, PATIENCE).map_err(|failure| failure.to_string())?;
+    let client = client.with_answers_of(ANSWER_BYTES_MAX);
+    let path = path(app);
+    let end = Instant::now() + PATIENCE_FOR_ALL;
+    let asked: Vec<_> = workers.into_iter().map(|worker| ask(&client, worker, &path, end)).collect();
+    let mut answers = stream::iter(asked).buffer_unordered(AT_ONCE);
+    let mut merged = Merged::default();
+    while let Some((id, answer)) = answers.next().await {
+        enter(&mut merged, &id, &answer);
+    }
+    merged.nothing().map_or_else(|| Ok(merged.explanation(app)), Err)
+}
+
+async fn ask(client: &Client, worker: Worker, path: &str, end: Instant) -> (String, Result<Value, Failure>) {
+    let host = if worker.host.contains(':') { format!("[{}]", worker.host) } else { worker.host };
+    let base = Base { is_tls: false, host, port: worker.port };
+    let answer = timeout_at(end, client.get(&base, path)).await;
+    let late = |_| Err(Failure::Unreachable("there was no time to ask it".to_owned()));
+    (worker.id, answer.unwrap_or_else(late))
+}
+
+/// Where a worker tells of `app`.
+pub(crate) fn path(app: &str) -> String {
+    format!("/api/v1/apps/{}/explain", segment(app))
+}
+
+/// A worker's answer. One that does not know the application has nothing to say.
+pub(crate) fn enter(merged: &mut Merged, worker: &str, answer: &Result<Value, Failure>) {
+    match answer {
+        Ok(it) => merged.add(worker, it),
+        Err(failure) if failure.is_missing() => {}
+        Err(failure) => merged.unanswered(worker, &failure.to_string()),
+    }
+}

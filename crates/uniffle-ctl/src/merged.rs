@@ -1,0 +1,322 @@
+//! An application over several workers: what each says of it (`/api/v1/apps/ID/explain`) as one explanation of the same shape.
+//!
+//! Counts, bytes and total times are sums; of medians and 99 % the slowest worker's stand, since those of all cannot be had
+//! from parts. Sentences say whose they are. It works on JSON, as the workers may be of several versions: what one does not
+//! tell counts as nothing. Invariant: lists and texts are bounded, whatever a worker says.
+
+use std::cmp::Reverse;
+
+use serde_json::{Map, Value, json};
+
+/// Sentences, losses, shuffles that are refused and quotas kept, of each.
+const LISTED_MAX: usize = 100;
+
+/// Workers named, of those that tell and of those that do not answer.
+const WORKERS_MAX: usize = 1_000;
+
+/// Partitions named, the largest first.
+const TOP_PARTITIONS: usize = 10;
+
+/// Bytes of a text that is kept, about.
+const TEXT_BYTES_MAX: usize = 500;
+
+/// How a worker's sentence begins that has nothing to say.
+const NOTHING: &str = "nothing";
+
+/// The stages' fields that are added up.
+const STAGE_SUMS: [&str; 3] = ["count", "bytes", "total_seconds"];
+/// ... and those of which the largest counts.
+const STAGE_MAXIMA: [&str; 3] = ["median_seconds", "p99_seconds", "longest_seconds"];
+
+/// Explanations that have been put together so far.
+#[derive(Debug, Default)]
+pub(crate) struct Merged {
+    workers: Vec<Value>,
+    worker_count: usize,
+    unanswered: Vec<Value>,
+    unanswered_count: usize,
+    sums: Map<String, Value>,
+    maxima: Map<String, Value>,
+    /// Bytes received, times the mean seconds that a byte was in memory.
+    byte_seconds: f64,
+    stages: Vec<Map<String, Value>>,
+    findings: Vec<Value>,
+    lists: Map<String, Value>,
+    top_partitions: Vec<Value>,
+    user: String,
+    presence: String,
+}
+
+impl Merged {
+    /// Why there is nothing to show; none when a worker has told of the application.
+    pub(crate) fn nothing(&self) -> Option<String> {
+        let silent = self.unanswered_count;
+        match self.worker_count {
+            0 if silent == 0 => Some("no worker knows this application (any more)".to_owned()),
+            0 => Some(format!("no worker that answers knows this application; {silent} do not answer")),
+            _ => None,
+        }
+    }
+
+    /// A worker does not answer.
+    pub(crate) fn unanswered(&mut self, worker: &str, reason: &str) {
+        self.unanswered_count += 1;
+        if self.unanswered.len() < WORKERS_MAX {
+            self.unanswered.push(json!({ "worker": worker, "reason": cut(reason) }));
+        }
+    }
+
+    /// What a worker says.
+    pub(crate) fn add(&mut self, worker: &str, it: &Value) {
+        let text = |field: &str| cut(it[field].as_str().unwrap_or_default());
+        if self.user.is_empty() {
+            self.user = text("user");
+        }
+        if self.presence.is_empty() || it["presence"] == "known" {
+            self.presence = text("presence");
+        }
+        let received = it["bytes"]["received"].as_f64().unwrap_or(0.0);
+        self.byte_seconds += received * it["bytes"]["mean_seconds_in_memory"].as_f64().unwrap_or(0.0);
+        for object in ["bytes", "retries"] {
+            let sums = self.sums.entry(object).or_insert_with(|| json!({}));
+            for (name, part) in it[object].as_object().into_iter().flatten() {
+                let fields = sums.as_object();
+                if fields.is_some_and(|sums| sums.len() < LISTED_MAX || sums.contains_key(name)) {
+                    add(sums, &cut(name), part);
+                }
+            }
+        }
+        let mut partitions = Value::Object(std::mem::take(&mut self.sums));
+        add(&mut partitions, "partitions", &it["partitions"]);
+        self.sums = into_map(partitions);
+        for field in ["age_seconds", "shuffles", "skew"] {
+            raise(&mut self.maxima, field, &it[field]);
+        }
+        self.add_stages(it);
+        self.add_lists(worker, it);
+        self.worker_count += 1;
+        if self.workers.len() == WORKERS_MAX {
+            return;
+        }
+        self.workers.push(json!({
+            "worker": worker,
+            "presence": text("presence"),
+            "age_seconds": number(&it["age_seconds"]),
+            "received": number(&it["bytes"]["received"]),
+            "in_memory": number(&it["bytes"]["in_memory"]),
+            "on_local_disks": number(&it["bytes"]["on_local_disks"]),
+            "tickets_refused_memory": number(&it["retries"]["tickets_refused_memory"]),
+            "flush_write_seconds": number(&stage(it, "flush_write")["total_seconds"]),
+            "disk_read_seconds": number(&stage(it, "disk_read")["total_seconds"]),
+        }));
+    }
+
+    fn add_stages(&mut self, it: &Value) {
+        for part in items(it, "stages") {
+            let Some(name) = part["stage"].as_str().map(cut) else { continue };
+            let at = self.stages.iter().position(|stage| stage["stage"] == *name).unwrap_or_else(|| {
+                self.stages.push(Map::from_iter([("stage".to_owned(), name.into())]));
+                self.stages.len() - 1
+            });
+            let Some(stage) = self.stages.get_mut(at) else { continue };
+            let mut sums = Value::Object(std::mem::take(stage));
+            STAGE_SUMS.iter().for_each(|field| add(&mut sums, field, &part[field]));
+            *stage = into_map(sums);
+            STAGE_MAXIMA.iter().for_each(|field| raise(stage, field, &part[field]));
+        }
+        self.stages.truncate(LISTED_MAX);
+    }
+
+    fn add_lists(&mut self, worker: &str, it: &Value) {
+        let findings = items(it, "findings").filter_map(Value::as_str);
+        let telling = findings.filter(|finding| !finding.starts_with(NOTHING));
+        self.findings.extend(telling.map(|finding| format!("{worker}: {}", cut(finding)).into()));
+        self.findings.truncate(LISTED_MAX);
+        for list in ["losses", "incomplete", "quotas"] {
+            let all = self.lists.entry(list).or_insert_with(|| json!([]));
+            if let Some(all) = all.as_array_mut() {
+                all.extend(items(it, list).map(|item| of_worker(worker, item)));
+                all.truncate(LISTED_MAX);
+            }
+        }
+        self.top_partitions.extend(items(it, "top_partitions").map(|top| of_worker(worker, top)));
+        self.top_partitions.sort_by_key(|top| Reverse(top["received_bytes"].as_u64()));
+        self.top_partitions.truncate(TOP_PARTITIONS);
+    }
+
+    /// All of it.
+    pub(crate) fn explanation(mut self, app: &str) -> Value {
+        let received = self.sums.get("bytes").and_then(|bytes| bytes["received"].as_f64()).unwrap_or(0.0);
+        if let Some(bytes) = self.sums.get_mut("bytes") {
+            bytes["mean_seconds_in_memory"] = (self.byte_seconds / received.max(1.0)).into();
+        }
+        if self.unanswered_count > 0 {
+            let (silent, asked) = (self.unanswered_count, self.unanswered_count + self.worker_count);
+            let text = format!("{silent} of {asked} do not answer: what they know is missing here");
+            self.findings.insert(0, text.into());
+        }
+        if self.findings.is_empty() {
+            self.findings.push("nothing stands out on any worker".into());
+        }
+        let mut all = json!({
+            "app": app,
+            "user": self.user,
+            "presence": self.presence,
+            "worker_count": self.worker_count,
+            "workers": self.workers,
+            "unanswered_count": self.unanswered_count,
+            "unanswered": self.unanswered,
+            "findings": self.findings,
+            "stages": self.stages,
+            "top_partitions": self.top_partitions,
+        });
+        if let Some(all) = all.as_object_mut() {
+            all.extend(self.sums.into_iter().chain(self.maxima).chain(self.lists));
+        }
+        all
+    }
+}
+
+fn items<'v>(it: &'v Value, list: &str) -> impl Iterator<Item = &'v Value> {
+    it[list].as_array().into_iter().flatten().take(LISTED_MAX)
+}
+
+fn stage<'v>(it: &'v Value, name: &str) -> &'v Value {
+    items(it, "stages").find(|stage| stage["stage"] == name).unwrap_or(&Value::Null)
+}
+
+/// `value` if it is a number, else 0.
+fn number(value: &Value) -> Value {
+    if value.is_number() { value.clone() } else { 0.into() }
+}
+
+/// Adds a number to a field.
+fn add(sums: &mut Value, field: &str, part: &Value) {
+    let sum = match (sums[field].as_u64().or(sums[field].is_null().then_some(0)), part.as_u64()) {
+        (Some(sum), Some(part)) => sum.saturating_add(part).into(),
+        _ => (sums[field].as_f64().unwrap_or(0.0) + part.as_f64().unwrap_or(0.0)).into(),
+    };
+    sums[field] = sum;
+}
+
+/// Keeps the larger number.
+fn raise(maxima: &mut Map<String, Value>, field: &str, part: &Value) {
+    let larger = |old: &Value| part.as_f64() > old.as_f64();
+    if maxima.get(field).is_none_or(larger) {
+        maxima.insert(field.to_owned(), number(part));
+    }
+}
+
+fn into_map(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+/// A flat object, with whose it is.
+fn of_worker(worker: &str, item: &Value) -> Value {
+    let short = |value: &Value| match value {
+        Value::String(text) => cut(text).into(),
+        Value::Array(_) | Value::Object(_) => Value::Null,
+        plain => plain.clone(),
+    };
+    let fields = item.as_object().into_iter().flatten().take(LISTED_MAX);
+    let mut fields: Map<_, _> = fields.map(|(name, value)| (cut(name), short(value))).collect();
+    fields.insert("worker".to_owned(), worker.into());
+    Value::Object(fields)
+}
+
+fn cut(text: &str) -> String {
+    text.get(..text.floor_char_boundary(TEXT_BYTES_MAX)).unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(received: u64, finding: &str, partition: i64) -> Value {
+        json!({
+            "app": "app-1", "user": "etl", "presence": "known", "age_seconds": 7.5, "findings": [finding],
+            "stages": [{ "stage": "disk_read", "count": 2, "bytes": 5, "total_seconds": 1.5,
+                "median_seconds": 0.5, "p99_seconds": 1.0, "longest_seconds": received as f64 }],
+            "bytes": { "received": received, "in_memory": 1, "mean_seconds_in_memory": 2.0 },
+            "retries": { "tickets_granted": 3 }, "quotas": [], "shuffles": 2, "partitions": 10, "skew": 1.5,
+            "top_partitions": [{ "shuffle": 0, "partition": partition, "received_bytes": received, "in_memory_bytes": 0 }],
+            "losses": [{ "shuffle": 0, "partition": 1, "blocks": 4, "ranges": [[1, 4]], "reason": "gone" }],
+            "incomplete": [],
+        })
+    }
+
+    #[test]
+    fn numbers_add_up_and_sentences_say_whose_they_are() {
+        let mut merged = Merged::default();
+        merged.add("a", &told(100, "reads wait up to 3.0 s for disks", 1));
+        merged.add("b", &told(300, "nothing stands out on this worker", 2));
+        let it = merged.explanation("app-1");
+        assert_eq!(
+            (&it["user"], &it["presence"], &it["shuffles"]),
+            (&"etl".into(), &"known".into(), &2.into())
+        );
+        assert_eq!((&it["bytes"]["received"], &it["bytes"]["in_memory"]), (&400.into(), &2.into()));
+        assert_eq!((&it["bytes"]["mean_seconds_in_memory"], &it["partitions"]), (&2.0.into(), &20.into()));
+        assert_eq!(it["findings"], json!(["a: reads wait up to 3.0 s for disks"]));
+        let stage = json!({ "stage": "disk_read", "count": 4, "bytes": 10, "total_seconds": 3.0,
+            "median_seconds": 0.5, "p99_seconds": 1.0, "longest_seconds": 300.0 });
+        assert_eq!(it["stages"], json!([stage]));
+        assert_eq!(
+            (&it["top_partitions"][0]["worker"], &it["top_partitions"][1]["partition"]),
+            (&"b".into(), &1.into())
+        );
+        assert_eq!(
+            (it["losses"].as_array().map(Vec::len), &it["losses"][1]["worker"]),
+            (Some(2), &"b".into())
+        );
+        assert_eq!(it["workers"][1]["received"], 300);
+    }
+
+    #[test]
+    fn who_does_not_answer_is_named_and_what_is_no_explanation_does_no_harm() {
+        let mut merged = Merged::default();
+        for it in
+            [json!(null), json!([1]), json!({ "stages": 7, "bytes": { "received": "x" }, "findings": [{}] })]
+        {
+            merged.add("odd", &it);
+        }
+        merged.unanswered("c", "no answer within 2s");
+        assert_eq!(merged.nothing(), None);
+        let it = merged.explanation("x");
+        assert_eq!(it["unanswered"], json!([{ "worker": "c", "reason": "no answer within 2s" }]));
+        assert_eq!(it["findings"], json!(["1 of 4 do not answer: what they know is missing here"]));
+
+        let long = "é".repeat(1000);
+        let many: Vec<_> = (0..1000).map(|n| json!({ "stage": n.to_string(), "reason": long })).collect();
+        let mut hostile = json!({ "findings": vec![long.clone(); 1000], "stages": many, "losses": many });
+        let mut merged = Merged::default();
+        for n in 0..50 {
+            hostile["bytes"] = (0..100).map(|at| (format!("{n} {at} {long}"), json!(1))).collect();
+            merged.add("h", &hostile);
+        }
+        let it = merged.explanation("x");
+        for list in ["findings", "stages", "losses"] {
+            assert_eq!(it[list].as_array().map(Vec::len), Some(LISTED_MAX), "{list}");
+        }
+        assert_eq!(it["bytes"].as_object().map(Map::len), Some(LISTED_MAX + 1), "and the mean");
+        assert!(it.to_string().len() < 300 << 10, "{}", it.to_string().len());
+    }
+
+    #[test]
+    fn there_is_nothing_when_no_one_knows_it() {
+        let mut merged = Merged::default();
+        assert!(merged.nothing().is_some_and(|text| text.starts_with("no worker knows")));
+        merged.unanswered("a", "");
+        assert!(merged.nothing().is_some_and(|text| text.ends_with("1 do not answer")));
+    }
+
+    #[test]
+    fn one_that_says_nothing_is_enough_when_no_one_says_more() {
+        let mut merged = Merged::default();
+        merged.add("a", &told(1, "nothing stands out on this worker", 1));
+        assert_eq!(merged.explanation("x")["findings"], json!(["nothing stands out on any worker"]));
+    }
+}
