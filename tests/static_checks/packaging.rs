@@ -12,6 +12,7 @@ const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
 const COMPOSE: &str = include_str!("../../deploy/compose.yaml");
 const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
 const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
+const UNDER_OPERATOR: &str = include_str!("../../deploy/kubernetes/operator/uniffle-worker.yaml");
 
 /// Runs `tool`; says in a line when it is missing, which is a failure in the pipeline.
 fn accepts(tool: &str, arguments: &[&str]) {
@@ -51,6 +52,80 @@ fn yamllint_takes_the_manifests() {
 #[test]
 fn kubernetes_takes_the_manifests() {
     accepts("kubernetes-validate", &["--strict", &deploy("kubernetes/uniffle-worker.yaml")]);
+    let dir = tempfile::tempdir().unwrap();
+    let scaler = dir.path().join("scaler.yaml");
+    let example = indented(include_str!("../../docs/kubernetes.md"), "as one ratio:\n\n");
+    assert!(
+        example.contains("kind: HorizontalPodAutoscaler")
+            && example.contains("kind: StatefulSet, name: uniffle-worker")
+    );
+    std::fs::write(&scaler, example).unwrap();
+    accepts("kubernetes-validate", &["--strict", scaler.to_str().unwrap()]);
+}
+
+/// The file for Uniffle's operator: its resource against a schema made after the operator's CRD, what the operator puts into a
+/// pod as such, and the rest against the schemas of Kubernetes.
+#[test]
+fn uniffles_operator_and_kubernetes_take_the_resource() {
+    let dir = tempfile::tempdir().unwrap();
+    let written = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (resources, others): (Vec<&str>, Vec<&str>) = UNDER_OPERATOR
+        .split("---\n")
+        .skip(1)
+        .partition(|document| document.contains("kind: RemoteShuffleService"));
+    let schema =
+        format!("{}/tests/static_checks/remote_shuffle_service.schema.json", env!("CARGO_MANIFEST_DIR"));
+    let resource = written("resource.yaml", resources[0]);
+    accepts("check-jsonschema", &["--schemafile", &schema, &resource]);
+    accepts("kubernetes-validate", &["--strict", &written("others.yaml", &others.join("---\n"))]);
+    accepts("kubernetes-validate", &["--strict", &written("pod.yaml", &pod_of_the_operator(resources[0]))]);
+    assert_eq!((resources.len(), others.len()), (1, 2));
+}
+
+/// The pod that the operator makes of `shuffleServer`, without its own additions (`GenerateSts` in shuffleserver.go).
+fn pod_of_the_operator(resource: &str) -> String {
+    let server = resource.split_once("\n  shuffleServer:\n").unwrap().1;
+    let part = |key: &str, indent: usize| {
+        let begin = format!("    {key}:");
+        let lines = server.lines().skip_while(|line| !line.starts_with(&begin));
+        let inside = lines.enumerate().take_while(|(n, line)| *n == 0 || line.starts_with("     "));
+        let lines = inside.map(|(_, line)| format!("{}{}\n", " ".repeat(indent), &line[4..]));
+        let text: String = lines.collect();
+        assert!(!text.is_empty(), "{key}");
+        text
+    };
+    let container: String =
+        ["image", "args", "env", "resources", "volumeMounts"].map(|key| part(key, 6)).concat();
+    let pod: String = ["volumes", "affinity", "securityContext"].map(|key| part(key, 2)).concat();
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata:\n  name: x\nspec:\n{pod}  containers:\n    - name: x\n{container}"
+    )
+}
+
+/// What the operator asks of a shuffle server, and the worker's own configuration, agree.
+#[test]
+fn the_operators_resource_configures_the_worker_that_it_starts() {
+    let config = configured(UNDER_OPERATOR, "config.toml: |\n");
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    let (grpc, http) = (config.worker.grpc_port, config.worker.http_port);
+    assert!(UNDER_OPERATOR.contains(&format!("    rpcPort: {grpc}\n    httpPort: {http}\n")));
+    // The operator names a node to be left out by address and gRPC port, which is all of its id without the TCP listener only.
+    assert_eq!(config.worker.urpc_port, None);
+    assert!(config.heartbeat.coordinators.iter().all(|it| it.to_string().ends_with(":19997")));
+    assert!(UNDER_OPERATOR.contains("    count: 2\n") && config.heartbeat.coordinators.len() == 2);
+    for key in ["coordinator.conf", "server.conf", "log4j.properties"] {
+        assert!(UNDER_OPERATOR.contains(&format!("\n  {key}: ")), "the operator refuses a map without {key}");
+    }
+    assert!(
+        !UNDER_OPERATOR.contains("\n    hostPathMounts:")
+            && UNDER_OPERATOR.contains("kind: PodDisruptionBudget")
+    );
+    assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
+    assert!(config.worker.flush_timeout.as_secs() < 30);
 }
 
 #[test]
@@ -94,13 +169,18 @@ fn the_image_is_made_in_two_stages_and_does_not_run_as_root() {
     }
 }
 
-/// The configuration that stands, indented, behind `mark`.
-fn configured(text: &str, mark: &str) -> Config {
+/// What stands, indented, behind `mark`.
+fn indented(text: &str, mark: &str) -> String {
     let begin = text.find(mark).unwrap() + mark.len();
     let indent = text[begin..].len() - text[begin..].trim_start_matches(' ').len();
     let inside = |line: &&str| line.is_empty() || line.starts_with(&" ".repeat(indent));
     let lines = text[begin..].lines().take_while(inside);
-    let text: String = lines.map(|line| line.get(indent..).unwrap_or("").to_owned() + "\n").collect();
+    lines.map(|line| line.get(indent..).unwrap_or("").to_owned() + "\n").collect()
+}
+
+/// The configuration that stands there.
+fn configured(text: &str, mark: &str) -> Config {
+    let text = indented(text, mark);
     let machine = Machine { memory_bytes: 16 << 30, cores: 4, state_dir: PathBuf::from("/nonexistent") };
     Config::parse(&text, &HashMap::new(), &machine).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
