@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::restarts::{JOB, goes_on, wait_total};
+use crate::restarts::{JOB, REPLICAS, goes_on, wait_total};
 use crate::{Application, spark};
 use uniffle_testkit::ports::free_port;
 use uniffle_testkit::spark::Kind;
@@ -72,8 +72,7 @@ fn two_workers_share_partitions_and_keep_replicas() {
     }
 }
 
-/// Three workers, two of them coordinators to which all report; clients know both. The first one takes no shuffles, so that
-/// it is a coordinator and nothing else.
+/// Three workers, two of them coordinators to which all report; clients know both.
 fn workers_alone() -> Vec<Worker> {
     let ports = [free_port(), free_port()];
     let quorum = Some(ports.map(|port| format!("127.0.0.1:{port}")).join(","));
@@ -84,6 +83,24 @@ fn workers_alone() -> Vec<Worker> {
         Worker::start(&Setup { name, capacity, quorum, grpc_port, made_tables, ..Setup::default() })
     };
     let workers = vec![with("first", Some(ports[0])), with("second", Some(ports[1])), with("third", None)];
+    until_active(&workers, 3.0);
+    workers
+}
+
+/// Waits until both coordinators know three workers and so many that take shuffles.
+fn until_active(workers: &[Worker], active: f64) {
+    wait_until("the workers are nodes of both", JOIN_DEADLINE, || {
+        let nodes = [&workers[0], &workers[1]].map(|worker| {
+            let metrics = worker.metrics();
+            (metrics.total("total_server_num"), metrics.total("active_server_num"))
+        });
+        if nodes == [(Some(3.0), Some(active)); 2] { Ok(()) } else { Err(format!("{nodes:?} nodes")) }
+    });
+}
+
+/// The same, of which the first takes no shuffles, so that it is a coordinator and nothing else.
+fn workers_of_a_coordinator_alone() -> Vec<Worker> {
+    let workers = workers_alone();
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
         .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
@@ -92,13 +109,7 @@ fn workers_alone() -> Vec<Worker> {
         .output()
         .expect("the binary was built with this test");
     assert!(told.status.success(), "{told:?}");
-    wait_until("two workers are active for both", JOIN_DEADLINE, || {
-        let nodes = [&workers[0], &workers[1]].map(|worker| {
-            let metrics = worker.metrics();
-            (metrics.total("total_server_num"), metrics.total("active_server_num"))
-        });
-        if nodes == [(Some(3.0), Some(2.0)); 2] { Ok(()) } else { Err(format!("{nodes:?} nodes")) }
-    });
+    until_active(&workers, 2.0);
     workers
 }
 
@@ -106,7 +117,7 @@ fn workers_alone() -> Vec<Worker> {
 fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next_one() {
     let Some(mut spark) = spark() else { return };
     let application = Application { words: "failures=allowed master=local[2,4]", ..Application::of(JOB) };
-    let (workers, _) = spark.run_while(workers_alone(), application, |workers| {
+    let (workers, _) = spark.run_while(workers_of_a_coordinator_alone(), application, |workers| {
         wait_total(&workers[1], "total_received_data", 15e6);
         // The first of the quorum.
         workers[0].kill();
@@ -114,6 +125,24 @@ fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next
     });
     // A new application registers and is assigned with one coordinator of two.
     let (workers, _) = spark.run_while(workers, Application::of("range_sort"), |_| {});
+    for worker in workers.into_iter().skip(1).rev() {
+        worker.assert_no_error_logged();
+        worker.stop();
+    }
+}
+
+/// It has half of the blocks, and is the coordinator that clients ask first.
+#[test]
+fn with_two_replicas_a_cluster_of_workers_alone_loses_any_of_them() {
+    let Some(mut spark) = spark() else { return };
+    let application = Application { words: REPLICAS, ..Application::of(JOB) };
+    let (workers, _) = spark.run_while(workers_alone(), application, |workers| {
+        wait_total(&workers[0], "total_read_data", 5e6);
+        workers[0].kill();
+        goes_on(&workers[1], "total_read_data");
+    });
+    let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
+    let (workers, _) = spark.run_while(workers, replicas, |_| {});
     for worker in workers.into_iter().skip(1).rev() {
         worker.assert_no_error_logged();
         worker.stop();

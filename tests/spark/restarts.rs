@@ -210,7 +210,7 @@ fn three_workers(capacity: &'static str) -> Vec<Worker> {
     std::iter::once(first).chain(more).collect()
 }
 
-const REPLICAS: &str = "failures=allowed spark.rss.data.replica=2 spark.rss.data.replica.write=2 \
+pub(super) const REPLICAS: &str = "failures=allowed spark.rss.data.replica=2 spark.rss.data.replica.write=2 \
                         spark.rss.data.replica.read=1 master=local[2,4]";
 
 #[test]
