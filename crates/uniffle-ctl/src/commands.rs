@@ -34,7 +34,7 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     match &arguments.call {
         Call::Top { interval, once } => {
             let pace = (!*once && !is_json).then_some(*interval);
-            return top::run(&client, &targets, pace, is_json).await;
+            return top::run(&client, (arguments, targets), pace, is_json).await;
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::arguments::Arguments;
 use crate::commands::{Answer, all_of, ask_all, pretty, worst};
 use crate::failure::Failure;
 use crate::http::Client;
-use crate::workers::Target;
+use crate::workers::{Target, targets};
 use crate::{say, text};
 
 /// Applications shown, of each worker and in all.
@@ -23,31 +24,32 @@ const RATE_OVER_MS: u64 = 10_000;
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
-/// Draws `targets` every `pace`, or once without one; the exit code of the last look.
+/// Draws the workers that `arguments` mean, `targets` at first, every `pace`, or once without one; the exit code of the last
+/// look.
 pub(crate) async fn run(
     client: &Client,
-    targets: &[Target],
+    (arguments, targets): (&Arguments, Vec<Target>),
     pace: Option<Duration>,
     is_json: bool,
 ) -> Result<u8, Failure> {
     let pace = pace.filter(|_| std::io::stdout().is_terminal());
     let Some(pace) = pace else {
-        let looked = look(client, targets).await;
+        let looked = look(client, &targets).await;
         say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked) });
         return Ok(worst(&looked));
     };
     draw(ENTER);
     let code = tokio::select! {
         ended = tokio::signal::ctrl_c() => ended.map(|()| 0).map_err(|error| Failure::Usage(error.to_string())),
-        never = redraw(client, targets, pace) => Ok(never),
+        never = redraw(client, arguments, targets, pace) => Ok(never),
     };
     draw(LEAVE);
     code
 }
 
-async fn redraw(client: &Client, targets: &[Target], pace: Duration) -> u8 {
+async fn redraw(client: &Client, arguments: &Arguments, mut targets: Vec<Target>, pace: Duration) -> u8 {
     loop {
-        let picture = screen(&look(client, targets).await);
+        let picture = screen(&look(client, &targets).await);
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
         let (columns, rows) = size.map_or((200, 50), |size| (size.ws_col.max(20), size.ws_row.max(4)));
         let mut text = "\x1b[H".to_owned();
@@ -59,7 +61,14 @@ async fn redraw(client: &Client, targets: &[Target], pace: Duration) -> u8 {
         text.push_str("\x1b[J");
         draw(&text);
         tokio::time::sleep(pace).await;
+        targets = latest(arguments, targets).await;
     }
+}
+
+/// The workers that `arguments` mean now: some join a cluster, others leave it. The same as before while no coordinator
+/// answers, and when one that is asked for by name is not known any more.
+async fn latest(arguments: &Arguments, before: Vec<Target>) -> Vec<Target> {
+    targets(arguments).await.unwrap_or(before)
 }
 
 fn draw(text: &str) {
@@ -141,10 +150,34 @@ mod tests {
         assert_eq!(rates(&json!({})), None);
     }
 
+    fn target() -> Target {
+        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
+        Target { name: "w-1".to_owned(), http: base.clone(), admin: base }
+    }
+
+    #[tokio::test]
+    async fn workers_that_were_known_stay_while_no_coordinator_answers() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            arguments: Arguments,
+        }
+        let line = |whom: [&str; 2]| {
+            let line = ["ctl", "--timeout", "1"].into_iter().chain(whom).chain(["top"]);
+            <Line as clap::Parser>::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).arguments
+        };
+        // Nobody listens there any more.
+        let closed =
+            std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
+        let alone = line(["--coordinator", &closed.to_string()]);
+        assert_eq!(latest(&alone, vec![target()]).await, [target()]);
+        let other = line(["--worker", "v"]);
+        assert_eq!(latest(&other, vec![target()]).await[0].name, "http://v:19998");
+    }
+
     #[test]
     fn a_worker_that_does_not_answer_is_named() {
-        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
-        let target = Target { name: "w-1".to_owned(), http: base.clone(), admin: base };
+        let target = target();
         let looked = [
             (&target, Err(Failure::Unreachable("http://w:1: refused".to_owned()))),
             (&target, Ok(json!({ "status": { "node": { "state": "active" } }, "apps": [] }))),
