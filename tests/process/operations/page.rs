@@ -89,6 +89,7 @@ async fn until_both_nodes_are_shown(browser: &Browser) {
 /// Opens the cluster's first application and waits until what its workers say is there.
 async fn until_explained_over_the_cluster(browser: &Browser) {
     let start = Instant::now();
+    browser.run("document.getElementById('explain-close').click()").await;
     let seen = "document.querySelector('#cluster-apps tbody button')?.click();
       return document.querySelector('#explain[open] #explain-body h3')?.textContent;";
     while browser.run(seen).await != json!("At 1 worker") {
@@ -144,7 +145,6 @@ async fn the_status_page_shows_the_worker_and_runs_nothing_that_a_name_says() {
     browser.picture(&pictures.join("explain-phone-dark.png"), false).await;
     assert_legible(&browser, "an application on a phone").await;
     assert_eq!(browser.run("return document.images.length").await, json!(0));
-    browser.run("document.getElementById('explain-close').click()").await;
     until_explained_over_the_cluster(&browser).await;
     browser.picture(&pictures.join("explain-cluster-phone-dark.png"), false).await;
     assert_legible(&browser, "an application of the cluster on a phone").await;

@@ -6,6 +6,11 @@
 //! A hint changes no answer and no disk's health, nobody waits for it, and it costs little however it is made: so many parts
 //! of so many bytes for a request, one request at a time for a disk, none for a disk that is unhealthy or has no place for
 //! another read.
+//!
+//! # Reference numbers
+//!
+//! 2026-11-23, 2 vCPU, very busy, ext4 on a virtual disk; the system calls alone, 400 parts of 20 KiB that are not in the page
+//! cache, 15 rounds, medians: read in 15.0 ms, in 3.9 ms when they were hinted 0.1 s before; the hint's calls take 5.4 ms.
 
 use std::ops::Range;
 use std::sync::Arc;

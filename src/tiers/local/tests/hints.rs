@@ -1,5 +1,7 @@
 //! What a reader says it will read next.
 
+#![expect(clippy::single_range_in_vec_init, reason = "a request may have one hint")]
+
 use std::ops::Range;
 
 use super::super::read::hints::{HINTED_BYTES_MAX, HINTED_EXTENTS_MAX};
