@@ -171,10 +171,16 @@ impl Budget {
 
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
-        for ledger in self.path() {
-            ledger.used.fetch_add(bytes, Ordering::SeqCst);
-        }
+        self.force(bytes);
         Charge { budget: self.clone(), bytes }
+    }
+
+    /// The whole first: it knows of what a part holds at any moment.
+    fn force(&self, bytes: u64) {
+        if let Some(parent) = &self.0.parent {
+            parent.force(bytes);
+        }
+        self.0.used.fetch_add(bytes, Ordering::SeqCst);
     }
 
     /// A charge of nothing, to merge others into.

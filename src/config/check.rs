@@ -10,6 +10,7 @@ use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::listeners::http::push;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
+use crate::tiers::INDEX_CACHE_BYTES;
 
 /// Problems and warnings.
 #[derive(Debug)]
@@ -162,6 +163,7 @@ fn check_memory(config: &Config, found: &mut Found) {
         ("HTTP/2 windows (grpc.window_total, grpc.max_connections)", real.windows, part.windows),
         ("gRPC requests (grpc.max_connections, grpc.max_streams_total)", real.grpc, part.grpc),
         ("TCP connections (tcp.max_connections)", real.tcp, part.tcp),
+        ("localfile_store.index_cache_size", config.local.index_cache_bytes, INDEX_CACHE_BYTES),
     ];
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let beyond = kinds.iter().filter(|(_, real, part)| real > part);

@@ -20,7 +20,7 @@ use crate::service::{PartitionConfig, ServiceConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
 use crate::tiers::hdfs::{AllowList, AllowedPath, RemoteLocation};
-use crate::tiers::{HdfsConfig, LocalConfig};
+use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig};
 
 /// Port of the raw TCP listener with the embedded coordinator.
 const URPC_PORT: u16 = 21200;
@@ -200,7 +200,10 @@ impl Config {
         };
         let (heap, reads, windows) =
             (memory.heap_bytes, memory.read_capacity_bytes, grpc.window_budget_bytes);
-        self.parts().with(heap, reads, windows, limits, self.encrypts_grpc())
+        let parts = self.parts().with(heap, reads, windows, limits, self.encrypts_grpc());
+        // The base has the cache of index records as large as it is by default.
+        let more_cache = self.local.index_cache_bytes.saturating_sub(INDEX_CACHE_BYTES);
+        Parts { base: parts.base.saturating_add(more_cache), ..parts }
     }
 
     /// Resident memory of the process at most, whatever clients do.

@@ -246,6 +246,10 @@ fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
     ] {
         assert!(warning.contains(part), "{part} in {warning}");
     }
+    let [warning] = &with("[localfile_store]\nindex_cache_size = \"1GiB\"").warnings[..] else {
+        panic!("none")
+    };
+    assert!(warning.contains("localfile_store.index_cache_size: 1024 MiB, 16 MiB fit"), "{warning}");
     // What one key gives up another may have.
     let moved = with("read_buffer_capacity = \"60MiB\"\nheap_capacity = \"32MiB\"");
     assert!(moved.warnings.is_empty(), "{:?}", moved.warnings);

@@ -289,9 +289,11 @@ impl Flusher {
     }
 
     fn usage(&self, refused: u64) -> Usage {
+        // What no flush frees is as if it were not there.
+        let (whole, extents) = (self.memory.budget(), self.memory.extents().used());
         Usage {
-            capacity: self.memory.budget().capacity(),
-            used: self.memory.budget().used(),
+            capacity: whole.capacity().saturating_sub(extents),
+            used: whole.used().saturating_sub(extents),
             reserved: self.memory.tickets().pre_allocated_bytes(),
             in_flight: self.memory.in_flight_bytes(),
             blocks: self.memory.block_count(),

@@ -100,6 +100,8 @@ impl Flusher {
             self.metrics.all.extent_bytes.observe(sealed.bytes() as f64);
             buffer.release(sealed);
         }
+        // What the tier remembers of them now is charged in their place.
+        self.memory.cover_extents();
         self.flush_overdue(batch);
         self.check_pressure();
         self.metrics.count_batch(tier, bytes);

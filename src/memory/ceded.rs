@@ -5,6 +5,11 @@
 //! piece has no pages and is given to no chain until it comes back. While all of the region is promised, lists borrow of the
 //! heap budget instead (kind `unfinished_blocks`), since a ticket does not reserve what its lists take.
 //!
+//! What tiers remember of the blocks that left memory, their lists of extents, counts here too ([`super::Memory::extents`]). It cannot
+//! be refused, because the blocks are on disk already. It need not be: for some 50 bytes of an extent a batch gives back its list
+//! ([`super::list::LIST_BYTES`]), its records and its segments, of a page at least. So what is charged in all does not grow by it, and
+//! what lists of extents take from the region as long as their shuffles live is room for new blocks, not the bound.
+//!
 //! Invariant: what the lists are charged is at most [`FREE_BYTES`], what is ceded and what is borrowed, but for single lists
 //! and segments that were not asked for; the next that is asked for pays for those too. So the resident region and the lists together
 //! stay within the region, [`FREE_BYTES`] and the heap.
@@ -34,6 +39,8 @@ pub(super) struct Ceded {
     region: Arc<Region>,
     /// The capacity, of which blocks, tickets and lists are charged.
     budget: Budget,
+    /// The part of it that lists of extents have.
+    extents: Budget,
     /// Totals without a limit.
     charged: Budget,
     ceded: Budget,
@@ -51,14 +58,19 @@ struct Held {
 impl Ceded {
     pub(super) fn new(region: Arc<Region>, budget: Budget, heap: &Budget) -> Self {
         let total = || Budget::new(u64::MAX);
-        let borrowed = heap.child(u64::MAX);
+        let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
         let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
-        Self { region, budget, charged: total(), ceded: total(), borrowed, held }
+        Self { region, budget, extents, charged: total(), ceded: total(), borrowed, held }
     }
 
-    /// What all lists are charged.
+    /// What lists of extents are charged to.
+    pub(super) fn extents(&self) -> &Budget {
+        &self.extents
+    }
+
+    /// What all lists are charged, of blocks and of extents.
     pub(super) fn charged_bytes(&self) -> u64 {
-        self.charged.used()
+        self.charged.used() + self.extents.used()
     }
 
     /// What the region does without for them.
@@ -257,6 +269,52 @@ mod tests {
             lists.give_back(0);
             prop_assert_eq!((budget.used(), lists.borrowed.used()), (0, 0));
             prop_assert_eq!(lists.region.free_bytes(), lists.region.capacity_bytes());
+        }
+
+        /// The gap that README had: lists of extents cannot be refused, and their number has no limit.
+        #[test]
+        fn d12_lists_of_extents_take_room_and_the_bound_stays(
+            steps in prop::collection::vec((0u8..6, 1u64..3 * MIB, any::<prop::sample::Index>()), 1..200),
+        ) {
+            let (capacity, slack) = (16 * MIB, 2 * MIB);
+            let (budget, lists) = ceded(capacity, capacity + slack, MIB);
+            let (mut batches, mut segments, mut shuffles) = (Vec::new(), Vec::new(), Vec::new());
+            for (what, bytes, at) in steps {
+                match what {
+                    0 => batches.extend(budget.try_charge(bytes).ok().and_then(|paid| {
+                        lists.charge(bytes).ok().map(|list| (list, paid))
+                    })),
+                    1 | 2 => {
+                        let size = (bytes >> 1).next_power_of_two().clamp(4096, 2 * MIB);
+                        let beyond = (lists.region.capacity_bytes() + lists.charged_bytes())
+                            .saturating_sub(capacity + lists.ceded_bytes());
+                        if let Ok(charge) = budget.try_charge_beyond(size, beyond) {
+                            segments.extend(lists.region.allocate(usize::try_from(size).unwrap(), charge));
+                        }
+                    }
+                    // A batch is published: its extents are charged, and then what it had is gone.
+                    3 | 4 if !batches.is_empty() && !segments.is_empty() => {
+                        let batch = batches.swap_remove(at.index(batches.len()));
+                        let segment = segments.swap_remove(at.index(segments.len()));
+                        let had = batch.0.bytes() + segment.capacity() as u64;
+                        shuffles.push(lists.extents().force_charge(had / 8));
+                        drop((batch, segment));
+                        prop_assert!(lists.cover(0).is_ok(), "{lists:?}");
+                    }
+                    _ if !shuffles.is_empty() => {
+                        drop(shuffles.swap_remove(at.index(shuffles.len())));
+                        lists.give_back(SPARE_BYTES);
+                    }
+                    _ => {}
+                }
+                let chains: u64 = segments.iter().map(|it: &Segment| it.capacity() as u64).sum();
+                prop_assert!(lists.charged_bytes() <= lists.paid_bytes() && lists.borrowed.used() <= MIB);
+                let resident = chains + lists.charged_bytes();
+                prop_assert!(resident <= capacity + slack + FREE_BYTES + lists.borrowed.used());
+            }
+            drop((batches, segments, shuffles));
+            lists.give_back(0);
+            prop_assert_eq!((budget.used(), lists.extents().used(), lists.ceded_bytes()), (0, 0, 0));
         }
     }
 }

@@ -58,6 +58,8 @@ pub struct Standing {
 #[derive(Debug)]
 pub(super) struct Claims {
     root: Budget,
+    /// The part of it that is divided among no one: lists of extents.
+    extents: Budget,
     holders: HashMap<AppId, Holder>,
     waiting: HashMap<AppId, Waiting>,
     level: Level,
@@ -123,10 +125,10 @@ impl Waiting {
 }
 
 impl Claims {
-    pub(super) fn new(root: Budget) -> Self {
+    pub(super) fn new(root: Budget, extents: Budget) -> Self {
         let (holders, waiting) = (HashMap::new(), HashMap::new());
-        let leveled = Instant::now();
-        Self { root, holders, waiting, level: Level::ENOUGH, leveled, is_stale: false, taken_back: 0 }
+        let (level, leveled) = (Level::ENOUGH, Instant::now());
+        Self { root, extents, holders, waiting, level, leveled, is_stale: false, taken_back: 0 }
     }
 
     pub(super) fn holder(&mut self, app: &AppId) -> &mut Holder {
@@ -297,7 +299,7 @@ impl Claims {
             Claimant { weight: holder.weight, demand: holder.budget.used().saturating_add(waited) }
         };
         let claimants: Vec<_> = self.holders.iter().map(claimant).filter(|it| it.demand > 0).collect();
-        self.level = fair::level(self.root.capacity(), &claimants);
+        self.level = fair::level(self.root.capacity().saturating_sub(self.extents.used()), &claimants);
     }
 
     /// Drops idle tickets of applications over their shares, those furthest over it first, until `needed` bytes are free.

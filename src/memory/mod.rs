@@ -154,12 +154,10 @@ impl Memory {
         let budget = Budget::new(capacity);
         let region = Region::new(capacity.saturating_add(slack(capacity)))?;
         let heap = Heap::new(config.heap_bytes);
+        let lists = Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks));
+        let extents = lists.extents().clone();
         let shared = Shared {
-            supply: Supply {
-                lists: Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)),
-                region,
-                blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))),
-            },
+            supply: Supply { lists, region, blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))) },
             budget: budget.clone(),
             in_flight: Budget::new(u64::MAX),
             in_flight_blocks: Budget::new(u64::MAX),
@@ -170,7 +168,7 @@ impl Memory {
             shared: Arc::new(shared),
             heap,
             answered: Budget::new(capacity / 2),
-            tickets: Tickets::new(budget, config.ticket_timeout, config.tickets_max),
+            tickets: Tickets::new(budget, extents, config.ticket_timeout, config.tickets_max),
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
             shuffles: DashMap::new(),
         }))
@@ -186,6 +184,18 @@ impl Memory {
     #[must_use]
     pub fn heap(&self) -> &Heap {
         &self.heap
+    }
+
+    /// What tiers remember of blocks that left memory is charged to this part of the capacity, whether there is room or not: see
+    /// `ceded`.
+    #[must_use]
+    pub fn extents(&self) -> &Budget {
+        self.shared.supply.lists.extents()
+    }
+
+    /// The region cedes what lists of extents have grown by. What it has no room for now it cedes later.
+    pub fn cover_extents(&self) {
+        let _ = self.shared.supply.lists.cover(0);
     }
 
     /// Bytes of blocks in answers that are not taken: half of the capacity at most. They stay where they are, flushed or
@@ -245,6 +255,7 @@ impl Memory {
     /// that are gone.
     #[must_use]
     pub fn candidates(&self) -> Vec<Candidate> {
+        self.cover_extents();
         self.shared.supply.lists.give_back(SPARE_BYTES);
         // Two steps, so that no lock of the map is held while buffers are asked.
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();

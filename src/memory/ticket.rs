@@ -43,12 +43,12 @@ struct State {
 }
 
 impl Tickets {
-    /// Tickets of what `budget` has, each for `timeout`, at most so many.
+    /// Tickets of what `budget` has beside `extents`, each for `timeout`, at most so many.
     #[must_use]
-    pub fn new(budget: Budget, timeout: Duration, tickets_max: usize) -> Self {
+    pub fn new(budget: Budget, extents: Budget, timeout: Duration, tickets_max: usize) -> Self {
         // A random start, so that a ticket of a process before this one is unknown here rather than someone's.
         let next = i64::from(rand::random::<u32>() >> 1) << 32;
-        let state = State { claims: Claims::new(budget.clone()), next };
+        let state = State { claims: Claims::new(budget.clone(), extents), next };
         Self {
             budget,
             pre_allocated: Budget::new(u64::MAX),
@@ -197,7 +197,7 @@ mod tests {
 
     fn tickets(capacity: u64) -> (Budget, Tickets) {
         let budget = Budget::new(capacity);
-        (budget.clone(), Tickets::new(budget, Duration::from_secs(60), 3))
+        (budget.clone(), Tickets::new(budget.clone(), budget.child(0), Duration::from_secs(60), 3))
     }
 
     #[tokio::test]
@@ -281,7 +281,8 @@ mod tests {
     /// Tickets of one partition each, of a memory of 100 KiB.
     fn small() -> (Budget, Tickets) {
         let budget = Budget::new(100 * KIB);
-        (budget.clone(), Tickets::new(budget, Duration::from_secs(20), 30))
+        let extents = budget.child(u64::MAX);
+        (budget.clone(), Tickets::new(budget, extents, Duration::from_secs(20), 30))
     }
 
     fn ask(tickets: &Tickets, name: &str, kib: u64) -> Result<TicketId, MemoryError> {
@@ -370,5 +371,20 @@ mod tests {
         tickets.expire(Instant::now());
         assert!(tickets.holders().is_empty());
         assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lists_of_extents_are_no_ones_share() {
+        let budget = Budget::new(100 * KIB);
+        let extents = budget.child(u64::MAX);
+        let tickets = Tickets::new(budget, extents.clone(), Duration::from_secs(20), 30);
+        let _listed = extents.force_charge(40 * KIB);
+        let sends: Vec<_> = (0..4)
+            .map(|_| tickets.redeem(&app("large"), ask(&tickets, "large", 10).unwrap()).unwrap())
+            .collect();
+        assert!(ask(&tickets, "other", 30).is_err());
+        let refused = ask(&tickets, "large", 10).unwrap_err();
+        assert_eq!(refused, MemoryError::OverShare { asked: 10 * KIB, held: 40 * KIB, share: 30 * KIB });
+        drop(sends);
     }
 }

@@ -41,7 +41,7 @@ pub(super) async fn start(
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
     if config.worker.store_type.has_local() {
-        tiers.push(start_local(config, beside.let_go, registry).await?);
+        tiers.push(start_local(config, beside.let_go, memory, registry).await?);
     }
     if config.worker.store_type.has_hdfs() {
         tiers.push(start_hdfs(config, beside.server_id, beside.precheck, tasks, registry).await?);
@@ -58,11 +58,16 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
-async fn start_local(config: &Config, let_go: LetGo, registry: &Registry) -> anyhow::Result<Arc<LocalStore>> {
+async fn start_local(
+    config: &Config,
+    let_go: LetGo,
+    memory: &Memory,
+    registry: &Registry,
+) -> anyhow::Result<Arc<LocalStore>> {
     let read_memory_bytes = config.memory.read_capacity_bytes;
     let settings = LocalConfig { read_memory_bytes, let_go, ..config.local.clone() };
     let disks = settings.real_disks();
-    LocalStore::open(settings, disks, registry).await.context("localfile_store.data_paths")
+    LocalStore::open(settings, disks, memory.extents(), registry).await.context("localfile_store.data_paths")
 }
 
 #[cfg(feature = "hdfs")]

@@ -75,7 +75,8 @@ impl World {
         let memory = Memory::new(&memory_config, &registry).unwrap();
         let disk = Arc::new(MemoryDisk::new("/disk", None));
         let disk: Arc<dyn Disk> = Arc::new(FaultDisk::new(disk, faults.clone()));
-        let store = LocalStore::open(LocalConfig::default(), vec![disk], &registry).await.unwrap();
+        let store =
+            LocalStore::open(LocalConfig::default(), vec![disk], memory.extents(), &registry).await.unwrap();
         let flush = FlushConfig {
             limits: flush_limits,
             cold_bytes: u64::MAX,

@@ -189,7 +189,7 @@ mod tests {
     /// All of a memory is held, in parts of 30 KiB.
     fn full() -> (Budget, Tickets, Vec<crate::memory::Reservation>) {
         let budget = Budget::new(90 << 10);
-        let tickets = Tickets::new(budget.clone(), Duration::from_secs(20), 100);
+        let tickets = Tickets::new(budget.clone(), budget.child(0), Duration::from_secs(20), 100);
         let held = (0..3).map(|_| {
             let ticket = tickets.require(&app("holder"), 26 << 10, 1).unwrap();
             tickets.redeem(&app("holder"), ticket).unwrap()

@@ -13,7 +13,8 @@ mod tier;
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::hdfs::{HdfsConfig, HdfsStore, RemoteHandle};
 pub use self::local::{
-    DataRead, IndexRead, LetGo, LocalConfig, LocalStore, Published, ShuffleHandle, SyncWrites, VerifyReads,
+    DataRead, INDEX_CACHE_BYTES, IndexRead, LetGo, LocalConfig, LocalStore, Published, ShuffleHandle,
+    SyncWrites, VerifyReads,
 };
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};

@@ -16,7 +16,7 @@ use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::index::records;
 use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
-use uniffle_worker::memory::ReadPool;
+use uniffle_worker::memory::{Budget, ReadPool};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::tiers::hdfs::Connector;
 use uniffle_worker::tiers::hdfs::fs::RemoteFs;
@@ -42,7 +42,8 @@ impl Subject {
     }
 
     async fn local(disks: Vec<Arc<dyn Disk>>) -> Self {
-        Self::served(LocalStore::open(LocalConfig::default(), disks, &Registry::new()).await.unwrap())
+        let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
+        Self::served(LocalStore::open(LocalConfig::default(), disks, &extents, &registry).await.unwrap())
     }
 
     fn hdfs(connector: Arc<dyn Connector>, fs: Arc<dyn RemoteFs>, path: &str, root: &str) -> Self {

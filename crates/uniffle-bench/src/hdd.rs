@@ -134,7 +134,7 @@ impl Bench {
         let memory = Memory::new(&config, registry).context("memory")?;
         let disk = SeekDisk::new();
         let disks: Vec<Arc<dyn Disk>> = vec![Arc::new(disk.clone())];
-        let store = LocalStore::open(LocalConfig::default(), disks, registry).await?;
+        let store = LocalStore::open(LocalConfig::default(), disks, memory.extents(), registry).await?;
         let key = ShuffleKey::new(AppId::parse("hdd")?, ShuffleId(0));
         store.register(&key);
         let buffers = memory.register(&key, Distribution::Normal);

@@ -129,7 +129,10 @@ impl ServiceBuilder {
         };
         let store = match disks.is_empty() {
             true => None,
-            false => Some(LocalStore::open(self.local, disks.iter().map(faulty).collect(), &registry).await?),
+            false => {
+                let disks = disks.iter().map(faulty).collect();
+                Some(LocalStore::open(self.local, disks, memory.extents(), &registry).await?)
+            }
         };
         if let Some(store) = &store {
             tasks.spawn("store maintenance", Arc::clone(store).maintain(tasks.cancelled()));

@@ -6,6 +6,7 @@ use futures::future::join_all;
 use tokio::time::Instant;
 
 use super::*;
+use crate::budget::Budget;
 use crate::durability::{Record, Registration, Report};
 use crate::tiers::{ExtentData, ExtentWrite};
 use uniffle_io::blocking::BlockingDisk;
@@ -51,7 +52,8 @@ fn extent(partition: i32) -> ExtentWrite {
 }
 
 async fn fill(root: &Path) {
-    let store = LocalStore::open(LocalConfig::default(), vec![disk(root)], &Registry::new()).await.unwrap();
+    let (disks, extents) = (vec![disk(root)], Budget::new(u64::MAX));
+    let store = LocalStore::open(LocalConfig::default(), disks, &extents, &Registry::new()).await.unwrap();
     let records = records();
     for shuffle in 0..SHUFFLES {
         let key = ShuffleKey::new(AppId::parse(APP).unwrap(), ShuffleId(shuffle));
@@ -86,7 +88,9 @@ async fn d12_recovery_of_a_million_blocks_in_a_thousand_shuffles() {
     let memory = Memory::new(&MemoryConfig::default(), &registry).unwrap();
     let before = status_bytes("VmRSS");
     let began = Instant::now();
-    let store = LocalStore::open(LocalConfig::default(), vec![disk(&root)], &registry).await.unwrap();
+    let store = LocalStore::open(LocalConfig::default(), vec![disk(&root)], memory.extents(), &registry)
+        .await
+        .unwrap();
     let opened = began.elapsed();
     let recovered = store.take_recovered();
     let flush = FlushConfig { limits: quiet(), ..FlushConfig::default() };

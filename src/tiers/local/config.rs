@@ -51,6 +51,9 @@ impl LetGo {
     }
 }
 
+/// The cache of index records by default; part of the process without clients (`budget::allowance`).
+pub const INDEX_CACHE_BYTES: u64 = 16 * MIB;
+
 section! {
     /// How the local store works.
     #[table("localfile_store", "Local disks.")]
@@ -108,7 +111,7 @@ section! {
         pub sync: SyncWrites = SyncWrites::Off,
         /// Index records kept in memory, so that reducers' first question needs no disk.
         #[key("localfile_store.index_cache_size", size(0..=16 * GIB), Restart)]
-        pub index_cache_bytes: u64 = 16 * MIB,
+        pub index_cache_bytes: u64 = INDEX_CACHE_BYTES,
         /// Read calls per disk at a time. At least 1.
         pub read_concurrency_per_disk: usize = 16,
         /// Memory for reads of all disks, of which each has a share.

@@ -11,6 +11,7 @@ use super::disk::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
 use super::records::RecordCache;
+use crate::budget::Budget;
 use crate::tiers::{DiskCondition, StoreError};
 
 /// What writing, reading and maintenance share.
@@ -24,6 +25,8 @@ pub(super) struct Core {
     pub(super) disks_refused: u64,
     pub(super) files: Files,
     pub(super) records: RecordCache,
+    /// What the lists of extents of all shuffles are charged to.
+    pub(super) extents: Budget,
     pub(super) metrics: Metrics,
 }
 

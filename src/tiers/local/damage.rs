@@ -108,7 +108,7 @@ impl Damage {
         partition: PartitionId,
         disk: usize,
     ) -> Option<(Vec<Extent>, StoreError)> {
-        let mut suspects = shuffle.extents(partition);
+        let mut suspects: Vec<_> = shuffle.extents(partition).iter().copied().collect();
         let mut error = None;
         for attempt in 0..TRIES {
             if attempt > 0 {

@@ -79,6 +79,7 @@ metrics::table! {
         disk_service_used_ratio: GaugeVec["root"] =
             "local_disk_service_used_ratio", "space used by this worker by all space";
         extents: IntGauge = "local_extents", "published extents held in memory";
+        extent_list_bytes: IntGauge = "local_extent_list_bytes", "bytes of memory_lists_bytes for lists of extents";
         extent_bytes: Histogram = "local_extent_bytes", "bytes of published extents", in EXTENT_BUCKETS;
         append_operations: IntCounterVec["root"] = "localfile_disk_append_operation_counter", "write calls";
         append_bytes: IntCounterVec["root"] =

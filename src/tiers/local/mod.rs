@@ -40,6 +40,7 @@ mod damaged;
 mod deletes;
 mod disk;
 mod extent;
+mod extents;
 mod failures;
 mod fetch;
 mod files;
@@ -73,7 +74,7 @@ mod write;
 mod tests;
 
 pub use self::batch::Published;
-pub use self::config::{LetGo, LocalConfig, SyncWrites, VerifyReads};
+pub use self::config::{INDEX_CACHE_BYTES, LetGo, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
 pub use self::store::{LocalStore, ShuffleHandle};

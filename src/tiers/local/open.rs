@@ -15,6 +15,7 @@ use super::records::RecordCache;
 use super::share::ReadShare;
 use super::store::LocalStore;
 use super::take_over::Before;
+use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
 use uniffle_io::Disk;
@@ -22,13 +23,14 @@ use uniffle_io::Disk;
 impl LocalStore {
     /// Claims the disks and takes over what an earlier process left there ([`LocalStore::take_recovered`]), or discards it
     /// (deleted later, by [`LocalStore::maintain`]). A directory that does not answer is left out as long as another one
-    /// does.
+    /// does. What is remembered of published extents is charged to `extents`, whether there is room for it or not.
     ///
     /// # Errors
     /// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
     pub async fn open(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
+        extents: &Budget,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
         let metrics =
@@ -47,6 +49,7 @@ impl LocalStore {
             files: Files::new(config.descriptors_max, config.direct_io, config.name_timeout),
             disks: claimed.into_iter().map(Arc::new).collect(),
             changes,
+            extents: extents.clone(),
             metrics,
             config,
         };

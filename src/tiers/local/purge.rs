@@ -147,13 +147,13 @@ impl LocalStore {
 
     /// Nothing of it is readable or writable from now on. Returns the payload that it had, by disk.
     fn mark_forgotten(&self, shuffle: &Shuffle) -> Vec<u64> {
-        let extents = shuffle.mark_purged();
-        let known = extents.iter().filter(|extent| extent.index_log != NO_LOG).count();
-        self.core.metrics.extents.sub(clamped(known));
-        self.core.records.forget(extents.iter().map(|extent| shuffle.records_key(extent)));
+        let streams = shuffle.mark_purged();
+        let known = || streams.extents().filter(|extent| extent.index_log != NO_LOG);
+        self.core.metrics.extents.sub(clamped(known().count()));
+        self.core.records.forget(streams.extents().map(|extent| shuffle.records_key(extent)));
         let logs = shuffle.logs();
         let mut bytes = vec![0; self.core.disks.len()];
-        for extent in extents.iter().filter(|extent| extent.index_log != NO_LOG) {
+        for extent in known() {
             if let Some(log) = logs.get(usize::from(extent.data_log)) {
                 bytes[log.disk.index] += extent.length;
             }
@@ -343,6 +343,7 @@ impl Core {
         self.metrics.used_bytes.set(clamped(service));
         self.metrics.used_ratio.set(if total == 0 { 0.0 } else { 1.0 - free as f64 / total as f64 });
         self.metrics.open_files.set(clamped(self.files.len() as u64));
+        self.metrics.extent_list_bytes.set(clamped(self.extents.used()));
         self.metrics.index_cache_bytes.set(clamped(self.records.used_bytes()));
     }
 

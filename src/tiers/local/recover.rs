@@ -120,7 +120,7 @@ impl LocalStore {
                 tracing::warn!(disk = %found.disk.label, shuffle = %key, %error, "another incarnation stays");
             }
         }
-        let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len()));
+        let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
         if logged.is_none() && rebuild.incomplete.is_none() {
             // It may have been registered all the same.
@@ -426,7 +426,6 @@ fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
         }
     }
     let mut partition = Partition::default();
-    partition.extents.reserve_exact(kept.len());
     for (_, extent) in kept {
         partition.extend_to(extent.base);
         partition.push(extent);

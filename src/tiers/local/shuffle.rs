@@ -12,11 +12,13 @@ use parking_lot::RwLock;
 
 use super::damaged::DamagedBlocks;
 use super::disk::{APPS, LocalDisk, Occupied};
-use super::extent::{Extent, NO_LOG, Partition};
+use super::extent::{Extent, NO_LOG, Partition, Streams};
+use super::extents::ExtentList;
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
 use super::records::RecordsKey;
+use crate::budget::Budget;
 use crate::durability::Incarnation;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -39,7 +41,7 @@ pub(super) struct Shuffle {
     /// Shared by writes, taken alone by the purge.
     pub(super) gate: tokio::sync::RwLock<()>,
     disks: Vec<OnceLock<Box<ShuffleDisk>>>,
-    partitions: RwLock<HashMap<PartitionId, Partition>>,
+    streams: RwLock<Streams>,
     logs: RwLock<Vec<Arc<Log>>>,
     published_bytes: AtomicU64,
     /// The metadata log knows that it is purged.
@@ -85,7 +87,8 @@ impl ShuffleDisk {
 }
 
 impl Shuffle {
-    pub(super) fn new(key: ShuffleKey, incarnation: u64, disks: usize) -> Self {
+    /// `extents` is what its lists of extents are charged to.
+    pub(super) fn new(key: ShuffleKey, incarnation: u64, disks: usize, extents: &Budget) -> Self {
         let name = format!("{}.{incarnation}", key.shuffle);
         let directory = Path::new(APPS).join(key.app.as_str()).join(name);
         Self {
@@ -95,7 +98,7 @@ impl Shuffle {
             purged: AtomicBool::new(false),
             gate: tokio::sync::RwLock::new(()),
             disks: (0..disks).map(|_| OnceLock::new()).collect(),
-            partitions: RwLock::default(),
+            streams: RwLock::new(Streams::new(extents)),
             logs: RwLock::default(),
             published_bytes: AtomicU64::new(0),
             purge_is_noted: AtomicBool::new(false),
@@ -135,12 +138,10 @@ impl Shuffle {
 
     /// Marks it purged and forgets its extents, which it returns. Under the lock of the extents, so that a
     /// publish is either before (and forgotten) or refused.
-    pub(super) fn mark_purged(&self) -> Vec<Extent> {
-        let mut partitions = self.partitions.write();
+    pub(super) fn mark_purged(&self) -> Streams {
+        let mut streams = self.streams.write();
         self.purged.store(true, Ordering::Release);
-        let forgotten = std::mem::take(&mut *partitions);
-        drop(partitions);
-        forgotten.into_values().flat_map(|partition| partition.extents).collect()
+        streams.take()
     }
 
     /// Under which key the records of an extent are cached.
@@ -170,16 +171,15 @@ impl Shuffle {
         partition: PartitionId,
         read: impl FnOnce(Option<&Partition>) -> T,
     ) -> T {
-        read(self.partitions.read().get(&partition))
+        read(self.streams.read().get(partition))
     }
 
     /// Makes extents visible, all at once.
     pub(super) fn apply(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
-        let mut partitions = self.partitions.write();
+        let mut streams = self.streams.write();
         self.require_present()?;
         for (id, extent) in extents {
-            let partition = partitions.entry(*id).or_insert_with(|| Partition::from(self.first_base()));
-            partition.push(*extent);
+            streams.push(*id, *extent, self.first_base());
             self.published_bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         Ok(())
@@ -189,13 +189,12 @@ impl Shuffle {
     pub(super) fn extent_at(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         self.with_partition(partition, |found| {
             let extents = &found?.extents;
-            let at = extents.binary_search_by_key(&base, |extent| extent.base).ok()?;
-            extents.get(at).filter(|extent| !extent.is_lost()).copied()
+            extents.get(extents.beginning_at(base)?).filter(|extent| !extent.is_lost()).copied()
         })
     }
 
     /// The extents of a partition, holes too.
-    pub(super) fn extents(&self, partition: PartitionId) -> Vec<Extent> {
+    pub(super) fn extents(&self, partition: PartitionId) -> ExtentList {
         self.with_partition(partition, |found| found.map(|it| it.extents.clone())).unwrap_or_default()
     }
 
@@ -206,9 +205,9 @@ impl Shuffle {
 
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
     pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
-        let mut partitions = self.partitions.write();
-        let partition = partitions.get_mut(&partition)?;
-        let at = partition.extents.binary_search_by_key(&base, |extent| extent.base).ok()?;
+        let mut streams = self.streams.write();
+        let partition = streams.get_mut(partition)?;
+        let at = partition.extents.beginning_at(base)?;
         let extent = partition.extents.get_mut(at).filter(|extent| !extent.is_lost())?;
         let lost = std::mem::replace(extent, Extent::gap(extent.base, extent.length));
         partition.blocks += u64::from(extent.blocks);
@@ -261,7 +260,8 @@ impl Shuffle {
         let bytes = restored.partitions.values().map(|partition| partition.bytes).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
         self.first_base.store(restored.first_base, Ordering::Relaxed);
-        *self.partitions.write() = restored.partitions;
+        let mut streams = self.streams.write();
+        *streams = streams.found(restored.partitions);
     }
 
     pub(super) fn log_path(&self, kind: LogKind, number: u32) -> PathBuf {

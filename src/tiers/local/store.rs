@@ -104,7 +104,7 @@ impl LocalStore {
     pub fn register(&self, key: &ShuffleKey) -> ShuffleHandle {
         let create = || {
             let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
-            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len()))
+            Arc::new(Shuffle::new(key.clone(), incarnation, self.core.disks.len(), &self.core.extents))
         };
         let shuffle = Arc::clone(&*self.shuffles.entry(key.clone()).or_insert_with(create));
         self.handle_of(shuffle)

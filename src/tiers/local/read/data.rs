@@ -17,6 +17,7 @@ use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of, touch
 use crate::tiers::local::config::VerifyReads;
 use crate::tiers::local::damage::Damage;
 use crate::tiers::local::extent::{Extent, NO_LOG};
+use crate::tiers::local::extents::ExtentList;
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
@@ -308,7 +309,7 @@ fn zeroed(mut buffer: Box<dyn ReadBuffer>, range: std::ops::Range<usize>) -> Box
 
 /// The extents and the parts of logs that hold `offset..end` of the stream that `extents` make up; the range lies
 /// inside. Holes have parts, of no log.
-fn translate(extents: &[Extent], offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
+fn translate(extents: &ExtentList, offset: u64, end: u64) -> (Vec<Extent>, Vec<Piece>) {
     let known = touched(extents, offset, end).filter(|extent| !extent.is_lost()).copied().collect();
     (known, touched(extents, offset, end).map(|extent| piece_of(extent, offset, end)).collect())
 }

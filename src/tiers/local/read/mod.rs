@@ -28,6 +28,7 @@ use super::damage::Damage;
 use super::damaged::filler;
 use super::disk::LocalDisk;
 use super::extent::{Extent, FILLER_BYTES, NO_LOG};
+use super::extents::ExtentList;
 use super::files::Mode;
 use super::index::RecordCheck;
 use super::log::Log;
@@ -77,7 +78,9 @@ pub struct IndexRead {
     /// Length of the data stream that these records describe.
     pub data_length: u64,
     stream: Stream,
-    extents: std::vec::IntoIter<Extent>,
+    extents: ExtentList,
+    /// Of these the next.
+    next: usize,
     /// The extent being read.
     current: Option<ExtentRecords>,
     /// Filler records given of the next extent, of which nothing is known.
@@ -127,9 +130,8 @@ struct Piece {
 }
 
 /// The extents that hold `offset..end`.
-fn touched(extents: &[Extent], offset: u64, end: u64) -> impl Iterator<Item = &Extent> {
-    let first = extents.partition_point(|extent| extent.base + extent.length <= offset);
-    extents[first..].iter().take_while(move |extent| extent.base < end)
+fn touched(extents: &ExtentList, offset: u64, end: u64) -> impl Iterator<Item = &Extent> {
+    extents.iter_from(extents.after(offset)).take_while(move |extent| extent.base < end)
 }
 
 /// The part of `extent` that lies in `offset..end`, which it touches.
@@ -303,12 +305,12 @@ impl IndexRead {
     pub(super) fn new(reader: &Reader, shuffle: Arc<Shuffle>, partition: PartitionId) -> Self {
         // One look: the records and the stream's length belong together.
         let (extents, data_length, blocks) = shuffle.with_partition(partition, |found| {
-            found.map_or((Vec::new(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
+            found.map_or((ExtentList::default(), 0, 0), |it| (it.extents.clone(), it.bytes, it.blocks))
         });
         let length = blocks * RECORD_BYTES as u64;
         reader.core.metrics.read_index_file.inc();
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
-        Self { length, data_length, stream, extents: extents.into_iter(), current: None, fillers: 0 }
+        Self { length, data_length, stream, extents, next: 0, current: None, fillers: 0 }
     }
 
     /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.
@@ -366,8 +368,9 @@ impl IndexRead {
                 continue;
             }
             let records = self.current.take().unwrap_or_else(|| {
-                let extent = self.extents.next().expect("the length is the sum over the extents");
-                ExtentRecords::new(extent)
+                let extent = self.extents.get(self.next).expect("the length is the sum over the extents");
+                self.next += 1;
+                ExtentRecords::new(*extent)
             });
             // An extent that does not end in this chunk is its last, and `check` makes it the current one again.
             let left = usize::try_from(records.left_bytes()).unwrap_or(usize::MAX);
@@ -408,12 +411,12 @@ impl IndexRead {
 impl IndexRead {
     /// Filler records, `room` bytes at most, when nothing is known of the next extent.
     fn gap(&mut self, room: usize) -> Option<Bytes> {
-        let gap = *self.extents.as_slice().first().filter(|it| it.index_log == NO_LOG)?;
+        let gap = *self.extents.get(self.next).filter(|it| it.index_log == NO_LOG)?;
         let count = u32::try_from(room / RECORD_BYTES).ok()?.min(gap.blocks - self.fillers);
         let numbers = self.fillers..self.fillers + count;
         self.fillers += count;
         if self.fillers == gap.blocks {
-            self.extents.next();
+            self.next += 1;
             self.fillers = 0;
         }
         Some(numbers.flat_map(|number| gap_filler(&gap, number).encode()).collect())
@@ -423,14 +426,14 @@ impl IndexRead {
     #[must_use]
     pub fn next_room(&self) -> usize {
         let room = usize::try_from(self.stream.left).unwrap_or(usize::MAX).min(INDEX_CHUNK_BYTES_MAX);
-        let current = self.current.as_ref().map(|it| &it.extent).or(self.extents.as_slice().first());
+        let current = self.current.as_ref().map(|it| &it.extent).or_else(|| self.extents.get(self.next));
         if current.is_some_and(|extent| self.stream.is_free(extent.index_log, room)) { room } else { 0 }
     }
 
     /// The next extent's records when they are in memory and have room.
     fn cached(&mut self, room: usize) -> Option<Bytes> {
         let Stream { core, shuffle, .. } = &self.stream;
-        let extent = self.extents.as_slice().first()?;
+        let extent = self.extents.get(self.next)?;
         let Some(records) = core.records.find(&shuffle.records_key(extent)) else {
             core.metrics.index_cache_misses.inc();
             return None;
@@ -439,7 +442,7 @@ impl IndexRead {
             return None;
         }
         core.metrics.index_cache_hits.inc();
-        self.extents.next();
+        self.next += 1;
         Some(records)
     }
 

@@ -56,7 +56,7 @@ async fn an_empty_directory_on_the_root_file_system_is_refused_where_mounts_are_
     let config = LocalConfig { require_mounted: true, ..LocalConfig::default() };
     let open = |config: &LocalConfig, disk: &TestDisk| {
         let (config, disks) = (config.clone(), vec![disk.disk()]);
-        async move { LocalStore::open(config, disks, &Registry::new()).await }
+        async move { open_with(config, disks).await }
     };
     let error = open(&config, &disk).await.unwrap_err();
     assert_eq!(error.kind, StoreErrorKind::NotMounted);

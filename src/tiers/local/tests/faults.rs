@@ -117,7 +117,7 @@ async fn a_disk_that_fills_up_in_the_middle_of_a_batch_mixes_nothing_up() {
     let disk = TestDisk::new("/small");
     disk.memory.set_capacity(Some(1 << 20));
     let config = LocalConfig { high_watermark: 1.0, low_watermark: 1.0, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let store = open_with(config, vec![disk.disk()]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 300_000)], false)]).await.unwrap();

@@ -105,7 +105,7 @@ async fn d7_reads_stuck_on_one_disk_leave_memory_to_the_others() {
     let disks = [TestDisk::new("/a"), TestDisk::new("/b")];
     let config = LocalConfig { read_memory_bytes: READ_MEMORY as u64, ..LocalConfig::default() };
     let io = disks.iter().map(TestDisk::disk).collect();
-    let store = LocalStore::open(config, io, &Registry::new()).await.unwrap();
+    let store = open_with(config, io).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     for partition in [0, 1] {

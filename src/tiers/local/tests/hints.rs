@@ -13,7 +13,8 @@ const P: PartitionId = PartitionId(1);
 async fn opened(direct_io: bool) -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
     let disk = TestDisk::new("/a");
     let config = LocalConfig { direct_io, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let store =
+        LocalStore::open(config, vec![disk.disk()], &Budget::new(u64::MAX), &Registry::new()).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     (disk, store, key)

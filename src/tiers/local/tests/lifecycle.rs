@@ -127,7 +127,7 @@ async fn a_directory_has_one_owner_and_keeps_its_identity() {
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
     drop(store);
     let config = LocalConfig { recovery: false, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let store = open_with(config, vec![disk.disk()]).await.unwrap();
     assert_eq!(store.disks()[0].uuid, uuid);
     assert!(disk.app_files().is_empty(), "moved away at once");
     assert!(disk.memory.files().len() > 2, "and deleted later");
@@ -291,7 +291,7 @@ async fn a_disk_above_its_watermark_takes_nothing_until_it_is_below_the_low_one(
 async fn descriptors_are_bounded_and_opened_again() {
     let disk = TestDisk::new("/disk");
     let config = LocalConfig { descriptors_max: 2, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disk.disk()], &Registry::new()).await.unwrap();
+    let store = open_with(config, vec![disk.disk()]).await.unwrap();
     let keys: Vec<_> = (0..5).map(|shuffle| key("app", shuffle)).collect();
     for id in 0..3 {
         for key in &keys {
@@ -305,4 +305,32 @@ async fn descriptors_are_bounded_and_opened_again() {
     }
     assert_eq!(disk.app_files().len(), 10);
     disk.memory.open_write(&disk.app_files()[0], WriteOpen::default()).await.unwrap();
+}
+
+#[tokio::test]
+async fn d12_lists_of_extents_are_charged_from_their_publication_or_a_start_until_their_shuffle_is_purged() {
+    let disk = TestDisk::new("/a");
+    let key = key("app", 0);
+    let opened = |extents: Budget| {
+        let disks = vec![disk.disk()];
+        async move { LocalStore::open(LocalConfig::default(), disks, &extents, &Registry::new()).await.unwrap() }
+    };
+    let whole = Budget::new(10);
+    let extents = whole.child(u64::MAX);
+    let store = opened(extents.clone()).await;
+    store.register(&key);
+    for round in 0..100 {
+        store.write(&key, vec![extent(0, &[(round, 10)], true)]).await.unwrap();
+        assert_eq!(extents.used() > 0, round > 0, "the first is paid for with its partition");
+    }
+    assert!((40 * 99..60 * 100).contains(&extents.used()), "{} bytes", extents.used());
+    assert_eq!(whole.used(), extents.used(), "beyond what there is");
+    drop(store);
+    assert_eq!(whole.used(), 0);
+
+    let store = opened(extents.clone()).await;
+    assert!((40 * 100..65 * 100).contains(&extents.used()), "{} bytes", extents.used());
+    assert_eq!(store.partition_bytes(&key, PartitionId(0)), 1000);
+    store.purge(&key).await;
+    assert_eq!(whole.used(), 0);
 }

@@ -25,6 +25,7 @@ use prometheus::Registry;
 use tokio::sync::Semaphore;
 
 use super::*;
+use crate::budget::Budget;
 use crate::durability::METADATA;
 use crate::tiers::{
     DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
@@ -86,7 +87,14 @@ pub(super) async fn two_disks_with_blocks(
 pub(super) async fn open(disks: Vec<Arc<dyn Disk>>) -> Result<Arc<LocalStore>, StoreError> {
     // Without the cache of index records every index read asks the disk, where the faults are.
     let config = LocalConfig { index_cache_bytes: 0, ..LocalConfig::default() };
-    LocalStore::open(config, disks, &Registry::new()).await
+    open_with(config, disks).await
+}
+
+pub(super) async fn open_with(
+    config: LocalConfig,
+    disks: Vec<Arc<dyn Disk>>,
+) -> Result<Arc<LocalStore>, StoreError> {
+    LocalStore::open(config, disks, &Budget::new(u64::MAX), &Registry::new()).await
 }
 
 /// What a start found, with what shuffles had said.

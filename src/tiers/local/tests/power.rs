@@ -15,7 +15,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 async fn open_with(disks: &[TestDisk], sync: SyncWrites) -> Arc<LocalStore> {
     let config = LocalConfig { index_cache_bytes: 0, sync, ..LocalConfig::default() };
     let disks = disks.iter().map(TestDisk::disk).collect();
-    LocalStore::open(config, disks, &Registry::new()).await.unwrap()
+    super::open_with(config, disks).await.unwrap()
 }
 
 #[tokio::test(start_paused = true)]

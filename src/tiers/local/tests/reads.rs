@@ -12,7 +12,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 async fn cached(disks: &[TestDisk], index_cache_bytes: u64) -> Arc<LocalStore> {
     let config = LocalConfig { index_cache_bytes, ..LocalConfig::default() };
     let disks = disks.iter().map(TestDisk::disk).collect();
-    LocalStore::open(config, disks, &Registry::new()).await.unwrap()
+    open_with(config, disks).await.unwrap()
 }
 
 #[tokio::test]
@@ -83,7 +83,7 @@ async fn idle_descriptors_are_closed() {
 async fn a_probe_that_waits_behind_others_does_not_make_a_disk_sick() {
     let disks = [TestDisk::new("/a")];
     let config = LocalConfig { direct_io: false, index_cache_bytes: 0, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disks[0].disk()], &Registry::new()).await.unwrap();
+    let store = open_with(config, vec![disks[0].disk()]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
@@ -145,7 +145,7 @@ impl ReadBuffers for SmallBuffers {
 async fn several_large_extents_are_read_in_one_call() {
     let disks = [TestDisk::new("/a")];
     let config = LocalConfig { direct_io: true, ..LocalConfig::default() };
-    let store = LocalStore::open(config, vec![disks[0].disk()], &Registry::new()).await.unwrap();
+    let store = open_with(config, vec![disks[0].disk()]).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     // Three large ones, a small one, and one that is larger than any buffer.

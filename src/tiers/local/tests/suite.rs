@@ -11,7 +11,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
         low_watermark: 1.0,
         ..LocalConfig::default()
     };
-    let store = LocalStore::open(config, disks, &Registry::new()).await.unwrap();
+    let store = open_with(config, disks).await.unwrap();
     let key = key("app", 1);
     store.register(&key);
     assert_eq!(read_all(&store, &key, 5).await.unwrap(), Vec::<i64>::new());
