@@ -44,6 +44,11 @@ impl Batch {
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, sealed)| sealed.bytes()).sum()
     }
+
+    /// Blocks.
+    pub(super) fn blocks(&self) -> usize {
+        self.parts.iter().map(|(_, sealed)| sealed.blocks()).sum()
+    }
 }
 
 /// The batches that wait for one tier.

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 use prometheus::Registry;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
 
 use crate::app::{App, AppRegistry};
@@ -23,6 +23,14 @@ use super::queue::{Batch, Handles, Queue};
 
 /// Partitions that one batch may hold: bounds its index group and the time that its publishing holds the shuffle's lane.
 const BATCH_PARTS_MAX: usize = 4096;
+
+/// Blocks that a batch of several partitions may hold, likewise: 64 MiB of blocks of 4 KiB.
+const BATCH_BLOCKS_MAX: usize = 16 << 10;
+
+/// Blocks of all batches that are being written at a time, at least; a batch with more goes alone.
+const BLOCKS_AT_ONCE_MIN: u64 = 128 << 10;
+/// ... and one for so many bytes of the capacity: four hundred batches of blocks of 14 KiB at 100 GB.
+const BLOCKS_AT_ONCE_DIVISOR: u64 = 64 << 10;
 
 /// Every so many ticks memory of aborted sends is looked for: it walks all partitions.
 const TICKS_PER_SWEEP: u32 = 10;
@@ -41,6 +49,8 @@ pub struct Flusher {
     pub(super) queues: Vec<Queue>,
     pub(super) tasks: Tasks,
     pub(super) metrics: FlushMetrics,
+    /// A permit for each block that is being written, and how many there are.
+    pub(super) blocks: (Semaphore, u32),
     /// Every batch holds a clone: their number is the number of batches that are not in the store yet.
     batch_token: Arc<()>,
     wake: tokio::sync::Notify,
@@ -66,6 +76,8 @@ impl Flusher {
     ) -> prometheus::Result<Arc<Self>> {
         let tiers = tiers.into();
         let names: Vec<_> = tiers.iter().map(|tier| tier.capability().names).collect();
+        let blocks = (memory.capacity_bytes() / BLOCKS_AT_ONCE_DIVISOR).max(BLOCKS_AT_ONCE_MIN);
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         let flusher = Arc::new(Self {
             metrics: FlushMetrics::new(registry, &names)?,
             limits: RwLock::new(config.limits),
@@ -74,6 +86,7 @@ impl Flusher {
             queues: tiers.iter().map(|_| Queue::default()).collect(),
             tiers,
             tasks: tasks.clone(),
+            blocks: (Semaphore::new(blocks as usize), blocks),
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
             hurry: watch::Sender::new(false),
@@ -358,7 +371,7 @@ impl Flusher {
         let (cold, rest): (Parts, Parts) = parts.into_iter().partition(is_cold);
         for (parts, is_cold) in [(cold, true), (rest, false)] {
             let parts_max = if self.goes_by_partition(&handles, is_cold) { 1 } else { BATCH_PARTS_MAX };
-            for parts in cut_batches(parts, (self.config.batch_bytes_max, parts_max)) {
+            for parts in cut_batches(parts, (self.config.batch_bytes_max, BATCH_BLOCKS_MAX, parts_max)) {
                 self.enqueue(batch(parts, is_cold));
             }
         }
@@ -422,23 +435,66 @@ fn policy_candidate(app: usize, buffer: &Buffer) -> policy::Candidate {
     }
 }
 
-/// Cuts `parts` into batches of about `bytes_max` payload bytes and at most `parts_max` partitions.
-fn cut_batches(parts: Parts, (bytes_max, parts_max): (u64, usize)) -> Vec<Parts> {
+/// Cuts `parts` into batches of about `bytes_max` payload bytes and `blocks_max` blocks, and of at most `parts_max`
+/// partitions.
+fn cut_batches(parts: Parts, (bytes_max, blocks_max, parts_max): (u64, usize, usize)) -> Vec<Parts> {
     let mut batches = Vec::new();
     let mut open = Vec::new();
-    let mut open_bytes = 0;
+    let (mut open_bytes, mut open_blocks) = (0, 0);
     for part in parts {
-        let bytes = part.1.bytes();
-        let full = open_bytes + bytes > bytes_max || open.len() >= parts_max;
-        if full && !open.is_empty() {
+        let (bytes, blocks) = (part.1.bytes(), part.1.blocks());
+        let is_full =
+            open_bytes + bytes > bytes_max || open_blocks + blocks > blocks_max || open.len() >= parts_max;
+        if is_full && !open.is_empty() {
             batches.push(std::mem::take(&mut open));
-            open_bytes = 0;
+            (open_bytes, open_blocks) = (0, 0);
         }
         open_bytes += bytes;
+        open_blocks += blocks;
         open.push(part);
     }
     if !open.is_empty() {
         batches.push(open);
     }
     batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::budget::HeapKind;
+    use crate::memory::MemoryConfig;
+    use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleId, TaskAttemptId};
+
+    /// A partition with so many blocks of one byte.
+    fn part(memory: &Memory, partition: i32, blocks: i64) -> (Arc<Buffer>, Arc<SealedBatch>) {
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(0));
+        let shuffle = memory.register(&key, Distribution::Normal);
+        let buffer = shuffle.buffer(PartitionId(partition), memory.heap().of(HeapKind::Partitions)).unwrap();
+        let ticket = memory.tickets().require(&key.app, blocks.unsigned_abs(), 1).unwrap();
+        let mut funds = memory.tickets().redeem(&key.app, ticket).unwrap();
+        let filled = (0..blocks).map(|id| {
+            let mut fill = buffer.reserve(1, &mut funds).unwrap();
+            fill.write(&[7]);
+            let (block_id, task_attempt_id) = (BlockId(id), TaskAttemptId(0));
+            (BlockMeta { block_id, task_attempt_id, length: 1, uncompressed_length: 1, crc: 0 }, fill)
+        });
+        let filled = filled.collect();
+        buffer.commit(filled, &mut funds).unwrap();
+        let sealed = buffer.seal().unwrap();
+        (buffer, sealed)
+    }
+
+    #[test]
+    fn n6_a_batch_is_closed_by_its_blocks_too() {
+        let config = MemoryConfig { capacity_bytes: 32 << 20, ..MemoryConfig::default() };
+        let memory = Memory::new(&config, &Registry::new()).unwrap();
+        let cut = |limits| {
+            let parts = [10, 20, 30, 40].into_iter().zip(0..);
+            let batches = cut_batches(parts.map(|(blocks, at)| part(&memory, at, blocks)).collect(), limits);
+            let sizes = batches.iter().map(|parts| parts.iter().map(|(_, it)| it.blocks()).collect());
+            sizes.collect::<Vec<Vec<_>>>()
+        };
+        assert_eq!(cut((1000, 60, 4096)), [vec![10, 20, 30], vec![40]]);
+    }
 }

@@ -8,14 +8,19 @@ use fastrace::Span;
 use fastrace::future::FutureExt as _;
 use fastrace::local::LocalSpan;
 use futures::FutureExt as _;
+use tokio::sync::SemaphorePermit;
 use tokio::time::Instant;
 
 use crate::app::{Counted, Stage};
+use crate::budget::{Charge, HeapKind};
 use crate::memory::{Buffer, SealedData};
 use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;
+
+/// Heap of a block while it is written: what is known of it, sorted, and its record in the index group.
+const BLOCK_HEAP_BYTES: u64 = 112;
 
 impl Flusher {
     pub(super) async fn work(self: Arc<Self>, tier: usize) {
@@ -75,7 +80,19 @@ impl Flusher {
         }
     }
 
+    /// When there is room for what is made of a batch's blocks. It is charged whether there is or not, since flushes free more
+    /// than they take: so clients get less meanwhile.
+    async fn records_of(&self, batch: &Batch) -> (Option<SemaphorePermit<'_>>, Charge) {
+        let blocks = batch.blocks();
+        let (permits, most) = &self.blocks;
+        // Never closed.
+        let permit = permits.acquire_many(u32::try_from(blocks).unwrap_or(*most).min(*most)).await.ok();
+        let heap = self.memory.heap().of(HeapKind::Blocks);
+        (permit, heap.force_charge(blocks as u64 * BLOCK_HEAP_BYTES))
+    }
+
     async fn write(&self, batch: &Arc<Batch>, tier: usize) -> Result<(), StoreError> {
+        let _records = self.records_of(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);

@@ -24,6 +24,10 @@ pub(super) const SEGMENT_HEAP_BYTES: u64 = 192;
 /// Heap of a stray beside its record, likewise.
 pub(super) const STRAY_BYTES: u64 = 2 * size_of::<(u32, SmallVec<[Slice; 2]>)>() as u64;
 
+/// A list with so many blocks is closed and waits as a batch, so that no batch is made of many more: what is flushed together is copied
+/// and sorted together. Of blocks of 2 KiB that is 64 MiB, so it is small blocks that it is for. One send may bring more.
+pub(super) const LIST_BLOCKS_MAX: usize = 32 << 10;
+
 /// Offset of a stray: its bytes are in no range of this list's chain.
 const STRAY: u32 = u32::MAX;
 

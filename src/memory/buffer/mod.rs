@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 
 use super::chain::{BlockFill, Supply};
 use super::error::MemoryError;
-use super::list::{BlockList, LIST_BYTES, Paid};
+use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::read::{self, MemoryRead};
 use super::region::Segment;
@@ -243,6 +243,9 @@ impl Buffer {
         let strays = lists.active.strays() - strays;
         lists.active.pay_for_segments(&self.shared.supply.lists);
         lists.active.charge(split(&mut paid, kept), strays, &self.shared.supply.lists);
+        if lists.active.len() >= LIST_BLOCKS_MAX {
+            self.rotate(lists, next_chain);
+        }
         self.received_bytes.fetch_add(done.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         drop(state);
@@ -280,7 +283,7 @@ impl Buffer {
     }
 
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
-    /// whose chain overflowed gives its oldest batch not taken yet.
+    /// whose list was closed, for its bytes or its blocks, gives its oldest batch not taken yet.
     pub fn seal(&self) -> Option<Arc<SealedBatch>> {
         self.seal_locked(&mut self.state.lock())
     }

@@ -88,6 +88,23 @@ fn d12_hundreds_of_thousands_of_tiny_blocks_take_no_more_heap_than_they_are_char
 }
 
 #[test]
+fn n6_a_list_of_many_blocks_is_closed_so_that_no_batch_is_made_of_all() {
+    let memory = memory_of(64 * MIB, 1 << 20);
+    let buffer = buffer(&memory);
+    for send in 0..5 {
+        let mut funds = funds(&memory, 20_000);
+        let blocks = (0..20_000).map(|id| fill(&buffer, send * 20_000 + id, send, 1, &mut funds)).collect();
+        buffer.commit(blocks, &mut funds).unwrap();
+    }
+    assert_eq!(buffer.active_blocks(), 100_000);
+    let batches: Vec<_> = std::iter::from_fn(|| buffer.seal()).collect();
+    assert_eq!(batches.iter().map(|batch| batch.blocks()).collect::<Vec<_>>(), [40_000, 40_000, 20_000]);
+    drop((batches, buffer));
+    drop(memory.forget(&key()));
+    assert_empty(&memory);
+}
+
+#[test]
 fn d12_partitions_beyond_the_heap_are_refused_by_name_and_those_there_are_go_on() {
     let memory = memory(8 * MIB);
     let shuffle = memory.register(&key(), Distribution::Normal);
