@@ -4,6 +4,14 @@
 //! valid send fail. It is single use, belongs to one application and expires; while others wait, one that its application
 //! does not use and that is beyond its share is taken back sooner ([`super::claims`]). Everything here is a [`Charge`]: a
 //! ticket that expires or a send that dies gives back by being dropped.
+//!
+//! What its lists take ([`super::list::LIST_BYTES`] for each partition of which nothing is in memory, 64 bytes per block) a ticket does
+//! not reserve: how many blocks there will be is not said, and most sends are to partitions that have a list. The bound of
+//! the process holds without, because a list is made only when the region has ceded as much or the heap has lent it
+//! ([`super::ceded`]): a send of `b` bytes to `p` partitions has at most `b` + 4096 `p` bytes of the region, which is what its
+//! ticket holds, and no list that is not covered. What may be missed is the turn: when tickets hold all of the region, lists have its
+//! slack (a 64th), 2 MiB, and half of the heap, which at 256 MB is 40 MiB: 43,000 new partitions of 4 KiB each at once. The next
+//! one is refused with NO_BUFFER, and its ticket comes back.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -198,3 +198,34 @@ fn metadata_beyond_the_capacity_takes_nothing_of_a_ticket() {
     }
     drop(large);
 }
+
+/// No ticket has reserved the lists that its partitions get.
+#[test]
+fn n6_lists_of_new_partitions_stay_within_the_bound_while_tickets_hold_all_memory() {
+    use crate::memory::ceded::FREE_BYTES;
+    let (capacity_bytes, heap_bytes) = (64 * MIB, 16 * MIB);
+    let config = MemoryConfig { capacity_bytes, heap_bytes, ..MemoryConfig::default() };
+    let memory = Memory::new(&config, &Registry::new()).unwrap();
+    let all: Vec<_> = std::iter::from_fn(|| ticket(&memory, "many", 64, 64)).collect();
+    assert!(memory.budget().free() < 64 * 4097 && all.len() > 250);
+    let (region, lists) = (&memory.shared.supply.region, &memory.shared.supply.lists);
+    let (mut stored, mut refused) = (0_u32, 0_u32);
+    for (mut funds, at) in all.into_iter().zip(0..) {
+        for partition in at * 64..(at + 1) * 64 {
+            let buffer =
+                shuffle_of(&memory, "many").buffer(PartitionId(partition), partitions(&memory)).unwrap();
+            let kept = buffer.reserve(1, &mut funds).and_then(|mut fill| {
+                fill.write(&[7]);
+                buffer.commit(vec![(meta(i64::from(partition), 0, 1), fill)], &mut funds)
+            });
+            *(if kept.is_ok() { &mut stored } else { &mut refused }) += 1;
+            let chains = region.capacity_bytes() - region.free_bytes() - lists.ceded_bytes();
+            let lent = memory.heap().of(HeapKind::Blocks).used();
+            let bound = region.capacity_bytes() + FREE_BYTES + lent + LIST_BYTES;
+            assert!(chains + lists.charged_bytes() <= bound && lent <= heap_bytes / 2);
+        }
+    }
+    assert!(stored > 10_000 && refused > 0, "{stored} are stored, {refused} refused");
+    drop(memory.forget(&ShuffleKey::new(app_named("many"), ShuffleId(0))));
+    assert_eq!((memory.used_bytes(), memory.heap().whole().used()), (0, 0));
+}
