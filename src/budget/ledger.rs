@@ -169,6 +169,12 @@ impl Budget {
         freed.await;
     }
 
+    /// Whether someone waits until something is given back, here or in any part of the whole.
+    #[must_use]
+    pub fn is_waited_for(&self) -> bool {
+        self.path().last().is_some_and(|top| top.waiting.load(Ordering::SeqCst) > 0)
+    }
+
     /// Charges `bytes` even beyond the capacity. For what is bounded elsewhere.
     pub fn force_charge(&self, bytes: u64) -> Charge {
         self.force(bytes);

@@ -11,4 +11,13 @@ pub mod tcp;
 pub mod tls;
 mod watched;
 
+use std::time::Duration;
+
 pub use acceptor::Binding;
+
+/// An answer of which nothing was taken for so long gives way to others that wait for what it holds; JVMs that collect their
+/// garbage do not pause so long.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// After that it is looked so often whether others wait.
+const LOOK: Duration = Duration::from_secs(1);

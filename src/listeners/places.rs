@@ -56,6 +56,7 @@ pub(super) struct Seat {
     is_open: AtomicBool,
     requests: AtomicU32,
     progressed_ns: AtomicU64,
+    wrote_ns: AtomicU64,
     close: AbortHandle,
 }
 
@@ -85,6 +86,7 @@ impl Places {
             is_open: AtomicBool::new(false),
             requests: AtomicU32::new(0),
             progressed_ns: AtomicU64::new(age(self.since)),
+            wrote_ns: AtomicU64::new(age(self.since)),
             close,
         });
         let mut table = self.table.lock();
@@ -154,6 +156,17 @@ impl Seat {
     /// Bytes came or went by a call that began at `moment`. The peer may have them, and act, before the call returns.
     pub(super) fn progressed_at(&self, moment: u64) {
         self.progressed_ns.fetch_max(moment, Ordering::Relaxed);
+    }
+
+    /// Bytes went by a call that began at `moment`.
+    pub(super) fn wrote_at(&self, moment: u64) {
+        self.wrote_ns.fetch_max(moment, Ordering::Relaxed);
+        self.progressed_at(moment);
+    }
+
+    /// For how long no bytes went.
+    pub(super) fn unwritten(&self) -> Duration {
+        Duration::from_nanos(self.now().saturating_sub(self.wrote_ns.load(Ordering::Relaxed)))
     }
 
     /// A request has begun.

@@ -61,7 +61,7 @@ impl<S> Watched<S> {
         let began = self.seat.now();
         let written = write(Pin::new(&mut self.stream));
         if let Poll::Ready(Ok(1..)) = written {
-            self.seat.progressed_at(began);
+            self.seat.wrote_at(began);
         }
         written
     }

@@ -93,6 +93,11 @@ impl Line {
         (&mut place.receiver).await.expect("a waiter is dropped only when its place is")
     }
 
+    /// Whether someone waits.
+    pub(super) fn is_waited_for(&self) -> bool {
+        self.0.lock().waiting > 0
+    }
+
     fn permit(self: &Arc<Self>, app: &Option<AppId>, bytes: u64) -> Permit {
         Permit { line: Arc::clone(self), app: app.clone(), bytes }
     }

@@ -92,6 +92,12 @@ impl ReadPool {
         if is_spare { READ_CHUNK_BYTES_MAX } else { READ_CHUNK_BYTES_SHORT }
     }
 
+    /// Whether a read waits for a buffer.
+    #[must_use]
+    pub fn is_waited_for(&self) -> bool {
+        self.line.is_waited_for()
+    }
+
     /// How often a buffer had to wait because fewer bytes were free than it needs.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)

@@ -1,6 +1,11 @@
 //! How much one answer from memory may have, of what its application and its connection have left: readers that take nothing
 //! get smaller answers and then none, and leave room for others.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
 use crate::budget::{Budget, Charge, HeapFull, HeapKind};
 use crate::memory::{READ_BLOCKS_MAX, answer_heap_bytes};
 
@@ -18,6 +23,40 @@ const ANSWER_BYTES_MIN: u64 = 64 << 10;
 const ANSWER_LISTS_DIVISOR: u8 = 4;
 /// Blocks that every answer may have, if any heap is left for lists of them.
 const ANSWER_BLOCKS_MIN: usize = 64;
+
+/// A reader that was refused comes back within seconds; for so long it counts as one that waits.
+const REFUSED_WAITS: Duration = Duration::from_secs(10);
+
+/// When a reader was last refused for what answers hold that are not taken.
+#[derive(Debug)]
+pub(super) struct LastRefusal {
+    began: Instant,
+    /// After `began`; none = 0.
+    at_ms: AtomicU64,
+}
+
+impl LastRefusal {
+    pub(super) fn none() -> Self {
+        Self { began: Instant::now(), at_ms: AtomicU64::new(0) }
+    }
+
+    /// Notes one if `refusal` is of that kind.
+    pub(super) fn note(&self, refusal: &ServiceError) {
+        if matches!(refusal, ServiceError::TooManyAnswers { .. } | ServiceError::NoHeap(_)) {
+            self.at_ms.store(self.now_ms(), Ordering::Relaxed);
+        }
+    }
+
+    /// Whether that was lately.
+    pub(super) fn is_recent(&self) -> bool {
+        let at_ms = self.at_ms.load(Ordering::Relaxed);
+        at_ms > 0 && Duration::from_millis(self.now_ms() - at_ms) < REFUSED_WAITS
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX).max(1)
+    }
+}
 
 /// Bytes after which an answer from memory ends.
 pub(super) fn answer_limit(

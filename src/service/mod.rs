@@ -205,6 +205,7 @@ impl Service {
             partitions_max: config.partitions_per_request_max,
             read_memory_wait: config.read_memory_wait,
             heap_wait: config.heap_wait,
+            last_refusal: answer_limits::LastRefusal::none(),
         });
         let lifecycle = Arc::new(Lifecycle {
             known,

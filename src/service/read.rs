@@ -25,7 +25,7 @@ use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
-use super::answer_limits::{OF_APP, OF_CONNECTION, answer_limit, answer_lists};
+use super::answer_limits::{LastRefusal, OF_APP, OF_CONNECTION, answer_limit, answer_lists};
 use super::known::Known;
 use super::losses::{Losses, refuse_unknown};
 use super::metrics::ServiceMetrics;
@@ -84,6 +84,7 @@ pub struct Reads {
     pub(super) partitions_max: usize,
     pub(super) read_memory_wait: Duration,
     pub(super) heap_wait: Duration,
+    pub(super) last_refusal: LastRefusal,
 }
 
 /// `getMemoryShuffleData`.
@@ -279,6 +280,19 @@ impl Reads {
     /// Unknown app, a filter that is no bitmap, a block that is wanted and lost. A partition that never got data has
     /// no blocks, which is no error.
     pub fn read_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
+        self.answer_from_memory(request).inspect_err(|error| self.last_refusal.note(error))
+    }
+
+    /// Whether someone waits for what answers hold: for read memory, for heap, or for room for an answer. Then those that
+    /// are not taken do not keep it for long.
+    #[must_use]
+    pub fn are_waited_for(&self) -> bool {
+        self.memory.read_pool().is_waited_for()
+            || self.memory.heap().whole().is_waited_for()
+            || self.last_refusal.is_recent()
+    }
+
+    fn answer_from_memory(&self, request: MemoryReadRequest<'_>) -> Result<MemoryAnswer, ServiceError> {
         let (key, app, open) = self.read_key(request.app, request.shuffle)?;
         let filter = match request.task_filter {
             None | Some([]) => None,

@@ -1,9 +1,9 @@
 //! What keeps a call alive: progress, not age.
 //!
 //! Not here: what a call does. A caller who pauses inside a request, or does not take an answer, ends its call; one that
-//! gets on is not cut off, however large the answer is. Invariants: a call without progress ends within the deadlines; what is
-//! left of an answer when its call has ended, because HTTP/2 has it and the socket has not, is taken in time or its
-//! connection ends.
+//! gets on is not cut off, however large the answer is. Invariants: a call without progress ends within the deadlines, and
+//! sooner while others wait for what its answer holds ([`PATIENCE`]); what is left of an answer when its call has ended,
+//! because HTTP/2 has it and the socket has not, is taken in time or its connection ends.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -12,7 +12,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::task::{Poll, ready};
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::listeners::places::Seat;
+use crate::listeners::{LOOK, PATIENCE};
 
 /// Taking so much of an answer is progress. A caller who takes a byte now and then is none.
 const STEP_BYTES: u64 = 1 << 20;
@@ -36,8 +40,17 @@ pub(super) struct Progress {
     /// In ms after `began`.
     due_ms: AtomicU64,
     taken: AtomicU64,
+    /// When the caller last took any of its answer, likewise; none = [`NOT_TAKING`], also while it is not the caller's turn.
+    taking_ms: AtomicU64,
     tails: Arc<Tails>,
 }
+
+/// There is no answer yet, or the disk is waited for.
+const NOT_TAKING: u64 = u64::MAX;
+
+/// The worker's own time inside an answer: it is not the caller's fault. Until it is dropped.
+#[derive(Debug)]
+pub(super) struct OwnTime(Arc<Progress>);
 
 /// Answers of a connection whose last bytes HTTP/2 has and the socket has not, by the period in which it got them.
 #[derive(Debug)]
@@ -46,6 +59,8 @@ pub(super) struct Tails {
     period: Duration,
     /// By the number of the period modulo three: the one that runs, the one before, and the one that must be empty.
     waiting: [AtomicU32; 3],
+    /// There is one.
+    begun: Notify,
 }
 
 /// The end of an answer, until the socket has taken it or it is given up.
@@ -69,10 +84,12 @@ pub(super) fn frame_deadline() -> Option<Duration> {
     CALL.try_with(|progress| progress.deadlines.frame).ok()
 }
 
-/// Runs `call` until it ends (true) or has not got on in time (false).
+/// Runs `call` until it ends (true) or has not got on in time (false); `is_waited_for` says whether others wait for what its
+/// answer holds.
 pub(super) async fn bounded(
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
+    is_waited_for: impl Fn() -> bool,
     call: impl Future<Output = ()>,
 ) -> bool {
     let progress = Arc::new(Progress {
@@ -80,6 +97,7 @@ pub(super) async fn bounded(
         deadlines,
         due_ms: AtomicU64::new(ms(deadlines.call + deadlines.answer)),
         taken: AtomicU64::new(0),
+        taking_ms: AtomicU64::new(NOT_TAKING),
         tails,
     });
     let mut call = pin!(CALL.scope(Arc::clone(&progress), call));
@@ -88,16 +106,19 @@ pub(super) async fn bounded(
         if call.as_mut().poll(context).is_ready() {
             return Poll::Ready(true);
         }
-        // An answer brings the deadline nearer, and progress moves it away, which does not touch the timer.
-        if progress.due() < alarm.deadline() {
-            alarm.as_mut().reset(progress.due());
+        // An answer brings the next look nearer, and progress moves it away, which does not touch the timer.
+        let first_look = progress.due().min(progress.patience_ends());
+        if first_look < alarm.deadline() {
+            alarm.as_mut().reset(first_look);
         }
         loop {
             ready!(alarm.as_mut().poll(context));
-            if progress.due() <= Instant::now() {
+            let now = Instant::now();
+            let is_stalled = progress.patience_ends() <= now;
+            if progress.due() <= now || is_stalled && is_waited_for() {
                 return Poll::Ready(false);
             }
-            alarm.as_mut().reset(progress.due());
+            alarm.as_mut().reset(progress.due().min(progress.patience_ends().max(now + LOOK)));
         }
     })
     .await
@@ -108,9 +129,25 @@ impl Progress {
         self.began + Duration::from_millis(self.due_ms.load(Ordering::Relaxed))
     }
 
+    /// From when on others come first, if the caller takes nothing until then.
+    fn patience_ends(&self) -> Instant {
+        match self.taking_ms.load(Ordering::Relaxed) {
+            NOT_TAKING => self.due(),
+            taking => self.began + Duration::from_millis(taking) + PATIENCE,
+        }
+    }
+
     /// There is an answer: from here on the caller's time runs.
     pub(super) fn answers(&self) {
-        self.due_ms.store(ms(self.began.elapsed() + self.deadlines.answer), Ordering::Relaxed);
+        let now = self.began.elapsed();
+        self.due_ms.store(ms(now + self.deadlines.answer), Ordering::Relaxed);
+        self.taking_ms.store(ms(now), Ordering::Relaxed);
+    }
+
+    /// The disk is waited for, which is not the caller's fault.
+    pub(super) fn own_time(self: Arc<Self>) -> OwnTime {
+        self.taking_ms.store(NOT_TAKING, Ordering::Relaxed);
+        OwnTime(self)
     }
 
     /// The caller takes `bytes` more of its answer.
@@ -119,6 +156,8 @@ impl Progress {
         let before = self.taken.fetch_add(bytes, Ordering::Relaxed);
         if before / STEP_BYTES != (before + bytes) / STEP_BYTES {
             self.answers();
+        } else {
+            self.taking_ms.store(ms(self.began.elapsed()), Ordering::Relaxed);
         }
     }
 
@@ -128,15 +167,23 @@ impl Progress {
     }
 }
 
+impl Drop for OwnTime {
+    fn drop(&mut self) {
+        let Self(progress) = self;
+        progress.taking_ms.store(ms(progress.began.elapsed()), Ordering::Relaxed);
+    }
+}
+
 impl Tails {
     /// A peer that does not take an answer's end within `period` loses the connection, at the latest after twice that time.
     pub(super) fn new(period: Duration) -> Arc<Self> {
-        Arc::new(Self { began: Instant::now(), period, waiting: Default::default() })
+        Arc::new(Self { began: Instant::now(), period, waiting: Default::default(), begun: Notify::new() })
     }
 
     fn begin(self: &Arc<Self>) -> Tail {
         let at = self.now() as usize % 3;
         self.waiting[at].fetch_add(1, Ordering::Relaxed);
+        self.begun.notify_one();
         Tail { tails: Arc::clone(self), at }
     }
 
@@ -147,6 +194,19 @@ impl Tails {
             // Those of the period before the last, two back, have had a whole one.
             if self.waiting[(period as usize + 1) % 3].load(Ordering::Relaxed) > 0 {
                 return;
+            }
+        }
+    }
+
+    /// Resolves when there is an end of an answer, the socket has taken nothing for [`PATIENCE`], and others wait.
+    pub(super) async fn keep_others_waiting(&self, seat: &Seat, is_waited_for: impl Fn() -> bool) {
+        loop {
+            self.begun.notified().await;
+            while self.waiting.iter().any(|waiting| waiting.load(Ordering::Relaxed) > 0) {
+                if seat.unwritten() >= PATIENCE && is_waited_for() {
+                    return;
+                }
+                sleep(PATIENCE.saturating_sub(seat.unwritten()).max(LOOK)).await;
             }
         }
     }
@@ -170,7 +230,7 @@ fn ms(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use tokio::time::sleep;
+    use tokio::time::timeout;
 
     use super::*;
 
@@ -193,8 +253,13 @@ mod tests {
     async fn an_answer_that_is_taken_lives_however_long_it_takes() {
         let began = Instant::now();
         assert!(
-            bounded(DEADLINES, Tails::new(DEADLINES.answer), takes(1 << 20, Duration::from_secs(9), 1000))
-                .await
+            bounded(
+                DEADLINES,
+                Tails::new(DEADLINES.answer),
+                || true,
+                takes(1 << 20, Duration::from_secs(9), 1000)
+            )
+            .await
         );
         assert!(began.elapsed() >= Duration::from_secs(9000));
     }
@@ -203,7 +268,13 @@ mod tests {
     async fn an_answer_of_which_a_byte_is_taken_now_and_then_does_not() {
         let began = Instant::now();
         assert!(
-            !bounded(DEADLINES, Tails::new(DEADLINES.answer), takes(1, Duration::from_secs(1), 1000)).await
+            !bounded(
+                DEADLINES,
+                Tails::new(DEADLINES.answer),
+                || true,
+                takes(1, Duration::from_secs(1), 1000)
+            )
+            .await
         );
         assert_eq!(began.elapsed().as_secs(), 10);
     }
@@ -211,9 +282,51 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_call_without_an_answer_ends_too() {
         let began = Instant::now();
-        assert!(!bounded(DEADLINES, Tails::new(DEADLINES.answer), std::future::pending()).await);
+        assert!(!bounded(DEADLINES, Tails::new(DEADLINES.answer), || true, std::future::pending()).await);
         assert_eq!(began.elapsed().as_secs(), 110);
         assert!(of_this_call().is_none() && frame_deadline().is_none());
+    }
+
+    /// How many seconds an answer lives of which 1 MiB is taken and then nothing.
+    async fn lives(is_waited_for: bool, waits_for_disk: bool) -> u64 {
+        let deadlines = CallDeadlines { answer: Duration::from_secs(100), ..DEADLINES };
+        let began = Instant::now();
+        let call = async {
+            let progress = of_this_call().unwrap();
+            progress.answers();
+            sleep(Duration::from_secs(7)).await;
+            progress.takes(1 << 20);
+            let _own_time = waits_for_disk.then(|| progress.own_time());
+            sleep(Duration::from_secs(1000)).await;
+        };
+        assert!(!bounded(deadlines, Tails::new(deadlines.answer), || is_waited_for, call).await);
+        began.elapsed().as_secs()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n8_an_answer_of_which_nothing_is_taken_gives_way_to_others_that_wait() {
+        assert_eq!(lives(true, false).await, 17);
+        assert_eq!(lives(false, false).await, 107);
+        assert_eq!(lives(true, true).await, 107, "the disk is not the caller's");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n8_the_end_of_an_answer_that_is_not_taken_gives_way_to_others_that_wait() {
+        let places = crate::listeners::places::Places::new(1);
+        let (held, _) = places.take(crate::listeners::places::closing().0);
+        let tails = Tails::new(Duration::from_secs(100));
+        let waiting = std::cell::Cell::new(false);
+        let mut closes = pin!(tails.keep_others_waiting(held.seat(), || waiting.get()));
+        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "there is none");
+        let tail = tails.begin();
+        held.seat().wrote_at(held.seat().now());
+        assert!(timeout(Duration::from_secs(50), closes.as_mut()).await.is_err(), "no one waits");
+        waiting.set(true);
+        held.seat().wrote_at(held.seat().now());
+        let began = Instant::now();
+        closes.await;
+        assert!((PATIENCE..=2 * PATIENCE).contains(&began.elapsed()), "{:?}", began.elapsed());
+        drop(tail);
     }
 
     #[tokio::test(start_paused = true)]

@@ -24,6 +24,8 @@ use uniffle_wire::types::BlockMeta;
 
 /// Size at which a run of small pieces is cut.
 const COALESCED_BYTES: usize = 64 << 10;
+/// Bytes of an answer that HTTP/2 gets at a time: whether a caller gets on is seen from one to the next.
+const FRAME_BYTES: usize = 256 << 10;
 /// Java reads a message into one array, whose length is an `int`.
 const MESSAGE_BYTES_MAX: u64 = i32::MAX as u64;
 
@@ -273,7 +275,25 @@ fn answer(frames: impl Stream<Item = Frame<Bytes>> + Send + 'static) -> http::Re
         }
         Ok::<_, Status>(frame)
     };
+    let frames = frames.flat_map(|frame| stream::iter(steps(frame)));
     respond(Body::new(StreamBody::new(frames.map(taken))))
+}
+
+/// A frame in steps of at most [`FRAME_BYTES`].
+fn steps(frame: Frame<Bytes>) -> impl Iterator<Item = Frame<Bytes>> {
+    let mut rest = Some(frame);
+    std::iter::from_fn(move || {
+        let mut data = match rest.take()?.into_data() {
+            Ok(data) => data,
+            Err(trailers) => return Some(trailers),
+        };
+        if data.len() > FRAME_BYTES {
+            let step = data.split_to(FRAME_BYTES);
+            rest = Some(Frame::data(data));
+            return Some(Frame::data(step));
+        }
+        Some(Frame::data(data))
+    })
 }
 
 async fn next_frame<C: Chunks, T: Send + 'static>(
@@ -281,7 +301,10 @@ async fn next_frame<C: Chunks, T: Send + 'static>(
     mut chunks: C,
     mut until_sent: Option<T>,
 ) -> (Frame<Bytes>, Streaming<C, T>) {
-    let failed = match chunks.next().await {
+    let own_time = progress::of_this_call().map(progress::Progress::own_time);
+    let next = chunks.next().await;
+    drop(own_time);
+    let failed = match next {
         None if left == 0 => return (Frame::trailers(ok_trailers()), Streaming::Done),
         None => format!("the data ended {left} bytes early"),
         Some(Ok(chunk)) => match left.checked_sub(chunk.len() as u64) {

@@ -37,7 +37,7 @@ use crate::listeners::shares::{Share, ShareBudget, ShareLimits};
 use crate::proto::shuffle_server_internal_server::ShuffleServerInternalServer;
 use crate::proto::shuffle_server_server::ShuffleServerServer;
 use crate::runtime::Tasks;
-use crate::service::Service;
+use crate::service::{Reads, Service};
 
 const NAMES: Names = Names {
     listener: LISTENER,
@@ -144,6 +144,7 @@ async fn drive(
     let service = service_fn(|request| Arc::clone(router).call(request, Arc::clone(&caller)));
     let executor = CallExecutor {
         tasks: router.tasks.clone(),
+        reads: Arc::clone(&router.service.reads),
         seat: Arc::clone(seat),
         deadlines: deadlines(&router.config),
         tails: Arc::clone(&tails),
@@ -157,6 +158,10 @@ async fn drive(
         () = closing.as_mut() => {}
         () = tails.stuck() => {
             debug!("grpc connection closed: the end of an answer was not taken in time");
+            return Ok(());
+        }
+        () = tails.keep_others_waiting(seat, || router.service.reads.are_waited_for()) => {
+            debug!("grpc connection closed: the end of an answer is not taken, and others wait");
             return Ok(());
         }
     }
@@ -194,6 +199,7 @@ fn builder(config: &GrpcConfig, shares: &Shares, executor: CallExecutor) -> http
 #[derive(Debug, Clone)]
 struct CallExecutor {
     tasks: Tasks,
+    reads: Arc<Reads>,
     seat: Arc<Seat>,
     deadlines: CallDeadlines,
     tails: Arc<Tails>,
@@ -205,7 +211,9 @@ where
 {
     fn execute(&self, call: F) {
         let request = self.seat.request();
-        let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), call);
+        let reads = Arc::clone(&self.reads);
+        let is_waited_for = move || reads.are_waited_for();
+        let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), is_waited_for, call);
         self.tasks.spawn("grpc stream", async move {
             if !bounded.await {
                 debug!("grpc stream gave up: its answer was not taken in time");

@@ -7,17 +7,21 @@
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io::{self, IoSlice};
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::budget::places::Taken;
 use crate::listeners::places::{Request, Seat};
+use crate::listeners::{LOOK, PATIENCE};
 use crate::runtime::Tasks;
 use crate::service::{Answering, ReadAhead};
 
@@ -28,6 +32,9 @@ use super::shared::Shared;
 const PIECES_PER_WRITE: usize = 128;
 /// Replies are collected up to so many bytes before they are written, and of large ones so many are written at a time.
 const BATCH_BYTES: usize = 1 << 20;
+
+/// Fewer bytes within [`PATIENCE`] are next to nothing.
+const PATIENCE_BYTES: usize = 64 << 10;
 
 /// Where the reader leaves its half of a connection that a successor is to have.
 pub(super) type KeptHalf = Arc<Mutex<Option<OwnedReadHalf>>>;
@@ -219,7 +226,10 @@ impl Writer {
         while !self.pieces.is_empty() {
             // The peer has its time for each step: progress keeps a reply alive, not its age.
             let Self { socket, pieces, shared, seat, .. } = self;
-            within(shared.config.write_timeout, write_step(socket, pieces, seat)).await?;
+            let taken = AtomicUsize::new(0);
+            let is_waited_for = || shared.service.reads.are_waited_for();
+            let writing = write_step(socket, pieces, (&**seat, &taken));
+            within((shared.config.write_timeout, is_waited_for), &taken, writing).await?;
         }
         Ok(())
     }
@@ -241,15 +251,37 @@ fn batch_has_room(pieces: &VecDeque<Bytes>) -> bool {
     pieces.len() < PIECES_PER_WRITE && pieces.iter().map(Bytes::len).sum::<usize>() < BATCH_BYTES
 }
 
-async fn within(limit: std::time::Duration, writing: impl Future<Output = io::Result<()>>) -> io::Result<()> {
-    timeout(limit, writing).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+/// `writing`, which counts what was `taken`, as long as the peer may take for it. One that takes next to nothing has less time
+/// while others wait for what its replies hold.
+async fn within(
+    (limit, is_waited_for): (Duration, impl Fn() -> bool),
+    taken: &AtomicUsize,
+    writing: impl Future<Output = io::Result<()>>,
+) -> io::Result<()> {
+    let deadline = Instant::now() + limit;
+    let (mut seen, mut since) = (0, Instant::now());
+    let mut writing = pin!(writing);
+    loop {
+        let look = deadline.min((since + PATIENCE).max(Instant::now() + LOOK));
+        if let Ok(written) = timeout_at(look, writing.as_mut()).await {
+            return written;
+        }
+        let (now, in_all) = (Instant::now(), taken.load(Ordering::Relaxed));
+        if in_all >= seen + PATIENCE_BYTES {
+            (seen, since) = (in_all, now);
+        }
+        let is_stalled = now >= since + PATIENCE;
+        if now >= deadline || is_stalled && is_waited_for() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+    }
 }
 
 /// Writes all of `pieces`, or [`BATCH_BYTES`] of them.
 async fn write_step(
     socket: &mut OwnedWriteHalf,
     pieces: &mut VecDeque<Bytes>,
-    seat: &Seat,
+    (seat, taken): (&Seat, &AtomicUsize),
 ) -> io::Result<()> {
     let mut left = BATCH_BYTES;
     while left > 0 && !pieces.is_empty() {
@@ -264,6 +296,7 @@ async fn write_step(
             return Err(io::ErrorKind::WriteZero.into());
         }
         seat.progressed();
+        taken.fetch_add(written, Ordering::Relaxed);
         left = left.saturating_sub(written);
         while let Some(front) = pieces.front_mut() {
             if written < front.len() {
@@ -275,4 +308,31 @@ async fn write_step(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many seconds a reply lives of which so many bytes are taken every second.
+    async fn lives(is_waited_for: bool, bytes: usize) -> u64 {
+        let (began, taken) = (Instant::now(), AtomicUsize::new(0));
+        let writing = async {
+            loop {
+                sleep(Duration::from_secs(1)).await;
+                taken.fetch_add(bytes, Ordering::Relaxed);
+            }
+        };
+        let ended = within((Duration::from_secs(100), || is_waited_for), &taken, writing).await;
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        began.elapsed().as_secs()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n8_a_reply_of_which_next_to_nothing_is_taken_gives_way_to_others_that_wait() {
+        assert_eq!(lives(true, 0).await, 10);
+        assert_eq!(lives(true, 100).await, 10);
+        assert_eq!(lives(true, 8 << 10).await, 100, "it gets on, if slowly");
+        assert_eq!(lives(false, 0).await, 100);
+    }
 }

@@ -10,6 +10,7 @@ use http_body_util::BodyExt;
 use prost::Message;
 use tokio::runtime::{HistogramConfiguration, Runtime};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tonic::transport::Endpoint;
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::{self, SendForm};
@@ -251,6 +252,44 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_for_a_time_and_oth
     assert!(ended.iter().any(Result::is_err), "the connection has ended");
     fixture.assert_reads(&key, 0, &blocks).await;
     drop((ended, channel));
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_answers_of_which_nothing_is_taken_give_way_to_one_that_waits_for_heap() {
+    let setup = Setup { capacity: "64MiB", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks: Vec<_> = (0..24).map(|n| block(0, 1, n, 1 << 20)).collect();
+    fixture.push(&key, &batch(0, &blocks)).await;
+    let request = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        read_buffer_size: i32::MAX,
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let (answered, heap) = (fixture.memory().answered(), fixture.memory().heap().whole());
+    let free = heap.free();
+    let endpoint = Endpoint::from_shared(format!("http://{}", fixture.worker.addresses().grpc)).unwrap();
+    let endpoint = endpoint.initial_stream_window_size(65_535).initial_connection_window_size(65_535);
+    let channel = endpoint.connect().await.unwrap();
+    let mut bodies = Vec::new();
+    for _ in 0..4 {
+        bodies.push(raw::open(&channel, GET_MEMORY_DATA, raw::framed(&request)).await);
+    }
+    assert!(answered.used() > 0 && heap.free() < free);
+    // What was free before they came is free again only when they are gone: long before the 120 s that each may take.
+    let began = Instant::now();
+    drop(heap.charge(free).await.unwrap());
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+    eventually("nothing is pinned", || match answered.used() {
+        0 => Ok(()),
+        left => Err(format!("{left} bytes")),
+    })
+    .await;
+    fixture.assert_reads(&key, 0, &blocks).await;
+    drop((bodies, channel));
     fixture.finish().await;
 }
 

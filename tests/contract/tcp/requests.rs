@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use futures::future::join_all;
+use tokio::time::Instant;
 use uniffle_wire::reply::Answer;
 use uniffle_wire::request::{
     LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SortedRequest, Target,
@@ -152,6 +153,36 @@ async fn n8_one_connection_that_does_not_read_holds_its_share_and_others_read_on
     assert!(taken <= 2 * share && refused > 150, "{taken} bytes of {share}, {refused} refused");
     drop((peer, client));
     fixture.until("nothing is held", |_| answered.used() == 0).await;
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn n8_replies_of_which_nothing_is_taken_give_way_to_one_that_waits_for_heap() {
+    let fixture = TcpFixture::new().await;
+    let client = fixture.client().await;
+    for number in 0..16 {
+        fixture.send(&client, &[(PARTITION, vec![block(number, 1 << 20)])]).await;
+    }
+    let (answered, heap) = (fixture.memory.answered().clone(), fixture.memory.heap().whole().clone());
+    let free = heap.free();
+    let mut peer = fixture.raw().await;
+    let mut frames = BytesMut::new();
+    for request_id in 0..200 {
+        let target = Target { request_id, app: APP, shuffle: SHUFFLE, partition: PARTITION.0 };
+        let read_buffer_size = 1 << 30;
+        let request =
+            MemoryRequest { target, last_block_id: -1, read_buffer_size, timestamp_ms: 0, task_filter: None };
+        ReadRequest::Memory(request).encode_frame(&mut frames);
+    }
+    peer.say(&frames).await;
+    fixture.until("its share is full", |_| answered.used() >= answered.capacity() / 16).await;
+    // What was free before is free again only when they are gone: long before the 120 s that each may take.
+    let began = Instant::now();
+    drop(heap.charge(free).await.unwrap());
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+    fixture.until("nothing is pinned", |_| answered.used() == 0).await;
+    assert_eq!(fixture.blocks_in_memory().await.len(), 16);
+    drop((peer, client));
     fixture.finish().await;
 }
 
