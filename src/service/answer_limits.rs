@@ -86,6 +86,19 @@ pub(super) fn answer_lists(budget: &Budget, blocks: usize) -> Result<(usize, Cha
 mod tests {
     use super::*;
 
+    #[tokio::test(start_paused = true)]
+    async fn n8_a_reader_that_was_refused_room_counts_as_one_that_waits_for_a_time() {
+        let last = LastRefusal::none();
+        assert!(!last.is_recent());
+        last.note(&ServiceError::Unsupported("something else"));
+        assert!(!last.is_recent());
+        last.note(&ServiceError::TooManyAnswers { pinned: 1, max: 1, whose: "connection" });
+        tokio::time::advance(REFUSED_WAITS / 2).await;
+        assert!(last.is_recent());
+        tokio::time::advance(REFUSED_WAITS / 2 + Duration::from_millis(1)).await;
+        assert!(!last.is_recent());
+    }
+
     #[test]
     fn n8_lists_of_blocks_are_charged_before_they_are_made_and_get_shorter() {
         let budget = Budget::new(16 << 20);
