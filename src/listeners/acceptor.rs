@@ -203,6 +203,8 @@ impl Acceptor {
             }
             if has_begun {
                 held.seat().opened();
+                // A request to the predecessor counts as one here.
+                drop(held.seat().request());
             }
             let seat = Arc::clone(held.seat());
             let life = Life { seat, registration, deadline: self.opening_deadline };

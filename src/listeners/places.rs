@@ -2,8 +2,9 @@
 //!
 //! Not here: sockets and deadlines (`acceptor`). Invariants: there are never more connections in the table than allowed;
 //! one is in it until it ends or its place is given away. A connection that has not begun its protocol goes before one
-//! without a request, that one before one with a request, and among equals the one that got on least lately. So
-//! connections that only hold places cannot keep out one that works.
+//! that never had a request, that one before one that has none now, that one before one with a request, and among equals
+//! the one that got on least lately. So connections that only hold places cannot keep out one that works, nor can a
+//! storm of new ones take the place of one that pauses between its requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -40,6 +41,8 @@ struct Table {
 pub(super) enum Stage {
     /// It has not begun its protocol.
     Opening,
+    /// It never had a request.
+    Unused,
     /// It has no request.
     Idle,
     /// It has one.
@@ -55,6 +58,7 @@ pub(super) struct Seat {
     since: Instant,
     is_open: AtomicBool,
     requests: AtomicU32,
+    was_used: AtomicBool,
     progressed_ns: AtomicU64,
     wrote_ns: AtomicU64,
     close: AbortHandle,
@@ -85,6 +89,7 @@ impl Places {
             since: self.since,
             is_open: AtomicBool::new(false),
             requests: AtomicU32::new(0),
+            was_used: AtomicBool::new(false),
             progressed_ns: AtomicU64::new(age(self.since)),
             wrote_ns: AtomicU64::new(age(self.since)),
             close,
@@ -179,6 +184,7 @@ impl Seat {
     fn rank(&self) -> Rank {
         let stage = match (self.is_open(), self.requests.load(Ordering::Relaxed)) {
             (false, _) => Stage::Opening,
+            (true, 0) if !self.was_used.load(Ordering::Relaxed) => Stage::Unused,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Busy,
         };
@@ -189,6 +195,7 @@ impl Seat {
 impl Drop for Request {
     fn drop(&mut self) {
         self.0.progressed();
+        self.0.was_used.store(true, Ordering::Relaxed);
         self.0.requests.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -246,13 +253,14 @@ mod tests {
         advance(Duration::from_secs(1)).await;
         first.seat().progressed();
         let (second, closed) = take(&places);
-        assert_eq!((closed, is_closed(&idle), is_closed(&first)), (Some(Stage::Idle), true, false));
+        assert_eq!((closed, is_closed(&idle), is_closed(&first)), (Some(Stage::Unused), true, false));
         second.seat().opened();
         drop(request);
         advance(Duration::from_secs(1)).await;
         second.seat().progressed();
         let (third, closed) = places.take(closing().0);
-        assert_eq!(closed, Some((Stage::Idle, Duration::from_secs(1))), "which is how long it did nothing");
+        let unused = Some((Stage::Unused, Duration::from_secs(1)));
+        assert_eq!((closed, is_closed(&first)), (unused, true), "which is how long it did nothing");
         drop((busy, idle, opening, first, second, third));
         assert!(places.table.lock().open.is_empty());
         assert_eq!(take(&places).1, None);
@@ -276,9 +284,9 @@ mod tests {
     proptest! {
         #[test]
         fn those_chosen_are_the_least_of_all_in_order(
-            ranks in prop::collection::vec((0u8..3, 0u64..50), 0..300),
+            ranks in prop::collection::vec((0u8..4, 0u64..50), 0..300),
         ) {
-            let stage = |number| [Stage::Opening, Stage::Idle, Stage::Busy][usize::from(number)];
+            let stage = |number| [Stage::Opening, Stage::Unused, Stage::Idle, Stage::Busy][usize::from(number)];
             let open = ranks.iter().map(|(number, at)| (stage(*number), *at));
             let open: Vec<(Rank, u64)> = open.zip(0..).collect();
             let mut chosen = choose(open.clone());
