@@ -96,6 +96,7 @@ impl AppRegistry {
         let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
         let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
         self.add_shuffle(&app, &registration, &alone.unproven)?;
+        alone.unproven.registered(&registration.key);
         if known.is_none() {
             self.apps.insert(app.id().clone(), Arc::clone(&app));
         }
@@ -159,6 +160,23 @@ impl AppRegistry {
     /// anew may be one of those, and is incomplete then (`unproven`).
     pub fn found_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
         self.lifecycle.lock().unproven.found(key, reason);
+    }
+
+    /// As [`AppRegistry::found_unproven`], of a shuffle that has files and no registration.
+    pub fn left_unproven(&self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.lifecycle.lock().unproven.left(key, reason);
+    }
+
+    /// Shuffles that have files and no registration, and why that may be lost.
+    #[must_use]
+    pub fn all_left_unproven(&self) -> Vec<(ShuffleKey, Arc<str>)> {
+        self.lifecycle.lock().unproven.all_left()
+    }
+
+    /// Why an app that is not known may have been before the start.
+    #[must_use]
+    pub fn unproven_reason(&self, app: &AppId) -> Option<Arc<str>> {
+        self.lifecycle.lock().unproven.reason_of(app)
     }
 
     /// Replaces the timeout of apps that register from now on.

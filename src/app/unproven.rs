@@ -5,10 +5,10 @@
 //! found counts as one that was lost if its id is not above all that were: Spark numbers shuffles upwards. It stays
 //! incomplete until it is unregistered.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-use uniffle_wire::types::{AppId, ShuffleKey};
+use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
 /// Ids of one application that are remembered as unregistered since the start; one beyond them stays in question.
 const UNREGISTERED_MAX: usize = 4096;
@@ -26,15 +26,47 @@ struct Questioned {
     highest: i32,
     /// What is registered now under these ids is new.
     unregistered: HashSet<i32>,
+    /// Of these files were found and no registration.
+    left: BTreeSet<i32>,
 }
 
 impl Unproven {
     /// A shuffle was found, and for `reason` others of its application may not have been.
     pub(super) fn found(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
         let id = key.shuffle.0;
-        let fresh = || Questioned { reason: Arc::clone(reason), highest: id, unregistered: HashSet::new() };
+        let fresh = || Questioned {
+            reason: Arc::clone(reason),
+            highest: id,
+            unregistered: HashSet::new(),
+            left: BTreeSet::new(),
+        };
         let app = self.apps.entry(key.app.clone()).or_insert_with(fresh);
         app.highest = app.highest.max(id);
+    }
+
+    /// Files of a shuffle were found, and for `reason` not its registration.
+    pub(super) fn left(&mut self, key: &ShuffleKey, reason: &Arc<str>) {
+        self.found(key, reason);
+        self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.insert(key.shuffle.0));
+    }
+
+    /// What was [left](Self::left) and neither registered anew nor unregistered since.
+    pub(super) fn all_left(&self) -> Vec<(ShuffleKey, Arc<str>)> {
+        let of_app = |(app, it): (&AppId, &Questioned)| {
+            let key = |id: &i32| (ShuffleKey::new(app.clone(), ShuffleId(*id)), Arc::clone(&it.reason));
+            it.left.iter().map(key).collect::<Vec<_>>()
+        };
+        self.apps.iter().flat_map(of_app).collect()
+    }
+
+    /// Why an application that is not known may have been.
+    pub(super) fn reason_of(&self, app: &AppId) -> Option<Arc<str>> {
+        self.apps.get(app).map(|it| Arc::clone(&it.reason))
+    }
+
+    /// It is registered.
+    pub(super) fn registered(&mut self, key: &ShuffleKey) {
+        self.apps.entry(key.app.clone()).and_modify(|app| _ = app.left.remove(&key.shuffle.0));
     }
 
     /// Why a shuffle that is not known may have been registered before.
@@ -46,6 +78,7 @@ impl Unproven {
 
     /// A client has unregistered it, known or not.
     pub(super) fn unregistered(&mut self, key: &ShuffleKey) {
+        self.registered(key);
         if let Some(app) = self.apps.get_mut(&key.app)
             && key.shuffle.0 <= app.highest
             && app.unregistered.len() < UNREGISTERED_MAX
@@ -62,8 +95,6 @@ impl Unproven {
 
 #[cfg(test)]
 mod tests {
-    use uniffle_wire::types::ShuffleId;
-
     use super::*;
 
     fn key(app: &str, shuffle: i32) -> ShuffleKey {
@@ -84,6 +115,11 @@ mod tests {
         assert!(!is_questioned(&unproven, key("app-1", 4)) && is_questioned(&unproven, key("app-1", 5)));
         (0..UNREGISTERED_MAX as i32).for_each(|id| unproven.unregistered(&key("app-1", -id)));
         assert!(is_questioned(&unproven, key("app-1", 1 - UNREGISTERED_MAX as i32)), "bounded");
+        unproven.left(&key("app-1", 9), &reason);
+        unproven.left(&key("app-3", 1), &reason);
+        unproven.registered(&key("app-1", 9));
+        assert_eq!(unproven.all_left(), [(key("app-3", 1), Arc::clone(&reason))]);
+        assert_eq!(unproven.reason_of(&key("app-3", 1).app), Some(reason));
         unproven.ended(&key("app-1", 0).app);
         assert!(!is_questioned(&unproven, key("app-1", 7)));
     }

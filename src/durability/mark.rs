@@ -20,7 +20,7 @@ use uniffle_io::{File, Lane, WriteOpen};
 /// So long nothing was to be written before it is.
 pub(super) const MARK_PAUSE: Duration = Duration::from_millis(10);
 /// It is written so often, if there always is.
-const MARK_EVERY: Duration = Duration::from_secs(1);
+const MARK_EVERY: Duration = Duration::from_millis(50);
 /// Entries that come meanwhile wait for it.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 

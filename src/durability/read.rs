@@ -13,6 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use croaring::Treemap;
 use futures::future::join_all;
+use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::frame::{self, Entry, Epoch, Frame};
@@ -182,8 +183,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
         Ok(members) => present.epochs.extend(members),
         Err(error) => {
             present.damaged.push(format!("{}/{METADATA}/{MEMBERS}: {error}", directory.label));
-            if error.kind() == io::ErrorKind::TimedOut {
-                // It would only be waited for again and again.
+            if says_nothing(&error) {
                 present.is_unread = true;
                 return Seen { present, files, generation: highest };
             }
@@ -191,12 +191,30 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
     }
     for (name, generation) in names.iter().filter_map(|name| Some((name, generation_of(name)?))) {
         let path = copy_file(&Path::new(METADATA).join(name));
-        let (seen, epoch) = survey_copy(directory, &path, generation, deadline).await;
+        let (seen, epoch) = match survey_copy(directory, &path, generation, deadline).await {
+            Ok(seen) => seen,
+            Err(error) => {
+                present.damaged.push(format!("{}/{}: {error}", directory.label, path.display()));
+                present.is_unread = true;
+                return Seen { present, files, generation: highest };
+            }
+        };
         present.epochs.extend(epoch.map(|epoch| (generation, epoch)));
         present.copies.push(seen);
         files.push(path);
     }
     Seen { present, files, generation: highest }
+}
+
+/// Whether an error says nothing of a file's content, which may be sound: no permission, no answer, no descriptor. What
+/// cannot be asked is not damaged, and must not be written over.
+fn says_nothing(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    error.kind() == io::ErrorKind::TimedOut
+        || matches!(
+            errno,
+            Some(Errno::ACCESS | Errno::PERM | Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::INTR)
+        )
 }
 
 async fn read_members(directory: &Directory, deadline: Duration) -> io::Result<Option<(u64, Epoch)>> {
@@ -222,7 +240,7 @@ async fn survey_copy(
     path: &Path,
     generation: u64,
     deadline: Duration,
-) -> (CopySeen, Option<Epoch>) {
+) -> io::Result<(CopySeen, Option<Epoch>)> {
     let mut seen = CopySeen {
         path: directory.io.root().join(path).display().to_string(),
         generation,
@@ -234,9 +252,10 @@ async fn survey_copy(
     };
     let mut reader = match CopyReader::open(directory, path, generation, deadline).await {
         Ok(reader) => reader,
+        Err(error) if says_nothing(&error) => return Err(error),
         Err(error) => {
             seen.torn = Some(Torn { at: 0, why: error.to_string(), frames_follow: false });
-            return (seen, None);
+            return Ok((seen, None));
         }
     };
     let mut first = None;
@@ -248,7 +267,7 @@ async fn survey_copy(
     }
     (seen.frames, seen.torn) = (reader.fitting, reader.torn);
     seen.epoch = first.as_ref().map(|epoch| epoch.id);
-    (seen, first)
+    Ok((seen, first))
 }
 
 /// Reads one copy from its beginning.

@@ -20,6 +20,9 @@ pub enum ServiceError {
     /// As above, with what was not found.
     #[error("{0} is not registered")]
     NotRegisteredPart(String),
+    /// The app was known to an earlier process, and its registration was not found; with the reason.
+    #[error("{0}")]
+    Forgotten(String),
     /// The id is no application id.
     #[error("{0}")]
     InvalidApp(#[from] InvalidAppId),
@@ -200,6 +203,7 @@ impl ServiceError {
             )
             | Self::NotRegistered
             | Self::NotRegisteredPart(_)
+            | Self::Forgotten(_)
             | Self::HugePartitionWaits { .. }
             | Self::Store(_)
             | Self::Lost(_)
@@ -218,7 +222,7 @@ impl ServiceError {
     #[must_use]
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::NotRegistered | Self::NotRegisteredPart(_) => StatusCode::NoRegister,
+            Self::NotRegistered | Self::NotRegisteredPart(_) | Self::Forgotten(_) => StatusCode::NoRegister,
             Self::InvalidApp(_)
             | Self::InvalidRange(_)
             | Self::InvalidField { .. }

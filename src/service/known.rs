@@ -18,10 +18,15 @@ pub(super) struct Known {
 impl Known {
     /// The app of a request; an id that cannot exist is unknown like any other.
     pub(super) fn app(&self, app: &str) -> Result<Arc<App>, ServiceError> {
-        let found = AppId::parse(app).ok().and_then(|id| self.apps.find(&id));
-        found.ok_or_else(|| {
+        let id = AppId::parse(app).ok();
+        id.as_ref().and_then(|id| self.apps.find(id)).ok_or_else(|| {
             self.metrics.apps_not_found.inc();
-            ServiceError::NotRegistered
+            match id.and_then(|id| self.apps.unproven_reason(&id)) {
+                Some(reason) => {
+                    ServiceError::Forgotten(format!("application {app} is not known here any more: {reason}"))
+                }
+                None => ServiceError::NotRegistered,
+            }
         })
     }
 

@@ -145,6 +145,7 @@ impl Losses {
             report.losses.extend(losses_of(&app, LISTED_MAX - report.losses.len()));
             report.incomplete.extend(incomplete_of(&app));
         }
+        report.incomplete.extend(self.left());
         let listed: u64 = report.losses.iter().map(|loss| loss.blocks).sum();
         report.unlisted_blocks = lost.saturating_sub(listed);
         report.incomplete.sort();
@@ -152,10 +153,19 @@ impl Losses {
         report
     }
 
+    /// Shuffles that were left without their registration, of apps known or not.
+    fn left(&self) -> impl Iterator<Item = IncompleteShuffle> {
+        self.apps.all_left_unproven().into_iter().map(|(key, reason)| IncompleteShuffle {
+            app: key.app.to_string(),
+            shuffle: key.shuffle.0,
+            reason: format!("its registration was not found, its files are left for a later start: {reason}"),
+        })
+    }
+
     /// How much is incomplete, in short.
     pub(super) fn incompleteness(&self, unknown_shuffles: Option<String>) -> Incompleteness {
         let (mut shuffles, mut reasons) = (0, BTreeSet::new());
-        for incomplete in self.apps.apps().iter().flat_map(|app| incomplete_of(app)) {
+        for incomplete in self.apps.apps().iter().flat_map(|app| incomplete_of(app)).chain(self.left()) {
             shuffles += 1;
             if reasons.len() < REASONS_MAX {
                 reasons.insert(incomplete.reason);
@@ -165,7 +175,7 @@ impl Losses {
     }
 
     pub(super) fn set_gauges(&self) {
-        let (mut blocks, mut apps, mut unverified, mut incomplete) = (0, 0, 0, 0);
+        let (mut blocks, mut apps, mut unverified, mut incomplete) = (0, 0, 0, self.left().count() as u64);
         for app in self.apps.apps() {
             let lost = lost_blocks_of(&app);
             blocks += lost;

@@ -117,7 +117,7 @@ impl Lifecycle {
         let Some(reason) = gap.or_else(|| unread.map(Arc::from)) else { return };
         let known = self.apps.apps().into_iter().flat_map(|app| app.shuffles());
         known.for_each(|shuffle| self.apps.found_unproven(shuffle.key(), &reason));
-        left.iter().for_each(|key| self.apps.found_unproven(key, &reason));
+        left.iter().for_each(|key| self.apps.left_unproven(key, &reason));
     }
 
     /// What was found of an application, as quotas count it.

@@ -81,6 +81,8 @@ pub const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
 pub const ENOSPC: i32 = rustix::io::Errno::NOSPC.raw_os_error();
 /// "Read-only file system".
 pub const EROFS: i32 = rustix::io::Errno::ROFS.raw_os_error();
+/// "Permission denied".
+pub const EACCES: i32 = rustix::io::Errno::ACCESS.raw_os_error();
 /// "Too many open files".
 pub const EMFILE: i32 = rustix::io::Errno::MFILE.raw_os_error();
 

@@ -235,7 +235,10 @@ impl Answers for InProcess {
                 Ok(found) => return Ok(found),
                 Err(error) if error.status() == StatusCode::NoBuffer && waits < NO_BUFFER_WAITS => waits += 1,
                 // What is lost is told at once, whatever else fails is tried again.
-                Err(error @ (ServiceError::Lost(_) | ServiceError::NotRegistered)) => {
+                Err(
+                    error
+                    @ (ServiceError::Lost(_) | ServiceError::NotRegistered | ServiceError::Forgotten(_)),
+                ) => {
                     return Err(refusal(&error));
                 }
                 Err(_) if attempts < READ_ATTEMPTS => attempts += 1,

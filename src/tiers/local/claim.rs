@@ -71,6 +71,7 @@ pub(super) async fn claim_all(
     }
     refuse_copies(&ours, deadline).await?;
     claims.take(ours).await?;
+    claims.claimed.values_mut().for_each(|disk| disk.was_used = true);
     let mut known = mounts::recall(claims.claimed.values(), deadline).await;
     let mut mounted = Vec::new();
     for (place, disk) in empty {

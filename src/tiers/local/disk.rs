@@ -48,6 +48,8 @@ pub(super) struct LocalDisk {
     pub(super) uuid: Uuid,
     /// The root as text, for labels.
     pub(super) label: String,
+    /// An earlier process had claimed it; set by the claim.
+    pub(super) was_used: bool,
     state: Mutex<State>,
     in_flight_bytes: AtomicU64,
     used_bytes: AtomicU64,
@@ -101,6 +103,7 @@ impl LocalDisk {
             in_flight_bytes: AtomicU64::new(0),
             used_bytes: AtomicU64::new(0),
             completed_calls: AtomicU64::new(0),
+            was_used: false,
             unreadable: AtomicBool::new(false),
             mount,
             changes,

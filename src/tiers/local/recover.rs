@@ -177,7 +177,7 @@ impl<'a> Rebuild<'a> {
             }
         }
         for disk in core.disks.iter().filter(|disk| disk.is_unreadable()) {
-            incomplete.get_or_insert_with(|| format!("{} could not be read back", disk.label));
+            incomplete.get_or_insert_with(|| format!("not all of {} could be read back", disk.label));
         }
         Self {
             core,

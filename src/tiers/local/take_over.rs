@@ -61,6 +61,15 @@ impl Before {
         let (write, name) = (core.config.metadata_timeout, core.config.name_timeout);
         let survey = Survey::take(&directories, name).await.vouched(core.config.let_go.vouch.clone());
         let legacy = if survey.is_fresh() { core.read_legacy(&scans).await } else { None };
+        if survey.is_fresh() && legacy.is_none() {
+            for disk in core.disks.iter().filter(|disk| disk.was_used) {
+                tracing::error!(
+                    path = disk.label,
+                    "a data directory that was in use has no metadata any more: what was acknowledged there is gone, \
+                     and a shuffle that is registered again begins anew"
+                );
+            }
+        }
         let deadlines = Deadlines { write, name };
         let (log, found) = MetadataLog::open(directories, survey, legacy, deadlines, tasks).await;
         for (uuid, path) in &found.absent {

@@ -7,7 +7,7 @@ use futures::future::join_all;
 
 use super::*;
 use crate::durability::LogError;
-use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+use uniffle_testkit::fault::{EACCES, EIO, EMFILE, Fault, Operation, Rule};
 
 /// A shuffle that says something.
 async fn say(store: &LocalStore, key: &ShuffleKey, said: &[u8]) {
@@ -325,17 +325,31 @@ async fn hear_log(store: &LocalStore) -> Result<Vec<Bytes>, LogError> {
 
 #[tokio::test(start_paused = true)]
 async fn an_only_directory_whose_metadata_cannot_be_listed_for_a_while_goes_on_when_it_can() {
+    let list = Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata");
+    goes_on_when_it_can_be_read(list, "cannot be listed").await;
+}
+
+/// As after a restore by another user.
+#[tokio::test(start_paused = true)]
+async fn d2_a_log_that_may_not_be_read_is_not_damaged_and_not_written_over() {
+    for (errno, text) in [(EACCES, "Permission denied"), (EMFILE, "Too many open files")] {
+        let open = Rule::always(Operation::OpenRead, Fault::Errno(errno)).on("/log");
+        goes_on_when_it_can_be_read(open, text).await;
+    }
+}
+
+async fn goes_on_when_it_can_be_read(fault: Rule, text: &str) {
     let disks = disks::<1>();
     let (old, new) = (key("app", 1), key("app", 2));
     let store = store_on(&disks).await;
     say(&store, &old, b"old").await;
     drop(store);
-    disks[0].faults.add(Rule::always(Operation::Other, Fault::Errno(EIO)).on("uniffle-worker.metadata"));
+    disks[0].faults.add(fault);
     let store = store_on(&disks).await;
     assert!(hear(&store).await.said.is_empty() && store.metadata_gap().is_some());
     let handle = store.register(&new);
     let error = store.append_metadata(&handle, b"too early").await.unwrap_err().to_string();
-    assert!(error.contains("cannot be listed") && error.contains("until it can be read"), "{error}");
+    assert!(error.contains(text) && error.contains("until it can be read"), "{error}");
     store.maintain_once().await;
     assert!(store.append_metadata(&handle, b"too early").await.is_err());
     disks[0].faults.clear();
