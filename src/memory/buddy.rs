@@ -77,6 +77,28 @@ impl Buddy {
         Some(block * BLOCK_BYTES + (node - first_of_order) * bytes)
     }
 
+    /// Takes the piece of `bytes` at `offset`, opening the blocks before it; false, and nothing done, if that is no place of
+    /// such a piece or not all of it is free.
+    pub(super) fn take(&mut self, offset: usize, bytes: usize) -> bool {
+        let is_size = bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes);
+        let block = offset / BLOCK_BYTES;
+        if !is_size || !offset.is_multiple_of(bytes) || block >= self.blocks.len() {
+            return false;
+        }
+        while self.fresh <= block && self.open_fresh().is_some() {}
+        let order = order_of(bytes);
+        let node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
+        let Some(up) = (0..=ORDER_MAX - order).find(|up| self.is_set(block, node >> up)) else {
+            return false;
+        };
+        self.clear(block, node >> up, order + up);
+        for level in (0..up).rev() {
+            self.set(block, (node >> level) ^ 1, order + level);
+        }
+        self.free_bytes -= bytes as u64;
+        true
+    }
+
     /// Gives a piece back that [`Buddy::allocate`] returned for the same `bytes`.
     pub(super) fn free(&mut self, offset: usize, bytes: usize) {
         let mut order = order_of(bytes);
@@ -148,12 +170,12 @@ fn order_of(bytes: usize) -> usize {
 
 /// A set of block numbers with a quick minimum: a bitmap, a bitmap of its non-zero words, and so on up to one word.
 #[derive(Debug)]
-struct BlockSet {
+pub(super) struct BlockSet {
     levels: Vec<Vec<u64>>,
 }
 
 impl BlockSet {
-    fn new(blocks: usize) -> Self {
+    pub(super) fn new(blocks: usize) -> Self {
         let mut levels = Vec::new();
         let mut bits = blocks.max(1);
         loop {
@@ -166,7 +188,7 @@ impl BlockSet {
         }
     }
 
-    fn insert(&mut self, mut at: usize) {
+    pub(super) fn insert(&mut self, mut at: usize) {
         for level in &mut self.levels {
             let was = level[at / 64];
             level[at / 64] |= 1 << (at % 64);
@@ -177,7 +199,7 @@ impl BlockSet {
         }
     }
 
-    fn remove(&mut self, mut at: usize) {
+    pub(super) fn remove(&mut self, mut at: usize) {
         for level in &mut self.levels {
             level[at / 64] &= !(1 << (at % 64));
             if level[at / 64] != 0 {
@@ -187,7 +209,7 @@ impl BlockSet {
         }
     }
 
-    fn first(&self) -> Option<usize> {
+    pub(super) fn first(&self) -> Option<usize> {
         let mut at = 0;
         for level in self.levels.iter().rev() {
             let word = level[at];
@@ -275,8 +297,17 @@ mod tests {
             let mut model = Bitmap(vec![false; 3 * 512]);
             let mut live: Vec<(usize, usize)> = Vec::new();
             for (grow, order, at) in steps {
-                if grow || live.is_empty() {
-                    let bytes = UNIT_BYTES << order;
+                let bytes = UNIT_BYTES << order;
+                let place = at.index(3 * BLOCK_BYTES / bytes) * bytes;
+                if grow && order % 2 == 0 && at.index(3) == 0 {
+                    let units = place / UNIT_BYTES..(place + bytes) / UNIT_BYTES;
+                    let is_free = model.0[units].iter().all(|taken| !taken);
+                    prop_assert_eq!(buddy.take(place, bytes), is_free);
+                    if is_free {
+                        model.take(place, bytes, true);
+                        live.push((place, bytes));
+                    }
+                } else if grow || live.is_empty() {
                     let granted = buddy.allocate(bytes);
                     prop_assert_eq!(granted.is_some(), model.largest_free() >= bytes);
                     if let Some(offset) = granted {
@@ -295,6 +326,7 @@ mod tests {
             for (offset, bytes) in live {
                 buddy.free(offset, bytes);
             }
+            prop_assert!(!buddy.take(3 * BLOCK_BYTES, UNIT_BYTES) && !buddy.take(0, 3 * UNIT_BYTES) && !buddy.take(1, UNIT_BYTES));
             let whole: Vec<_> = (0..3).map(|_| buddy.allocate(BLOCK_BYTES)).collect();
             prop_assert_eq!(whole, vec![Some(0), Some(BLOCK_BYTES), Some(2 * BLOCK_BYTES)]);
         }

@@ -15,6 +15,9 @@
 //! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region; only what is
 //! ceded ([`Segment::discard`]) goes back to the kernel.
 //!
+//! A region may also lie in a file in memory ([`Region::shared`]), with a *front* of words before the segments. What
+//! [`super::persistent`] keeps there is only ever touched as atomic words, and no segment reaches into it.
+//!
 //! Checked by Miri on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
 
@@ -25,6 +28,7 @@ use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -50,12 +54,55 @@ impl Region {
     /// # Errors
     /// When the kernel refuses the mapping, or the size is beyond the address space.
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
-        let too_large =
-            |_| io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
-        let bytes = usize::try_from(capacity_bytes).map_err(too_large)?;
-        let blocks = bytes.div_ceil(BLOCK_BYTES).max(1);
+        let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
         Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)) }))
+    }
+
+    /// Bytes of a region of `capacity_bytes`: whole blocks.
+    ///
+    /// # Errors
+    /// A size beyond the address space.
+    pub fn bytes_of(capacity_bytes: u64) -> io::Result<u64> {
+        Ok((blocks_of(capacity_bytes)? * BLOCK_BYTES) as u64)
+    }
+
+    /// Maps `file`, of at least `front_bytes` (whole blocks) and [`Region::bytes_of`] the capacity, shared: what is stored
+    /// outlives the process. Nobody else may have it mapped, nor cut it short.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
+    #[cfg(not(miri))]
+    pub fn shared(
+        file: impl std::os::fd::AsFd,
+        front_bytes: usize,
+        capacity_bytes: u64,
+    ) -> io::Result<Arc<Self>> {
+        let blocks = blocks_of(capacity_bytes)?;
+        let map = Mapping::shared(file, front_bytes, blocks)?;
+        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)) }))
+    }
+
+    /// The words before the segments; none of private memory.
+    pub fn front(&self) -> &[AtomicU64] {
+        self.map.front()
+    }
+
+    /// The segment of `bytes` at `offset`, in which an earlier process left something, paid for by `charge`.
+    ///
+    /// # Errors
+    /// The charge comes back when that is no place of a segment, or a part of it is not free.
+    pub fn claim(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
+        debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
+        if !self.buddy.lock().take(offset, bytes) {
+            return Err(charge);
+        }
+        Ok(self.segment(offset, bytes, charge))
+    }
+
+    fn segment(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Segment {
+        let piece = Piece { region: Arc::clone(self), offset, bytes, _charge: charge };
+        Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() }
     }
 
     /// A segment of `bytes`, a power of two from 4 KiB to 2 MiB, paid for by `charge`.
@@ -65,8 +112,7 @@ impl Region {
     pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
         debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
         let Some(offset) = self.buddy.lock().allocate(bytes) else { return Err(charge) };
-        let piece = Piece { region: Arc::clone(self), offset, bytes, _charge: charge };
-        Ok(Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() })
+        Ok(self.segment(offset, bytes, charge))
     }
 
     /// Bytes of the mapping.
@@ -88,6 +134,15 @@ impl Region {
     pub fn largest_free(&self) -> usize {
         self.buddy.lock().largest_free()
     }
+}
+
+fn blocks_of(capacity_bytes: u64) -> io::Result<usize> {
+    let bytes = usize::try_from(capacity_bytes).map_err(|_| too_large())?;
+    Ok(bytes.div_ceil(BLOCK_BYTES).max(1))
+}
+
+fn too_large() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space")
 }
 
 impl fmt::Debug for Region {
@@ -153,6 +208,27 @@ impl Segment {
         Some(Fill { piece: Some(Arc::clone(&self.piece)), start, len, written: 0, dirty: 0 })
     }
 
+    /// A range that an earlier process filled, behind all that was handed out so far; what is skipped is dead. `None` if that is
+    /// no such range.
+    pub fn adopt(&mut self, range: Range<usize>) -> Option<Slice> {
+        let fits = self.cursor <= range.start && range.start <= range.end && range.end <= self.piece.bytes;
+        if !fits {
+            return None;
+        }
+        self.cursor = range.start;
+        Some(self.fill(range.len())?.freeze_prefix(range.len()))
+    }
+
+    /// Hands out nothing more.
+    pub fn close(&mut self) {
+        self.cursor = self.piece.bytes;
+    }
+
+    /// Where it lies in the region.
+    pub fn offset(&self) -> usize {
+        self.piece.offset
+    }
+
     /// Notes that `slice` is frozen, so that [`Segment::slice`] can show it. It must be of this segment.
     pub fn absorb(&mut self, slice: Slice) {
         assert!(Arc::ptr_eq(&self.piece, &slice.piece), "a slice of another segment");
@@ -202,7 +278,8 @@ impl Segment {
     /// next used.
     pub fn discard(&mut self) {
         if self.cursor == 0 && Arc::strong_count(&self.piece) == 1 {
-            backend::discard(self.piece.at(0, self.piece.bytes), self.piece.bytes);
+            let start = self.piece.at(0, self.piece.bytes);
+            backend::discard(&self.piece.region.map.backing, start, self.piece.bytes);
         }
     }
 
@@ -331,6 +408,11 @@ impl Slice {
         self.len == 0
     }
 
+    /// Where it lies in the region.
+    pub fn place(&self) -> usize {
+        self.piece.offset + self.start
+    }
+
     /// A part of it.
     pub fn slice(&self, range: Range<usize>) -> Slice {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
@@ -359,10 +441,11 @@ impl fmt::Debug for Slice {
     }
 }
 
-/// The memory itself: whole 2 MiB blocks at a 2 MiB boundary.
+/// The memory itself: whole 2 MiB blocks at a 2 MiB boundary, and before them, as many as the front has.
 struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
+    front_bytes: usize,
     backing: backend::Backing,
 }
 
@@ -374,11 +457,31 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(blocks: usize) -> io::Result<Self> {
-        let too_large =
-            || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
         let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
         let (base, backing) = backend::map(bytes)?;
-        Ok(Self { base, bytes, backing })
+        Ok(Self { base, bytes, front_bytes: 0, backing })
+    }
+
+    #[cfg(not(miri))]
+    fn shared(file: impl std::os::fd::AsFd, front_bytes: usize, blocks: usize) -> io::Result<Self> {
+        assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments begin at a block's boundary");
+        let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
+        let whole = bytes.checked_add(front_bytes).ok_or_else(too_large)?;
+        let (start, backing) = backend::map_shared(file, whole)?;
+        // SAFETY: the mapping has `front_bytes` and `bytes` from `start` on.
+        let base = unsafe { start.add(front_bytes) };
+        Ok(Self { base, bytes, front_bytes, backing })
+    }
+
+    fn front(&self) -> &[AtomicU64] {
+        if self.front_bytes == 0 {
+            return &[];
+        }
+        // SAFETY: the front lies in the mapping, right before `base`.
+        let start = unsafe { self.base.sub(self.front_bytes) };
+        // SAFETY: mapped as long as `self` is, page-aligned and initialised (a hole of the file reads as zeroes). `at` gives no
+        // address before `base`, so these bytes are only ever accessed as atomics.
+        unsafe { std::slice::from_raw_parts(start.cast::<AtomicU64>().as_ptr(), self.front_bytes / 8) }
     }
 
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
@@ -397,21 +500,21 @@ impl Drop for Mapping {
 mod backend {
     use std::ffi::c_void;
     use std::io;
+    use std::os::fd::AsFd;
     use std::ptr::{NonNull, null_mut};
 
-    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-    use super::BLOCK_BYTES;
+    use super::{BLOCK_BYTES, too_large};
 
     /// What `munmap` needs: one block more than is used, for the alignment.
     pub(super) struct Backing {
         start: *mut c_void,
         bytes: usize,
+        is_shared: bool,
     }
 
     pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
-        let too_large =
-            || io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space");
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -422,14 +525,38 @@ mod backend {
         // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
         let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
         let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
-        Ok((base, Backing { start, bytes: with_slack }))
+        Ok((base, Backing { start, bytes: with_slack, is_shared: false }))
+    }
+
+    /// As [`map`], the first `bytes` of `file`. Huge pages where the machine gives them to shared memory.
+    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+        let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: as in `map`; addresses only, which nobody can access.
+        let start = unsafe { mmap_anonymous(null_mut(), with_slack, ProtFlags::empty(), flags) }?;
+        let backing = Backing { start, bytes: with_slack, is_shared: true };
+        let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: replaces a part of the mapping just made, of which nobody knows yet. Another process that stored there, or
+        // cut the file short, would break what the handles promise: the caller holds the file's lock and its mode is 0600.
+        let mapped = unsafe { mmap(aligned, bytes, access, MapFlags::SHARED | MapFlags::FIXED, file, 0) };
+        if let Err(error) = mapped {
+            unmap(&backing);
+            return Err(error.into());
+        }
+        // SAFETY: as in `map`.
+        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
+        let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
+        Ok((base, backing))
     }
 
     /// Drops the pages of a piece of the mapping in which no range was handed out.
-    pub(super) fn discard(start: *mut u8, bytes: usize) {
+    pub(super) fn discard(backing: &Backing, start: *mut u8, bytes: usize) {
+        // Of a file the pages stay unless they are taken out of it.
+        let advice = if backing.is_shared { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         // SAFETY: the piece lies in the mapping, and no `Fill` or `Slice` of it exists nor can be made meanwhile: its only
         // handle is borrowed mutably by the caller. The bytes stay initialised: they read as zeroes.
-        let discarded = unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) };
+        let discarded = unsafe { madvise(start.cast(), bytes, advice) };
         debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
     }
 
@@ -461,7 +588,7 @@ mod backend {
         Ok((start, Backing { start, layout }))
     }
 
-    pub(super) fn discard(start: *mut u8, bytes: usize) {
+    pub(super) fn discard(_: &Backing, start: *mut u8, bytes: usize) {
         // SAFETY: as there.
         unsafe { start.write_bytes(0, bytes) };
     }

@@ -190,3 +190,20 @@ fn what_is_discarded_reads_as_zeroes_and_is_used_again() {
     let mut fill = again.fill(8192).unwrap();
     assert!(fill.bytes_mut()[..4096].iter().all(|byte| *byte == 0));
 }
+
+#[test]
+fn a_claimed_segment_shows_adopted_ranges_only() {
+    let (region, budget) = region();
+    let mut first = segment(&region, &budget, 8192);
+    drop(frozen(&mut first, b"abcdefgh"));
+    drop(first);
+    let charge = |bytes: u64| budget.try_charge(bytes).unwrap();
+    let mut again = region.claim(0, 8192, charge(8192)).unwrap();
+    assert!(region.claim(4096, 4096, charge(4096)).is_err(), "it is not free");
+    let middle = again.adopt(2..4).unwrap();
+    assert_eq!((middle.as_ref(), middle.place()), (&b"cd"[..], 2));
+    assert!(again.adopt(3..5).is_none() && again.adopt(8190..8193).is_none(), "handed out, or outside");
+    again.absorb(middle);
+    again.close();
+    assert!(again.slice(0..4).is_none() && again.slice(2..4).is_some() && again.fill(1).is_none());
+}
