@@ -39,6 +39,7 @@ fn memory() -> (Arc<Memory>, Arc<Buffer>, AppId) {
         ticket_timeout: Duration::from_secs(300),
         tickets_max: 1000,
         blocks_max: 1_000_000,
+        backing: Default::default(),
     };
     let memory = Memory::new(&config, &Registry::new()).expect("mapping 256 MiB");
     let app = AppId::parse("bench").expect("valid");

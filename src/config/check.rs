@@ -8,6 +8,7 @@ use super::sections::Config;
 use crate::budget::allowance::promised;
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::listeners::http::push;
+use crate::memory::Backing;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
 use crate::tiers::INDEX_CACHE_BYTES;
@@ -37,6 +38,7 @@ pub(super) fn check(config: &Config, reader: &mut Reader) {
     check_localfile(config, &mut found);
     check_partition_limits(config, &mut found);
     check_memory(config, &mut found);
+    check_backing(config, &mut found);
     check_coordinators(config, &mut found);
     check_hdfs(config, &mut found);
     check_tls(config, &mut found);
@@ -232,6 +234,25 @@ fn check_coordinators(config: &Config, found: &mut Found) {
         if RemoteStorage::parse_conf(conf).is_empty() {
             found.refuse(key, conf, "settings of the form \"key=value,key=value\"");
         }
+    }
+}
+
+/// Memory that outlives the process is of no use to one that does not know its shuffles any more.
+fn check_backing(config: &Config, found: &mut Found) {
+    let backing = &config.memory.backing;
+    if *backing == Backing::Private {
+        return;
+    }
+    let key = "memory_store.backing";
+    if !config.worker.store_type.has_local() {
+        let allowed = "private: registrations and reports outlive the process only with a store_type that has local disks";
+        found.refuse(key, backing, allowed);
+    } else if !config.local.recovery {
+        found.refuse(
+            key,
+            backing,
+            "private with localfile_store.recovery = false, which forgets all shuffles at a start",
+        );
     }
 }
 

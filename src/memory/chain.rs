@@ -71,6 +71,19 @@ impl Chain {
         Self { id, placed: Vec::new(), used: 0, capacity: 0, aligned_end: false }
     }
 
+    /// Segments that an earlier process filled, in this order. Nothing more fits in.
+    pub(super) fn restored(id: u64, segments: Vec<Segment>) -> Self {
+        let mut chain = Self::new(id);
+        for segment in segments {
+            let (start, bytes) = (chain.used, segment.capacity() as u64);
+            debug_assert_eq!(segment.remaining(), 0, "it is closed");
+            chain.used += bytes;
+            chain.capacity += bytes;
+            chain.placed.push(Placed { start, segment });
+        }
+        chain
+    }
+
     pub(super) fn id(&self) -> u64 {
         self.id
     }
@@ -321,6 +334,11 @@ impl BlockFill {
 
     pub(super) fn chain(&self) -> u64 {
         self.chain
+    }
+
+    /// Segments that it lies in.
+    pub(super) fn pieces(&self) -> usize {
+        self.parts.len()
     }
 
     pub(super) fn offset(&self) -> u32 {

@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 
 use super::ceded::Ceded;
 use super::chain::{BlockFill, Chain, Supply};
+use super::persistent::table::{FreeRows, Kept};
 use super::region::{Segment, Slice};
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
@@ -60,6 +61,9 @@ const _: () = assert!(size_of::<Record>() <= 32);
 /// Blocks and where their bytes are.
 #[derive(Debug)]
 pub(super) struct BlockList {
+    /// The rows of its blocks in a region that outlives the process; none in private memory. The first field, since it is
+    /// dropped first: rows go before the segments that they point into.
+    kept: Option<Box<Kept>>,
     records: Vec<Record>,
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
@@ -93,14 +97,21 @@ impl Paid {
 }
 
 impl BlockList {
-    pub(super) fn new(chain_id: u64, hasher: DefaultHashBuilder, supply: &Supply, budget: &Budget) -> Self {
+    pub(super) fn new(
+        chain: Chain,
+        kept: Option<Kept>,
+        hasher: DefaultHashBuilder,
+        supply: &Supply,
+        budget: &Budget,
+    ) -> Self {
         let (permits, lists) = (supply.blocks.nothing(), supply.lists.force(0));
         let paid = Paid { permits, lists, capacity: budget.nothing() };
         Self {
+            kept: kept.map(Box::new),
             records: Vec::new(),
             ids: HashTable::new(),
             hasher,
-            chain: Chain::new(chain_id),
+            chain,
             strays: Vec::new(),
             bytes: 0,
             paid_segments: 0,
@@ -140,17 +151,43 @@ impl BlockList {
         self.ids.find(self.hasher.hash_one(id), same).map(|at| *at as usize)
     }
 
-    /// Appends a block that is not in the list yet, and whose fill is fully written.
-    pub(super) fn push(&mut self, meta: BlockMeta, fill: BlockFill) {
-        let at = u32::try_from(self.records.len()).expect("blocks are limited to u32 in number");
+    /// Appends a block that is not in the list yet, and whose fill is fully written; in `rows` it is there for the next
+    /// process, too.
+    pub(super) fn push(&mut self, meta: BlockMeta, fill: BlockFill, rows: Option<&mut FreeRows>) {
+        let at = self.next_record();
         let in_chain = fill.chain() == self.chain.id();
         let offset = if in_chain { fill.offset() } else { STRAY };
         let slices = fill.freeze();
+        if let (Some(kept), Some(rows)) = (&mut self.kept, rows) {
+            // Readers go on behind a block. Chains are numbered in the order in which they are read.
+            let order = self.chain.id() << 32 | u64::from(at);
+            kept.push((&meta, order), &slices, rows);
+        }
         if in_chain {
             self.chain.absorb(offset, slices);
         } else {
             self.strays.push((at, slices));
         }
+        self.enter(meta, offset);
+    }
+
+    /// Appends a block that an earlier process committed, whose row is in `kept` and whose bytes are in the chain.
+    pub(super) fn restore(&mut self, meta: BlockMeta, offset: u32) {
+        self.enter(meta, offset);
+    }
+
+    /// The same of one that keeps its slices itself.
+    pub(super) fn restore_stray(&mut self, meta: BlockMeta, slices: SmallVec<[Slice; 2]>) {
+        self.strays.push((self.next_record(), slices));
+        self.enter(meta, STRAY);
+    }
+
+    fn next_record(&self) -> u32 {
+        u32::try_from(self.records.len()).expect("blocks are limited to u32 in number")
+    }
+
+    fn enter(&mut self, meta: BlockMeta, offset: u32) {
+        let at = self.next_record();
         if self.records.len() == self.records.capacity() {
             self.records.reserve_exact((self.records.len() / 4).max(4));
         }

@@ -8,6 +8,7 @@
 //! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
 //! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
+//! | `persistent` | what of it outlives the process, where it is to |
 //! | `ceded` | heap for the lists of blocks, with room of the region |
 //! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
 //!
@@ -31,15 +32,17 @@ mod ceded;
 mod line;
 mod list;
 pub(crate) mod metrics;
+mod persistent;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use dashmap::DashMap;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -50,6 +53,8 @@ pub use chain::BlockFill;
 pub use claims::Standing;
 pub use error::MemoryError;
 pub use fair::Claimant;
+pub use persistent::file::{Backing, Owner, Refusal};
+pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
 pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use reservation::Reservation;
@@ -58,16 +63,19 @@ pub use ticket::Tickets;
 
 use crate::budget::allowance::{divide, slack};
 use crate::budget::{Heap, HeapFull, HeapKind};
-use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, seconds, size};
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size};
 use crate::schema::section;
 
 use buffer::{PARTITION_BYTES, Shared};
 use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use metrics::MemoryMetrics;
+use persistent::file::{self, Held};
+use persistent::restore::Leftover;
+use persistent::table::{Named, Table};
 use region::Region;
 
-use uniffle_wire::types::{AppId, Distribution, PartitionId, ShuffleKey};
+use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleKey};
 
 use crate::metrics::clamped;
 
@@ -102,6 +110,11 @@ section! {
         /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
         #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
         pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
+        /// Where blocks in memory lie: `private` memory, which is gone with the process; `memfd`, a file without a name that an
+        /// upgrade hands over and systemd's descriptor store keeps; or a directory of a tmpfs, where the next process finds them
+        /// whatever ended this one (docs/durability.md, "Memory that outlives the process"). Other than private it needs local disks.
+        #[key("memory_store.backing", parsed("private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
+        pub backing: Backing = Backing::Private,
     }
 }
 
@@ -125,6 +138,16 @@ pub struct Memory {
     tickets: Tickets,
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
+    kept: Option<KeptMemory>,
+}
+
+/// Memory that outlives the process.
+#[derive(Debug)]
+struct KeptMemory {
+    table: Arc<Table>,
+    /// Until the start is over.
+    leftover: Mutex<Option<Leftover>>,
+    file: Held,
 }
 
 /// A buffer that a flush could take from.
@@ -145,19 +168,66 @@ pub struct Candidate {
 }
 
 impl Memory {
-    /// Maps the memory. Pages that are never used cost nothing.
+    /// Maps private memory, whatever the configured backing. Pages that are never used cost nothing.
     ///
     /// # Errors
     /// When memory cannot be mapped or a metric's name is taken.
     pub fn new(config: &MemoryConfig, registry: &Registry) -> io::Result<Arc<Self>> {
+        Self::in_region(config, None, registry)
+    }
+
+    /// Maps the memory of the configured backing: `inherited`, if a process before handed over such a file, or as one left
+    /// it. What is in it becomes visible by [`Memory::restore`]; [`Memory::finish_restore`] ends that.
+    ///
+    /// # Errors
+    /// As [`Memory::new`], and a region that is not this worker's to take, by name.
+    pub fn open(
+        config: &MemoryConfig,
+        owner: &Owner,
+        inherited: Option<OwnedFd>,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, Refusal> {
+        let opened = file::open(&config.backing, inherited, owner, region_size(config))?;
+        Ok(Self::in_region(config, opened, registry)?)
+    }
+
+    /// Whether [`Memory::open`] would succeed now; nothing is made or touched.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(config: &MemoryConfig, owner: &Owner) -> Result<(), Refusal> {
+        file::check(&config.backing, owner, region_size(config))
+    }
+
+    /// Whether [`Memory::open`] would succeed where a running worker has its memory, once that is empty.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_room(config: &MemoryConfig) -> Result<(), Refusal> {
+        file::check_room(&config.backing, region_size(config))
+    }
+
+    fn in_region(
+        config: &MemoryConfig,
+        opened: Option<file::Opened>,
+        registry: &Registry,
+    ) -> io::Result<Arc<Self>> {
         let capacity = config.capacity_bytes;
         let budget = Budget::new(capacity);
-        let region = Region::new(capacity.saturating_add(slack(capacity)))?;
+        let region = match &opened {
+            Some((table, _)) => Arc::clone(table.region()),
+            None => Region::new(region_size(config).0)?,
+        };
+        let kept = opened.map(|(table, file)| KeptMemory {
+            leftover: Mutex::new(Some(Leftover::of(Arc::clone(&table)))),
+            table,
+            file,
+        });
         let heap = Heap::new(config.heap_bytes);
         let lists = Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks));
         let extents = lists.extents().clone();
         let shared = Shared {
-            supply: Supply { lists, region, blocks: Budget::new(config.blocks_max.min(u64::from(u32::MAX))) },
+            supply: Supply { lists, region, blocks: Budget::new(blocks_max(config)) },
             budget: budget.clone(),
             in_flight: Budget::new(u64::MAX),
             in_flight_blocks: Budget::new(u64::MAX),
@@ -171,6 +241,7 @@ impl Memory {
             tickets: Tickets::new(budget, extents, config.ticket_timeout, config.tickets_max),
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
             shuffles: DashMap::new(),
+            kept,
         }))
     }
 
@@ -234,9 +305,25 @@ impl Memory {
     /// The buffers of a shuffle, made if there are none. Registering again changes nothing.
     pub fn register(&self, key: &ShuffleKey, distribution: Distribution) -> Arc<ShuffleBuffers> {
         let budget = self.tickets.budget_of(&key.app);
-        let fresh =
-            || Arc::new(ShuffleBuffers::new(key.clone(), distribution, Arc::clone(&self.shared), budget));
+        let fresh = || {
+            let (named, shared) = (self.named(key), Arc::clone(&self.shared));
+            Arc::new(ShuffleBuffers {
+                named,
+                ..ShuffleBuffers::new(key.clone(), distribution, shared, budget)
+            })
+        };
         Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
+    }
+
+    /// Its name for the next process: the one that it had in the process before, if there is that.
+    fn named(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
+        let KeptMemory { table, leftover, .. } = self.kept.as_ref()?;
+        let left = leftover.lock().as_mut().and_then(|left| left.name(key));
+        let named = left.or_else(|| table.name(key));
+        if named.is_none() {
+            tracing::warn!(shuffle = %key, "too many shuffles: what it has in memory will be lost with this process");
+        }
+        named
     }
 
     /// The buffers of a registered shuffle.
@@ -248,7 +335,87 @@ impl Memory {
     /// Forgets a shuffle at once; its buffers are evicted when the returned value is dropped, and sends under way find them
     /// so.
     pub fn forget(&self, key: &ShuffleKey) -> Option<Evicted> {
-        self.shuffles.remove(key).map(|(_, buffers)| Evicted(buffers))
+        let (_, buffers) = self.shuffles.remove(key)?;
+        // Before the shuffle can be registered again: its blocks must not be found as those of its successor.
+        buffers.named.iter().for_each(|named| named.disown());
+        Some(Evicted(buffers))
+    }
+
+    /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
+    /// a tier (`is_elsewhere`). The ids of what is there now. Partitions are charged to `heap`, as by
+    /// [`ShuffleBuffers::buffer`]; one for which there is none is not restored.
+    pub fn restore(
+        &self,
+        key: &ShuffleKey,
+        is_elsewhere: impl Fn(PartitionId, BlockId) -> bool,
+        heap: &Budget,
+    ) -> HashMap<PartitionId, Vec<BlockId>> {
+        let mut restored = HashMap::new();
+        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return restored };
+        let (mut leftover, Some(named)) = (kept.leftover.lock(), &buffers.named) else { return restored };
+        let Some(leftover) = leftover.as_mut() else { return restored };
+        for partition in leftover.partitions(key) {
+            let is_elsewhere = |id| is_elsewhere(partition, id);
+            let Some(left) = leftover.take(key, (partition, named), is_elsewhere, &buffers.budget) else {
+                continue;
+            };
+            match buffers.buffer(partition, heap) {
+                Ok(_) if left.blocks.is_empty() => {}
+                Ok(buffer) => {
+                    let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
+                    buffer.restore(left);
+                    restored.insert(partition, ids);
+                }
+                Err(error) => {
+                    tracing::error!(shuffle = %key, %partition, %error, "what is in memory of it cannot be taken over");
+                }
+            }
+        }
+        restored
+    }
+
+    /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.
+    pub fn finish_restore(&self) -> (u64, u64) {
+        let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().take());
+        let Some(left) = left else { return (0, 0) };
+        let found = left.blocks() as u64;
+        left.finish();
+        (found, self.block_count())
+    }
+
+    /// Whether a successor can take over what is in memory.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+
+    /// Whether the next process finds what is in memory by itself.
+    #[must_use]
+    pub fn outlives_process(&self) -> bool {
+        self.kept.as_ref().is_some_and(|kept| kept.file.has_path())
+    }
+
+    /// From now on memory is the next process's: what is dropped here stays there, and nothing more is committed. If nothing
+    /// is in it, nothing is left of it.
+    pub fn let_go(&self) {
+        let Some(KeptMemory { table, file, .. }) = &self.kept else { return };
+        table.let_go();
+        let mut left = Ok(());
+        if self.block_count() == 0 {
+            table.end();
+            left = file.remove();
+        }
+        if let Err(error) = left.and_then(|()| file.unlock()) {
+            tracing::warn!(%error, "the file that memory lies in cannot be left to the next process");
+        }
+    }
+
+    /// The file without a name that it lies in, once more, for a successor.
+    ///
+    /// # Errors
+    /// When it cannot be duplicated.
+    pub fn handed_over(&self) -> io::Result<Option<OwnedFd>> {
+        self.kept.as_ref().map_or(Ok(None), |kept| kept.file.duplicate())
     }
 
     /// All buffers with something to flush. Gives back dead segments of the others in passing, and what is ceded for lists
@@ -352,6 +519,35 @@ impl Memory {
     }
 }
 
+impl MemoryConfig {
+    /// What a successor has to be configured with, too, to take over what is in memory; none where nothing can be.
+    #[must_use]
+    pub fn kept_as(&self) -> Option<String> {
+        let (bytes, blocks) = region_size(self);
+        let version = persistent::layout::VERSION;
+        (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
+    }
+}
+
+impl Drop for Memory {
+    /// Blocks that are dropped with it are not gone from a region that outlives it.
+    fn drop(&mut self) {
+        if let Some(kept) = &self.kept {
+            kept.table.let_go();
+        }
+    }
+}
+
+/// Bytes of segments and number of blocks.
+fn region_size(config: &MemoryConfig) -> (u64, u64) {
+    let capacity = config.capacity_bytes;
+    (capacity.saturating_add(slack(capacity)), blocks_max(config))
+}
+
+fn blocks_max(config: &MemoryConfig) -> u64 {
+    config.blocks_max.min(u64::from(u32::MAX))
+}
+
 /// Buffers of a shuffle that was forgotten. Dropping it gives their memory back, which takes a while when it is gigabytes:
 /// not under a lock.
 #[derive(Debug)]
@@ -384,6 +580,8 @@ pub struct ShuffleBuffers {
     key: ShuffleKey,
     distribution: Distribution,
     shared: Arc<Shared>,
+    /// For the next process, where memory outlives this one.
+    named: Option<Arc<Named>>,
     /// Its application's.
     budget: Budget,
     /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
@@ -392,7 +590,7 @@ pub struct ShuffleBuffers {
 
 impl ShuffleBuffers {
     fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>, budget: Budget) -> Self {
-        Self { key, distribution, shared, budget, buffers: RwLock::new(Some(HashMap::new())) }
+        Self { key, distribution, shared, named: None, budget, buffers: RwLock::new(Some(HashMap::new())) }
     }
 
     fn contents(&self) -> Option<InMemory> {
@@ -433,7 +631,8 @@ impl ShuffleBuffers {
             Entry::Vacant(place) => {
                 let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
                 let charge = heap.try_charge(PARTITION_BYTES).map_err(full)?;
-                let buffer = Buffer::new(partition, Arc::clone(&self.shared), self.budget.clone(), charge);
+                let (shared, named) = (Arc::clone(&self.shared), self.named.clone());
+                let buffer = Buffer::new(partition, shared, named, self.budget.clone(), charge);
                 Ok(Arc::clone(place.insert(Arc::new(buffer))))
             }
         }

@@ -84,9 +84,8 @@ impl Reservation {
         Ok(())
     }
 
-    /// A charge for the metadata of `blocks` blocks, which cannot be refused: their number is limited.
-    pub(super) fn cover_metadata(&mut self, blocks: u64) -> Charge {
-        let bytes = blocks * METADATA_BYTES;
+    /// A charge for `bytes` of metadata of blocks, which cannot be refused: their number is limited.
+    pub(super) fn cover_metadata(&mut self, bytes: u64) -> Charge {
         let mut charge = self.held.take_up_to(bytes);
         let missing = bytes - charge.bytes();
         if missing > 0 {

@@ -278,7 +278,7 @@ mod tests {
         assert!(funds.cover_segment((0, 1), 110_001).is_none(), "room for later only within the capacity");
         funds.put_back(forced, 5000);
         assert_eq!((funds.held_bytes(), tickets.pre_allocated_bytes(), budget.used()), (5000, 5000, 115_000));
-        assert_eq!(funds.cover_metadata(100).bytes(), 6400);
+        assert_eq!(funds.cover_metadata(6400).bytes(), 6400);
         assert_eq!((funds.held_bytes(), budget.used()), (0, 110_000));
         drop((more, funds));
         assert_eq!((budget.used(), tickets.pre_allocated_bytes()), (0, 0));

@@ -26,6 +26,7 @@ mod tls;
 mod upgrade;
 
 use std::net::{IpAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -48,7 +49,7 @@ use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
 use crate::listeners::tcp::TcpServer;
-use crate::memory::Memory;
+use crate::memory::{Backing, Memory, Owner};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
@@ -126,13 +127,13 @@ impl Worker {
     /// See [`Worker::start`].
     pub async fn start_in(
         environment: Environment,
-        inherited: Inherited,
+        mut inherited: Inherited,
         config: &Config,
     ) -> anyhow::Result<Self> {
         let precheck = if inherited.gap_began_ms.is_some() { Precheck::Done } else { Precheck::Asked };
         // Before anything else, so that a port in use is the first thing to be told.
         let tls = Tls::load(config)?;
-        let let_go = inherited.let_go.clone();
+        let (let_go, left_memory) = (inherited.let_go.clone(), inherited.memory.take());
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = advertised_ip(config)?;
@@ -143,10 +144,8 @@ impl Worker {
             runtime: RuntimeMetrics::new(listeners.clone(), &registry)?,
             allocator: AllocatorMetrics::new(&registry)?,
         };
-        let memory = Memory::new(&config.memory, &registry).with_context(|| {
-            format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
-        })?;
         let server_id = server_id(ip, &addresses);
+        let memory = open_memory(config, &server_id, left_memory, &registry)?;
         let beside = Beside { server_id, precheck, let_go, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
@@ -161,6 +160,7 @@ impl Worker {
         for tier in service.tiers().iter() {
             service.lifecycle.restore(tier.take_recovered()).await;
         }
+        finish_restore(&memory);
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());
@@ -170,6 +170,8 @@ impl Worker {
         for by in RefusedBy::ALL {
             upgrades.refused.with_label_values(&[by.as_str()]);
         }
+        let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
+        held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
         let worker = Self {
             addresses,
             ip,
@@ -182,7 +184,7 @@ impl Worker {
             started_ms: unix_ms(),
             listeners,
             background,
-            held: sockets.duplicate().context("cannot duplicate a listener")?,
+            held,
             grpc_handover: Handover::default(),
             tcp_handover: Handover::default(),
             flush_timeout: config.worker.flush_timeout,
@@ -382,6 +384,47 @@ impl Worker {
         };
         self.background.spawn("state watch", watch.run(tell, stop));
         Ok(())
+    }
+}
+
+/// Maps the memory, or takes over what an earlier process left in it.
+fn open_memory(
+    config: &Config,
+    server_id: &str,
+    left: Option<OwnedFd>,
+    registry: &Registry,
+) -> anyhow::Result<Arc<Memory>> {
+    let section = &config.memory;
+    if left.is_some() && section.backing != Backing::Memfd {
+        tracing::warn!(
+            "the memory of an earlier process was passed on and is not used: memory_store.backing is not memfd"
+        );
+    }
+    if section.backing == Backing::Private {
+        return Memory::new(section, registry).with_context(|| unmappable(config));
+    }
+    let owner = Owner::now(server_id).context("memory_store.backing")?;
+    let memory = Memory::open(section, &owner, left, registry)
+        .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
+    match memory.outlives_process() {
+        true => {
+            tracing::info!(backing = %section.backing, "the next process finds what is in memory, however this one ends")
+        }
+        false => tracing::info!(
+            "an upgrade hands over what is in memory; a kill loses it unless the service manager keeps descriptors"
+        ),
+    }
+    Ok(memory)
+}
+
+fn unmappable(config: &Config) -> String {
+    format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes)
+}
+
+fn finish_restore(memory: &Memory) {
+    let (found, restored) = memory.finish_restore();
+    if found > 0 {
+        tracing::info!(found, restored, "took over blocks that an earlier process left in memory");
     }
 }
 

@@ -16,6 +16,13 @@ pub(super) fn ready(held: &Inherited) {
         let stored = notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &[listener.as_fd()]);
         said(stored);
     }
+    if let Some(memory) = &held.memory {
+        let name = || NotifyState::FdName(sockets::MEMORY);
+        // One of another size may be there from before.
+        said(notify(&[NotifyState::FdStoreRemove, name()]));
+        let stored = [NotifyState::FdStore, name()];
+        said(notify_with_fds(&stored, &[memory.as_fd()]));
+    }
     said(notify(&[NotifyState::Ready, NotifyState::Status("serving")]));
 }
 

@@ -13,7 +13,7 @@ use anyhow::Context as _;
 
 use crate::config::Config;
 use crate::coordinator::identity;
-use crate::memory::Memory;
+use crate::memory::{Backing, Memory, Owner};
 use crate::runtime::Tasks;
 use crate::tiers::local::claimable;
 
@@ -25,6 +25,9 @@ use super::{advertised_ip, check_files, sockets};
 pub const REHEARSED: &str = "rehearsed: the running worker may let go";
 /// Before it, a line for each data directory that the successor will not touch: what follows is its path, as JSON.
 pub(super) const SILENT: &str = "does not answer: ";
+
+/// Before it, where the successor takes over what is in memory, so that nothing has to be flushed.
+pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
 /// What the worker that wrote `facts` is told by this program with `config`, which may follow it. Needs tokio's timers
 /// and blocking threads, some of which may hang when it returns.
@@ -41,6 +44,7 @@ pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String
     problems.extend(said(check_files(config)));
     problems.extend(sockets::unavailable(config, |name, port| facts.has_listener(name, port)));
     problems.extend(said(map_memory(config)));
+    problems.extend(said(find_memory(config, &facts)));
     let local = async {
         match config.worker.store_type.has_local() {
             true => {
@@ -60,7 +64,8 @@ pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String
         return Err(problems);
     }
     let silent = silent.iter().map(|path| format!("{SILENT}{}\n", serde_json::json!(path)));
-    Ok(format!("{}{REHEARSED}\n", silent.collect::<String>()))
+    let memory = if facts.leaves_memory_to(config) { format!("{TAKES_MEMORY}\n") } else { String::new() };
+    Ok(format!("{}{memory}{REHEARSED}\n", silent.collect::<String>()))
 }
 
 fn map_memory(config: &Config) -> anyhow::Result<()> {
@@ -69,6 +74,23 @@ fn map_memory(config: &Config) -> anyhow::Result<()> {
     mapped
         .map(drop)
         .with_context(|| format!("cannot map memory_store.capacity = {} bytes", config.memory.capacity_bytes))
+}
+
+/// What the running worker has itself is handed over, or gone by then.
+fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
+    let section = &config.memory;
+    if section.backing == Backing::Private || facts.leaves_memory_to(config) {
+        return Ok(());
+    }
+    let (grpc, tcp) = facts.data_ports();
+    let checked = match facts.has_memory_at(&section.backing) {
+        true => Memory::check_room(section),
+        false => {
+            let owner = Owner::now(identity::server_id(advertised_ip(config)?, grpc, tcp))?;
+            Memory::check(section, &owner)
+        }
+    };
+    checked.with_context(|| format!("memory_store.backing = \"{}\"", section.backing))
 }
 
 /// As the same worker that runs: by its server id remote files are told apart.

@@ -13,7 +13,8 @@ use crate::memory::InMemory;
 use crate::metrics::clamped;
 
 use super::sockets::Inherited;
-use super::successor::Successor;
+use super::stop::LeftMemory;
+use super::successor::{Rehearsed, Successor};
 use super::upgrade::{Facts, Refusal, RefusedBy, UPGRADE_FROM};
 use super::{Addresses, Environment, Worker, hung_threads, notify};
 use crate::tiers::LocalStore;
@@ -110,7 +111,7 @@ async fn hand_over(
     let gap_began_ms = now_ms();
     let store = worker.service().tiers().find::<LocalStore>();
     let deadline = worker.flush_timeout.max(READY_DEADLINE_MIN);
-    let stopped = worker.hand_over().await;
+    let stopped = worker.hand_over(plan.memory).await;
     let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
     if tasks_left > 0 || unflushed > 0 {
         tracing::error!(
@@ -120,6 +121,10 @@ async fn hand_over(
         );
     }
     let mut sockets = Inherited { gap_began_ms: Some(gap_began_ms), ..stopped.sockets };
+    if plan.memory == LeftMemory::Empty {
+        // What it makes anew has another lifetime, and the size that it is configured with.
+        sockets.memory = None;
+    }
     if let Some(store) = store.filter(|_| !plan.silent.is_empty()) {
         let (let_go, locks) = store.let_go(plan.silent).await;
         kept.extend(locks);
@@ -154,6 +159,7 @@ struct Plan {
     silent: Vec<PathBuf>,
     /// This process cannot become the successor.
     is_beside: bool,
+    memory: LeftMemory,
 }
 
 /// Everything that can still be taken back.
@@ -202,12 +208,17 @@ async fn get_ready(
         return Err(Refusal { by: RefusedBy::Tiers, why: why.to_owned() });
     }
     let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
-    let silent =
+    let Rehearsed { silent, takes_memory } =
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;
     let store = worker.service().tiers().find::<LocalStore>();
     let is_beside = holds_locks || store.as_ref().is_some_and(|store| store.holds_any(&silent));
     if !is_beside {
         threads_awake().await?;
+    }
+    if takes_memory && worker.memory().is_kept() && !is_beside {
+        tracing::info!("upgrade: the successor has rehearsed it, memory is handed over");
+        worker.prepare_to_pass_on();
+        return Ok(Plan { silent, is_beside, memory: LeftMemory::PassedOn });
     }
     tracing::info!(?silent, is_beside, "upgrade: the successor has rehearsed it, flushing");
     if let Some(store) = store.filter(|_| is_beside) {
@@ -222,7 +233,7 @@ async fn get_ready(
         // A disk may have begun to hang under the flush, which went to another then.
         threads_awake().await?;
     }
-    Ok(Plan { silent, is_beside })
+    Ok(Plan { silent, is_beside, memory: LeftMemory::Empty })
 }
 
 async fn threads_awake() -> Result<(), Refusal> {

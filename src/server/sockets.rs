@@ -19,6 +19,7 @@ use listenfd::ListenFd;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::Config;
+use crate::memory::take_passed;
 use crate::tiers::LetGo;
 use uniffle_io::DiskLock;
 
@@ -43,6 +44,8 @@ const GRPC: &str = "grpc";
 const TCP: &str = "urpc";
 const HTTP: &str = "http";
 pub(super) const ADMIN: &str = "admin";
+/// Name of [`Inherited::memory`].
+pub(super) const MEMORY: &str = "memory";
 /// Names of connections. Short: there may be thousands, and the environment has limits.
 const GRPC_CONNECTION: &str = "g";
 const TCP_CONNECTION: &str = "u";
@@ -63,6 +66,8 @@ pub struct Inherited {
     pub(super) let_go: LetGo,
     /// Their locks, in the process that holds them.
     pub(super) kept: Vec<Box<dyn DiskLock>>,
+    /// The file without a name that memory lies in.
+    pub(super) memory: Option<OwnedFd>,
     /// Who waits for this process to be ready (`beside`).
     pub(super) keeper: Option<UnixStream>,
 }
@@ -96,6 +101,10 @@ impl Inherited {
                 inherited.keeper = keeper.map(|socket| OwnedFd::from(socket).into());
                 continue;
             }
+            if name == MEMORY {
+                inherited.memory = take_passed(&mut passed, index);
+                continue;
+            }
             let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
             inherited.put(name, socket);
         }
@@ -114,7 +123,9 @@ impl Inherited {
     pub(super) fn into_named(self) -> Vec<(String, OwnedFd)> {
         let listeners = self.listeners.into_iter().map(|(name, listener)| (name, listener.into()));
         let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
+        let memory = self.memory.into_iter().map(|file| (MEMORY.to_owned(), file));
         listeners
+            .chain(memory)
             .chain(self.grpc_connections.into_iter().map(named(GRPC_CONNECTION)))
             .chain(self.tcp_connections.into_iter().map(named(TCP_CONNECTION)))
             .collect()
@@ -123,8 +134,11 @@ impl Inherited {
     /// The reverse.
     pub(super) fn from_named(named: Vec<(String, OwnedFd)>) -> Self {
         let mut inherited = Self::default();
-        for (name, socket) in named {
-            inherited.put(&name, socket.into());
+        for (name, descriptor) in named {
+            match name.as_str() {
+                MEMORY => inherited.memory = Some(descriptor),
+                name => inherited.put(name, descriptor.into()),
+            }
         }
         inherited
     }

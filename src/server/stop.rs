@@ -58,7 +58,7 @@ impl Worker {
         // Connects are refused from here on: none would ever be accepted.
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
-        let tasks_left = self.end(deadline).await.tasks_left;
+        let tasks_left = self.end(deadline, LeftMemory::Empty).await.tasks_left;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
         tasks_left
     }
@@ -81,17 +81,24 @@ impl Worker {
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
 
+    /// Refuses sends, so that nothing more is committed, and leaves what is in memory to a successor that takes it over.
+    pub(super) fn prepare_to_pass_on(&self) {
+        self.service.status().stop(Stopping::ForSuccessor);
+        self.service.ingest.refuse_sends();
+    }
+
     /// It did not come to a handover: tickets and sends are taken as before.
     pub(super) fn go_on(&self) {
         self.service.go_on();
     }
 
-    /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before.
-    pub(super) async fn hand_over(self) -> Stopped {
+    /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
+    /// [`Worker::prepare_to_pass_on`] where it takes over `memory`.
+    pub(super) async fn hand_over(self, memory: LeftMemory) -> Stopped {
         self.grpc_handover.begin();
         self.tcp_handover.begin();
         let deadline = Instant::now() + self.flush_timeout;
-        self.end(deadline).await
+        self.end(deadline, memory).await
     }
 
     /// Flushes until memory is empty and no more sends are expected, at the latest until `deadline`.
@@ -113,7 +120,7 @@ impl Worker {
         }
     }
 
-    async fn end(mut self, deadline: Instant) -> Stopped {
+    async fn end(mut self, deadline: Instant, memory: LeftMemory) -> Stopped {
         let flushed_before = self.flushed_bytes();
         self.listeners.close();
         if timeout(DRAIN_DEADLINE, self.listeners.drained()).await.is_err() {
@@ -126,13 +133,19 @@ impl Worker {
         if timeout(CANCEL_DEADLINE, self.listeners.drained()).await.is_err() {
             tracing::warn!(tasks = self.listeners.running(), "connections did not end");
         }
-        self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
-        let unflushed = self.memory.contents();
-        name_losses(&unflushed);
+        if memory == LeftMemory::Empty {
+            self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
+        }
         self.background.cancel();
         if timeout(CANCEL_DEADLINE, self.background.drained()).await.is_err() {
             tracing::warn!(tasks = self.background.running(), "background tasks did not end in time");
         }
+        let unflushed = match memory {
+            LeftMemory::Empty => self.memory.contents(),
+            LeftMemory::PassedOn => Vec::new(),
+        };
+        name_losses(&unflushed, self.memory.outlives_process());
+        self.memory.let_go();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.held);
         sockets.grpc_connections.extend(self.grpc_handover.take());
@@ -146,8 +159,25 @@ impl Worker {
     }
 }
 
-/// Says what is lost with the process.
-fn name_losses(unflushed: &[InMemory]) {
+/// What becomes of what is in memory at the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LeftMemory {
+    /// It is flushed.
+    Empty,
+    /// A successor takes it over.
+    PassedOn,
+}
+
+/// Says what is lost with the process, unless it is `kept` for the next one.
+fn name_losses(unflushed: &[InMemory], kept: bool) {
+    if kept {
+        let (shuffles, blocks) =
+            (unflushed.len(), unflushed.iter().map(|shuffle| shuffle.blocks).sum::<u64>());
+        if shuffles > 0 {
+            tracing::warn!(shuffles, blocks, "not flushed, left in memory for the next process");
+        }
+        return;
+    }
     for InMemory { shuffle, partitions, blocks, bytes } in unflushed.iter().take(NAMED_MAX) {
         tracing::error!(%shuffle, partitions, blocks, bytes, "not flushed, lost with this process");
     }

@@ -18,7 +18,7 @@ use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
-use super::rehearsal::{REHEARSED, SILENT};
+use super::rehearsal::{REHEARSED, SILENT, TAKES_MEMORY};
 use super::sockets::{GAP_BEGAN, Inherited, LET_GO};
 use crate::tiers::LetGo;
 
@@ -53,12 +53,11 @@ impl Successor {
     }
 
     /// Has the new binary prove in a process of its own that it can take over; `facts` is the variable that tells it from
-    /// what. Also what a binary of before says to `--check` counts, by its exit code. The data directories that it will not
-    /// touch.
+    /// what. Also what a binary of before says to `--check` counts, by its exit code.
     ///
     /// # Errors
     /// What it said.
-    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Vec<PathBuf>> {
+    pub(super) async fn rehearse(&self, facts: (&str, String)) -> anyhow::Result<Rehearsed> {
         let program = self.program.display();
         let mut child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
@@ -81,7 +80,7 @@ impl Successor {
             };
             tokio::select! {
                 biased;
-                silent = verdict => Ok(Verdict::Rehearsed(silent)),
+                rehearsed = verdict => Ok(Verdict::Rehearsed(rehearsed)),
                 status = ended => status.map(Verdict::Ended),
             }
         })
@@ -92,8 +91,8 @@ impl Successor {
         };
         match status? {
             Verdict::Ended(status) if !status.success() => bail!("{program} --check: {status}: {}", said()),
-            Verdict::Ended(_) => Ok(Vec::new()),
-            Verdict::Rehearsed(silent) => Ok(silent),
+            Verdict::Ended(_) => Ok(Rehearsed::default()),
+            Verdict::Rehearsed(rehearsed) => Ok(rehearsed),
         }
     }
 
@@ -135,24 +134,34 @@ impl Successor {
     }
 }
 
+/// What a successor says that can take over.
+#[derive(Debug, Default)]
+pub(super) struct Rehearsed {
+    /// Data directories that it will not touch.
+    pub(super) silent: Vec<PathBuf>,
+    /// It takes over what is in memory as it is.
+    pub(super) takes_memory: bool,
+}
+
 /// What came of a rehearsal.
 enum Verdict {
-    /// Nothing stands against the upgrade; these directories are not touched.
-    Rehearsed(Vec<PathBuf>),
+    /// Nothing stands against the upgrade.
+    Rehearsed(Rehearsed),
     /// It ended without a word.
     Ended(ExitStatus),
 }
 
 /// Resolves when the rehearsal says that nothing stands against the upgrade; without that it never does.
-async fn verdict(stdout: ChildStdout) -> Vec<PathBuf> {
+async fn verdict(stdout: ChildStdout) -> Rehearsed {
     let mut lines = BufReader::new(stdout.take(COMPLAINTS_BYTES_MAX)).lines();
-    let mut silent = Vec::new();
+    let mut rehearsed = Rehearsed::default();
     while let Ok(Some(line)) = lines.next_line().await {
         if line == REHEARSED {
-            return silent;
+            return rehearsed;
         }
         let path = line.strip_prefix(SILENT).and_then(|path| serde_json::from_str(path).ok());
-        silent.extend(path);
+        rehearsed.silent.extend(path);
+        rehearsed.takes_memory |= line == TAKES_MEMORY;
     }
     std::future::pending().await
 }

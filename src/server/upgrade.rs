@@ -11,6 +11,7 @@ use prometheus::{IntCounterVec, IntGauge};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
+use crate::memory::Backing;
 use crate::metrics;
 use crate::tiers::DiskInfo;
 use crate::tiers::local::claimable::HeldBy;
@@ -87,6 +88,9 @@ pub(super) struct Facts {
     /// Ports of all its listeners; empty from a worker before 0.2.
     #[serde(default)]
     ports: Vec<u16>,
+    /// What kind of memory it has that a successor can take over.
+    #[serde(default)]
+    memory: Option<String>,
 }
 
 impl Facts {
@@ -108,7 +112,18 @@ impl Facts {
             given_up: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
+            memory: config.memory.kept_as(),
         }
+    }
+
+    /// Whether it has its memory there, whatever its size.
+    pub(super) fn has_memory_at(&self, backing: &Backing) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.contains(&format!(" {backing} ")))
+    }
+
+    /// Whether a successor with `config` has memory of just the same kind.
+    pub(super) fn leaves_memory_to(&self, config: &Config) -> bool {
+        self.memory.is_some() && self.memory == config.memory.kept_as()
     }
 
     /// Whether what it is told outlives it.
@@ -205,6 +220,7 @@ mod tests {
             given_up: Vec::new(),
             unclaimed: Vec::new(),
             ports: vec![worker.grpc_port, worker.http_port, 7],
+            memory: config.memory.kept_as(),
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::app::{App, Counted, PartitionRanges, Registration, ShuffleState};
 use crate::durability::{self, Record, Report, Said};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
-use uniffle_wire::types::ShuffleKey;
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 use super::ServiceError;
 use super::lifecycle::Lifecycle;
@@ -187,16 +187,17 @@ impl Lifecycle {
     fn restore_shuffle(
         &self,
         restoring: Restoring,
-        shuffle: RecoveredShuffle,
+        mut shuffle: RecoveredShuffle,
     ) -> Result<Option<Vec<Suspect>>, ServiceError> {
         if let Some(error) = restoring.failed {
             return Err(error);
         }
         let Some(state) = restoring.state else { return Ok(None) };
-        if let Some(reason) = shuffle.incomplete.or(restoring.untaken) {
+        if let Some(reason) = shuffle.incomplete.take().or(restoring.untaken) {
             tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
             state.ledger().mark_incomplete(reason);
         }
+        self.restore_memory(&mut shuffle);
         let held = shuffle.present.values().map(|ids| ids.heap_bytes() + FOUND_PARTITION_BYTES).sum();
         state.block_ids().lock().hold(held);
         if restoring.remote == Remote::Unusable {
@@ -204,6 +205,19 @@ impl Lifecycle {
         }
         let lost = (shuffle.lost, shuffle.reason.as_str());
         Ok(Some(self.losses.take_over(&state, shuffle.present, lost, restoring.remote == Remote::Known)))
+    }
+
+    /// Blocks that the earlier process had in memory, where that outlives a process: what no disk has is there again.
+    fn restore_memory(&self, shuffle: &mut RecoveredShuffle) {
+        let Some(app) = self.apps.find(&shuffle.key.app) else { return };
+        let present = &shuffle.present;
+        let is_on_disk = |partition: PartitionId, id: BlockId| {
+            present.get(&partition).is_some_and(|ids| ids.contains(id.0.unsigned_abs()))
+        };
+        let restored = self.memory.restore(&shuffle.key, is_on_disk, app.partitions());
+        for (partition, ids) in restored {
+            shuffle.present.entry(partition).or_default().extend(ids.iter().map(|id| id.0.unsigned_abs()));
+        }
     }
 }
 

@@ -71,6 +71,7 @@ impl World {
             ticket_timeout: Duration::from_secs(30),
             tickets_max: 100,
             blocks_max: 10_000,
+            backing: Default::default(),
         };
         let memory = Memory::new(&memory_config, &registry).unwrap();
         let disk = Arc::new(MemoryDisk::new("/disk", None));

@@ -126,6 +126,7 @@ impl HdfsFixture {
             ticket_timeout: Duration::from_secs(60),
             tickets_max: 1000,
             blocks_max: 100_000,
+            backing: Default::default(),
             ..default.memory
         };
         let flush = FlushConfig {

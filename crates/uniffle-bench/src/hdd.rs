@@ -130,6 +130,7 @@ impl Bench {
             ticket_timeout: Duration::from_secs(60),
             tickets_max: 100,
             blocks_max: 10_000_000,
+            backing: Default::default(),
         };
         let memory = Memory::new(&config, registry).context("memory")?;
         let disk = SeekDisk::new();

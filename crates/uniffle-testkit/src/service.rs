@@ -55,6 +55,7 @@ impl Default for ServiceBuilder {
                 tickets_max: 100,
                 heap_bytes: 96 << 20,
                 blocks_max: 10_000,
+                backing: Default::default(),
             },
             flush: FlushConfig {
                 limits: quiet(),

@@ -18,10 +18,13 @@ use hashbrown::DefaultHashBuilder;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use super::chain::{BlockFill, Supply};
+use super::chain::{BlockFill, Chain, Supply};
 use super::error::MemoryError;
 use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
+use super::persistent::layout::ROW_BYTES;
+use super::persistent::restore::{Block, Partition, Place};
+use super::persistent::table::{FreeRows, Kept, Named, rows_of};
 use super::read::{self, MemoryRead};
 use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
@@ -80,6 +83,8 @@ pub enum Before {
 pub struct Buffer {
     partition: PartitionId,
     shared: Arc<Shared>,
+    /// Its shuffle, for the next process; none in private memory.
+    named: Option<Arc<Named>>,
     /// Its application's.
     budget: Budget,
     state: Mutex<State>,
@@ -135,11 +140,18 @@ impl Lists {
 }
 
 impl Buffer {
-    pub(super) fn new(partition: PartitionId, shared: Arc<Shared>, budget: Budget, charge: Charge) -> Self {
+    pub(super) fn new(
+        partition: PartitionId,
+        shared: Arc<Shared>,
+        named: Option<Arc<Named>>,
+        budget: Budget,
+        charge: Charge,
+    ) -> Self {
         debug_assert_eq!(charge.bytes(), PARTITION_BYTES, "what is measured is charged");
         Self {
             partition,
             shared,
+            named,
             budget,
             state: Mutex::default(),
             active_bytes: AtomicU64::new(0),
@@ -215,8 +227,11 @@ impl Buffer {
             );
         }
         let asked = blocks.len() as u64;
+        let mut rows = self.rows_for(&blocks)?;
+        let asked_rows = rows.as_ref().map_or(0, FreeRows::len);
         // Charged before the blocks count and until they do not: see `Supply::overdraft`.
-        let mut paid = self.pay(asked, funds).inspect_err(|_| self.shared.budget.wake())?;
+        let bytes = metadata_bytes(asked, asked_rows);
+        let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
@@ -237,12 +252,14 @@ impl Buffer {
             }
             done.blocks += 1;
             done.bytes += bytes;
-            lists.active.push(meta, fill);
+            lists.active.push(meta, fill, rows.as_mut());
         }
         let kept = done.blocks as u64;
         let strays = lists.active.strays() - strays;
         lists.active.pay_for_segments(&self.shared.supply.lists);
-        lists.active.charge(split(&mut paid, kept), strays, &self.shared.supply.lists);
+        let kept_rows = asked_rows - rows.as_ref().map_or(0, FreeRows::len);
+        let kept_bytes = metadata_bytes(kept, kept_rows);
+        lists.active.charge(split(&mut paid, (kept, kept_bytes)), strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
             self.rotate(lists, next_chain);
         }
@@ -250,7 +267,7 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
-        drop((duplicates, paid));
+        drop((duplicates, paid, rows));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
@@ -280,6 +297,37 @@ impl Buffer {
         drop(lists);
         drop(state);
         found.into()
+    }
+
+    /// Shows what an earlier process left of the partition, before anything is written to it: as the oldest batch.
+    pub(super) fn restore(&self, left: Partition) -> Committed {
+        let Partition { blocks, segments, kept, rows, last_chain } = left;
+        let (count, supply) = (blocks.len() as u64, &self.shared.supply);
+        let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
+        for Block { meta, place } in blocks {
+            match place {
+                Place::Chain(at) => list.restore(meta, at),
+                Place::Slices(slices) => list.restore_stray(meta, slices),
+            }
+        }
+        let bytes = metadata_bytes(count, rows);
+        let paid = Paid {
+            permits: supply.blocks.force_charge(count),
+            lists: supply.lists.force(bytes),
+            capacity: self.budget.force_charge(bytes),
+        };
+        list.pay_for_segments(&supply.lists);
+        let strays = list.strays();
+        list.charge(paid, strays, &supply.lists);
+        let restored = Committed { blocks: list.len(), bytes: list.bytes(), ..Committed::default() };
+        let mut state = self.state.lock();
+        let State { lists, next_chain, .. } = &mut *state;
+        *next_chain = last_chain + 1;
+        let lists = self.made(lists, next_chain);
+        lists.batches.push_back(Arc::new(SealedBatch::new(self.partition, list)));
+        self.received_bytes.fetch_add(restored.bytes, Ordering::Relaxed);
+        self.publish_counters(&state);
+        restored
     }
 
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
@@ -427,10 +475,18 @@ impl Buffer {
         self.block_count.load(Ordering::Relaxed)
     }
 
+    /// Places for the rows of `blocks`; none in private memory.
+    fn rows_for(&self, blocks: &[(BlockMeta, BlockFill)]) -> Result<Option<FreeRows>, MemoryError> {
+        let Some(named) = &self.named else { return Ok(None) };
+        let count = blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum();
+        let too_many = || MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() };
+        named.rows(count).map(Some).ok_or_else(too_many)
+    }
+
     /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see
     /// `Supply::overdraft`.
-    fn pay(&self, blocks: u64, funds: &mut Reservation) -> Result<Paid, MemoryError> {
-        let capacity = funds.cover_metadata(blocks);
+    fn pay(&self, (blocks, bytes): (u64, u64), funds: &mut Reservation) -> Result<Paid, MemoryError> {
+        let capacity = funds.cover_metadata(bytes);
         let supply = &self.shared.supply;
         let too_many = |_| MemoryError::TooManyBlocks { max: supply.blocks.capacity() };
         let permits = supply.blocks.try_charge(blocks).map_err(too_many)?;
@@ -447,9 +503,14 @@ impl Buffer {
     }
 
     fn next_list(&self, next_chain: &mut u64) -> BlockList {
-        let chain = *next_chain;
+        let chain = Chain::new(*next_chain);
         *next_chain += 1;
-        BlockList::new(chain, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
+        let kept = self.named.as_ref().map(|named| Kept::new(Arc::clone(named), self.partition));
+        self.list(chain, kept)
+    }
+
+    fn list(&self, chain: Chain, kept: Option<Kept>) -> BlockList {
+        BlockList::new(chain, kept, self.shared.hasher.clone(), &self.shared.supply, &self.budget)
     }
 
     /// The active list becomes the youngest batch, an empty one takes its place.
@@ -488,9 +549,13 @@ impl Buffer {
     }
 }
 
+/// What blocks with so many rows are charged beside their bytes.
+fn metadata_bytes(blocks: u64, rows: usize) -> u64 {
+    blocks * METADATA_BYTES + rows as u64 * ROW_BYTES
+}
+
 /// What was paid for `blocks` of the blocks.
-fn split(paid: &mut Paid, blocks: u64) -> Paid {
-    let bytes = blocks * METADATA_BYTES;
+fn split(paid: &mut Paid, (blocks, bytes): (u64, u64)) -> Paid {
     Paid {
         permits: paid.permits.split_up_to(blocks),
         lists: paid.lists.split_up_to(bytes),

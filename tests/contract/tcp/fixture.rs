@@ -78,6 +78,7 @@ impl TcpFixture {
             ticket_timeout: Duration::from_secs(300),
             tickets_max: 10_000,
             blocks_max: 1_000_000,
+            backing: Default::default(),
         };
         let limits = Limits { high_watermark: 0.9, low_watermark: 0.5, ..quiet() };
         let default = ServiceBuilder::default();

@@ -27,6 +27,7 @@ fn memory_of(capacity_bytes: u64, blocks_max: u64) -> Arc<Memory> {
         ticket_timeout: std::time::Duration::from_secs(300),
         tickets_max: 1000,
         blocks_max,
+        backing: Default::default(),
     };
     Memory::new(&config, &Registry::new()).unwrap()
 }
@@ -455,6 +456,7 @@ fn metrics_show_live_values() {
         ticket_timeout: std::time::Duration::ZERO,
         tickets_max: 10,
         blocks_max: 10,
+        backing: Default::default(),
     };
     let memory = Memory::new(&config, &registry).unwrap();
     let buffer = buffer(&memory);

@@ -1,0 +1,366 @@
+//! The file that a region lies in: made or found, locked, and judged by its header before anything of it is used.
+//!
+//! Refused by name, never guessed: another size, layout version, node or start of the machine, a file that another process
+//! holds, one that is not in memory. What is refused is not touched.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{Access, FlockOperation, MemfdFlags, Mode, OFlags, StatVfs};
+use rustix::io::Errno;
+
+use super::super::region::Region;
+use super::layout::{Damage, Geometry, HEADER_WORDS, Header, NODE_BYTES_MAX};
+use super::table::Table;
+
+/// The file in the directory that `memory_store.backing` names.
+const FILE: &str = "uniffle-worker.memory";
+/// Attempts at a file that its owner deletes meanwhile.
+const OPEN_TRIES: usize = 10;
+/// Unit of `st_blocks`.
+const STAT_BLOCK_BYTES: u64 = 512;
+/// `f_type` of tmpfs (`linux/magic.h`).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// Where blocks in memory lie.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// In memory of the process, gone with it.
+    #[default]
+    Private,
+    /// In a file without a name, which is handed to a successor.
+    Memfd,
+    /// In a file in this directory of a tmpfs.
+    Directory(PathBuf),
+}
+
+impl Backing {
+    /// From the configuration.
+    ///
+    /// # Errors
+    /// What is allowed.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "private" => Ok(Self::Private),
+            "memfd" => Ok(Self::Memfd),
+            path if Path::new(path).is_absolute() => Ok(Self::Directory(path.into())),
+            _ => Err("\"private\", \"memfd\" or the absolute path of a directory in a tmpfs".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Private => f.write_str("private"),
+            Self::Memfd => f.write_str("memfd"),
+            Self::Directory(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// Whose memory it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Owner {
+    /// The server's id, as clients and coordinators know it.
+    pub node: String,
+    /// The machine's start.
+    pub boot: u128,
+}
+
+impl Owner {
+    /// This start of the machine.
+    ///
+    /// # Errors
+    /// When the kernel does not say which that is.
+    pub fn now(node: impl Into<String>) -> io::Result<Self> {
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+        let boot = u128::from_str_radix(&text.trim().replace('-', ""), 16).map_err(io::Error::other)?;
+        let mut node = node.into();
+        node.truncate(node.floor_char_boundary(NODE_BYTES_MAX));
+        Ok(Self { node, boot })
+    }
+}
+
+/// Why a region is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    /// It would not outlive the process, or be slow.
+    #[error("it is not on a tmpfs: memory would be written to a disk")]
+    NoTmpfs,
+    /// Another worker runs with it.
+    #[error("another process holds it: every worker needs a directory of its own")]
+    InUse,
+    /// The tmpfs is smaller than the region.
+    #[error("its tmpfs has room for {has} bytes and {needs} are needed: mount it with size={needs} or more")]
+    NoRoom {
+        /// Bytes of the region, with rows.
+        needs: u64,
+        /// Free bytes, and those of the file.
+        has: u64,
+    },
+    /// Not a header of this version.
+    #[error("{0}; {REMEDY}")]
+    Damaged(Damage),
+    /// The configuration asks for another size.
+    #[error(
+        "it has room for {found} bytes and {found_blocks} blocks, and the configuration asks for {wanted} and \
+         {wanted_blocks}: start with the memory_store.capacity and block_max_count of before and stop the worker in order, or \
+         {REMEDY}"
+    )]
+    Size {
+        /// Bytes of segments that it has.
+        found: u64,
+        /// Rows that it has.
+        found_blocks: u32,
+        /// Bytes of segments asked for.
+        wanted: u64,
+        /// Rows asked for.
+        wanted_blocks: u32,
+    },
+    /// It is shorter than it says.
+    #[error("it was cut short to {has} bytes of {needs}; {REMEDY}")]
+    Short {
+        /// Bytes of the file.
+        has: u64,
+        /// Bytes by its header.
+        needs: u64,
+    },
+    /// Another worker's.
+    #[error("it is of worker {found} and this is {wanted}; {REMEDY}")]
+    Node {
+        /// Who made it.
+        found: String,
+        /// Who wants it.
+        wanted: String,
+    },
+    /// The machine was started since.
+    #[error(
+        "it is of before the last start of the machine, which no memory outlives: it is a copy; {REMEDY}"
+    )]
+    Boot,
+    /// The kernel's.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+const REMEDY: &str = "what is in it is given up by deleting it";
+
+impl From<Errno> for Refusal {
+    fn from(error: Errno) -> Self {
+        Self::Io(error.into())
+    }
+}
+
+/// Damage as the public error shows it.
+impl From<Damage> for Refusal {
+    fn from(damage: Damage) -> Self {
+        Self::Damaged(damage)
+    }
+}
+
+/// A file that is ours as long as this lives.
+#[derive(Debug)]
+pub(in crate::memory) struct Held {
+    file: OwnedFd,
+    path: Option<PathBuf>,
+}
+
+impl Held {
+    /// Takes the file out of its directory; its memory is back when nobody has it mapped.
+    pub(in crate::memory) fn remove(&self) -> io::Result<()> {
+        self.path.as_ref().map_or(Ok(()), std::fs::remove_file)
+    }
+
+    /// Whether it is found by its name.
+    pub(in crate::memory) fn has_path(&self) -> bool {
+        self.path.is_some()
+    }
+
+    /// Another process may have it, though it is mapped here still.
+    pub(in crate::memory) fn unlock(&self) -> io::Result<()> {
+        match self.path {
+            Some(_) => Ok(rustix::fs::flock(&self.file, FlockOperation::NonBlockingUnlock)?),
+            None => Ok(()),
+        }
+    }
+
+    /// One without a name once more, for a successor.
+    pub(in crate::memory) fn duplicate(&self) -> io::Result<Option<OwnedFd>> {
+        self.path.is_none().then(|| self.file.try_clone()).transpose()
+    }
+
+    fn in_directory(directory: &Path) -> Result<Self, Refusal> {
+        let path = check_directory(directory)?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        for _ in 0..OPEN_TRIES {
+            let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
+            lock(&file)?;
+            // Its owner may have deleted it before it let go.
+            let ours = rustix::fs::fstat(&file)?;
+            let same = |there: rustix::fs::Stat| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino);
+            if rustix::fs::stat(&path).is_ok_and(same) {
+                return Ok(Self { file, path: Some(path) });
+            }
+        }
+        Err(Refusal::InUse)
+    }
+
+    fn without_name() -> Result<Self, Refusal> {
+        let file = rustix::fs::memfd_create("uniffle-worker-memory", MemfdFlags::CLOEXEC)?;
+        Ok(Self { file, path: None })
+    }
+
+    /// It has no lock: who has the descriptor was given it.
+    fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
+        rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
+        Ok(Self { file, path: None })
+    }
+
+    fn header(&self) -> Result<Option<Header>, Refusal> {
+        let mut bytes = [0; 8 * HEADER_WORDS];
+        let mut read = 0;
+        loop {
+            match rustix::io::pread(&self.file, &mut bytes[read..], read as u64) {
+                Ok(0) => break,
+                Ok(more) => read += more,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let words: Vec<u64> =
+            bytes[..read].as_chunks::<8>().0.iter().copied().map(u64::from_ne_bytes).collect();
+        Ok(Header::decode(&words)?)
+    }
+
+    fn bytes(&self) -> Result<u64, Refusal> {
+        Ok(u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default())
+    }
+
+    /// Makes it as long as a region of `geometry`; no page is taken.
+    fn make_room(&self, geometry: Geometry) -> Result<(), Refusal> {
+        let needs = geometry.bytes();
+        rustix::fs::ftruncate(&self.file, 0)?;
+        if self.path.is_some() {
+            room(&rustix::fs::fstatvfs(&self.file)?, needs)?;
+        }
+        rustix::fs::ftruncate(&self.file, needs)?;
+        Ok(())
+    }
+}
+
+fn lock(file: &OwnedFd) -> Result<(), Refusal> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => Err(Refusal::InUse),
+        locked => Ok(locked?),
+    }
+}
+
+/// Whether a region that says `found` of itself is the one that is `wanted`.
+fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<(), Refusal> {
+    if found.boot != wanted.boot {
+        return Err(Refusal::Boot);
+    }
+    if found.node != wanted.node {
+        return Err(Refusal::Node { found: found.node.clone(), wanted: wanted.node.clone() });
+    }
+    let (has, wants) = (found.geometry, wanted.geometry);
+    if has != wants {
+        return Err(Refusal::Size {
+            found: has.data_bytes,
+            found_blocks: has.rows,
+            wanted: wants.data_bytes,
+            wanted_blocks: wants.rows,
+        });
+    }
+    if file_bytes < has.bytes() {
+        return Err(Refusal::Short { has: file_bytes, needs: has.bytes() });
+    }
+    Ok(())
+}
+
+/// A region in a file, which is locked as long as both live.
+pub(in crate::memory) type Opened = (Arc<Table>, Held);
+
+/// The region of `backing`, none for private memory: as an earlier process left it, or new.
+pub(in crate::memory) fn open(
+    backing: &Backing,
+    inherited: Option<OwnedFd>,
+    owner: &Owner,
+    (capacity_bytes, blocks): (u64, u64),
+) -> Result<Option<Opened>, Refusal> {
+    let held = match (backing, inherited) {
+        (Backing::Private, _) => return Ok(None),
+        (Backing::Memfd, Some(file)) => Held::inherited(file)?,
+        (Backing::Memfd, None) => Held::without_name()?,
+        (Backing::Directory(path), _) => Held::in_directory(path)?,
+    };
+    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
+    let found = held.header()?;
+    match &found {
+        Some(found) => judge(found, &wanted, held.bytes()?)?,
+        None => held.make_room(geometry)?,
+    }
+    let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
+    let region = Region::shared(&held.file, front, geometry.data_bytes)?;
+    let table = Table::new(region, geometry);
+    if found.is_none() {
+        table.begin(&wanted);
+    }
+    Ok(Some((table, held)))
+}
+
+/// Whether a worker could be started with `backing`, and take over what is there.
+pub(in crate::memory) fn check(
+    backing: &Backing,
+    owner: &Owner,
+    (capacity_bytes, blocks): (u64, u64),
+) -> Result<(), Refusal> {
+    let Backing::Directory(directory) = backing else { return Ok(()) };
+    let path = check_directory(directory)?;
+    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
+    {
+        Ok(file) => Held { file, path: None },
+        Err(Errno::NOENT) => {
+            rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
+            let of = rustix::fs::statvfs(directory)?;
+            return room(&of, geometry.bytes());
+        }
+        Err(error) => return Err(error.into()),
+    };
+    lock(&file.file)?;
+    let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
+    file.header()?.map_or(Ok(()), |found| judge(&found, &wanted, file.bytes()?))
+}
+
+/// The file in a directory that is one of a tmpfs.
+fn check_directory(directory: &Path) -> Result<PathBuf, Refusal> {
+    let kind = rustix::fs::statfs(directory)?.f_type;
+    #[allow(clippy::unnecessary_cast, clippy::useless_conversion, reason = "its type is the machine's")]
+    let is_tmpfs = kind as i64 == TMPFS_MAGIC;
+    if is_tmpfs { Ok(directory.join(OsStr::new(FILE))) } else { Err(Refusal::NoTmpfs) }
+}
+
+/// Whether the region of a running worker, which it deletes before it ends, could be followed by one of another size.
+pub(in crate::memory) fn check_room(
+    backing: &Backing,
+    (capacity_bytes, blocks): (u64, u64),
+) -> Result<(), Refusal> {
+    let Backing::Directory(directory) = backing else { return Ok(()) };
+    let there = rustix::fs::stat(check_directory(directory)?);
+    let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);
+    let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    room(&rustix::fs::statvfs(directory)?, geometry.bytes().saturating_sub(freed))
+}
+
+/// Whether a file of `needs` bytes finds room; one without a limit says that it has 0 blocks in all.
+fn room(of: &StatVfs, needs: u64) -> Result<(), Refusal> {
+    let has = of.f_bavail.saturating_mul(of.f_frsize);
+    if of.f_blocks > 0 && has < needs { Err(Refusal::NoRoom { needs, has }) } else { Ok(()) }
+}

@@ -1,0 +1,533 @@
+//! Histories of a memory whose process dies at every single store into the front of its region: what the next process
+//! finds is compared with what was committed. And regions that are not to be taken.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use prometheus::Registry;
+use proptest::prelude::*;
+
+use super::super::{Backing, BlockFill, Buffer, Memory, MemoryConfig, Owner, Refusal, Reservation};
+use super::layout::{Geometry, HEADER_WORDS, NAME_WORDS, ROW_WORDS};
+use super::table::Table;
+use crate::budget::HeapKind;
+use uniffle_wire::types::{
+    AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
+};
+
+const MIB: u64 = 1 << 20;
+const SHUFFLES: i32 = 2;
+const PARTITIONS: i32 = 2;
+
+fn config(backing: Backing) -> MemoryConfig {
+    MemoryConfig {
+        capacity_bytes: 2 * MIB,
+        read_capacity_bytes: 2 * MIB,
+        heap_bytes: 96 * MIB,
+        ticket_timeout: std::time::Duration::from_secs(300),
+        tickets_max: 1000,
+        blocks_max: 2000,
+        backing,
+    }
+}
+
+fn owner() -> Owner {
+    Owner { node: "10.0.0.1-19999".to_owned(), boot: 7 }
+}
+
+fn open(file: Option<OwnedFd>) -> Arc<Memory> {
+    Memory::open(&config(Backing::Memfd), &owner(), file, &Registry::new()).unwrap()
+}
+
+fn key(shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(shuffle))
+}
+
+fn table(memory: &Memory) -> &Arc<Table> {
+    &memory.kept.as_ref().unwrap().table
+}
+
+fn buffer(memory: &Memory, shuffle: i32, partition: i32) -> Arc<Buffer> {
+    let heap = memory.heap().of(HeapKind::Partitions);
+    memory.register(&key(shuffle), Distribution::Normal).buffer(PartitionId(partition), heap).unwrap()
+}
+
+fn funds(memory: &Memory, bytes: u64) -> Option<Reservation> {
+    let app = AppId::parse("app").unwrap();
+    let ticket = memory.tickets().require(&app, bytes, 1).ok()?;
+    Some(memory.tickets().redeem(&app, ticket).unwrap())
+}
+
+/// The bytes of a block follow from its id.
+fn payload(id: i64, len: u32) -> Vec<u8> {
+    let unit: [u8; 251] =
+        std::array::from_fn(|at| id.wrapping_mul(31).wrapping_add(at as i64 * 7).to_le_bytes()[0]);
+    let mut bytes = unit.repeat(len as usize / unit.len() + 1);
+    bytes.truncate(len as usize);
+    bytes
+}
+
+/// Registers all shuffles and takes over what is there, but for what a tier has.
+fn restored(memory: &Memory, is_elsewhere: impl Fn(i32, PartitionId, BlockId) -> bool) -> Found {
+    let mut found = Found::new();
+    for shuffle in 0..SHUFFLES {
+        memory.register(&key(shuffle), Distribution::Normal);
+    }
+    for shuffle in 0..SHUFFLES {
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let ids = memory.restore(&key(shuffle), |partition, id| is_elsewhere(shuffle, partition, id), heap);
+        for (PartitionId(partition), ids) in ids {
+            found.insert((shuffle, partition), ids.into_iter().map(|BlockId(id)| id).collect());
+        }
+    }
+    memory.finish_restore();
+    found
+}
+
+/// Ids by shuffle and partition, in their order.
+type Found = BTreeMap<(i32, i32), Vec<i64>>;
+
+/// What a reader finds, whose bytes are looked at.
+fn read(memory: &Memory) -> Found {
+    let mut found = Found::new();
+    for shuffle in 0..SHUFFLES {
+        let Some(buffers) = memory.shuffle(&key(shuffle)) else { continue };
+        for buffer in buffers.all() {
+            let read = buffer.read(None, u64::MAX, None);
+            let bytes = read.data.concat();
+            let mut at = 0;
+            for block in &read.blocks {
+                let end = at + block.length as usize;
+                assert!(bytes[at..end] == payload(block.block_id.0, block.length), "bytes of {block:?}");
+                at = end;
+            }
+            let ids: Vec<i64> = read.blocks.iter().map(|block| block.block_id.0).collect();
+            if !ids.is_empty() {
+                found.insert((shuffle, buffer.partition().0), ids);
+            }
+        }
+    }
+    found
+}
+
+/// What must be found if the process dies now, and what may be.
+#[derive(Debug, Default)]
+struct Model {
+    must: Found,
+    /// Being committed, released or purged just now.
+    may: BTreeSet<i64>,
+    stores: usize,
+}
+
+impl Model {
+    fn compare(&self, found: &Found) {
+        for (at, ids) in &self.must {
+            let there = found.get(at).cloned().unwrap_or_default();
+            let there: Vec<i64> = there.into_iter().filter(|id| ids.contains(id)).collect();
+            assert_eq!(&there, ids, "{at:?} at store {}", self.stores);
+        }
+        for (at, ids) in found {
+            let must = self.must.get(at);
+            let unexpected =
+                ids.iter().find(|id| !must.is_some_and(|all| all.contains(id)) && !self.may.contains(id));
+            assert_eq!(unexpected, None, "{at:?} at store {}", self.stores);
+            assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ids.len(), "twice in {at:?}");
+        }
+    }
+}
+
+const ZEROES: [u8; 16 << 10] = [0; 16 << 10];
+
+/// The region as it is now, in a file of its own: header, names, rows and segments as far as they were ever used.
+fn copy(file: &OwnedFd) -> OwnedFd {
+    let geometry = table_geometry();
+    let to = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&to, geometry.bytes()).unwrap();
+    let ranges = [
+        (0, 8 * (HEADER_WORDS + 16 * NAME_WORDS)),
+        (8 * geometry.row_at(0), 8 * 600 * ROW_WORDS),
+        (usize::try_from(geometry.front_bytes()).unwrap(), usize::try_from(geometry.data_bytes).unwrap()),
+    ];
+    for (at, bytes) in ranges {
+        let mut content = vec![0; bytes];
+        let read = rustix::io::pread(file, &mut content[..], at as u64).unwrap();
+        // What is zero stays a hole.
+        for (number, chunk) in content[..read].chunks(ZEROES.len()).enumerate() {
+            if chunk != &ZEROES[..chunk.len()] {
+                rustix::io::pwrite(&to, chunk, (at + number * ZEROES.len()) as u64).unwrap();
+            }
+        }
+    }
+    to
+}
+
+fn table_geometry() -> Geometry {
+    let size = super::super::region_size(&config(Backing::Memfd));
+    Geometry::of(super::super::Region::bytes_of(size.0).unwrap(), size.1)
+}
+
+/// The next process finds what it must, and when all is purged again nothing is held.
+fn look(file: &OwnedFd, model: &Model) {
+    let memory = open(Some(copy(file)));
+    let found = restored(&memory, |_, _, _| false);
+    assert_eq!(read(&memory), found);
+    model.compare(&found);
+    for shuffle in 0..SHUFFLES {
+        drop(memory.forget(&key(shuffle)));
+    }
+    assert_eq!((memory.used_bytes(), memory.block_count()), (0, 0));
+    assert_eq!(table(&memory).found_rows().count() + table(&memory).found_names().len(), 0);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// Blocks of these lengths, in one send.
+    Send(i32, i32, Vec<u32>),
+    /// The same, given up before its commit.
+    Abort(i32, i32, Vec<u32>),
+    /// What is there is sent again.
+    Resend(i32, i32),
+    /// A block that is committed after its chain was sealed and released.
+    Late(i32, i32, u32),
+    /// Sealed, and released.
+    Flush(i32, i32),
+    /// Sealed, and in flight from then on.
+    Seal(i32, i32),
+    /// Unregistered and registered again, with a block in the new one before the memory of the old is back.
+    Purge(i32),
+    /// Another process goes on; a tier has the oldest blocks.
+    Restart(usize),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let place = || (0..SHUFFLES, 0..PARTITIONS);
+    let len = || prop_oneof![1u32..200, 3000u32..6000, 20_000u32..90_000];
+    let lens = prop::collection::vec(len(), 1..4);
+    let step = prop_oneof![
+        5 => (place(), lens.clone()).prop_map(|((s, p), lens)| Step::Send(s, p, lens)),
+        1 => (place(), lens).prop_map(|((s, p), lens)| Step::Abort(s, p, lens)),
+        1 => place().prop_map(|(s, p)| Step::Resend(s, p)),
+        1 => (place(), len()).prop_map(|((s, p), len)| Step::Late(s, p, len)),
+        2 => place().prop_map(|(s, p)| Step::Flush(s, p)),
+        1 => place().prop_map(|(s, p)| Step::Seal(s, p)),
+        1 => (0..SHUFFLES).prop_map(Step::Purge),
+        1 => (0usize..3).prop_map(Step::Restart),
+    ];
+    prop::collection::vec(step, 1..15)
+}
+
+struct World {
+    memory: Arc<Memory>,
+    file: Arc<OwnedFd>,
+    model: Arc<Mutex<Model>>,
+    next_id: i64,
+    lengths: BTreeMap<i64, u32>,
+}
+
+impl World {
+    fn new() -> Self {
+        let memory = open(None);
+        let file = Arc::new(memory.handed_over().unwrap().unwrap());
+        let world = Self { memory, file, model: Arc::default(), next_id: 1, lengths: BTreeMap::new() };
+        restored(&world.memory, |_, _, _| false);
+        world.hook();
+        world
+    }
+
+    /// Whatever is stored, the process may die behind it.
+    fn hook(&self) {
+        let (file, model) = (Arc::clone(&self.file), Arc::clone(&self.model));
+        *table(&self.memory).after_store.lock() = Some(Box::new(move |_| {
+            let mut model = model.lock();
+            model.stores += 1;
+            look(&file, &model);
+        }));
+    }
+
+    fn may(&self, ids: impl IntoIterator<Item = i64>) {
+        self.model.lock().may = ids.into_iter().collect();
+    }
+
+    fn fill(
+        &self,
+        (shuffle, partition): (i32, i32),
+        ids: &[i64],
+        funds: &mut Reservation,
+    ) -> Vec<(BlockMeta, BlockFill)> {
+        let buffer = buffer(&self.memory, shuffle, partition);
+        let mut blocks = Vec::new();
+        for id in ids {
+            let length = self.lengths[id];
+            let Ok(mut fill) = buffer.reserve(length, funds) else { return Vec::new() };
+            fill.write(&payload(*id, length));
+            let meta = BlockMeta {
+                block_id: BlockId(*id),
+                task_attempt_id: TaskAttemptId(*id % 3),
+                length,
+                uncompressed_length: length * 2,
+                crc: 9,
+            };
+            blocks.push((meta, fill));
+        }
+        // Bytes that nobody has committed are written where others were.
+        look(&self.file, &self.model.lock());
+        blocks
+    }
+
+    fn commit(&self, at: (i32, i32), blocks: Vec<(BlockMeta, BlockFill)>, funds: &mut Reservation) {
+        let known = self.model.lock().must.get(&at).cloned().unwrap_or_default();
+        let ids: Vec<i64> = blocks.iter().map(|(meta, _)| meta.block_id.0).collect();
+        let new: Vec<i64> = ids.into_iter().filter(|id| !known.contains(id)).collect();
+        self.may(new.clone());
+        if !blocks.is_empty()
+            && buffer(&self.memory, at.0, at.1).commit(blocks, funds).is_ok()
+            && !new.is_empty()
+        {
+            self.model.lock().must.entry(at).or_default().extend(new);
+        }
+        self.may([]);
+    }
+
+    fn ids(&mut self, lengths: &[u32]) -> Vec<i64> {
+        let ids: Vec<i64> = (self.next_id..).take(lengths.len()).collect();
+        self.next_id += ids.len() as i64;
+        self.lengths.extend(ids.iter().copied().zip(lengths.iter().copied()));
+        ids
+    }
+
+    fn send(&mut self, at: (i32, i32), ids: &[i64], is_committed: bool) {
+        let bytes = ids.iter().map(|id| u64::from(self.lengths[id])).sum::<u64>() + 16 * 4096;
+        let Some(mut funds) = funds(&self.memory, bytes) else { return };
+        let blocks = self.fill(at, ids, &mut funds);
+        if is_committed {
+            self.commit(at, blocks, &mut funds);
+        }
+    }
+
+    fn late(&mut self, at: (i32, i32), length: u32) {
+        let ids = self.ids(&[length]);
+        let Some(mut funds) = funds(&self.memory, u64::from(length) + 16 * 4096) else { return };
+        let blocks = self.fill(at, &ids, &mut funds);
+        self.flush(at);
+        self.commit(at, blocks, &mut funds);
+    }
+
+    fn flush(&self, at: (i32, i32)) {
+        let buffer = buffer(&self.memory, at.0, at.1);
+        let Some(batch) = buffer.seal() else { return };
+        let gone: Vec<i64> =
+            batch.extent(Distribution::Normal).blocks.iter().map(|block| block.block_id.0).collect();
+        let mut model = self.model.lock();
+        let left = model.must.entry(at).or_default();
+        left.retain(|id| !gone.contains(id));
+        model.may = gone.into_iter().collect();
+        drop(model);
+        buffer.release(&batch);
+        drop(batch);
+        self.may([]);
+    }
+
+    fn purge(&mut self, shuffle: i32) {
+        let mut model = self.model.lock();
+        let all: Vec<i64> =
+            model.must.iter().filter(|(at, _)| at.0 == shuffle).flat_map(|(_, ids)| ids.clone()).collect();
+        model.must.retain(|at, _| at.0 != shuffle);
+        model.may = all.into_iter().collect();
+        drop(model);
+        let evicted = self.memory.forget(&key(shuffle));
+        self.may([]);
+        let ids = self.ids(&[5000]);
+        self.send((shuffle, 0), &ids, true);
+        drop(evicted);
+    }
+
+    /// The oldest blocks of each partition are found in a tier.
+    fn restart(&mut self, elsewhere: usize) {
+        *table(&self.memory).after_store.lock() = None;
+        let mut model = self.model.lock();
+        let oldest: BTreeSet<i64> =
+            model.must.values().flat_map(|ids| ids.iter().take(elsewhere).copied()).collect();
+        model.must.values_mut().for_each(|ids| ids.retain(|id| !oldest.contains(id)));
+        drop(model);
+        self.memory.let_go();
+        // What is in it is dropped, and stays.
+        self.memory = open(Some(self.file.try_clone().unwrap()));
+        let found = restored(&self.memory, |_, _, BlockId(id)| oldest.contains(&id));
+        assert_eq!(read(&self.memory), found);
+        self.model.lock().compare(&found);
+        self.hook();
+    }
+
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Send(s, p, lens) => {
+                let ids = self.ids(&lens);
+                self.send((s, p), &ids, true);
+            }
+            Step::Abort(s, p, lens) => {
+                let ids = self.ids(&lens);
+                self.send((s, p), &ids, false);
+            }
+            Step::Resend(s, p) => {
+                let ids = self.model.lock().must.get(&(s, p)).cloned().unwrap_or_default();
+                self.send((s, p), &ids, true);
+            }
+            Step::Late(s, p, len) => self.late((s, p), len),
+            Step::Flush(s, p) => self.flush((s, p)),
+            Step::Seal(s, p) => drop(buffer(&self.memory, s, p).seal()),
+            Step::Purge(shuffle) => self.purge(shuffle),
+            Step::Restart(elsewhere) => self.restart(elsewhere),
+        }
+        assert_eq!(
+            read(&self.memory),
+            self.model.lock().must.clone().into_iter().filter(|(_, ids)| !ids.is_empty()).collect()
+        );
+    }
+}
+
+/// How many histories; each dies at hundreds of stores.
+fn cases() -> u32 {
+    std::env::var("STORE_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(5)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { max_shrink_iters: 100, ..ProptestConfig::with_cases(cases()) })]
+
+    #[test]
+    fn whatever_store_a_process_dies_at_the_next_finds_what_was_committed(steps in steps()) {
+        let mut world = World::new();
+        for step in steps {
+            world.step(step);
+        }
+        *table(&world.memory).after_store.lock() = None;
+    }
+
+    /// Bits of names, rows and segments that are not what was stored: nothing but blocks is lost, and nothing panics.
+    #[test]
+    fn a_damaged_region_is_taken_without_a_panic(bits in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 1..40)) {
+        let mut world = World::new();
+        for (shuffle, partition) in [(0, 0), (0, 1), (1, 0)] {
+            let ids = world.ids(&[100, 80_000, 5000, 30_000]);
+            *table(&world.memory).after_store.lock() = None;
+            world.send((shuffle, partition), &ids, true);
+        }
+        let damaged = copy(&world.file);
+        let geometry = table_geometry();
+        let parts = [(geometry.name_at(0), 2 * NAME_WORDS), (geometry.row_at(0), 30 * ROW_WORDS)];
+        for (index, bit) in bits {
+            let (at, words) = parts[index.index(parts.len())];
+            let at = 8 * at as u64 + index.index(8 * words) as u64;
+            let mut byte = [0];
+            rustix::io::pread(&damaged, &mut byte, at).unwrap();
+            rustix::io::pwrite(&damaged, &[byte[0] ^ 1 << bit], at).unwrap();
+        }
+        let memory = open(Some(damaged));
+        restored(&memory, |_, _, _| false);
+        let found = read(&memory);
+        for (at, ids) in found {
+            prop_assert!(ids.iter().all(|id| world.model.lock().must[&at].contains(id)));
+        }
+    }
+}
+
+fn shm() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+fn in_directory(
+    path: &std::path::Path,
+    change: impl FnOnce(&mut MemoryConfig, &mut Owner),
+) -> Result<Arc<Memory>, Refusal> {
+    let (mut config, mut owner) = (config(Backing::Directory(path.to_owned())), owner());
+    change(&mut config, &mut owner);
+    Memory::open(&config, &owner, None, &Registry::new())
+}
+
+/// One with a block, whose process has ended.
+fn left(path: &std::path::Path) {
+    let memory = in_directory(path, |_, _| {}).unwrap();
+    restored(&memory, |_, _, _| false);
+    let mut world = World {
+        memory,
+        file: Arc::new(
+            rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap(),
+        ),
+        model: Arc::default(),
+        next_id: 1,
+        lengths: BTreeMap::new(),
+    };
+    let ids = world.ids(&[5000]);
+    let mut funds = funds(&world.memory, 100_000).unwrap();
+    let buffer = buffer(&world.memory, 0, 0);
+    let mut fill = buffer.reserve(5000, &mut funds).unwrap();
+    fill.write(&payload(ids[0], 5000));
+    let meta = BlockMeta {
+        block_id: BlockId(ids[0]),
+        task_attempt_id: TaskAttemptId(1),
+        length: 5000,
+        uncompressed_length: 1,
+        crc: 0,
+    };
+    buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
+    world.memory.let_go();
+}
+
+#[test]
+fn a_directory_is_one_worker_s_at_a_time_and_keeps_what_is_in_memory() {
+    let directory = shm();
+    left(directory.path());
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert!(matches!(in_directory(directory.path(), |_, _| {}), Err(Refusal::InUse)));
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+    assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
+    drop(again.forget(&key(0)));
+    again.let_go();
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty one is deleted");
+    assert!(in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).is_ok());
+}
+
+#[test]
+fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
+    let directory = shm();
+    left(directory.path());
+    let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
+        in_directory(directory.path(), change).unwrap_err().to_string()
+    };
+    assert!(said(|config, _| config.capacity_bytes = 8 * MIB).contains("memory_store.capacity"));
+    assert!(said(|config, _| config.blocks_max = 77).contains("block_max_count"));
+    assert!(said(|_, owner| owner.node = "other".to_owned()).contains("it is of worker 10.0.0.1-19999"));
+    assert!(said(|_, owner| owner.boot = 8).contains("last start of the machine"));
+    let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
+    assert!(matches!(nowhere, Err(Refusal::NoTmpfs)));
+    let file = directory.path().join("uniffle-worker.memory");
+    let whole = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+    let bytes = whole.metadata().unwrap().len();
+    whole.set_len(bytes - 1).unwrap();
+    assert!(said(|_, _| {}).contains("cut short"));
+    whole.set_len(bytes).unwrap();
+    let put = |at: u64, byte: u8| rustix::io::pwrite(&whole, &[byte], at).map(drop).unwrap();
+    put(8, 2);
+    assert!(said(|_, _| {}).contains("layout version 2"));
+    put(8, 1);
+    put(100, 0xff);
+    assert!(said(|_, _| {}).contains("damaged"));
+    put(100, 0);
+    put(0, b'x');
+    assert!(said(|_, _| {}).contains("not the memory of a worker"));
+    put(0, b'U');
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+}
+
+#[test]
+fn a_region_that_was_not_made_to_its_end_is_made_anew() {
+    let directory = shm();
+    left(directory.path());
+    let file = directory.path().join("uniffle-worker.memory");
+    let half = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+    rustix::io::pwrite(&half, &[0; 8], 0).unwrap();
+    let again = in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false), Found::new());
+}
