@@ -9,6 +9,7 @@ mod checker;
 mod cli;
 mod clock_steps;
 mod kept_directories;
+mod kept_memory;
 mod lifecycle;
 mod many_partitions;
 mod network;

@@ -1,0 +1,191 @@
+//! `memory_store.backing`: what is in memory outlives the process, however it ends.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use rand::RngExt as _;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use tokio::task::block_in_place;
+
+use uniffle_testkit::checker::{Checker, End, run_of};
+use uniffle_testkit::clients::client_of;
+use uniffle_testkit::worker::{Setup, Worker};
+
+use crate::writes::{Written, key};
+
+const ROUNDS: u64 = 20;
+
+/// A directory of a tmpfs, deleted at the end, and the lines of `[memory_store]` that name it.
+fn directory() -> (tempfile::TempDir, &'static str) {
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir_in("/dev/shm");
+    let directory = directory.expect("a directory of a tmpfs");
+    let lines = format!("backing = {:?}\n", directory.path().display().to_string());
+    (directory, Box::leak(lines.into_boxed_str()))
+}
+
+const MEMFD: &str = "backing = \"memfd\"\n";
+
+/// A batch that is in memory stays there.
+const NEVER_FLUSHED: &str =
+    "[hybrid_store]\nmemory_spill_high_watermark = 0.99\nmemory_spill_low_watermark = 0.98\n";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_acknowledged_block_is_readable_after_a_kill() {
+    let (rounds, mut random) = run_of(ROUNDS);
+    let (directory, memory) = directory();
+    let setup = Setup { name: "kept", capacity: "24MiB", disks: 2, memory, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let mut checker = Checker::of_kept_memory();
+    for round in 0..rounds {
+        let end = [End::Kill, End::Kill, End::Kill, End::Stop, End::Upgrade][random.random_range(0..5)];
+        checker.round(i32::try_from(round).expect("small"), end, &mut worker, &mut random).await;
+    }
+    let client = client_of(&worker).await;
+    client.unregister_app("checker").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+    assert_eq!(std::fs::read_dir(directory.path()).expect("there").count(), 0, "an empty memory is deleted");
+}
+
+/// Ends a worker with all of its blocks in memory by `end`, and reads them from the next.
+async fn outlives(setup: Setup, end: impl FnOnce(&mut Worker), said: &str) {
+    let setup = Setup { tables: NEVER_FLUSHED, ..setup };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 50).await;
+    for task in 0..20 {
+        written.task(&client, task, 14 << 10).await.expect("sent");
+    }
+    block_in_place(|| end(&mut worker));
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+    let log = worker.log();
+    assert!(log.contains(said), "{said} is not in {log}");
+    let in_memory = worker.metrics().total("total_in_memory_block_count");
+    assert_eq!(in_memory, Some(1000.0), "nothing was flushed");
+    written.task(&client, 100, 14 << 10).await.expect("it goes on");
+    written.assert_readable(&client).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
+const TAKEN: &str = "took over blocks that an earlier process left in memory";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_worker_s_memory_is_the_next_one_s() {
+    let (_directory, memory) = directory();
+    let end = |worker: &mut Worker| {
+        worker.kill();
+        worker.start_again();
+    };
+    outlives(Setup { name: "killed", memory, ..Setup::default() }, end, TAKEN).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upgrade_hands_memory_over_in_a_directory() {
+    let (_directory, memory) = directory();
+    let end = |worker: &mut Worker| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    };
+    let setup = Setup { name: "handed over", memory, ..Setup::default() };
+    outlives(setup, end, "the successor has rehearsed it, memory is handed over").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upgrade_hands_memory_over_in_a_memfd() {
+    let end = |worker: &mut Worker| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    };
+    outlives(Setup { name: "memfd", memory: MEMFD, ..Setup::default() }, end, TAKEN).await;
+}
+
+/// A service manager's descriptor store, as systemd's: what it is sent stays open here.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
+    let manager = UnixDatagram::bind(&socket).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    // What is in the store is descriptor 3 of the next process.
+    let line = format!(
+        "if [ -e {kept:?} ]; then exec 3<>\"$(cat {kept:?})\"; \
+         export LISTEN_FDS=1 LISTEN_FDNAMES=memory LISTEN_PID=$$; fi; exec \"$@\""
+    );
+    let setup = Setup {
+        name: "stored",
+        memory: MEMFD,
+        wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
+        env: vec![("NOTIFY_SOCKET", socket.display().to_string())],
+        ..Setup::default()
+    };
+    let mut store = None;
+    let end = |worker: &mut Worker| {
+        let memory = store.insert(stored_until_ready(&manager));
+        let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+        std::fs::write(&kept, path).expect("written");
+        worker.kill();
+        worker.start_again();
+    };
+    outlives(setup, end, TAKEN).await;
+}
+
+/// The descriptor called `memory` of those that a worker has in its manager's store once it is ready.
+fn stored_until_ready(manager: &UnixDatagram) -> OwnedFd {
+    let mut memory = None;
+    loop {
+        let mut message = [0; 1000];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+        let mut passed = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut message)];
+        let received = recvmsg(manager, into, &mut passed, RecvFlags::CMSG_CLOEXEC).expect("a message");
+        let text = String::from_utf8_lossy(&message[..received.bytes]).into_owned();
+        for rights in passed.drain() {
+            if let (RecvAncillaryMessage::ScmRights(mut descriptors), true) =
+                (rights, text.contains("FDSTORE=1\nFDNAME=memory"))
+            {
+                memory = descriptors.next();
+            }
+        }
+        if text.contains("READY=1") {
+            return memory.expect("stored before the worker is ready");
+        }
+    }
+}
+
+/// Another backing or size is an ordinary upgrade, with a flush; one that cannot be is refused before anything stops.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upgrade_to_another_memory_flushes() {
+    let (_directory, memory) = directory();
+    let setup = Setup { name: "changed", memory, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    let config = worker.config();
+    let other_sizes = config.replace("256M", "128M");
+    let private = config.replace(memory, "");
+    block_in_place(|| {
+        worker.write_config(&config.replace(memory, "backing = \"/proc\"\n"));
+        worker.signal(rustix::process::Signal::USR2);
+        worker.wait_log("it is not on a tmpfs");
+    });
+    for (task, config) in [other_sizes, private, config].into_iter().enumerate() {
+        written.task(&client, i64::try_from(task).expect("small"), 14 << 10).await.expect("sent");
+        block_in_place(|| {
+            worker.write_config(&config);
+            worker.begin_upgrade();
+            worker.finish_upgrade();
+        });
+        let client = client_of(&worker).await;
+        written.assert_readable(&client).await;
+    }
+    assert!(!worker.log().contains("memory is handed over"));
+    block_in_place(|| worker.stop());
+}
