@@ -350,14 +350,17 @@ impl World {
         let oldest: BTreeSet<i64> =
             model.must.values().flat_map(|ids| ids.iter().take(elsewhere).copied()).collect();
         model.must.values_mut().for_each(|ids| ids.retain(|id| !oldest.contains(id)));
+        model.may = oldest.clone();
         drop(model);
         self.memory.let_go();
         // What is in it is dropped, and stays.
         self.memory = open(Some(self.file.try_clone().unwrap()));
+        // It may die in its turn while it takes over.
+        self.hook();
         let found = restored(&self.memory, |_, _, BlockId(id)| oldest.contains(&id));
         assert_eq!(read(&self.memory), found);
+        self.may([]);
         self.model.lock().compare(&found);
-        self.hook();
     }
 
     fn step(&mut self, step: Step) {
