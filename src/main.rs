@@ -50,7 +50,7 @@ struct CommandLine {
     #[arg(long)]
     check: bool,
 
-    /// Print the effective configuration as TOML and exit
+    /// Print the effective configuration as TOML, without secrets, and exit
     #[arg(long)]
     print_config: bool,
 
@@ -105,7 +105,7 @@ fn main() -> ExitCode {
         Err(error) => return fail(2, &error.to_string()),
     };
     if command_line.print_config {
-        return print(config.to_toml().as_bytes());
+        return print(config.to_shown_toml().as_bytes());
     }
     if command_line.check {
         return check(&config, &env);

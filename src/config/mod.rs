@@ -25,7 +25,7 @@ pub use import::{Imported, import};
 pub use sections::Config;
 pub use worker::{StoreType, WorkerConfig, check_tags};
 
-use crate::schema::{Reader, Section as _, nested};
+use crate::schema::{Reader, Section as _, nested, redact};
 
 /// Largest configuration file read; real ones have a few KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -109,9 +109,10 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] without a path.
     pub fn parse(text: &str, env: &HashMap<String, String>, machine: &Machine) -> Result<Self, ConfigError> {
-        let table: Table = text
-            .parse()
-            .map_err(|error: toml::de::Error| ConfigError::Syntax { path: None, text: error.to_string() })?;
+        let table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax {
+            path: None,
+            text: redact::text(&error.to_string()),
+        })?;
         let mut reader = Reader::new(&sections::schema(), table, env.clone());
         let mut config = Self::read(&mut reader, machine);
         config.follow();
@@ -135,6 +136,22 @@ impl Config {
         let mut entries = Vec::new();
         self.print(&mut entries);
         nested(entries).to_string()
+    }
+
+    /// As [`Config::entries`], without secrets: what others may see.
+    pub fn shown_entries(&self) -> BTreeMap<&'static str, String> {
+        self.shown().into_iter().map(|(key, value)| (key, value.to_string())).collect()
+    }
+
+    /// As [`Config::to_toml`], without secrets: what a person may see.
+    pub fn to_shown_toml(&self) -> String {
+        nested(self.shown()).to_string()
+    }
+
+    fn shown(&self) -> Vec<(&'static str, toml::Value)> {
+        let mut entries = Vec::new();
+        self.print(&mut entries);
+        entries.into_iter().map(|(key, value)| (key, redact::value(key, &value))).collect()
     }
 }
 

@@ -110,6 +110,38 @@ fn the_printed_configuration_parses_back() {
 }
 
 #[test]
+fn what_is_shown_has_no_secrets_and_what_is_compared_has() {
+    let text = "[embedded_coordinator]\nremote_storage_path = [\"s3a://ns\"]\n\
+                remote_storage_conf = { ns = \"fs.s3a.secret.key=hush1,fs.x=plain\" }\n\
+                client_conf = { \"rss.client.password\" = \"hush2\", \"fs.azure.account.key.a\" = \"hush3\" }\n\
+                [metrics]\nlabels = { session_token = \"hush4\" }\n";
+    let config = parse(text).unwrap();
+    let entries: String = config.shown_entries().values().cloned().collect();
+    for shown in [config.to_shown_toml(), entries] {
+        assert!(!shown.contains("hush") && shown.contains("plain"), "{shown}");
+        assert!(shown.contains("fs.azure.account.key.a"), "{shown}");
+    }
+    assert_eq!(parse(&config.to_toml()).unwrap(), config);
+    let hidden: Vec<_> =
+        schema().keys.iter().map(|key| key.path).filter(|path| redact::is_secret(path)).collect();
+    assert_eq!(hidden, Vec::<&str>::new(), "values of keys of ours are told apart by what is in them");
+}
+
+#[test]
+fn a_refused_value_is_told_without_its_secrets() {
+    for text in [
+        "[metrics]\npush_gateway_endpoint = \"http://user:hush@gateway:9091\"",
+        "[tracing]\notlp_endpoint = \"user:hush@collector\"",
+        "[embedded_coordinator]\nclient_conf = { \"my.password\" = [\"hush\"] }",
+        "[embedded_coordinator]\nclient_conf = { \"my.password\" = \"hush }",
+        "[admin]\ntoken = \"hush\"",
+    ] {
+        let error = parse(text).unwrap_err().to_string();
+        assert!(!error.contains("hush") && error.contains("<removed>"), "{error}");
+    }
+}
+
+#[test]
 fn all_problems_are_reported_at_once() {
     let text = r#"
         store_type = "MEMORY_S3"

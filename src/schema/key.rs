@@ -2,6 +2,8 @@
 
 use std::fmt::{self, Display};
 
+use super::redact;
+
 /// When a changed key of a configuration that is read again comes into effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reload {
@@ -58,9 +60,13 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// `value` of `key` may not stand.
+    /// `value` of `key` may not stand; its secrets are not kept.
     pub fn new(key: &str, value: impl Display, allowed: impl Into<String>) -> Self {
-        Self { key: key.to_owned(), value: Some(value.to_string()), allowed: allowed.into() }
+        let shown = match redact::is_secret(key) {
+            true => redact::REMOVED.to_owned(),
+            false => redact::text(&value.to_string()),
+        };
+        Self { key: key.to_owned(), value: Some(shown), allowed: allowed.into() }
     }
 }
 

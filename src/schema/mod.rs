@@ -12,6 +12,7 @@ mod machine;
 pub mod names;
 pub mod network;
 mod reader;
+pub mod redact;
 
 pub use key::{Key, Problem, Reload, Schema};
 pub use kind::{Kind, Word};

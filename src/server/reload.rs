@@ -90,7 +90,7 @@ impl Reloader {
 
     /// The configuration in effect, key by key, without secrets.
     pub(super) fn entries(&self) -> BTreeMap<&'static str, String> {
-        self.running.lock().entries()
+        self.running.lock().shown_entries()
     }
 
     /// Reads the file again. `trigger` is for the log. Blocks on files.

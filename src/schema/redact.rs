@@ -1,0 +1,212 @@
+//! What may be shown of values that hold passwords, secret keys or tokens. Pure.
+//!
+//! One place for the printed configuration, the HTTP port and the texts of errors. A name says what is secret, in tables and
+//! in text of the form `k=v,k=v`; in URLs it is what stands before the `@`.
+
+use toml::{Table, Value};
+
+/// Stands where a secret was.
+pub const REMOVED: &str = "<removed>";
+
+const SECRET_NAMES: [&str; 8] =
+    ["password", "passwd", "secret", "token", "credential", "account.key", "access.key", "authorization"];
+
+/// Whether the value of `name` is not to be shown. A file that holds a secret is none.
+pub fn is_secret(name: &str) -> bool {
+    let name = name.trim().to_ascii_lowercase().replace(['_', '-'], ".");
+    let is_place = [".file", ".path", ".provider"].iter().any(|end| name.ends_with(end));
+    !is_place
+        && (SECRET_NAMES.iter().any(|part| name.contains(part))
+            || name.contains("accountkey")
+            || name.contains("accesskey"))
+}
+
+/// `value`, which stands under `name`, as it may be shown.
+pub fn value(name: &str, value: &Value) -> Value {
+    match value {
+        _ if is_secret(name) => Value::from(REMOVED),
+        Value::Table(table) => {
+            let shown = table.iter().map(|(name, within)| (name.clone(), self::value(name, within)));
+            Value::Table(shown.collect::<Table>())
+        }
+        Value::Array(values) => Value::Array(values.iter().map(|within| self::value("", within)).collect()),
+        Value::String(written) => Value::from(text(written)),
+        other => other.clone(),
+    }
+}
+
+/// `text`, which may have settings `k=v` and URLs in it, as it may be shown.
+pub fn text(text: &str) -> String {
+    without_userinfo(&without_settings(text))
+}
+
+/// A secret without quotes ends where the next setting begins, since it may have commas.
+fn without_settings(text: &str) -> String {
+    let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(at) = rest.find(['=', ':']) {
+        let (before, after) = rest.split_at(at + 1);
+        shown.push_str(before);
+        rest = after;
+        let name = before[..at].trim_end().trim_end_matches(['"', '\'']);
+        let begin = name.rfind(|c: char| !is_of_name(c)).map_or(0, |at| at + 1);
+        // What follows a scheme is a URL.
+        if !is_secret(&name[begin..]) || after.starts_with("//") {
+            continue;
+        }
+        let value = after.trim_start_matches([' ', '\t']);
+        let length = value_length(value);
+        if length > 0 {
+            shown.push_str(&after[..after.len() - value.len()]);
+            shown.push_str(REMOVED);
+        }
+        rest = &value[length..];
+    }
+    shown + rest
+}
+
+fn is_of_name(c: char) -> bool {
+    c.is_alphanumeric() || matches!(c, '.' | '-' | '_')
+}
+
+/// Of a secret at the beginning of `text`, with its quotes.
+fn value_length(text: &str) -> usize {
+    let line = text.find('\n').unwrap_or(text.len());
+    if let Some(quote) = text.chars().next().filter(|c| matches!(c, '"' | '\'')) {
+        let mut is_escaped = false;
+        for (at, c) in text.char_indices().skip(1) {
+            match c {
+                _ if is_escaped => is_escaped = false,
+                '\\' => is_escaped = true,
+                c if c == quote => return at + 1,
+                _ => {}
+            }
+        }
+        return line;
+    }
+    let begins_setting = |at: usize| {
+        let name = text[at + 1..].trim_start_matches([' ', '"', '\'']);
+        let end = name.find(|c: char| !is_of_name(c)).unwrap_or(name.len());
+        end > 0 && name[end..].trim_start_matches(['"', '\'', ' ']).starts_with('=')
+    };
+    let ends = text[..line].match_indices([',', ';']).map(|(at, _)| at);
+    ends.into_iter().find(|at| begins_setting(*at)).unwrap_or(line)
+}
+
+/// Removes what stands before the `@` of URLs, and of words that look like one that was mistyped.
+fn without_userinfo(text: &str) -> String {
+    let is_end = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '`');
+    text.split_inclusive(is_end).map(word_without_userinfo).collect()
+}
+
+fn word_without_userinfo(word: &str) -> String {
+    let mut parts = word.split("://");
+    let first = parts.next().unwrap_or_default();
+    if first.len() == word.len() {
+        // `user:password@host`; a principal `user/host@REALM` has no colon.
+        return match word.rfind('@') {
+            Some(at) if word[..at].contains(':') => format!("{REMOVED}{}", &word[at..]),
+            _ => word.to_owned(),
+        };
+    }
+    let mut shown = first.to_owned();
+    let mut scheme = first;
+    for part in parts {
+        shown.push_str("://");
+        match userinfo_length(scheme, part) {
+            0 => shown.push_str(part),
+            length => {
+                shown.push_str(REMOVED);
+                shown.push_str(&part[length..]);
+            }
+        }
+        scheme = part;
+    }
+    shown
+}
+
+/// Of a URL without its scheme. `abfs://container@account` and `hdfs://user@host` have no secret.
+fn userinfo_length(scheme: &str, rest: &str) -> usize {
+    let authority = &rest[..rest.find(['/', '?', '#']).unwrap_or(rest.len())];
+    let is_web = scheme.ends_with("http") || scheme.ends_with("https");
+    if let Some(at) = authority.rfind('@') {
+        return if is_web || authority[..at].contains(':') { at } else { 0 };
+    }
+    // A password with a slash that is not escaped: then no port stands behind the colon.
+    let is_port = |text: &str| text.chars().all(|c| c.is_ascii_digit());
+    match authority.split_once(':') {
+        Some((_, port)) if !is_port(port) => rest.rfind('@').unwrap_or(0),
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_told_by_their_names() {
+        for name in [
+            "fs.s3a.secret.key",
+            "fs.s3a.access.key",
+            "fs.s3a.session.token",
+            "rss.client.password",
+            "fs.azure.account.key.a.blob.core.windows.net",
+            "rss.http.basic.authorizationCredentials",
+            "AWS_SECRET_ACCESS_KEY",
+        ] {
+            assert!(is_secret(name), "{name}");
+        }
+        for name in ["admin.token_file", "tls.key_file", "store_type", "rss.x.y", "fs.defaultFS", "max_keys"]
+        {
+            assert!(!is_secret(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn secrets_of_settings_in_text_are_removed() {
+        for (text, shown) in [
+            ("a=b,c=d", "a=b,c=d"),
+            ("a=b,fs.s3a.secret.key=p,q,c=d", "a=b,fs.s3a.secret.key=<removed>,c=d"),
+            ("x.token = abc", "x.token = <removed>"),
+            ("x.token=", "x.token="),
+            ("{ \"my.password\" = \"a\\\"b\", c = 1 }", "{ \"my.password\" = <removed>, c = 1 }"),
+            ("2 | \"my.password\" = \"half\n  | ^", "2 | \"my.password\" = <removed>\n  | ^"),
+            ("secret.key:abc", "secret.key:<removed>"),
+            ("tls.key_file = /x: no such file", "tls.key_file = /x: no such file"),
+        ] {
+            assert_eq!(self::text(text), shown);
+        }
+    }
+
+    #[test]
+    fn passwords_of_urls_are_removed_and_other_ats_stay() {
+        for (text, shown) in [
+            ("http://u:p@host:1/x", "http://<removed>@host:1/x"),
+            ("http://u:p@ss@host", "http://<removed>@host"),
+            ("\"https://token@host\"", "\"https://<removed>@host\""),
+            ("http://u:p/w@host/x", "http://<removed>@host/x"),
+            ("u:p@host:9091", "<removed>@host:9091"),
+            ("http://a:1,http://u:p@b", "http://a:1,http://<removed>@b"),
+            ("s3a://KEY:SECRET@bucket/x", "s3a://<removed>@bucket/x"),
+            ("abfs://container@account/x", "abfs://container@account/x"),
+            ("hdfs://ns:8020/a@b", "hdfs://ns:8020/a@b"),
+            ("rss/_HOST@REALM", "rss/_HOST@REALM"),
+        ] {
+            assert_eq!(self::text(text), shown);
+        }
+    }
+
+    #[test]
+    fn secrets_within_tables_and_lists_are_removed() {
+        let table: Table =
+            "a = { \"x.secret\" = 5, y = \"z\" }\nb = [\"k.token=1\"]\nc = { nn = \"my.password=p\" }"
+                .parse()
+                .unwrap();
+        let shown = value("", &Value::Table(table)).to_string();
+        for part in
+            ["\"x.secret\" = \"<removed>\"", "y = \"z\"", "k.token=<removed>", "my.password=<removed>"]
+        {
+            assert!(shown.contains(part), "{part} in {shown}");
+        }
+    }
+}
