@@ -67,7 +67,7 @@ enum Other {
     /// Print the configuration of a Java server (server.conf) or of riffle (TOML) as one of this worker
     ///
     /// Each key without a counterpart, and each value that cannot be, is a comment with the reason. Exits with 2 when
-    /// something has to be added by hand before `--check` takes it.
+    /// something has to be added by hand before `--check` takes it, or a value could not be taken over; stderr names each.
     Import {
         /// The configuration
         file: PathBuf,
@@ -139,9 +139,16 @@ fn import(file: &Path) -> ExitCode {
     match config::import(&name, &text, &Machine::detect(&env)) {
         Ok(imported) => {
             print(imported.text.as_bytes());
-            match imported.missing.is_empty() {
+            let parts = [
+                ("not taken over, a comment in the output", &imported.refused),
+                ("to be added by hand", &imported.missing),
+            ];
+            let told = parts.iter().filter(|(_, problems)| !problems.is_empty());
+            let told: Vec<_> =
+                told.map(|(what, problems)| format!("{what}:\n  {}", problems.join("\n  "))).collect();
+            match told.is_empty() {
                 true => ExitCode::SUCCESS,
-                false => fail(2, &format!("to be added by hand:\n  {}", imported.missing.join("\n  "))),
+                false => fail(2, &format!("{name}: {}", told.join("\n"))),
             }
         }
         Err(error) => fail(2, &format!("{name}: {error}")),

@@ -160,6 +160,13 @@ fn an_imported_configuration_is_valid() {
     assert_eq!(incomplete.status.code(), Some(2));
     assert!(text(&incomplete.stderr).contains("localfile_store.data_paths"), "{}", text(&incomplete.stderr));
     assert_eq!(import(&dir.path().join("nowhere")).status.code(), Some(2));
+    let refused = import(&write("server.conf", "rss.storage.type S3\nrss.server.buffer.capacity 40xx\n"));
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text_of(&refused).contains("# store_type"), "{}", text_of(&refused));
+    for part in ["store_type", "rss.server.buffer.capacity 40xx: cannot be read"] {
+        assert!(text(&refused.stderr).contains(part), "{part} in {}", text(&refused.stderr));
+    }
+    assert_eq!(import(&write("server.conf", "")).status.code(), Some(2));
 }
 
 fn text_of(output: &Output) -> String {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use toml::Value;
 
-use super::found::Found;
+use super::found::{Found, Was};
 
 /// How a value of Java's becomes one of ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,7 +261,7 @@ pub(super) fn read(text: &str) -> Option<Found> {
             () => "",
         };
         match (&value, default) {
-            (Some(value), _) if !why.is_empty() => found.leave(format!("{java} {value}"), why),
+            (Some(value), _) if !why.is_empty() => found.leave(&was(java, value), why),
             (Some(value), _) => take(&mut found, (java, ours, kind), value),
             (None, Some(default)) if why.is_empty() => {
                 if let Some(value) = kind.read(default) {
@@ -279,22 +279,23 @@ pub(super) fn read(text: &str) -> Option<Found> {
             true => java.starts_with(known),
             false => java == *known,
         });
-        found.leave(
-            format!("{java} {value}"),
-            known.map_or("not a key of the Java server 0.10", |(_, why)| *why),
-        );
+        found.leave(&was(&java, &value), known.map_or("not a key of the Java server 0.10", |(_, why)| *why));
     }
     Some(found)
 }
 
 fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
-    let was = || format!("{java} {text}");
+    let was = was(java, text);
     match kind.read(text) {
         // What Java takes for "not set": −1, or the largest number.
-        Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(was(), "as if it were not set"),
-        Some(value) => found.take(ours, value, Some(was())),
-        None => found.leave(was(), format!("cannot be read as {}", kind.name())),
+        Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(&was, "as if it were not set"),
+        Some(value) => found.take(ours, value, Some(was.shown())),
+        None => found.refuse(&was, format!("cannot be read as {}", kind.name())),
     }
+}
+
+fn was<'a>(key: &'a str, value: &'a str) -> Was<'a> {
+    Was { key, between: " ", value }
 }
 
 impl As {

@@ -13,9 +13,10 @@ use std::fmt::Write as _;
 
 use toml::Value;
 
-use self::found::{Entry, Found};
+use self::found::{Entry, Found, Other};
 use super::{Config, ConfigError, Machine};
 use crate::schema::names::{leaf_of, table_of};
+use crate::schema::redact;
 
 /// A configuration of ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,17 +25,25 @@ pub struct Imported {
     pub text: String,
     /// What a person has to add before it is valid; empty when it is.
     pub missing: Vec<String>,
+    /// Values that could not be taken over and why, without secrets: a person has to look at each.
+    pub refused: Vec<String>,
 }
 
 /// `text` as a configuration of ours, for `machine`; `name` is told in it.
 ///
 /// # Errors
-/// It is neither of the two.
+/// It is neither of the two, or has no key of either.
 pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, String> {
     let (kind, mut found) = match java::read(text) {
         Some(found) => ("the Java server's", found),
         None => ("riffle's", riffle::read(text)?),
     };
+    if found.is_empty() {
+        return Err(
+            "nothing in it is recognized: give a server.conf (keys that begin with rss.) or riffle's TOML"
+                .to_owned(),
+        );
+    }
     open_remote_paths(&mut found);
     let missing = refuse(&mut found, machine);
     let mut written = format!("# From {}, {kind} configuration.\n", name.replace(char::is_control, " "));
@@ -45,10 +54,26 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
     if !found.others.is_empty() {
         written.push_str("\n# Without a counterpart:\n");
     }
-    for (was, why) in &found.others {
+    for Other { was, why, .. } in &found.others {
         let _ = writeln!(written, "# {}: {}", one_line(was), one_line(why));
     }
-    Ok(Imported { text: written, missing })
+    Ok(Imported { text: written, missing, refused: refusals(&found) })
+}
+
+/// What a reader of the comments should not have to find.
+fn refusals(found: &Found) -> Vec<String> {
+    let entries = found.entries.iter().filter_map(|entry| {
+        let from = entry.comment.as_ref().map(|comment| format!(" (from {comment})")).unwrap_or_default();
+        let allowed = entry.refused.as_ref()?;
+        Some(one_line(&format!("{} = {}{from}: refused, {allowed}", entry.path, shown(entry))))
+    });
+    let others = found.others.iter().filter(|other| other.is_refused);
+    entries.chain(others.map(|other| one_line(&format!("{}: {}", other.was, other.why)))).collect()
+}
+
+/// The value of `entry` without secrets.
+fn shown(entry: &Entry) -> Value {
+    redact::value(&entry.path, &entry.value)
 }
 
 /// Both other servers let applications name any remote path.
@@ -104,10 +129,13 @@ fn write_entries(text: &mut String, entries: &[Entry]) {
             if let Some(comment) = &entry.comment {
                 let _ = writeln!(text, "# {}", one_line(comment));
             }
-            let line = format!("{} = {}", leaf_of(&entry.path), entry.value);
+            let leaf = leaf_of(&entry.path);
             let _ = match &entry.refused {
-                None => writeln!(text, "{line}"),
-                Some(allowed) => writeln!(text, "# {}: refused, {}", one_line(&line), one_line(allowed)),
+                None => writeln!(text, "{leaf} = {}", entry.value),
+                Some(allowed) => {
+                    let line = format!("{leaf} = {}: refused, {allowed}", shown(entry));
+                    writeln!(text, "# {}", one_line(&line))
+                }
             };
         }
     }

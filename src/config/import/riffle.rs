@@ -2,13 +2,14 @@
 
 use toml::{Table, Value};
 
-use super::found::Found;
+use super::found::{Found, Was};
 use crate::config::sections::schema;
-use crate::schema::Reader;
+use crate::schema::{Reader, redact};
 
 /// What is in `text`.
 pub(super) fn read(text: &str) -> Result<Found, String> {
     let table: Table = text.parse().map_err(|error: toml::de::Error| {
+        let error = redact::text(&error.to_string());
         format!("neither a server.conf (keys that begin with rss.) nor TOML: {error}")
     })?;
     let mut found = Found::default();
@@ -27,23 +28,31 @@ fn walk(prefix: &str, table: Table, found: &mut Found) {
         let no_effect = schema.no_effect.iter().find(|(known, _)| *known == path);
         match (known, no_effect, value) {
             (Some(key), _, value) if found.has(key.path) => {
-                found.leave(format!("{path} = {value}"), format!("given twice, as {} too", key.path));
+                found.refuse(&was(&path, &shown(&value)), format!("given twice, as {} too", key.path));
             }
             (Some(key), _, value) => {
                 let comment = (key.path != path).then(|| format!("{path} there"));
                 found.take(key.path, value, comment);
             }
-            (None, Some((_, why)), value) => found.leave(format!("{path} = {value}"), *why),
+            (None, Some((_, why)), value) => found.leave(&was(&path, &shown(&value)), *why),
             (None, None, Value::Table(inner)) => walk(&path, inner, found),
             (None, None, value) => {
                 // What the reader says of such a key, with the nearest one that there is.
                 let problems =
                     Reader::new(&schema, nested(&path, value.clone()), Default::default()).problems;
                 let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
-                found.leave(format!("{path} = {value}"), why);
+                found.leave(&was(&path, &shown(&value)), why);
             }
         }
     }
+}
+
+fn was<'a>(key: &'a str, value: &'a str) -> Was<'a> {
+    Was { key, between: " = ", value }
+}
+
+fn shown(value: &Value) -> String {
+    redact::value("", value).to_string()
 }
 
 fn nested(path: &str, value: Value) -> Table {

@@ -132,6 +132,48 @@ fn what_ours_refuses_is_a_comment_with_the_reason() {
 }
 
 #[test]
+fn every_value_that_is_refused_or_cannot_be_read_is_told() {
+    let text = "rss.storage.type S3\nrss.server.tags a b\nrss.server.buffer.capacity 40xx\n\
+                rss.coordinator.quorum c:1:2\nrss.storage.basePath relative\nrss.server.made.up 7";
+    let imported = import("x", text, &machine()).unwrap();
+    for part in [
+        "store_type = \"S3\" (from rss.storage.type S3): refused, MEMORY, MEMORY_LOCALFILE",
+        "tags = [\"a b\"] (from rss.server.tags a b): refused",
+        "coordinator_quorum = [\"c:1:2\"] (from rss.coordinator.quorum c:1:2): refused",
+        "localfile_store.data_paths = [\"relative\"] (from rss.storage.basePath relative): refused",
+        "rss.server.buffer.capacity 40xx: cannot be read as a size such as 20g",
+    ] {
+        assert!(
+            imported.refused.iter().any(|told| told.starts_with(part)),
+            "{part} in {:?}",
+            imported.refused
+        );
+    }
+    assert_eq!(imported.refused.len(), 5, "{:?}", imported.refused);
+}
+
+#[test]
+fn an_input_without_a_key_is_nobodys_configuration() {
+    for text in ["", "\n", "# rss.storage.type MEMORY\n", "[metrics]\n"] {
+        let error = import("x", text, &machine()).unwrap_err();
+        assert!(error.contains("nothing in it is recognized"), "{error}");
+    }
+}
+
+#[test]
+fn secrets_of_the_input_are_in_no_comment() {
+    let java = "rss.storage.type MEMORY\nrss.http.basic.authorizationCredentials dXNlcjpodXNo\n\
+                rss.server.hadoop.fs.s3a.secret.key dXNlcjpodXNo\nrss.jetty.ssl.keymanager.password dXNlcjpodXNo\n";
+    let riffle = "store_type = \"MEMORY\"\n[s3]\nsecret_access_key = \"dXNlcjpodXNo\"\n\
+                  [metrics]\npush_gateway_endpoint = \"http://u:dXNlcjpodXNo@g:1\"\n";
+    for text in [java, riffle] {
+        let imported = import("x", text, &machine()).unwrap();
+        assert!(imported.text.contains("<removed>"), "{}", imported.text);
+        assert!(!format!("{imported:?}").contains("dXNlcjpodXNo"), "{imported:?}");
+    }
+}
+
+#[test]
 fn what_a_person_has_to_add_is_told() {
     let imported = import("x", "rss.coordinator.quorum c:1", &machine()).unwrap();
     assert_eq!(imported.missing.len(), 1, "{imported:?}");
