@@ -91,7 +91,7 @@ section! {
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
         /// An empty data directory must be on a mount point other than /: else the start is refused, since its disk may not be
-        /// mounted, and what it has would not be asked. false takes it for a new one, with a warning.
+        /// mounted, and what it has would not be asked. false takes it for a new one, and the log says so.
         #[key("localfile_store.require_mounted", flag(), Restart)]
         pub require_mounted: bool = false,
         /// Who reads and writes: blocking = threads that wait, io_uring = one ring per disk (blocking where the kernel

@@ -30,8 +30,19 @@ const APPS_MAX: usize = 1_000;
 const NO_COORDINATOR: &str = "this worker has no coordinator (embedded_coordinator.enable); node and coordinators are in /api/v1/status";
 
 /// The parts of [`Status`] that have an address of their own.
-const PARTS: &[&str] =
-    &["node", "memory", "tiers", "disks", "flush", "tickets", "coordinators", "connections", "process"];
+const PARTS: &[&str] = &[
+    "node",
+    "memory",
+    "tiers",
+    "disks",
+    "flush",
+    "tickets",
+    "coordinators",
+    "connections",
+    "incomplete",
+    "quotas",
+    "process",
+];
 
 /// What the API asks.
 #[derive(Debug, Clone)]
