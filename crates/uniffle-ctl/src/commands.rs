@@ -17,6 +17,9 @@ use crate::{complain, say, text, top, wait};
 /// Workers asked at once.
 const AT_ONCE: usize = 32;
 
+/// What a worker that is busy may need to put a profile together, beside the time it samples.
+const PROFILE_SLACK: Duration = Duration::from_secs(30);
+
 /// A worker's answer, or why there is none.
 pub(crate) type Answer = Result<Value, Failure>;
 
@@ -176,7 +179,8 @@ async fn profile(
         ProfileKind::Heap => (format!("/debug/pprof/heap?format={format}"), 60),
         ProfileKind::Tasks => ("/debug/tasks".to_owned(), 60),
     };
-    let profile = client.fetch(&target.admin, &path, Duration::from_secs(longer)).await?;
+    let longer = Duration::from_secs(longer) + PROFILE_SLACK;
+    let profile = client.fetch(&target.admin, &path, longer).await?;
     if file == Path::new("-") {
         return std::io::Write::write_all(&mut std::io::stdout().lock(), &profile)
             .map(|()| 0)

@@ -18,12 +18,28 @@ pub fn complete(mut command: Command, shell: Shell) -> Vec<u8> {
 /// The manual page of `command`; with a directory the pages of all its subcommands too, as files there.
 ///
 /// # Errors
-/// A file cannot be written.
+/// A file cannot be written; the text names the directory.
 pub fn manual(command: Command, directory: Option<&Path>) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     match directory {
-        Some(directory) => clap_mangen::generate_to(command, directory)?,
+        Some(directory) => clap_mangen::generate_to(command, directory).map_err(|error| {
+            let hint = "it must be there and be writable";
+            io::Error::new(error.kind(), format!("{}: {error}; {hint}", directory.display()))
+        })?,
         None => clap_mangen::Man::new(command).render(&mut text)?,
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_is_not_there_is_named() {
+        let directory = std::env::temp_dir().join("uniffle-ctl-no-such-directory/pages");
+        let error = manual(Command::new("x"), Some(&directory)).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{}: ", directory.display())), "{error}");
+        assert!(error.contains("must be there"), "{error}");
+    }
 }

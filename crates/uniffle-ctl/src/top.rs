@@ -124,16 +124,24 @@ fn screen(looked: &[(&Target, Answer)]) -> String {
     let (used, capacity) = (sum("used_bytes"), sum("capacity_bytes"));
     let share = used.saturating_mul(100).checked_div(capacity).unwrap_or(0);
     let mut text =
-        format!("{} workers, {} answer; {share} % of their memory in use\n\n", looked.len(), heard.len());
+        format!("{}, {} answer; {share} % of their memory in use\n\n", counted(looked.len()), heard.len());
     let states: Vec<_> = heard.iter().map(|(name, it)| (*name, &it["status"])).collect();
     text.push_str(&text::workers(&states, &rates));
     for (name, failure) in silent {
-        text.push_str(&format!("{name}: {failure}\n"));
+        let failure = failure.to_string();
+        // Without a coordinator the name is the URL that the failure begins with.
+        let named =
+            if failure.starts_with(&format!("{name}:")) { failure } else { format!("{name}: {failure}") };
+        text.push_str(&format!("{named}\n"));
     }
     text.push('\n');
     let apps = text::apps(&heard);
     apps.lines().take(APPS + 1).for_each(|line| text.push_str(&format!("{line}\n")));
     text
+}
+
+fn counted(workers: usize) -> String {
+    if workers == 1 { "1 worker".to_owned() } else { format!("{workers} workers") }
 }
 
 #[cfg(test)]
@@ -185,5 +193,14 @@ mod tests {
         let text = screen(&looked);
         assert!(text.starts_with("2 workers, 1 answer; 0 %"), "{text}");
         assert!(text.contains("w-1: http://w:1: refused") && text.contains("active"), "{text}");
+    }
+
+    #[test]
+    fn a_worker_that_is_named_by_its_url_is_named_once() {
+        let base = Base { is_tls: false, host: "w".to_owned(), port: 1 };
+        let target = Target { name: base.to_string(), http: base.clone(), admin: base };
+        let text = screen(&[(&target, Err(Failure::Unreachable("http://w:1: refused".to_owned())))]);
+        assert!(text.starts_with("1 worker, 0 answer; 0 %"), "{text}");
+        assert_eq!(text.matches("http://w:1").count(), 1, "{text}");
     }
 }

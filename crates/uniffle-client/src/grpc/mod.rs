@@ -31,6 +31,20 @@ const MESSAGE_BYTES_MAX: usize = i32::MAX as usize;
 const STREAM_WINDOW_BYTES: u32 = 4 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 
+/// Code, message and causes: what tonic prints of a status has the causes as Rust's debug text.
+fn told(status: &tonic::Status) -> String {
+    let mut text = format!("{:?}: {}", status.code(), status.message());
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text.push_str(&format!(": {more}"));
+        }
+        cause = error.source();
+    }
+    text
+}
+
 /// Why a call did not do what it should.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -38,7 +52,7 @@ pub enum ClientError {
     #[error("connect: {0}")]
     Connect(#[from] tonic::transport::Error),
     /// The RPC failed below the protocol.
-    #[error("{rpc}: {status}")]
+    #[error("{rpc}: {}", told(status))]
     Rpc {
         /// Name of the RPC.
         rpc: &'static str,

@@ -351,3 +351,17 @@ fn the_default_patience_is_javas() {
         assert!(pause >= Duration::from_secs(least) && pause <= Duration::from_secs(most), "{n}: {pause:?}");
     }
 }
+
+#[tokio::test]
+async fn a_coordinator_that_is_not_there_is_told_without_debug_text() {
+    let closed =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
+    let mut options = crate::ClientOptions::default();
+    options.failures.attempts = 1;
+    let coordinators = crate::Coordinators::new([closed.to_string()], options).unwrap();
+    let told = coordinators.servers().await.unwrap_err().to_string();
+    assert!(told.starts_with(&closed.to_string()) && told.contains("refused"), "{told}");
+    for part in ["Error(", "Some(", "MetadataMap"] {
+        assert!(!told.contains(part), "{part} in {told}");
+    }
+}
