@@ -11,7 +11,7 @@ use futures::future::select_all;
 use tokio::time::sleep;
 
 use crate::service::{Service, WorkerState};
-use crate::tiers::Tiers;
+use crate::tiers::{DiskCondition, DiskInfo, Tiers};
 
 /// Between two looks at tiers that do not tell when their state changes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -84,13 +84,82 @@ fn complaint(tiers: &Tiers) -> Option<&'static str> {
 }
 
 /// Why clients should not be sent here; `None` when they may.
-pub(super) fn not_ready(service: &Service) -> Option<&'static str> {
+pub(super) fn not_ready(service: &Service) -> Option<String> {
     if service.status().is_stopping() {
-        return Some("stopping");
+        return Some("stopping".to_owned());
     }
+    let without_disks = || service.tiers().iter().find_map(|tier| without_disks(&tier.state().disks));
     match service.status().state() {
-        WorkerState::Active => None,
-        WorkerState::Unhealthy => Some("unhealthy"),
-        WorkerState::Decommissioning | WorkerState::Decommissioned => Some("decommissioning"),
+        WorkerState::Active => without_disks(),
+        WorkerState::Unhealthy => Some(match without_disks() {
+            Some(why) => format!("unhealthy: {why}"),
+            None => "unhealthy".to_owned(),
+        }),
+        WorkerState::Decommissioning | WorkerState::Decommissioned => Some("decommissioning".to_owned()),
+    }
+}
+
+/// Why nothing can be written to `disks`; `None` when there are none, or one takes writes. Whatever the heartbeat says
+/// (`healthy_check_min_disks` = 0): the metadata log needs one, without which registrations and reports are refused.
+fn without_disks(disks: &[DiskInfo]) -> Option<String> {
+    if disks.is_empty() || disks.iter().any(|disk| disk.condition == DiskCondition::Healthy) {
+        return None;
+    }
+    let each = disks.iter().map(|disk| {
+        let path = disk.path.display();
+        match (disk.condition, &disk.fault) {
+            (DiskCondition::Full, _) => format!("{path} is full: free space there"),
+            (condition, fault) => {
+                let (is, remedy) = match condition {
+                    DiskCondition::ReadOnly => ("read-only", "mount it writable"),
+                    DiskCondition::Detached => ("not what it was at the start", "mount it again"),
+                    DiskCondition::Hung => ("hung", "look at its device"),
+                    _ => ("broken", "replace the disk"),
+                };
+                let fault = fault.as_ref().map(|fault| format!(" ({fault})")).unwrap_or_default();
+                format!("{path} is {is}{fault}: {remedy}")
+            }
+        }
+    });
+    Some(format!("no data directory takes writes: {}", each.collect::<Vec<_>>().join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use uniffle_io::{Media, Mount};
+
+    use super::*;
+
+    fn disk(path: &str, condition: DiskCondition, fault: Option<&str>) -> DiskInfo {
+        DiskInfo {
+            path: path.into(),
+            uuid: uuid::Uuid::nil(),
+            condition,
+            fault: fault.map(str::to_owned),
+            failures: 0,
+            mount: Mount { point: path.into(), media: Media::Ssd },
+            total_bytes: 1,
+            free_bytes: 1,
+            file_system: 0,
+            used_bytes: 0,
+            in_flight_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn a_worker_without_a_directory_that_takes_writes_is_not_ready_and_says_which() {
+        use DiskCondition::{Broken, Detached, Full, Healthy, Hung, ReadOnly};
+        assert_eq!(without_disks(&[]), None, "a store type without local disks");
+        let read_only = disk("/a", ReadOnly, Some("Read-only file system"));
+        assert_eq!(without_disks(&[read_only.clone(), disk("/b", Healthy, None)]), None);
+        let why = without_disks(&[read_only, disk("/b", Full, None)]).unwrap();
+        assert_eq!(
+            why,
+            "no data directory takes writes: /a is read-only (Read-only file system): mount it writable; \
+             /b is full: free space there"
+        );
+        for condition in [Detached, Hung, Broken] {
+            assert!(without_disks(&[disk("/a", condition, None)]).unwrap().contains("/a is "));
+        }
     }
 }

@@ -96,7 +96,7 @@ impl http::Node for Inspector {
         self.service.tiers().iter().for_each(|tier| tier.refresh_metrics());
     }
 
-    fn not_ready(&self) -> Option<&'static str> {
+    fn not_ready(&self) -> Option<String> {
         health::not_ready(&self.service)
     }
 
@@ -220,7 +220,7 @@ impl Inspector {
             id: fixed.id.clone(),
             ip: fixed.ip.to_string(),
             state: self.service.status().state().as_str(),
-            not_ready: health::not_ready(&self.service).map(str::to_owned),
+            not_ready: health::not_ready(&self.service),
             tags: self.live.tags(),
             store_type: self.store_type,
             grpc_port: fixed.grpc_port,

@@ -44,7 +44,7 @@ pub trait Node: std::fmt::Debug + Send + Sync {
     fn refresh_metrics(&self);
 
     /// Why clients should not be sent here; `None` when they may.
-    fn not_ready(&self) -> Option<&'static str>;
+    fn not_ready(&self) -> Option<String>;
 
     /// What is not proven to be complete, with figures that are at most a second old.
     fn incomplete(&self) -> Incompleteness;

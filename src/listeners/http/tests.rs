@@ -36,8 +36,8 @@ impl Node for TestNode {
         self.gauge.inc();
     }
 
-    fn not_ready(&self) -> Option<&'static str> {
-        (!self.is_ready.load(Ordering::Relaxed)).then_some("no disk")
+    fn not_ready(&self) -> Option<String> {
+        (!self.is_ready.load(Ordering::Relaxed)).then(|| "no disk".to_owned())
     }
 
     fn incomplete(&self) -> Incompleteness {
