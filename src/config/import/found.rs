@@ -31,6 +31,8 @@ pub(super) struct Found {
     pub(super) entries: Vec<Entry>,
     /// Keys without a counterpart, and values that cannot be.
     pub(super) others: Vec<Other>,
+    /// Of `others`, keys that nobody knows.
+    pub(super) unknown: usize,
 }
 
 impl Found {
@@ -50,7 +52,7 @@ impl Found {
 
     /// There is nothing in the input that this program or another server knows.
     pub(super) fn is_empty(&self) -> bool {
-        self.entries.is_empty() && self.others.is_empty()
+        self.entries.is_empty() && self.others.len() == self.unknown
     }
 
     pub(super) fn has(&self, path: &str) -> bool {

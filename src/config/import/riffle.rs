@@ -42,6 +42,7 @@ fn walk(prefix: &str, table: Table, found: &mut Found) {
                     Reader::new(&schema, nested(&path, value.clone()), Default::default()).problems;
                 let why = problems.first().map_or("unknown key", |problem| problem.allowed.as_str());
                 found.leave(&was(&path, &shown(&value)), why);
+                found.unknown += 1;
             }
         }
     }

@@ -154,7 +154,7 @@ fn every_value_that_is_refused_or_cannot_be_read_is_told() {
 
 #[test]
 fn an_input_without_a_key_is_nobodys_configuration() {
-    for text in ["", "\n", "# rss.storage.type MEMORY\n", "[metrics]\n"] {
+    for text in ["", "\n", "# rss.storage.type MEMORY\n", "[metrics]\n", "[package]\nname = \"x\"\n"] {
         let error = import("x", text, &machine()).unwrap_err();
         assert!(error.contains("nothing in it is recognized"), "{error}");
     }
