@@ -14,6 +14,7 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 
 use super::LogLimiter;
+use crate::schema::redact;
 
 /// For one batch of spans.
 const EXPORT_DEADLINE: Duration = Duration::from_secs(5);
@@ -41,7 +42,7 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
         .with_endpoint(endpoint)
         .with_timeout(EXPORT_DEADLINE)
         .build()
-        .with_context(|| format!("tracing.otlp_endpoint = {endpoint}"))?;
+        .with_context(|| format!("tracing.otlp_endpoint = {}", redact::text(endpoint)))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let resource = Resource::builder_empty()
         .with_service_name("uniffle-worker")
@@ -54,7 +55,7 @@ pub fn export(endpoint: &str, runtime: &Handle) -> anyhow::Result<Export> {
         InstrumentationScope::builder("uniffle-worker").with_version(env!("CARGO_PKG_VERSION")).build();
     let handle = runtime.clone();
     let warnings = LogLimiter::new(1, WARN_INTERVAL);
-    let endpoint = endpoint.to_owned();
+    let endpoint = redact::text(endpoint);
     let reporter =
         OpenTelemetryReporter::new(exporter, Cow::Owned(resource), scope).with_block_on(move |export| {
             let sent = handle.block_on(async { timeout(EXPORT_DEADLINE, export).await });
