@@ -113,8 +113,9 @@ mod tests {
         assert!(!is_questioned(&unproven, key("app-2", 1)), "nothing was found of its application");
         unproven.unregistered(&key("app-1", 4));
         assert!(!is_questioned(&unproven, key("app-1", 4)) && is_questioned(&unproven, key("app-1", 5)));
-        (0..UNREGISTERED_MAX as i32).for_each(|id| unproven.unregistered(&key("app-1", -id)));
-        assert!(is_questioned(&unproven, key("app-1", 1 - UNREGISTERED_MAX as i32)), "bounded");
+        let max = i32::try_from(UNREGISTERED_MAX).unwrap();
+        (0..max).for_each(|id| unproven.unregistered(&key("app-1", -id)));
+        assert!(is_questioned(&unproven, key("app-1", 1 - max)), "bounded");
         unproven.left(&key("app-1", 9), &reason);
         unproven.left(&key("app-3", 1), &reason);
         unproven.registered(&key("app-1", 9));
