@@ -12,15 +12,11 @@ use tokio::sync::SemaphorePermit;
 use tokio::time::Instant;
 
 use crate::app::{Counted, Stage};
-use crate::budget::{Charge, HeapKind};
 use crate::memory::{Buffer, SealedData};
 use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;
-
-/// Heap of a block while it is written: what is known of it, sorted, and its record in the index group.
-const BLOCK_HEAP_BYTES: u64 = 112;
 
 impl Flusher {
     pub(super) async fn work(self: Arc<Self>, tier: usize) {
@@ -80,19 +76,18 @@ impl Flusher {
         }
     }
 
-    /// When there is room for what is made of a batch's blocks. It is charged whether there is or not, since flushes free more
-    /// than they take: so clients get less meanwhile.
-    async fn records_of(&self, batch: &Batch) -> (Option<SemaphorePermit<'_>>, Charge) {
-        let blocks = batch.blocks();
+    /// When so many blocks may be written. What they take meanwhile (sorted, and as records of the index group, some 112 bytes
+    /// each) is bounded by that number: 14 MiB, or 0.2 % of the capacity. It is not charged to the heap, which it would take
+    /// from requests whose flush frees more.
+    async fn room_for(&self, batch: &Batch) -> Option<SemaphorePermit<'_>> {
         let (permits, most) = &self.blocks;
+        let blocks = u32::try_from(batch.blocks()).unwrap_or(*most).min(*most);
         // Never closed.
-        let permit = permits.acquire_many(u32::try_from(blocks).unwrap_or(*most).min(*most)).await.ok();
-        let heap = self.memory.heap().of(HeapKind::Blocks);
-        (permit, heap.force_charge(blocks as u64 * BLOCK_HEAP_BYTES))
+        permits.acquire_many(blocks).await.ok()
     }
 
     async fn write(&self, batch: &Arc<Batch>, tier: usize) -> Result<(), StoreError> {
-        let _records = self.records_of(batch).await;
+        let _room = self.room_for(batch).await;
         let extents = {
             // Sorting and cutting a large chain takes milliseconds: not on a runtime thread.
             let batch = Arc::clone(batch);
