@@ -114,7 +114,7 @@ fn without_disks(disks: &[DiskInfo]) -> Option<String> {
                     DiskCondition::ReadOnly => ("read-only", "mount it writable"),
                     DiskCondition::Detached => ("not what it was at the start", "mount it again"),
                     DiskCondition::Hung => ("hung", "look at its device"),
-                    _ => ("broken", "replace the disk"),
+                    _ => ("broken", "remove the cause, or replace the disk"),
                 };
                 let fault = fault.as_ref().map(|fault| format!(" ({fault})")).unwrap_or_default();
                 format!("{path} is {is}{fault}: {remedy}")
