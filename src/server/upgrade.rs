@@ -4,6 +4,7 @@
 //! not fit: only it knows how it reads its configuration. What an upgrade in place cannot change: the ports, which are known
 //! to clients and part of the server's id, and data directories that hold data of running jobs.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -85,6 +86,9 @@ pub(super) struct Facts {
     /// Those of these that it never had, or let go of.
     #[serde(default)]
     unclaimed: Vec<PathBuf>,
+    /// Identities of those that it has; empty from a worker that does not say.
+    #[serde(default)]
+    identities: BTreeMap<PathBuf, [u8; 16]>,
     /// Ports of all its listeners; empty from a worker before 0.2.
     #[serde(default)]
     ports: Vec<u16>,
@@ -110,6 +114,7 @@ impl Facts {
             bind_address: config.worker.bind_address,
             unclaimed: data_paths.iter().filter(|path| !has(path)).cloned().collect(),
             given_up: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
+            identities: disks.iter().map(|disk| (disk.path.clone(), disk.uuid.into_bytes())).collect(),
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
             memory: config.memory.kept_as(),
@@ -153,7 +158,12 @@ impl Facts {
 
     /// What it has to do with the data directories.
     pub(super) fn held(&self) -> HeldBy<'_> {
-        HeldBy { running: &self.data_paths, given_up: &self.given_up, unclaimed: &self.unclaimed }
+        HeldBy {
+            running: &self.data_paths,
+            given_up: &self.given_up,
+            unclaimed: &self.unclaimed,
+            identities: &self.identities,
+        }
     }
 
     /// The server's id is made of these.
@@ -219,6 +229,7 @@ mod tests {
             data_paths: config.local.paths.clone(),
             given_up: Vec::new(),
             unclaimed: Vec::new(),
+            identities: BTreeMap::from([(PathBuf::from("/a"), [7; 16])]),
             ports: vec![worker.grpc_port, worker.http_port, 7],
             memory: config.memory.kept_as(),
         }

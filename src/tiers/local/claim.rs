@@ -26,7 +26,7 @@ pub(super) const LOST_AND_FOUND: &str = "lost+found";
 
 /// What is in a directory before it is claimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Content {
+pub(super) enum Content {
     /// Our marker.
     Ours,
     /// Nothing, or it does not exist.
@@ -69,7 +69,8 @@ pub(super) async fn claim_all(
             Err(error) => claims.leave_out(error)?,
         }
     }
-    refuse_copies(&ours, deadline).await?;
+    let roots: Vec<_> = ours.iter().map(|(_, disk)| Arc::clone(disk)).collect();
+    refuse_copies(&roots, deadline).await?;
     claims.take(ours).await?;
     claims.claimed.values_mut().for_each(|disk| disk.was_used = true);
     let mut known = mounts::recall(claims.claimed.values(), deadline).await;
@@ -111,7 +112,7 @@ impl Claims<'_> {
 
     /// Goes on without a directory, unless the configuration must be wrong.
     fn leave_out(&mut self, error: StoreError) -> Result<(), StoreError> {
-        if matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse | StoreErrorKind::Copied) {
+        if is_refused(&error) {
             return Err(error);
         }
         tracing::error!(error = %error, "data directory cannot be used, continuing without it");
@@ -120,13 +121,18 @@ impl Claims<'_> {
     }
 }
 
+/// Whether a start ends with it, instead of going on without the directory.
+pub(super) fn is_refused(error: &StoreError) -> bool {
+    matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse | StoreErrorKind::Copied)
+}
+
 /// Refuses two directories with one identity: one is a copy of the other, or both are the same. Whatever one says of itself
 /// would be taken for what the other says.
-async fn refuse_copies(disks: &[(usize, Arc<dyn Disk>)], deadline: Duration) -> Result<(), StoreError> {
-    let markers = disks.iter().map(|(_, disk)| within(deadline, disk.read_small(Path::new(MARKER))));
+pub(super) async fn refuse_copies(disks: &[Arc<dyn Disk>], deadline: Duration) -> Result<(), StoreError> {
+    let markers = disks.iter().map(|disk| within(deadline, disk.read_small(Path::new(MARKER))));
     let markers = join_all(markers.collect::<Vec<_>>()).await;
     let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
-    for ((_, disk), marker) in disks.iter().zip(markers) {
+    for (disk, marker) in disks.iter().zip(markers) {
         // What cannot be read is told by its claim.
         let Some(uuid) = marker.ok().and_then(|marker| uuid_of(&marker)) else { continue };
         if let Some(other) = known.insert(uuid, disk.root()) {
@@ -160,7 +166,7 @@ async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), S
 }
 
 /// Looks into a directory, which is not changed.
-async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, StoreError> {
+pub(super) async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, StoreError> {
     let names = match within(deadline, io.list(Path::new(""))).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::Nothing),
         names => names.map_err(|error| StoreError::io(io.root(), error))?,

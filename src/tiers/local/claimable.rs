@@ -3,13 +3,15 @@
 //!
 //! Nothing is left behind but new directories themselves, empty.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::claim::LOST_AND_FOUND;
+use super::claim::{self, Content, LOST_AND_FOUND};
 use super::config::LocalConfig;
 use super::disk::within;
 use super::marker::{MARKER, uuid_of};
@@ -24,6 +26,8 @@ pub struct HeldBy<'a> {
     pub given_up: &'a [PathBuf],
     /// Those of these whose locks are not its own: it never had them, or let them go.
     pub unclaimed: &'a [PathBuf],
+    /// Identities of those that it has; empty from a worker that does not say.
+    pub identities: &'a BTreeMap<PathBuf, [u8; 16]>,
 }
 
 /// So long is looked at a directory that is given up already.
@@ -70,7 +74,44 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
         };
         found.err().map(told)
     });
-    join_all(looks.collect::<Vec<_>>()).await.into_iter().flatten().collect()
+    let (found, confused) =
+        tokio::join!(join_all(looks.collect::<Vec<_>>()), confusions(config, &disks, held));
+    let mut told: Vec<String> = found.into_iter().flatten().collect();
+    told.extend(confused);
+    told
+}
+
+/// Directories that are not what the worker that runs has, or that the start would refuse: also those that it does without,
+/// if they answer, since the start looks at them.
+async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<'_>) -> Vec<String> {
+    let is_given_up = |disk: &Arc<dyn Disk>| held.given_up.iter().any(|path| path == disk.root());
+    let peeks = disks.iter().map(|disk| async move {
+        let deadline =
+            if is_given_up(disk) { PATIENCE.min(config.name_timeout) } else { config.name_timeout };
+        match claim::look(disk.as_ref(), deadline).await {
+            Ok(Content::Ours) => (replaced(disk.as_ref(), held, deadline).await, Some(Arc::clone(disk))),
+            Ok(Content::Nothing) => (None, None),
+            // Of the others it is told already.
+            Err(error) => ((is_given_up(disk) && claim::is_refused(&error)).then(|| error.to_string()), None),
+        }
+    });
+    let peeked = join_all(peeks.collect::<Vec<_>>()).await;
+    let ours: Vec<_> = peeked.iter().filter_map(|(_, disk)| disk.clone()).collect();
+    let copied = claim::refuse_copies(&ours, config.name_timeout).await.err().map(|error| error.to_string());
+    let told = copied.into_iter().chain(peeked.into_iter().filter_map(|(why, _)| why));
+    told.map(|why| format!("localfile_store.data_paths: {why}")).collect()
+}
+
+/// That a directory is another one than the running worker has by this path.
+async fn replaced(disk: &dyn Disk, held: HeldBy<'_>, deadline: Duration) -> Option<String> {
+    let uuid = Uuid::from_bytes(*held.identities.get(disk.root())?);
+    let marker = within(deadline, disk.read_small(Path::new(MARKER))).await.ok()?;
+    let now = uuid_of(&marker).filter(|now| *now != uuid)?;
+    Some(format!(
+        "{}: it is another directory than the running worker has there (its identity is {now}, that in use {uuid}): bring \
+         that one back, or put an empty directory in its place",
+        disk.root().display()
+    ))
 }
 
 async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), Obstacle> {
@@ -114,6 +155,7 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
 
 #[cfg(test)]
 mod tests {
+    use super::super::marker::marker_of;
     use super::*;
 
     fn config(paths: &[&Path]) -> LocalConfig {
@@ -132,8 +174,14 @@ mod tests {
         let marker = format!("{}\n{}\n", "uniffle-worker local store 1", Uuid::new_v4());
         std::fs::write(held.join(MARKER), marker).unwrap();
         std::fs::write(full.join("theirs"), "x").unwrap();
+        let none = BTreeMap::new();
         let running = [held.clone(), gone.clone(), hung.clone()];
-        let by = HeldBy { running: &running, given_up: std::slice::from_ref(&hung), unclaimed: &[] };
+        let by = HeldBy {
+            running: &running,
+            given_up: std::slice::from_ref(&hung),
+            unclaimed: &[],
+            identities: &none,
+        };
         let told = obstacles(&config(&[&held, &gone, &full, &fresh, &hung]), by).await;
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].contains("gone") && told[0].contains("still mounted"), "{told:?}");
@@ -145,12 +193,12 @@ mod tests {
         // One that another worker uses, and a marker of something else.
         let disk = &config(&[&held]).real_disks()[0];
         let lock = disk.lock(Path::new(MARKER)).await.unwrap();
-        let by = HeldBy { running: &[], given_up: &[], unclaimed: &[] };
+        let by = HeldBy { running: &[], given_up: &[], unclaimed: &[], identities: &none };
         let told = obstacles(&config(&[&held]), by).await;
         assert!(told[0].contains("another process uses it"), "{told:?}");
         // One that the running worker let go of, and that the process before it holds.
         let paths = std::slice::from_ref(&held);
-        let without = HeldBy { running: paths, given_up: paths, unclaimed: paths };
+        let without = HeldBy { running: paths, given_up: paths, unclaimed: paths, identities: &none };
         assert_eq!(silent(&config(&[&held]), without).await, paths, "it is not touched");
         let own = HeldBy { unclaimed: &[], ..without };
         assert!(silent(&config(&[&held]), own).await.is_empty(), "it is its own, and answers again");
@@ -159,5 +207,82 @@ mod tests {
         std::fs::write(held.join(MARKER), "something else").unwrap();
         let told = obstacles(&config(&[&held]), by).await;
         assert!(told[0].contains("not this worker's marker"), "{told:?}");
+    }
+    /// Directories with these identities, what they are configured with, and what a worker that runs on the first two has.
+    struct Copied {
+        dir: tempfile::TempDir,
+        identities: BTreeMap<PathBuf, [u8; 16]>,
+    }
+
+    impl Copied {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let mut identities = BTreeMap::new();
+            for (name, uuid) in [("d0", 1), ("d1", 2)] {
+                let uuid = Uuid::from_u128(uuid);
+                identities.insert(dir.path().join(name), uuid.into_bytes());
+                std::fs::create_dir(dir.path().join(name)).unwrap();
+                std::fs::write(dir.path().join(name).join(MARKER), marker_of(uuid)).unwrap();
+            }
+            Self { dir, identities }
+        }
+
+        fn mark(&self, name: &str, content: &[u8]) {
+            std::fs::create_dir_all(self.dir.path().join(name)).unwrap();
+            std::fs::write(self.dir.path().join(name).join(MARKER), content).unwrap();
+        }
+
+        /// What stands against a successor on these, of which the running one does without some.
+        async fn told(&self, names: &[&str], given_up: &[&str]) -> String {
+            let paths = |names: &[&str]| names.iter().map(|name| self.dir.path().join(name)).collect();
+            let (paths, given_up): (Vec<PathBuf>, Vec<PathBuf>) = (paths(names), paths(given_up));
+            let running: Vec<PathBuf> = self.identities.keys().cloned().collect();
+            let by = HeldBy {
+                running: &running,
+                given_up: &given_up,
+                unclaimed: &[],
+                identities: &self.identities,
+            };
+            let config = LocalConfig { paths, ..LocalConfig::default() };
+            obstacles(&config, by).await.join("\n")
+        }
+    }
+
+    #[tokio::test]
+    async fn a_copy_of_a_directory_that_is_held_is_refused_before_the_running_worker_lets_go() {
+        let copied = Copied::new();
+        assert_eq!(copied.told(&["d0", "d1", "new"], &[]).await, "");
+        let first = marker_of(Uuid::from_u128(1));
+        copied.mark("d2", first.as_bytes());
+        let told = copied.told(&["d0", "d1", "d2"], &[]).await;
+        let path = |name: &str| copied.dir.path().join(name).display().to_string();
+        let expected = format!(
+            "localfile_store.data_paths: {}: directory has the identity of another one (it is the same directory as {}, or a \
+             copy of it: leave one of them out)",
+            path("d2"),
+            path("d0")
+        );
+        assert_eq!(told, expected, "as the start says it");
+        copied.mark("d1", first.as_bytes());
+        let told = copied.told(&["d0", "d1"], &[]).await;
+        assert!(told.contains(&format!("{}: directory has the identity of another", path("d1"))), "{told}");
+        let told = copied.told(&["d0", "d1"], &["d1"]).await;
+        assert!(told.contains("has the identity of another one"), "it was noticed already: {told}");
+    }
+
+    #[tokio::test]
+    async fn a_directory_that_was_replaced_under_the_running_worker_is_refused_to_its_successor() {
+        let copied = Copied::new();
+        copied.mark("d1", marker_of(Uuid::from_u128(9)).as_bytes());
+        for given_up in [&[][..], &["d1"]] {
+            let told = copied.told(&["d0", "d1"], given_up).await;
+            assert!(told.contains("d1: it is another directory than the running worker has"), "{told}");
+        }
+        // Noticed and given up: its claim is gone, of which the start would die.
+        std::fs::remove_file(copied.dir.path().join("d1").join(MARKER)).unwrap();
+        assert_eq!(copied.told(&["d0", "d1"], &["d1"]).await, "", "an empty one in its place");
+        std::fs::write(copied.dir.path().join("d1/theirs"), "x").unwrap();
+        let told = copied.told(&["d0", "d1"], &["d1"]).await;
+        assert!(told.contains("content that is not a uniffle-worker's"), "{told}");
     }
 }
