@@ -103,6 +103,22 @@ async fn ask<T>(
     result
 }
 
+/// What is in a directory; none, told once, where something else has its name: that is nobody's, and says nothing of the disk.
+async fn list(disk: &LocalDisk, deadline: Duration, path: &Path) -> io::Result<Option<Vec<String>>> {
+    let listing = async {
+        match disk.io.list(path).await {
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(None),
+            listed => listed.map(Some),
+        }
+    };
+    let names = ask(disk, deadline, listing).await?;
+    if names.is_none() {
+        let path = disk.io.root().join(path);
+        tracing::warn!(path = %path.display(), "is no directory of this worker's: it is left alone, move it away");
+    }
+    Ok(names)
+}
+
 /// Lists a disk. What cannot be read is named in the log and left out.
 pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     let deadline = core.config.name_timeout;
@@ -121,9 +137,10 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     for name in apps {
         let path = Path::new(APPS).join(&name);
         let Ok(app) = AppId::parse(&name) else { continue };
-        match ask(disk, deadline, disk.io.list(&path)).await {
-            Ok(names) if names.is_empty() => scan.empty_apps.push(path),
-            Ok(names) => {
+        match list(disk, deadline, &path).await {
+            Ok(None) => {}
+            Ok(Some(names)) if names.is_empty() => scan.empty_apps.push(path),
+            Ok(Some(names)) => {
                 for (name, (key, incarnation)) in
                     names.iter().filter_map(|name| Some((name, parse_name(&app, name)?)))
                 {

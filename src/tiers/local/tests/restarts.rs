@@ -326,3 +326,22 @@ async fn recovery_of_ten_gigabytes_of_small_blocks() {
     assert_eq!(recovered.blocks, id.cast_unsigned());
     println!("{} blocks, {} bytes: {:?}", recovered.blocks, recovered.bytes, recovered.took);
 }
+
+#[tokio::test]
+async fn a_stray_file_among_the_apps_does_not_take_the_disk_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
+    let key = key("app", 1);
+    let store = open(disks()).await.unwrap();
+    let handle = store.register(&key);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&key, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    drop((handle, store));
+    let stray = dir.path().join("apps/notes.txt");
+    std::fs::write(&stray, "hi").unwrap();
+    let store = open(disks()).await.unwrap();
+    let info = &store.disks()[0];
+    assert_eq!((info.condition, info.fault.as_deref()), (DiskCondition::Healthy, None));
+    assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
+    assert!(stray.exists(), "it is left alone");
+}
