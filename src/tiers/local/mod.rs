@@ -64,6 +64,7 @@ mod scan;
 mod share;
 mod shuffle;
 mod store;
+mod streams;
 mod sync;
 mod take_over;
 mod tier;

@@ -21,12 +21,13 @@ use uuid::Uuid;
 
 use super::core::Core;
 use super::disk::LocalDisk;
-use super::extent::{Extent, Partition};
+use super::extent::Extent;
 use super::index::IndexGroup;
 use super::log::{Log, LogKind};
 use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::LocalStore;
+use super::streams::Partition;
 use crate::durability::{Found, FoundShuffle, IdSet};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};

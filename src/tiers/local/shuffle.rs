@@ -12,12 +12,13 @@ use parking_lot::RwLock;
 
 use super::damaged::DamagedBlocks;
 use super::disk::{APPS, LocalDisk, Occupied};
-use super::extent::{Extent, NO_LOG, Partition, Streams};
+use super::extent::{Extent, NO_LOG};
 use super::extents::ExtentList;
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
 use super::records::RecordsKey;
+use super::streams::{Partition, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};

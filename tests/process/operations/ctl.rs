@@ -80,7 +80,7 @@ async fn ctl_tells_what_a_worker_does() {
     assert!(ctl(&fixture, &["disks"]).await.well().contains("healthy"));
     assert_eq!(ctl(&fixture, &["losses"]).await.well(), "no block is lost\n");
     let shown = ctl(&fixture, &["top"]).await.well();
-    assert!(shown.starts_with("1 workers, 1 answer;") && shown.contains("app-10"), "{shown}");
+    assert!(shown.starts_with("1 worker, 1 answer;") && shown.contains("app-10"), "{shown}");
     assert_eq!(json(&fixture, &["top"]).await[0]["answer"]["status"]["apps"]["count"], 2);
     fixture.finish().await;
 }
