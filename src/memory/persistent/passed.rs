@@ -7,6 +7,6 @@ use listenfd::ListenFd;
 /// The descriptor at `index` of those that were passed, whatever it is; once.
 pub fn take(passed: &mut ListenFd, index: usize) -> Option<OwnedFd> {
     let descriptor = passed.take_raw_fd(index).ok().flatten()?;
-    // SAFETY: whoever started this process opened it for this process (`LISTEN_FDS`), and `ListenFd` gives each away once.
+    // SAFETY: the parent process opened it for this process (`LISTEN_FDS`), and `ListenFd` gives each away once.
     Some(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
