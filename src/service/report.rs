@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use crate::app::{Counted, PartitionRecords, ReportError, ShuffleState};
+use crate::budget::Charge;
 use crate::durability::{Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -64,13 +65,14 @@ impl Ingest {
         let learns_records =
             shuffle.records().lock().would_learn(&request.records).map_err(ReportError::from)?;
         let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
-        match learns? {
-            Some(new) => app.usage().check(Counted::ReportedIds, new)?,
+        // Counted from here on: reports that come at once would each find the quota as it was before the others.
+        let counted = match learns? {
+            Some(new) => app.usage().take(Counted::ReportedIds, new)?,
             // It was written down before, and is on the device unless an earlier process left it and nothing could be written
             // since.
             None if !learns_records && log().is_none_or(|log| log.is_recovered_durable()) => return Ok(()),
-            None => {}
-        }
+            None => app.usage().count(Counted::ReportedIds, 0),
+        };
         request.partitions = partitions;
         self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
         let (partitions, records) = match self.tiers.metadata() {
@@ -78,7 +80,7 @@ impl Ingest {
             None => (request.partitions, request.records),
         };
         shuffle.records().lock().report(&records).map_err(ReportError::from)?;
-        aside(is_small, move || enter(&shuffle, bitmap_count, &partitions)).await??;
+        aside(is_small, move || enter(&shuffle, bitmap_count, &partitions, counted)).await??;
         Ok(())
     }
 }
@@ -122,14 +124,19 @@ fn would_learn(
     Ok(learns)
 }
 
-/// Enters a report. One that is refused in between leaves ids that no successful attempt names.
+/// Enters a report, which counts its ids; `counted` is what they counted until then. One that is refused in between leaves ids that no
+/// successful attempt names.
 fn enter(
     shuffle: &ShuffleState,
     bitmap_count: i32,
     partitions: &[(PartitionId, Vec<i64>)],
+    mut counted: Charge,
 ) -> Result<(), ReportError> {
     for piece in pieces(partitions) {
-        shuffle.block_ids().lock().report(bitmap_count, &piece)?;
+        let ids = piece.iter().map(|(_, ids)| ids.len() as u64).sum();
+        let mut entered = shuffle.block_ids().lock();
+        drop(counted.split_up_to(ids));
+        entered.report(bitmap_count, &piece)?;
     }
     Ok(())
 }

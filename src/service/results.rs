@@ -54,11 +54,11 @@ pub struct Results {
 }
 
 impl Reads {
-    /// The reported ids of `partitions` as Java's bitmap. A partition without reports has none, nor has a shuffle that
-    /// was never registered.
+    /// The reported ids of `partitions` as Java's bitmap; a partition without reports has none.
     ///
     /// # Errors
-    /// Unknown app, too many partitions, a layout whose widths are not 1..=31 each and 63 together, reports that may be
+    /// Unknown app or shuffle: after its application has expired and is back, or after a restart without disks, no ids
+    /// would be taken for an empty shuffle. Too many partitions, a layout whose widths are not 1..=31 each and 63 together, reports that may be
     /// missing, a shuffle that an earlier process may have known, or no heap for the answer in time.
     pub async fn results(
         &self,
@@ -80,11 +80,7 @@ impl Reads {
         let answers = self.memory.heap().of(HeapKind::Answers);
         let Some((_, shuffle)) = shuffle_of(&app, shuffle) else {
             return match self.tiers.metadata().and_then(|tier| tier.metadata_gap()) {
-                None => Ok(Results {
-                    bitmap: bitmap::encode(&Treemap::new()),
-                    records: Vec::new(),
-                    held: answers.nothing(),
-                }),
+                None => Err(ServiceError::NotRegisteredPart(format!("shuffle {}/{shuffle}", app.id()))),
                 Some(reason) => Err(self.refuse_unknown(app.id().as_str(), shuffle, &reason)),
             };
         };

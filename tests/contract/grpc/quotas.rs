@@ -92,6 +92,27 @@ async fn reported_ids_are_bounded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reports_that_come_at_once_do_not_pass_a_quota_together() {
+    let fixture = WorkerFixture::with(with("[quota]\napp_reported_ids = 100")).await;
+    let key = key("app-1", 1);
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let report = async |task: i64| {
+        let ids = (task * 10..task * 10 + 10).map(BlockId).collect();
+        fixture.client.report(&key, TaskAttemptId(task), &[(P, ids)]).await.is_ok()
+    };
+    let at_once = futures::future::join_all((0..50).map(report)).await;
+    // Two that ask at once for the last of it may both have been refused.
+    let taken = at_once.iter().filter(|taken| **taken).count();
+    assert!(taken <= 10, "{taken} reports of 10 ids were taken");
+    let mut in_turn = 0;
+    for task in 50..100 {
+        in_turn += usize::from(report(task).await);
+    }
+    assert_eq!(taken + in_turn, 10, "{taken} at once");
+    fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn over_the_quota_of_disk_bytes_sends_are_refused_and_what_was_taken_is_still_flushed() {
     let fixture = WorkerFixture::with(with("[quota]\napp_disk = \"1MiB\"")).await;
     let (key, other) = (key("app-1", 1), super::fixture::key("app-2", 1));

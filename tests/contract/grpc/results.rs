@@ -5,13 +5,16 @@ use uniffle_client::block::IdLayout;
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto::{
     BlockIdLayout, GetShuffleResultForMultiPartRequest, GetShuffleResultRequest, PartitionStats,
-    PartitionToBlockIds, ReportShuffleResultRequest, StatusCode, TaskAttemptIdToRecords,
+    PartitionToBlockIds, ReportShuffleResultRequest, ShuffleUnregisterByAppIdRequest, StatusCode,
+    TaskAttemptIdToRecords,
 };
 
 use super::fixture::{WorkerFixture, key};
 
 const HISTORIC: BlockIdLayout =
     BlockIdLayout { sequence_no_bits: 18, partition_id_bits: 24, task_attempt_id_bits: 21 };
+
+const NOT_REGISTERED: &str = "shuffle app-1/1 is not registered";
 
 fn report(key: &ShuffleKey, partitions: &[(i32, Vec<i64>)]) -> ReportShuffleResultRequest {
     ReportShuffleResultRequest {
@@ -114,6 +117,32 @@ fn hex(text: &str) -> Vec<u8> {
     let digits: Vec<u8> =
         text.chars().filter_map(|c| c.to_digit(16)).map(|d| u8::try_from(d).unwrap()).collect();
     digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+}
+
+/// An empty success would be taken for a shuffle without blocks: readers would miss nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn results_of_a_shuffle_that_went_with_its_application_are_refused_when_that_is_back() {
+    let (fixture, gone, new) = (WorkerFixture::start().await, key("app-1", 1), key("app-1", 2));
+    fixture.client.register(&gone, &[(0, 9)]).await.unwrap();
+    assert_eq!(reported(&fixture, report(&gone, &[(0, vec![7])])).await.0, StatusCode::Success);
+    let whole = ShuffleUnregisterByAppIdRequest { app_id: gone.app.as_str().to_owned() };
+    fixture.client.raw().unregister_shuffle_by_app_id(whole).await.unwrap();
+    fixture.client.register(&new, &[(0, 9)]).await.unwrap();
+    let one = GetShuffleResultRequest {
+        app_id: gone.app.as_str().to_owned(),
+        shuffle_id: gone.shuffle.0,
+        partition_id: 0,
+        block_id_layout: Some(HISTORIC),
+    };
+    let answer = fixture.client.raw().get_shuffle_result(one).await.unwrap().into_inner();
+    assert_eq!((answer.status(), answer.ret_msg.as_str()), (StatusCode::NoRegister, NOT_REGISTERED));
+    assert_eq!(result_bytes(&fixture, &gone, &[0], Some(HISTORIC)).await.0, StatusCode::NoRegister);
+    assert_eq!(
+        result_bytes(&fixture, &new, &[0], Some(HISTORIC)).await.0,
+        StatusCode::Success,
+        "it is empty"
+    );
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
