@@ -470,10 +470,10 @@ fn what_has_no_effect_is_a_warning() {
 fn the_environment_is_read_from_the_map() {
     let load = |pairs: &[(&str, &str)]| Config::load(None, &env(pairs), &machine());
     let config = load(&[("WORKER_IP", "10.1.2.3"), ("RUST_LOG", "debug"), ("LOG", "warn")]).unwrap();
-    assert_eq!(config.worker.advertised_ip, Some("10.1.2.3".parse().unwrap()));
+    assert_eq!(config.worker.advertised, Some("10.1.2.3".parse().unwrap()));
     assert_eq!(config.log.filter, "debug");
     assert_eq!(load(&[("LOG", "warn")]).unwrap().log.filter, "warn");
-    for bad in [("WORKER_IP", "myhost"), ("WORKER_IP", "0.0.0.0"), ("RUST_LOG", "a=b=c=notalevel")] {
+    for bad in [("WORKER_IP", "my_host"), ("WORKER_IP", "0.0.0.0"), ("RUST_LOG", "a=b=c=notalevel")] {
         let error = load(&[bad]).unwrap_err().to_string();
         assert!(error.contains(bad.0) && error.contains(bad.1), "{error}");
     }

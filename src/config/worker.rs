@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
+use crate::coordinator::identity::Advertised;
 use crate::schema::kind::{
     HOUR, Kind, SECOND, count, flag, ip_address, list, optional, parsed, port, seconds, word,
 };
@@ -78,9 +79,10 @@ section! {
         /// disks; reads go on meanwhile. Stay below the time that the service manager gives (systemd: 90 s).
         #[key("shutdown.flush_timeout_sec", seconds(Duration::ZERO..=HOUR), Restart)]
         pub flush_timeout: Duration = 60 * SECOND,
-        /// The address told to coordinators and clients. Default: found out from the interfaces.
-        #[env("WORKER_IP", optional(reachable_address()))]
-        pub advertised_ip: Option<IpAddr> = None,
+        /// The address told to coordinators and clients; of a host name, such as that of a Kubernetes Service, the address
+        /// that it stands for at start. Default: found out from the interfaces.
+        #[env("WORKER_IP", optional(parsed("an IP address that clients can reach or a host name", str::parse)))]
+        pub advertised: Option<Advertised> = None,
     }
 }
 
@@ -110,13 +112,4 @@ pub fn check_tags(tags: &[String]) -> Result<(), String> {
         return Err(format!("at most {TAGS_MAX} tags"));
     }
     tags.iter().try_for_each(|text| check_tag(text))
-}
-
-fn reachable_address() -> Kind<IpAddr> {
-    let convert = |text: &str| {
-        let ip = text.trim().parse::<IpAddr>().ok();
-        let usable = ip.filter(|ip| !ip.is_unspecified() && !ip.is_multicast());
-        usable.ok_or_else(|| "an IP address that clients can reach".to_owned())
-    };
-    parsed("an IP address that clients can reach", convert)
 }

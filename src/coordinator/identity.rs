@@ -1,34 +1,140 @@
 //! Under which address, id and tags the worker is known (docs/protocol.md §8.1, §8.3).
 //!
-//! Pure, but for [`worker_ip`], which asks the environment and the kernel once at start-up. Invariant: the id is
-//! `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with an IP literal, because clients split it on `-`.
+//! Invariant: the id is `<ip>-<grpc>` or `<ip>-<grpc>-<netty>` with an IP literal, because clients split it on `-`. A name
+//! is therefore asked for once, at start, and told as the address that it stands for; that of a Service of Kubernetes
+//! stays through rescheduling.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::str::FromStr;
+use std::time::Duration;
 
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use nix::net::if_::InterfaceFlags;
 
-/// Environment variables that fix the address, in order.
-pub const IP_VARIABLES: [&str; 2] = ["WORKER_IP", "RSS_IP"];
+/// The variable with which Java's server is told its address.
+const JAVA_VARIABLE: &str = "RSS_IP";
+/// How long a name server may take.
+const RESOLVED_WITHIN: Duration = Duration::from_secs(20);
+/// As in RFC 1123.
+const NAME_CHARS_MAX: usize = 253;
+const LABEL_CHARS_MAX: usize = 63;
 
-/// A variable of the environment that should hold an address and does not.
+/// Why the worker has no address to tell.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{variable} must be an IP address, not {value:?}")]
-pub struct InvalidIp {
-    /// Name of the variable.
-    pub variable: &'static str,
-    /// What it holds.
-    pub value: String,
+pub enum AddressError {
+    /// The variable of Java's server holds something else.
+    #[error("{JAVA_VARIABLE} must be an IP address, not {0:?}")]
+    NotAnIp(String),
+    /// The name is not known, or nobody answered.
+    #[error("WORKER_IP: the name {name} was not resolved: {reason}")]
+    Unresolved {
+        /// As configured.
+        name: String,
+        /// What the resolver said.
+        reason: String,
+    },
+    /// Which one the id is made of would be left to chance.
+    #[error("WORKER_IP: the name {name} stands for several addresses, {found:?}; name one that has one")]
+    Ambiguous {
+        /// As configured.
+        name: String,
+        /// In ascending order.
+        found: Vec<IpAddr>,
+    },
 }
 
-/// The address that this worker reports to the cluster: the environment's, else the best interface's, else the source
-/// address of the default route, else 127.0.0.1.
+/// What coordinators and clients are told to connect to, as configured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Advertised {
+    /// This address.
+    Ip(IpAddr),
+    /// The address that this host name stands for when the worker starts.
+    Name(String),
+}
+
+impl FromStr for Advertised {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        let refused =
+            || "an IP address that clients can reach, or a host name that stands for one".to_owned();
+        match text.parse::<IpAddr>() {
+            Ok(ip) if is_reachable(&ip) => Ok(Self::Ip(ip)),
+            Err(_) if is_host_name(text) => Ok(Self::Name(text.to_owned())),
+            _ => Err(refused()),
+        }
+    }
+}
+
+impl fmt::Display for Advertised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(ip) => ip.fmt(f),
+            Self::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+/// As in RFC 1123, and not something that was meant to be an IPv4 address.
+fn is_host_name(text: &str) -> bool {
+    let is_label = |label: &str| {
+        let has_plain_chars = label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        let dashed = label.starts_with('-') || label.ends_with('-');
+        (1..=LABEL_CHARS_MAX).contains(&label.len()) && has_plain_chars && !dashed
+    };
+    let name = text.strip_suffix('.').unwrap_or(text);
+    let last = name.rsplit('.').next().unwrap_or_default();
+    name.len() <= NAME_CHARS_MAX
+        && name.split('.').all(is_label)
+        && !last.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+fn is_reachable(ip: &IpAddr) -> bool {
+    !ip.is_unspecified() && !ip.is_multicast()
+}
+
+/// The address that this worker reports to the cluster: the one that is configured, else that of [`worker_ip`].
 ///
 /// # Errors
-/// When the environment names something that is not an IP literal. A host name may hold a `-`, which would break the
-/// server id, so it is refused and not resolved.
-pub fn worker_ip() -> Result<IpAddr, InvalidIp> {
-    if let Some(ip) = ip_from_environment(|variable| std::env::var(variable).ok())? {
+/// See [`AddressError`].
+pub async fn resolve(advertised: Option<&Advertised>) -> Result<IpAddr, AddressError> {
+    let name = match advertised {
+        None => return worker_ip(),
+        Some(Advertised::Ip(ip)) => return Ok(*ip),
+        Some(Advertised::Name(name)) => name,
+    };
+    let unresolved = |reason: String| AddressError::Unresolved { name: name.clone(), reason };
+    let lookup = tokio::net::lookup_host((name.as_str(), 0));
+    let found = tokio::time::timeout(RESOLVED_WITHIN, lookup).await;
+    let found = found.map_err(|_| unresolved(format!("no answer within {} s", RESOLVED_WITHIN.as_secs())))?;
+    let found = found.map_err(|error| unresolved(error.to_string()))?;
+    one_of(name, found.map(|address| address.ip()).collect())
+}
+
+/// The only IPv4 address; where there is none, the only other one.
+fn one_of(name: &str, mut found: Vec<IpAddr>) -> Result<IpAddr, AddressError> {
+    found.retain(is_reachable);
+    if found.iter().any(IpAddr::is_ipv4) {
+        found.retain(IpAddr::is_ipv4);
+    }
+    found.sort_unstable();
+    found.dedup();
+    let name = name.to_owned();
+    match *found.as_slice() {
+        [ip] => Ok(ip),
+        [] => {
+            Err(AddressError::Unresolved { name, reason: "it has no address that clients can reach".into() })
+        }
+        _ => Err(AddressError::Ambiguous { name, found }),
+    }
+}
+
+/// The address of [`JAVA_VARIABLE`], else the best interface's, else the source address of the default route, else
+/// 127.0.0.1.
+fn worker_ip() -> Result<IpAddr, AddressError> {
+    if let Some(ip) = ip_for_java(std::env::var(JAVA_VARIABLE).ok())? {
         return Ok(ip);
     }
     let interfaces = getifaddrs().into_iter().flatten();
@@ -40,19 +146,11 @@ pub fn worker_ip() -> Result<IpAddr, InvalidIp> {
     Ok(found.unwrap_or(Ipv4Addr::LOCALHOST).into())
 }
 
-/// The first of [`IP_VARIABLES`] that is set and not empty.
-///
-/// # Errors
-/// When it is not an IP literal.
-pub fn ip_from_environment(
-    lookup: impl Fn(&'static str) -> Option<String>,
-) -> Result<Option<IpAddr>, InvalidIp> {
-    for variable in IP_VARIABLES {
-        let Some(value) = lookup(variable).filter(|value| !value.trim().is_empty()) else { continue };
-        let ip = value.trim().parse().map_err(|_| InvalidIp { variable, value })?;
-        return Ok(Some(ip));
+fn ip_for_java(value: Option<String>) -> Result<Option<IpAddr>, AddressError> {
+    match value.as_deref().map(str::trim) {
+        None | Some("") => Ok(None),
+        Some(text) => text.parse().map(Some).map_err(|_| AddressError::NotAnIp(text.to_owned())),
     }
-    Ok(None)
 }
 
 /// An interface's IPv4 address, as the Java server chooses among them: the interface is up, not loopback, not
@@ -118,18 +216,62 @@ pub fn tags(netty: bool, user_tags: &[String]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn env(pairs: &'static [(&'static str, &'static str)]) -> impl Fn(&'static str) -> Option<String> {
-        move |name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+    #[test]
+    fn javas_variable_holds_an_ip_literal() {
+        let ip = |text: &str| ip_for_java(Some(text.to_owned()));
+        assert_eq!(ip(" ::1 "), Ok(Some("::1".parse().unwrap())));
+        assert_eq!((ip(""), ip_for_java(None)), (Ok(None), Ok(None)));
+        assert!(ip("worker-1.example").unwrap_err().to_string().contains("RSS_IP"));
     }
 
     #[test]
-    fn environment_must_hold_ip_literals() {
-        let both = env(&[("RSS_IP", "10.0.0.2"), ("WORKER_IP", "10.0.0.1")]);
-        assert_eq!(ip_from_environment(both), Ok(Some([10, 0, 0, 1].into())));
-        assert_eq!(ip_from_environment(env(&[("RSS_IP", " ::1 ")])), Ok(Some("::1".parse().unwrap())));
-        assert_eq!(ip_from_environment(env(&[("WORKER_IP", "")])), Ok(None));
-        let error = ip_from_environment(env(&[("WORKER_IP", "worker-1.example")])).unwrap_err();
-        assert!(error.to_string().contains("WORKER_IP"), "{error}");
+    fn an_address_or_a_host_name_is_advertised() {
+        for name in ["worker-1", "uniffle-worker-0.shuffle.svc", "a.b.", "1st.example"] {
+            let advertised: Advertised = format!(" {name} ").parse().unwrap();
+            assert_eq!((&advertised, advertised.to_string()), (&Advertised::Name(name.into()), name.into()));
+        }
+        assert_eq!("::1".parse(), Ok(Advertised::Ip("::1".parse().unwrap())));
+        let long_label = "a".repeat(64);
+        let long_name = "a.".repeat(128);
+        for refused in [
+            "",
+            "0.0.0.0",
+            "224.0.0.1",
+            "10.0.0",
+            "a_b",
+            "-a",
+            "a-.b",
+            "a..b",
+            "a b",
+            "a:1",
+            &long_label,
+            &long_name,
+        ] {
+            assert!(refused.parse::<Advertised>().is_err(), "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_name_stands_for_one_address() {
+        let ips = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpAddr>>();
+        let one = |texts: &[&str]| one_of("a-name", ips(texts));
+        assert_eq!(one(&["fd00::1", "10.0.0.1", "10.0.0.1"]), Ok([10, 0, 0, 1].into()));
+        assert_eq!(one(&["fd00::1", "::"]), Ok("fd00::1".parse().unwrap()));
+        let several = one(&["10.0.0.2", "10.0.0.1"]).unwrap_err();
+        assert_eq!(
+            several,
+            AddressError::Ambiguous { name: "a-name".into(), found: ips(&["10.0.0.1", "10.0.0.2"]) }
+        );
+        assert!(one(&["0.0.0.0"]).unwrap_err().to_string().contains("a-name"));
+    }
+
+    #[tokio::test]
+    async fn a_name_is_told_as_the_address_that_it_stands_for() {
+        let name = |text: &str| Some(Advertised::Name(text.into()));
+        assert_eq!(resolve(name("localhost").as_ref()).await, Ok(Ipv4Addr::LOCALHOST.into()));
+        // Never registered (RFC 6761).
+        let error = resolve(name("worker-0.invalid").as_ref()).await.unwrap_err();
+        assert!(error.to_string().contains("worker-0.invalid"), "{error}");
     }
 
     #[test]
@@ -179,7 +321,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_an_address() {
-        if std::env::vars().any(|(name, _)| IP_VARIABLES.contains(&name.as_str())) {
+        if std::env::var_os(JAVA_VARIABLE).is_some() {
             return;
         }
         assert!(!worker_ip().unwrap().is_unspecified());

@@ -136,7 +136,7 @@ impl Worker {
         let (let_go, left_memory) = (inherited.let_go.clone(), inherited.memory.take());
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
-        let ip = advertised_ip(config)?;
+        let ip = advertised_ip(config).await?;
         let registry = crate::metrics::registry()?;
         let listeners = Tasks::new();
         let background = listeners.sibling();
@@ -439,11 +439,9 @@ pub fn check_files(config: &Config) -> anyhow::Result<()> {
 }
 
 /// The address that clients are told.
-fn advertised_ip(config: &Config) -> anyhow::Result<IpAddr> {
-    match config.worker.advertised_ip {
-        Some(ip) => Ok(ip),
-        None => identity::worker_ip().context("no usable address of this machine; set WORKER_IP"),
-    }
+async fn advertised_ip(config: &Config) -> anyhow::Result<IpAddr> {
+    let ip = identity::resolve(config.worker.advertised.as_ref()).await;
+    ip.context("no usable address of this machine; set WORKER_IP")
 }
 
 /// By this id coordinators and clients know the worker, and its remote files begin with it.

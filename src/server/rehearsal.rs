@@ -44,7 +44,7 @@ pub async fn rehearse(config: &Config, facts: &str) -> Result<String, Vec<String
     problems.extend(said(check_files(config)));
     problems.extend(sockets::unavailable(config, |name, port| facts.has_listener(name, port)));
     problems.extend(said(map_memory(config)));
-    problems.extend(said(find_memory(config, &facts)));
+    problems.extend(said(find_memory(config, &facts).await));
     let local = async {
         match config.worker.store_type.has_local() {
             true => {
@@ -77,7 +77,7 @@ fn map_memory(config: &Config) -> anyhow::Result<()> {
 }
 
 /// What the running worker has itself is handed over, or gone by then.
-fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
+async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
     if section.backing == Backing::Private || facts.leaves_memory_to(config) {
         return Ok(());
@@ -86,7 +86,7 @@ fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let checked = match facts.has_memory_at(&section.backing) {
         true => Memory::check_room(section),
         false => {
-            let owner = Owner::now(identity::server_id(advertised_ip(config)?, grpc, tcp))?;
+            let owner = Owner::now(identity::server_id(advertised_ip(config).await?, grpc, tcp))?;
             Memory::check(section, &owner)
         }
     };
@@ -95,7 +95,7 @@ fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
 
 /// As the same worker that runs: by its server id remote files are told apart.
 async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
-    let ip = advertised_ip(config)?;
+    let ip = advertised_ip(config).await?;
     if !config.worker.store_type.has_hdfs() {
         return Ok(());
     }

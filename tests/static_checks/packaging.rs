@@ -262,3 +262,25 @@ fn the_manifests_configure_the_worker_that_they_start() {
     }
     assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
 }
+
+/// A pod is told as the address of the Service that has its name, so that it is the same worker wherever it runs.
+#[test]
+fn each_replica_has_a_service_of_its_own() {
+    let config = configured(MANIFESTS, "config.toml: |\n");
+    let documents: Vec<&str> = MANIFESTS.split("---\n").collect();
+    let replicas = documents.iter().find_map(|document| document.split_once("\n  replicas: "));
+    let replicas: usize = replicas.unwrap().1.lines().next().unwrap().parse().unwrap();
+    let selected = "statefulset.kubernetes.io/pod-name: ";
+    let services: Vec<&&str> = documents.iter().filter(|document| document.contains(selected)).collect();
+    assert_eq!(services.len(), replicas);
+    for (replica, service) in services.iter().enumerate() {
+        let name = format!("uniffle-worker-{replica}\n");
+        assert!(service.contains(&format!("\n  name: {name}")), "{service}");
+        assert!(service.contains(&format!("{selected}{name}")), "{service}");
+        assert!(!service.contains("clusterIP: None"), "without an address: {service}");
+        for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
+            assert!(service.contains(&format!("port: {port}\n")), "{port}");
+        }
+    }
+    assert!(MANIFESTS.contains("name: WORKER_IP\n              value: $(POD_NAME).$(POD_NAMESPACE).svc\n"));
+}
