@@ -72,17 +72,22 @@ fn two_workers_share_partitions_and_keep_replicas() {
     }
 }
 
-/// Three workers, two of them coordinators to which all report; clients know both.
-fn workers_alone() -> Vec<Worker> {
+/// Three workers, two of them coordinators to which all report; clients know both. Each has its own
+/// lines of `[memory_store]`.
+pub(super) fn workers_alone(memory: [&'static str; 3]) -> Vec<Worker> {
     let ports = [free_port(), free_port()];
     let quorum = Some(ports.map(|port| format!("127.0.0.1:{port}")).join(","));
-    let with = |name, grpc_port: Option<u16>| {
+    let with = |name, grpc_port: Option<u16>, memory| {
         let enable = "[admin]\nport = 0\n[embedded_coordinator]\nenable = true\nnode_timeout_sec = 3";
         let made_tables = grpc_port.map(|_| enable.to_owned()).unwrap_or_default();
         let (quorum, capacity) = (quorum.clone(), "300M");
-        Worker::start(&Setup { name, capacity, quorum, grpc_port, made_tables, ..Setup::default() })
+        Worker::start(&Setup { name, capacity, memory, quorum, grpc_port, made_tables, ..Setup::default() })
     };
-    let workers = vec![with("first", Some(ports[0])), with("second", Some(ports[1])), with("third", None)];
+    let workers = vec![
+        with("first", Some(ports[0]), memory[0]),
+        with("second", Some(ports[1]), memory[1]),
+        with("third", None, memory[2]),
+    ];
     until_active(&workers, 3.0);
     workers
 }
@@ -100,7 +105,7 @@ fn until_active(workers: &[Worker], active: f64) {
 
 /// The same, of which the first takes no shuffles, so that it is a coordinator and nothing else.
 fn workers_of_a_coordinator_alone() -> Vec<Worker> {
-    let workers = workers_alone();
+    let workers = workers_alone([""; 3]);
     let ready = workers[0].ready();
     let [http, admin] = [Some(ready.http_port), ready.admin_port]
         .map(|port| format!("127.0.0.1:{}", port.expect("its administration is open")));
@@ -136,7 +141,7 @@ fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next
 fn with_two_replicas_a_cluster_of_workers_alone_loses_any_of_them() {
     let Some(mut spark) = spark() else { return };
     let application = Application { words: REPLICAS, ..Application::of(JOB) };
-    let (workers, _) = spark.run_while(workers_alone(), application, |workers| {
+    let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
         wait_total(&workers[0], "total_read_data", 5e6);
         workers[0].kill();
         goes_on(&workers[1], "total_read_data");

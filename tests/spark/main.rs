@@ -16,6 +16,7 @@ mod clusters;
 mod driver;
 mod fairness;
 mod hdfs;
+mod kept_memory;
 mod losses;
 mod one_worker;
 mod restarts;

@@ -3,13 +3,15 @@ package uniffle;
 import java.util.Map;
 import org.apache.spark.executor.TaskMetrics;
 import org.apache.spark.scheduler.SparkListener;
+import org.apache.spark.scheduler.SparkListenerStageCompleted;
 import org.apache.spark.scheduler.SparkListenerTaskEnd;
 
-/** Sums over the tasks of one scenario. A failed task that a later attempt repaired is still counted. */
+/** Sums over the tasks of one scenario. A failed task or stage that a later attempt repaired is still counted. */
 final class TaskTotals extends SparkListener {
   private long written;
   private long read;
   private long failed;
+  private long failedStages;
 
   @Override
   public synchronized void onTaskEnd(SparkListenerTaskEnd end) {
@@ -23,6 +25,13 @@ final class TaskTotals extends SparkListener {
     }
   }
 
+  @Override
+  public synchronized void onStageCompleted(SparkListenerStageCompleted completed) {
+    if (completed.stageInfo().failureReason().isDefined()) {
+      failedStages++;
+    }
+  }
+
   synchronized long failed() {
     return failed;
   }
@@ -31,5 +40,6 @@ final class TaskTotals extends SparkListener {
     line.put("shuffle_written", written);
     line.put("shuffle_read", read);
     line.put("failed_tasks", failed);
+    line.put("failed_stages", failedStages);
   }
 }
