@@ -11,6 +11,7 @@
 mod bookkeeping;
 mod config;
 mod convert;
+mod gathered;
 mod inbound;
 mod ingest;
 mod internal;

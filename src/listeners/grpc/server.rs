@@ -8,7 +8,7 @@
 //! Invariant: connections, the streams and the receive windows of all are bounded; every task belongs to the group
 //! handed in and ends after it was told to close, connections after a GOAWAY and at most the drain deadline.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -23,6 +23,7 @@ use tracing::{debug, info};
 
 use super::config::GrpcConfig;
 use super::convert::LISTENER;
+use super::gathered::{Buffers, Gathered, Gathering, gathered};
 use super::inbound::RequestHeap;
 use super::internal::{InternalCalls, Peer};
 use super::metrics::GrpcMetrics;
@@ -56,6 +57,7 @@ pub struct GrpcServer {
     router: Arc<Router>,
     windows: ShareBudget,
     streams: ShareBudget,
+    buffers: Arc<Buffers>,
 }
 
 impl GrpcServer {
@@ -99,7 +101,7 @@ impl GrpcServer {
         let streams = ShareBudget::new(config.stream_budget, config.connections_max, streams);
         let requests = RequestHeap::new(service.memory().heap(), service.heap_wait());
         let router = Arc::new(Router { config, service, routes, metrics, tasks, requests });
-        let server = Arc::new(Self { router, windows, streams });
+        let server = Arc::new(Self { router, windows, streams, buffers: Arc::default() });
         acceptor.start(move |connection| Arc::clone(&server).serve(connection));
         Ok(open)
     }
@@ -109,7 +111,8 @@ impl GrpcServer {
         let shares = Shares { window: self.windows.take(), streams: self.streams.take() };
         let metrics = &self.router.metrics;
         metrics.set_window_bytes(self.windows.given());
-        if let Err(error) = drive(&self.router, stream, Peer(peer), &shares, place.seat()).await {
+        let halves = gathered(stream, &self.buffers);
+        if let Err(error) = drive(&self.router, halves, Peer(peer), &shares, place.seat()).await {
             debug!(%error, "grpc connection ended");
         }
         drop(shares);
@@ -127,7 +130,7 @@ struct Shares {
 /// HTTP/2 until the connection ends, or until the drain deadline after the listener was told to close.
 async fn drive(
     router: &Arc<Router>,
-    stream: Stream,
+    (stream, gathering): (Gathered<Stream>, Gathering<Stream>),
     peer: Peer,
     shares: &Shares,
     seat: &Arc<Seat>,
@@ -154,7 +157,7 @@ async fn drive(
     let mut connection = pin!(connection);
     tokio::select! {
         biased;
-        ended = connection.as_mut() => return ended,
+        ended = poll_fn(|context| gathering.poll(context, connection.as_mut())) => return ended,
         () = closing.as_mut() => {}
         () = tails.stuck() => {
             debug!("grpc connection closed: the end of an answer was not taken in time");
@@ -166,7 +169,8 @@ async fn drive(
         }
     }
     connection.as_mut().graceful_shutdown();
-    timeout(router.config.drain_deadline, connection).await.unwrap_or_else(|_elapsed| {
+    let rest = poll_fn(|context| gathering.poll(context, connection.as_mut()));
+    timeout(router.config.drain_deadline, rest).await.unwrap_or_else(|_elapsed| {
         info!("grpc connection did not drain in time, closing it");
         Ok(())
     })

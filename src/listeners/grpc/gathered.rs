@@ -1,0 +1,436 @@
+//! A stream on which the small writes of one poll become one: HTTP/2 writes and flushes each frame by itself, which is a
+//! system call and a wake-up of the peer for every 16 KiB of an answer.
+//!
+//! Not here: what is written. hyper owns the [`Gathered`] half, the task that drives the connection the [`Gathering`] half.
+//! Invariants: bytes go out in order and each once; when [`Gathering::poll`] returns, everything is with the socket or the socket
+//! takes no more and wakes the task; buffers are bounded over all connections, and a connection that gets none writes through.
+//! A copy in a cache is cheaper than what it saves (docs/benchmarks.md).
+
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// As much as stays in a core's cache. Larger frames, which a peer may ask for, are written through.
+const BUFFER_BYTES: usize = 256 << 10;
+/// Of all connections together: 6 MiB. A connection has one while it is polled, and while its socket takes no more.
+const BUFFERS_MAX: usize = 24;
+/// Writes to the socket in one poll, after which other tasks have a turn.
+const WRITES_PER_POLL: usize = 16;
+
+/// The buffers of all connections of a listener.
+#[derive(Debug, Default)]
+pub(super) struct Buffers {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Empty ones.
+    spare: Vec<Vec<u8>>,
+    /// Those that connections have.
+    given: usize,
+}
+
+/// A buffer that goes back when it is dropped.
+#[derive(Debug)]
+struct Buffer {
+    bytes: Vec<u8>,
+    /// How many of them the socket has.
+    written: usize,
+    home: Arc<Buffers>,
+}
+
+impl Buffers {
+    fn take(self: &Arc<Self>) -> Option<Buffer> {
+        let mut state = self.state.lock();
+        if state.given == BUFFERS_MAX {
+            return None;
+        }
+        state.given += 1;
+        let spare = state.spare.pop();
+        drop(state);
+        let bytes = spare.unwrap_or_else(|| Vec::with_capacity(BUFFER_BYTES));
+        Some(Buffer { bytes, written: 0, home: Arc::clone(self) })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.clear();
+        let mut state = self.home.state.lock();
+        state.given -= 1;
+        state.spare.push(bytes);
+    }
+}
+
+impl Buffer {
+    fn room(&self) -> usize {
+        BUFFER_BYTES - self.bytes.len()
+    }
+
+    /// Takes as much as there is room for.
+    fn fill(&mut self, pieces: &[IoSlice<'_>]) -> usize {
+        let before = self.bytes.len();
+        for piece in pieces {
+            let taken = piece.len().min(self.room());
+            self.bytes.extend_from_slice(&piece[..taken]);
+        }
+        self.bytes.len() - before
+    }
+}
+
+/// What both halves have.
+#[derive(Debug)]
+struct Shared<S> {
+    stream: S,
+    buffers: Arc<Buffers>,
+    gathered: Option<Buffer>,
+    /// Written to the stream and not flushed, which TLS needs.
+    is_unflushed: bool,
+    /// To the stream, in this poll.
+    writes: usize,
+}
+
+impl<S: AsyncWrite + Unpin> Shared<S> {
+    /// One write to the stream, unless this poll had its share of them.
+    fn turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.writes == WRITES_PER_POLL {
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        self.writes += 1;
+        self.is_unflushed = true;
+        Poll::Ready(())
+    }
+
+    /// Until the socket has all that was gathered.
+    fn drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.gathered.is_some() {
+            ready!(self.turn(context));
+            let Some(buffer) = &mut self.gathered else { break };
+            let rest = &buffer.bytes[buffer.written..];
+            let written = ready!(Pin::new(&mut self.stream).poll_write(context, rest))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            buffer.written += written;
+            if buffer.written == buffer.bytes.len() {
+                self.gathered = None;
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn flush(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.drain(context))?;
+        if self.is_unflushed {
+            ready!(Pin::new(&mut self.stream).poll_flush(context))?;
+            self.is_unflushed = false;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn write(&mut self, context: &mut Context<'_>, pieces: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let length: usize = pieces.iter().map(|piece| piece.len()).sum();
+        if length == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        if self.gathered.as_ref().is_some_and(|buffer| buffer.room() == 0) {
+            ready!(self.drain(context))?;
+        }
+        if self.gathered.is_none() {
+            let buffer = if length < BUFFER_BYTES { self.buffers.take() } else { None };
+            if buffer.is_none() {
+                ready!(self.turn(context));
+                return Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
+            }
+            self.gathered = buffer;
+        }
+        Poll::Ready(Ok(self.gathered.as_mut().map_or(0, |buffer| buffer.fill(pieces))))
+    }
+}
+
+/// The half that HTTP/2 reads from and writes to. A flush does nothing, since [`Gathering::poll`] does it.
+#[derive(Debug)]
+pub(super) struct Gathered<S>(Arc<Mutex<Shared<S>>>);
+
+/// The half that sees to it that what was written goes out.
+#[derive(Debug)]
+pub(super) struct Gathering<S>(Arc<Mutex<Shared<S>>>);
+
+/// Both halves of `stream`.
+pub(super) fn gathered<S>(stream: S, buffers: &Arc<Buffers>) -> (Gathered<S>, Gathering<S>) {
+    let shared =
+        Shared { stream, buffers: Arc::clone(buffers), gathered: None, is_unflushed: false, writes: 0 };
+    let shared = Arc::new(Mutex::new(shared));
+    (Gathered(Arc::clone(&shared)), Gathering(shared))
+}
+
+impl<S: AsyncWrite + Unpin> Gathering<S> {
+    /// Polls what writes to the other half, then brings to the socket what it wrote.
+    pub(super) fn poll<F: Future>(
+        &self,
+        context: &mut Context<'_>,
+        connection: Pin<&mut F>,
+    ) -> Poll<F::Output> {
+        self.0.lock().writes = 0;
+        let polled = connection.poll(context);
+        let mut shared = self.0.lock();
+        shared.writes = 0;
+        if let (Poll::Ready(Err(_)), Poll::Pending) = (shared.flush(context), &polled) {
+            // The next write or read says so, too.
+            shared.gathered = None;
+            context.waker().wake_by_ref();
+        }
+        polled
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Gathered<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0.lock().stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Gathered<S> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.0.lock().write(context, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.0.lock().write(context, pieces)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut shared = self.0.lock();
+        ready!(shared.drain(context))?;
+        Pin::new(&mut shared.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Wake, Waker};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Takes so many bytes at a time as are next, cyclically; 0 = it is full and wakes at once.
+    #[derive(Debug)]
+    struct Socket {
+        takes: Vec<usize>,
+        at: usize,
+        came: Vec<u8>,
+        writes: usize,
+        unflushed: bool,
+        is_broken: bool,
+    }
+
+    impl Socket {
+        fn taking(takes: Vec<usize>) -> Self {
+            Self { takes, at: 0, came: Vec::new(), writes: 0, unflushed: false, is_broken: false }
+        }
+    }
+
+    impl AsyncWrite for Socket {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+            bytes: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            self.poll_write_vectored_of(context, &[IoSlice::new(bytes)])
+        }
+
+        fn poll_write_vectored(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+            pieces: &[IoSlice<'_>],
+        ) -> Poll<io::Result<usize>> {
+            self.poll_write_vectored_of(context, pieces)
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            self.unflushed = false;
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl Socket {
+        fn poll_write_vectored_of(
+            &mut self,
+            context: &mut Context<'_>,
+            pieces: &[IoSlice<'_>],
+        ) -> Poll<io::Result<usize>> {
+            if self.is_broken {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let takes = self.takes[self.at % self.takes.len()];
+            self.at += 1;
+            if takes == 0 {
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            self.writes += 1;
+            self.unflushed = true;
+            let before = self.came.len();
+            for piece in pieces {
+                let room = takes - (self.came.len() - before);
+                self.came.extend_from_slice(&piece[..piece.len().min(room)]);
+            }
+            Poll::Ready(Ok(self.came.len() - before))
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// As HTTP/2 writes: a frame, a flush, the next frame.
+    async fn write_frames(mut stream: Gathered<Socket>, frames: &[Vec<u8>]) -> io::Result<()> {
+        use tokio::io::AsyncWriteExt as _;
+        for frame in frames {
+            let mut rest = frame.as_slice();
+            while !rest.is_empty() {
+                let (head, payload) = rest.split_at(rest.len().min(9));
+                let pieces = [IoSlice::new(head), IoSlice::new(payload)];
+                let written =
+                    poll_fn(|context| Pin::new(&mut stream).poll_write_vectored(context, &pieces)).await?;
+                rest = &rest[written..];
+            }
+            stream.flush().await?;
+        }
+        stream.shutdown().await
+    }
+
+    fn frames(lengths: &[usize]) -> Vec<Vec<u8>> {
+        let frame = |(n, length): (usize, &usize)| vec![u8::try_from(n % 251).unwrap(); *length];
+        lengths.iter().enumerate().map(frame).collect()
+    }
+
+    #[test]
+    fn the_frames_of_one_poll_are_one_write() {
+        let buffers = Arc::new(Buffers::default());
+        let (stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers);
+        let frames = frames(&[50, 16_393, 16_393, 16_393, 100]);
+        let mut stream = Some(stream);
+        let mut connection = std::pin::pin!(async {
+            let mut stream = stream.take().unwrap();
+            for frame in &frames {
+                assert_eq!(
+                    poll_fn(|context| Pin::new(&mut stream).poll_write(context, frame)).await.unwrap(),
+                    frame.len()
+                );
+                poll_fn(|context| Pin::new(&mut stream).poll_flush(context)).await.unwrap();
+            }
+            std::future::pending::<()>().await;
+        });
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
+        let shared = gathering.0.lock();
+        assert_eq!((shared.stream.writes, shared.stream.unflushed), (1, false));
+        assert_eq!(shared.stream.came, frames.concat());
+        assert_eq!(buffers.state.lock().given, 0, "it went back");
+    }
+
+    #[test]
+    fn a_connection_without_a_buffer_writes_through() {
+        let buffers = Arc::new(Buffers::default());
+        let taken: Vec<_> = std::iter::from_fn(|| buffers.take()).collect();
+        assert_eq!(taken.len(), BUFFERS_MAX);
+        let (mut stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers);
+        let mut context = Context::from_waker(Waker::noop());
+        for _ in 0..3 {
+            assert!(Pin::new(&mut stream).poll_write(&mut context, &[1; 100]).is_ready());
+        }
+        let socket = &gathering.0.lock().stream;
+        assert_eq!((socket.writes, socket.came.len()), (3, 300));
+        drop(taken);
+        assert_eq!(buffers.state.lock().spare.len(), BUFFERS_MAX);
+    }
+
+    #[test]
+    fn a_socket_that_broke_wakes_the_connection_which_is_told_by_its_next_write() {
+        let buffers = Arc::new(Buffers::default());
+        let socket = Socket { is_broken: true, ..Socket::taking(vec![usize::MAX]) };
+        let (stream, gathering) = gathered(socket, &buffers);
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut context = Context::from_waker(&waker);
+        let frames = frames(&[10]);
+        let mut connection = std::pin::pin!(async {
+            let mut stream = stream;
+            poll_fn(|context| Pin::new(&mut stream).poll_write(context, &frames[0])).await.unwrap();
+            tokio::task::yield_now().await;
+            poll_fn(|context| Pin::new(&mut stream).poll_write(context, &[2; BUFFER_BYTES]))
+                .await
+                .unwrap_err()
+        });
+        assert!(gathering.poll(&mut context, connection.as_mut()).is_pending());
+        assert!(woken.0.load(Ordering::Relaxed) > 0);
+        let Poll::Ready(error) = gathering.poll(&mut context, connection.as_mut()) else { panic!("told") };
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(buffers.state.lock().given, 0);
+    }
+
+    proptest! {
+        /// However much the socket takes at a time, and where it takes nothing.
+        #[test]
+        fn every_byte_goes_out_in_order_and_once(
+            lengths in prop::collection::vec(prop_oneof![1usize..100, Just(16_393), 250_000usize..600_000], 1..12),
+            takes in prop::collection::vec(prop_oneof![Just(0usize), 1000usize..20_000, Just(usize::MAX)], 1..6),
+        ) {
+            prop_assume!(takes.iter().any(|takes| *takes > 0));
+            let buffers = Arc::new(Buffers::default());
+            let (stream, gathering) = gathered(Socket::taking(takes), &buffers);
+            let frames = frames(&lengths);
+            let woken = Arc::new(Woken::default());
+            let waker = Waker::from(Arc::clone(&woken));
+            let mut context = Context::from_waker(&waker);
+            let mut connection = std::pin::pin!(write_frames(stream, &frames));
+            loop {
+                let before = woken.0.load(Ordering::Relaxed);
+                if let Poll::Ready(ended) = gathering.poll(&mut context, connection.as_mut()) {
+                    ended.unwrap();
+                    break;
+                }
+                prop_assert!(woken.0.load(Ordering::Relaxed) > before, "it would wait forever");
+            }
+            prop_assert_eq!(&gathering.0.lock().stream.came, &frames.concat());
+            prop_assert_eq!(buffers.state.lock().given, 0);
+        }
+    }
+}
