@@ -360,7 +360,8 @@ impl Disk for MemoryDisk {
     fn list(&self, path: &Path) -> BoxFuture<'static, io::Result<Vec<String>>> {
         self.run(path, |tree, path| {
             if !tree.directories.contains(&path) {
-                return Err(not_found());
+                let is_file = tree.files.contains_key(&path);
+                return Err(if is_file { io::ErrorKind::NotADirectory.into() } else { not_found() });
             }
             let all = tree.directories.iter().chain(tree.files.keys());
             let children =

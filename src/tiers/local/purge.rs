@@ -250,7 +250,11 @@ impl LocalStore {
         // a shuffle now will never have one again.
         let alive: HashSet<u64> = self.shuffles.iter().map(|shuffle| shuffle.incarnation).collect();
         for (_, path) in found.iter().filter(|(incarnation, _)| !alive.contains(incarnation)) {
-            disk.discard(path).await?;
+            // A file by such a name is nobody's, and is left alone.
+            let listed = within(deadline, disk.io.list(path)).await;
+            if !listed.is_err_and(|error| error.kind() == io::ErrorKind::NotADirectory) {
+                disk.discard(path).await?;
+            }
         }
         let idle = |app: &&String| !self.shuffles.iter().any(|it| it.key().app.as_str() == app.as_str());
         for app in apps.iter().filter(idle) {

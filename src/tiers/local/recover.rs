@@ -70,6 +70,7 @@ impl LocalStore {
         let mut incomplete = !absent.is_empty() || known.gap.is_some();
         for (disk, scan) in core.disks.iter().zip(scans) {
             incomplete |= scan.unreadable;
+            highest_incarnation = highest_incarnation.max(scan.highest_stray);
             // While something is missing, what is not known may belong to it.
             disk.set_unreadable(scan.unreadable || !absent.is_empty() || known.gap.is_some());
             for path in scan.empty_apps {

@@ -68,8 +68,23 @@ pub(super) struct DiskScan {
     pub(super) directories: Vec<FoundDirectory>,
     /// Directories of apps in which there is nothing.
     pub(super) empty_apps: Vec<PathBuf>,
+    /// The highest incarnation in the name of something that is no directory: no directory can be made by that name.
+    pub(super) highest_stray: u64,
     /// Some of it could not be read.
     pub(super) unreadable: bool,
+}
+
+impl DiskScan {
+    /// Takes what has the name of an incarnation's directory; none is something else.
+    fn take(&mut self, found: Option<FoundDirectory>, incarnation: u64) {
+        match found {
+            Some(found) => {
+                self.unreadable |= found.unreadable;
+                self.directories.push(found);
+            }
+            None => self.highest_stray = self.highest_stray.max(incarnation),
+        }
+    }
 }
 
 /// Key and incarnation of a shuffle's directory.
@@ -144,9 +159,10 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
                 for (name, (key, incarnation)) in
                     names.iter().filter_map(|name| Some((name, parse_name(&app, name)?)))
                 {
-                    let found = scan_directory(core, disk, path.join(name), key, incarnation).await;
-                    scan.unreadable |= found.unreadable;
-                    scan.directories.push(found);
+                    scan.take(
+                        scan_directory(core, disk, path.join(name), key, incarnation).await,
+                        incarnation,
+                    );
                 }
             }
             Err(error) => {
@@ -158,13 +174,14 @@ pub(super) async fn scan_disk(core: &Core, disk: &Arc<LocalDisk>) -> DiskScan {
     scan
 }
 
+/// A shuffle's directory; none where something else has its name.
 async fn scan_directory(
     core: &Core,
     disk: &Arc<LocalDisk>,
     path: PathBuf,
     key: ShuffleKey,
     incarnation: u64,
-) -> FoundDirectory {
+) -> Option<FoundDirectory> {
     let deadline = core.config.name_timeout;
     let disk = Arc::clone(disk);
     let mut found = FoundDirectory {
@@ -177,11 +194,14 @@ async fn scan_directory(
         unreadable: false,
     };
     let disk = Arc::clone(&found.disk);
-    let names = ask(&disk, deadline, disk.io.list(&found.path)).await.unwrap_or_else(|error| {
-        tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
-        found.unreadable = true;
-        Vec::new()
-    });
+    let names = match list(&disk, deadline, &found.path).await {
+        Ok(names) => names?,
+        Err(error) => {
+            tracing::error!(path = %disk.io.root().join(&found.path).display(), %error, "cannot be read back");
+            found.unreadable = true;
+            Vec::new()
+        }
+    };
     for (name, (kind, number)) in names.iter().filter_map(|name| Some((name, parse_file(name)?))) {
         let path = found.path.join(name);
         let size = async { disk.io.open_read(&path).await?.size().await };
@@ -196,7 +216,7 @@ async fn scan_directory(
             None => found.journals.push((number, path)),
         }
     }
-    found
+    Some(found)
 }
 
 /// What a log held besides whole records.

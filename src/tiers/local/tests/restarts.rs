@@ -345,3 +345,32 @@ async fn a_stray_file_among_the_apps_does_not_take_the_disk_out() {
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), [1]);
     assert!(stray.exists(), "it is left alone");
 }
+
+#[tokio::test]
+async fn a_stray_file_by_a_shuffle_s_name_does_not_take_the_disk_out_and_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let disks = || vec![Arc::new(BlockingDisk::new(dir.path(), 1, 1)) as Arc<dyn Disk>];
+    let shuffle = key("app", 1);
+    let store = open(disks()).await.unwrap();
+    let handle = store.register(&shuffle);
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&shuffle, vec![extent(1, &[(1, 100)], false)]).await.unwrap();
+    drop((handle, store));
+    let stray = dir.path().join("apps/app/2.70");
+    std::fs::write(&stray, "hi").unwrap();
+    let store = open(disks()).await.unwrap();
+    // Its name is given to no shuffle, and nothing that removes what belongs to none takes it along.
+    let other = key("app", 2);
+    let handle = store.register(&other);
+    assert_eq!(format!("{handle:?}"), "ShuffleHandle(app/2.71)");
+    store.append_metadata(&handle, b"registered").await.unwrap();
+    store.write(&other, vec![extent(1, &[(2, 100)], false)]).await.unwrap();
+    store.sweep().await;
+    store.maintain_once().await;
+    let info = &store.disks()[0];
+    assert_eq!((info.condition, info.fault.as_deref()), (DiskCondition::Healthy, None));
+    assert_eq!(read_all(&store, &shuffle, 1).await.unwrap(), [1]);
+    assert_eq!(read_all(&store, &other, 1).await.unwrap(), [2]);
+    store.purge_app(&shuffle.app).await;
+    assert_eq!(std::fs::read_to_string(&stray).unwrap(), "hi", "it is left alone");
+}
