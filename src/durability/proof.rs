@@ -256,6 +256,12 @@ fn missing(present: &[Present], epoch: &Epoch, vouch: Option<&Vouch>) -> Option<
         Some(_) => format!(
             "the list of data directories in {path} cannot be read: unregister the shuffle or run its application again"
         ),
+        None if is_put_back(present, epoch, path) => format!(
+            "data directory {path} is an earlier one again, and the one that was there in between (id {}) is missing, which may \
+             have newer metadata: bring that one back too, by a path of its own, and start again, or unregister the \
+             shuffle or run its application again",
+            first.uuid()
+        ),
         None => format!(
             "data directory {path} is missing, which may have newer metadata: bring it back and start again, or put an \
              empty directory in its place for good"
@@ -265,6 +271,13 @@ fn missing(present: &[Present], epoch: &Epoch, vouch: Option<&Vouch>) -> Option<
     let is_for_good = present.iter().any(|it| it.is_spoilt() && silent.contains(&it.uuid));
     let until_back = if is_for_good { Vec::new() } else { silent.iter().map(|it| it.into_bytes()).collect() };
     Some(Gap { reason, until_back })
+}
+
+/// Whether at the path of a voter that is away another directory is, which was used before and is none any more: that one was away
+/// itself, was replaced, and is back.
+fn is_put_back(present: &[Present], epoch: &Epoch, path: &str) -> bool {
+    let votes = |it: &Present| epoch.voters().iter().any(|member| member.uuid() == it.uuid);
+    present.iter().any(|it| it.path == path && !it.epochs.is_empty() && !votes(it))
 }
 
 /// The members of an epoch that begins on `usable` directories after `epoch`.

@@ -144,6 +144,39 @@ async fn d3_directories_that_are_away_in_turn_make_nothing_short() {
     assert!(reason.contains("was used without the others"), "{reason}");
 }
 
+/// Away for a start, which makes an empty one at its path: that one is away when it is back.
+#[tokio::test(start_paused = true)]
+async fn d3_a_directory_put_back_in_the_place_of_an_empty_one_names_the_one_in_between() {
+    let disks = disks::<2>();
+    let between = TestDisk::new("/b");
+    let (old, new) = (key("app", 1), key("app", 2));
+    say(&*store_on(&disks).await, &old, b"old").await;
+    let store = open(vec![disks[0].disk(), between.disk()]).await.unwrap();
+    let in_between = store.disks()[1].uuid;
+    assert!(found(&hear(&store).await, &old).1.unwrap().contains("/b is missing"));
+    say(&store, &new, b"new").await;
+    drop(store);
+    for _ in 0..2 {
+        let store = store_on(&disks).await;
+        let heard = hear(&store).await;
+        for (shuffle, said) in [(&old, &b"old"[..]), (&new, b"new")] {
+            let (told, reason) = found(&heard, shuffle);
+            assert_eq!(told, [said]);
+            let (reason, named) = (reason.unwrap(), format!("in between (id {in_between}) is missing"));
+            assert!(reason.contains("/b is an earlier one again") && reason.contains(&named), "{reason}");
+        }
+    }
+    // By a path of its own it says that it has nothing newer.
+    let aside = TestDisk::new("/c");
+    for directory in between.memory.directories() {
+        aside.memory.create_dir_all(&directory).await.unwrap();
+    }
+    between.memory.snapshot().into_iter().for_each(|(path, content)| aside.memory.put(&path, Some(content)));
+    let store = open(vec![disks[0].disk(), disks[1].disk(), aside.disk()]).await.unwrap();
+    let heard = hear(&store).await;
+    assert_eq!((found(&heard, &old).1, found(&heard, &new).1, store.metadata_gap()), (None, None, None));
+}
+
 #[tokio::test(start_paused = true)]
 async fn d3_of_three_directories_two_prove_what_they_have() {
     let disks = disks::<3>();
