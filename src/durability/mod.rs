@@ -38,12 +38,12 @@ mod take_over;
 mod vouch;
 mod writer;
 
-pub use self::frame::Incarnation;
+pub use self::frame::{Epoch, Incarnation, Member};
 pub use self::id_set::{Cost, IdSet};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};
-pub use self::read::{Directory, Health, METADATA, Survey};
+pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::shuffle_ledger::ShuffleLedger;
 pub use self::take_over::{Found, FoundShuffle};

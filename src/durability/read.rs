@@ -179,7 +179,7 @@ async fn survey_one(directory: &Directory, deadline: Duration) -> Seen {
     for generation in names.iter().filter_map(|name| name.split_once('.')?.0.parse::<u64>().ok()) {
         highest = highest.max(generation);
     }
-    match read_members(directory, deadline).await {
+    match read_members(&*directory.io, deadline).await {
         Ok(members) => present.epochs.extend(members),
         Err(error) => {
             present.damaged.push(format!("{}/{METADATA}/{MEMBERS}: {error}", directory.label));
@@ -217,9 +217,27 @@ fn says_nothing(error: &io::Error) -> bool {
         )
 }
 
-async fn read_members(directory: &Directory, deadline: Duration) -> io::Result<Option<(u64, Epoch)>> {
+/// The newest epoch that a directory knows, whosever it is: by its list, or else by what its newest copy of the log begins with.
+pub async fn newest_epoch(io: &dyn Disk, deadline: Duration) -> Option<Epoch> {
+    if let Ok(Some((_, epoch))) = read_members(io, deadline).await {
+        return Some(epoch);
+    }
+    let names = within(deadline, io.list(Path::new(METADATA))).await.ok()?;
+    let mut copies: Vec<_> = names.iter().filter_map(|name| Some((generation_of(name)?, name))).collect();
+    copies.sort_unstable();
+    for (generation, name) in copies.into_iter().rev() {
+        let path = copy_file(&Path::new(METADATA).join(name));
+        let Ok(mut reader) = CopyReader::open(io, &path, generation, deadline).await else { continue };
+        if let Some(Frame { sequence: 0, entry: Entry::Epoch(epoch), .. }) = reader.next().await {
+            return Some(*epoch);
+        }
+    }
+    None
+}
+
+async fn read_members(io: &dyn Disk, deadline: Duration) -> io::Result<Option<(u64, Epoch)>> {
     let path = Path::new(METADATA).join(MEMBERS);
-    let bytes = match within(deadline, directory.io.read_small(&path)).await {
+    let bytes = match within(deadline, io.read_small(&path)).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         read => read?,
     };
@@ -250,7 +268,7 @@ async fn survey_copy(
         acknowledged: read_mark(directory, path, generation, deadline).await,
         torn: None,
     };
-    let mut reader = match CopyReader::open(directory, path, generation, deadline).await {
+    let mut reader = match CopyReader::open(&*directory.io, path, generation, deadline).await {
         Ok(reader) => reader,
         Err(error) if says_nothing(&error) => return Err(error),
         Err(error) => {
@@ -287,13 +305,8 @@ struct CopyReader {
 }
 
 impl CopyReader {
-    async fn open(
-        directory: &Directory,
-        path: &Path,
-        generation: u64,
-        deadline: Duration,
-    ) -> io::Result<Self> {
-        let file = within(deadline, directory.io.open_read(path)).await?;
+    async fn open(io: &dyn Disk, path: &Path, generation: u64, deadline: Duration) -> io::Result<Self> {
+        let file = within(deadline, io.open_read(path)).await?;
         let size = within(deadline, file.size()).await?;
         let (window, torn) = (Bytes::new(), None);
         Ok(Self { file, deadline, generation, size, start: 0, window, at: 0, previous: 0, fitting: 0, torn })
@@ -447,7 +460,8 @@ impl SourceReader<'_> {
             let Some((part, reader)) = &mut self.open else {
                 let Some(part) = self.parts.next() else { return Ok(None) };
                 let directory = &self.directories[part.directory];
-                let opened = CopyReader::open(directory, &part.path, part.generation, self.deadline).await;
+                let opened =
+                    CopyReader::open(&*directory.io, &part.path, part.generation, self.deadline).await;
                 match opened {
                     Ok(reader) => self.open = Some((part, reader)),
                     Err(error) if part.frames != u64::MAX => return Err(error),

@@ -25,6 +25,8 @@ pub enum StoreErrorKind {
     InvalidBatch,
     /// The directory has content that is not ours.
     NotOurs,
+    /// The directory is ours, and its claim says nothing.
+    Unclaimed,
     /// Another process holds the directory.
     InUse,
     /// Two directories have one identity.
@@ -93,6 +95,7 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidRange => "range is not in the data stream",
             Self::InvalidBatch => "batch contradicts itself",
             Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
+            Self::Unclaimed => "directory is a uniffle-worker's, and its claim cannot be read",
             Self::InUse => "directory is in use by another process",
             Self::Copied => "directory has the identity of another one",
             Self::NotMounted => "directory is empty, and what it was on is not mounted",

@@ -15,6 +15,7 @@ use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::grpc::{ClientError, ShuffleClient};
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 use uniffle_testkit::{eventually, say, wait_until};
@@ -96,6 +97,21 @@ async fn d5_a_new_directory_that_is_not_empty_and_one_that_cannot_be_made_are_re
     refusing.refuses(&not_a_directory, "theirs/file: File exists").await;
     assert_eq!(std::fs::read(theirs.join("file")).expect("a file"), b"not ours");
     refusing.worker.write_config(&fresh);
+    refusing.ends_with_an_upgrade().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn d5_a_claim_that_is_damaged_alone_is_refused_before_anything_stops() {
+    let mut refusing = Refusing::start(setup("damaged-claim")).await;
+    let claim = refusing.worker.data_paths()[1].join(CLAIM);
+    let sound = std::fs::read(&claim).expect("a claim");
+    let config = refusing.config.clone();
+    for (damaged, flaw) in [(&b""[..], "empty"), (&sound[..50], "damaged")] {
+        std::fs::write(&claim, damaged).expect("a file");
+        let told = format!("{} is {flaw}; its identity is certain", claim.display());
+        refusing.refuses(&config, &told).await;
+    }
+    std::fs::write(&claim, &sound).expect("a file");
     refusing.ends_with_an_upgrade().await;
 }
 

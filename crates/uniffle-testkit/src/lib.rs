@@ -4,6 +4,7 @@
 //! | a test of | takes |
 //! | --- | --- |
 //! | disks that fail, lose power or fill up | [`fault::FaultDisk`] over [`memory_disk::MemoryDisk`] |
+//! | directories of which the claim is damaged | [`claims`] |
 //! | HDFS without Java | [`fake_fs::FakeFs`] |
 //! | the service over memory and tiers, with faults or paused time | [`service::ServiceBuilder`] |
 //! | a worker in this process, and the text of configurations | [`config::Lines`] |
@@ -31,6 +32,7 @@
 
 pub mod block_generator;
 pub mod checker;
+pub mod claims;
 pub mod clients;
 pub mod config;
 pub mod coordinator;

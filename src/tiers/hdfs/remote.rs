@@ -150,6 +150,7 @@ fn is_own_fault(kind: StoreErrorKind) -> bool {
         | StoreErrorKind::InvalidRange
         | StoreErrorKind::InvalidBatch
         | StoreErrorKind::NotOurs
+        | StoreErrorKind::Unclaimed
         | StoreErrorKind::InUse
         | StoreErrorKind::Copied
         | StoreErrorKind::NotMounted

@@ -1,12 +1,13 @@
 //! Data directories are claimed by a marker file and a lock.
 //!
+//! What a directory holds decides ([`content`]): one that is someone else's, or ours without a claim that can be read, is refused.
 //! Those with our marker come first, because they know where the others were ([`mounts`]): an empty directory is claimed
 //! unless it stands where a mount point should be. A directory on a read-only file system is claimed without a change to
 //! it: what is there is served.
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,23 +16,13 @@ use tokio::sync::watch;
 use uuid::Uuid;
 
 use super::config::{LocalConfig, SyncWrites};
+use super::content::{self, Content, Flaw, Identity, content_of};
 use super::disk::{LocalDisk, within};
-use super::marker::{MARKER, marker_of, uuid_of};
+use super::marker::{MARKER, marker_of};
 use super::mounts;
+use crate::durability::newest_epoch;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::{Disk, Media, Mount};
-
-/// What `mkfs` leaves in a root; it does no harm.
-pub(super) const LOST_AND_FOUND: &str = "lost+found";
-
-/// What is in a directory before it is claimed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Content {
-    /// Our marker.
-    Ours,
-    /// Nothing, or it does not exist.
-    Nothing,
-}
 
 /// Directories that are being claimed, by their places in the configuration.
 struct Claims<'a> {
@@ -44,7 +35,7 @@ struct Claims<'a> {
 /// Claims the directories that can be used, in their order. Every change of a disk's condition is told through `changes`.
 ///
 /// # Errors
-/// `NotOurs` or `InUse` for any directory; any failure when no disk is left.
+/// One that [`is_refused`], for any directory; any failure when no disk is left.
 pub(super) async fn claim_all(
     disks: Vec<Arc<dyn Disk>>,
     config: &LocalConfig,
@@ -61,16 +52,25 @@ pub(super) async fn claim_all(
     }
     let looks = disks.iter().map(|(_, disk)| look(&**disk, deadline));
     let contents = join_all(looks.collect::<Vec<_>>()).await;
-    let (mut ours, mut empty) = (Vec::new(), Vec::new());
+    let (mut ours, mut empty, mut identities, mut unclaimed) = (Vec::new(), Vec::new(), Vec::new(), None);
     for ((place, disk), content) in disks.into_iter().zip(contents) {
         match content {
-            Ok(Content::Ours) => ours.push((place, disk)),
+            Ok(Content::Ours(uuid)) => {
+                identities.push((disk.root().to_path_buf(), uuid));
+                ours.push((place, disk));
+            }
             Ok(Content::Nothing) => empty.push((place, disk)),
+            Ok(Content::Foreign) => return Err(StoreError::new(StoreErrorKind::NotOurs, disk.root())),
+            Ok(Content::Unclaimed(flaw)) => drop(unclaimed.get_or_insert((disk, flaw))),
             Err(error) => claims.leave_out(error)?,
         }
     }
-    let roots: Vec<_> = ours.iter().map(|(_, disk)| Arc::clone(disk)).collect();
-    refuse_copies(&roots, deadline).await?;
+    if let Some((disk, flaw)) = unclaimed {
+        let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
+        let identity = identity_of(&*disk, &others, deadline).await;
+        return Err(unclaimed_error(disk.root(), flaw, &identity));
+    }
+    refuse_copies(&identities)?;
     claims.take(ours).await?;
     claims.claimed.values_mut().for_each(|disk| disk.was_used = true);
     let mut known = mounts::recall(claims.claimed.values(), deadline).await;
@@ -123,27 +123,37 @@ impl Claims<'_> {
 
 /// Whether a start ends with it, instead of going on without the directory.
 pub(super) fn is_refused(error: &StoreError) -> bool {
-    matches!(error.kind, StoreErrorKind::NotOurs | StoreErrorKind::InUse | StoreErrorKind::Copied)
+    matches!(
+        error.kind,
+        StoreErrorKind::NotOurs | StoreErrorKind::Unclaimed | StoreErrorKind::InUse | StoreErrorKind::Copied
+    )
 }
 
 /// Refuses two directories with one identity: one is a copy of the other, or both are the same. Whatever one says of itself
 /// would be taken for what the other says.
-pub(super) async fn refuse_copies(disks: &[Arc<dyn Disk>], deadline: Duration) -> Result<(), StoreError> {
-    let markers = disks.iter().map(|disk| within(deadline, disk.read_small(Path::new(MARKER))));
-    let markers = join_all(markers.collect::<Vec<_>>()).await;
+pub(super) fn refuse_copies(identities: &[(PathBuf, Uuid)]) -> Result<(), StoreError> {
     let mut known: BTreeMap<Uuid, &Path> = BTreeMap::new();
-    for (disk, marker) in disks.iter().zip(markers) {
-        // What cannot be read is told by its claim.
-        let Some(uuid) = marker.ok().and_then(|marker| uuid_of(&marker)) else { continue };
-        if let Some(other) = known.insert(uuid, disk.root()) {
+    for (root, uuid) in identities {
+        if let Some(other) = known.insert(*uuid, root) {
             let text = format!(
                 "it is the same directory as {}, or a copy of it: leave one of them out",
                 other.display()
             );
-            return Err(StoreError::remote(StoreErrorKind::Copied, disk.root(), text));
+            return Err(StoreError::remote(StoreErrorKind::Copied, root, text));
         }
     }
     Ok(())
+}
+
+/// What a directory without a claim says of its identity; those of `others` are not it.
+pub(super) async fn identity_of(io: &dyn Disk, others: &[Uuid], deadline: Duration) -> Identity {
+    let epoch = newest_epoch(io, deadline).await;
+    content::identity(&io.root().display().to_string(), epoch.as_ref(), others)
+}
+
+/// The error that says it.
+pub(super) fn unclaimed_error(root: &Path, flaw: Flaw, identity: &Identity) -> StoreError {
+    StoreError::remote(StoreErrorKind::Unclaimed, root, content::told(root, flaw, identity))
 }
 
 /// An empty directory on the root file system may be one whose disk is not mounted.
@@ -167,17 +177,16 @@ async fn require_own_disk(disk: &dyn Disk, config: &LocalConfig) -> Result<(), S
 
 /// Looks into a directory, which is not changed.
 pub(super) async fn look(io: &dyn Disk, deadline: Duration) -> Result<Content, StoreError> {
+    let failed = |error| StoreError::io(io.root(), error);
     let names = match within(deadline, io.list(Path::new(""))).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Content::Nothing),
-        names => names.map_err(|error| StoreError::io(io.root(), error))?,
+        names => names.map_err(failed)?,
     };
-    if names.iter().any(|name| name == MARKER) {
-        return Ok(Content::Ours);
-    }
-    if names.iter().any(|name| name != LOST_AND_FOUND) {
-        return Err(StoreError::new(StoreErrorKind::NotOurs, io.root()));
-    }
-    Ok(Content::Nothing)
+    let claim = match within(deadline, io.read_small(Path::new(MARKER))).await {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        claim => Some(claim.map_err(failed)?),
+    };
+    Ok(content_of(&names, claim.as_deref()))
 }
 
 /// Makes a directory ours, or says why it cannot be.
@@ -220,18 +229,20 @@ async fn claim(
     Ok(disk)
 }
 
-/// Reads the disk's identity from the marker, or gives it one.
+/// The disk's identity by its marker, which is locked: what it said before may be another's by now. An empty one gets one.
 async fn identify(io: &dyn Disk, root: &Path, deadline: Duration) -> Result<Uuid, StoreError> {
-    let marker = Path::new(MARKER);
     let failed = |error| StoreError::io(root, error);
-    let content = within(deadline, io.read_small(marker)).await.map_err(failed)?;
-    if content.is_empty() {
-        let uuid = Uuid::new_v4();
-        let text = marker_of(uuid);
-        within(deadline, io.write_small(marker, text.into_bytes())).await.map_err(failed)?;
-        // Without its marker a directory with data in it would be refused.
-        within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
-        return Ok(uuid);
+    match look(io, deadline).await? {
+        Content::Ours(uuid) => Ok(uuid),
+        Content::Nothing => {
+            let uuid = Uuid::new_v4();
+            let text = marker_of(uuid);
+            within(deadline, io.write_small(Path::new(MARKER), text.into_bytes())).await.map_err(failed)?;
+            // Without its marker a directory with data in it would be refused.
+            within(deadline, io.sync_dir(Path::new(""))).await.map_err(failed)?;
+            Ok(uuid)
+        }
+        Content::Foreign => Err(StoreError::new(StoreErrorKind::NotOurs, root)),
+        Content::Unclaimed(flaw) => Err(unclaimed_error(root, flaw, &identity_of(io, &[], deadline).await)),
     }
-    uuid_of(&content).ok_or_else(|| StoreError::new(StoreErrorKind::NotOurs, root.join(MARKER)))
 }

@@ -11,10 +11,12 @@ use std::time::Duration;
 use futures::future::join_all;
 use uuid::Uuid;
 
-use super::claim::{self, Content, LOST_AND_FOUND};
+use super::claim;
 use super::config::LocalConfig;
+use super::content::{Content, Identity};
 use super::disk::within;
-use super::marker::{MARKER, uuid_of};
+use super::marker::MARKER;
+use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::Disk;
 
 /// What a worker that runs has to do with the directories.
@@ -46,6 +48,15 @@ impl From<std::io::Error> for Obstacle {
     }
 }
 
+impl From<StoreError> for Obstacle {
+    fn from(error: StoreError) -> Self {
+        match error.source {
+            Some(source) => source.into(),
+            None => because(error.to_string()),
+        }
+    }
+}
+
 fn because(why: impl Into<String>) -> Obstacle {
     Obstacle { why: why.into(), is_silent: false }
 }
@@ -74,8 +85,9 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
         };
         found.err().map(told)
     });
-    let (found, confused) =
-        tokio::join!(join_all(looks.collect::<Vec<_>>()), confusions(config, &disks, held));
+    // First: what the looks try out would be seen.
+    let confused = confusions(config, &disks, held).await;
+    let found = join_all(looks.collect::<Vec<_>>()).await;
     let mut told: Vec<String> = found.into_iter().flatten().collect();
     told.extend(confused);
     told
@@ -85,33 +97,59 @@ pub async fn obstacles(config: &LocalConfig, held: HeldBy<'_>) -> Vec<String> {
 /// if they answer, since the start looks at them.
 async fn confusions(config: &LocalConfig, disks: &[Arc<dyn Disk>], held: HeldBy<'_>) -> Vec<String> {
     let is_given_up = |disk: &Arc<dyn Disk>| held.given_up.iter().any(|path| path == disk.root());
-    let peeks = disks.iter().map(|disk| async move {
+    let peeks = disks.iter().map(|disk| {
         let deadline =
             if is_given_up(disk) { PATIENCE.min(config.name_timeout) } else { config.name_timeout };
-        match claim::look(disk.as_ref(), deadline).await {
-            Ok(Content::Ours) => (replaced(disk.as_ref(), held, deadline).await, Some(Arc::clone(disk))),
-            Ok(Content::Nothing) => (None, None),
-            // Of the others it is told already.
-            Err(error) => ((is_given_up(disk) && claim::is_refused(&error)).then(|| error.to_string()), None),
-        }
+        claim::look(disk.as_ref(), deadline)
     });
     let peeked = join_all(peeks.collect::<Vec<_>>()).await;
-    let ours: Vec<_> = peeked.iter().filter_map(|(_, disk)| disk.clone()).collect();
-    let copied = claim::refuse_copies(&ours, config.name_timeout).await.err().map(|error| error.to_string());
-    let told = copied.into_iter().chain(peeked.into_iter().filter_map(|(why, _)| why));
-    told.map(|why| format!("localfile_store.data_paths: {why}")).collect()
+    let of = |(disk, content): (&Arc<dyn Disk>, &Result<Content, StoreError>)| match content {
+        Ok(Content::Ours(uuid)) => Some((disk.root().to_path_buf(), *uuid)),
+        Ok(Content::Nothing | Content::Foreign | Content::Unclaimed(_)) | Err(_) => None,
+    };
+    let identities: Vec<(PathBuf, Uuid)> = disks.iter().zip(&peeked).filter_map(of).collect();
+    let others: Vec<Uuid> = identities.iter().map(|(_, uuid)| *uuid).collect();
+    let mut told: Vec<String> =
+        claim::refuse_copies(&identities).err().iter().map(ToString::to_string).collect();
+    for (disk, content) in disks.iter().zip(peeked) {
+        told.extend(match content {
+            Ok(Content::Ours(now)) => replaced(disk.root(), now, held),
+            Ok(Content::Unclaimed(flaw)) => {
+                let own = claim::identity_of(disk.as_ref(), &others, config.name_timeout).await;
+                let identity = in_use(disk.root(), held, own);
+                Some(claim::unclaimed_error(disk.root(), flaw, &identity).to_string())
+            }
+            // Of the others it is told already.
+            Ok(Content::Foreign) if is_given_up(disk) => {
+                Some(StoreError::new(StoreErrorKind::NotOurs, disk.root()).to_string())
+            }
+            Ok(Content::Foreign | Content::Nothing) | Err(_) => None,
+        });
+    }
+    told.into_iter().map(|why| format!("localfile_store.data_paths: {why}")).collect()
+}
+
+/// The identity of a directory without a claim: that in use, unless what is in it says otherwise.
+fn in_use(root: &Path, held: HeldBy<'_>, own: Identity) -> Identity {
+    let Some(uuid) = held.identities.get(root).copied().map(Uuid::from_bytes) else { return own };
+    match own {
+        Identity::Certain(another, _) if another != uuid => own,
+        Identity::Certain(..) | Identity::ByPath(_) | Identity::OneOf(_) | Identity::Unknown => {
+            Identity::Certain(uuid, "the running worker has it")
+        }
+    }
 }
 
 /// That a directory is another one than the running worker has by this path.
-async fn replaced(disk: &dyn Disk, held: HeldBy<'_>, deadline: Duration) -> Option<String> {
-    let uuid = Uuid::from_bytes(*held.identities.get(disk.root())?);
-    let marker = within(deadline, disk.read_small(Path::new(MARKER))).await.ok()?;
-    let now = uuid_of(&marker).filter(|now| *now != uuid)?;
-    Some(format!(
-        "{}: it is another directory than the running worker has there (its identity is {now}, that in use {uuid}): bring \
-         that one back, or put an empty directory in its place",
-        disk.root().display()
-    ))
+fn replaced(root: &Path, now: Uuid, held: HeldBy<'_>) -> Option<String> {
+    let uuid = Uuid::from_bytes(*held.identities.get(root)?);
+    (now != uuid).then(|| {
+        format!(
+            "{}: it is another directory than the running worker has there (its identity is {now}, that in use {uuid}): bring \
+             that one back, or put an empty directory in its place",
+            root.display()
+        )
+    })
 }
 
 async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), Obstacle> {
@@ -119,27 +157,17 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
     if !is_held {
         within(deadline, disk.create_dir_all(root)).await?;
     }
-    let names = within(deadline, disk.list(root)).await?;
-    let marker = Path::new(MARKER);
-    if names.iter().any(|name| name == MARKER) {
-        let content = within(deadline, disk.read_small(marker)).await?;
-        let is_new = content.is_empty() && !is_held;
-        if !is_new && uuid_of(&content).is_none() {
-            return Err(because(format!("{MARKER} is not this worker's marker")));
+    match claim::look(disk, deadline).await? {
+        // Told by `confusions`.
+        Content::Unclaimed(_) => return Ok(()),
+        Content::Nothing if is_held => {
+            return Err(because(format!("{MARKER} is gone: is it still mounted?")));
         }
-        if !is_held {
-            let locked = within(deadline, disk.lock(marker)).await;
-            let used = |error: std::io::Error| Obstacle {
-                is_silent: [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut]
-                    .contains(&error.kind()),
-                why: format!("another process uses it: {error}"),
-            };
-            drop(locked.map_err(used)?);
+        Content::Foreign => {
+            return Err(because("it is new, not empty, and not this worker's; it would not be claimed"));
         }
-    } else if is_held {
-        return Err(because(format!("{MARKER} is gone: is it still mounted?")));
-    } else if names.iter().any(|name| name != LOST_AND_FOUND) {
-        return Err(because("it is new, not empty, and not this worker's; it would not be claimed"));
+        Content::Ours(_) if !is_held => require_unlocked(disk, deadline).await?,
+        Content::Nothing | Content::Ours(_) => {}
     }
     // A directory needs an inode and a block as a file does, and cannot be left half written.
     let trial = PathBuf::from(format!("trial-{}", Uuid::new_v4()));
@@ -151,6 +179,15 @@ async fn look(disk: &dyn Disk, is_held: bool, deadline: Duration) -> Result<(), 
             Ok(within(deadline, disk.remove_dir(&trial)).await?)
         }
     }
+}
+
+async fn require_unlocked(disk: &dyn Disk, deadline: Duration) -> Result<(), Obstacle> {
+    let locked = within(deadline, disk.lock(Path::new(MARKER))).await;
+    let used = |error: std::io::Error| Obstacle {
+        is_silent: [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind()),
+        why: format!("another process uses it: {error}"),
+    };
+    locked.map(drop).map_err(used)
 }
 
 #[cfg(test)]
@@ -206,8 +243,9 @@ mod tests {
         assert!(obstacles(&config(&[&held]), by).await.is_empty());
         std::fs::write(held.join(MARKER), "something else").unwrap();
         let told = obstacles(&config(&[&held]), by).await;
-        assert!(told[0].contains("not this worker's marker"), "{told:?}");
+        assert!(told[0].contains("is damaged, and nothing in the directory says its identity"), "{told:?}");
     }
+
     /// Directories with these identities, what they are configured with, and what a worker that runs on the first two has.
     struct Copied {
         dir: tempfile::TempDir,
@@ -268,6 +306,38 @@ mod tests {
         assert!(told.contains(&format!("{}: directory has the identity of another", path("d1"))), "{told}");
         let told = copied.told(&["d0", "d1"], &["d1"]).await;
         assert!(told.contains("has the identity of another one"), "it was noticed already: {told}");
+    }
+
+    #[tokio::test]
+    async fn a_claim_that_is_damaged_alone_is_told_before_the_running_worker_lets_go() {
+        let copied = Copied::new();
+        let second = marker_of(Uuid::from_u128(2));
+        let path = copied.dir.path().join("d1");
+        std::fs::create_dir(path.join("uniffle-worker.metadata")).unwrap();
+        let claim = path.join(MARKER);
+        let flaws =
+            [(None, "missing"), (Some(&b""[..]), "empty"), (Some(&second.as_bytes()[..40]), "damaged")];
+        for ((content, flaw), given_up) in
+            flaws.into_iter().flat_map(|flaw| [(flaw, &[][..]), (flaw, &["d1"])])
+        {
+            match content {
+                Some(content) => std::fs::write(&claim, content).unwrap(),
+                None => drop(std::fs::remove_file(&claim)),
+            }
+            let told = copied.told(&["d0", "d1"], given_up).await;
+            let (path, claim) = (path.display(), claim.display());
+            let uuid = Uuid::from_u128(2);
+            let expected = format!(
+                "localfile_store.data_paths: {path}: directory is a uniffle-worker's, and its claim cannot be read ({claim} is \
+                 {flaw}; its identity is certain, {uuid}: the running worker has it. To write the claim again: printf"
+            );
+            assert!(told.starts_with(&expected) && told.lines().count() == 1, "{told}");
+        }
+        // One that the running worker does not have.
+        copied.mark("d2", b"");
+        std::fs::create_dir(copied.dir.path().join("d2/apps")).unwrap();
+        let told = copied.told(&["d0", "d2"], &[]).await;
+        assert!(told.contains("is empty, and nothing in the directory says its identity"), "{told}");
     }
 
     #[tokio::test]

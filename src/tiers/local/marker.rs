@@ -10,10 +10,14 @@ const MARKER_HEAD: &str = "uniffle-worker local store 1";
 const CHECKSUM: &str = "crc32 ";
 
 /// Head, identity, and a checksum of both: a directory must not become another one by a flipped bit.
+pub(super) fn lines_of(uuid: Uuid) -> [String; 3] {
+    let checksum = crc32fast::hash(format!("{MARKER_HEAD}\n{uuid}\n").as_bytes());
+    [MARKER_HEAD.to_owned(), uuid.to_string(), format!("{CHECKSUM}{checksum:08x}")]
+}
+
+/// Those lines, each with its end.
 pub(super) fn marker_of(uuid: Uuid) -> String {
-    let text = format!("{MARKER_HEAD}\n{uuid}\n");
-    let checksum = crc32fast::hash(text.as_bytes());
-    format!("{text}{CHECKSUM}{checksum:08x}\n")
+    lines_of(uuid).map(|line| line + "\n").concat()
 }
 
 /// The identity in a marker of ours. Those of 0.1.0 have no checksum.

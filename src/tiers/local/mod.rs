@@ -21,6 +21,7 @@
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
 //! | `files`, `log`, `sync`, `records` | descriptors, append-only files, group commit, the cache of index records |
 //! | `claim`, `claimable`, `mounts` | which directories are ours; for a successor too; which are empty for want of a mount |
+//! | `content` | what a directory holds before it is claimed (pure) |
 //! | `disk`, `marker`, `health`, `share` | space and health of one directory, and by what it is known; its share of the memory for reads |
 //! | `index`, `placement`, `pace`, `config` | index groups; which disk takes a batch, how fast it was lately (pure); settings |
 //!
@@ -34,6 +35,7 @@ mod batch;
 mod claim;
 pub mod claimable;
 mod config;
+mod content;
 mod core;
 mod damage;
 mod damaged;

@@ -104,6 +104,120 @@ async fn a_directory_that_goes_away_while_the_worker_runs_takes_nothing_until_it
     assert_eq!(read_all(&store, &key, 1).await.unwrap(), (0..12).collect::<Vec<_>>());
 }
 
+/// A worker's data directories with a shuffle, its claims as they were.
+struct Claimed {
+    root: tempfile::TempDir,
+    count: usize,
+    key: ShuffleKey,
+}
+
+impl Claimed {
+    async fn new(count: usize) -> Self {
+        let claimed = Self { root: tempfile::tempdir().unwrap(), count, key: key("app", 1) };
+        let store = claimed.open().await.unwrap();
+        let handle = store.register(&claimed.key);
+        store.append_metadata(&handle, b"registered").await.unwrap();
+        for id in 0..6 {
+            store.write(&claimed.key, vec![extent(1, &[(id, 900)], true)]).await.unwrap();
+        }
+        claimed
+    }
+
+    /// With a quote in its name, as the line for the shell has to have it.
+    fn path(&self, number: usize) -> PathBuf {
+        self.root.path().join(format!("it's d{number}"))
+    }
+
+    fn claim(&self) -> PathBuf {
+        self.path(self.count - 1).join(MARKER)
+    }
+
+    async fn open(&self) -> Result<Arc<LocalStore>, StoreError> {
+        let paths = (0..self.count).map(|number| self.path(number)).collect();
+        open(LocalConfig { paths, ..LocalConfig::default() }.real_disks()).await
+    }
+
+    /// Names and sizes of everything that is there.
+    fn listing(&self) -> Vec<(PathBuf, u64)> {
+        let (mut all, mut left) = (Vec::new(), vec![self.root.path().to_path_buf()]);
+        while let Some(directory) = left.pop() {
+            for entry in std::fs::read_dir(directory).unwrap().map(Result::unwrap) {
+                let metadata = entry.metadata().unwrap();
+                all.push((entry.path(), if metadata.is_file() { metadata.len() } else { 0 }));
+                left.extend(metadata.is_dir().then(|| entry.path()));
+            }
+        }
+        all.sort();
+        all
+    }
+
+    /// Runs the line that an error ends with.
+    fn repair(&self, error: &StoreError) {
+        let text = error.to_string();
+        let (_, line) = text.split_once("To write the claim again: ").expect("it says how");
+        let line = line.strip_suffix(')').expect("it ends there");
+        let done = std::process::Command::new("sh").arg("-c").arg(line).status().unwrap();
+        assert!(done.success(), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn a_claim_that_is_damaged_alone_is_refused_by_name_and_written_again_by_the_line_that_it_tells() {
+    for count in 1..=3 {
+        let claimed = Claimed::new(count).await;
+        let sound = std::fs::read(claimed.claim()).unwrap();
+        let flipped: Vec<u8> = sound.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == 40)).collect();
+        let flaws: [(Option<&[u8]>, &str); 4] = [
+            (None, "missing"),
+            (Some(b""), "empty"),
+            (Some(&sound[..50]), "damaged"),
+            (Some(&flipped), "damaged"),
+        ];
+        for (content, flaw) in flaws {
+            match content {
+                Some(content) => std::fs::write(claimed.claim(), content).unwrap(),
+                None => std::fs::remove_file(claimed.claim()).unwrap(),
+            }
+            let before = claimed.listing();
+            let error = claimed.open().await.unwrap_err();
+            assert_eq!(error.kind, StoreErrorKind::Unclaimed);
+            let text = error.to_string();
+            let named = format!("{} is {flaw}; its identity is certain, ", claimed.claim().display());
+            assert!(text.contains(&named), "{text}");
+            assert_eq!(claimed.listing(), before, "nothing is changed");
+            claimed.repair(&error);
+            assert_eq!(std::fs::read(claimed.claim()).unwrap(), sound);
+            let store = claimed.open().await.unwrap();
+            assert_eq!(store.metadata_gap(), None);
+            let heard = hear(&store).await;
+            assert_eq!(heard.shuffles[0].incomplete, None);
+            assert_eq!(heard.said[&claimed.key], [&b"registered"[..]]);
+            assert_eq!(read_all(&store, &claimed.key, 1).await.unwrap(), (0..6).collect::<Vec<_>>());
+        }
+    }
+}
+
+/// The list is damaged, too: the copy of the log beside it begins with the same.
+#[tokio::test]
+async fn a_directory_without_a_claim_is_known_by_its_list_or_its_log_and_else_left_alone() {
+    let claimed = Claimed::new(2).await;
+    let sound = std::fs::read(claimed.claim()).unwrap();
+    std::fs::remove_file(claimed.claim()).unwrap();
+    let metadata = claimed.path(1).join(METADATA);
+    std::fs::write(metadata.join("members"), "damaged").unwrap();
+    let error = claimed.open().await.unwrap_err();
+    claimed.repair(&error);
+    assert_eq!(std::fs::read(claimed.claim()).unwrap(), sound);
+    std::fs::remove_file(claimed.claim()).unwrap();
+    std::fs::remove_dir_all(&metadata).unwrap();
+    let before = claimed.listing();
+    let error = claimed.open().await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Unclaimed);
+    let text = error.to_string();
+    assert!(text.contains("nothing in the directory says its identity: put the claim back"), "{text}");
+    assert_eq!(claimed.listing(), before);
+}
+
 /// A marker of ours with another identity, as 0.1.0 wrote it.
 fn marker_like(marker: &[u8]) -> Vec<u8> {
     let head = String::from_utf8_lossy(marker).lines().next().unwrap_or_default().to_owned();

@@ -160,7 +160,7 @@ async fn a_directory_that_is_not_ours_is_left_alone() {
     let damaged = TestDisk::new("/damaged");
     damaged.memory.write_small(Path::new(MARKER), b"some later format\n".to_vec()).await.unwrap();
     damaged.memory.create_dir_all(Path::new("apps/x")).await.unwrap();
-    assert_eq!(open(vec![damaged.disk()]).await.unwrap_err().kind, StoreErrorKind::NotOurs);
+    assert_eq!(open(vec![damaged.disk()]).await.unwrap_err().kind, StoreErrorKind::Unclaimed);
     assert_eq!(damaged.app_directories(), [PathBuf::from("apps/x")]);
 }
 

@@ -1,0 +1,219 @@
+//! What a data directory holds before it is claimed: nothing, what is ours, what is someone else's, or what is ours without
+//! a claim that can be read. Pure: no I/O.
+//!
+//! Only nothing at all makes a directory a new one. A claim that is missing, empty or damaged while something of ours lies
+//! beside it is no reason to give the directory another identity: its blocks would be told as lost, and what it says of the metadata
+//! log would be said by nobody. Then a start is refused, with what is certain of its identity.
+
+use std::path::Path;
+
+use uuid::Uuid;
+
+use super::marker::{MARKER, lines_of, uuid_of};
+use super::mounts::MOUNTS;
+use crate::durability::legacy::LIST;
+use crate::durability::{Epoch, METADATA};
+
+/// What `mkfs` leaves in a root; it does no harm.
+const LOST_AND_FOUND: &str = "lost+found";
+
+/// What is in a directory before it is claimed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Nothing, or it does not exist. A claim that was never written counts as nothing.
+    Nothing,
+    /// Our claim, with its identity.
+    Ours(Uuid),
+    /// Files, and none that only we make.
+    Foreign,
+    /// Ours, and its claim says nothing.
+    Unclaimed(Flaw),
+}
+
+/// What is wrong with a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flaw {
+    Missing,
+    Empty,
+    Damaged,
+}
+
+impl Flaw {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Missing => "is missing",
+            Self::Empty => "is empty",
+            Self::Damaged => "is damaged",
+        }
+    }
+}
+
+/// By the names in it, and by its claim where there is one.
+pub(super) fn content_of(names: &[String], claim: Option<&[u8]>) -> Content {
+    let is_other = |name: &&String| *name != MARKER && *name != LOST_AND_FOUND;
+    let has_others = names.iter().any(|name| is_other(&name));
+    let is_ours = |name: &String| [METADATA, MOUNTS, LIST].contains(&name.as_str());
+    match claim {
+        Some(claim) => match uuid_of(claim) {
+            Some(uuid) => Content::Ours(uuid),
+            // It is written and synced before anything else is made.
+            None if claim.is_empty() && !has_others => Content::Nothing,
+            None if claim.is_empty() => Content::Unclaimed(Flaw::Empty),
+            None => Content::Unclaimed(Flaw::Damaged),
+        },
+        None if names.iter().any(is_ours) => Content::Unclaimed(Flaw::Missing),
+        None if has_others => Content::Foreign,
+        None => Content::Nothing,
+    }
+}
+
+/// What is known of the identity of a directory without a claim.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Identity {
+    /// It is this one, and how that is known.
+    Certain(Uuid, &'static str),
+    /// It is this one unless it was at another path before.
+    ByPath(Uuid),
+    /// It is one of these, by the paths where they were.
+    OneOf(Vec<(Uuid, String)>),
+    /// Nothing in the directory says it.
+    Unknown,
+}
+
+/// By the newest epoch that the directory knows: it is one of the members that were together then, and none of `others`, whose
+/// claims are read.
+pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
+    let Some(epoch) = epoch else { return Identity::Unknown };
+    let here = epoch.voters().into_iter().filter(|member| !member.may_go_alone);
+    let left: Vec<_> = here.filter(|member| !others.contains(&member.uuid())).collect();
+    if let [only] = left[..] {
+        return Identity::Certain(only.uuid(), "the list of data directories in it leaves no other one");
+    }
+    let by_path: Vec<_> = left.iter().filter(|member| member.path == path).collect();
+    match (by_path.as_slice(), left.is_empty()) {
+        ([only], _) => Identity::ByPath(only.uuid()),
+        (_, true) => Identity::Unknown,
+        _ => Identity::OneOf(left.iter().map(|member| (member.uuid(), member.path.clone())).collect()),
+    }
+}
+
+/// Which file is wrong, what is certain, and what to do.
+pub(super) fn told(root: &Path, flaw: Flaw, identity: &Identity) -> String {
+    let file = root.join(MARKER);
+    let what = format!("{} {}", file.display(), flaw.as_str());
+    let otherwise = "put the claim back from a copy, or leave the directory out of localfile_store.data_paths; do not empty it";
+    match identity {
+        Identity::Certain(uuid, why) => {
+            let command = command(&file, *uuid);
+            format!("{what}; its identity is certain, {uuid}: {why}. To write the claim again: {command}")
+        }
+        Identity::ByPath(uuid) => {
+            let command = command(&file, *uuid);
+            format!(
+                "{what}; its identity is {uuid} if it was at this path before, by the list of data directories in it. To write \
+                 the claim again then: {command}"
+            )
+        }
+        Identity::OneOf(those) => {
+            let those: Vec<_> = those.iter().map(|(uuid, path)| format!("{uuid} (was {path})")).collect();
+            format!("{what}; its identity is one of {}: {otherwise}", those.join(", "))
+        }
+        Identity::Unknown => format!("{what}, and nothing in the directory says its identity: {otherwise}"),
+    }
+}
+
+/// The line for a shell that writes a claim.
+fn command(file: &Path, uuid: Uuid) -> String {
+    let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
+    let lines: Vec<String> = lines_of(uuid).iter().map(|line| quoted(line)).collect();
+    format!(r"printf '%s\n' {} > {}", lines.join(" "), quoted(&file.to_string_lossy()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::marker::marker_of;
+    use super::*;
+    use crate::durability::Member;
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn uuid(number: u128) -> Uuid {
+        Uuid::from_u128(number)
+    }
+
+    #[test]
+    fn only_nothing_at_all_is_a_new_directory() {
+        let sound = marker_of(uuid(7)).into_bytes();
+        for empty in [&[][..], &[LOST_AND_FOUND]] {
+            assert_eq!(content_of(&names(empty), None), Content::Nothing);
+            let claimed: Vec<&str> = empty.iter().copied().chain([MARKER]).collect();
+            assert_eq!(
+                content_of(&names(&claimed), Some(b"")),
+                Content::Nothing,
+                "ended before it was written"
+            );
+        }
+        assert_eq!(content_of(&names(&["apps", "thesis"]), None), Content::Foreign);
+        for ours in [METADATA, MOUNTS, LIST] {
+            assert_eq!(content_of(&names(&["apps", ours]), None), Content::Unclaimed(Flaw::Missing));
+        }
+        for beside in ["apps", METADATA, "thesis"] {
+            let names = names(&[beside, MARKER]);
+            assert_eq!(content_of(&names, Some(b"")), Content::Unclaimed(Flaw::Empty));
+            assert_eq!(content_of(&names, Some(&sound)), Content::Ours(uuid(7)));
+            for cut in 1..sound.len() {
+                // A claim of 0.1.0 ends before the checksum.
+                let content = content_of(&names, Some(&sound[..cut]));
+                let is_whole = content == Content::Ours(uuid(7));
+                assert!(is_whole || content == Content::Unclaimed(Flaw::Damaged), "{cut} {content:?}");
+            }
+        }
+        assert_eq!(content_of(&names(&[MARKER]), Some(b"x")), Content::Unclaimed(Flaw::Damaged));
+    }
+
+    #[test]
+    fn an_identity_is_certain_by_what_is_left_or_by_the_path_and_never_one_that_is_here() {
+        let mut members: Vec<Member> =
+            [(1, "/a"), (2, "/b"), (3, "/c")].map(|(number, path)| Member::new(uuid(number), path)).into();
+        let epoch = |members: &[Member]| Epoch { members: members.to_vec(), ..Epoch::default() };
+        let of =
+            |path: &str, members: &[Member], others: &[Uuid]| identity(path, Some(&epoch(members)), others);
+        let by = |identity| match identity {
+            Identity::Certain(uuid, _) => Some((uuid.as_u128(), true)),
+            Identity::ByPath(uuid) => Some((uuid.as_u128(), false)),
+            Identity::OneOf(_) | Identity::Unknown => None,
+        };
+        assert_eq!(by(of("/moved", &members[..1], &[])), Some((1, true)), "it was alone");
+        assert_eq!(by(of("/b", &members, &[])), Some((2, false)), "by its path");
+        assert_eq!(
+            by(of("/b", &members, &[uuid(2), uuid(3)])),
+            Some((1, true)),
+            "it was moved: by the others"
+        );
+        let left = vec![(uuid(1), "/a".to_owned()), (uuid(3), "/c".to_owned())];
+        assert_eq!(of("/b", &members, &[uuid(2)]), Identity::OneOf(left));
+        assert_eq!(of("/a", &members[..1], &[uuid(1)]), Identity::Unknown, "a copy of one that is here");
+        assert_eq!(identity("/a", None, &[]), Identity::Unknown);
+        // Replaced before by an empty one at its path, or away when the list was written: it is neither of these.
+        (members[0].votes, members[2].may_go_alone) = (false, true);
+        members.push(Member::new(uuid(4), "/a"));
+        assert_eq!(by(of("/a", &members, &[uuid(2)])), Some((4, true)));
+        assert_eq!(by(of("/a", &members, &[])), Some((4, false)));
+    }
+
+    #[test]
+    fn what_is_told_names_the_file_and_what_to_do() {
+        let root = Path::new("/it's");
+        let text = told(root, Flaw::Empty, &Identity::Certain(uuid(1), "so it is"));
+        let start =
+            format!("/it's/{MARKER} is empty; its identity is certain, {}: so it is. To write", uuid(1));
+        assert!(text.starts_with(&start), "{text}");
+        assert!(text.ends_with(&format!(r"> '/it'\''s/{MARKER}'")), "{text}");
+        let text = told(root, Flaw::Missing, &Identity::OneOf(vec![(uuid(1), "/a".to_owned())]));
+        assert!(text.contains("is missing; its identity is one of") && text.contains("(was /a)"), "{text}");
+        let text = told(root, Flaw::Damaged, &Identity::Unknown);
+        assert!(text.contains("is damaged, and nothing") && text.contains("do not empty it"), "{text}");
+    }
+}
