@@ -5,7 +5,8 @@
 //! - a result contains every block whose report was acknowledged, or it is refused with a text that names the shuffle;
 //! - no block has other bytes than were sent, and a block of a result that is not served is told as lost;
 //! - blocks that the damage did not touch are served, at least 99 of 100 of them;
-//! - damage of one file costs no result where there is another copy of what results are made of;
+//! - damage of one file costs no result where there is another copy of what results are made of, nor does that of a claim once it
+//!   is written again as the refused start says;
 //! - a refused shuffle can be unregistered, and registered again it is whole.
 //!
 //! Which files there are is found by walking the directories, so that a new kind of file is damaged too.
@@ -20,16 +21,18 @@ mod ways;
 mod world;
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::time::Duration;
 
 use rand::RngExt;
 
+use uniffle_testkit::claims::{self, CLAIM};
 use uniffle_testkit::judge::{Answers, Findings, Refusal, examine};
 use uniffle_testkit::on_disk::{Files, stored_blocks};
 use uniffle_testkit::{say, seeds};
 use uniffle_wire::types::{BlockId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::service::ServiceError;
-use uniffle_worker::tiers::StoreError;
+use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
 use self::mutations::Mutation;
 use self::tally::{Report, Total};
@@ -159,7 +162,8 @@ fn outlive(
     }
 }
 
-/// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does.
+/// One life on what there is. A store that refuses to open has named a directory, which is left out as an operator does, or told
+/// how its claim is written again, which is done.
 fn live_and_judge(
     world: &mut World,
     (before, mut after): (Vec<Files>, Vec<Files>),
@@ -186,6 +190,16 @@ fn live_and_judge(
             report.fail(format!("a start is refused without a directory's name: {text}"));
             return Err(error);
         };
+        if error.kind == StoreErrorKind::Unclaimed
+            && let Some((_, claim)) = claims::told(&text)
+        {
+            if before[named].get(Path::new(CLAIM)) != Some(&claim) {
+                report.fail(format!("WrongClaim: it was not that of /disk{named}: {text}"));
+            }
+            world.disks[named].put(Path::new(CLAIM), Some(claim));
+            report.wrote_claim();
+            continue;
+        }
         world.present[named] = false;
         if !world.present.contains(&true) {
             return Err(error);

@@ -6,6 +6,7 @@ use std::path::Path;
 use croaring::Treemap;
 use rand::RngExt;
 use rand::seq::IndexedRandom;
+use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::judge::{Answers, Blocks, Breach, Findings, Refusal, examine};
@@ -49,6 +50,8 @@ pub(crate) enum Mutation {
     NoMembers,
     /// A claim is not compared with its checksum.
     NoClaimChecksum,
+    /// A directory whose claim cannot be read is taken for a new one.
+    NoUnclaimed,
     /// Index groups are not compared with their checksums.
     NoIndexChecksums,
     /// A read-only disk is left out.
@@ -109,11 +112,18 @@ impl Mutation {
                 }
             }
             Self::NoClaimChecksum => rewrite(world, |path, content| {
-                let is_claim = path.ends_with("uniffle-worker.claim");
-                if let Some(forged) = forge::claim_without_checksum(content).filter(|_| is_claim) {
+                if let Some(forged) = forge::claim_without_checksum(content).filter(|_| is_claim(path)) {
                     *content = forged;
                 }
             }),
+            Self::NoUnclaimed => {
+                for disk in world.disks.iter().filter(|disk| !disk.files().is_empty()) {
+                    let claim = disk.content(Path::new(CLAIM)).filter(|claim| forge::is_sound_claim(claim));
+                    if claim.is_none() {
+                        disk.put(Path::new(CLAIM), Some(claims::another()));
+                    }
+                }
+            }
             Self::NoIndexChecksums => rewrite(world, |path, content| {
                 if forge::is_index(path) {
                     forge::index_without_checksums(content);
@@ -175,7 +185,7 @@ fn lose_a_frame(world: &mut World, lose: impl Fn(&[u8], u64) -> Vec<u8>) {
 fn miss_nobody(world: &World) {
     let here: Vec<_> = world.disks.iter().zip(&world.present).filter(|(_, present)| **present).collect();
     let files: Vec<_> = here.iter().flat_map(|(disk, _)| disk.snapshot()).collect();
-    let claims = files.iter().filter(|(path, _)| path.ends_with("uniffle-worker.claim"));
+    let claims = files.iter().filter(|(path, _)| is_claim(path));
     let uuid = |claim: &[u8]| String::from_utf8_lossy(claim).lines().nth(1).unwrap_or_default().to_owned();
     let uuids: Vec<String> = claims.map(|(_, claim)| uuid(claim)).collect();
     let says_epoch = |path: &Path| forge::is_log(path) || forge::is_members(path);
@@ -204,7 +214,7 @@ fn remove(files: Vec<std::path::PathBuf>, which: impl Fn(&Path) -> bool, remove:
 /// Neither data nor index, nor what makes the directory the worker's.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
-    !of_data && !path.ends_with("uniffle-worker.claim") && !path.starts_with("trash")
+    !of_data && !is_claim(path) && !path.starts_with("trash")
 }
 
 fn must_be_noticed(mutation: Mutation) {
@@ -281,6 +291,11 @@ fn a_start_that_does_not_ask_who_is_missing_is_noticed() {
 #[test]
 fn a_claim_without_its_checksum_is_noticed() {
     must_be_noticed(Mutation::NoClaimChecksum);
+}
+
+#[test]
+fn a_directory_without_its_claim_that_is_taken_for_a_new_one_is_noticed() {
+    must_be_noticed(Mutation::NoUnclaimed);
 }
 
 #[test]

@@ -22,6 +22,8 @@ struct Counts {
     /// Starts without a directory that the worker refused, and starts that could not be.
     left_out: u64,
     refused_starts: u64,
+    /// Claims that were written again as a refused start said.
+    claims: u64,
     intact: u64,
     withheld: u64,
     lost: u64,
@@ -36,6 +38,7 @@ impl Counts {
         self.unknown += other.unknown;
         self.left_out += other.left_out;
         self.refused_starts += other.refused_starts;
+        self.claims += other.claims;
         self.intact += other.intact;
         self.withheld += other.withheld;
         self.lost += other.lost;
@@ -107,6 +110,10 @@ impl Report {
 
     pub(crate) fn refused_start(&mut self) {
         self.counts.refused_starts += 1;
+    }
+
+    pub(crate) fn wrote_claim(&mut self) {
+        self.counts.claims += 1;
     }
 
     pub(crate) fn left_out(&mut self) {
@@ -192,7 +199,7 @@ impl fmt::Display for Total {
         let mut sum = Counts::default();
         writeln!(
             f,
-            "{:<42} {:>6} {:>6} {:>8} {:>7} {:>7} {:>8} {:>7} {:>9} {:>8} {:>7}",
+            "{:<42} {:>6} {:>6} {:>8} {:>7} {:>7} {:>8} {:>8} {:>6} {:>9} {:>8} {:>7}",
             "damage",
             "seeds",
             "failed",
@@ -201,6 +208,7 @@ impl fmt::Display for Total {
             "unknown",
             "left out",
             "no start",
+            "claims",
             "untouched",
             "withheld",
             "lost"
@@ -214,6 +222,7 @@ impl fmt::Display for Total {
                 unknown,
                 left_out,
                 refused_starts,
+                claims,
                 intact,
                 withheld,
                 lost,
@@ -221,7 +230,7 @@ impl fmt::Display for Total {
             writeln!(
                 f,
                 "{name:<42} {seeds:>6} {failed:>6} {shuffles:>8} {refused_results:>7} {unknown:>7} {left_out:>8} \
-                 {refused_starts:>7} {intact:>9} {withheld:>8} {lost:>7}"
+                 {refused_starts:>8} {claims:>6} {intact:>9} {withheld:>8} {lost:>7}"
             )
         };
         for ((way, kind), row) in &self.rows {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rand::RngExt;
 use rand::seq::{IndexedRandom, IteratorRandom};
 
+use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::Files;
@@ -125,16 +126,19 @@ impl Damage {
         self.way == Way::Unmounted && world.disks.len() == 1
     }
 
-    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else.
+    /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims aside.
     pub(crate) fn spares_metadata(&self, disks: usize) -> bool {
         let one_file = matches!(
             self.way,
             Way::Flip | Way::Zero | Way::Cut | Way::Delete | Way::Older | Way::FailingFile
         );
         let bulk = self.kind == "data" || self.kind == "index";
-        // Without its claim a directory is left out.
-        let is_copied = disks > 1 && self.kind != "uniffle-worker.claim";
-        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || is_copied)
+        // A claim is written again as the refused start says. While it cannot be read, the directory is left out.
+        let is_kept = match self.kind == CLAIM {
+            true => self.way != Way::FailingFile,
+            false => disks > 1,
+        };
+        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || is_kept)
     }
 }
 

@@ -65,7 +65,7 @@ pub(crate) struct History {
     life: u32,
     steps_left: u32,
     pub(super) disks: Vec<Arc<MemoryDisk>>,
-    mutation: Mutation,
+    pub(super) mutation: Mutation,
     /// Of this life.
     pub(super) faults: Vec<Faults>,
     /// A disk that is not there in this life.
@@ -76,6 +76,8 @@ pub(crate) struct History {
     pub(super) is_troubled: bool,
     /// A directory of a disk that cannot be listed in this life.
     pub(super) unlisted: Option<(usize, PathBuf)>,
+    /// A disk whose claim was damaged before this life, and what it was.
+    pub(super) claim: Option<(usize, Vec<u8>)>,
     /// Something happened, now or before, that may have cost metadata: results may be refused, never short.
     pub(super) excused: bool,
     /// The machine went down while not everything was synced: what an index names may have other bytes.
@@ -121,6 +123,7 @@ impl History {
             let_go: None,
             is_troubled: false,
             unlisted: None,
+            claim: None,
             excused: false,
             torn: false,
             reads_fail: false,
@@ -189,7 +192,7 @@ impl History {
     async fn start(&mut self, all_disks: bool) {
         self.life += 1;
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
-        (self.missing, self.unlisted, self.is_troubled) = (None, None, false);
+        (self.missing, self.unlisted, self.claim, self.is_troubled) = (None, None, None, false);
         let let_go = self.let_go.take().filter(|_| !all_disks);
         match &let_go {
             // Its results are complete all the same.

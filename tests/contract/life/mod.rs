@@ -3,7 +3,7 @@
 //! disks, under paused time. Every life of the worker has a runtime of its own: when it is dropped, so is everything that
 //! had not reached a disk. There are one to three disks. In half of the histories writes are synced
 //! (`localfile_store.sync = "group"`). The machine may go down, and takes from the disks what was not synced. A life may
-//! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file. It may end
+//! begin without one of the disks, with one that is read-only or cannot be listed, or with a damaged metadata file or claim. It may end
 //! with an upgrade beside a disk that hangs, which the next life then does without.
 //!
 //! Invariants, checked at every read and at the end:
@@ -48,6 +48,8 @@ enum Mutation {
     NoLastSync,
     /// A successor beside a disk that hangs is not told that nothing newer is there.
     NoVouching,
+    /// A directory whose claim cannot be read is taken for a new one.
+    NoUnclaimed,
 }
 
 fn run_history(seed: u64, mutation: Mutation) -> Tally {
@@ -111,6 +113,11 @@ fn t1_a_recovery_that_serves_nothing_and_calls_all_lost_fails_the_model() {
 #[test]
 fn d5_a_successor_that_nobody_vouches_for_fails_the_model() {
     must_be_noticed(Mutation::NoVouching);
+}
+
+#[test]
+fn a_directory_without_its_claim_that_is_taken_for_a_new_one_fails_the_model() {
+    must_be_noticed(Mutation::NoUnclaimed);
 }
 
 #[test]

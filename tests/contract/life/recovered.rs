@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use uniffle_testkit::claims::CLAIM;
 use uniffle_testkit::in_process::InProcess;
 use uniffle_testkit::judge::examine;
 use uniffle_testkit::on_disk::{Files, stored_blocks};
@@ -84,6 +85,9 @@ impl History {
     /// The files that can be found in this life.
     fn readable_files(&self) -> Vec<Files> {
         let mut files: Vec<Files> = self.disks.iter().map(|disk| disk.snapshot()).collect();
+        if let Some((disk, sound)) = &self.claim {
+            files[*disk].insert(CLAIM.into(), sound.clone());
+        }
         for (disk, files) in files.iter_mut().enumerate() {
             files.retain(|path, _| self.missing != Some(disk) && !hides(self.unlisted.as_ref(), disk, path));
         }

@@ -32,6 +32,8 @@ tally!(
     read_only_disks,
     failing_lists,
     damaged_metadata,
+    damaged_claims,
+    claims_written,
     refused_results,
     forgotten_shuffles,
     compared_blocks,

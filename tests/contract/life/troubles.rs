@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use rand::RngExt;
 use rand::seq::IndexedRandom;
 
+use uniffle_testkit::claims::{self, CLAIM, is_claim};
 use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
-use uniffle_worker::tiers::StoreError;
+use uniffle_worker::tiers::{StoreError, StoreErrorKind};
 
+use super::Mutation;
 use super::history::History;
 
 const SECTOR_BYTES: usize = 512;
@@ -28,6 +30,7 @@ impl History {
             }
             40..50 => self.fail_a_list(disk),
             50..60 => self.damage_metadata(disk),
+            60..68 => self.damage_claim(disk),
             _ => {}
         }
     }
@@ -50,7 +53,27 @@ impl History {
     fn damage_metadata(&mut self, disk: usize) {
         let mut files = self.disks[disk].files();
         files.retain(|path| is_metadata(path));
-        let Some(path) = files.choose(&mut self.rng) else { return };
+        let Some(path) = files.choose(&mut self.rng).cloned() else { return };
+        self.damage(disk, &path);
+        self.excused = true;
+        self.tally.damaged_metadata += 1;
+    }
+
+    /// What the disk's directory is known by is damaged: that costs nothing.
+    fn damage_claim(&mut self, disk: usize) {
+        let Some(sound) = self.disks[disk].content(Path::new(CLAIM)) else { return };
+        self.damage(disk, Path::new(CLAIM));
+        if self.disks[disk].content(Path::new(CLAIM)).as_ref() == Some(&sound) {
+            return;
+        }
+        self.claim = Some((disk, sound));
+        self.tally.damaged_claims += 1;
+        if self.mutation == Mutation::NoUnclaimed {
+            self.disks[disk].put(Path::new(CLAIM), Some(claims::another()));
+        }
+    }
+
+    fn damage(&mut self, disk: usize, path: &Path) {
         let mut content = self.disks[disk].content(path).expect("it is there");
         let at = if content.is_empty() { 0 } else { self.rng.random_range(0..content.len()) };
         let damaged = match self.rng.random_range(0..4) {
@@ -71,15 +94,17 @@ impl History {
         };
         tracing::info!(target: "life", disk, path = %path.display(), at, "is damaged");
         self.disks[disk].put(path, damaged);
-        self.excused = true;
-        self.tally.damaged_metadata += 1;
     }
 
-    /// A start was refused: the directory that is named is left out, as an operator does, or the disk is healed.
+    /// A start was refused: the claim is written as it says, or the directory that is named is left out, as an operator does, or
+    /// the disk is healed.
     pub(super) fn leave_out(&mut self, error: &StoreError) {
         let text = error.to_string();
         let named = (0..self.disks.len()).find(|disk| text.contains(&format!("/disk{disk}")));
         assert!(named.is_some(), "a start is refused without a directory's name: {text}");
+        if error.kind == StoreErrorKind::Unclaimed {
+            return self.write_claim(&text);
+        }
         assert!(self.is_troubled, "a start on sound disks is refused: {text}");
         self.faults.iter().for_each(|faults| {
             faults.clear();
@@ -87,12 +112,22 @@ impl History {
         });
         (self.is_troubled, self.unlisted) = (false, None);
     }
+
+    /// Where nothing was ever said the directory does not know its identity: its claim is put back from a copy.
+    fn write_claim(&mut self, refusal: &str) {
+        let (disk, sound) = self.claim.take().expect("a directory with a sound claim is not refused for it");
+        if let Some((path, told)) = claims::told(refusal) {
+            assert_eq!((path, &told), (PathBuf::from(format!("/disk{disk}/{CLAIM}")), &sound), "{refusal}");
+            self.tally.claims_written += 1;
+        }
+        self.disks[disk].put(Path::new(CLAIM), Some(sound));
+    }
 }
 
-/// Not the claim: without it the directory is not the worker's.
+/// Not the claim: what it is damaged for is another trouble.
 fn is_metadata(path: &Path) -> bool {
     let of_data = path.extension().is_some_and(|extension| extension == "data" || extension == "index");
-    !of_data && !path.ends_with("uniffle-worker.claim") && !path.starts_with("trash")
+    !of_data && !is_claim(path) && !path.starts_with("trash")
 }
 
 /// Whether a directory that cannot be listed hides a file.
