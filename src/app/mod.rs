@@ -43,7 +43,7 @@ section! {
         #[key("app_config.app_heartbeat_timeout_min", minutes(10 * SECOND..=7 * DAY), NextUse)]
         pub heartbeat_timeout: Duration = 300 * SECOND,
         /// Reported block ids held for all applications together. What they take of memory_store.heap_capacity is bounded
-        /// anyhow (half of it); one application may have half of that.
+        /// anyhow (half of it); of that one application has as much as it leaves to others, half when it is alone.
         #[key("app_config.reported_block_max_count", count(1000..=1 << 40), Restart)]
         pub reported_blocks_max: u64 = 1 << 40,
         /// Apps known at a time.

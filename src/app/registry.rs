@@ -94,7 +94,9 @@ impl AppRegistry {
         let fresh = || self.fresh(&registration.key.app, alone.users.usage(&registration.user));
         let app = known.clone().unwrap_or_else(fresh);
         let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
-        let charge = app.registrations.try_charge(registration.app_bytes()).map_err(no_heap)?;
+        // Only what it has more: one that fills its part can still register what it has.
+        let (bytes, before) = (registration.app_bytes(), app.charge.lock().bytes());
+        let more = app.registrations.try_charge(bytes.saturating_sub(before)).map_err(no_heap)?;
         self.add_shuffle(&app, &registration, &alone.unproven)?;
         alone.unproven.registered(&registration.key);
         if known.is_none() {
@@ -104,7 +106,13 @@ impl AppRegistry {
         let Registration { user, properties, sent_properties, heartbeat_timeout, .. } = registration;
         *app.user.write() = user;
         *app.properties.write() = properties;
-        *app.charge.lock() = charge;
+        let less = {
+            let mut charge = app.charge.lock();
+            charge.merge(more);
+            let surplus = charge.bytes() - bytes;
+            charge.split_up_to(surplus)
+        };
+        drop(less);
         app.sends_properties.fetch_or(sent_properties, Ordering::Relaxed);
         let usual_ms = self.heartbeat_timeout_ms.load(Ordering::Relaxed);
         app.heartbeat_timeout_ms.store(heartbeat_timeout.map_or(usual_ms, millis), Ordering::Relaxed);
@@ -357,7 +365,7 @@ mod tests {
         let registry = registry();
         registry.register(registration("a", 1, &[(0, 1)]), || ()).unwrap();
         let shuffle = registry.find(&AppId::parse("a").unwrap()).unwrap().shuffle(ShuffleId(1)).unwrap();
-        shuffle.block_ids().lock().report(1, &[(PartitionId(0), vec![1])]).unwrap();
+        shuffle.block_ids().lock().take_over(1, &[(PartitionId(0), vec![1])]).unwrap();
         registry.register(registration("a", 1, &[(4, 4)]), || ()).unwrap();
         assert_eq!(shuffle.partition_count(), 3);
         assert!(shuffle.has_partition(PartitionId(4)) && !shuffle.has_partition(PartitionId(2)));
@@ -440,6 +448,33 @@ mod tests {
         registry.register(registration("late", 1, &[(0, 1)]), || ()).unwrap();
         for app in registry.apps() {
             registry.remove_app(app.id(), |_| ());
+        }
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_application_that_fills_its_part_can_still_register_what_it_has() {
+        let heap = Heap::new(16 << 20);
+        let registry = registry_of(AppConfig::default(), &heap);
+        let with = |user: usize, shuffle: i32| Registration {
+            user: "u".repeat(user),
+            ..registration("a", shuffle, &[(0, 1)])
+        };
+        registry.register(with(1000, 0), || ()).unwrap();
+        let first = heap.whole().used();
+        let refused = (1..).find_map(|shuffle| registry.register(with(1000, shuffle), || ()).err());
+        assert!(matches!(refused, Some(RegisterError::NoHeap(_))), "{refused:?}");
+        let used = heap.whole().used();
+        registry.register(with(1000, 0), || ()).unwrap();
+        assert_eq!(heap.whole().used(), used);
+        registry.register(with(10, 0), || ()).unwrap();
+        assert_eq!(heap.whole().used(), used - 990);
+        registry.register(with(1000, 0), || ()).unwrap();
+        assert_eq!(heap.whole().used(), used, "back to what it was");
+        registry.register(registration("other", 0, &[(0, 1)]), || ()).unwrap();
+        assert!(heap.whole().used() > used + first / 2);
+        for app in ["a", "other"] {
+            registry.remove_app(&AppId::parse(app).unwrap(), |_| ()).unwrap();
         }
         assert_eq!(heap.whole().used(), 0);
     }

@@ -3,8 +3,9 @@
 //! Everything a client can make grow is charged here before it is held, by kind. Requests that are arriving wait for it
 //! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
 //!
-//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has three
-//! quarters of it at most, so that requests can always be answered, and one application half of each kind.
+//! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
+//! three quarters of it at most, so that requests can always be answered, and of each of its kinds an application has
+//! as much as it leaves to others (`left`): half when it is alone, and whoever comes finds some.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 
@@ -120,11 +121,11 @@ impl Heap {
         &self.kinds[kind as usize]
     }
 
-    /// What one application may have of a kind.
+    /// What one application may have of a kind: half, and of what outlives its request less the less is free.
     #[must_use]
     pub fn of_one_app(&self, kind: HeapKind) -> Budget {
         let budget = self.of(kind);
-        budget.child(budget.capacity() / 2)
+        if kind.outlives_its_request() { budget.share() } else { budget.child(budget.capacity() / 2) }
     }
 
     /// Charges `bytes` of a kind, or nothing.
@@ -165,10 +166,31 @@ mod tests {
     #[test]
     fn one_application_has_half_of_a_kind() {
         let heap = Heap::new(1600);
-        let (some, other) = (heap.of_one_app(HeapKind::ReportedIds), heap.of_one_app(HeapKind::ReportedIds));
-        let held = some.try_charge(400).unwrap();
-        assert!(some.try_charge(1).is_err());
-        assert!(other.try_charge(400).is_ok());
-        drop(held);
+        for kind in HeapKind::ALL {
+            let most = heap.of(kind).capacity() / 2;
+            let (some, other) = (heap.of_one_app(kind), heap.of_one_app(kind));
+            assert_eq!((some.capacity(), some.free()), (most, most));
+            let held = some.try_charge(most).unwrap();
+            assert!(some.try_charge(1).is_err() && other.try_charge(most / 2).is_ok());
+            drop(held);
+        }
+        assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[test]
+    fn applications_that_fill_what_is_kept_leave_some_to_the_next() {
+        let heap = Heap::new(16 << 20);
+        for kind in [HeapKind::Registrations, HeapKind::ReportedIds, HeapKind::Partitions] {
+            let mut held = Vec::new();
+            for number in 0..10 {
+                let app = heap.of_one_app(kind);
+                let free = app.free();
+                assert!(free >= heap.of(kind).capacity() >> 8, "{}: {free} for number {number}", kind.name());
+                assert_eq!(app.try_charge(free + 1).unwrap_err().free, free);
+                held.push(app.try_charge(free).unwrap());
+                assert!(app.try_charge(1).is_err(), "{}: number {number} has its part", kind.name());
+            }
+        }
+        assert_eq!(heap.whole().used(), 0);
     }
 }

@@ -5,13 +5,16 @@
 //! budget of blocks), mirrors sub-totals (a budget without a limit) and divides (a budget with a parent).
 //!
 //! Invariant: a budget never holds more than its parent knows of. What a child is charged, every budget above it is
-//! charged too, all of them or none.
+//! charged too, all of them or none. A share ([`Budget::share`]) is granted nothing after which it would leave too
+//! little.
 
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
+
+use super::left;
 
 /// A refused charge: how much was asked, how much was free at that moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -28,6 +31,8 @@ struct Ledger {
     capacity: u64,
     used: AtomicU64,
     parent: Option<Budget>,
+    /// Whether it must leave enough of its parent to others (`left`).
+    is_share: bool,
     pressure: Notify,
     /// Those that wait until something is given back; counted in the topmost ledger.
     waiting: AtomicUsize,
@@ -46,6 +51,23 @@ impl Ledger {
         taken.map(drop).map_err(|used| most.saturating_sub(used))
     }
 
+    /// What could be charged here now: by itself, and by what it must leave to others.
+    fn free(&self) -> u64 {
+        let used = self.used.load(Ordering::Relaxed);
+        let free = self.capacity.saturating_sub(used);
+        match &self.parent {
+            Some(parent) if self.is_share => free.min(left::room(parent.capacity(), parent.free(), used)),
+            Some(_) | None => free,
+        }
+    }
+
+    /// Whether what is charged here leaves enough to others.
+    fn leaves_enough(&self) -> bool {
+        let used = self.used.load(Ordering::Relaxed);
+        let of_share = self.parent.as_ref().filter(|_| self.is_share);
+        of_share.is_none_or(|parent| left::is_enough(parent.capacity(), parent.free(), used))
+    }
+
     fn give_back(&self, bytes: u64) {
         let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
         assert!(before >= bytes, "budget underflow: {bytes} given back of {before}");
@@ -60,21 +82,29 @@ impl Budget {
     /// A budget of `capacity_bytes`, all of it free.
     #[must_use]
     pub fn new(capacity_bytes: u64) -> Self {
-        Self::below(None, capacity_bytes)
+        Self::below(None, capacity_bytes, false)
     }
 
     /// A part of this budget: what it is charged, this one is charged too. The parts may together be more than the whole;
     /// then the whole is what ends first.
     #[must_use]
     pub fn child(&self, capacity_bytes: u64) -> Self {
-        Self::below(Some(self.clone()), capacity_bytes)
+        Self::below(Some(self.clone()), capacity_bytes, false)
     }
 
-    fn below(parent: Option<Self>, capacity: u64) -> Self {
+    /// A part of this budget that leaves enough of it to others: half of it at most, and less the less is free
+    /// (`left`).
+    #[must_use]
+    pub fn share(&self) -> Self {
+        Self::below(Some(self.clone()), self.capacity() / 2, true)
+    }
+
+    fn below(parent: Option<Self>, capacity: u64, is_share: bool) -> Self {
         Self(Arc::new(Ledger {
             capacity,
             used: AtomicU64::new(0),
             parent,
+            is_share,
             pressure: Notify::new(),
             waiting: AtomicUsize::new(0),
             freed: Notify::new(),
@@ -101,8 +131,7 @@ impl Budget {
     /// What could be charged now.
     #[must_use]
     pub fn free(&self) -> u64 {
-        let free = |ledger: &Ledger| ledger.capacity.saturating_sub(ledger.used.load(Ordering::Relaxed));
-        self.path().map(free).min().unwrap_or(0)
+        self.path().map(Ledger::free).min().unwrap_or(0)
     }
 
     /// Charges `bytes`, or nothing. No bytes are never refused, not even of a budget that is overdrawn.
@@ -126,13 +155,25 @@ impl Budget {
         if bytes == 0 {
             return Ok(());
         }
+        // Before anything is taken: what one share is refused does not make another's free less even for a moment.
+        self.check_shares(bytes)?;
         for (level, ledger) in self.path().enumerate() {
             if let Err(free) = ledger.take(bytes, beyond) {
                 self.path().take(level).for_each(|taken| taken.give_back(bytes));
                 return Err(NoCapacity { asked: bytes, free });
             }
         }
+        // Others may have taken some in between.
+        if !self.path().all(Ledger::leaves_enough) {
+            self.give_back(bytes);
+            return Err(NoCapacity { asked: bytes, free: self.free() });
+        }
         Ok(())
+    }
+
+    fn check_shares(&self, bytes: u64) -> Result<(), NoCapacity> {
+        let mut shares = self.path().filter(|ledger| ledger.is_share).map(Ledger::free);
+        shares.find(|free| *free < bytes).map_or(Ok(()), |free| Err(NoCapacity { asked: bytes, free }))
     }
 
     /// Charges `bytes` as soon as they are free. Those that wait are not in line: those that ask for less may be first.

@@ -5,6 +5,7 @@
 pub mod allowance;
 pub mod heap;
 pub mod ledger;
+pub mod left;
 pub mod places;
 pub mod rounds;
 

@@ -1,0 +1,74 @@
+//! How much of something one application may have: as much as it leaves to others.
+//!
+//! For what is held until its owner gives it back, and so cannot be divided again when another comes: registrations,
+//! reported ids, partitions. Whoever is alone may have half. Two that grow together get a third each and leave one, and
+//! so on: n equal ones get 1/(n+1). The last quarter is for those that have little: there an application may have a
+//! quarter of what it leaves, so that however many come one after another, each takes a fifth of what is there, and the
+//! next one still finds four fifths. Pure.
+
+/// Of the whole, what is for those that have little.
+const RESERVE_DIVISOR: u64 = 4;
+/// There, an application may have this part of what it leaves.
+const RESERVED_PART_DIVISOR: u64 = 4;
+
+/// Whether one that holds `held` of `capacity` leaves enough when `free` is left.
+#[must_use]
+pub fn is_enough(capacity: u64, free: u64, held: u64) -> bool {
+    let part = if free >= capacity / RESERVE_DIVISOR { free } else { free / RESERVED_PART_DIVISOR };
+    held <= part
+}
+
+/// How much more one may have that holds `held` of `capacity`, when `free` is left.
+#[must_use]
+pub fn room(capacity: u64, free: u64, held: u64) -> u64 {
+    let reserve = capacity / RESERVE_DIVISOR;
+    // It leaves what it has, and does not touch the reserve.
+    let outside = (free.saturating_sub(held) / 2).min(free.saturating_sub(reserve));
+    // It leaves four times what it has.
+    let held_four_times = held.saturating_mul(RESERVED_PART_DIVISOR);
+    let inside = free.saturating_sub(held_four_times) / (RESERVED_PART_DIVISOR + 1);
+    outside.max(inside)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn one_alone_has_half_and_whoever_comes_later_finds_something() {
+        assert_eq!(room(1600, 1600, 0), 800);
+        assert_eq!(room(1600, 800, 800), 0);
+        assert_eq!(room(1600, 800, 0), 400);
+        assert_eq!(room(1600, 400, 0), 80, "the last quarter is for those that have little");
+        assert_eq!(room(1600, 400, 200), 0);
+        let mut free = 1 << 30;
+        for _ in 0..20 {
+            free -= room(1 << 30, free, 0);
+        }
+        assert!(room(1 << 30, free, 0) > 900 << 10, "{free} are left after twenty that took all they could");
+    }
+
+    #[test]
+    fn those_that_grow_together_have_the_same_and_leave_as_much() {
+        let (mut held, mut free) = ([0u64; 3], 1_000_000);
+        while let Some(app) = (0..3)
+            .find(|app| room(1_000_000, free, held[*app]) > 0 && held[*app] == *held.iter().min().unwrap())
+        {
+            held[app] += 1;
+            free -= 1;
+        }
+        assert!(held.iter().all(|held| held.abs_diff(250_000) <= 1), "{held:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn room_is_the_most_that_leaves_enough(capacity in 0u64..2000, free in 0u64..2000, held in 0u64..2000) {
+            let free = free.min(capacity);
+            let enough = |more: u64| more <= free && is_enough(capacity, free - more, held + more);
+            let most = (1..=free).rev().find(|more| enough(*more)).unwrap_or(0);
+            prop_assert_eq!(room(capacity, free, held), most);
+        }
+    }
+}
