@@ -126,9 +126,11 @@ section! {
         /// CONTINUOUS (neighbouring partitions together) or ROUND (one after the other).
         #[key("embedded_coordinator.select_partition_strategy", word(), Restart)]
         pub partition_selection: PartitionSelection = PartitionSelection::Continuous,
-        /// Most ranges of one assignment, replicas counted; a range has partitionNumPerRange partitions, one by default. More
-        /// are refused before anything is allocated: an answer takes some 300 bytes of memory_store.heap_capacity for each,
-        /// and waits up to 10 s for it while others are made.
+        /// Most ranges of one assignment, each counted once per replica; a range has partitionNumPerRange partitions,
+        /// one by default. More are refused before anything is allocated. So are those, whatever this is, whose answer
+        /// would be more than half of memory_store.heap_capacity: it takes some 300 bytes for each, so that at a
+        /// capacity of 256 MB, whose heap is 71 MiB, there are some 115,000 at most. Within that an answer waits up to
+        /// 10 s while others are made.
         #[key("embedded_coordinator.assignment_ranges_max", count(1..=RANGES_MAX), Restart)]
         pub ranges_max: u64 = 1 << 17,
         /// Ids of workers that get no new shuffles, such as "10.0.0.1-21100".

@@ -26,13 +26,19 @@ pub enum InvalidHeartbeat {
     /// A field is missing or out of its bounds.
     #[error("heartbeat: {0}")]
     Field(&'static str),
-    /// Another sender reports as the coordinator's own worker.
-    #[error("heartbeat: this id and this address are those of the coordinator's own worker")]
-    Own,
+    /// Another sender reports as the coordinator's own worker; which of its fields say so, and which do not.
+    #[error("heartbeat: {0}")]
+    Own(&'static str),
     /// The table holds [`NODES_MAX`] nodes.
     #[error("heartbeat: {NODES_MAX} nodes are known, no room for another")]
     Full,
 }
+
+const OWN_ID_ELSEWHERE: &str = "serverId is that of the coordinator's own worker, its ip or port is not";
+const OWN_ADDRESS_BY_ANOTHER_ID: &str =
+    "ip and port are those of the coordinator's own worker, serverId is not";
+const OWN_BUT_OTHER_PORTS: &str =
+    "serverId, ip and port are those of the coordinator's own worker, netty_port or jetty_port is not";
 
 /// One node, as of its last heartbeat.
 #[derive(Debug, Clone)]
@@ -117,8 +123,12 @@ impl NodeTable {
             if server == own {
                 return Ok(());
             }
-            if server.id == own.id || (server.ip == own.ip && server.port == own.port) {
-                return Err(InvalidHeartbeat::Own);
+            let is_its_address = server.ip == own.ip && server.port == own.port;
+            match (server.id == own.id, is_its_address) {
+                (true, true) => return Err(InvalidHeartbeat::Own(OWN_BUT_OTHER_PORTS)),
+                (true, false) => return Err(InvalidHeartbeat::Own(OWN_ID_ELSEWHERE)),
+                (false, true) => return Err(InvalidHeartbeat::Own(OWN_ADDRESS_BY_ANOTHER_ID)),
+                (false, false) => {}
             }
         }
         self.expire(now);
@@ -384,8 +394,15 @@ mod tests {
         table.accept_own(own, now).unwrap();
         let mut elsewhere = heartbeat("own");
         elsewhere.server_id.as_mut().unwrap().ip = "10.6.6.6".into();
-        for forged in [elsewhere, heartbeat("another name for its address")] {
-            assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own));
+        let mut other_ports = heartbeat("own");
+        other_ports.server_id.as_mut().unwrap().netty_port = 7;
+        let forged = [
+            (elsewhere, OWN_ID_ELSEWHERE),
+            (heartbeat("another name for its address"), OWN_ADDRESS_BY_ANOTHER_ID),
+            (other_ports, OWN_BUT_OTHER_PORTS),
+        ];
+        for (forged, said) in forged {
+            assert_eq!(table.accept(forged, now), Err(InvalidHeartbeat::Own(said)));
         }
         // As its own heartbeats look where the quorum names it: answered, and not taken.
         table.accept(heartbeat("own"), now).unwrap();

@@ -7,6 +7,7 @@ use tokio::time::advance;
 use tonic::{Code, Request};
 
 use super::*;
+use crate::budget::allowance::divide;
 use crate::coordinator::identity;
 use crate::proto::coordinator_server_server::CoordinatorServer;
 use crate::proto::{GetShuffleServerRequest, ServerStatus, StatusCode};
@@ -115,6 +116,21 @@ async fn n13_a_huge_partition_number_is_refused_before_anything_is_allocated() {
     }
     let largest = assignments(&coordinator, request(1 << 17, 1, &[])).await;
     assert_eq!(largest.assignments.len(), 1 << 17);
+}
+
+/// What the key's documentation says of a small worker.
+#[tokio::test(start_paused = true)]
+async fn an_assignment_that_the_heap_never_has_room_for_is_refused_at_once_by_the_heaps_key() {
+    let heap = Heap::new(divide(256_000_000, 2).heap);
+    let coordinator = EmbeddedCoordinator::new(EmbeddedConfig::default(), &heap, &Registry::new()).unwrap();
+    coordinator.report(node(1, true)).unwrap();
+    let before = tokio::time::Instant::now();
+    let refused = assignments(&coordinator, request(1 << 17, 1, &[])).await;
+    assert_eq!(refused.status(), StatusCode::InternalError);
+    assert!(refused.ret_msg.contains("memory_store.heap_capacity"), "{}", refused.ret_msg);
+    assert_eq!(before.elapsed(), Duration::ZERO, "waiting would not help");
+    let fits = assignments(&coordinator, request(110_000, 1, &[])).await;
+    assert_eq!(fits.assignments.len(), 110_000, "{}", fits.ret_msg);
 }
 
 #[tokio::test(start_paused = true)]
