@@ -2,6 +2,9 @@
 //!
 //! Both profilers belong to the process (one signal, one allocator), so that two workers in one process share them:
 //! a request while a profile is taken is refused as busy. Not here: addresses and parameters of requests (`http`).
+//!
+//! Symbols take some 100 MB, in a cache of the crate `backtrace`, which all three kinds resolve with. They are not
+//! kept: the process would hold them beside what its memory is promised to be (`budget::allowance`).
 
 pub mod allocator;
 pub mod cpu;
@@ -38,7 +41,7 @@ pub enum ProfileError {
 }
 
 /// Runs `work` on a thread of its own at the lowest priority, since resolving symbols takes seconds of CPU time, which
-/// must not come out of the data plane's.
+/// must not come out of the data plane's. The symbols that it has loaded are forgotten.
 async fn in_background<T, F>(work: F) -> Result<T, ProfileError>
 where
     T: Send + 'static,
@@ -49,8 +52,48 @@ where
     let spawned = thread.spawn(move || {
         // On Linux this is the priority of the calling thread alone. A failure costs priority, nothing else.
         let _ = rustix::process::setpriority_process(None, 19);
-        let _ = sender.send(work());
+        let _ = sender.send(and_forget(backtrace::clear_symbol_cache, work));
     });
     spawned.map_err(|error| ProfileError::Failed(format!("no thread for it: {error}")))?;
     receiver.await.unwrap_or_else(|_| Err(ProfileError::Failed("it panicked, see the log".to_owned())))
+}
+
+/// Calls `forget` when `work` has ended, well or not.
+fn and_forget<T>(forget: impl FnOnce(), work: impl FnOnce() -> T) -> T {
+    struct Forget<F: FnOnce()>(Option<F>);
+
+    impl<F: FnOnce()> Drop for Forget<F> {
+        fn drop(&mut self) {
+            self.0.take().into_iter().for_each(|forget| forget());
+        }
+    }
+
+    let _forget = Forget(Some(forget));
+    work()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn symbols_are_forgotten_after_they_were_resolved_and_when_that_panics() {
+        let forgotten = Cell::new(0);
+        let forget = || forgotten.set(forgotten.get() + 1);
+        assert_eq!(and_forget(forget, || forgotten.get()), 0, "not before");
+        assert_eq!(forgotten.get(), 1);
+        let panics = || and_forget(forget, || panic!("on purpose"));
+        assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
+        assert_eq!(forgotten.get(), 2);
+    }
+
+    /// A second version of the crate would have a cache of its own, which nobody clears.
+    #[test]
+    fn there_is_one_cache_of_symbols() {
+        let lock = include_str!("../../Cargo.lock");
+        assert_eq!(lock.matches("\nname = \"backtrace\"\n").count(), 1);
+    }
 }
