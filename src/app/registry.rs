@@ -22,7 +22,7 @@ use super::shuffle::ShuffleState;
 use super::unproven::Unproven;
 use super::usage::{Counted, Quotas, Usage, Users};
 use crate::budget::heap::HeapFull;
-use crate::budget::{Budget, Heap, HeapKind};
+use crate::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use uniffle_wire::types::{AppId, ShuffleKey};
 
 /// All applications.
@@ -86,6 +86,28 @@ impl AppRegistry {
         registration: Registration,
         with: impl FnOnce() -> T,
     ) -> Result<T, RegisterError> {
+        self.enter(registration, with, Budget::try_charge)
+    }
+
+    /// As [`AppRegistry::register`], of a registration that an earlier process acknowledged: there is heap for it, in
+    /// whatever order they come, or what was written would be lost.
+    ///
+    /// # Errors
+    /// As there, but for the heap.
+    pub fn take_over<T>(
+        &self,
+        registration: Registration,
+        with: impl FnOnce() -> T,
+    ) -> Result<T, RegisterError> {
+        self.enter(registration, with, |budget, bytes| Ok(budget.force_charge(bytes)))
+    }
+
+    fn enter<T>(
+        &self,
+        registration: Registration,
+        with: impl FnOnce() -> T,
+        charged: impl Fn(&Budget, u64) -> Result<Charge, NoCapacity>,
+    ) -> Result<T, RegisterError> {
         let mut alone = self.lifecycle.lock();
         let known = self.find(&registration.key.app);
         if known.is_none() && self.apps.len() >= self.config.apps_max {
@@ -93,11 +115,14 @@ impl AppRegistry {
         }
         let fresh = || self.fresh(&registration.key.app, alone.users.usage(&registration.user));
         let app = known.clone().unwrap_or_else(fresh);
-        let no_heap = |refusal| HeapFull::of(HeapKind::Registrations, refusal);
+        let charged = |bytes| {
+            let charge = charged(&app.registrations, bytes);
+            charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))
+        };
         // Only what it has more: one that fills its part can still register what it has.
         let (bytes, before) = (registration.app_bytes(), app.charge.lock().bytes());
-        let more = app.registrations.try_charge(bytes.saturating_sub(before)).map_err(no_heap)?;
-        self.add_shuffle(&app, &registration, &alone.unproven)?;
+        let more = charged(bytes.saturating_sub(before))?;
+        self.add_shuffle(&app, &registration, &alone.unproven, charged)?;
         alone.unproven.registered(&registration.key);
         if known.is_none() {
             self.apps.insert(app.id().clone(), Arc::clone(&app));
@@ -125,6 +150,7 @@ impl AppRegistry {
         app: &App,
         registration: &Registration,
         unproven: &Unproven,
+        charged: impl Fn(u64) -> Result<Charge, HeapFull>,
     ) -> Result<(), RegisterError> {
         let Registration { key, ranges, .. } = registration;
         let known = app.shuffle(key.shuffle);
@@ -143,8 +169,7 @@ impl AppRegistry {
         }
         // Ranges that grow together leave what they were charged with the shuffle.
         let bytes = fixed + RANGE_BYTES * all.ranges().saturating_sub(before) as u64;
-        let charge = app.registrations.try_charge(bytes);
-        let charge = charge.map_err(|refusal| HeapFull::of(HeapKind::Registrations, refusal))?;
+        let charge = charged(bytes)?;
         let partitions = app.usage().take(Counted::Partitions, all.count().saturating_sub(partitions))?;
         let Some(shuffle) = known else {
             let counted = app.usage().count(Counted::ReportedIds, 0);
@@ -477,6 +502,26 @@ mod tests {
             registry.remove_app(&AppId::parse(app).unwrap(), |_| ()).unwrap();
         }
         assert_eq!(heap.whole().used(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_was_registered_before_a_start_is_taken_over_in_any_order() {
+        let before = registry_of(AppConfig::default(), &Heap::new(16 << 20));
+        let mut known = Vec::new();
+        for app in ["first", "second"] {
+            let all = (0..).map(|shuffle| registration(app, shuffle, &[(0, 1)]));
+            let taken = all.take_while(|it| before.register(it.clone(), || ()).is_ok());
+            known.extend(taken);
+        }
+        known.reverse();
+        let heap = Heap::new(16 << 20);
+        let after = registry_of(AppConfig::default(), &heap);
+        for registration in known {
+            after.take_over(registration, || ()).unwrap();
+        }
+        assert_eq!(heap.whole().used(), before.heap.whole().used());
+        assert!(after.register(registration("first", i32::MAX, &[(0, 1)]), || ()).is_err());
+        after.register(registration("third", 0, &[(0, 1)]), || ()).unwrap();
     }
 
     #[tokio::test]

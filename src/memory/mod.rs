@@ -342,8 +342,8 @@ impl Memory {
     }
 
     /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
-    /// a tier (`is_elsewhere`). The ids of what is there now. Partitions are charged to `heap`, as by
-    /// [`ShuffleBuffers::buffer`]; one for which there is none is not restored.
+    /// a tier (`is_elsewhere`). The ids of what is there now. Partitions are charged to `heap` beyond what there is: their
+    /// blocks were acknowledged.
     pub fn restore(
         &self,
         key: &ShuffleKey,
@@ -359,7 +359,7 @@ impl Memory {
             let Some(left) = leftover.take(key, (partition, named), is_elsewhere, &buffers.budget) else {
                 continue;
             };
-            match buffers.buffer(partition, heap) {
+            match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
                 Ok(_) if left.blocks.is_empty() => {}
                 Ok(buffer) => {
                     let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
@@ -622,6 +622,14 @@ impl ShuffleBuffers {
     /// # Errors
     /// `Evicted` when the shuffle was purged, `NoHeap`.
     pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
+        self.buffer_of(partition, |bytes| heap.try_charge(bytes))
+    }
+
+    fn buffer_of(
+        &self,
+        partition: PartitionId,
+        charge: impl FnOnce(u64) -> Result<Charge, NoCapacity>,
+    ) -> Result<Arc<Buffer>, MemoryError> {
         if let Some(buffer) = self.existing(partition) {
             return Ok(buffer);
         }
@@ -630,7 +638,7 @@ impl ShuffleBuffers {
             Entry::Occupied(there) => Ok(Arc::clone(there.get())),
             Entry::Vacant(place) => {
                 let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
-                let charge = heap.try_charge(PARTITION_BYTES).map_err(full)?;
+                let charge = charge(PARTITION_BYTES).map_err(full)?;
                 let (shared, named) = (Arc::clone(&self.shared), self.named.clone());
                 let buffer = Buffer::new(partition, shared, named, self.budget.clone(), charge);
                 Ok(Arc::clone(place.insert(Arc::new(buffer))))

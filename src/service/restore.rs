@@ -169,7 +169,7 @@ impl Lifecycle {
                 let distribution = registration.distribution;
                 let remote_note = registration.remote_storage.clone();
                 let registration = registration_of(key, registration)?;
-                self.apps.register(registration, || self.memory.register(key, distribution))?;
+                self.apps.take_over(registration, || self.memory.register(key, distribution))?;
                 restoring.remote = restoring.remote.max(self.restore_tiers(key, &remote_note));
                 restoring.state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
                 std::mem::take(&mut restoring.early)
