@@ -63,14 +63,17 @@ impl Share {
         Ok(())
     }
 
-    /// Whether `count` more could be taken now.
-    ///
-    /// # Errors
-    /// [`QuotaExceeded`] if not.
-    pub fn check(&self, count: u64) -> Result<(), QuotaExceeded> {
-        let max = self.quota.0.max;
-        let fits = self.quota.used().checked_add(count).is_some_and(|sum| sum <= max);
-        if fits { Ok(()) } else { Err(QuotaExceeded { max }) }
+    /// An empty share of the same bound.
+    pub fn of_the_same(&self) -> Self {
+        self.quota.share()
+    }
+
+    /// Takes `count` over from `paid`; what that lacks is taken beyond the bound.
+    pub fn move_from(&mut self, paid: &mut Self, count: u64) {
+        let moved = count.min(paid.held);
+        paid.held -= moved;
+        self.quota.0.used.fetch_add(count - moved, Ordering::Relaxed);
+        self.held += count;
     }
 
     /// Gives back what is held above `count`.
@@ -107,6 +110,14 @@ mod tests {
         b.grow(3).unwrap();
         a.shrink_to(5);
         assert_eq!(quota.used(), 8);
+        a.move_from(&mut b, 2);
+        assert_eq!((a.held(), b.held(), quota.used()), (7, 1, 8));
+        a.move_from(&mut b, 4);
+        assert_eq!(
+            (a.held(), b.held(), quota.used()),
+            (11, 0, 11),
+            "what is lacking is taken beyond the bound"
+        );
         drop(a);
         drop(b);
         assert_eq!(quota.used(), 0);

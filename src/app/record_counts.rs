@@ -35,21 +35,25 @@ impl RecordCounts {
         Self { partitions: HashMap::new(), charge: heap.nothing() }
     }
 
-    /// Whether [`RecordCounts::report`] would change anything.
-    ///
-    /// # Errors
-    /// No heap for it.
-    pub fn would_learn(&self, reported: &[PartitionRecords]) -> Result<bool, HeapFull> {
+    /// What a report would take more; none if it would change nothing.
+    #[must_use]
+    pub fn cost_of(&self, reported: &[PartitionRecords]) -> Option<u64> {
         let is_known = |partition: &PartitionId, entry: &(i64, i64)| {
             self.partitions.get(partition).is_some_and(|known| known.binary_search(entry).is_ok())
         };
-        let learns =
-            reported.iter().any(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)));
-        let (asked, free) = (self.cost(reported), self.charge.budget().free());
-        if asked > free {
-            return Err(HeapFull { kind: HeapKind::ReportedIds.name(), asked, free });
-        }
-        Ok(learns)
+        let mut learnt = reported
+            .iter()
+            .filter(|(partition, tasks)| tasks.iter().any(|entry| !is_known(partition, entry)));
+        learnt.next().map(|_| self.cost(reported))
+    }
+
+    /// Takes so many bytes for a report, before it is entered.
+    ///
+    /// # Errors
+    /// No heap for it.
+    pub fn pay(&self, bytes: u64) -> Result<Charge, HeapFull> {
+        let charge = self.charge.budget().try_charge(bytes);
+        charge.map_err(|refusal| HeapFull::of(HeapKind::ReportedIds, refusal))
     }
 
     /// What it takes more at most: repeated attempts count again.
@@ -64,25 +68,22 @@ impl RecordCounts {
         reported.iter().map(cost).sum()
     }
 
-    /// Adds what a task attempt reported.
-    ///
-    /// # Errors
-    /// No heap for it; then all is as before.
-    pub fn report(&mut self, reported: &[PartitionRecords]) -> Result<(), HeapFull> {
-        let charged = self.charge.try_grow(self.cost(reported));
-        charged.map_err(|refusal| HeapFull::of(HeapKind::ReportedIds, refusal))?;
-        self.enter(reported);
-        Ok(())
+    /// Adds what a task attempt reported, of `paid`; what that lacks by now is charged beyond what there is.
+    pub fn enter(&mut self, reported: &[PartitionRecords], mut paid: Charge) {
+        let bytes = self.cost(reported);
+        let charge = paid.split_up_to(bytes);
+        let beyond = self.charge.budget().force_charge(bytes - charge.bytes());
+        self.charge.merge(charge);
+        self.charge.merge(beyond);
+        self.add(reported);
     }
 
-    /// As [`RecordCounts::report`], of a report that an earlier process acknowledged.
+    /// As [`RecordCounts::enter`], of a report that an earlier process acknowledged.
     pub fn take_over(&mut self, reported: &[PartitionRecords]) {
-        let more = self.charge.budget().force_charge(self.cost(reported));
-        self.charge.merge(more);
-        self.enter(reported);
+        self.enter(reported, self.charge.budget().nothing());
     }
 
-    fn enter(&mut self, reported: &[PartitionRecords]) {
+    fn add(&mut self, reported: &[PartitionRecords]) {
         for (partition, tasks) in reported.iter().filter(|(_, tasks)| !tasks.is_empty()) {
             let known = match self.partitions.entry(*partition) {
                 Entry::Occupied(known) => known.into_mut(),
@@ -116,20 +117,26 @@ mod tests {
     const P0: PartitionId = PartitionId(0);
     const P1: PartitionId = PartitionId(1);
 
+    fn report(counts: &mut RecordCounts, reported: &[PartitionRecords]) -> Result<(), HeapFull> {
+        let paid = counts.pay(counts.cost_of(reported).unwrap_or(0))?;
+        counts.enter(reported, paid);
+        Ok(())
+    }
+
     #[test]
     fn a_retried_report_changes_nothing_and_all_is_charged() {
         let heap = Budget::new(1 << 20);
         let mut counts = RecordCounts::new(&heap);
-        let report = [(P0, vec![(7, 100), (3, 5)]), (P1, Vec::new())];
-        assert!(counts.would_learn(&report).unwrap());
-        counts.report(&report).unwrap();
+        let first = [(P0, vec![(7, 100), (3, 5)]), (P1, Vec::new())];
+        assert!(counts.cost_of(&first).is_some());
+        report(&mut counts, &first).unwrap();
         let charged = heap.used();
         assert!(charged >= PARTITION_BYTES + 2 * ENTRY_BYTES);
-        assert!(!counts.would_learn(&report).unwrap());
+        assert_eq!(counts.cost_of(&first), None);
         assert_eq!(counts.of(&[P0, P1, PartitionId(9)]), [(P0, vec![(3, 5), (7, 100)])]);
         let again = [(P0, vec![(7, 101)])];
-        assert!(counts.would_learn(&again).unwrap());
-        counts.report(&again).unwrap();
+        assert_eq!(counts.cost_of(&again), Some(0), "one number is replaced by another");
+        report(&mut counts, &again).unwrap();
         assert_eq!((counts.of(&[P0]), counts.count(&[P0])), (vec![(P0, vec![(3, 5), (7, 101)])], 2));
         drop(counts);
         assert_eq!(heap.used(), 0);
@@ -140,9 +147,11 @@ mod tests {
         let heap = Budget::new(200);
         let mut counts = RecordCounts::new(&heap);
         let many = [(P0, (0..100).map(|task| (task, 1)).collect::<Vec<_>>())];
-        assert!(counts.would_learn(&many).is_err() && counts.report(&many).is_err());
+        assert!(report(&mut counts, &many).is_err());
         assert_eq!((counts.count(&[P0]), heap.used()), (0, 0));
         counts.take_over(&many);
         assert_eq!(counts.count(&[P0]), 100);
+        drop(counts);
+        assert_eq!(heap.used(), 0);
     }
 }

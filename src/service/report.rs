@@ -2,12 +2,15 @@
 //!
 //! A report is on the device before it is taken and acknowledged: what reducers are told to expect outlives process and
 //! power, or their results would be short without an error. Where that is not proven after a start, results are refused.
+//!
+//! A report is taken as a whole or not at all: what it costs is paid before it is written down ([`ReportCost::pay`]),
+//! and entering what is paid for is refused by nothing.
 
 use std::sync::Arc;
 
-use crate::app::{Counted, PartitionRecords, ReportError, ShuffleState};
+use crate::app::{App, Counted, PaidIds, PartitionRecords, ReportError, ShuffleState};
 use crate::budget::Charge;
-use crate::durability::{Record, Report};
+use crate::durability::{Cost, Record, Report};
 use crate::tiers::{StoreErrorKind, Tier};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -19,8 +22,9 @@ use super::known::shuffle_of;
 /// Above this many ids a report is compared, encoded and entered on blocking threads (docs/protocol.md §11 trap 16).
 const INLINE_IDS_MAX: u64 = 10_000;
 
-/// Ids compared or entered under one hold of the shuffle's lock.
-const IDS_AT_ONCE: usize = 4096;
+/// Ids compared or entered under one hold of the shuffle's lock; less than twice as many where they are of one
+/// partition.
+const IDS_AT_ONCE: usize = 2048;
 
 /// `reportShuffleResult`.
 #[derive(Debug, Clone)]
@@ -43,8 +47,8 @@ impl Ingest {
     /// Remembers which blocks a task attempt has written.
     ///
     /// # Errors
-    /// Unknown app or shuffle, another `bitmapNum` than before, too many or negative ids, more than a quota allows, no disk that takes the note;
-    /// nothing was taken then.
+    /// Unknown app or shuffle, another `bitmapNum` than before, negative ids, more than the heap or a quota allows, no disk
+    /// that takes the note; nothing was taken then.
     pub async fn report(&self, mut request: ReportRequest<'_>) -> Result<(), ServiceError> {
         let app = self.known.touched_app(request.app)?;
         if request.bitmap_count <= 0 {
@@ -57,118 +61,170 @@ impl Ingest {
         }
         let (key, shuffle) =
             shuffle_of(&app, request.shuffle).ok_or_else(|| unknown_shuffle(request.shuffle))?;
-        let bitmap_count = request.bitmap_count;
         let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
-        let (asked, partitions) = (Arc::clone(&shuffle), std::mem::take(&mut request.partitions));
-        let (learns, partitions) =
-            aside(is_small, move || (would_learn(&asked, bitmap_count, &partitions), partitions)).await?;
-        let learns_records =
-            shuffle.records().lock().would_learn(&request.records).map_err(ReportError::from)?;
+        let (partitions, records) =
+            (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
+        let reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
+        let asked = Arc::clone(&shuffle);
+        let (cost, reported) = aside(is_small, move || reported.costed(&asked)).await?;
+        let cost = cost?;
         let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
-        // Counted from here on: reports that come at once would each find the quota as it was before the others.
-        let counted = match learns? {
-            Some(new) => app.usage().take(Counted::ReportedIds, new)?,
-            // It was written down before, and is on the device unless an earlier process left it and nothing could be written
-            // since.
-            None if !learns_records && log().is_none_or(|log| log.is_recovered_durable()) => return Ok(()),
-            None => app.usage().count(Counted::ReportedIds, 0),
+        // What is known was written down before, and is on the device unless an earlier process left it and nothing
+        // could be written since.
+        if cost.learns_nothing() && log().is_none_or(|log| log.is_recovered_durable()) {
+            return Ok(());
+        }
+        let paid = cost.pay(&app, &shuffle, reported.bitmap_count)?;
+        self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
+        let reported = match self.tiers.metadata() {
+            Some(tier) => note_report(&**tier, &key, request.task_attempt, reported).await?,
+            None => reported,
         };
-        request.partitions = partitions;
-        self.losses.judge_report(&app, &shuffle, &request.partitions).await?;
-        let (partitions, records) = match self.tiers.metadata() {
-            Some(tier) => note_report(&**tier, &key, request).await?,
-            None => (request.partitions, request.records),
-        };
-        shuffle.records().lock().report(&records).map_err(ReportError::from)?;
-        aside(is_small, move || enter(&shuffle, bitmap_count, &partitions, counted)).await??;
-        Ok(())
+        aside(is_small, move || reported.enter(&shuffle, paid)).await
     }
 }
 
-/// Block ids by partition.
-type Ids = Vec<(PartitionId, Vec<i64>)>;
+/// What a report says; each partition and each id once.
+#[derive(Debug)]
+struct Reported {
+    bitmap_count: i32,
+    partitions: Vec<(PartitionId, Vec<i64>)>,
+    records: Vec<PartitionRecords>,
+}
+
+/// What a report would add.
+#[derive(Debug)]
+struct ReportCost {
+    /// None if all ids are known.
+    ids: Option<Cost>,
+    /// None if all record numbers are.
+    record_bytes: Option<u64>,
+}
+
+/// What a whole report takes; what is not entered goes back.
+#[derive(Debug)]
+struct Paid {
+    ids: PaidIds,
+    records: Charge,
+}
+
+impl ReportCost {
+    fn learns_nothing(&self) -> bool {
+        self.ids.is_none() && self.record_bytes.is_none()
+    }
+
+    /// Takes it before a byte is written down or entered. Quotas count it from here on: reports that come at once would
+    /// each find them as they were before the others. So does the first report's number of bitmaps.
+    fn pay(&self, app: &App, shuffle: &ShuffleState, bitmap_count: i32) -> Result<Paid, ServiceError> {
+        let counted = match self.ids {
+            Some(cost) => app.usage().take(Counted::ReportedIds, cost.new)?,
+            None => app.usage().count(Counted::ReportedIds, 0),
+        };
+        let records = shuffle.records().lock().pay(self.record_bytes.unwrap_or(0));
+        let records = records.map_err(ReportError::from)?;
+        let mut block_ids = shuffle.block_ids().lock();
+        let ids = block_ids.pay(self.ids.unwrap_or_default(), counted)?;
+        block_ids.begin(bitmap_count).map_err(ReportError::from)?;
+        drop(block_ids);
+        Ok(Paid { ids, records })
+    }
+}
+
+impl Reported {
+    /// What it would add to `shuffle`, and itself.
+    fn costed(mut self, shuffle: &ShuffleState) -> (Result<ReportCost, ReportError>, Self) {
+        name_once(&mut self.partitions);
+        (self.cost(shuffle), self)
+    }
+
+    fn cost(&self, shuffle: &ShuffleState) -> Result<ReportCost, ReportError> {
+        let mut ids: Option<Cost> = None;
+        for piece in pieces(&self.partitions) {
+            if let Some(cost) = shuffle.block_ids().lock().cost_of(self.bitmap_count, &piece)? {
+                let sum = ids.unwrap_or_default();
+                ids = Some(Cost { new: sum.new + cost.new, bytes: sum.bytes + cost.bytes });
+            }
+        }
+        Ok(ReportCost { ids, record_bytes: shuffle.records().lock().cost_of(&self.records) })
+    }
+
+    /// Enters it. Record numbers first: who sees the ids sees those too.
+    fn enter(self, shuffle: &ShuffleState, mut paid: Paid) {
+        shuffle.records().lock().enter(&self.records, paid.records);
+        for piece in pieces(&self.partitions) {
+            shuffle.block_ids().lock().enter(&piece, &mut paid.ids);
+        }
+    }
+}
 
 fn numbers_in(partitions: &[(PartitionId, Vec<i64>)], records: &[PartitionRecords]) -> u64 {
     let ids: u64 = partitions.iter().map(|(_, ids)| ids.len() as u64).sum();
     ids + records.iter().map(|(_, tasks)| tasks.len() as u64).sum::<u64>()
 }
 
-/// The report in pieces small enough for one hold of the shuffle's lock.
+/// Sorts partitions and their ids, and drops what is repeated: neither quotas nor the heap count it then.
+fn name_once(partitions: &mut Vec<(PartitionId, Vec<i64>)>) {
+    partitions.sort_unstable_by_key(|(partition, _)| *partition);
+    partitions.dedup_by(|(repeated, more), (partition, ids)| {
+        let is_repeated = repeated == partition;
+        if is_repeated {
+            ids.append(more);
+        }
+        is_repeated
+    });
+    for (_, ids) in partitions {
+        ids.sort_unstable();
+        ids.dedup();
+    }
+}
+
+/// The report in pieces small enough for one hold of the shuffle's lock. Of a partition that is divided no piece has
+/// few ids: what they add is judged piece by piece, and few are a list, but not beside many.
 fn pieces(partitions: &[(PartitionId, Vec<i64>)]) -> Vec<Vec<(PartitionId, &[i64])>> {
     let (mut pieces, mut room) = (vec![Vec::new()], IDS_AT_ONCE);
     for (partition, ids) in partitions {
-        for some in ids.chunks(IDS_AT_ONCE) {
+        let mut rest = ids.as_slice();
+        while !rest.is_empty() {
+            let count = if rest.len() < 2 * IDS_AT_ONCE { rest.len() } else { IDS_AT_ONCE };
+            let (some, others) = rest.split_at(count);
             if some.len() > room {
                 pieces.push(Vec::new());
                 room = IDS_AT_ONCE;
             }
-            room -= some.len();
+            room = room.saturating_sub(some.len());
             pieces.last_mut().expect("begins with one").push((*partition, some));
+            rest = others;
         }
     }
     pieces
 }
 
-/// How many ids the shuffle would learn; none if nothing at all.
-fn would_learn(
-    shuffle: &ShuffleState,
-    bitmap_count: i32,
-    partitions: &[(PartitionId, Vec<i64>)],
-) -> Result<Option<u64>, ReportError> {
-    let mut learns: Option<u64> = None;
-    for piece in pieces(partitions) {
-        if let Some(new) = shuffle.block_ids().lock().would_learn(bitmap_count, &piece)? {
-            learns = Some(learns.unwrap_or(0) + new);
-        }
-    }
-    Ok(learns)
-}
-
-/// Enters a report, which counts its ids; `counted` is what they counted until then. One that is refused in between leaves ids that no
-/// successful attempt names.
-fn enter(
-    shuffle: &ShuffleState,
-    bitmap_count: i32,
-    partitions: &[(PartitionId, Vec<i64>)],
-    mut counted: Charge,
-) -> Result<(), ReportError> {
-    for piece in pieces(partitions) {
-        let ids = piece.iter().map(|(_, ids)| ids.len() as u64).sum();
-        let mut entered = shuffle.block_ids().lock();
-        drop(counted.split_up_to(ids));
-        entered.report(bitmap_count, &piece)?;
-    }
-    Ok(())
-}
-
-/// Makes a report survive the process; gives its ids and record numbers back.
+/// Makes a report survive the process; gives it back.
 async fn note_report(
     tier: &dyn Tier,
     key: &ShuffleKey,
-    request: ReportRequest<'_>,
-) -> Result<(Ids, Vec<PartitionRecords>), ServiceError> {
-    let unknown = || unknown_shuffle(request.shuffle);
+    task_attempt: i64,
+    reported: Reported,
+) -> Result<Reported, ServiceError> {
+    let unknown = || unknown_shuffle(key.shuffle.0);
     let log = tier.metadata_log(key).ok_or_else(unknown)?;
-    let ReportRequest { task_attempt, bitmap_count, partitions, records, .. } = request;
-    let numbers = numbers_in(&partitions, &records);
-    let report = Report { bitmap_count, task_attempt, partitions, records };
+    let Reported { bitmap_count, partitions, records } = reported;
+    let is_small = numbers_in(&partitions, &records) <= INLINE_IDS_MAX;
     let encode = move || {
-        let note = Record::Report(report);
+        let note = Record::Report(Report { bitmap_count, task_attempt, partitions, records });
         (note.encode(), note)
     };
-    let (bytes, note) = if numbers <= INLINE_IDS_MAX {
-        encode()
-    } else {
-        let encoding = tokio::task::spawn_blocking(encode).await;
-        encoding.map_err(|error| ServiceError::Malformed(format!("report could not be encoded: {error}")))?
-    };
+    let (bytes, note) = aside(is_small, encode).await?;
     match log.append(bytes.into()).await {
         Err(error) if error.kind == StoreErrorKind::Purged => Err(unknown()),
         Err(error) => Err(error.into()),
-        Ok(()) => match note {
-            Record::Report(report) => Ok((report.partitions, report.records)),
-            Record::Registration(_) => Ok((Vec::new(), Vec::new())),
-        },
+        Ok(()) => {
+            let (partitions, records) = match note {
+                Record::Report(report) => (report.partitions, report.records),
+                Record::Registration(_) => (Vec::new(), Vec::new()),
+            };
+            Ok(Reported { bitmap_count, partitions, records })
+        }
     }
 }
 
@@ -185,10 +241,17 @@ mod tests {
         let report =
             [(PartitionId(1), vec![7; 10_000]), (PartitionId(2), Vec::new()), (PartitionId(3), vec![8; 3])];
         let pieces = pieces(&report);
-        assert_eq!(pieces.iter().map(Vec::len).collect::<Vec<_>>(), [1, 1, 2]);
-        assert!(
-            pieces.iter().all(|piece| piece.iter().map(|(_, ids)| ids.len()).sum::<usize>() <= IDS_AT_ONCE)
-        );
-        assert_eq!(pieces.iter().flatten().map(|(_, ids)| ids.len()).sum::<usize>(), 10_003);
+        let ids: Vec<Vec<usize>> =
+            pieces.iter().map(|piece| piece.iter().map(|(_, ids)| ids.len()).collect()).collect();
+        assert_eq!(ids, [vec![2048], vec![2048], vec![2048], vec![3856], vec![3]]);
+    }
+
+    #[test]
+    fn what_a_report_repeats_is_named_once() {
+        let (p, q) = (PartitionId(1), PartitionId(2));
+        let mut report =
+            vec![(q, vec![3, 1, 3]), (p, vec![9]), (q, vec![2, 1]), (p, Vec::new()), (p, vec![9, 8])];
+        name_once(&mut report);
+        assert_eq!(report, [(p, vec![8, 9]), (q, vec![1, 2, 3])]);
     }
 }

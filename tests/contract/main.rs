@@ -32,6 +32,7 @@ mod grpc {
     pub(crate) mod fixture;
     pub(crate) mod forms;
     pub(crate) mod health;
+    pub(crate) mod heap_shares;
     pub(crate) mod hostile_frames;
     pub(crate) mod java_http;
     pub(crate) mod lifecycle;

@@ -87,7 +87,12 @@ async fn reported_ids_are_bounded() {
     let refused = report(2, 8..11).await.unwrap_err();
     assert_eq!(refused.status(), Some(StatusCode::InternalError));
     assert!(refused.to_string().contains("quota.app_reported_ids is 10, 8 are in use"), "{refused}");
-    report(3, 8..10).await.unwrap();
+    // What a report repeats counts as it is kept: once.
+    let repeated: Vec<BlockId> = [8, 9, 8, 9, 8].map(BlockId).to_vec();
+    let twice = [(P, repeated.clone()), (P, repeated)];
+    fixture.client.report(&key, TaskAttemptId(3), &twice).await.unwrap();
+    assert_eq!(fixture.worker.service().insight.quotas()[0].used, 10);
+    report(4, 10..11).await.unwrap_err();
     fixture.finish().await;
 }
 

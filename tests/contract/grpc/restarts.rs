@@ -19,7 +19,7 @@ use super::fixture::{Setup, WorkerFixture, assert_same, eventually, key};
 const P: PartitionId = PartitionId(0);
 
 /// Runs `life` as a process of its own would: nothing of it outlives it but files.
-fn process<T>(life: impl Future<Output = T>) -> T {
+pub(crate) fn process<T>(life: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let result = runtime.block_on(life);
     runtime.shutdown_timeout(Duration::from_secs(20));
@@ -27,7 +27,7 @@ fn process<T>(life: impl Future<Output = T>) -> T {
 }
 
 /// The worker is gone, its directories are left.
-fn crashed(fixture: WorkerFixture) -> (TempDir, Vec<PathBuf>) {
+pub(crate) fn crashed(fixture: WorkerFixture) -> (TempDir, Vec<PathBuf>) {
     let WorkerFixture { worker, client, dir, disks } = fixture;
     drop((worker, client));
     (dir, disks)

@@ -1,0 +1,186 @@
+//! The heap's budget among applications and reports: one that fills its part keeps no other out, and what has no room
+//! is refused as a whole.
+
+use uniffle_client::block::IdLayout;
+use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::budget::HeapKind;
+use uniffle_worker::proto::{
+    PartitionToBlockIds, ReportShuffleResultRequest, ShufflePartitionRange, ShuffleRegisterRequest,
+    StatusCode,
+};
+
+use super::blocks::{batch, blocks};
+use super::fixture::{Setup, WorkerFixture, key};
+
+const P: PartitionId = PartitionId(0);
+
+async fn small_heap() -> WorkerFixture {
+    WorkerFixture::with(Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() }).await
+}
+
+fn held(fixture: &WorkerFixture, kind: HeapKind) -> u64 {
+    fixture.memory().heap().of(kind).used()
+}
+
+/// Reports ids of a task attempt; status and text.
+async fn report(
+    fixture: &WorkerFixture,
+    key: &ShuffleKey,
+    ids: Vec<(i32, Vec<i64>)>,
+) -> (StatusCode, String) {
+    let partitions = ids.into_iter();
+    let request = ReportShuffleResultRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        task_attempt_id: 1,
+        bitmap_num: 1,
+        partition_to_block_ids: partitions
+            .map(|(partition_id, block_ids)| PartitionToBlockIds { partition_id, block_ids })
+            .collect(),
+        partition_stats: Vec::new(),
+    };
+    let answer = fixture.client.raw().report_shuffle_result(request).await.unwrap().into_inner();
+    (answer.status(), answer.ret_msg)
+}
+
+/// Registers a shuffle with so many ranges that cannot be merged; status and text.
+async fn register(fixture: &WorkerFixture, key: &ShuffleKey, ranges: i32) -> (StatusCode, String) {
+    let request = ShuffleRegisterRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        partition_ranges: (0..ranges).map(|n| ShufflePartitionRange { start: 2 * n, end: 2 * n }).collect(),
+        ..ShuffleRegisterRequest::default()
+    };
+    let answer = fixture.client.raw().register_shuffle(request).await.unwrap().into_inner();
+    (answer.status(), answer.ret_msg)
+}
+
+/// Registers shuffles until not even a small one is taken any more.
+async fn fill_registrations(fixture: &WorkerFixture, app: &str) {
+    let mut shuffle = 0;
+    for ranges in [20_000, 2_000, 200, 1] {
+        let refused = loop {
+            shuffle += 1;
+            let (status, text) = register(fixture, &key(app, shuffle), ranges).await;
+            if status != StatusCode::Success {
+                break text;
+            }
+        };
+        assert!(refused.contains("no heap left for registrations"), "{refused}");
+        assert!(refused.contains("memory_store.heap_capacity"), "{refused}");
+    }
+}
+
+/// Reports scattered ids until not even a single one of another partition is taken any more.
+async fn fill_reported_ids(fixture: &WorkerFixture, key: &ShuffleKey) {
+    let (mut next, mut partition) = (0, 0);
+    for count in [4_000, 200, 10, 1] {
+        let refused = loop {
+            let ids = (next..next + count).map(|id| id << 33).collect();
+            let (status, text) = report(fixture, key, vec![(partition, ids)]).await;
+            if status != StatusCode::Success {
+                break text;
+            }
+            (next, partition) = (next + count, partition + 1);
+        };
+        assert!(refused.contains("no heap left for reported_ids"), "{refused}");
+        assert!(refused.contains("memory_store.heap_capacity"), "{refused}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_from_finishing() {
+    let fixture = small_heap().await;
+    for app in ["hog-1", "hog-2"] {
+        let hog = key(app, 0);
+        assert_eq!(register(&fixture, &hog, 1).await.0, StatusCode::Success);
+        fill_reported_ids(&fixture, &hog).await;
+        fill_registrations(&fixture, app).await;
+    }
+    for app in ["app-1", "app-2", "app-3"] {
+        for shuffle in 0..5 {
+            let (key, written) = (key(app, shuffle), blocks(0, 1, 0..100));
+            fixture.client.register(&key, &[(0, 99)]).await.unwrap();
+            fixture.push(&key, &batch(0, &written)).await;
+            let ids = written.iter().map(|block| block.meta.block_id).collect();
+            fixture.client.report(&key, TaskAttemptId(1), &[(P, ids)]).await.unwrap();
+            let told = fixture.client.results(&key, &[P], Some(IdLayout::SPARK)).await.unwrap();
+            assert_eq!(told.cardinality(), 100);
+            fixture.assert_reads(&key, 0, &written).await;
+        }
+        fixture.client.unregister_app(app).await.unwrap();
+    }
+    // Nothing was taken from those that fill it, and what goes is theirs again.
+    let before = held(&fixture, HeapKind::Registrations);
+    assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "known");
+    assert_eq!(held(&fixture, HeapKind::Registrations), before);
+    fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
+    assert_eq!(register(&fixture, &key("hog-1", 1), 5_000).await.0, StatusCode::Success);
+    fixture.finish().await;
+}
+
+/// What the heap has no room for as a whole; any twentieth of it would fit.
+fn too_large() -> Vec<(i32, Vec<i64>)> {
+    let ids = |partition: i32| (0..2_000).map(|n| (i64::from(partition) * 2_000 + n) << 33).collect();
+    (0..40).map(|partition| (partition, ids(partition))).collect()
+}
+
+async fn assert_refused_whole(fixture: &WorkerFixture, key: &ShuffleKey, expected: &[u64]) {
+    let before = (held(fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count());
+    for _again in 0..2 {
+        let (status, text) = report(fixture, key, too_large()).await;
+        assert_eq!(status, StatusCode::InternalError);
+        assert!(
+            text.contains("no heap left for reported_ids") && text.contains("memory_store.heap_capacity"),
+            "{text}"
+        );
+        let after = (held(fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count());
+        assert_eq!(after, before, "nothing of it was kept");
+    }
+    assert_eq!(told(fixture, key).await, expected);
+}
+
+async fn told(fixture: &WorkerFixture, key: &ShuffleKey) -> Vec<u64> {
+    let all: Vec<PartitionId> = (0..40).map(PartitionId).collect();
+    fixture.client.results(key, &all, None).await.unwrap().to_vec()
+}
+
+#[test]
+fn a_report_that_the_heap_has_no_room_for_changes_nothing_now_or_after_a_restart() {
+    use super::restarts::{crashed, process};
+    let (fresh, known) = (key("app-1", 1), key("app-1", 2));
+    let part: Vec<i64> = (0..500).map(|n| n << 33).collect();
+    let expected: Vec<u64> = part.iter().map(|id| id.unsigned_abs()).collect();
+    let home = process(async {
+        let fixture = small_heap().await;
+        for key in [&fresh, &known] {
+            fixture.client.register(key, &[(0, 39)]).await.unwrap();
+        }
+        assert_refused_whole(&fixture, &fresh, &[]).await;
+        // Part of what is refused is known, in a partition that is in it.
+        assert_eq!(report(&fixture, &known, vec![(0, part.clone())]).await.0, StatusCode::Success);
+        assert_refused_whole(&fixture, &known, &expected).await;
+        // The next one is taken as ever, and what it repeats counts once.
+        let before = held(&fixture, HeapKind::ReportedIds);
+        let repeated = vec![(0, part.clone()), (0, part.clone())];
+        assert_eq!(report(&fixture, &known, repeated.clone()).await.0, StatusCode::Success);
+        assert_eq!(
+            (held(&fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count()),
+            (before, 500)
+        );
+        assert_eq!(report(&fixture, &fresh, repeated).await.0, StatusCode::Success);
+        assert_eq!(
+            (held(&fixture, HeapKind::ReportedIds), fixture.worker.apps().block_id_count()),
+            (2 * before, 1000)
+        );
+        crashed(fixture)
+    });
+    process(async {
+        let setup = Setup { memory: "heap_capacity = \"32MiB\"", ..Setup::default() };
+        let fixture = WorkerFixture::on(setup, home.0, home.1).await;
+        for key in [&fresh, &known] {
+            assert_eq!(told(&fixture, key).await, expected);
+        }
+        fixture.finish().await;
+    });
+}
