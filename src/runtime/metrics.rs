@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use prometheus::{Counter, IntGauge, IntGaugeVec, Registry};
+use prometheus::{Counter, GaugeVec, IntGauge, IntGaugeVec, Registry};
 use tokio::runtime::Handle;
 
 use super::Tasks;
@@ -11,6 +11,8 @@ use crate::metrics;
 metrics::table! {
     struct Gauges {
         running: IntGaugeVec["name"] = "tasks_running", "tasks that have not ended";
+        longest_poll: GaugeVec["name"] = "tasks_longest_poll_seconds",
+            "CPU time of the longest poll of a task since the start, of those that took a millisecond or more";
         workers: IntGauge = "runtime_workers", "threads that run tasks";
         queued: IntGauge = "runtime_queue_depth",
             "tasks that wait for any thread", also "grpc_server_executor_blocking_queue_size";
@@ -72,6 +74,9 @@ impl RuntimeMetrics {
         self.gauges.running.reset();
         for (name, count) in counts {
             self.gauges.running.with_label_values(&[name]).set(count);
+        }
+        for (name, took) in self.tasks.longest_polls() {
+            self.gauges.longest_poll.with_label_values(&[name]).set(took.as_secs_f64());
         }
         let runtime = self.handle.metrics();
         self.gauges.workers.set(metrics::clamped(runtime.num_workers()));

@@ -7,6 +7,7 @@
 
 pub(crate) mod metrics;
 mod names;
+mod polls;
 
 use std::future::Future;
 use std::io;
@@ -59,6 +60,12 @@ impl Tasks {
     /// What runs now, in this group, its children, its parents and its siblings.
     pub fn list(&self) -> Vec<RunningTask> {
         self.names.list()
+    }
+
+    /// The longest poll of tasks by their names, in CPU time and since the start, of the same groups; those of less
+    /// than a millisecond are not in it.
+    pub fn longest_polls(&self) -> Vec<(&'static str, Duration)> {
+        self.names.longest_polls()
     }
 
     /// Spawns `future` on the current runtime. It must end by itself soon after [`Tasks::cancelled`].

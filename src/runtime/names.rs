@@ -1,6 +1,7 @@
 //! Which tasks run: name and age by the runtime's task id, so that a dump of stacks can say whose they are.
 //!
-//! One insertion and one removal in a sharded map per task, about 0.2 µs; a call costs a hundred times that.
+//! One insertion and one removal in a sharded map per task, about 0.2 µs; a call costs a hundred times that. Each poll
+//! is timed ([`Polls`]), which costs two looks at the clock.
 
 use std::fmt;
 use std::future::Future;
@@ -12,6 +13,8 @@ use dashmap::DashMap;
 use pin_project_lite::pin_project;
 use tokio::task::{Id, try_id};
 use tokio::time::{Duration, Instant};
+
+use super::polls::Polls;
 
 /// A task that has been polled and has not ended.
 #[derive(Debug, Clone, Copy)]
@@ -26,11 +29,14 @@ pub struct RunningTask {
 
 /// The running tasks of some groups. Clones share them.
 #[derive(Clone, Default)]
-pub(super) struct Names(Arc<DashMap<Id, (&'static str, Instant)>>);
+pub(super) struct Names {
+    running: Arc<DashMap<Id, (&'static str, Instant)>>,
+    polls: Polls,
+}
 
 impl fmt::Debug for Names {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Names").field("running", &self.0.len()).finish()
+        f.debug_struct("Names").field("running", &self.running.len()).finish()
     }
 }
 
@@ -40,7 +46,12 @@ impl Names {
             let (name, since) = *entry.value();
             RunningTask { id: *entry.key(), name, age: since.elapsed() }
         };
-        self.0.iter().map(task).collect()
+        self.running.iter().map(task).collect()
+    }
+
+    /// See [`Polls::longest`].
+    pub(super) fn longest_polls(&self) -> Vec<(&'static str, Duration)> {
+        self.polls.longest()
     }
 
     /// `future`, listed under `name` from its first poll until it is dropped.
@@ -68,10 +79,10 @@ impl<F: Future> Future for Named<F> {
         if this.listed.is_none()
             && let Some(id) = try_id()
         {
-            this.names.0.insert(id, (this.name, Instant::now()));
+            this.names.running.insert(id, (this.name, Instant::now()));
             *this.listed = Some(Listed { names: this.names.clone(), id });
         }
-        this.future.poll(context)
+        this.names.polls.timed(this.name, || this.future.poll(context))
     }
 }
 
@@ -83,7 +94,7 @@ struct Listed {
 
 impl Drop for Listed {
     fn drop(&mut self) {
-        self.names.0.remove(&self.id);
+        self.names.running.remove(&self.id);
     }
 }
 

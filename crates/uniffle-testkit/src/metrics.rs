@@ -48,6 +48,13 @@ impl Metrics {
             .unwrap_or_else(|| panic!("the worker has no metric {name}; it has {:?}", self.names()))
     }
 
+    /// The largest sample of a metric, with its labels; none when there is no such metric.
+    pub fn largest(&self, name: &str) -> Option<(f64, &str)> {
+        let samples = self.samples.iter().filter(|sample| sample.name == name);
+        let largest = samples.max_by(|a, b| a.value.total_cmp(&b.value));
+        largest.map(|sample| (sample.value, sample.labels.as_str()))
+    }
+
     /// Every name, once.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = self.samples.iter().map(|sample| sample.name.as_str()).collect();
@@ -101,5 +108,6 @@ fn samples_are_summed_by_name_and_label() {
     assert_eq!(metrics.total_of("a", "root=\"/z\""), Some(2.5));
     assert_eq!(metrics.total("ab"), Some(7.0));
     assert_eq!(metrics.total("b"), None);
+    assert_eq!((metrics.largest("a"), metrics.largest("b")), (Some((2.5, "root=\"/z\"")), None));
     assert_eq!(metrics.names(), ["a", "ab"]);
 }
