@@ -25,6 +25,7 @@ mod known;
 mod lifecycle;
 mod losses;
 pub(crate) mod metrics;
+mod of_connection;
 pub mod partition_limit;
 mod quota;
 mod read;
@@ -59,12 +60,10 @@ pub use insight::Insight;
 pub use intake::Intake;
 pub use lifecycle::{Lifecycle, RegisterRequest};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
+pub use of_connection::{AnswersOfConnection, ReadingOfConnection};
 pub use partition_limit::{PartitionConfig, PartitionLimits};
 pub use quota::{QuotaConfig, QuotaUse};
-pub use read::{
-    Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, ReadingOfConnection,
-    Reads,
-};
+pub use read::{Answering, ChunkStream, DataAnswer, IndexAnswer, MemoryAnswer, MemoryReadRequest, Reads};
 pub use read_ahead::ReadAhead;
 pub use report::ReportRequest;
 pub use require::{RequireGrant, RequireRequest};

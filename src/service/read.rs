@@ -12,7 +12,6 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout};
 
 use crate::app::{App, Counted, ShuffleState, Stage};
@@ -25,10 +24,11 @@ use uniffle_wire::bitmap;
 use uniffle_wire::types::{AppId, BlockId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::ServiceError;
-use super::answer_limits::{LastRefusal, OF_APP, OF_CONNECTION, answer_limit, answer_lists};
+use super::answer_limits::{LastRefusal, OF_APP, answer_limit, answer_lists};
 use super::known::Known;
 use super::losses::{Losses, refuse_unknown};
 use super::metrics::ServiceMetrics;
+use super::of_connection::{AnswersOfConnection, ReadingOfConnection, Taking, no_read_memory};
 use super::read_metrics::{Reading, TierReads};
 use super::verify::Verifier;
 
@@ -42,35 +42,6 @@ const TURNS_MAX: u64 = 64;
 
 /// Hints of one request that are looked at; clients send a few.
 const HINTS_MAX: usize = 16;
-
-/// What the reads of one connection may hold, so that one that does not take its answers leaves room for others.
-#[derive(Debug)]
-pub struct ReadingOfConnection {
-    answers: Budget,
-    turns: Arc<Semaphore>,
-    wait: Duration,
-}
-
-impl ReadingOfConnection {
-    /// For answers from memory.
-    #[must_use]
-    pub fn answers(&self) -> &Budget {
-        &self.answers
-    }
-
-    /// One of its local answers, until the value is dropped.
-    ///
-    /// # Errors
-    /// None came free in time.
-    pub async fn turn(&self) -> Result<OwnedSemaphorePermit, ServiceError> {
-        let turn = timeout(self.wait, Arc::clone(&self.turns).acquire_owned()).await;
-        turn.ok().and_then(Result::ok).ok_or_else(|| no_read_memory(0, self.wait))
-    }
-}
-
-fn no_read_memory(asked: u64, wait: Duration) -> ServiceError {
-    ServiceError::NoReadMemory { asked, waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX) }
-}
 
 /// What readers call: memory, local index and data, and what to expect ([`Reads::results`]).
 #[derive(Debug)]
@@ -103,7 +74,7 @@ pub struct MemoryReadRequest<'a> {
     /// Task attempts wanted, as Java's bitmap; absent or empty = all.
     pub task_filter: Option<&'a [u8]>,
     /// What the connection may have unanswered; none = it is no connection's.
-    pub of_connection: Option<&'a Budget>,
+    pub of_connection: Option<&'a AnswersOfConnection>,
 }
 
 /// Blocks of a partition that are in memory.
@@ -124,7 +95,8 @@ pub struct Answering {
     began: Instant,
     bytes: u64,
     _reading: Reading,
-    _pinned: [Option<Charge>; 2],
+    _pinned: Charge,
+    _taking: Option<Taking>,
     _lists: Charge,
     _open: Charge,
 }
@@ -313,7 +285,7 @@ impl Reads {
         let after = Some(BlockId(request.last_block_id)).filter(|id| id.0 != -1);
         let mut limit = answer_limit(app.answers(), OF_APP, request.read_buffer_size)?;
         if let Some(answers) = request.of_connection {
-            limit = limit.min(answer_limit(answers, OF_CONNECTION, request.read_buffer_size)?);
+            limit = limit.min(answers.limit(request.read_buffer_size)?);
         }
         let (blocks_max, mut lists) = answer_lists(app.answer_lists(), buffer.block_count())?;
         let read = buffer.read_some(after, (limit, blocks_max), filter.as_ref());
@@ -322,7 +294,8 @@ impl Reads {
         self.metrics.read_bytes.inc_by(read.length);
         self.metrics.read_memory_bytes.inc_by(read.length);
         app.account().memory_reads.add(1, read.length);
-        let answering = self.answering((app, open), request.of_connection, (read.length, lists));
+        let taking = request.of_connection.map(|answers| answers.take(read.length, limit));
+        let answering = self.answering((app, open), taking, (read.length, lists));
         Ok(MemoryAnswer { read, may_copy, answering })
     }
 
@@ -331,25 +304,22 @@ impl Reads {
     pub fn reading_of_connection(&self) -> ReadingOfConnection {
         let read_memory = self.memory.read_pool().capacity_bytes();
         let turns = (read_memory / TURNS_DIVISOR / READ_CHUNK_BYTES_MAX as u64).clamp(TURNS_MIN, TURNS_MAX);
-        ReadingOfConnection {
-            answers: Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR),
-            turns: Arc::new(Semaphore::new(usize::try_from(turns).unwrap_or(1))),
-            wait: self.read_memory_wait,
-        }
+        let answers = Budget::new(self.memory.answered().capacity() / CONNECTION_DIVISOR);
+        ReadingOfConnection::new(answers, usize::try_from(turns).unwrap_or(1), self.read_memory_wait)
     }
 
     fn answering(
         &self,
         (app, _open): (Arc<App>, Charge),
-        of_connection: Option<&Budget>,
+        _taking: Option<Taking>,
         (bytes, _lists): (u64, Charge),
     ) -> Answering {
         // The limit is looked at before: one answer too many is let through rather than made twice.
-        let pinned = |budget: &Budget| budget.force_charge(bytes);
-        let _pinned = [Some(pinned(app.answers())), of_connection.map(pinned)];
+        let _pinned = app.answers().force_charge(bytes);
         Answering {
             app,
             _pinned,
+            _taking,
             _lists,
             _open,
             began: Instant::now(),

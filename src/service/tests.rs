@@ -1,5 +1,6 @@
 //! The service's rules over real memory, flusher and store, on an in-memory disk that can be held up.
 
+mod answers;
 mod fairness;
 mod recovery;
 

@@ -12,14 +12,14 @@ use super::convert::refusal;
 use super::inbound::{INLINE_BYTES_MAX, Inbound, aside, flat, nested};
 use super::message::{RequestBody, respond_message};
 use super::replies::{Chunks, Head, from_chunks, from_memory};
-use crate::budget::Budget;
 use crate::metrics::TransitTimes;
 use crate::proto::{
     GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetLocalShuffleIndexRequest,
     GetLocalShuffleIndexResponse, GetMemoryShuffleDataRequest, GetMemoryShuffleDataResponse,
 };
 use crate::service::{
-    MemoryAnswer, MemoryReadRequest, ReadAhead, ReadingOfConnection, Service, ServiceError,
+    AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ReadingOfConnection, Service,
+    ServiceError,
 };
 
 /// Payload fields of the three answers.
@@ -61,7 +61,7 @@ pub(super) async fn memory<B: RequestBody>(
 
 fn read_memory(
     service: &Service,
-    answers: &Budget,
+    answers: &AnswersOfConnection,
     request: &GetMemoryShuffleDataRequest,
 ) -> Result<MemoryAnswer, ServiceError> {
     // An empty filter is no filter (docs/protocol.md §3.4).

@@ -10,10 +10,10 @@ use fastrace::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use crate::budget::{Budget, Charge};
+use crate::budget::Charge;
 use crate::proto::StatusCode;
 use crate::runtime::Tasks;
-use crate::service::{MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
+use crate::service::{AnswersOfConnection, MemoryAnswer, MemoryReadRequest, ReadAhead, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::FrameType;
 use uniffle_wire::reply::{ReplyFields, ReplyPrefix, encode_head};
@@ -88,7 +88,12 @@ pub(super) fn sorted(shared: &Shared, request_id: i64, message: &[u8]) -> Reply 
 }
 
 /// The reply to a read of memory.
-pub(super) fn memory(shared: &Shared, answers: &Budget, request_id: i64, message: &[u8]) -> Reply {
+pub(super) fn memory(
+    shared: &Shared,
+    answers: &AnswersOfConnection,
+    request_id: i64,
+    message: &[u8],
+) -> Reply {
     let _span = shared.config.traces.begin("tcp getMemoryShuffleData", None);
     read_memory(shared, answers, request_id, message)
         .unwrap_or_else(|error| refused(shared, FrameType::Memory, request_id, &error))
@@ -96,7 +101,7 @@ pub(super) fn memory(shared: &Shared, answers: &Budget, request_id: i64, message
 
 fn read_memory(
     shared: &Shared,
-    answers: &Budget,
+    answers: &AnswersOfConnection,
     request_id: i64,
     message: &[u8],
 ) -> Result<Reply, ServiceError> {

@@ -15,7 +15,7 @@ use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
-use crate::service::{Intake, ServiceError};
+use crate::service::{AnswersOfConnection, Intake, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
@@ -121,7 +121,7 @@ pub(super) struct Frames {
     /// What its requests are charged to.
     heap: Budget,
     /// What its answers from memory may hold.
-    answers: Budget,
+    answers: AnswersOfConnection,
     requests_max: usize,
     /// A memory read that waits for its place.
     memory_read: Option<(i64, ReadMessage)>,

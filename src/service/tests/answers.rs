@@ -1,0 +1,63 @@
+//! Answers from memory follow the pace of the connection that takes them.
+
+use super::*;
+use crate::service::ReadingOfConnection;
+
+/// Blocks of [`World::fill`].
+const BLOCK: u64 = 10_000;
+const BLOCKS: u64 = 120;
+const SLOW: Duration = Duration::from_secs(3);
+
+/// Reads the partition as clients do, and takes so long for each answer; the answers' lengths.
+async fn read(world: &World, connection: &ReadingOfConnection, took: Duration) -> Vec<u64> {
+    let (mut last_block_id, mut lengths, mut seen) = (-1, Vec::new(), 0);
+    loop {
+        let request = MemoryReadRequest {
+            app: APP,
+            shuffle: 0,
+            partition: 3,
+            last_block_id,
+            read_buffer_size: 14 << 20,
+            task_filter: None,
+            of_connection: Some(connection.answers()),
+        };
+        let answer = world.service.reads.read_memory(request).unwrap();
+        let Some(last) = answer.read.blocks.last() else { break };
+        seen += answer.read.blocks.len() as u64;
+        last_block_id = last.block_id.0;
+        lengths.push(answer.read.length);
+        assert_eq!(connection.answers().pinned_bytes(), answer.read.length);
+        tokio::time::advance(took).await;
+        let is_end = answer.read.is_end;
+        drop(answer);
+        if is_end {
+            break;
+        }
+    }
+    assert_eq!(seen, BLOCKS, "a reader gets everything, in however many steps");
+    assert_eq!(connection.answers().pinned_bytes(), 0);
+    lengths
+}
+
+#[tokio::test(start_paused = true)]
+async fn n8_a_slow_reader_pins_less_of_the_region_at_a_time_and_a_fast_one_gets_all_it_asks_for() {
+    let mut world = World::new(PartitionLimits::default(), quiet()).await;
+    world.fill(3, BLOCK * BLOCKS);
+    let (slow, fast) =
+        (world.service.reads.reading_of_connection(), world.service.reads.reading_of_connection());
+    // What one answer may have of the connection's share, whatever its pace.
+    let most = slow.answers().limit(i32::MAX).unwrap();
+    let one_more = |limit: u64| limit.div_ceil(BLOCK) * BLOCK;
+
+    let at_first = read(&world, &fast, Duration::ZERO).await;
+    assert_eq!(at_first[..2], [one_more(most); 2], "of {BLOCKS} blocks");
+    let lengths = read(&world, &slow, SLOW).await;
+    assert_eq!(lengths[0], one_more(most), "nothing is known of it yet");
+    assert!(lengths[1..].iter().all(|length| *length <= one_more(most / 2)), "{lengths:?}");
+    assert_eq!(read(&world, &fast, Duration::ZERO).await, at_first, "which is another connection's pace");
+
+    let lengths = read(&world, &slow, Duration::ZERO).await;
+    assert!(lengths[0] <= one_more(most / 2), "{lengths:?}");
+    assert_eq!(read(&world, &slow, Duration::ZERO).await, at_first, "it is as fast as the other now");
+    world.stop().await;
+}
