@@ -112,7 +112,7 @@ fn the_printed_configuration_parses_back() {
 #[test]
 fn what_is_shown_has_no_secrets_and_what_is_compared_has() {
     let text = "[embedded_coordinator]\nremote_storage_path = [\"s3a://ns\"]\n\
-                remote_storage_conf = { ns = \"fs.s3a.secret.key=hush1,fs.x=plain\" }\n\
+                remote_storage_conf = { ns = \"fs.x=plain,fs.s3a.secret.key=hush1,y=hush1\" }\n\
                 client_conf = { \"rss.client.password\" = \"hush2\", \"fs.azure.account.key.a\" = \"hush3\" }\n\
                 [metrics]\nlabels = { session_token = \"hush4\" }\n";
     let config = parse(text).unwrap();

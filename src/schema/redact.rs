@@ -40,7 +40,8 @@ pub fn text(text: &str) -> String {
     without_userinfo(&without_settings(text))
 }
 
-/// A secret without quotes ends where the next setting begins, since it may have commas.
+/// A secret without quotes ends with its line: it may have commas, and behind them what looks like the next setting. So what
+/// stands behind it is not shown.
 fn without_settings(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
     while let Some(at) = rest.find(['=', ':']) {
@@ -71,25 +72,29 @@ fn is_of_name(c: char) -> bool {
 /// Of a secret at the beginning of `text`, with its quotes.
 fn value_length(text: &str) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
-    if let Some(quote) = text.chars().next().filter(|c| matches!(c, '"' | '\'')) {
-        let mut is_escaped = false;
-        for (at, c) in text.char_indices().skip(1) {
-            match c {
-                _ if is_escaped => is_escaped = false,
-                '\\' => is_escaped = true,
-                c if c == quote => return at + 1,
-                _ => {}
-            }
+    for quotes in ["\"\"\"", "'''"] {
+        if let Some(within) = text.strip_prefix(quotes) {
+            return within.find(quotes).map_or(text.len(), |at| up_to_delimiter(text, at + 2 * quotes.len()));
         }
-        return line;
     }
-    let begins_setting = |at: usize| {
-        let name = text[at + 1..].trim_start_matches([' ', '"', '\'']);
-        let end = name.find(|c: char| !is_of_name(c)).unwrap_or(name.len());
-        end > 0 && name[end..].trim_start_matches(['"', '\'', ' ']).starts_with('=')
-    };
-    let ends = text[..line].match_indices([',', ';']).map(|(at, _)| at);
-    ends.into_iter().find(|at| begins_setting(*at)).unwrap_or(line)
+    let Some(quote) = text.chars().next().filter(|c| matches!(c, '"' | '\'')) else { return line };
+    let mut is_escaped = false;
+    for (at, c) in text.char_indices().skip(1) {
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' => is_escaped = true,
+            c if c == quote => return up_to_delimiter(text, at + 1),
+            _ => {}
+        }
+    }
+    line
+}
+
+/// `end`, unless the value goes on there although its quote has come: then its line's end.
+fn up_to_delimiter(text: &str, end: usize) -> usize {
+    let rest = &text[end..];
+    let is_end = rest.chars().next().is_none_or(|c| c.is_whitespace() || ",;:)]}`".contains(c));
+    if is_end { end } else { end + rest.find('\n').unwrap_or(rest.len()) }
 }
 
 /// Removes what stands before the `@` of URLs, and of words that look like one that was mistyped.
@@ -166,7 +171,8 @@ mod tests {
     fn secrets_of_settings_in_text_are_removed() {
         for (text, shown) in [
             ("a=b,c=d", "a=b,c=d"),
-            ("a=b,fs.s3a.secret.key=p,q,c=d", "a=b,fs.s3a.secret.key=<removed>,c=d"),
+            ("a=b,fs.s3a.secret.key=p,q,c=d", "a=b,fs.s3a.secret.key=<removed>"),
+            ("a=b;x.token=p;q;c=d\nc=d", "a=b;x.token=<removed>\nc=d"),
             ("x.token = abc", "x.token = <removed>"),
             ("x.token=", "x.token="),
             ("{ \"my.password\" = \"a\\\"b\", c = 1 }", "{ \"my.password\" = <removed>, c = 1 }"),
@@ -175,6 +181,33 @@ mod tests {
             ("tls.key_file = /x: no such file", "tls.key_file = /x: no such file"),
         ] {
             assert_eq!(self::text(text), shown);
+        }
+    }
+
+    #[test]
+    fn nothing_of_a_secret_is_shown_whatever_is_in_it() {
+        for secret in [
+            "hush",
+            "a,hush",
+            "a,b=hush",
+            "a, \"b\" = hush",
+            "a;b.c=hush,d=hush",
+            "a b:hush",
+            "a=hush",
+            "\"a,b=hush\"",
+            "\"a\"hush",
+            "\"a\"\"hush\"",
+            "'it''s hush'",
+            "\"a\\\",b=hush\"",
+            "'hush",
+            "\"a\nhush\"",
+            "\"\"\"a\nhush\"\"\"",
+            "'''a\nhush",
+        ] {
+            for before in ["my.password=", "my.password = ", "\"my.password\": ", "x=1,my.password="] {
+                let shown = text(&format!("{before}{secret}"));
+                assert!(!shown.contains("hush") && shown.contains(REMOVED), "{before}{secret} as {shown}");
+            }
         }
     }
 
