@@ -197,7 +197,7 @@ impl Acceptor {
                 }
             };
             let (close, registration) = closing();
-            let (held, closed) = places.take(close);
+            let (held, closed) = places.take(peer.ip(), close);
             if let Some(closed) = closed {
                 self.note_closed(closed, &closings);
             }

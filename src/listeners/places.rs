@@ -5,8 +5,13 @@
 //! that never had a request, that one before one that has none now, that one before one with a request, and among equals
 //! the one that got on least lately. So connections that only hold places cannot keep out one that works, nor can a
 //! storm of new ones take the place of one that pauses between its requests.
+//!
+//! An address with more than half of the places gives way itself, whatever its connections do: the one to go is found among its
+//! own. So one machine that keeps thousands of connections busy does not drive out the others. Callers behind one address,
+//! alone, see no difference.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,8 +37,14 @@ pub(super) struct Places {
 struct Table {
     next: u64,
     open: HashMap<u64, Arc<Seat>>,
+    /// Connections of each address.
+    of_peers: HashMap<IpAddr, usize>,
+    /// The last address that came to more than half of the places.
+    crowd: Option<IpAddr>,
     /// Who goes next, the last one first, ranked as they were when they were chosen.
     chosen: Vec<(Rank, u64)>,
+    /// Of whom they were chosen; none = of all.
+    chosen_of: Option<IpAddr>,
 }
 
 /// What a connection is doing, from what goes first to what goes last.
@@ -55,6 +66,7 @@ type Rank = (Stage, u64);
 /// What a connection is doing; its server keeps this up to date.
 #[derive(Debug)]
 pub(super) struct Seat {
+    peer: IpAddr,
     since: Instant,
     is_open: AtomicBool,
     requests: AtomicU32,
@@ -82,10 +94,11 @@ impl Places {
         Self { max: max.max(1), since: Instant::now(), table: Arc::default() }
     }
 
-    /// A place for a connection that is closed through the handle. When none is free a connection is closed for it: what
-    /// that one was doing, and for how long it had not got on.
-    pub(super) fn take(&self, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
+    /// A place for a connection of `peer` that is closed through the handle. When none is free a connection is closed for it:
+    /// what that one was doing, and for how long it had not got on.
+    pub(super) fn take(&self, peer: IpAddr, close: AbortHandle) -> (Held, Option<(Stage, Duration)>) {
         let seat = Arc::new(Seat {
+            peer: peer.to_canonical(),
             since: self.since,
             is_open: AtomicBool::new(false),
             requests: AtomicU32::new(0),
@@ -95,10 +108,8 @@ impl Places {
             close,
         });
         let mut table = self.table.lock();
-        let closed = if table.open.len() >= self.max { table.close_one() } else { None };
-        let number = table.next;
-        table.next += 1;
-        table.open.insert(number, Arc::clone(&seat));
+        let closed = if table.open.len() >= self.max { table.close_one(self.max) } else { None };
+        let number = table.insert(Arc::clone(&seat), self.max);
         drop(table);
         let closed =
             closed.map(|(stage, at)| (stage, Duration::from_nanos(age(self.since).saturating_sub(at))));
@@ -107,22 +118,61 @@ impl Places {
 }
 
 impl Table {
+    fn insert(&mut self, seat: Arc<Seat>, max: usize) -> u64 {
+        let of_peer = self.of_peers.entry(seat.peer).or_default();
+        *of_peer += 1;
+        if is_crowd(*of_peer, max) {
+            self.crowd = Some(seat.peer);
+        }
+        let number = self.next;
+        self.next += 1;
+        self.open.insert(number, seat);
+        number
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Arc<Seat>> {
+        let seat = self.open.remove(&number)?;
+        if let Some(of_peer) = self.of_peers.get_mut(&seat.peer) {
+            *of_peer -= 1;
+            if *of_peer == 0 {
+                self.of_peers.remove(&seat.peer);
+            }
+        }
+        Some(seat)
+    }
+
+    /// The address that gives way, if one has too many of `max` places. Only the last that came to so many can: there are no
+    /// two.
+    fn crowd(&self, max: usize) -> Option<IpAddr> {
+        self.crowd.filter(|peer| self.of_peers.get(peer).is_some_and(|of_peer| is_crowd(*of_peer, max)))
+    }
+
     /// Closes the connection with the least reason to stay.
-    fn close_one(&mut self) -> Option<Rank> {
+    fn close_one(&mut self, max: usize) -> Option<Rank> {
+        let crowd = self.crowd(max);
+        if self.chosen_of != crowd {
+            (self.chosen, self.chosen_of) = (Vec::new(), crowd);
+        }
         loop {
             if self.chosen.is_empty() {
-                self.chosen = choose(self.open.iter().map(|(number, seat)| (seat.rank(), *number)).collect());
+                let open = self.open.iter().filter(|(_, seat)| crowd.is_none_or(|peer| seat.peer == peer));
+                self.chosen = choose(open.map(|(number, seat)| (seat.rank(), *number)).collect());
             }
             let (rank, number) = self.chosen.pop()?;
             // One that ended or did something meanwhile is not the one that was chosen.
             if self.open.get(&number).is_some_and(|seat| seat.rank() == rank)
-                && let Some(seat) = self.open.remove(&number)
+                && let Some(seat) = self.remove(number)
             {
                 seat.close.abort();
                 return Some(rank);
             }
         }
     }
+}
+
+/// Whether an address with so many of `max` places gives way.
+fn is_crowd(of_peer: usize, max: usize) -> bool {
+    of_peer > max / 2
 }
 
 /// Those of `open` that go first, the first one last: of those that have begun it is one.
@@ -208,7 +258,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.table.lock().open.remove(&self.number);
+        self.table.lock().remove(self.number);
     }
 }
 
@@ -224,14 +274,26 @@ pub(super) fn closing() -> (AbortHandle, AbortRegistration) {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use proptest::prelude::*;
     use tokio::time::advance;
 
     use super::*;
 
+    const PEER: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
     fn take(places: &Places) -> (Held, Option<Stage>) {
-        let (held, closed) = places.take(closing().0);
+        take_for(places, PEER)
+    }
+
+    fn take_for(places: &Places, peer: IpAddr) -> (Held, Option<Stage>) {
+        let (held, closed) = places.take(peer, closing().0);
         (held, closed.map(|(stage, _)| stage))
+    }
+
+    fn peer(number: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, number])
     }
 
     fn is_closed(held: &Held) -> bool {
@@ -258,7 +320,7 @@ mod tests {
         drop(request);
         advance(Duration::from_secs(1)).await;
         second.seat().progressed();
-        let (third, closed) = places.take(closing().0);
+        let (third, closed) = places.take(PEER, closing().0);
         let unused = Some((Stage::Unused, Duration::from_secs(1)));
         assert_eq!((closed, is_closed(&first)), (unused, true), "which is how long it did nothing");
         drop((busy, idle, opening, first, second, third));
@@ -281,7 +343,76 @@ mod tests {
         assert!(stayed && all[5..].iter().all(is_closed));
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn n3_an_address_with_more_than_half_of_the_places_gives_way_though_its_connections_are_busy() {
+        let places = Places::new(8);
+        let honest: Vec<Held> = (0..3).map(|number| take_for(&places, peer(number)).0).collect();
+        honest.iter().for_each(|held| held.seat().opened());
+        let hostile: Vec<Held> = (0..5).map(|_| take_for(&places, peer(99)).0).collect();
+        let requests: Vec<Request> = hostile
+            .iter()
+            .map(|held| {
+                held.seat().opened();
+                held.seat().request()
+            })
+            .collect();
+        advance(Duration::from_secs(1)).await;
+        hostile[0].seat().progressed();
+        let newcomer = take_for(&places, peer(3));
+        assert_eq!(newcomer.1, Some(Stage::Busy), "the idlest of that address");
+        assert!(is_closed(&hostile[1]) && !is_closed(&hostile[0]) && !honest.iter().any(is_closed));
+        // It has half now, so all are equal, and the newcomer has not begun.
+        let again = take_for(&places, peer(99));
+        assert!(again.1 == Some(Stage::Opening) && is_closed(&newcomer.0));
+        let storm: Vec<_> = (0..50).map(|_| take_for(&places, peer(99))).collect();
+        assert!(storm.iter().all(|(_, stage)| *stage == Some(Stage::Opening)));
+        assert!(!honest.iter().any(is_closed), "what it opens goes for what it opens");
+        drop((requests, newcomer, again, storm, hostile, honest));
+        let table = places.table.lock();
+        assert!(table.open.is_empty() && table.of_peers.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_has_fewer_again_gives_way_no_more() {
+        let places = Places::new(4);
+        let mut crowd: Vec<Held> = (0..3).map(|_| take_for(&places, peer(1)).0).collect();
+        crowd.iter().for_each(|held| held.seat().opened());
+        let mapped = IpAddr::V6(Ipv4Addr::new(10, 0, 0, 1).to_ipv6_mapped());
+        crowd.push(take_for(&places, mapped).0);
+        crowd.truncate(2);
+        let others = [take_for(&places, peer(2)).0, take_for(&places, peer(3)).0];
+        advance(Duration::from_secs(1)).await;
+        assert_eq!(take_for(&places, peer(4)).1, Some(Stage::Opening));
+        assert!(is_closed(&others[0]) && !crowd.iter().any(is_closed));
+    }
+
     proptest! {
+        #[test]
+        fn with_one_address_the_same_go_as_without_a_look_at_addresses(
+            ranks in prop::collection::vec((0u8..4, 0u64..50), 1..40),
+        ) {
+            let places = Places::new(ranks.len());
+            let held: Vec<Held> = ranks.iter().map(|_| take(&places).0).collect();
+            let mut requests = Vec::new();
+            for (held, (stage, at)) in held.iter().zip(&ranks) {
+                let seat = held.seat();
+                if *stage > 0 {
+                    seat.opened();
+                }
+                if *stage > 1 {
+                    requests.push(seat.request());
+                }
+                if *stage == 2 {
+                    requests.pop();
+                }
+                seat.progressed_ns.store(*at, Ordering::Relaxed);
+            }
+            let least = held.iter().map(|held| (held.seat().rank(), held.number)).min();
+            let _newcomer = take(&places);
+            let closed = held.iter().find(|held| is_closed(held)).map(|held| (held.seat().rank(), held.number));
+            prop_assert_eq!(closed, least);
+        }
+
         #[test]
         fn those_chosen_are_the_least_of_all_in_order(
             ranks in prop::collection::vec((0u8..4, 0u64..50), 0..300),

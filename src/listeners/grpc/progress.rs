@@ -313,7 +313,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn n8_the_end_of_an_answer_that_is_not_taken_gives_way_to_others_that_wait() {
         let places = crate::listeners::places::Places::new(1);
-        let (held, _) = places.take(crate::listeners::places::closing().0);
+        let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
         let tails = Tails::new(Duration::from_secs(100));
         let waiting = std::cell::Cell::new(false);
         let mut closes = pin!(tails.keep_others_waiting(held.seat(), || waiting.get()));
