@@ -1,8 +1,9 @@
 //! Who waits for read memory, and who is next: of the applications that wait, the one that holds least by its weight.
 //!
-//! While no one waits, everyone gets what is free; only an application that holds half of it leaves the last eighth to others, so
-//! that a reader of another application begins at once. Requests of one application are served in their order. The one that is
-//! next is waited for until there is room for it, or large requests would never be served.
+//! While no one waits, everyone gets what is free, but for the last eighth: it is for applications that hold nothing yet, so that a
+//! reader of another one begins at once, and goes on if it has one answer at a time, however long the others take for theirs. One
+//! that is alone takes of it until it holds half. Requests of one application are served in their order. The one that is next is
+//! waited for until there is room for it, or large requests would never be served.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use tokio::sync::oneshot;
 
 use uniffle_wire::types::AppId;
 
-/// Part of the memory that one application alone does not take.
+/// Part of the memory that is kept for applications that hold nothing.
 const NEWCOMERS_PART: u64 = 8;
 
 /// For whom memory is taken.
@@ -33,6 +34,8 @@ struct State {
     capacity: u64,
     free: u64,
     readers: HashMap<Option<AppId>, Holding>,
+    /// Applications that hold something.
+    holders: usize,
     waiting: usize,
     arrivals: u64,
 }
@@ -69,7 +72,8 @@ struct Place {
 impl Line {
     pub(super) fn new(capacity: u64) -> Arc<Self> {
         let readers = HashMap::new();
-        Arc::new(Self(Mutex::new(State { capacity, free: capacity, readers, waiting: 0, arrivals: 0 })))
+        let (free, holders, waiting, arrivals) = (capacity, 0, 0, 0);
+        Arc::new(Self(Mutex::new(State { capacity, free, readers, holders, waiting, arrivals })))
     }
 
     /// `bytes` for `reader` if no one has to wait for them.
@@ -118,19 +122,35 @@ impl State {
             return false;
         }
         let held = self.readers.get(&reader.app).map_or(0, |holding| holding.held);
-        let is_given = reader.app.is_none() && bytes <= self.free || self.may_take(held, bytes);
+        let is_given = self.needed(&reader.app, held, bytes) <= self.free;
         if is_given {
-            self.holding(reader).held += bytes;
-            self.free -= bytes;
+            self.holding(reader);
+            self.give(&reader.app, bytes);
         }
         is_given
     }
 
-    /// Whether one that holds `held` may have `bytes` more now.
-    fn may_take(&self, held: u64, bytes: u64) -> bool {
-        let is_greedy = held + bytes > self.capacity / 2;
-        let kept = if is_greedy { self.capacity / NEWCOMERS_PART } else { 0 };
-        bytes + kept <= self.free
+    /// What must be free for one that holds `held` to get `bytes` more.
+    fn needed(&self, app: &Option<AppId>, held: u64, bytes: u64) -> u64 {
+        let is_newcomer = held == 0 || app.is_none();
+        let is_alone = self.holders <= 1;
+        let is_kept = !is_newcomer && (!is_alone || self.is_greedy(held, bytes));
+        bytes + if is_kept { self.capacity / NEWCOMERS_PART } else { 0 }
+    }
+
+    /// Whether one that holds `held` would have more than half with `bytes` more.
+    fn is_greedy(&self, held: u64, bytes: u64) -> bool {
+        held + bytes > self.capacity / 2
+    }
+
+    /// Enters `bytes` for a reader that is known.
+    fn give(&mut self, app: &Option<AppId>, bytes: u64) {
+        let Some(holding) = self.readers.get_mut(app) else { return };
+        if app.is_some() && holding.held == 0 && bytes > 0 {
+            self.holders += 1;
+        }
+        holding.held += bytes;
+        self.free -= bytes;
     }
 
     fn holding(&mut self, reader: &Reader) -> &mut Holding {
@@ -167,19 +187,21 @@ impl State {
             })
             .collect();
         waiting.sort_unstable();
-        // One that is to leave room for others is passed over; everyone else is waited for.
+        // One that has half and is to leave room for others is passed over; everyone else is waited for.
         let mut in_turn = waiting.into_iter();
-        let (_, _, bytes, _, app) = in_turn.find(|(_, _, bytes, held, app)| {
-            app.is_none() || *bytes > self.free || self.may_take(*held, *bytes)
+        let (_, _, bytes, held, app) = in_turn.find(|(_, _, bytes, held, app)| {
+            let is_passed_over = self.is_greedy(*held, *bytes)
+                && *bytes <= self.free
+                && self.needed(app, *held, *bytes) > self.free;
+            !is_passed_over
         })?;
-        if bytes > self.free {
+        if self.needed(app, held, bytes) > self.free {
             return None;
         }
         let app = app.clone();
         let holding = self.readers.get_mut(&app)?;
         let waiter = holding.waiting.pop_front()?;
-        holding.held += bytes;
-        self.free -= bytes;
+        self.give(&app, bytes);
         self.waiting -= 1;
         Some((waiter, app))
     }
@@ -192,17 +214,20 @@ fn turn(held: u64, weight: u32) -> u64 {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut state = self.line.0.lock();
+        let mut locked = self.line.0.lock();
+        let state = &mut *locked;
         state.free += self.bytes;
-        let is_gone = state.readers.get_mut(&self.app).is_some_and(|holding| {
+        if let Some(holding) = state.readers.get_mut(&self.app) {
             holding.held -= self.bytes;
-            holding.held == 0 && holding.waiting.is_empty()
-        });
-        if is_gone {
-            state.readers.remove(&self.app);
+            if self.app.is_some() && self.bytes > 0 && holding.held == 0 {
+                state.holders -= 1;
+            }
+            if holding.held == 0 && holding.waiting.is_empty() {
+                state.readers.remove(&self.app);
+            }
         }
         let is_wanted = state.waiting > 0;
-        drop(state);
+        drop(locked);
         if is_wanted {
             self.line.serve();
         }
@@ -255,30 +280,77 @@ mod tests {
     }
 
     #[test]
+    fn n8_several_applications_that_take_all_they_can_leave_room_for_one_that_holds_nothing() {
+        let line = Line::new(160);
+        let crowd: Vec<_> = ["a", "b", "c"].iter().map(|name| reader(name, 1)).collect();
+        let mut held = Vec::new();
+        loop {
+            let before = held.len();
+            held.extend(crowd.iter().filter_map(|reader| line.try_take(reader, 10)));
+            if held.len() == before {
+                break;
+            }
+        }
+        assert_eq!(held.len(), 14, "seven eighths");
+        let queued: Vec<_> = crowd.iter().map(|reader| waiting(&line, reader, 10)).collect();
+        let honest = reader("honest", 1);
+        for _ in 0..9 {
+            let answer = line.take(&honest, 20).now_or_never();
+            assert!(answer.is_some(), "one answer at a time goes on");
+        }
+        assert!(queued.len() == 3 && line.0.lock().holders == 3);
+        drop((queued, held));
+        let state = line.0.lock();
+        assert_eq!((state.free, state.holders, state.readers.len()), (160, 0, 0));
+    }
+
+    #[test]
+    fn an_application_alone_takes_nearly_all_and_of_two_a_large_request_is_waited_for() {
+        let line = Line::new(160);
+        let (one, other) = (reader("one", 1), reader("other", 1));
+        let mut held: Vec<_> = std::iter::from_fn(|| line.try_take(&one, 10)).collect();
+        assert_eq!(held.len(), 14);
+        held.truncate(8);
+        let of_other = line.try_take(&other, 10).unwrap();
+        // 70 are free, of which 20 are kept.
+        let mut large = waiting(&line, &other, 60);
+        let mut small = waiting(&line, &one, 10);
+        held.pop();
+        let large = is_served(&mut large).expect("80 are free");
+        assert!(is_served(&mut small).is_none());
+        drop(large);
+        assert!(is_served(&mut small).is_some());
+        drop(of_other);
+    }
+
+    #[test]
     fn of_those_that_wait_the_one_that_holds_least_is_next_not_the_first() {
-        let line = Line::new(100);
+        let line = Line::new(128);
         let (flood, other, heavy) = (reader("flood", 1), reader("other", 1), reader("heavy", 4));
-        let whole = line.try_take(&Reader { app: None, weight: 1 }, 20).unwrap();
+        let whole = line.try_take(&Reader { app: None, weight: 1 }, 32).unwrap();
         let mut held = vec![line.try_take(&flood, 30).unwrap(), line.try_take(&flood, 10).unwrap()];
         let of_heavy = line.try_take(&heavy, 40).unwrap();
         let mut of_flood = waiting(&line, &flood, 10);
-        let mut first = waiting(&line, &other, 20);
+        let mut first = waiting(&line, &other, 30);
         let mut second = waiting(&line, &other, 10);
         let mut third = waiting(&line, &heavy, 10);
         drop(held.pop());
         assert!(is_served(&mut first).is_none(), "it is next, and waited for until there is room");
         drop(held.pop());
         let first = is_served(&mut first).unwrap();
-        let third = is_served(&mut third);
-        assert!(third.is_some(), "by weight it holds 10, the other 20");
         let of_flood = is_served(&mut of_flood);
         assert!(of_flood.is_some(), "it holds nothing any more");
+        assert!(is_served(&mut third).is_none(), "what is left is for those that hold nothing");
+        drop(of_flood);
+        let third = is_served(&mut third);
+        assert!(third.is_some(), "by weight it holds 10, the other 30");
         assert!(is_served(&mut second).is_none());
         drop(of_heavy);
         assert!(is_served(&mut second).is_some());
-        drop((whole, first, third, of_flood));
-        assert!(line.0.lock().readers.is_empty());
-        assert_eq!(line.0.lock().free, 100);
+        drop((whole, first, third));
+        let state = line.0.lock();
+        assert!(state.readers.is_empty());
+        assert_eq!((state.free, state.holders), (128, 0));
     }
 
     #[test]
