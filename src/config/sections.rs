@@ -223,7 +223,8 @@ impl Config {
         next.renew(new);
         next.local.min_disks = next.local.min_disks.min(next.local.paths.len());
         if self.tls.files().is_none() || new.tls.files().is_none() {
-            next.tls = self.tls.clone(); // whether a listener is encrypted is decided when it opens
+            // Whether a listener is encrypted is decided when it opens; that has nothing to do with how others are asked.
+            next.tls = TlsConfig { ca_file: new.tls.ca_file.clone(), ..self.tls.clone() };
         }
         next.warnings.clone_from(&new.warnings);
         if next.tls.forbids_plain_tcp() && self.worker.urpc_port.is_some() {

@@ -58,6 +58,11 @@ section! {
         /// With it callers must show a certificate that it has signed.
         #[key("tls.client_ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/clients.crt\"")]
         pub client_ca_file: Option<PathBuf> = None,
+        /// PEM file: who must have signed the certificates of other workers' HTTP listeners. With it they are asked over TLS when an
+        /// application is explained over the whole cluster, and shown `cert_file` if they ask for a certificate. Their
+        /// certificates must be for the addresses that they announce. Default: they are asked in the clear.
+        #[key("tls.ca_file", optional(path()), NextUse, example "\"/etc/uniffle-worker/ca.crt\"")]
+        pub ca_file: Option<PathBuf> = None,
         /// Listeners that speak TLS and nothing else. The raw TCP protocol knows no TLS.
         #[key("tls.listeners" or "tls.doors", list(3, word()), Restart)]
         pub listeners: Vec<TlsListener> = TlsListener::ALL.to_vec(),

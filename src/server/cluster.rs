@@ -17,6 +17,8 @@ use crate::listeners::http::api::cluster::{Cluster, ClusterApp, ClusterDisk, Clu
 use crate::proto::storage_info::StorageStatus;
 use crate::proto::{ApplicationInfo, ServerStatus, StorageInfo};
 
+use super::tls::Others;
+
 /// How old the text may be.
 const AGE_MAX: Duration = Duration::from_secs(1);
 
@@ -29,20 +31,23 @@ pub(super) struct ClusterPage {
     coordinator: EmbeddedCoordinator,
     latest: Mutex<Option<(Instant, Bytes)>>,
     explaining: Arc<Semaphore>,
+    others: Others,
 }
 
 impl ClusterPage {
-    pub(super) fn new(coordinator: EmbeddedCoordinator) -> Self {
-        Self { coordinator, latest: Mutex::default(), explaining: Arc::new(Semaphore::new(EXPLAINING_MAX)) }
+    pub(super) fn new(coordinator: EmbeddedCoordinator, others: Others) -> Self {
+        let explaining = Arc::new(Semaphore::new(EXPLAINING_MAX));
+        Self { coordinator, latest: Mutex::default(), explaining, others }
     }
 
     /// What all workers say of an application; those that tell of it in their heartbeats are asked first.
     pub(super) fn explain(&self, app: &str) -> Everywhere {
         let (coordinator, places) = (self.coordinator.clone(), Arc::clone(&self.explaining));
-        let app = app.to_owned();
+        let (app, others) = (app.to_owned(), self.others.clone());
         async move {
             let _place = places.acquire_owned().await.map_err(|error| error.to_string())?;
-            uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app)).await
+            let trust = others.trust();
+            uniffle_ctl::explain(&app, workers(coordinator.cluster(), &app), trust.as_ref()).await
         }
         .boxed()
     }

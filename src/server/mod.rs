@@ -245,7 +245,7 @@ impl Worker {
             gauges,
             connections,
             latest: Mutex::new(None),
-            cluster: embedded.clone().map(ClusterPage::new),
+            cluster: embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.others)),
         });
         let source = report::source(Arc::clone(&inspector));
         let node: Arc<dyn Node> = inspector;

@@ -246,7 +246,7 @@ impl Reloader {
         let running = self.running.lock();
         let Some(source) = &running.source else { return Vec::new() };
         let tls = &running.tls;
-        let tls = [&tls.cert_file, &tls.key_file, &tls.client_ca_file].into_iter().flatten();
+        let tls = [&tls.cert_file, &tls.key_file, &tls.client_ca_file, &tls.ca_file].into_iter().flatten();
         std::iter::once(source).chain(tls).cloned().collect()
     }
 }
@@ -296,6 +296,9 @@ mod tests {
         let both = keys(&["tls.cert_file", "tls.key_file"]);
         assert_eq!(next(&files("a"), ""), (keys(&[]), both.clone()));
         assert_eq!(next("", &files("a")), (keys(&[]), both));
+        let others = "[tls]\nca_file = \"/ca\"\n";
+        assert_eq!(next("", others), (keys(&["tls.ca_file"]), keys(&[])), "which encrypts no listener");
+        assert_eq!(next(others, &files("a")).0, keys(&["tls.ca_file"]));
         let fewer = files("a") + "listeners = [\"http\"]";
         assert_eq!(next(&files("a"), &fewer), (keys(&[]), keys(&["tls.listeners"])));
     }

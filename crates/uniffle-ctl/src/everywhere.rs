@@ -8,7 +8,7 @@ use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
 use crate::failure::Failure;
-use crate::http::{Base, Client, TlsFiles, segment};
+use crate::http::{Base, Client, Trust, segment};
 use crate::merged::Merged;
 
 /// Workers asked at once.
@@ -30,22 +30,22 @@ pub struct Worker {
     pub id: String,
     /// Its address.
     pub host: String,
-    /// Port without TLS.
+    /// Its port.
     pub port: u16,
 }
 
-/// What `workers` say of `app`, as one. It takes 8 s at most, and eight answers of 128 KiB are held at a time; who has not
+/// What `workers` say of `app`, as one; they are asked over TLS where `trust` says with what. It takes 8 s at most, and eight answers of 128 KiB are held at a time; who has not
 /// answered by then is named.
 ///
 /// # Errors
 /// None of those that answer knows it.
-pub async fn explain(app: &str, workers: Vec<Worker>) -> Result<Value, String> {
-    let files = TlsFiles { ca: None, cert: None, key: None };
-    let client = Client::new(&files, None, PATIENCE).map_err(|failure| failure.to_string())?;
-    let client = client.with_answers_of(ANSWER_BYTES_MAX);
+pub async fn explain(app: &str, workers: Vec<Worker>, trust: Option<&Trust>) -> Result<Value, String> {
+    let client = Client::of(trust, PATIENCE).with_answers_of(ANSWER_BYTES_MAX);
+    let is_tls = trust.is_some();
     let path = path(app);
     let end = Instant::now() + PATIENCE_FOR_ALL;
-    let asked: Vec<_> = workers.into_iter().map(|worker| ask(&client, worker, &path, end)).collect();
+    let asked: Vec<_> =
+        workers.into_iter().map(|worker| ask((&client, is_tls), worker, &path, end)).collect();
     let mut answers = stream::iter(asked).buffer_unordered(AT_ONCE);
     let mut merged = Merged::default();
     while let Some((id, answer)) = answers.next().await {
@@ -54,9 +54,14 @@ pub async fn explain(app: &str, workers: Vec<Worker>) -> Result<Value, String> {
     merged.nothing().map_or_else(|| Ok(merged.explanation(app)), Err)
 }
 
-async fn ask(client: &Client, worker: Worker, path: &str, end: Instant) -> (String, Result<Value, Failure>) {
+async fn ask(
+    (client, is_tls): (&Client, bool),
+    worker: Worker,
+    path: &str,
+    end: Instant,
+) -> (String, Result<Value, Failure>) {
     let host = if worker.host.contains(':') { format!("[{}]", worker.host) } else { worker.host };
-    let base = Base { is_tls: false, host, port: worker.port };
+    let base = Base { is_tls, host, port: worker.port };
     let answer = timeout_at(end, client.get(&base, path)).await;
     let late = |_| Err(Failure::Unreachable("there was no time to ask it".to_owned()));
     (worker.id, answer.unwrap_or_else(late))

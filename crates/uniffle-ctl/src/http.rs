@@ -76,6 +76,70 @@ pub(crate) struct TlsFiles<'a> {
     pub(crate) key: Option<&'a Path>,
 }
 
+/// What the three files are called where they were named.
+struct Names {
+    ca: &'static str,
+    cert: &'static str,
+    key: &'static str,
+}
+
+const ARGUMENTS: Names = Names { ca: "--ca-file", cert: "--cert-file", key: "--key-file" };
+const KEYS: Names = Names { ca: "tls.ca_file =", cert: "tls.cert_file =", key: "tls.key_file =" };
+
+/// What a worker asks the others of its cluster with, over TLS.
+#[derive(Clone)]
+pub struct Trust {
+    connector: TlsConnector,
+    /// The authorities and the own chain, to tell one state of the files from another.
+    certificates: Vec<CertificateDer<'static>>,
+}
+
+impl fmt::Debug for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Trust")
+    }
+}
+
+impl Trust {
+    /// Trusts who has a certificate of an authority in `ca`; `own` is the certificate to show, and its key, where one is asked
+    /// for. Blocks on files.
+    ///
+    /// # Errors
+    /// A file that cannot be read or holds nothing of its kind, with its key of the worker's configuration.
+    pub fn load(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, String> {
+        Self::of(&KEYS, ca, own).map_err(|failure| failure.to_string())
+    }
+
+    fn of(names: &Names, ca: &Path, own: Option<(&Path, &Path)>) -> Result<Self, Failure> {
+        let mut roots = RootCertStore::empty();
+        let mut all = certificates(names.ca, ca)?;
+        for certificate in &all {
+            roots.add(certificate.clone()).map_err(|error| wrong(names.ca, ca, &error))?;
+        }
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| wrong(names.ca, ca, &error))?
+            .with_root_certificates(roots);
+        let config = match own {
+            None => config.with_no_client_auth(),
+            Some((cert, key)) => {
+                let chain = certificates(names.cert, cert)?;
+                all.extend_from_slice(&chain);
+                let private =
+                    PrivateKeyDer::from_pem_file(key).map_err(|error| wrong(names.key, key, &error))?;
+                config.with_client_auth_cert(chain, private).map_err(|error| wrong(names.key, key, &error))?
+            }
+        };
+        Ok(Self { connector: Arc::new(config).into(), certificates: all })
+    }
+
+    /// Whether `other` was loaded from the same certificates.
+    #[must_use]
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.certificates == other.certificates
+    }
+}
+
 /// What every call needs.
 pub(crate) struct Client {
     tls: Option<TlsConnector>,
@@ -95,8 +159,15 @@ impl Client {
             (None, None) => None,
             _ => return Err(Failure::Usage("--cert-file and --key-file belong together".to_owned())),
         };
-        let tls = files.ca.map(|ca| connector(ca, own)).transpose()?;
+        let tls = files.ca.map(|ca| Trust::of(&ARGUMENTS, ca, own)).transpose()?;
+        let tls = tls.map(|trust| trust.connector);
         Ok(Self { tls, token, patience, answer_bytes_max: ANSWER_BYTES_MAX })
+    }
+
+    /// For what needs no token.
+    pub(crate) fn of(trust: Option<&Trust>, patience: Duration) -> Self {
+        let tls = trust.map(|trust| trust.connector.clone());
+        Self { tls, token: None, patience, answer_bytes_max: ANSWER_BYTES_MAX }
     }
 
     /// The same with another largest answer.
@@ -167,27 +238,6 @@ impl Client {
         let reason = told.unwrap_or_else(|| String::from_utf8_lossy(&body).trim().to_owned());
         Err(Failure::Refused { status: status.as_u16(), text: format!("{base}: {status}: {reason}") })
     }
-}
-
-fn connector(ca_file: &Path, own: Option<(&Path, &Path)>) -> Result<TlsConnector, Failure> {
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates("--ca-file", ca_file)? {
-        roots.add(certificate).map_err(|error| wrong("--ca-file", ca_file, &error))?;
-    }
-    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(|error| wrong("--ca-file", ca_file, &error))?
-        .with_root_certificates(roots);
-    let config = match own {
-        None => config.with_no_client_auth(),
-        Some((cert, key)) => {
-            let chain = certificates("--cert-file", cert)?;
-            let private =
-                PrivateKeyDer::from_pem_file(key).map_err(|error| wrong("--key-file", key, &error))?;
-            config.with_client_auth_cert(chain, private).map_err(|error| wrong("--key-file", key, &error))?
-        }
-    };
-    Ok(Arc::new(config).into())
 }
 
 fn certificates(argument: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {

@@ -24,6 +24,7 @@ use std::process::ExitCode;
 
 pub use self::arguments::Arguments;
 pub use self::everywhere::{Worker, explain};
+pub use self::http::Trust;
 pub use self::manual::{Shell, complete, manual};
 
 use self::failure::Failure;

@@ -42,9 +42,14 @@ impl AdminFixture {
 
     /// A worker whose coordinator is the one in the worker of `other`.
     pub(crate) async fn in_cluster_of(other: &Self) -> Self {
+        Self::in_cluster_of_with(other, "").await
+    }
+
+    /// The same with `tables` as in [`AdminFixture::with`].
+    pub(crate) async fn in_cluster_of_with(other: &Self, tables: &str) -> Self {
         let top = format!("coordinator_quorum = [\"{}\"]", other.worker.addresses().grpc);
         let dir = tempfile::tempdir().unwrap();
-        let worker = Worker::start(&parse(&config_text(dir.path(), &top, ""))).await.unwrap();
+        let worker = Worker::start(&parse(&config_text(dir.path(), &top, tables))).await.unwrap();
         Self::of(worker, dir).await
     }
 

@@ -21,7 +21,7 @@ use uniffle_worker::proto::AppHeartBeatRequest;
 use uniffle_worker::proto::shuffle_server_client::ShuffleServerClient;
 use uniffle_worker::server::Worker;
 
-use super::fixture::{config_text, parse, start_from};
+use super::fixture::{AdminFixture, config_text, parse, start_from};
 use uniffle_testkit::worker::{self, Setup};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -41,7 +41,8 @@ impl Certificates {
         write("ca.pem", authority.pem());
         for name in ["server", "client"] {
             let key = KeyPair::generate().unwrap();
-            let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+            let params =
+                CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();
             write(&format!("{name}.pem"), params.signed_by(&key, &authority).unwrap().pem());
             write(&format!("{name}.key"), key.serialize_pem());
         }
@@ -93,11 +94,16 @@ fn host() -> ServerName<'static> {
 
 /// The first line of the answer to a request over TLS; with TLS 1.3 a refused certificate shows only here.
 async fn ask(connector: &TlsConnector, port: u16, request: &str) -> std::io::Result<String> {
+    let answer = whole_answer(connector, port, request).await?;
+    Ok(answer.lines().next().unwrap_or_default().to_owned())
+}
+
+async fn whole_answer(connector: &TlsConnector, port: u16, request: &str) -> std::io::Result<String> {
     let mut stream = connect(connector, port).await?;
     stream.write_all(format!("{request} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).await?;
-    Ok(String::from_utf8_lossy(&answer).lines().next().unwrap_or_default().to_owned())
+    Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 async fn heartbeat(connector: TlsConnector, port: u16) -> Result<i32, String> {
@@ -208,6 +214,51 @@ async fn ctl_asks_over_tls_and_shows_its_certificate() {
     assert_eq!(worker.stop().await, 0);
 }
 
+/// The coordinator's worker trusts another authority first; then the file has the right one, and is read again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_application_is_explained_over_workers_whose_http_is_encrypted() {
+    let (certificates, others) = (Certificates::make(), Certificates::make());
+    let trusted = certificates.path("trusted.pem");
+    std::fs::copy(others.path("ca.pem"), &trusted).unwrap();
+    let client_ca = certificates.path("ca.pem");
+    let tables = format!(
+        "[tls]\n{}listeners = [\"http\"]\nclient_ca_file = {client_ca:?}\nca_file = {trusted:?}\n",
+        certificates.table()
+    );
+    let fixture = AdminFixture::with_file("", &tables).await;
+    let second = AdminFixture::in_cluster_of_with(&fixture, &tables).await;
+    for each in [&fixture, &second] {
+        each.push("app-1", 2).await;
+    }
+    let connector = certificates.connector(Some("client"), "http/1.1");
+    let port = fixture.worker.addresses().http.port();
+    let told = || async {
+        let request = "GET /api/v1/cluster/apps/app-1/explain";
+        let answer = whole_answer(&connector, port, request).await.unwrap();
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    };
+    let until_told = async |part: &str| {
+        let began = tokio::time::Instant::now();
+        loop {
+            let answer = told().await;
+            if answer.contains(part) {
+                return answer;
+            }
+            assert!(began.elapsed() < PATIENCE, "{part} in {answer}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    until_told("2 do not answer").await;
+    std::fs::copy(certificates.path("ca.pem"), &trusted).unwrap();
+    fixture.worker.reload("test").await.unwrap();
+    let both = until_told("\"worker_count\":2").await;
+    assert!(both.contains("\"unanswered_count\":0"), "{both}");
+    let same = fixture.worker.reload("test").await.unwrap();
+    assert_eq!((same.changed.len(), same.waiting.len()), (0, 0), "{same:?}");
+    second.finish().await;
+    fixture.finish().await;
+}
+
 #[tokio::test]
 async fn a_listener_can_be_left_out() {
     let certificates = Certificates::make();
@@ -293,8 +344,16 @@ async fn what_is_wrong_with_a_file_is_said_with_its_key() {
     let (certificates, others) = (Certificates::make(), Certificates::make());
     let (cert, key) = (certificates.path("server.pem"), certificates.path("server.key"));
     let (missing, empty) = (certificates.path("missing.pem"), certificates.path("empty.pem"));
+    let ca_file = |path: &Path| format!("[tls]\nca_file = {path:?}\n");
     std::fs::write(&empty, "nothing\n").unwrap();
     let dir = tempfile::tempdir().unwrap();
+    for (path, parts) in
+        [(&missing, ["tls.ca_file", "missing.pem"]), (&empty, ["tls.ca_file", "no certificate"])]
+    {
+        let refused = Worker::start(&parse(&config_text(dir.path(), "", &ca_file(path)))).await.unwrap_err();
+        let text = format!("{refused:#}");
+        assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in {text}");
+    }
     for (cert, key, client_ca, parts) in [
         (&missing, &key, None, ["tls.cert_file", "missing.pem"]),
         (&empty, &key, None, ["tls.cert_file", "no certificate"]),
