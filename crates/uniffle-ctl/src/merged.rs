@@ -8,6 +8,8 @@ use std::cmp::Reverse;
 
 use serde_json::{Map, Value, json};
 
+use crate::text::is_gone;
+
 /// Sentences, losses, shuffles that are refused and quotas kept, of each.
 const LISTED_MAX: usize = 100;
 
@@ -22,6 +24,9 @@ const TEXT_BYTES_MAX: usize = 500;
 
 /// How a worker's sentence begins that has nothing to say.
 const NOTHING: &str = "nothing";
+
+/// Of `bytes`, what a worker has of an application only while that is there.
+const HELD: [&str; 3] = ["in_memory", "on_local_disks", "local_files"];
 
 /// The stages' fields that are added up.
 const STAGE_SUMS: [&str; 3] = ["count", "bytes", "total_seconds"];
@@ -69,6 +74,7 @@ impl Merged {
     /// What a worker says.
     pub(crate) fn add(&mut self, worker: &str, it: &Value) {
         let text = |field: &str| cut(it[field].as_str().unwrap_or_default());
+        let is_gone = is_gone(it);
         if self.user.is_empty() {
             self.user = text("user");
         }
@@ -80,6 +86,7 @@ impl Merged {
         for object in ["bytes", "retries"] {
             let sums = self.sums.entry(object).or_insert_with(|| json!({}));
             for (name, part) in it[object].as_object().into_iter().flatten() {
+                let part = if is_gone && HELD.contains(&name.as_str()) { &Value::from(0) } else { part };
                 let fields = sums.as_object();
                 if fields.is_some_and(|sums| sums.len() < LISTED_MAX || sums.contains_key(name)) {
                     add(sums, &cut(name), part);
@@ -98,13 +105,14 @@ impl Merged {
         if self.workers.len() == WORKERS_MAX {
             return;
         }
+        let held = |field: &str| if is_gone { 0.into() } else { number(&it["bytes"][field]) };
         self.workers.push(json!({
             "worker": worker,
             "presence": text("presence"),
             "age_seconds": number(&it["age_seconds"]),
             "received": number(&it["bytes"]["received"]),
-            "in_memory": number(&it["bytes"]["in_memory"]),
-            "on_local_disks": number(&it["bytes"]["on_local_disks"]),
+            "in_memory": held("in_memory"),
+            "on_local_disks": held("on_local_disks"),
             "tickets_refused_memory": number(&it["retries"]["tickets_refused_memory"]),
             "flush_write_seconds": number(&stage(it, "flush_write")["total_seconds"]),
             "disk_read_seconds": number(&stage(it, "disk_read")["total_seconds"]),
@@ -139,7 +147,14 @@ impl Merged {
                 all.truncate(LISTED_MAX);
             }
         }
-        self.top_partitions.extend(items(it, "top_partitions").map(|top| of_worker(worker, top)));
+        let is_gone = is_gone(it);
+        self.top_partitions.extend(items(it, "top_partitions").map(|top| {
+            let mut top = of_worker(worker, top);
+            if is_gone {
+                top["in_memory_bytes"] = 0.into();
+            }
+            top
+        }));
         self.top_partitions.sort_by_key(|top| Reverse(top["received_bytes"].as_u64()));
         self.top_partitions.truncate(TOP_PARTITIONS);
     }
@@ -273,6 +288,20 @@ mod tests {
             (Some(2), &"b".into())
         );
         assert_eq!(it["workers"][1]["received"], 300);
+    }
+
+    #[test]
+    fn what_a_worker_held_of_an_application_that_is_gone_there_is_not_counted() {
+        let mut merged = Merged::default();
+        let mut gone = told(100, "nothing stands out on this worker", 1);
+        (gone["presence"], gone["bytes"]["in_memory"]) = ("expired".into(), 70.into());
+        gone["top_partitions"][0]["in_memory_bytes"] = 70.into();
+        merged.add("a", &gone);
+        merged.add("b", &told(300, "nothing stands out on this worker", 2));
+        let it = merged.explanation("app-1");
+        assert_eq!((&it["presence"], &it["bytes"]["received"]), (&"known".into(), &400.into()));
+        assert_eq!((&it["bytes"]["in_memory"], &it["workers"][0]["in_memory"]), (&1.into(), &0.into()));
+        assert!(!it.to_string().contains("70"), "{it}");
     }
 
     #[test]

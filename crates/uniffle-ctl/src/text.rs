@@ -244,12 +244,17 @@ fn explanation(it: &Value) -> String {
         word(&it["partitions"]),
         it["skew"].as_f64().unwrap_or(0.0)
     );
+    let peak = size(&bytes["in_memory_peak"]);
+    let here = match is_gone(it) {
+        true => format!("nothing of it is here any more (at most {peak} were in memory)"),
+        false => {
+            let [memory, disks] = ["in_memory", "on_local_disks"].map(|field| size(&bytes[field]));
+            format!("in memory {memory} (at most {peak}), on disks {disks}")
+        }
+    };
     text.push_str(&format!(
-        "received {}, in memory {} (at most {}), on disks {}, read {} from memory and {} from disks\n",
+        "received {}, {here}, read {} from memory and {} from disks\n",
         size(&bytes["received"]),
-        size(&bytes["in_memory"]),
-        size(&bytes["in_memory_peak"]),
-        size(&bytes["on_local_disks"]),
         size(&bytes["read_from_memory"]),
         size(&bytes["read_from_disks"])
     ));
@@ -280,7 +285,7 @@ fn explanation(it: &Value) -> String {
         .flatten()
         .map(|top| {
             let names = ["worker", "shuffle", "partition"].map(|field| word(&top[field]));
-            let sizes = ["received_bytes", "in_memory_bytes"].map(|field| size(&top[field]));
+            let sizes = [size(&top["received_bytes"]), held(it, &top["in_memory_bytes"])];
             names.into_iter().chain(sizes).skip(from).collect()
         })
         .collect();
@@ -296,13 +301,24 @@ fn explanation(it: &Value) -> String {
     text
 }
 
+/// Whether the worker that tells of an application has it no more, nor what it held: what is told is from the moment before.
+pub(crate) fn is_gone(it: &Value) -> bool {
+    it["presence"].as_str().is_some_and(|presence| presence != "known")
+}
+
+/// A size of what is held of the application of `it`.
+fn held(it: &Value, bytes: &Value) -> String {
+    if is_gone(it) { "gone".to_owned() } else { size(bytes) }
+}
+
 /// Of an application over several workers: what each has of it, and who does not answer.
 fn by_worker(it: &Value) -> String {
     let rows = |list: &Value, row: &dyn Fn(&Value) -> Vec<String>| -> Vec<_> {
         list.as_array().into_iter().flatten().map(row).collect()
     };
     let told = rows(&it["workers"], &|worker| {
-        let sizes = ["received", "in_memory", "on_local_disks"].map(|field| size(&worker[field]));
+        let [memory, disks] = ["in_memory", "on_local_disks"].map(|field| held(worker, &worker[field]));
+        let sizes = [size(&worker["received"]), memory, disks];
         let times = ["flush_write_seconds", "disk_read_seconds"]
             .map(|field| format!("{:.1} s", worker[field].as_f64().unwrap_or(0.0)));
         let first = [word(&worker["worker"]), word(&worker["presence"])];
@@ -441,6 +457,32 @@ mod tests {
         assert_eq!(text.lines().count(), 2, "{text}");
         let line: Vec<_> = text.lines().last().unwrap_or_default().split_whitespace().collect();
         assert_eq!(line[..5], ["app-1", "etl", "2", "3.0", "MiB"], "{text}");
+    }
+
+    #[test]
+    fn what_an_application_that_is_gone_held_is_shown_as_gone() {
+        let mib = |n: u64| n << 20;
+        let of = |presence: &str| {
+            json!({ "app": "app-1", "user": "etl", "presence": presence,
+                "bytes": { "received": mib(9), "in_memory": mib(3), "in_memory_peak": mib(7), "on_local_disks": mib(5) },
+                "top_partitions": [{ "shuffle": 0, "partition": 1, "received_bytes": mib(9), "in_memory_bytes": mib(3) }] })
+        };
+        let known = explanation(&of("known"));
+        assert!(known.contains("in memory 3.0 MiB (at most 7.0 MiB), on disks 5.0 MiB"), "{known}");
+        for presence in ["expired", "unregistered"] {
+            let gone = explanation(&of(presence));
+            assert!(
+                gone.contains("nothing of it is here any more (at most 7.0 MiB were in memory)"),
+                "{gone}"
+            );
+            assert!(!gone.contains("3.0 MiB") && !gone.contains("5.0 MiB"), "{gone}");
+            assert!(gone.lines().any(|line| line.ends_with("gone") && line.contains("9.0 MiB")), "{gone}");
+        }
+        let worker = |presence: &str| json!({ "worker": presence, "presence": presence, "received": mib(9), "in_memory": mib(3) });
+        let several =
+            explanation(&json!({ "presence": "known", "workers": [worker("known"), worker("expired")] }));
+        let line = |name: &str| several.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+        assert!(line("known").contains("3.0 MiB") && line("expired").contains("gone"), "{several}");
     }
 
     #[test]
