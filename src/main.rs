@@ -139,6 +139,9 @@ fn import(file: &Path) -> ExitCode {
     match config::import(&name, &text, &Machine::detect(&env)) {
         Ok(imported) => {
             print(imported.text.as_bytes());
+            if !imported.secrets.is_empty() {
+                tell(&format!("{name}: secrets are in the output, under {}", imported.secrets.join(", ")));
+            }
             let parts = [
                 ("not taken over, a comment in the output", &imported.refused),
                 ("to be added by hand", &imported.missing),
@@ -292,8 +295,13 @@ fn print(text: &[u8]) -> ExitCode {
 }
 
 fn fail(code: u8, text: &str) -> ExitCode {
-    let _ = writeln!(std::io::stderr().lock(), "uniffle-worker: {text}");
+    tell(text);
     ExitCode::from(code)
+}
+
+/// On stderr.
+fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "uniffle-worker: {text}");
 }
 
 #[cfg(test)]

@@ -152,10 +152,17 @@ fn an_imported_configuration_is_valid() {
         ("riffle.toml", "grpc_port = 7\n[health_service_config]\nalive_app_number_max_limit = 1\n"),
     ] {
         let output = import(&write(name, text));
-        assert!(output.status.success(), "{}", text_of(&output));
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", text_of(&output));
         let checked = worker(&["--check"], &text_of(&output));
         assert!(checked.status.success(), "{}{}", text_of(&output), String::from_utf8_lossy(&checked.stderr));
     }
+    let secret =
+        "store_type = \"MEMORY\"\n[embedded_coordinator]\nclient_conf = { \"my.password\" = \"hush\" }\n";
+    let secret = import(&write("riffle.toml", secret));
+    assert!(secret.status.success() && text_of(&secret).contains("hush"), "{}", text_of(&secret));
+    let told = text(&secret.stderr);
+    assert!(told.contains("secrets are in the output, under embedded_coordinator.client_conf"), "{told}");
+    assert!(!told.contains("hush"), "{told}");
     let incomplete = import(&write("server.conf", "rss.coordinator.quorum c:1"));
     assert_eq!(incomplete.status.code(), Some(2));
     assert!(text(&incomplete.stderr).contains("localfile_store.data_paths"), "{}", text(&incomplete.stderr));

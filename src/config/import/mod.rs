@@ -27,6 +27,8 @@ pub struct Imported {
     pub missing: Vec<String>,
     /// Values that could not be taken over and why, without secrets: a person has to look at each.
     pub refused: Vec<String>,
+    /// Keys of `text` that still have the input's secrets, which the worker needs: who may read the text may read these.
+    pub secrets: Vec<String>,
 }
 
 /// `text` as a configuration of ours, for `machine`; `name` is told in it.
@@ -57,7 +59,13 @@ pub fn import(name: &str, text: &str, machine: &Machine) -> Result<Imported, Str
     for Other { was, why, .. } in &found.others {
         let _ = writeln!(written, "# {}: {}", one_line(was), one_line(why));
     }
-    Ok(Imported { text: written, missing, refused: refusals(&found) })
+    Ok(Imported { text: written, missing, refused: refusals(&found), secrets: secrets(&found) })
+}
+
+/// Keys that are written with values of which something may not be shown.
+fn secrets(found: &Found) -> Vec<String> {
+    let written = found.entries.iter().filter(|entry| entry.refused.is_none());
+    written.filter(|entry| shown(entry) != entry.value).map(|entry| entry.path.clone()).collect()
 }
 
 /// What a reader of the comments should not have to find.

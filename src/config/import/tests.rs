@@ -174,6 +174,24 @@ fn secrets_of_the_input_are_in_no_comment() {
 }
 
 #[test]
+fn keys_that_keep_secrets_are_named_and_their_secrets_are_not() {
+    let text = "store_type = \"MEMORY\"\n[embedded_coordinator]\nremote_storage_path = [\"s3a://ns\"]\n\
+                remote_storage_conf = { ns = \"fs.s3a.secret.key=hush\" }\n\
+                client_conf = { \"rss.client.password\" = \"hush\", \"rss.x\" = 1 }\n\
+                [metrics]\nlabels = { zone = \"a\" }\npush_gateway_endpoint = \"http://u:hush@g:1\"\n";
+    let imported = import("x", text, &machine()).unwrap();
+    // The endpoint is refused, and so a comment without its secret.
+    assert_eq!(
+        imported.secrets,
+        ["embedded_coordinator.client_conf", "embedded_coordinator.remote_storage_conf"],
+        "{}",
+        imported.text
+    );
+    assert!(!format!("{:?}", (&imported.secrets, &imported.refused)).contains("hush"), "{imported:?}");
+    assert_eq!(import("x", "rss.storage.type MEMORY", &machine()).unwrap().secrets, Vec::<String>::new());
+}
+
+#[test]
 fn what_a_person_has_to_add_is_told() {
     let imported = import("x", "rss.coordinator.quorum c:1", &machine()).unwrap();
     assert_eq!(imported.missing.len(), 1, "{imported:?}");
