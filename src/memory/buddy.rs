@@ -25,6 +25,8 @@ pub(super) struct Buddy {
     having: [BlockSet; ORDERS],
     /// Blocks from here on were never used; their bitmaps are still zero.
     fresh: usize,
+    /// Blocks from here on cannot be used yet.
+    ready: usize,
     free_bytes: u64,
 }
 
@@ -36,8 +38,14 @@ impl Buddy {
             blocks: vec![[0; WORDS]; blocks],
             having: std::array::from_fn(|_| BlockSet::new(blocks)),
             fresh: 0,
+            ready: blocks,
             free_bytes: (blocks * BLOCK_BYTES) as u64,
         }
+    }
+
+    /// The same, but that none can be used before it is [made ready](Self::make_ready).
+    pub(super) fn unready(blocks: usize) -> Self {
+        Self { ready: 0, ..Self::new(blocks) }
     }
 
     pub(super) fn free_bytes(&self) -> u64 {
@@ -49,9 +57,33 @@ impl Buddy {
         (self.fresh * BLOCK_BYTES) as u64
     }
 
+    /// Blocks that can be used, of lower numbers than all others.
+    pub(super) fn ready(&self) -> usize {
+        self.ready
+    }
+
+    /// The first `blocks` can be used from now on.
+    pub(super) fn make_ready(&mut self, blocks: usize) {
+        self.ready = blocks.clamp(self.ready, self.blocks.len());
+    }
+
+    /// Takes all that is free of a block that was in use: offsets and bytes.
+    pub(super) fn take_free(&mut self, block: usize) -> Vec<(usize, usize)> {
+        let mut taken = Vec::new();
+        for order in 0..ORDERS {
+            while let Some(node) = self.first_free(block, order) {
+                let bytes = UNIT_BYTES << order;
+                self.clear(block, node, order);
+                self.free_bytes -= bytes as u64;
+                taken.push((block * BLOCK_BYTES + (node - (1 << (ORDER_MAX - order))) * bytes, bytes));
+            }
+        }
+        taken
+    }
+
     /// The largest piece that [`Buddy::allocate`] would grant now.
     pub(super) fn largest_free(&self) -> usize {
-        if self.fresh < self.blocks.len() {
+        if self.fresh < self.ready {
             return BLOCK_BYTES;
         }
         let order = (0..ORDERS).rev().find(|order| self.having[*order].first().is_some());
@@ -77,7 +109,7 @@ impl Buddy {
         Some(block * BLOCK_BYTES + (node - first_of_order) * bytes)
     }
 
-    /// Takes the piece of `bytes` at `offset`, opening the blocks before it; false, and nothing done, if that is no place of
+    /// Takes the piece of `bytes` at `offset`, opening the blocks before it, ready or not; false, and nothing done, if that is no place of
     /// such a piece or not all of it is free.
     pub(super) fn take(&mut self, offset: usize, bytes: usize) -> bool {
         let is_size = bytes.is_power_of_two() && (UNIT_BYTES..=BLOCK_BYTES).contains(&bytes);
@@ -85,6 +117,7 @@ impl Buddy {
         if !is_size || !offset.is_multiple_of(bytes) || block >= self.blocks.len() {
             return false;
         }
+        self.make_ready(block + 1);
         while self.fresh <= block && self.open_fresh().is_some() {}
         let order = order_of(bytes);
         let node = (1 << (ORDER_MAX - order)) + offset % BLOCK_BYTES / bytes;
@@ -117,7 +150,7 @@ impl Buddy {
 
     fn open_fresh(&mut self) -> Option<usize> {
         let block = self.fresh;
-        if block == self.blocks.len() {
+        if block == self.ready {
             return None;
         }
         self.fresh += 1;

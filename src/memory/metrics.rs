@@ -25,6 +25,8 @@ metrics::table! {
         shuffles: IntGauge = "shuffle_count_in_buffer_pool", "shuffles registered";
         buffers: IntGauge = "buffer_count_in_buffer_pool", "partitions that were written to";
         region_touched: IntGauge = "memory_region_touched_bytes", "bytes of the region that were ever in use";
+        withheld: IntGauge = "memory_withheld_bytes",
+            "bytes of the capacity that cannot be used, since the file of memory_store.backing gets no pages for them";
         lists: IntGauge = "memory_lists_bytes", "bytes of heap for the lists of blocks in memory; part of what blocks hold";
         ceded: IntGauge = "memory_region_ceded_bytes",
             "bytes of the region that are left unused for the heap of lists";

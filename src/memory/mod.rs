@@ -7,9 +7,12 @@
 //! | [`region`], `buddy` | the mapping, its segments; which of them are free |
 //! | [`ticket`], `reservation` | capacity promised by `requireBuffer`, and what is left of it |
 //! | [`fair`], [`claims`] | who may have how much when there is not enough for all; who holds and who waits |
+//! | `shuffle` | the buffers of one shuffle |
 //! | [`chain`], `list`, [`buffer`], [`sealed`], [`read`] | one partition: segments, blocks, batches, reads |
 //! | `persistent` | what of it outlives the process, where it is to |
+//! | `ahead` | pages for it, taken before they are needed |
 //! | `ceded` | heap for the lists of blocks, with room of the region |
+//! | `config` | how much there is |
 //! | [`pool`], `line` | buffers for reads from disk; who is next when they are short |
 //!
 //! Bounded by construction: resident memory is at most the region, and nothing enters it without a charge. After all
@@ -27,22 +30,23 @@ pub mod reservation;
 pub mod sealed;
 pub mod ticket;
 
+mod ahead;
 mod buddy;
 mod ceded;
+mod config;
 mod line;
 mod list;
 pub(crate) mod metrics;
 mod persistent;
+mod shuffle;
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dashmap::DashMap;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use prometheus::Registry;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -51,6 +55,7 @@ pub use crate::budget::{Budget, Charge, NoCapacity};
 pub use buffer::{Before, Buffer, Committed};
 pub use chain::BlockFill;
 pub use claims::Standing;
+pub use config::MemoryConfig;
 pub use error::MemoryError;
 pub use fair::Claimant;
 pub use persistent::file::{Backing, Owner, Refusal};
@@ -59,16 +64,16 @@ pub use pool::{ReadBuf, ReadPool};
 pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
 pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
+pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
 pub use ticket::Tickets;
 
-use crate::budget::allowance::{divide, slack};
-use crate::budget::{Heap, HeapFull, HeapKind};
-use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size};
-use crate::schema::section;
+use crate::budget::{Heap, HeapKind};
 
-use buffer::{PARTITION_BYTES, Shared};
+use ahead::Ahead;
+use buffer::Shared;
 use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
+use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::restore::Leftover;
@@ -78,56 +83,6 @@ use region::Region;
 use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleKey};
 
 use crate::metrics::clamped;
-
-/// Least capacity: room for a handful of the largest segments.
-const CAPACITY_BYTES_MIN: u64 = 16 << 20;
-
-section! {
-    /// How much memory there is and how it is promised.
-    #[table("memory_store", "Memory for shuffle blocks, and for reads from disk.")]
-    pub struct MemoryConfig |machine| {
-        /// Bytes for shuffle blocks, reserved or stored. Default: 40 % of the machine's (or container's) memory, at least
-        /// 256 MiB, at most 16 GiB, never more than half of it.
-        #[key("memory_store.capacity", size(CAPACITY_BYTES_MIN..=16 * TIB), Restart, example "\"10G\"")]
-        pub capacity_bytes: u64 = default_capacity_bytes(machine.memory_bytes),
-        /// Bytes for reads from disk under way. Not part of the capacity. Default: its part of capacity × 1.05 + 200 MiB
-        /// (docs/operations.md), 40 MiB and more.
-        #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart, example "\"64MiB\"")]
-        pub read_capacity_bytes: u64 = divide(capacity_bytes, machine.cores).reads,
-        /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
-        /// that are not complete, registrations, reported block ids, partitions that were written to, answers. When a kind is
-        /// used up, requests of that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
-        /// 200 MiB, 68 MiB and a sixty-fourth of the capacity.
-        #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
-        pub heap_bytes: u64 = divide(capacity_bytes, machine.cores).heap,
-        /// Life of a granted buffer ticket that is not used. While others wait for memory, one that its application has not
-        /// used for half a second is taken back if the application has more than its share.
-        #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
-        pub ticket_timeout: Duration = 20 * SECOND,
-        /// Tickets outstanding at once.
-        #[key("memory_store.buffer_ticket_max_count", count(1..=100_000_000), NextUse)]
-        pub tickets_max: usize = 1_000_000,
-        /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
-        #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
-        pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
-        /// Where blocks in memory lie: `private` memory, which is gone with the process; `memfd`, a file without a name that an
-        /// upgrade hands over and systemd's descriptor store keeps; or a directory of a tmpfs, where the next process finds them
-        /// whatever ended this one (docs/durability.md, "Memory that outlives the process"). Other than private it needs local disks.
-        #[key("memory_store.backing", parsed("private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
-        pub backing: Backing = Backing::Private,
-    }
-}
-
-/// 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks. A small machine gets less than the lower bound
-/// rather than more than half of its memory.
-fn default_capacity_bytes(memory_bytes: u64) -> u64 {
-    const LEAST: u64 = 256 << 20;
-    const MOST: u64 = 16 << 30;
-    const BLOCK: u64 = 2 << 20;
-    let share = (memory_bytes / 5).saturating_mul(2).clamp(LEAST, MOST);
-    let capacity = share.min(memory_bytes / 2).max(CAPACITY_BYTES_MIN);
-    capacity / BLOCK * BLOCK
-}
 
 /// All shuffle data in memory.
 #[derive(Debug)]
@@ -139,6 +94,8 @@ pub struct Memory {
     read_pool: ReadPool,
     shuffles: DashMap<ShuffleKey, Arc<ShuffleBuffers>>,
     kept: Option<KeptMemory>,
+    /// Of memory in a file.
+    ahead: Option<Arc<Ahead>>,
 }
 
 /// Memory that outlives the process.
@@ -148,23 +105,6 @@ struct KeptMemory {
     /// Until the start is over.
     leftover: Mutex<Option<Leftover>>,
     file: Held,
-}
-
-/// A buffer that a flush could take from.
-#[derive(Debug, Clone)]
-pub struct Candidate {
-    /// Its shuffle.
-    pub key: ShuffleKey,
-    /// How the shuffle's extents are ordered.
-    pub distribution: Distribution,
-    /// The buffer.
-    pub buffer: Arc<Buffer>,
-    /// Payload that a seal would take.
-    pub active_bytes: u64,
-    /// Blocks that a seal would take.
-    pub active_blocks: usize,
-    /// Batches taken from it and not released.
-    pub in_flight_batches: usize,
 }
 
 impl Memory {
@@ -226,9 +166,14 @@ impl Memory {
         let heap = Heap::new(config.heap_bytes);
         let lists = Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks));
         let extents = lists.extents().clone();
+        let ahead = kept.is_some().then(|| Ahead::new(Arc::clone(&region), budget.clone()));
+        let mut tickets = Tickets::new(budget.clone(), extents, config.ticket_timeout, config.tickets_max);
+        if let Some(ahead) = &ahead {
+            tickets.take_pages_by(Arc::clone(ahead));
+        }
         let shared = Shared {
             supply: Supply { lists, region, blocks: Budget::new(blocks_max(config)) },
-            budget: budget.clone(),
+            budget,
             in_flight: Budget::new(u64::MAX),
             in_flight_blocks: Budget::new(u64::MAX),
             hasher: hashbrown::DefaultHashBuilder::default(),
@@ -238,10 +183,11 @@ impl Memory {
             shared: Arc::new(shared),
             heap,
             answered: Budget::new(capacity / 2),
-            tickets: Tickets::new(budget, extents, config.ticket_timeout, config.tickets_max),
+            tickets,
             read_pool: ReadPool::new(config.read_capacity_bytes)?,
             shuffles: DashMap::new(),
             kept,
+            ahead,
         }))
     }
 
@@ -307,10 +253,7 @@ impl Memory {
         let budget = self.tickets.budget_of(&key.app);
         let fresh = || {
             let (named, shared) = (self.named(key), Arc::clone(&self.shared));
-            Arc::new(ShuffleBuffers {
-                named,
-                ..ShuffleBuffers::new(key.clone(), distribution, shared, budget)
-            })
+            Arc::new(ShuffleBuffers::new(key.clone(), distribution, shared, named, budget))
         };
         Arc::clone(&self.shuffles.entry(key.clone()).or_insert_with(fresh))
     }
@@ -380,6 +323,9 @@ impl Memory {
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();
+        if let Err(error) = self.shared.supply.region.settle() {
+            tracing::error!(%error, "the file that memory lies in cannot be looked at for missing pages");
+        }
         (found, self.block_count())
     }
 
@@ -513,19 +459,10 @@ impl Memory {
         metrics.heap_capacity.set(clamped(self.heap.whole().capacity()));
         let Supply { region, lists, .. } = &self.shared.supply;
         lists.give_back(SPARE_BYTES);
+        metrics.withheld.set(clamped(self.withheld_bytes()));
         metrics.region_touched.set(clamped(region.touched_bytes()));
         metrics.lists.set(clamped(lists.charged_bytes()));
         metrics.ceded.set(clamped(lists.ceded_bytes()));
-    }
-}
-
-impl MemoryConfig {
-    /// What a successor has to be configured with, too, to take over what is in memory; none where nothing can be.
-    #[must_use]
-    pub fn kept_as(&self) -> Option<String> {
-        let (bytes, blocks) = region_size(self);
-        let version = persistent::layout::VERSION;
-        (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
     }
 }
 
@@ -535,170 +472,5 @@ impl Drop for Memory {
         if let Some(kept) = &self.kept {
             kept.table.let_go();
         }
-    }
-}
-
-/// Bytes of segments and number of blocks.
-fn region_size(config: &MemoryConfig) -> (u64, u64) {
-    let capacity = config.capacity_bytes;
-    (capacity.saturating_add(slack(capacity)), blocks_max(config))
-}
-
-fn blocks_max(config: &MemoryConfig) -> u64 {
-    config.blocks_max.min(u64::from(u32::MAX))
-}
-
-/// Buffers of a shuffle that was forgotten. Dropping it gives their memory back, which takes a while when it is gigabytes:
-/// not under a lock.
-#[derive(Debug)]
-#[must_use = "dropped under a lock it keeps others waiting"]
-pub struct Evicted(Arc<ShuffleBuffers>);
-
-impl Drop for Evicted {
-    fn drop(&mut self) {
-        self.0.purge();
-        self.0.shared.supply.lists.give_back(SPARE_BYTES);
-    }
-}
-
-/// What one shuffle has in memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InMemory {
-    /// Which.
-    pub shuffle: ShuffleKey,
-    /// Partitions with something in memory.
-    pub partitions: usize,
-    /// Blocks.
-    pub blocks: u64,
-    /// Payload bytes.
-    pub bytes: u64,
-}
-
-/// The buffers of one shuffle, made when a partition is first written to.
-#[derive(Debug)]
-pub struct ShuffleBuffers {
-    key: ShuffleKey,
-    distribution: Distribution,
-    shared: Arc<Shared>,
-    /// For the next process, where memory outlives this one.
-    named: Option<Arc<Named>>,
-    /// Its application's.
-    budget: Budget,
-    /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
-    buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
-}
-
-impl ShuffleBuffers {
-    fn new(key: ShuffleKey, distribution: Distribution, shared: Arc<Shared>, budget: Budget) -> Self {
-        Self { key, distribution, shared, named: None, budget, buffers: RwLock::new(Some(HashMap::new())) }
-    }
-
-    fn contents(&self) -> Option<InMemory> {
-        let mut total = InMemory { shuffle: self.key.clone(), partitions: 0, blocks: 0, bytes: 0 };
-        for buffer in self.all() {
-            let blocks = buffer.block_count() as u64;
-            total.partitions += usize::from(blocks > 0);
-            total.blocks += blocks;
-            total.bytes += buffer.in_memory_bytes();
-        }
-        (total.blocks > 0).then_some(total)
-    }
-
-    /// The shuffle.
-    #[must_use]
-    pub fn key(&self) -> &ShuffleKey {
-        &self.key
-    }
-
-    /// How its extents are ordered.
-    #[must_use]
-    pub fn distribution(&self) -> Distribution {
-        self.distribution
-    }
-
-    /// The buffer of `partition`, made if there is none and charged to `heap`, its application's part of the kind
-    /// [`HeapKind::Partitions`].
-    ///
-    /// # Errors
-    /// `Evicted` when the shuffle was purged, `NoHeap`.
-    pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
-        self.buffer_of(partition, |bytes| heap.try_charge(bytes))
-    }
-
-    fn buffer_of(
-        &self,
-        partition: PartitionId,
-        charge: impl FnOnce(u64) -> Result<Charge, NoCapacity>,
-    ) -> Result<Arc<Buffer>, MemoryError> {
-        if let Some(buffer) = self.existing(partition) {
-            return Ok(buffer);
-        }
-        let mut buffers = self.buffers.write();
-        match buffers.as_mut().ok_or(MemoryError::Evicted)?.entry(partition) {
-            Entry::Occupied(there) => Ok(Arc::clone(there.get())),
-            Entry::Vacant(place) => {
-                let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
-                let charge = charge(PARTITION_BYTES).map_err(full)?;
-                let (shared, named) = (Arc::clone(&self.shared), self.named.clone());
-                let buffer = Buffer::new(partition, shared, named, self.budget.clone(), charge);
-                Ok(Arc::clone(place.insert(Arc::new(buffer))))
-            }
-        }
-    }
-
-    /// The buffer of `partition` if it was ever written to.
-    #[must_use]
-    pub fn existing(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
-        self.buffers.read().as_ref()?.get(&partition).cloned()
-    }
-
-    /// All buffers there are.
-    #[must_use]
-    pub fn all(&self) -> Vec<Arc<Buffer>> {
-        self.buffers.read().as_ref().map_or_else(Vec::new, |buffers| buffers.values().cloned().collect())
-    }
-
-    fn candidates(&self) -> Vec<Candidate> {
-        let buffers = self.buffers.read();
-        let mut found = Vec::new();
-        for buffer in buffers.iter().flat_map(HashMap::values) {
-            buffer.drop_dead();
-            let active_bytes = buffer.active_bytes();
-            let active_blocks = buffer.active_blocks();
-            if active_blocks > 0 {
-                let in_flight_batches = buffer.in_flight_batches();
-                let (key, distribution) = (self.key.clone(), self.distribution);
-                found.push(Candidate {
-                    key,
-                    distribution,
-                    buffer: Arc::clone(buffer),
-                    active_bytes,
-                    active_blocks,
-                    in_flight_batches,
-                });
-            }
-        }
-        found
-    }
-
-    fn purge(&self) {
-        let buffers = self.buffers.write().take();
-        for buffer in buffers.iter().flat_map(HashMap::values) {
-            buffer.evict();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn capacity_is_a_share_within_bounds() {
-        assert_eq!(default_capacity_bytes(10 << 30), 4 << 30);
-        assert_eq!(default_capacity_bytes(1 << 40), 16 << 30);
-        assert_eq!(default_capacity_bytes(600 << 20), 256 << 20);
-        assert_eq!(default_capacity_bytes(256 << 20), 128 << 20);
-        assert_eq!(default_capacity_bytes(0), CAPACITY_BYTES_MIN);
     }
 }

@@ -15,12 +15,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
+use super::ahead::Ahead;
 use super::claims::{Ask, Claims, Standing, Ticket};
 use super::error::MemoryError;
 use super::fair::Claimant;
@@ -42,6 +44,8 @@ pub struct Tickets {
     timeout: Duration,
     tickets_max: AtomicUsize,
     state: Mutex<State>,
+    /// Takes pages for what is granted, where that is to be done.
+    ahead: Option<Arc<Ahead>>,
 }
 
 #[derive(Debug)]
@@ -64,7 +68,13 @@ impl Tickets {
             timeout,
             tickets_max: AtomicUsize::new(tickets_max),
             state: Mutex::new(state),
+            ahead: None,
         }
+    }
+
+    /// Tells `ahead` of every grant.
+    pub(super) fn take_pages_by(&mut self, ahead: Arc<Ahead>) {
+        self.ahead = Some(ahead);
     }
 
     /// Reserves `bytes` of payload for `app`, to be spread over `partitions` named partitions (0 = not named).
@@ -100,6 +110,8 @@ impl Tickets {
         state.next += 1;
         let id = TicketId(state.next);
         state.claims.holder(app).tickets.insert(id, ticket);
+        drop(state);
+        self.ahead.iter().for_each(|ahead| ahead.note_promise());
         Ok(id)
     }
 

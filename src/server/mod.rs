@@ -200,6 +200,20 @@ impl Worker {
         let (tickets_every, apps_every) = (config.service.ticket_check_interval, config.app.check_interval());
         let expiry = move || Arc::clone(&service.lifecycle).run_expiry(tickets_every, apps_every);
         self.background.spawn_again("expiry", expiry);
+        if self.memory.is_kept() {
+            let (memory, tasks) = (Arc::clone(&self.memory), self.background.clone());
+            let ahead = move || {
+                let (memory, stopped) = (Arc::clone(&memory), tasks.cancelled());
+                async move {
+                    tokio::select! {
+                        biased;
+                        () = stopped => {}
+                        () = memory.run_ahead() => {}
+                    }
+                }
+            };
+            self.background.spawn_again("memory pages", ahead);
+        }
         let (reloader, tasks) = (Arc::clone(&self.reloader), self.background.clone());
         let watch = move || Arc::clone(&reloader).watch(tasks.cancelled());
         self.background.spawn_again("configuration watch", watch);

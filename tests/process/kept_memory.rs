@@ -1,9 +1,11 @@
 //! `memory_store.backing`: what is in memory outlives the process, however it ends.
 
-use std::io::IoSliceMut;
+use std::io::{IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use rand::RngExt as _;
@@ -12,6 +14,7 @@ use tokio::task::block_in_place;
 
 use uniffle_testkit::checker::{Checker, End, run_of};
 use uniffle_testkit::clients::client_of;
+use uniffle_testkit::tools::{available, find, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 
 use crate::writes::{Written, key};
@@ -187,5 +190,72 @@ async fn an_upgrade_to_another_memory_flushes() {
         written.assert_readable(&client).await;
     }
     assert!(!worker.log().contains("memory is handed over"));
+    block_in_place(|| worker.stop());
+}
+
+/// A tmpfs of its own, unmounted when it is dropped.
+struct SmallTmpfs(PathBuf);
+
+impl SmallTmpfs {
+    fn mount(at: &Path, size: &str) -> Option<Self> {
+        let tried = "a tmpfs that is full";
+        if !available(tried, &["mount", "umount"]) {
+            return None;
+        }
+        let options = format!("size={size}");
+        let made = run("mount", &["-t", "tmpfs", "-o", &options, "tmpfs"], at);
+        if !made {
+            weaker(tried, "nothing can be mounted", may_mount());
+        }
+        made.then(|| Self(at.to_owned()))
+    }
+
+    /// Others take all that is left; the file that they do it with.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.join("others");
+        let mut file = std::fs::File::create(&path).expect("a file");
+        while file.write_all(&[7; 64 << 10]).is_ok() {}
+        while file.write_all(&[7; 1 << 10]).is_ok() {}
+        path
+    }
+}
+
+impl Drop for SmallTmpfs {
+    fn drop(&mut self) {
+        run("umount", &["-l"], &self.0);
+    }
+}
+
+fn run(program: &str, options: &[&str], path: &Path) -> bool {
+    let program = find(program).unwrap_or_else(|| program.into());
+    Command::new(program).args(options).arg(path).status().is_ok_and(|status| status.success())
+}
+
+/// A page that the tmpfs has no room for is a refusal, not the end of the worker.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tmpfs_that_others_fill_is_less_memory_until_there_is_room() {
+    let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a directory");
+    let Some(tmpfs) = SmallTmpfs::mount(directory.path(), "150m") else { return };
+    let memory: &'static str = Box::leak(format!("backing = {:?}\n", tmpfs.0.display().to_string()).into());
+    let setup = Setup { name: "full", capacity: "96MiB", disks: 2, memory, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 1 << 20).await.expect("sent");
+    let others = tmpfs.fill();
+    for task in 1..30 {
+        written.task(&client, task, 1 << 20).await.expect("there is less memory, and there are disks");
+    }
+    assert!(worker.is_running());
+    let log = worker.log();
+    assert!(log.contains("memory_store.backing gets no more pages"), "{log}");
+    assert!(worker.metrics().total("memory_withheld_bytes") > Some(0.0));
+    written.assert_readable(&client).await;
+    std::fs::remove_file(others).expect("there");
+    block_in_place(|| worker.wait_log("memory_store.backing gets pages again"));
+    written.task(&client, 30, 1 << 20).await.expect("sent");
+    written.assert_readable(&client).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
     block_in_place(|| worker.stop());
 }

@@ -24,7 +24,7 @@ use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::restore::{Block, Partition, Place};
-use super::persistent::table::{FreeRows, Kept, Named, rows_of};
+use super::persistent::table::{FreeRows, Kept, Named, NoRows, rows_of};
 use super::read::{self, MemoryRead};
 use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
@@ -479,8 +479,12 @@ impl Buffer {
     fn rows_for(&self, blocks: &[(BlockMeta, BlockFill)]) -> Result<Option<FreeRows>, MemoryError> {
         let Some(named) = &self.named else { return Ok(None) };
         let count = blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum();
-        let too_many = || MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() };
-        named.rows(count).map(Some).ok_or_else(too_many)
+        let refused = |no_rows| match no_rows {
+            NoRows::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
+            NoRows::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
+        };
+        let rows = named.rows(count).map(Some).map_err(refused);
+        rows.inspect_err(|_| self.shared.budget.wake())
     }
 
     /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see

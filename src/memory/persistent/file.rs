@@ -103,6 +103,9 @@ pub enum Refusal {
         /// Free bytes, and those of the file.
         has: u64,
     },
+    /// Its tmpfs is full.
+    #[error("it gets no pages for its table of blocks ({0}): make room in its tmpfs")]
+    NoPages(#[source] io::Error),
     /// Not a header of this version.
     #[error("{0}; {REMEDY}")]
     Damaged(Damage),
@@ -308,7 +311,7 @@ pub(in crate::memory) fn open(
     }
     let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
     let region = Region::shared(&held.file, front, geometry.data_bytes)?;
-    let table = Table::new(region, geometry);
+    let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
     if found.is_none() {
         table.begin(&wanted);
     }

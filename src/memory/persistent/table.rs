@@ -1,9 +1,12 @@
-//! Names and rows in the front of a region: taken, committed, given up. Every store into the front is made here.
+//! Names and rows in the front of a region: taken, committed, given up. Every store into the front is made here, and the pages
+//! for it are taken before.
 //!
 //! What is committed is there for the next process, whatever instruction this one died at: other words first, then the
 //! commit word with a release store. A place is free for another owner only after its commit word was cleared.
 
 use std::fmt;
+use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,13 +15,25 @@ use parking_lot::Mutex;
 use super::super::buddy::BlockSet;
 use super::super::region::{Region, Slice};
 use super::layout::{
-    Extent, FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, Header, NAME_WORDS, NO_ROW, Name, PIECES_PER_ROW,
-    Pieces, ROW_WORDS, Row,
+    Extent, FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, NO_ROW, Name,
+    PIECES_PER_ROW, Pieces, ROW_WORDS, Row,
 };
 use uniffle_wire::types::{BlockMeta, PartitionId, ShuffleKey};
 
 /// By so many the mark of rows ever used goes up.
 const FRESH_ROWS_AT_ONCE: u32 = 64;
+
+/// Places whose pages are taken at once: 256 KiB of rows, 1 MiB of names, both whole pages.
+const PLACES_AT_ONCE: u32 = 4096;
+
+/// Why there are no places for rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::memory) enum NoRows {
+    /// All are taken, or the region is let go of.
+    TooMany,
+    /// The file gets no more pages.
+    NoPages,
+}
 
 /// See the module.
 pub(in crate::memory) struct Table {
@@ -42,45 +57,64 @@ struct Places {
     free: BlockSet,
     /// Places from here on were never used.
     fresh: u32,
+    /// Places before it have pages.
+    ready: u32,
     max: u32,
 }
 
 impl Places {
+    /// Of which so many were used. Some more are [ready](Places::ready) from the start.
     fn new(fresh: u32, max: u32) -> Self {
-        Self { free: BlockSet::new(max as usize), fresh, max }
+        let behind = fresh.saturating_add(1).checked_next_multiple_of(PLACES_AT_ONCE);
+        let ready = behind.map_or(max, |behind| behind.min(max));
+        Self { free: BlockSet::new(max as usize), fresh, ready, max }
     }
 
-    /// The lowest one, so that as few pages as possible are ever touched.
-    fn take(&mut self) -> Option<u32> {
+    /// The lowest one, so that as few pages as possible are ever touched. `take_pages` takes those of places never used.
+    fn take(&mut self, take_pages: impl FnOnce(Range<u32>) -> io::Result<()>) -> Result<u32, NoRows> {
         if let Some(free) = self.free.first() {
             self.free.remove(free);
-            return u32::try_from(free).ok();
+            return u32::try_from(free).map_err(|_| NoRows::TooMany);
         }
         let place = self.fresh;
-        (place < self.max).then(|| {
-            self.fresh += 1;
-            place
-        })
+        if place == self.max {
+            return Err(NoRows::TooMany);
+        }
+        if place == self.ready {
+            let until = self.ready.saturating_add(PLACES_AT_ONCE).min(self.max);
+            take_pages(self.ready..until).map_err(|_| NoRows::NoPages)?;
+            self.ready = until;
+        }
+        self.fresh += 1;
+        Ok(place)
     }
 }
 
 impl Table {
-    /// The tables in the front of `region`, which has `geometry`; nothing of them is free until [`Table::open`].
-    pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> Arc<Self> {
+    /// The tables in the front of `region`, which has `geometry`; nothing of them is free until it was looked for what an earlier
+    /// process left. The pages of all places that were ever used are taken: reading one would take it, too.
+    ///
+    /// # Errors
+    /// When the file gets no pages for them.
+    pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> io::Result<Arc<Self>> {
+        region.take_front_pages(0..8 * HEADER_WORDS)?;
         let mark = |at: usize, max: u32| {
             let mark = region.front().get(at).map_or(0, |word| word.load(Ordering::Relaxed));
             u32::try_from(mark).unwrap_or(max).min(max)
         };
         let (names, rows) = (mark(FRESH_NAMES_AT, geometry.names), mark(FRESH_ROWS_AT, geometry.rows));
-        Arc::new(Self {
-            names: Mutex::new(Places::new(names, geometry.names)),
-            rows: Mutex::new(Places::new(rows, geometry.rows)),
+        let (names, rows) = (Places::new(names, geometry.names), Places::new(rows, geometry.rows));
+        region.take_front_pages(8 * geometry.name_at(0)..8 * geometry.name_at(names.ready))?;
+        region.take_front_pages(8 * geometry.row_at(0)..8 * geometry.row_at(rows.ready))?;
+        Ok(Arc::new(Self {
+            names: Mutex::new(names),
+            rows: Mutex::new(rows),
             geometry,
             region,
             let_go: AtomicBool::new(false),
             #[cfg(test)]
             after_store: Mutex::new(None),
-        })
+        }))
     }
 
     /// Makes an empty region a region of `header`.
@@ -148,7 +182,11 @@ impl Table {
     /// A name for `key`; none while there are too many.
     pub(in crate::memory) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<Named>> {
         let mut names = self.names.lock();
-        let at = names.take()?;
+        let (region, of) = (&self.region, self.geometry);
+        let pages = |names: Range<u32>| {
+            region.take_front_pages(8 * of.name_at(names.start)..8 * of.name_at(names.end))
+        };
+        let at = names.take(pages).ok()?;
         self.store(FRESH_NAMES_AT, names.fresh.into(), Ordering::Release);
         drop(names);
         let named = Arc::new(Named { table: Arc::clone(self), at });
@@ -184,8 +222,11 @@ impl Table {
 }
 
 impl Named {
-    /// Places for `count` rows of the shuffle; none while there are too many, or when the region is let go of.
-    pub(in crate::memory) fn rows(&self, count: usize) -> Option<FreeRows> {
+    /// Places for `count` rows of the shuffle.
+    ///
+    /// # Errors
+    /// While there are too many or no pages for more, and when the region is let go of.
+    pub(in crate::memory) fn rows(&self, count: usize) -> Result<FreeRows, NoRows> {
         self.table.rows(count)
     }
 
@@ -214,20 +255,33 @@ pub(in crate::memory) struct FreeRows {
 }
 
 impl Table {
-    fn rows(self: &Arc<Self>, count: usize) -> Option<FreeRows> {
+    fn rows(self: &Arc<Self>, count: usize) -> Result<FreeRows, NoRows> {
         if self.is_let_go() {
-            return None;
+            return Err(NoRows::TooMany);
         }
         let mut taken = FreeRows { table: Arc::clone(self), rows: Vec::with_capacity(count) };
         let mut places = self.rows.lock();
         let before = places.fresh.next_multiple_of(FRESH_ROWS_AT_ONCE);
-        taken.rows.extend((0..count).map_while(|_| places.take()));
+        let (region, of) = (&self.region, self.geometry);
+        let mut refused = Ok(());
+        for _ in 0..count {
+            let pages = |rows: Range<u32>| {
+                region.take_front_pages(8 * of.row_at(rows.start)..8 * of.row_at(rows.end))
+            };
+            match places.take(pages) {
+                Ok(row) => taken.rows.push(row),
+                Err(no_rows) => {
+                    refused = Err(no_rows);
+                    break;
+                }
+            }
+        }
         let mark = places.fresh.next_multiple_of(FRESH_ROWS_AT_ONCE);
         if mark > before {
             self.store(FRESH_ROWS_AT, mark.into(), Ordering::Release);
         }
         drop(places);
-        (taken.rows.len() == count).then_some(taken)
+        refused.map(|()| taken)
     }
 
     /// Places for rows that were ever used.

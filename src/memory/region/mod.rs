@@ -1,4 +1,4 @@
-//! One mapping of memory, handed out in segments; with its `copy`, and `io::uring`, the only `unsafe` of the crate.
+//! One mapping of memory, handed out in segments; with its `copy`, `mapping` and `range`, and `io::uring`, the only `unsafe` of the crate.
 //!
 //! Not here: who pays ([`super::budget`]), which piece is free ([`super::buddy`]), what the bytes mean.
 //!
@@ -16,26 +16,32 @@
 //! ceded ([`Segment::discard`]) goes back to the kernel.
 //!
 //! A region may also lie in a file in memory ([`Region::shared`]), with a *front* of words before the segments. What
-//! [`super::persistent`] keeps there is only ever touched as atomic words, and no segment reaches into it.
+//! [`super::persistent`] keeps there is only ever touched as atomic words, and no segment reaches into it. Its pages are taken
+//! before they are touched (`pages`).
 //!
 //! Checked by Miri on a plain allocation instead of the mapping:
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
 
 mod copy;
+mod mapping;
+mod pages;
+mod range;
 
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use bytes::Bytes;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+pub use range::{Fill, Slice};
+
 use super::buddy::{BLOCK_BYTES, Buddy, UNIT_BYTES};
 use crate::budget::Charge;
+use mapping::Mapping;
+use pages::Pages;
 
 /// Smallest segment, and the unit of alignment of every segment.
 pub const SEGMENT_BYTES_MIN: usize = UNIT_BYTES;
@@ -46,6 +52,8 @@ pub const SEGMENT_BYTES_MAX: usize = BLOCK_BYTES;
 pub struct Region {
     map: Mapping,
     buddy: Mutex<Buddy>,
+    /// Of a region in a file.
+    pages: Option<Pages>,
 }
 
 impl Region {
@@ -56,7 +64,7 @@ impl Region {
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
-        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)) }))
+        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)), pages: None }))
     }
 
     /// Bytes of a region of `capacity_bytes`: whole blocks.
@@ -80,7 +88,8 @@ impl Region {
     ) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::shared(file, front_bytes, blocks)?;
-        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)) }))
+        let buddy = Mutex::new(Buddy::unready(blocks));
+        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()) }))
     }
 
     /// The words before the segments; none of private memory.
@@ -101,7 +110,8 @@ impl Region {
     }
 
     fn segment(self: &Arc<Self>, offset: usize, bytes: usize, charge: Charge) -> Segment {
-        let piece = Piece { region: Arc::clone(self), offset, bytes, _charge: charge };
+        let region = Arc::clone(self);
+        let piece = Piece { region, offset, bytes, is_discarded: AtomicBool::new(false), _charge: charge };
         Segment { piece: Arc::new(piece), cursor: 0, frozen: SmallVec::new() }
     }
 
@@ -111,8 +121,19 @@ impl Region {
     /// The charge comes back when no such piece is free; a smaller one may be.
     pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
         debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
-        let Some(offset) = self.buddy.lock().allocate(bytes) else { return Err(charge) };
-        Ok(self.segment(offset, bytes, charge))
+        loop {
+            let ready = {
+                let mut buddy = self.buddy.lock();
+                if let Some(offset) = buddy.allocate(bytes) {
+                    drop(buddy);
+                    return Ok(self.segment(offset, bytes, charge));
+                }
+                buddy.ready()
+            };
+            if !self.grow(ready) {
+                return Err(charge);
+            }
+        }
     }
 
     /// Bytes of the mapping.
@@ -125,9 +146,11 @@ impl Region {
         self.buddy.lock().free_bytes()
     }
 
-    /// Bytes that were ever in a segment, in whole blocks: the bound of what the region keeps resident.
+    /// Bytes that were ever in a segment, or had their pages taken before, in whole blocks: the bound of what the region keeps
+    /// resident.
     pub fn touched_bytes(&self) -> u64 {
-        self.buddy.lock().touched_bytes()
+        let buddy = self.buddy.lock();
+        if self.pages.is_some() { (buddy.ready() * BLOCK_BYTES) as u64 } else { buddy.touched_bytes() }
     }
 
     /// The largest segment that could be had now; 0 when the region is full.
@@ -156,6 +179,8 @@ struct Piece {
     region: Arc<Region>,
     offset: usize,
     bytes: usize,
+    /// Its pages are to be taken before it is used again.
+    is_discarded: AtomicBool,
     /// Given back by the field's drop, which runs after [`Piece::drop`]: memory first, then the charge. The other
     /// way round, a new charge could be granted for which there is no memory yet.
     _charge: Charge,
@@ -170,6 +195,9 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
+        if *self.is_discarded.get_mut() {
+            return self.region.give_back_discarded(self.offset, self.bytes);
+        }
         self.region.buddy.lock().free(self.offset, self.bytes);
     }
 }
@@ -200,6 +228,7 @@ impl Segment {
 
     /// The next `len` bytes, to be written by the caller alone; `None` when fewer remain.
     pub fn fill(&mut self, len: usize) -> Option<Fill> {
+        debug_assert!(!self.piece.is_discarded.load(Ordering::Relaxed), "it has no pages");
         if len > self.remaining() {
             return None;
         }
@@ -275,11 +304,11 @@ impl Segment {
     }
 
     /// Gives the pages of a segment of which nothing was ever handed out back to the kernel; they are zeroes when they are
-    /// next used.
+    /// next used. In a file they are taken again when the segment is dropped, and nothing is handed out of it meanwhile.
     pub fn discard(&mut self) {
         if self.cursor == 0 && Arc::strong_count(&self.piece) == 1 {
-            let start = self.piece.at(0, self.piece.bytes);
-            backend::discard(&self.piece.region.map.backing, start, self.piece.bytes);
+            self.piece.region.map.discard(self.piece.offset, self.piece.bytes);
+            self.piece.is_discarded.store(self.piece.region.pages.is_some(), Ordering::Relaxed);
         }
     }
 
@@ -295,307 +324,6 @@ impl fmt::Debug for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let piece = (self.piece.offset, self.piece.bytes);
         f.debug_struct("Segment").field("piece", &piece).field("cursor", &self.cursor).finish_non_exhaustive()
-    }
-}
-
-/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and can never be read.
-///
-/// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
-/// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
-pub struct Fill {
-    /// `None` only after freezing, so that `drop` knows.
-    piece: Option<Arc<Piece>>,
-    start: usize,
-    len: usize,
-    written: usize,
-    /// The prefix that may differ from what was here before.
-    dirty: usize,
-}
-
-impl Fill {
-    /// Bytes of the range.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True for a range of no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Bytes not written yet.
-    pub fn remaining(&self) -> usize {
-        self.len - self.written
-    }
-
-    /// Appends as much of `bytes` as there is room for and says how much that was.
-    pub fn write(&mut self, bytes: &[u8]) -> usize {
-        let taken = bytes.len().min(self.remaining());
-        let from = self.written;
-        copy::copy(&mut self.range_mut()[from..from + taken], &bytes[..taken]);
-        self.written += taken;
-        self.dirty = self.dirty.max(self.written);
-        taken
-    }
-
-    /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        self.dirty = self.len;
-        self.range_mut()
-    }
-
-    fn range_mut(&mut self) -> &mut [u8] {
-        let Some(piece) = &self.piece else { return &mut [] };
-        let start = piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
-        // always initialised. No other `Fill` or `Slice` covers it: the segment handed it out once, and it becomes
-        // readable only through `freeze*`, which consumes `self`.
-        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
-    }
-
-    /// Ends writing. The slice covers what was written; the rest, if any, is dead.
-    #[must_use]
-    pub fn freeze(self) -> Slice {
-        let written = self.written;
-        self.freeze_prefix(written)
-    }
-
-    /// Ends writing that went through [`Fill::bytes_mut`]: the first `len` bytes are good, the rest is dead.
-    #[must_use]
-    pub fn freeze_prefix(mut self, len: usize) -> Slice {
-        assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
-        self.zero_dirty_from(len);
-        let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
-        Slice { piece, start: self.start, len }
-    }
-
-    fn zero_dirty_from(&mut self, start: usize) {
-        let dirty = self.dirty;
-        if let Some(bytes) = self.range_mut().get_mut(start..dirty) {
-            bytes.fill(0);
-        }
-    }
-}
-
-impl Drop for Fill {
-    fn drop(&mut self) {
-        self.zero_dirty_from(0);
-    }
-}
-
-impl fmt::Debug for Fill {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fill").field("len", &self.len).field("written", &self.written).finish_non_exhaustive()
-    }
-}
-
-/// A frozen range. Keeps its segment's memory, and what was charged for it, until it is dropped.
-#[derive(Clone)]
-pub struct Slice {
-    piece: Arc<Piece>,
-    start: usize,
-    len: usize,
-}
-
-impl Slice {
-    /// Bytes of the range.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True for a range of no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Where it lies in the region.
-    pub fn place(&self) -> usize {
-        self.piece.offset + self.start
-    }
-
-    /// A part of it.
-    pub fn slice(&self, range: Range<usize>) -> Slice {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
-        Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
-    }
-
-    /// The same memory as `Bytes`, not copied.
-    #[must_use]
-    pub fn into_bytes(self) -> Bytes {
-        Bytes::from_owner(self)
-    }
-}
-
-impl AsRef<[u8]> for Slice {
-    fn as_ref(&self) -> &[u8] {
-        let start = self.piece.at(self.start, self.len);
-        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
-        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more, so there is no writer.
-        unsafe { std::slice::from_raw_parts(start, self.len) }
-    }
-}
-
-impl fmt::Debug for Slice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slice").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
-    }
-}
-
-/// The memory itself: whole 2 MiB blocks at a 2 MiB boundary, and before them, as many as the front has.
-struct Mapping {
-    base: NonNull<u8>,
-    bytes: usize,
-    front_bytes: usize,
-    backing: backend::Backing,
-}
-
-// SAFETY: the mapping is plain memory that belongs to no thread; who may touch which part of it is settled by the
-// handles above, whatever thread they are on.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; `&Mapping` alone gives addresses, never access.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    fn new(blocks: usize) -> io::Result<Self> {
-        let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
-        let (base, backing) = backend::map(bytes)?;
-        Ok(Self { base, bytes, front_bytes: 0, backing })
-    }
-
-    #[cfg(not(miri))]
-    fn shared(file: impl std::os::fd::AsFd, front_bytes: usize, blocks: usize) -> io::Result<Self> {
-        assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments begin at a block's boundary");
-        let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
-        let whole = bytes.checked_add(front_bytes).ok_or_else(too_large)?;
-        let (start, backing) = backend::map_shared(file, whole)?;
-        // SAFETY: the mapping has `front_bytes` and `bytes` from `start` on.
-        let base = unsafe { start.add(front_bytes) };
-        Ok(Self { base, bytes, front_bytes, backing })
-    }
-
-    fn front(&self) -> &[AtomicU64] {
-        if self.front_bytes == 0 {
-            return &[];
-        }
-        // SAFETY: the front lies in the mapping, right before `base`.
-        let start = unsafe { self.base.sub(self.front_bytes) };
-        // SAFETY: mapped as long as `self` is, page-aligned and initialised (a hole of the file reads as zeroes). `at` gives no
-        // address before `base`, so these bytes are only ever accessed as atomics.
-        unsafe { std::slice::from_raw_parts(start.cast::<AtomicU64>().as_ptr(), self.front_bytes / 8) }
-    }
-
-    fn at(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset + len <= self.bytes, "range {offset}+{len} of a region of {}", self.bytes);
-        self.base.as_ptr().wrapping_add(offset)
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        backend::unmap(&self.backing);
-    }
-}
-
-#[cfg(not(miri))]
-mod backend {
-    use std::ffi::c_void;
-    use std::io;
-    use std::os::fd::AsFd;
-    use std::ptr::{NonNull, null_mut};
-
-    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
-
-    use super::{BLOCK_BYTES, too_large};
-
-    /// What `munmap` needs: one block more than is used, for the alignment.
-    pub(super) struct Backing {
-        start: *mut c_void,
-        bytes: usize,
-        is_shared: bool,
-    }
-
-    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
-        let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no memory in use.
-        let start = unsafe { mmap_anonymous(null_mut(), with_slack, access, flags) }?;
-        let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
-        // SAFETY: the range lies in the mapping just made. Advice for huge pages changes no content.
-        // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
-        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
-        let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
-        Ok((base, Backing { start, bytes: with_slack, is_shared: false }))
-    }
-
-    /// As [`map`], the first `bytes` of `file`. Huge pages where the machine gives them to shared memory.
-    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
-        let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: as in `map`; addresses only, which nobody can access.
-        let start = unsafe { mmap_anonymous(null_mut(), with_slack, ProtFlags::empty(), flags) }?;
-        let backing = Backing { start, bytes: with_slack, is_shared: true };
-        let aligned = start.wrapping_byte_add(start.addr().next_multiple_of(BLOCK_BYTES) - start.addr());
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: replaces a part of the mapping just made, of which nobody knows yet. Another process that stored there, or
-        // cut the file short, would break what the handles promise: the caller holds the file's lock and its mode is 0600.
-        let mapped = unsafe { mmap(aligned, bytes, access, MapFlags::SHARED | MapFlags::FIXED, file, 0) };
-        if let Err(error) = mapped {
-            unmap(&backing);
-            return Err(error.into());
-        }
-        // SAFETY: as in `map`.
-        let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
-        let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
-        Ok((base, backing))
-    }
-
-    /// Drops the pages of a piece of the mapping in which no range was handed out.
-    pub(super) fn discard(backing: &Backing, start: *mut u8, bytes: usize) {
-        // Of a file the pages stay unless they are taken out of it.
-        let advice = if backing.is_shared { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
-        // SAFETY: the piece lies in the mapping, and no `Fill` or `Slice` of it exists nor can be made meanwhile: its only
-        // handle is borrowed mutably by the caller. The bytes stay initialised: they read as zeroes.
-        let discarded = unsafe { madvise(start.cast(), bytes, advice) };
-        debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
-    }
-
-    pub(super) fn unmap(backing: &Backing) {
-        // SAFETY: exactly what `map` mapped, once: the owner is being dropped, and every handle held that owner.
-        let unmapped = unsafe { munmap(backing.start, backing.bytes) };
-        debug_assert!(unmapped.is_ok(), "munmap of a mapping of our own");
-    }
-}
-
-#[cfg(miri)]
-mod backend {
-    use std::alloc::{Layout, alloc_zeroed, dealloc};
-    use std::io;
-    use std::ptr::NonNull;
-
-    use super::BLOCK_BYTES;
-
-    pub(super) struct Backing {
-        start: NonNull<u8>,
-        layout: Layout,
-    }
-
-    pub(super) fn map(bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
-        let layout = Layout::from_size_align(bytes, BLOCK_BYTES).map_err(io::Error::other)?;
-        // SAFETY: a region has at least one block, so the layout is not empty.
-        let start = unsafe { alloc_zeroed(layout) };
-        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok((start, Backing { start, layout }))
-    }
-
-    pub(super) fn discard(_: &Backing, start: *mut u8, bytes: usize) {
-        // SAFETY: as there.
-        unsafe { start.write_bytes(0, bytes) };
-    }
-
-    pub(super) fn unmap(backing: &Backing) {
-        // SAFETY: allocated by `map` with this layout, freed once: the owner is being dropped.
-        unsafe { dealloc(backing.start.as_ptr(), backing.layout) };
     }
 }
 

@@ -1,0 +1,290 @@
+//! Pages of memory that lies in a file are taken ahead of what is promised, and capacity for which there are none is withheld.
+//!
+//! Invariant: as long as pages are taken in time, a ticket is granted for what has pages only. So a tmpfs that others fill is
+//! found full before senders are promised what is not there, and they are told NO_BUFFER. What was promised within the moment
+//! before is refused when it is sent, and sent again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::Memory;
+use super::region::Region;
+use crate::budget::{Budget, Charge};
+
+/// Pages are taken so far ahead of what is promised.
+const AHEAD_BYTES: u64 = 64 << 20;
+/// Between looks that nobody asked for: after a refusal, and for what was promised without a ticket.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    region: Arc<Region>,
+    budget: Budget,
+    /// What cannot be promised, as it has no pages. Held while pages are taken.
+    withheld: Mutex<Charge>,
+    /// Mirror of it.
+    withheld_bytes: AtomicU64,
+    wanted: Notify,
+}
+
+impl Ahead {
+    pub(super) fn new(region: Arc<Region>, budget: Budget) -> Arc<Self> {
+        let withheld = Mutex::new(budget.nothing());
+        Arc::new(Self { region, budget, withheld, withheld_bytes: AtomicU64::new(0), wanted: Notify::new() })
+    }
+
+    /// A ticket was granted.
+    pub(super) fn note_promise(&self) {
+        if !self.region.is_refused_pages() && self.lacks(AHEAD_BYTES / 2) {
+            self.wanted.notify_one();
+        }
+    }
+
+    fn wanted_bytes(&self, ahead: u64) -> u64 {
+        let promised = self.budget.used().saturating_sub(self.withheld_bytes());
+        promised.saturating_add(ahead).min(self.region.capacity_bytes())
+    }
+
+    fn lacks(&self, ahead: u64) -> bool {
+        self.region.ready_bytes() < self.wanted_bytes(ahead)
+    }
+
+    fn withheld_bytes(&self) -> u64 {
+        self.withheld_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Takes what is wanted and settles what is withheld. Milliseconds for each 2 MiB: not on a runtime's thread.
+    fn take(&self) {
+        let mut withheld = self.withheld.lock();
+        let before = withheld.bytes();
+        let error = self.region.take_pages(self.wanted_bytes(AHEAD_BYTES)).err();
+        let lacking = match &error {
+            Some(_) => self.region.capacity_bytes() - self.region.ready_bytes(),
+            None => 0,
+        };
+        if lacking < before {
+            drop(withheld.split_up_to(before - lacking));
+        } else {
+            withheld.merge(self.budget.force_charge(lacking - before));
+        }
+        self.withheld_bytes.store(lacking, Ordering::Relaxed);
+        drop(withheld);
+        match error {
+            Some(error) if before == 0 => tracing::warn!(
+                %error,
+                withheld_bytes = lacking,
+                "memory_store.backing gets no more pages: so much of the capacity cannot be used until there is room"
+            ),
+            None if before > 0 => tracing::info!("memory_store.backing gets pages again"),
+            _ => {}
+        }
+    }
+}
+
+impl Memory {
+    /// Takes pages ahead of what is promised, until it is dropped. Returns at once in private memory.
+    pub async fn run_ahead(self: Arc<Self>) {
+        let Some(ahead) = self.ahead.clone() else { return };
+        drop(self);
+        let mut every = tokio::time::interval(EVERY);
+        loop {
+            tokio::select! {
+                () = ahead.wanted.notified() => {}
+                _ = every.tick() => {}
+            }
+            let is_idle = !ahead.region.is_refused_pages() && !ahead.lacks(AHEAD_BYTES);
+            if is_idle && ahead.withheld_bytes() == 0 {
+                continue;
+            }
+            let taken = Arc::clone(&ahead);
+            let taken = tokio::task::spawn_blocking(move || taken.take()).await;
+            if let Err(error) = taken {
+                tracing::error!(%error, "pages could not be taken");
+            }
+        }
+    }
+
+    /// The same once, now.
+    pub fn take_pages_ahead(&self) {
+        self.ahead.iter().for_each(|ahead| ahead.take());
+    }
+
+    /// Bytes of the capacity that cannot be used, since the file that they would lie in gets no pages.
+    #[must_use]
+    pub fn withheld_bytes(&self) -> u64 {
+        self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use prometheus::Registry;
+
+    use super::super::{Backing, BlockFill, Buffer, MemoryConfig, MemoryError, Owner};
+    use super::*;
+    use crate::budget::HeapKind;
+    use uniffle_wire::types::{
+        AppId, BlockId, BlockMeta, Distribution, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId,
+    };
+
+    const MIB: u64 = 1 << 20;
+
+    fn opened(file: Option<OwnedFd>) -> Arc<Memory> {
+        let config = MemoryConfig {
+            capacity_bytes: 16 * MIB,
+            read_capacity_bytes: 4 * MIB,
+            heap_bytes: 96 * MIB,
+            ticket_timeout: Duration::from_secs(300),
+            tickets_max: 1000,
+            blocks_max: 20_000,
+            backing: Backing::Memfd,
+        };
+        let owner = Owner { node: "10.0.0.1-19999".to_owned(), boot: 7 };
+        Memory::open(&config, &owner, file, &Registry::new()).unwrap()
+    }
+
+    fn app() -> AppId {
+        AppId::parse("app").unwrap()
+    }
+
+    fn buffer(memory: &Memory) -> Arc<Buffer> {
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let shuffle = memory.register(&ShuffleKey::new(app(), ShuffleId(0)), Distribution::Normal);
+        shuffle.buffer(PartitionId(0), heap).unwrap()
+    }
+
+    fn send(memory: &Memory, ids: std::ops::Range<i64>, length: u32) -> Result<(), MemoryError> {
+        let ticket = memory.tickets().require(&app(), u64::from(length) * ids.clone().count() as u64, 1)?;
+        let mut funds = memory.tickets().redeem(&app(), ticket)?;
+        let buffer = buffer(memory);
+        let mut blocks: Vec<(BlockMeta, BlockFill)> = Vec::new();
+        for id in ids {
+            let mut fill = buffer.reserve(length, &mut funds)?;
+            fill.write(&vec![7; length as usize]);
+            let meta = BlockMeta {
+                block_id: BlockId(id),
+                task_attempt_id: TaskAttemptId(1),
+                length,
+                uncompressed_length: length,
+                crc: 0,
+            };
+            blocks.push((meta, fill));
+        }
+        buffer.commit(blocks, &mut funds).map(drop)
+    }
+
+    fn is_no_buffer(sent: Result<(), MemoryError>) -> bool {
+        matches!(sent, Err(MemoryError::NoCapacity { .. }))
+    }
+
+    fn end(memory: &Memory) {
+        drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
+        assert_eq!((memory.used_bytes(), memory.block_count(), memory.withheld_bytes()), (0, 0, 0));
+        let region = &memory.shared.supply.region;
+        assert_eq!(region.free_bytes(), region.capacity_bytes());
+    }
+
+    #[test]
+    fn what_has_no_pages_is_not_promised_until_it_has() {
+        let memory = opened(None);
+        let region = &memory.shared.supply.region;
+        region.limit_pages(usize::try_from(7 * MIB).unwrap());
+        memory.take_pages_ahead();
+        assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
+        assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
+        // Of 6 MiB 2 are what the region has beyond the capacity.
+        assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
+        send(&memory, 0..3, 1 << 20).unwrap();
+        assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
+        region.limit_pages(usize::MAX);
+        memory.take_pages_ahead();
+        assert_eq!(memory.withheld_bytes(), 0);
+        send(&memory, 3..15, 1 << 20).unwrap();
+        end(&memory);
+    }
+
+    /// Nobody has taken pages ahead.
+    #[test]
+    fn a_send_whose_pages_are_refused_is_refused() {
+        let memory = opened(None);
+        memory.shared.supply.region.limit_pages(usize::try_from(2 * MIB).unwrap());
+        assert!(is_no_buffer(send(&memory, 0..10, 1 << 18)), "10 pieces of which 8 have pages");
+        memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
+        assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
+        memory.shared.supply.region.limit_pages(usize::MAX);
+        memory.take_pages_ahead();
+        send(&memory, 0..13, 1 << 20).unwrap();
+        end(&memory);
+    }
+
+    #[test]
+    fn blocks_whose_rows_get_no_pages_are_refused_and_others_are_not() {
+        let memory = opened(None);
+        memory.take_pages_ahead();
+        send(&memory, 0..4000, 1).unwrap();
+        memory.shared.supply.region.limit_pages(0);
+        assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
+        send(&memory, 4000..4096, 1).unwrap();
+        drop(memory.forget(&ShuffleKey::new(app(), ShuffleId(0))));
+        send(&memory, 0..4096, 1).unwrap();
+        end(&memory);
+    }
+
+    #[test]
+    fn a_ceded_piece_that_gets_no_pages_again_is_left_out() {
+        let memory = opened(None);
+        memory.take_pages_ahead();
+        let region = &memory.shared.supply.region;
+        let charge = memory.budget().try_charge(MIB).unwrap();
+        let mut piece = region.allocate(1 << 20, charge).unwrap();
+        piece.discard();
+        region.limit_pages(0);
+        drop(piece);
+        assert_eq!(region.ready_bytes(), region.capacity_bytes() - MIB);
+        assert_eq!(region.free_bytes(), region.ready_bytes());
+        memory.take_pages_ahead();
+        assert_eq!(memory.withheld_bytes(), MIB);
+        region.limit_pages(usize::MAX);
+        memory.take_pages_ahead();
+        end(&memory);
+    }
+
+    #[test]
+    fn holes_that_an_earlier_process_left_get_pages_before_anything_is_written_there() {
+        let memory = opened(None);
+        send(&memory, 0..5, 1 << 20).unwrap();
+        let region = &memory.shared.supply.region;
+        assert_eq!(region.ready_bytes(), 6 * MIB);
+        let charge = memory.budget().try_charge(MIB).unwrap();
+        region.allocate(1 << 20, charge).unwrap().discard();
+        let mut ceded = region.allocate(1 << 20, memory.budget().try_charge(MIB).unwrap()).unwrap();
+        ceded.discard();
+        let file = memory.handed_over().unwrap().unwrap();
+        memory.let_go();
+        // As at a kill: it does not get its pages again.
+        region.limit_pages(0);
+        drop(ceded);
+        drop(memory);
+        let memory = opened(Some(file));
+        let key = ShuffleKey::new(app(), ShuffleId(0));
+        memory.register(&key, Distribution::Normal);
+        let heap = memory.heap().of(HeapKind::Partitions);
+        assert_eq!(memory.restore(&key, |_, _| false, heap)[&PartitionId(0)].len(), 5);
+        let region = &memory.shared.supply.region;
+        region.limit_pages(0);
+        assert_eq!(memory.finish_restore(), (5, 5));
+        assert_eq!((region.ready_bytes(), region.free_bytes()), (5 * MIB, region.capacity_bytes() - 6 * MIB));
+        assert!(is_no_buffer(send(&memory, 5..6, 4096)));
+        region.limit_pages(usize::MAX);
+        memory.take_pages_ahead();
+        send(&memory, 5..6, 1 << 20).unwrap();
+        end(&memory);
+    }
+}

@@ -1,0 +1,93 @@
+//! How much memory there is, where it lies and how it is promised.
+
+use std::time::Duration;
+
+use super::persistent;
+use super::persistent::file::Backing;
+use crate::budget::allowance::{divide, slack};
+use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size};
+use crate::schema::section;
+
+/// Least capacity: room for a handful of the largest segments.
+const CAPACITY_BYTES_MIN: u64 = 16 << 20;
+
+section! {
+    /// How much memory there is and how it is promised.
+    #[table("memory_store", "Memory for shuffle blocks, and for reads from disk.")]
+    pub struct MemoryConfig |machine| {
+        /// Bytes for shuffle blocks, reserved or stored. Default: 40 % of the machine's (or container's) memory, at least
+        /// 256 MiB, at most 16 GiB, never more than half of it.
+        #[key("memory_store.capacity", size(CAPACITY_BYTES_MIN..=16 * TIB), Restart, example "\"10G\"")]
+        pub capacity_bytes: u64 = default_capacity_bytes(machine.memory_bytes),
+        /// Bytes for reads from disk under way. Not part of the capacity. Default: its part of capacity × 1.05 + 200 MiB
+        /// (docs/operations.md), 40 MiB and more.
+        #[key("memory_store.read_buffer_capacity", size(4 * MIB..=64 * GIB), Restart, example "\"64MiB\"")]
+        pub read_capacity_bytes: u64 = divide(capacity_bytes, machine.cores).reads,
+        /// Bytes of heap for what clients make the worker hold beside blocks: requests that arrive, block metadata of sends
+        /// that are not complete, registrations, reported block ids, partitions that were written to, answers. When a kind is
+        /// used up, requests of that kind wait or are refused by its name. Not part of the capacity. Default: its part of capacity × 1.05 +
+        /// 200 MiB, 68 MiB and a sixty-fourth of the capacity.
+        #[key("memory_store.heap_capacity", size(32 * MIB..=TIB), Restart, example "\"1GiB\"")]
+        pub heap_bytes: u64 = divide(capacity_bytes, machine.cores).heap,
+        /// Life of a granted buffer ticket that is not used. While others wait for memory, one that its application has not
+        /// used for half a second is taken back if the application has more than its share.
+        #[key("memory_store.buffer_ticket_timeout_sec", seconds(SECOND..=DAY), Restart)]
+        pub ticket_timeout: Duration = 20 * SECOND,
+        /// Tickets outstanding at once.
+        #[key("memory_store.buffer_ticket_max_count", count(1..=100_000_000), NextUse)]
+        pub tickets_max: usize = 1_000_000,
+        /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
+        #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
+        pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
+        /// Where blocks in memory lie: `private` memory, which is gone with the process; `memfd`, a file without a name that an
+        /// upgrade hands over and systemd's descriptor store keeps; or a directory of a tmpfs, where the next process finds them
+        /// whatever ended this one (docs/durability.md, "Memory that outlives the process"). Other than private it needs local disks.
+        #[key("memory_store.backing", parsed("private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
+        pub backing: Backing = Backing::Private,
+    }
+}
+
+/// 40 % of the memory, from 256 MiB to 16 GiB, in whole 2 MiB blocks. A small machine gets less than the lower bound
+/// rather than more than half of its memory.
+fn default_capacity_bytes(memory_bytes: u64) -> u64 {
+    const LEAST: u64 = 256 << 20;
+    const MOST: u64 = 16 << 30;
+    const BLOCK: u64 = 2 << 20;
+    let share = (memory_bytes / 5).saturating_mul(2).clamp(LEAST, MOST);
+    let capacity = share.min(memory_bytes / 2).max(CAPACITY_BYTES_MIN);
+    capacity / BLOCK * BLOCK
+}
+
+impl MemoryConfig {
+    /// What a successor has to be configured with, too, to take over what is in memory; none where nothing can be.
+    #[must_use]
+    pub fn kept_as(&self) -> Option<String> {
+        let (bytes, blocks) = region_size(self);
+        let version = persistent::layout::VERSION;
+        (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
+    }
+}
+
+/// Bytes of segments and number of blocks.
+pub(super) fn region_size(config: &MemoryConfig) -> (u64, u64) {
+    let capacity = config.capacity_bytes;
+    (capacity.saturating_add(slack(capacity)), blocks_max(config))
+}
+
+pub(super) fn blocks_max(config: &MemoryConfig) -> u64 {
+    config.blocks_max.min(u64::from(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capacity_is_a_share_within_bounds() {
+        assert_eq!(default_capacity_bytes(10 << 30), 4 << 30);
+        assert_eq!(default_capacity_bytes(1 << 40), 16 << 30);
+        assert_eq!(default_capacity_bytes(600 << 20), 256 << 20);
+        assert_eq!(default_capacity_bytes(256 << 20), 128 << 20);
+        assert_eq!(default_capacity_bytes(0), CAPACITY_BYTES_MIN);
+    }
+}

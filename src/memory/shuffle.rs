@@ -1,0 +1,178 @@
+//! The buffers of one shuffle, by partition.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use super::buffer::{Buffer, PARTITION_BYTES, Shared};
+use super::ceded::SPARE_BYTES;
+use super::error::MemoryError;
+use super::persistent::table::Named;
+use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
+use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
+
+/// A buffer that a flush could take from.
+#[derive(Debug, Clone)]
+pub struct Candidate {
+    /// Its shuffle.
+    pub key: ShuffleKey,
+    /// How the shuffle's extents are ordered.
+    pub distribution: Distribution,
+    /// The buffer.
+    pub buffer: Arc<Buffer>,
+    /// Payload that a seal would take.
+    pub active_bytes: u64,
+    /// Blocks that a seal would take.
+    pub active_blocks: usize,
+    /// Batches taken from it and not released.
+    pub in_flight_batches: usize,
+}
+
+/// Buffers of a shuffle that was forgotten. Dropping it gives their memory back, which takes a while when it is gigabytes:
+/// not under a lock.
+#[derive(Debug)]
+#[must_use = "dropped under a lock it keeps others waiting"]
+pub struct Evicted(pub(super) Arc<ShuffleBuffers>);
+
+impl Drop for Evicted {
+    fn drop(&mut self) {
+        self.0.purge();
+        self.0.shared.supply.lists.give_back(SPARE_BYTES);
+    }
+}
+
+/// What one shuffle has in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InMemory {
+    /// Which.
+    pub shuffle: ShuffleKey,
+    /// Partitions with something in memory.
+    pub partitions: usize,
+    /// Blocks.
+    pub blocks: u64,
+    /// Payload bytes.
+    pub bytes: u64,
+}
+
+/// The buffers of one shuffle, made when a partition is first written to.
+#[derive(Debug)]
+pub struct ShuffleBuffers {
+    key: ShuffleKey,
+    distribution: Distribution,
+    shared: Arc<Shared>,
+    /// For the next process, where memory outlives this one.
+    pub(super) named: Option<Arc<Named>>,
+    /// Its application's.
+    pub(super) budget: Budget,
+    /// `None` once purged, so that a send that raced with the purge cannot bring a buffer back.
+    buffers: RwLock<Option<HashMap<PartitionId, Arc<Buffer>>>>,
+}
+
+impl ShuffleBuffers {
+    pub(super) fn new(
+        key: ShuffleKey,
+        distribution: Distribution,
+        shared: Arc<Shared>,
+        named: Option<Arc<Named>>,
+        budget: Budget,
+    ) -> Self {
+        Self { key, distribution, shared, named, budget, buffers: RwLock::new(Some(HashMap::new())) }
+    }
+
+    pub(super) fn contents(&self) -> Option<InMemory> {
+        let mut total = InMemory { shuffle: self.key.clone(), partitions: 0, blocks: 0, bytes: 0 };
+        for buffer in self.all() {
+            let blocks = buffer.block_count() as u64;
+            total.partitions += usize::from(blocks > 0);
+            total.blocks += blocks;
+            total.bytes += buffer.in_memory_bytes();
+        }
+        (total.blocks > 0).then_some(total)
+    }
+
+    /// The shuffle.
+    #[must_use]
+    pub fn key(&self) -> &ShuffleKey {
+        &self.key
+    }
+
+    /// How its extents are ordered.
+    #[must_use]
+    pub fn distribution(&self) -> Distribution {
+        self.distribution
+    }
+
+    /// The buffer of `partition`, made if there is none and charged to `heap`, its application's part of the kind
+    /// [`HeapKind::Partitions`].
+    ///
+    /// # Errors
+    /// `Evicted` when the shuffle was purged, `NoHeap`.
+    pub fn buffer(&self, partition: PartitionId, heap: &Budget) -> Result<Arc<Buffer>, MemoryError> {
+        self.buffer_of(partition, |bytes| heap.try_charge(bytes))
+    }
+
+    pub(super) fn buffer_of(
+        &self,
+        partition: PartitionId,
+        charge: impl FnOnce(u64) -> Result<Charge, NoCapacity>,
+    ) -> Result<Arc<Buffer>, MemoryError> {
+        if let Some(buffer) = self.existing(partition) {
+            return Ok(buffer);
+        }
+        let mut buffers = self.buffers.write();
+        match buffers.as_mut().ok_or(MemoryError::Evicted)?.entry(partition) {
+            Entry::Occupied(there) => Ok(Arc::clone(there.get())),
+            Entry::Vacant(place) => {
+                let full = |refusal| HeapFull::of(HeapKind::Partitions, refusal);
+                let charge = charge(PARTITION_BYTES).map_err(full)?;
+                let (shared, named) = (Arc::clone(&self.shared), self.named.clone());
+                let buffer = Buffer::new(partition, shared, named, self.budget.clone(), charge);
+                Ok(Arc::clone(place.insert(Arc::new(buffer))))
+            }
+        }
+    }
+
+    /// The buffer of `partition` if it was ever written to.
+    #[must_use]
+    pub fn existing(&self, partition: PartitionId) -> Option<Arc<Buffer>> {
+        self.buffers.read().as_ref()?.get(&partition).cloned()
+    }
+
+    /// All buffers there are.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<Buffer>> {
+        self.buffers.read().as_ref().map_or_else(Vec::new, |buffers| buffers.values().cloned().collect())
+    }
+
+    pub(super) fn candidates(&self) -> Vec<Candidate> {
+        let buffers = self.buffers.read();
+        let mut found = Vec::new();
+        for buffer in buffers.iter().flat_map(HashMap::values) {
+            buffer.drop_dead();
+            let active_bytes = buffer.active_bytes();
+            let active_blocks = buffer.active_blocks();
+            if active_blocks > 0 {
+                let in_flight_batches = buffer.in_flight_batches();
+                let (key, distribution) = (self.key.clone(), self.distribution);
+                found.push(Candidate {
+                    key,
+                    distribution,
+                    buffer: Arc::clone(buffer),
+                    active_bytes,
+                    active_blocks,
+                    in_flight_batches,
+                });
+            }
+        }
+        found
+    }
+
+    fn purge(&self) {
+        let buffers = self.buffers.write().take();
+        for buffer in buffers.iter().flat_map(HashMap::values) {
+            buffer.evict();
+        }
+    }
+}
