@@ -8,7 +8,7 @@
 //! | [`table`] | which places are free; commits, and what takes them back |
 //! | [`file`] | the file: opened, locked, judged, or refused by name |
 //! | [`passed`] | the file, from the process before |
-//! | [`restore`] | what an earlier process left, as lists of blocks |
+//! | [`restore`], `sums` | what an earlier process left, as lists of blocks; whether its bytes are what they were |
 //!
 //! # The layout, and why
 //!
@@ -42,6 +42,7 @@ pub(super) mod file;
 pub(super) mod layout;
 pub(super) mod passed;
 pub(super) mod restore;
+mod sums;
 pub(super) mod table;
 
 #[cfg(test)]

@@ -267,7 +267,7 @@ impl World {
                 task_attempt_id: TaskAttemptId(*id % 3),
                 length,
                 uncompressed_length: length * 2,
-                crc: 9,
+                crc: crc32fast::hash(&payload(*id, length)),
             };
             blocks.push((meta, fill));
         }
@@ -471,7 +471,7 @@ fn left(path: &std::path::Path) {
         task_attempt_id: TaskAttemptId(1),
         length: 5000,
         uncompressed_length: 1,
-        crc: 0,
+        crc: crc32fast::hash(&payload(ids[0], 5000)),
     };
     buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
     world.memory.let_go();
@@ -533,4 +533,29 @@ fn a_region_that_was_not_made_to_its_end_is_made_anew() {
     rustix::io::pwrite(&half, &[0; 8], 0).unwrap();
     let again = in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::new());
+}
+
+#[test]
+fn a_block_with_other_bytes_than_were_sent_is_not_shown() {
+    let directory = shm();
+    left(directory.path());
+    let file = directory.path().join("uniffle-worker.memory");
+    let flipped = std::fs::OpenOptions::new().read(true).write(true).open(&file).unwrap();
+    let at = table_geometry().front_bytes() + 3000;
+    let mut byte = [0];
+    rustix::io::pread(&flipped, &mut byte[..], at).unwrap();
+    assert_eq!(byte[0], payload(1, 5000)[3000], "of the only block");
+    rustix::io::pwrite(&flipped, &[byte[0] ^ 4], at).unwrap();
+    for found in [1, 0] {
+        let again = in_directory(directory.path(), |_, _| {}).unwrap();
+        for shuffle in 0..SHUFFLES {
+            again.register(&key(shuffle), Distribution::Normal);
+        }
+        let heap = again.heap().of(HeapKind::Partitions);
+        assert_eq!(again.restore(&key(0), |_, _| false, heap).len(), 0);
+        assert_eq!(again.finish_restore(), (found, 0), "its row is gone with it");
+        assert_eq!((read(&again), again.used_bytes()), (Found::new(), 0));
+        // Not an orderly end, which deletes an empty one.
+        drop(again);
+    }
 }
