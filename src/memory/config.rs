@@ -59,12 +59,25 @@ fn default_capacity_bytes(memory_bytes: u64) -> u64 {
 }
 
 impl MemoryConfig {
-    /// What a successor has to be configured with, too, to take over what is in memory; none where nothing can be.
+    /// What a successor is told of its memory, to know whether it can take it over; none where nothing can be.
     #[must_use]
     pub fn kept_as(&self) -> Option<String> {
         let (bytes, blocks) = region_size(self);
         let version = persistent::layout::VERSION;
         (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
+    }
+
+    /// Whether it can take over the memory of a worker that said this of itself: of the same kind and no larger.
+    #[must_use]
+    pub fn can_follow(&self, kept_as: &str) -> bool {
+        let parts = |text: &str| {
+            let mut parts = text.rsplitn(3, ' ');
+            let (_blocks, bytes, kind) = (parts.next()?, parts.next()?.parse::<u64>().ok()?, parts.next()?);
+            Some((bytes, kind.to_owned()))
+        };
+        let own = self.kept_as().and_then(|own| parts(&own));
+        own.zip(parts(kept_as))
+            .is_some_and(|((bytes, kind), (was, was_kind))| kind == was_kind && bytes >= was)
     }
 }
 

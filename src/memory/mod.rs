@@ -158,6 +158,9 @@ impl Memory {
             Some((table, _)) => Arc::clone(table.region()),
             None => Region::new(region_size(config).0)?,
         };
+        // One that has grown has the table of before.
+        let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
+        let blocks = Budget::new(blocks_max(config).min(rows_max));
         let kept = opened.map(|(table, file)| KeptMemory {
             leftover: Mutex::new(Some(Leftover::of(Arc::clone(&table)))),
             table,
@@ -172,7 +175,7 @@ impl Memory {
             tickets.take_pages_by(Arc::clone(ahead));
         }
         let shared = Shared {
-            supply: Supply { lists, region, blocks: Budget::new(blocks_max(config)) },
+            supply: Supply { lists, region, blocks },
             budget,
             in_flight: Budget::new(u64::MAX),
             in_flight_blocks: Budget::new(u64::MAX),

@@ -79,7 +79,7 @@ fn map_memory(config: &Config) -> anyhow::Result<()> {
 /// What the running worker has itself is handed over, or gone by then.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
-    if section.backing == Backing::Private || facts.leaves_memory_to(config) {
+    if section.backing == Backing::Private {
         return Ok(());
     }
     let (grpc, tcp) = facts.data_ports();

@@ -126,9 +126,9 @@ impl Facts {
         self.memory.as_ref().is_some_and(|memory| memory.contains(&format!(" {backing} ")))
     }
 
-    /// Whether a successor with `config` has memory of just the same kind.
+    /// Whether a successor with `config` has memory of the same kind, and no less.
     pub(super) fn leaves_memory_to(&self, config: &Config) -> bool {
-        self.memory.is_some() && self.memory == config.memory.kept_as()
+        self.memory.as_ref().is_some_and(|memory| config.memory.can_follow(memory))
     }
 
     /// Whether what it is told outlives it.
@@ -253,6 +253,22 @@ mod tests {
         assert!(gone.contains("/a is missing") && gone.contains("needs a stop"), "{gone}");
         let deleted = said(&format!("{same}recovery = false\n"));
         assert!(deleted.starts_with("localfile_store.recovery = false would delete"), "{deleted}");
+    }
+
+    #[test]
+    fn memory_is_left_to_a_successor_with_as_much_of_the_same_kind() {
+        let text = |backing: &str, capacity: &str| {
+            format!(
+                "grpc_port = 1\n[memory_store]\ncapacity = \"{capacity}\"\nbacking = \"{backing}\"\n\
+                 [localfile_store]\ndata_paths = [\"/a\"]\n"
+            )
+        };
+        let facts = running(&text("/dev/shm/a place", "64M"));
+        let is_left = |backing, capacity| facts.leaves_memory_to(&config(&text(backing, capacity)));
+        assert!(is_left("/dev/shm/a place", "64M") && is_left("/dev/shm/a place", "65M"));
+        assert!(!is_left("/dev/shm/a place", "62M"), "it is flushed first");
+        assert!(!is_left("memfd", "64M") && !is_left("private", "64M") && !is_left("/dev/shm/a", "64M"));
+        assert!(!running(&text("private", "64M")).leaves_memory_to(&config(&text("private", "64M"))));
     }
 
     #[test]

@@ -110,6 +110,27 @@ async fn an_upgrade_hands_memory_over_in_a_memfd() {
     outlives(Setup { name: "memfd", memory: MEMFD, ..Setup::default() }, end, TAKEN).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upgrade_and_a_start_take_memory_over_into_a_larger_one() {
+    let end = |worker: &mut Worker| {
+        let config = worker.config();
+        worker.write_config(&config.replace("256M", "300M"));
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    };
+    let said = "the successor has rehearsed it, memory is handed over";
+    outlives(Setup { name: "grown memfd", memory: MEMFD, ..Setup::default() }, end, said).await;
+    let (_directory, memory) = directory();
+    outlives(Setup { name: "grown", memory, ..Setup::default() }, end, said).await;
+    let (_directory, memory) = directory();
+    let end = |worker: &mut Worker| {
+        worker.kill();
+        let config = worker.config();
+        worker.start_again_with(&config.replace("256M", "300M"));
+    };
+    outlives(Setup { name: "grown start", memory, ..Setup::default() }, end, TAKEN).await;
+}
+
 /// A service manager's descriptor store, as systemd's: what it is sent stays open here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {

@@ -1,6 +1,6 @@
 //! The file that a region lies in: made or found, locked, and judged by its header before anything of it is used.
 //!
-//! Refused by name, never guessed: another size, layout version, node or start of the machine, a file that another process
+//! A larger capacity than before grows it, with all that is in it. Refused by name, never guessed: a smaller one, another layout version, node or start of the machine, a file that another process
 //! holds, one that is not in memory. What is refused is not touched.
 
 use std::ffi::OsStr;
@@ -109,21 +109,16 @@ pub enum Refusal {
     /// Not a header of this version.
     #[error("{0}; {REMEDY}")]
     Damaged(Damage),
-    /// The configuration asks for another size.
+    /// The configuration asks for less.
     #[error(
-        "it has room for {found} bytes and {found_blocks} blocks, and the configuration asks for {wanted} and \
-         {wanted_blocks}: start with the memory_store.capacity and block_max_count of before and stop the worker in order, or \
-         {REMEDY}"
+        "it has room for {found} bytes, and the configuration asks for {wanted}: start with the memory_store.capacity of before \
+         and stop the worker in order, or {REMEDY}"
     )]
     Size {
         /// Bytes of segments that it has.
         found: u64,
-        /// Rows that it has.
-        found_blocks: u32,
         /// Bytes of segments asked for.
         wanted: u64,
-        /// Rows asked for.
-        wanted_blocks: u32,
     },
     /// It is shorter than it says.
     #[error("it was cut short to {has} bytes of {needs}; {REMEDY}")]
@@ -245,13 +240,14 @@ impl Held {
     }
 
     /// Makes it as long as a region of `geometry`; no page is taken.
-    fn make_room(&self, geometry: Geometry) -> Result<(), Refusal> {
-        let needs = geometry.bytes();
-        rustix::fs::ftruncate(&self.file, 0)?;
-        if self.path.is_some() {
-            room(&rustix::fs::fstatvfs(&self.file)?, needs)?;
+    fn grow(&self, geometry: Geometry) -> Result<(), Refusal> {
+        let (needs, has) = (geometry.bytes(), self.bytes()?);
+        if needs > has {
+            if self.path.is_some() {
+                room(&rustix::fs::fstatvfs(&self.file)?, needs - has)?;
+            }
+            rustix::fs::ftruncate(&self.file, needs)?;
         }
-        rustix::fs::ftruncate(&self.file, needs)?;
         Ok(())
     }
 }
@@ -263,27 +259,25 @@ fn lock(file: &OwnedFd) -> Result<(), Refusal> {
     }
 }
 
-/// Whether a region that says `found` of itself is the one that is `wanted`.
-fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<(), Refusal> {
+/// The region to go on with, when one that says `found` of itself is there: as large as is `wanted`, with the table that it has.
+///
+/// Its header says how large it was at first. It grows with its file, so that no store makes another of it.
+fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, Refusal> {
     if found.boot != wanted.boot {
         return Err(Refusal::Boot);
     }
     if found.node != wanted.node {
         return Err(Refusal::Node { found: found.node.clone(), wanted: wanted.node.clone() });
     }
-    let (has, wants) = (found.geometry, wanted.geometry);
-    if has != wants {
-        return Err(Refusal::Size {
-            found: has.data_bytes,
-            found_blocks: has.rows,
-            wanted: wants.data_bytes,
-            wanted_blocks: wants.rows,
-        });
-    }
+    let (has, wants) = (found.geometry, wanted.geometry.data_bytes);
     if file_bytes < has.bytes() {
         return Err(Refusal::Short { has: file_bytes, needs: has.bytes() });
     }
-    Ok(())
+    let data_bytes = file_bytes.saturating_sub(has.front_bytes());
+    if wants < data_bytes {
+        return Err(Refusal::Size { found: data_bytes, wanted: wants });
+    }
+    Ok(Geometry { data_bytes: wants, ..has })
 }
 
 /// A region in a file, which is locked as long as both live.
@@ -305,10 +299,14 @@ pub(in crate::memory) fn open(
     let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
     let found = held.header()?;
-    match &found {
+    let geometry = match &found {
         Some(found) => judge(found, &wanted, held.bytes()?)?,
-        None => held.make_room(geometry)?,
-    }
+        None => {
+            rustix::fs::ftruncate(&held.file, 0)?;
+            geometry
+        }
+    };
+    held.grow(geometry)?;
     let front = usize::try_from(geometry.front_bytes()).map_err(io::Error::other)?;
     let region = Region::shared(&held.file, front, geometry.data_bytes)?;
     let table = Table::new(region, geometry).map_err(Refusal::NoPages)?;
@@ -339,7 +337,10 @@ pub(in crate::memory) fn check(
     };
     lock(&file.file)?;
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
-    file.header()?.map_or(Ok(()), |found| judge(&found, &wanted, file.bytes()?))
+    let bytes = file.bytes()?;
+    let Some(found) = file.header()? else { return Ok(()) };
+    let needs = judge(&found, &wanted, bytes)?.bytes();
+    room(&rustix::fs::statvfs(directory)?, needs - bytes)
 }
 
 /// The file in a directory that is one of a tmpfs.

@@ -131,6 +131,11 @@ impl Table {
         &self.region
     }
 
+    /// Blocks that there are places for.
+    pub(in crate::memory) fn rows_max(&self) -> u64 {
+        self.geometry.rows.into()
+    }
+
     /// From now on the region is another process's: no place is taken or cleared.
     pub(in crate::memory) fn let_go(&self) {
         self.let_go.store(true, Ordering::SeqCst);

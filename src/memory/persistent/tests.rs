@@ -498,8 +498,7 @@ fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
     let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
         in_directory(directory.path(), change).unwrap_err().to_string()
     };
-    assert!(said(|config, _| config.capacity_bytes = 8 * MIB).contains("memory_store.capacity"));
-    assert!(said(|config, _| config.blocks_max = 77).contains("block_max_count"));
+    assert!(said(|config, _| config.capacity_bytes = MIB).contains("memory_store.capacity"));
     assert!(said(|_, owner| owner.node = "other".to_owned()).contains("it is of worker 10.0.0.1-19999"));
     assert!(said(|_, owner| owner.boot = 8).contains("last start of the machine"));
     let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
@@ -533,6 +532,49 @@ fn a_region_that_was_not_made_to_its_end_is_made_anew() {
     rustix::io::pwrite(&half, &[0; 8], 0).unwrap();
     let again = in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).unwrap();
     assert_eq!(restored(&again, |_, _, _| false), Found::new());
+}
+
+/// Its header stays as it is: no store makes another region of it.
+#[test]
+fn a_region_grows_with_all_that_is_in_it_and_does_not_shrink() {
+    let directory = shm();
+    left(directory.path());
+    let grown = |config: &mut MemoryConfig, _: &mut Owner| config.capacity_bytes = 8 * MIB;
+    for _ in 0..2 {
+        let again = in_directory(directory.path(), grown).unwrap();
+        assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+        assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
+        assert!(again.shared.supply.region.capacity_bytes() >= 8 * MIB);
+        let mut funds = funds(&again, 6 * MIB).unwrap();
+        let mut fill = buffer(&again, 0, 1).reserve(6 << 20, &mut funds).unwrap();
+        assert_eq!(fill.write(&vec![7; 6 << 20]), 6 << 20, "all of it can be used");
+        drop((fill, funds));
+        again.let_go();
+    }
+    let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
+    assert!(matches!(refused, Refusal::Size { .. }), "{refused}");
+    let check = |change: fn(&mut MemoryConfig)| {
+        let mut config = config(Backing::Directory(directory.path().to_owned()));
+        change(&mut config);
+        Memory::check(&config, &owner())
+    };
+    assert!(matches!(check(|_| {}), Err(Refusal::Size { .. })));
+    assert!(check(|config| config.capacity_bytes = 8 * MIB).is_ok());
+    assert!(check(|config| config.capacity_bytes = 16 * MIB).is_ok());
+}
+
+/// The table of blocks is as large as it was made.
+#[test]
+fn another_number_of_blocks_is_taken_as_far_as_there_are_places() {
+    let directory = shm();
+    left(directory.path());
+    let rows = u64::from(table_geometry().rows);
+    for (wanted, got) in [(77, 77), (1 << 20, rows)] {
+        let again = in_directory(directory.path(), |config, _| config.blocks_max = wanted).unwrap();
+        assert_eq!(again.blocks_max(), got);
+        assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+        again.let_go();
+    }
 }
 
 #[test]
