@@ -262,6 +262,19 @@ fn n14_with_client_certificates_plain_tcp_is_opened_by_name_only() {
 }
 
 #[test]
+fn the_table_of_memory_that_outlives_the_process_counts() {
+    let with = |backing: &str| {
+        parse(&format!("[memory_store]\ncapacity = \"256MB\"\nbacking = \"{backing}\"\n")).unwrap()
+    };
+    let (private, kept) = (with("private"), with("memfd"));
+    assert_eq!((private.memory.table_bytes(), private.warnings.len()), (0, 0));
+    let table = kept.memory.table_bytes();
+    assert!(table > 64 * kept.memory.blocks_max, "a row for each block: {table}");
+    assert_eq!(kept.resident_bytes_max(), private.resident_bytes_max() + table);
+    assert!(kept.warnings.iter().any(|warning| warning.contains("table of memory_store.backing")));
+}
+
+#[test]
 fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
     let with = |text: &str| parse(&format!("[memory_store]\ncapacity = \"256MB\"\n{text}")).unwrap();
     let plain = with("");

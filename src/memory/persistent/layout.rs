@@ -56,7 +56,7 @@ const _: () = assert!(APP_ID_BYTES_MAX <= 8 * (NAME_WORDS - 2));
 
 /// How many there are of each part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Geometry {
+pub(in crate::memory) struct Geometry {
     /// Bytes of segments: whole blocks.
     pub(super) data_bytes: u64,
     pub(super) names: u32,
@@ -65,7 +65,7 @@ pub(super) struct Geometry {
 
 impl Geometry {
     /// For `blocks` blocks in `data_bytes`: every further piece of a block begins a segment.
-    pub(super) fn of(data_bytes: u64, blocks: u64) -> Self {
+    pub(in crate::memory) fn of(data_bytes: u64, blocks: u64) -> Self {
         let rows = blocks.saturating_add(data_bytes / UNIT_BYTES).min(u64::from(NO_ROW - 1));
         Self { data_bytes, names: NAMES, rows: u32::try_from(rows).unwrap_or(NO_ROW - 1) }
     }
@@ -81,7 +81,7 @@ impl Geometry {
     }
 
     /// Bytes before the segments.
-    pub(super) fn front_bytes(self) -> u64 {
+    pub(in crate::memory) fn front_bytes(self) -> u64 {
         (8 * self.row_at(self.rows) as u64).next_multiple_of(BLOCK_BYTES)
     }
 
