@@ -59,6 +59,7 @@ pub use config::MemoryConfig;
 pub use error::MemoryError;
 pub use fair::Claimant;
 pub use persistent::file::{Backing, Owner, Refusal};
+pub use persistent::huge::said_of as huge_pages_of;
 pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
 pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};

@@ -49,7 +49,7 @@ use crate::listeners::http::java::{self, JavaHooks};
 use crate::listeners::http::push::Pusher;
 use crate::listeners::http::{self, HttpMetrics, HttpServer, Node, Pages};
 use crate::listeners::tcp::TcpServer;
-use crate::memory::{Backing, Memory, Owner};
+use crate::memory::{Backing, Memory, Owner, huge_pages_of};
 use crate::metrics::clamped;
 use crate::profile::allocator::AllocatorMetrics;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
@@ -414,7 +414,12 @@ fn open_memory(
             "the memory of an earlier process was passed on and is not used: memory_store.backing is not memfd"
         );
     }
+    let huge_pages = huge_pages_of(&section.backing);
     if section.backing == Backing::Private {
+        tracing::info!(
+            backing = %section.backing, huge_pages,
+            "an upgrade flushes what is in memory before; a kill loses it"
+        );
         return Memory::new(section, registry).with_context(|| unmappable(config));
     }
     let owner = Owner::now(server_id).context("memory_store.backing")?;
@@ -422,9 +427,10 @@ fn open_memory(
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
     match memory.outlives_process() {
         true => {
-            tracing::info!(backing = %section.backing, "the next process finds what is in memory, however this one ends")
+            tracing::info!(backing = %section.backing, huge_pages, "the next process finds what is in memory, however this one ends")
         }
         false => tracing::info!(
+            backing = %section.backing, huge_pages,
             "an upgrade hands over what is in memory; a kill loses it unless the service manager keeps descriptors"
         ),
     }

@@ -8,6 +8,7 @@
 //! | [`table`] | which places are free; commits, and what takes them back |
 //! | [`file`] | the file: opened, locked, judged, or refused by name |
 //! | [`passed`] | the file, from the process before |
+//! | [`huge`] | whether it is in huge pages, as a word at the start |
 //! | [`restore`], `sums` | what an earlier process left, as lists of blocks; whether its bytes are what they were |
 //!
 //! # The layout, and why
@@ -39,6 +40,7 @@
 //! `memory_store.block_max_count`. Private memory has none of this.
 
 pub(super) mod file;
+pub(super) mod huge;
 pub(super) mod layout;
 pub(super) mod passed;
 pub(super) mod restore;
