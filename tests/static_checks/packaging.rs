@@ -12,6 +12,7 @@ const DOCKERFILE: &str = include_str!("../../deploy/docker/Dockerfile");
 const COMPOSE: &str = include_str!("../../deploy/compose.yaml");
 const RULES: &str = include_str!("../../deploy/prometheus/uniffle-worker.rules.yml");
 const MANIFESTS: &str = include_str!("../../deploy/kubernetes/uniffle-worker.yaml");
+const SERVICES: &str = include_str!("../../deploy/kubernetes/services.yaml");
 const UNDER_OPERATOR: &str = include_str!("../../deploy/kubernetes/operator/uniffle-worker.yaml");
 
 /// Runs `tool`; says in a line when it is missing, which is a failure in the pipeline.
@@ -51,7 +52,9 @@ fn yamllint_takes_the_manifests() {
 /// Against the schemas of Kubernetes: an unknown field is refused too.
 #[test]
 fn kubernetes_takes_the_manifests() {
-    accepts("kubernetes-validate", &["--strict", &deploy("kubernetes/uniffle-worker.yaml")]);
+    for file in ["kubernetes/uniffle-worker.yaml", "kubernetes/services.yaml"] {
+        accepts("kubernetes-validate", &["--strict", &deploy(file)]);
+    }
     let dir = tempfile::tempdir().unwrap();
     let scaler = dir.path().join("scaler.yaml");
     let example = indented(include_str!("../../docs/kubernetes.md"), "as one ratio:\n\n");
@@ -263,20 +266,22 @@ fn the_manifests_configure_the_worker_that_they_start() {
     assert!(config.local.paths.iter().all(|path| path.starts_with("/data")));
 }
 
-/// A pod is told as the address of the Service that has its name, so that it is the same worker wherever it runs.
+/// A pod is told as the address of the Service that has its name, so that it is the same worker wherever it runs; there is one for
+/// each that an autoscaler may ask for.
 #[test]
 fn each_replica_has_a_service_of_its_own() {
     let config = configured(MANIFESTS, "config.toml: |\n");
-    let documents: Vec<&str> = MANIFESTS.split("---\n").collect();
-    let replicas = documents.iter().find_map(|document| document.split_once("\n  replicas: "));
-    let replicas: usize = replicas.unwrap().1.lines().next().unwrap().parse().unwrap();
-    let selected = "statefulset.kubernetes.io/pod-name: ";
-    let services: Vec<&&str> = documents.iter().filter(|document| document.contains(selected)).collect();
-    assert_eq!(services.len(), replicas);
+    let number = |text: &str, key: &str| {
+        let rest = text.split_once(key).unwrap().1;
+        rest.lines().next().unwrap().parse::<usize>().unwrap()
+    };
+    let scaled = number(include_str!("../../docs/kubernetes.md"), "maxReplicas: ");
+    let services: Vec<&str> = SERVICES.split("---\n").skip(1).collect();
+    assert_eq!(services.len(), scaled.max(number(MANIFESTS, "\n  replicas: ")));
     for (replica, service) in services.iter().enumerate() {
         let name = format!("uniffle-worker-{replica}\n");
         assert!(service.contains(&format!("\n  name: {name}")), "{service}");
-        assert!(service.contains(&format!("{selected}{name}")), "{service}");
+        assert!(service.contains(&format!("statefulset.kubernetes.io/pod-name: {name}")), "{service}");
         assert!(!service.contains("clusterIP: None"), "without an address: {service}");
         for port in [config.worker.grpc_port, config.worker.urpc_port.unwrap(), config.worker.http_port] {
             assert!(service.contains(&format!("port: {port}\n")), "{port}");
