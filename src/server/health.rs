@@ -63,6 +63,8 @@ impl Watch {
 
     fn look_at(&self, tiers: &Tiers, known: &mut Option<&'static str>) {
         let complaint = complaint(tiers);
+        let none_takes_data = tiers.iter().any(|tier| without_disks(&tier.state().disks).is_some());
+        self.service.status().set_without_room(complaint.is_some() || none_takes_data);
         if complaint == *known {
             return;
         }

@@ -21,7 +21,7 @@ section! {
         #[key("app_config.partition_limit_memory_backpressure_ratio", ratio(), NextUse)]
         pub memory_ratio: f64 = 0.2,
         /// Whether clients are told to move a partition elsewhere that would get larger than the threshold, and every partition
-        /// that they write to while the worker is unhealthy, since too few disks take data.
+        /// that they write to while no disk takes data, or fewer than `healthy_check_min_disks`.
         #[key("app_config.partition_split_enable", flag(), NextUse)]
         pub split: bool = false,
         /// The threshold of splitting.

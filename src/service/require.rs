@@ -17,7 +17,6 @@ use uniffle_wire::types::{PartitionId, ShuffleId, ShuffleKey, TicketId};
 use super::ServiceError;
 use super::ingest::Ingest;
 use super::partition_limit::{PartitionSizes, Verdict};
-use super::status::WorkerState;
 use super::ticket_line::{Wanted, is_waited_for};
 
 /// `requireBuffer`.
@@ -192,16 +191,17 @@ impl Ingest {
             return Ok(split);
         }
         let key = ShuffleKey::new(app.id().clone(), ShuffleId(request.shuffle));
-        let Some(buffers) = self.memory.shuffle(&key) else { return Ok(split) };
+        // None before its first block.
+        let buffers = self.memory.shuffle(&key);
         // Whatever is in memory must go to a disk: with too few of them other workers are the better place.
-        let disks_are_short = limits.split_bytes.is_some() && self.status.state() == WorkerState::Unhealthy;
+        let disks_are_short = limits.split_bytes.is_some() && self.status.is_without_room();
         let sizes_are_told = request.partition_sizes.len() == request.partitions.len();
         for (at, partition) in request.partitions.iter().enumerate() {
             let asked = match sizes_are_told {
                 true => size(request.partition_sizes[at], "partitionRequireSizes")?,
                 false => 0,
             };
-            let sizes = partition_sizes(&buffers, *partition, asked);
+            let sizes = partition_sizes(buffers.as_deref(), *partition, asked);
             match limits.judge(sizes) {
                 Verdict::Fits if !disks_are_short => {}
                 Verdict::Fits | Verdict::Split => {
@@ -210,7 +210,7 @@ impl Ingest {
                 }
                 Verdict::Wait => {
                     app.account().refused(Stage::PartitionWait, sizes.asked);
-                    return Err(self.huge_partition_waits(&buffers, *partition, sizes));
+                    return Err(self.huge_partition_waits(buffers.as_deref(), *partition, sizes));
                 }
                 Verdict::TooLarge => return Err(self.partition_too_large(app, &key, *partition, sizes)),
             }
@@ -221,12 +221,14 @@ impl Ingest {
     /// Its writers are to come back later; the disks are to make that possible, which the watermarks may never ask for.
     fn huge_partition_waits(
         &self,
-        buffers: &ShuffleBuffers,
+        buffers: Option<&ShuffleBuffers>,
         partition: i32,
         sizes: PartitionSizes,
     ) -> ServiceError {
         self.metrics.count_huge_refusal();
-        if let (Some(flusher), Some(buffer)) = (&self.flusher, buffers.existing(PartitionId(partition))) {
+        if let (Some(flusher), Some(buffers)) = (&self.flusher, buffers)
+            && let Some(buffer) = buffers.existing(PartitionId(partition))
+        {
             flusher.flush_if_stuck(buffers, &buffer);
         }
         ServiceError::HugePartitionWaits {
@@ -266,8 +268,8 @@ fn check_shuffle(app: &App, request: &RequireRequest<'_>) -> Result<(), ServiceE
     is_known.then_some(()).ok_or_else(missing)
 }
 
-fn partition_sizes(buffers: &ShuffleBuffers, partition: i32, asked: u64) -> PartitionSizes {
-    match buffers.existing(PartitionId(partition)) {
+fn partition_sizes(buffers: Option<&ShuffleBuffers>, partition: i32, asked: u64) -> PartitionSizes {
+    match buffers.and_then(|buffers| buffers.existing(PartitionId(partition))) {
         Some(buffer) => {
             PartitionSizes { received: buffer.received_bytes(), in_memory: buffer.in_memory_bytes(), asked }
         }

@@ -33,6 +33,8 @@ struct Inputs {
     decommission: bool,
     drained: bool,
     unhealthy: bool,
+    /// Fewer disks take data than should, or none, whatever the coordinators are told.
+    without_room: bool,
     stopping: Option<Stopping>,
 }
 
@@ -129,6 +131,16 @@ impl WorkerStatus {
     /// Told by the health checker.
     pub fn set_unhealthy(&self, unhealthy: bool) {
         self.update(|inputs| inputs.unhealthy = unhealthy);
+    }
+
+    /// Told by the health checker: whether writers are better off at other workers.
+    pub fn set_without_room(&self, without_room: bool) {
+        self.update(|inputs| inputs.without_room = without_room);
+    }
+
+    /// Whether the tiers take less than they should.
+    pub(super) fn is_without_room(&self) -> bool {
+        self.inputs.borrow().without_room
     }
 
     /// From here on tickets are refused with NO_BUFFER.

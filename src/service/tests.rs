@@ -312,9 +312,9 @@ async fn partitions_to_be_split_are_named_and_still_served() {
     assert_eq!(world.require(&[3, 1, 5], &[0, 0, 0]).unwrap().split_partitions, Vec::<i32>::new());
     assert_eq!(world.require(&[3, 1, 5], &[1, 0, 20_001]).unwrap().split_partitions, [3, 5]);
     // Too few disks take data: all of them are better off elsewhere.
-    world.service.status().set_unhealthy(true);
+    world.service.status().set_without_room(true);
     assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, [3, 1]);
-    world.service.status().set_unhealthy(false);
+    world.service.status().set_without_room(false);
     assert_eq!(world.require(&[3, 1], &[0, 0]).unwrap().split_partitions, Vec::<i32>::new());
     world.stop().await;
 }

@@ -1,11 +1,12 @@
 //! A worker whose disks fail, as its coordinator, its clients and its operators see it: docs/protocol.md §8.5.
 
 use uniffle_worker::proto::shuffle_server_internal_client::ShuffleServerInternalClient;
-use uniffle_worker::proto::{DecommissionRequest, ServerStatus, StatusCode};
+use uniffle_worker::proto::{self, DecommissionRequest, ServerStatus, StatusCode};
 use uniffle_worker::service::WorkerState;
+use uniffle_worker::tiers::DiskCondition;
 
 use super::blocks::{batch, blocks};
-use super::fixture::{Setup, WorkerFixture, key};
+use super::fixture::{Setup, WorkerFixture, eventually, key, require};
 use super::raw;
 use uniffle_testkit::coordinator::{CoordinatorDouble, Manner};
 
@@ -88,4 +89,46 @@ async fn a_heartbeat_tells_of_memory_disks_and_applications() {
     assert!(!beat.version().is_empty() && !beat.git_commit_id().is_empty() && beat.start_time_ms() > 0);
     fixture.finish().await;
     coordinator.stop().await;
+}
+
+/// Coordinators are told nothing (`healthy_check_min_disks` is 0): what running applications write from now on is better off elsewhere.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_no_disk_takes_data_every_partition_is_to_move() {
+    let setup = Setup {
+        local: "disk_healthy_check_interval_sec = 1",
+        tables: "[app_config]\npartition_split_enable = true",
+        ..Setup::default()
+    };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 2)]).await.unwrap();
+    let to_move = async || {
+        let request = proto::RequireBufferRequest { partition_ids: vec![2, 0], ..require(&key, 0) };
+        let answer = fixture.client.require_raw(request).await.unwrap();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        answer.need_split_partition_ids
+    };
+    assert_eq!(to_move().await, Vec::<i32>::new());
+
+    let in_the_way: Vec<_> = fixture.disks.iter().map(|disk| disk.join("probe")).collect();
+    in_the_way.iter().for_each(|path| std::fs::write(path, "").unwrap());
+    let state = || fixture.worker.service().status().state();
+    let takes_data = || {
+        fixture
+            .worker
+            .service()
+            .tiers()
+            .iter()
+            .any(|tier| tier.state().disks.iter().any(|disk| disk.condition == DiskCondition::Healthy))
+    };
+    eventually("no disk takes data", || if takes_data() { Err(format!("{:?}", state())) } else { Ok(()) })
+        .await;
+    // The health checker is told of it.
+    while to_move().await.is_empty() {}
+    assert_eq!(to_move().await, [2, 0], "also before the first block");
+    assert_eq!(state(), WorkerState::Active, "as far as coordinators are concerned");
+
+    in_the_way.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+    eventually("a disk takes data", || if takes_data() { Ok(()) } else { Err(String::new()) }).await;
+    while !to_move().await.is_empty() {}
+    fixture.finish().await;
 }
