@@ -136,21 +136,28 @@ fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next
     }
 }
 
-/// It has half of the blocks, and is the coordinator that clients ask first.
+/// Each worker in turn, in a cluster of its own: both coordinators, the first of which clients ask first, and one that is none; the
+/// odd one in the map stage. It has two thirds of the blocks.
 #[test]
 fn with_two_replicas_a_cluster_of_workers_alone_loses_any_of_them() {
-    let Some(mut spark) = spark() else { return };
-    let application = Application { words: REPLICAS, ..Application::of(JOB) };
-    let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
-        wait_total(&workers[0], "total_read_data", 5e6);
-        workers[0].kill();
-        goes_on(&workers[1], "total_read_data");
-    });
-    let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
-    let (workers, _) = spark.run_while(workers, replicas, |_| {});
-    for worker in workers.into_iter().skip(1).rev() {
-        worker.assert_no_error_logged();
-        worker.stop();
+    for victim in 0..3 {
+        let Some(mut spark) = spark() else { return };
+        let (counter, after) = [("total_read_data", 5e6), ("total_received_data", 15e6)][victim % 2];
+        let survivor = (victim + 1) % 3;
+        let application = Application { words: REPLICAS, ..Application::of(JOB) };
+        let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
+            wait_total(&workers[victim], counter, after);
+            workers[victim].kill();
+            goes_on(&workers[survivor], counter);
+        });
+        let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
+        let rest = workers.into_iter().enumerate().filter(|(n, _)| *n != victim).map(|(_, worker)| worker);
+        let rest: Vec<Worker> = rest.collect();
+        let (rest, _) = spark.run_while(rest, replicas, |_| {});
+        for worker in rest.into_iter().rev() {
+            worker.assert_no_error_logged();
+            worker.stop();
+        }
     }
 }
 

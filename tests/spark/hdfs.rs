@@ -110,3 +110,40 @@ fn cold_partitions_go_to_hdfs_and_the_rest_to_local_disks() {
     worker.assert_no_error_logged();
     worker.stop();
 }
+
+/// Client and worker without memory as a place to read from: what a task wrote is in files when it has committed.
+fn n22_commits_reach_hdfs(name: &'static str, store_type: &'static str, type_of_client: &str) {
+    let Some(mut spark) = spark() else { return };
+    let hdfs = MiniHdfs::start(&[]);
+    let path = hdfs.url("/uniffle");
+    let worker = Worker::start(&Setup {
+        name,
+        capacity: "300M",
+        disks: usize::from(store_type.contains("LOCALFILE")),
+        store_type,
+        made_tables: format!("[embedded_coordinator]\nremote_storage_path = [\"{path}\"]"),
+        ..Setup::default()
+    });
+    let words = format!(
+        "{WORDS} {type_of_client} spark.rss.dynamicClientConf.enabled=false spark.rss.remote.storage.path={path}"
+    );
+    spark.run(&[&worker], Application { words: &words, ..Application::of("sort_small,join,cogroup") });
+    let metrics = worker.metrics();
+    assert!(metrics.expect("grpc_commit_shuffle_task_total") > 0.0, "no task committed");
+    assert_eq!(metrics.expect("grpc_get_memory_shuffle_data_total"), 0.0, "memory was read");
+    assert!(metrics.expect("memory_spill_total_bytes") > 0.0, "nothing was written down");
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+/// Which a client takes in its test mode only.
+#[test]
+fn n22_a_client_of_hdfs_alone_commits_and_reads_hdfs_only() {
+    let type_of_client = "spark.rss.storage.type=HDFS spark.rss.test.mode.enable=true";
+    n22_commits_reach_hdfs("hdfs-alone", "MEMORY_HDFS", type_of_client);
+}
+
+#[test]
+fn n22_a_client_of_disks_and_hdfs_commits_and_reads_both() {
+    n22_commits_reach_hdfs("disks-hdfs", "MEMORY_LOCALFILE_HDFS", "spark.rss.storage.type=LOCALFILE_HDFS");
+}
