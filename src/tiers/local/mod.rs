@@ -20,8 +20,8 @@
 //! | `shuffle`, `lane`, `deletes` | state of one shuffle, what it publishes next, what is left to delete |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
 //! | `files`, `log`, `sync`, `records` | descriptors, append-only files, group commit, the cache of index records |
-//! | `claim`, `claimable`, `mounts` | which directories are ours; for a successor too; which are empty for want of a mount |
-//! | `content` | what a directory holds before it is claimed (pure) |
+//! | `claim`, `claimable` | which directories are ours; for a successor too |
+//! | `content`, `mounts` | what a directory holds before it is claimed (pure); which are empty for want of a mount |
 //! | `disk`, `marker`, `health`, `share` | space and health of one directory, and by what it is known; its share of the memory for reads |
 //! | `index`, `placement`, `pace`, `config` | index groups; which disk takes a batch, how fast it was lately (pure); settings |
 //!
