@@ -1,16 +1,25 @@
 //! Read memory is bounded and counts until the socket has taken it: a reader that does not read holds what it was given,
-//! and what is beyond the bound is answered with NO_BUFFER.
+//! and what is beyond the bound is answered with NO_BUFFER. Answers from memory follow the pace of their connection.
+
+use std::time::Duration;
 
 use futures::future::join_all;
 use http_body_util::BodyExt;
 use prost::Message;
-use uniffle_worker::proto::{GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, StatusCode};
+use tokio::time::{Instant, sleep};
+use tonic::transport::{Channel, Endpoint};
+use uniffle_worker::proto::{
+    GetLocalShuffleDataRequest, GetLocalShuffleDataResponse, GetMemoryShuffleDataRequest,
+    GetMemoryShuffleDataResponse, StatusCode,
+};
 
 use super::blocks::{batch, block};
 use super::fixture::{Setup, WorkerFixture, eventually, key};
 use super::raw;
 
 const GET_LOCAL_DATA: &str = "/rss.common.ShuffleServer/getLocalShuffleData";
+const GET_MEMORY_DATA: &str = "/rss.common.ShuffleServer/getMemoryShuffleData";
+const PATIENCE: Duration = Duration::from_secs(60);
 const READERS: usize = 32;
 const CONNECTIONS: usize = 8;
 /// The smallest read memory that can be configured: four chunks.
@@ -76,5 +85,54 @@ async fn a_reader_that_does_not_read_holds_its_memory_and_the_next_one_is_told_t
     })
     .await;
     drop(channels);
+    fixture.finish().await;
+}
+
+/// The payload of an answer from memory that is taken at once.
+async fn taken(channel: &Channel, request: &GetMemoryShuffleDataRequest) -> usize {
+    let whole = raw::open(channel, GET_MEMORY_DATA, raw::framed(request)).await.collect().await.unwrap();
+    let answer = GetMemoryShuffleDataResponse::decode(whole.to_bytes().slice(5..)).unwrap();
+    assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+    answer.data.len()
+}
+
+async fn until_taken(channel: &Channel, request: &GetMemoryShuffleDataRequest, expected: usize) {
+    let began = Instant::now();
+    while taken(channel, request).await != expected {
+        assert!(began.elapsed() < PATIENCE, "an answer never has {expected} bytes");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n8_a_connection_that_does_not_take_an_answer_gets_smaller_ones_until_it_does_and_others_do_not() {
+    let setup = Setup { capacity: "64MiB", ..Setup::default() };
+    let (fixture, key) = (WorkerFixture::with(setup).await, key("app-1", 1));
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    let blocks: Vec<_> = (0..32).map(|n| block(0, 1, n, 64 << 10)).collect();
+    fixture.push(&key, &batch(0, &blocks)).await;
+    let asked = 1 << 20;
+    let request = GetMemoryShuffleDataRequest {
+        app_id: key.app.as_str().to_owned(),
+        shuffle_id: key.shuffle.0,
+        last_block_id: -1,
+        read_buffer_size: asked,
+        ..GetMemoryShuffleDataRequest::default()
+    };
+    let asked = usize::try_from(asked).unwrap();
+    // A stream that is not read stops at its window, and leaves the connection's to others.
+    let endpoint = Endpoint::from_shared(format!("http://{}", fixture.worker.addresses().grpc)).unwrap();
+    let endpoint = endpoint.initial_stream_window_size(65_535).initial_connection_window_size(8 << 20);
+    let slow = endpoint.connect().await.unwrap();
+    let fast = raw::connect(fixture.worker.addresses().grpc).await;
+    let unread = raw::open(&slow, GET_MEMORY_DATA, raw::framed(&request)).await;
+    until_taken(&slow, &request, asked / 2).await;
+    until_taken(&fast, &request, asked).await;
+    let whole = unread.collect().await.unwrap().to_bytes();
+    let answer = GetMemoryShuffleDataResponse::decode(whole.slice(5..)).unwrap();
+    assert_eq!(answer.data.len(), asked, "what it was given is given");
+    until_taken(&slow, &request, asked).await;
+    fixture.assert_reads(&key, 0, &blocks).await;
+    drop((slow, fast));
     fixture.finish().await;
 }
