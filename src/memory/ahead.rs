@@ -11,7 +11,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::Memory;
 use super::region::Region;
 use crate::budget::{Budget, Charge};
 
@@ -54,12 +53,13 @@ impl Ahead {
         self.region.ready_bytes() < self.wanted_bytes(ahead)
     }
 
-    fn withheld_bytes(&self) -> u64 {
+    /// Bytes of the capacity that cannot be used.
+    pub(super) fn withheld_bytes(&self) -> u64 {
         self.withheld_bytes.load(Ordering::Relaxed)
     }
 
     /// Takes what is wanted and settles what is withheld. Milliseconds for each 2 MiB: not on a runtime's thread.
-    fn take(&self) {
+    pub(super) fn take(&self) {
         let mut withheld = self.withheld.lock();
         let before = withheld.bytes();
         let error = self.region.take_pages(self.wanted_bytes(AHEAD_BYTES)).err();
@@ -86,38 +86,25 @@ impl Ahead {
     }
 }
 
-impl Memory {
-    /// Takes pages ahead of what is promised, until it is dropped. Returns at once in private memory.
-    pub async fn run_ahead(self: Arc<Self>) {
-        let Some(ahead) = self.ahead.clone() else { return };
-        drop(self);
+impl Ahead {
+    /// Takes pages ahead of what is promised, until it is dropped.
+    pub(super) async fn run(self: Arc<Self>) {
         let mut every = tokio::time::interval(EVERY);
         loop {
             tokio::select! {
-                () = ahead.wanted.notified() => {}
+                () = self.wanted.notified() => {}
                 _ = every.tick() => {}
             }
-            let is_idle = !ahead.region.is_refused_pages() && !ahead.lacks(AHEAD_BYTES);
-            if is_idle && ahead.withheld_bytes() == 0 {
+            let is_idle = !self.region.is_refused_pages() && !self.lacks(AHEAD_BYTES);
+            if is_idle && self.withheld_bytes() == 0 {
                 continue;
             }
-            let taken = Arc::clone(&ahead);
-            let taken = tokio::task::spawn_blocking(move || taken.take()).await;
+            let ahead = Arc::clone(&self);
+            let taken = tokio::task::spawn_blocking(move || ahead.take()).await;
             if let Err(error) = taken {
                 tracing::error!(%error, "pages could not be taken");
             }
         }
-    }
-
-    /// The same once, now.
-    pub fn take_pages_ahead(&self) {
-        self.ahead.iter().for_each(|ahead| ahead.take());
-    }
-
-    /// Bytes of the capacity that cannot be used, since the file that they would lie in gets no pages.
-    #[must_use]
-    pub fn withheld_bytes(&self) -> u64 {
-        self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
     }
 }
 
@@ -127,7 +114,7 @@ mod tests {
 
     use prometheus::Registry;
 
-    use super::super::{Backing, BlockFill, Buffer, MemoryConfig, MemoryError, Owner};
+    use super::super::{Backing, BlockFill, Buffer, Memory, MemoryConfig, MemoryError, Owner};
     use super::*;
     use crate::budget::HeapKind;
     use uniffle_wire::types::{
@@ -196,7 +183,7 @@ mod tests {
         let memory = opened(None);
         let region = &memory.shared.supply.region;
         region.limit_pages(usize::try_from(7 * MIB).unwrap());
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         assert_eq!(region.ready_bytes(), 6 * MIB, "whole blocks");
         assert_eq!(memory.withheld_bytes(), region.capacity_bytes() - 6 * MIB);
         // Of 6 MiB 2 are what the region has beyond the capacity.
@@ -204,7 +191,7 @@ mod tests {
         send(&memory, 0..3, 1 << 20).unwrap();
         assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));
         region.limit_pages(usize::MAX);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         assert_eq!(memory.withheld_bytes(), 0);
         send(&memory, 3..15, 1 << 20).unwrap();
         end(&memory);
@@ -219,7 +206,7 @@ mod tests {
         memory.shared.supply.region.limit_pages(usize::try_from(3 * MIB).unwrap());
         assert!(is_no_buffer(send(&memory, 0..14, 1 << 20)));
         memory.shared.supply.region.limit_pages(usize::MAX);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         send(&memory, 0..13, 1 << 20).unwrap();
         end(&memory);
     }
@@ -227,7 +214,7 @@ mod tests {
     #[test]
     fn blocks_whose_rows_get_no_pages_are_refused_and_others_are_not() {
         let memory = opened(None);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         send(&memory, 0..4000, 1).unwrap();
         memory.shared.supply.region.limit_pages(0);
         assert!(is_no_buffer(send(&memory, 4000..8000, 1)));
@@ -240,7 +227,7 @@ mod tests {
     #[test]
     fn a_ceded_piece_that_gets_no_pages_again_is_left_out() {
         let memory = opened(None);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         let region = &memory.shared.supply.region;
         let charge = memory.budget().try_charge(MIB).unwrap();
         let mut piece = region.allocate(1 << 20, charge).unwrap();
@@ -249,10 +236,10 @@ mod tests {
         drop(piece);
         assert_eq!(region.ready_bytes(), region.capacity_bytes() - MIB);
         assert_eq!(region.free_bytes(), region.ready_bytes());
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         assert_eq!(memory.withheld_bytes(), MIB);
         region.limit_pages(usize::MAX);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         end(&memory);
     }
 
@@ -283,7 +270,7 @@ mod tests {
         assert_eq!((region.ready_bytes(), region.free_bytes()), (5 * MIB, region.capacity_bytes() - 6 * MIB));
         assert!(is_no_buffer(send(&memory, 5..6, 4096)));
         region.limit_pages(usize::MAX);
-        memory.take_pages_ahead();
+        memory.ahead.as_ref().unwrap().take();
         send(&memory, 5..6, 1 << 20).unwrap();
         end(&memory);
     }

@@ -333,6 +333,21 @@ impl Memory {
         (found, self.block_count())
     }
 
+    /// Takes pages ahead of what is promised, until it is dropped. Returns at once in private memory.
+    pub async fn run_ahead(self: Arc<Self>) {
+        let ahead = self.ahead.clone();
+        drop(self);
+        if let Some(ahead) = ahead {
+            ahead.run().await;
+        }
+    }
+
+    /// Bytes of the capacity that cannot be used, since the file that they would lie in gets no pages.
+    #[must_use]
+    pub fn withheld_bytes(&self) -> u64 {
+        self.ahead.as_ref().map_or(0, |ahead| ahead.withheld_bytes())
+    }
+
     /// Whether a successor can take over what is in memory.
     #[must_use]
     pub fn is_kept(&self) -> bool {

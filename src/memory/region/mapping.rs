@@ -6,7 +6,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use super::super::buddy::BLOCK_BYTES;
-use super::too_large;
+
+pub(super) fn too_large() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space")
+}
 
 /// The memory itself: whole 2 MiB blocks at a 2 MiB boundary, and before them, as many as the front has.
 pub(super) struct Mapping {

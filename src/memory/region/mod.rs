@@ -1,4 +1,4 @@
-//! One mapping of memory, handed out in segments; with its `copy`, `mapping` and `range`, and `io::uring`, the only `unsafe` of the crate.
+//! One mapping of memory, handed out in segments; with its `copy`, and `mapping`, and `io::uring`, the only `unsafe` of the crate.
 //!
 //! Not here: who pays ([`super::budget`]), which piece is free ([`super::buddy`]), what the bytes mean.
 //!
@@ -25,7 +25,6 @@
 mod copy;
 mod mapping;
 mod pages;
-mod range;
 
 use std::fmt;
 use std::io;
@@ -33,15 +32,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-pub use range::{Fill, Slice};
-
 use super::buddy::{BLOCK_BYTES, Buddy, UNIT_BYTES};
 use crate::budget::Charge;
-use mapping::Mapping;
-use pages::Pages;
+use mapping::{Mapping, too_large};
+use pages::{Of, Pages};
 
 /// Smallest segment, and the unit of alignment of every segment.
 pub const SEGMENT_BYTES_MIN: usize = UNIT_BYTES;
@@ -130,7 +128,7 @@ impl Region {
                 }
                 buddy.ready()
             };
-            if !self.grow(ready) {
+            if !self.pages.as_ref().is_some_and(|pages| pages.grow(self.of(), ready)) {
                 return Err(charge);
             }
         }
@@ -144,6 +142,52 @@ impl Region {
     /// Bytes in no segment.
     pub fn free_bytes(&self) -> u64 {
         self.buddy.lock().free_bytes()
+    }
+
+    /// Bytes of segments that can be used as far as pages go; all of private memory.
+    pub fn ready_bytes(&self) -> u64 {
+        self.pages.as_ref().map_or_else(|| self.capacity_bytes(), Pages::ready_bytes)
+    }
+
+    /// Whether the last attempt to take pages was refused.
+    pub fn is_refused_pages(&self) -> bool {
+        self.pages.as_ref().is_some_and(Pages::is_refused)
+    }
+
+    /// Takes pages until so many bytes are ready, or all; at least tries it when it was refused before.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn take_pages(&self, bytes: u64) -> io::Result<()> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.take_until(self.of(), bytes))
+    }
+
+    /// Takes the pages of so many bytes of the front.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn take_front_pages(&self, range: Range<usize>) -> io::Result<()> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.take_front(&self.map, range))
+    }
+
+    /// What an earlier process left was claimed. Between that, it may have left holes: their pages are taken, and a block that
+    /// does not get them has nothing free. Before any segment of the region is written to.
+    ///
+    /// # Errors
+    /// When the file cannot be looked at.
+    #[cfg(not(miri))]
+    pub fn settle(&self) -> io::Result<()> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.settle(self.of()))
+    }
+
+    /// From now on the file's tmpfs has so many bytes left.
+    #[cfg(test)]
+    pub fn limit_pages(&self, bytes: usize) {
+        self.pages.iter().for_each(|pages| pages.limit(bytes));
+    }
+
+    fn of(&self) -> Of<'_> {
+        Of { map: &self.map, buddy: &self.buddy }
     }
 
     /// Bytes that were ever in a segment, or had their pages taken before, in whole blocks: the bound of what the region keeps
@@ -162,10 +206,6 @@ impl Region {
 fn blocks_of(capacity_bytes: u64) -> io::Result<usize> {
     let bytes = usize::try_from(capacity_bytes).map_err(|_| too_large())?;
     Ok(bytes.div_ceil(BLOCK_BYTES).max(1))
-}
-
-fn too_large() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "memory capacity exceeds the address space")
 }
 
 impl fmt::Debug for Region {
@@ -195,8 +235,8 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        if *self.is_discarded.get_mut() {
-            return self.region.give_back_discarded(self.offset, self.bytes);
+        if let (true, Some(pages)) = (*self.is_discarded.get_mut(), &self.region.pages) {
+            return pages.give_back(self.region.of(), self.offset, self.bytes);
         }
         self.region.buddy.lock().free(self.offset, self.bytes);
     }
@@ -324,6 +364,149 @@ impl fmt::Debug for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let piece = (self.piece.offset, self.piece.bytes);
         f.debug_struct("Segment").field("piece", &piece).field("cursor", &self.cursor).finish_non_exhaustive()
+    }
+}
+
+/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and can never be read.
+///
+/// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
+/// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
+pub struct Fill {
+    /// `None` only after freezing, so that `drop` knows.
+    piece: Option<Arc<Piece>>,
+    start: usize,
+    len: usize,
+    written: usize,
+    /// The prefix that may differ from what was here before.
+    dirty: usize,
+}
+
+impl Fill {
+    /// Bytes of the range.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes not written yet.
+    pub fn remaining(&self) -> usize {
+        self.len - self.written
+    }
+
+    /// Appends as much of `bytes` as there is room for and says how much that was.
+    pub fn write(&mut self, bytes: &[u8]) -> usize {
+        let taken = bytes.len().min(self.remaining());
+        let from = self.written;
+        copy::copy(&mut self.range_mut()[from..from + taken], &bytes[..taken]);
+        self.written += taken;
+        self.dirty = self.dirty.max(self.written);
+        taken
+    }
+
+    /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.dirty = self.len;
+        self.range_mut()
+    }
+
+    fn range_mut(&mut self) -> &mut [u8] {
+        let Some(piece) = &self.piece else { return &mut [] };
+        let start = piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. No other `Fill` or `Slice` covers it: the segment handed it out once, and it becomes
+        // readable only through `freeze*`, which consumes `self`.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
+    }
+
+    /// Ends writing. The slice covers what was written; the rest, if any, is dead.
+    #[must_use]
+    pub fn freeze(self) -> Slice {
+        let written = self.written;
+        self.freeze_prefix(written)
+    }
+
+    /// Ends writing that went through [`Fill::bytes_mut`]: the first `len` bytes are good, the rest is dead.
+    #[must_use]
+    pub fn freeze_prefix(mut self, len: usize) -> Slice {
+        assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
+        self.zero_dirty_from(len);
+        let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
+        Slice { piece, start: self.start, len }
+    }
+
+    fn zero_dirty_from(&mut self, start: usize) {
+        let dirty = self.dirty;
+        if let Some(bytes) = self.range_mut().get_mut(start..dirty) {
+            bytes.fill(0);
+        }
+    }
+}
+
+impl Drop for Fill {
+    fn drop(&mut self) {
+        self.zero_dirty_from(0);
+    }
+}
+
+impl fmt::Debug for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fill").field("len", &self.len).field("written", &self.written).finish_non_exhaustive()
+    }
+}
+
+/// A frozen range. Keeps its segment's memory, and what was charged for it, until it is dropped.
+#[derive(Clone)]
+pub struct Slice {
+    piece: Arc<Piece>,
+    start: usize,
+    len: usize,
+}
+
+impl Slice {
+    /// Bytes of the range.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it lies in the region.
+    pub fn place(&self) -> usize {
+        self.piece.offset + self.start
+    }
+
+    /// A part of it.
+    pub fn slice(&self, range: Range<usize>) -> Slice {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
+        Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
+    }
+
+    /// The same memory as `Bytes`, not copied.
+    #[must_use]
+    pub fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for Slice {
+    fn as_ref(&self) -> &[u8] {
+        let start = self.piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more, so there is no writer.
+        unsafe { std::slice::from_raw_parts(start, self.len) }
+    }
+}
+
+impl fmt::Debug for Slice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slice").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
     }
 }
 

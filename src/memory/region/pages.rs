@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::Mapping;
-use super::{BLOCK_BYTES, Region};
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -27,6 +27,19 @@ pub(super) struct Pages {
     /// Stands in for a tmpfs of so many bytes.
     #[cfg(test)]
     left: Mutex<Option<usize>>,
+}
+
+/// The region that pages are taken for.
+#[derive(Clone, Copy)]
+pub(super) struct Of<'a> {
+    pub(super) map: &'a Mapping,
+    pub(super) buddy: &'a Mutex<Buddy>,
+}
+
+impl Of<'_> {
+    fn ready_blocks(self) -> usize {
+        self.buddy.lock().ready()
+    }
 }
 
 impl Pages {
@@ -48,28 +61,23 @@ impl Pages {
     }
 }
 
-impl Region {
-    /// Bytes of segments that can be used as far as pages go; all of private memory.
-    pub fn ready_bytes(&self) -> u64 {
-        let ready = self.pages.as_ref().map(|pages| pages.ready_bytes.load(Ordering::Relaxed));
-        ready.unwrap_or_else(|| self.capacity_bytes())
+impl Pages {
+    /// Bytes of segments that can be used as far as pages go.
+    pub(super) fn ready_bytes(&self) -> u64 {
+        self.ready_bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether the last attempt to take pages was refused.
-    pub fn is_refused_pages(&self) -> bool {
-        self.pages.as_ref().is_some_and(|pages| pages.is_refused.load(Ordering::Relaxed))
+    /// Whether the last attempt to take pages of segments was refused.
+    pub(super) fn is_refused(&self) -> bool {
+        self.is_refused.load(Ordering::Relaxed)
     }
 
     /// Takes pages until so many bytes are ready, or all; at least tries it when it was refused before.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn take_pages(&self, bytes: u64) -> io::Result<()> {
-        let Some(pages) = &self.pages else { return Ok(()) };
-        self.fill_holes(pages)?;
-        while self.is_refused_pages() || self.ready_bytes() < bytes {
-            if !self.make_ready(pages, self.ready_blocks())? {
-                pages.is_refused.store(false, Ordering::Relaxed);
+    pub(super) fn take_until(&self, of: Of<'_>, bytes: u64) -> io::Result<()> {
+        self.fill_holes(of)?;
+        while self.is_refused() || self.ready_bytes() < bytes {
+            if !self.make_ready(of, of.ready_blocks())? {
+                self.is_refused.store(false, Ordering::Relaxed);
                 break;
             }
         }
@@ -77,100 +85,83 @@ impl Region {
     }
 
     /// Takes the pages of so many bytes of the front.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn take_front_pages(&self, range: Range<usize>) -> io::Result<()> {
-        assert!(range.end <= self.map.front_bytes(), "{range:?} of the front");
-        self.pages.as_ref().map_or(Ok(()), |pages| pages.take(&self.map, range))
+    pub(super) fn take_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
+        assert!(range.end <= map.front_bytes(), "{range:?} of the front");
+        self.take(map, range)
     }
 
     /// One block more, when a segment was not to be had while `seen` were ready; false if there is none.
-    pub(super) fn grow(&self, seen: usize) -> bool {
-        let Some(pages) = &self.pages else { return false };
-        !self.is_refused_pages() && self.make_ready(pages, seen).unwrap_or(false)
+    pub(super) fn grow(&self, of: Of<'_>, seen: usize) -> bool {
+        !self.is_refused() && self.make_ready(of, seen).unwrap_or(false)
     }
 
-    pub(super) fn ready_blocks(&self) -> usize {
-        self.buddy.lock().ready()
-    }
-
-    fn make_ready(&self, pages: &Pages, seen: usize) -> io::Result<bool> {
-        let holes = pages.holes.lock();
-        let block = self.ready_blocks();
+    fn make_ready(&self, of: Of<'_>, seen: usize) -> io::Result<bool> {
+        let holes = self.holes.lock();
+        let block = of.ready_blocks();
         if block > seen {
             return Ok(true);
         }
-        if (block * BLOCK_BYTES) as u64 == self.capacity_bytes() {
+        if block * BLOCK_BYTES == of.map.bytes {
             return Ok(false);
         }
-        pages.take_segments(&self.map, block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES)?;
-        self.buddy.lock().make_ready(block + 1);
-        self.publish(pages, &holes);
+        self.take_segments(of.map, block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES)?;
+        of.buddy.lock().make_ready(block + 1);
+        self.publish(of, &holes);
         Ok(true)
     }
 
-    fn fill_holes(&self, pages: &Pages) -> io::Result<()> {
-        let mut holes = pages.holes.lock();
+    fn fill_holes(&self, of: Of<'_>) -> io::Result<()> {
+        let mut holes = self.holes.lock();
         while let Some(&(offset, bytes)) = holes.last() {
-            pages.take_segments(&self.map, offset..offset + bytes)?;
+            self.take_segments(of.map, offset..offset + bytes)?;
             holes.pop();
-            self.buddy.lock().free(offset, bytes);
-            self.publish(pages, &holes);
+            of.buddy.lock().free(offset, bytes);
+            self.publish(of, &holes);
         }
         Ok(())
     }
 
     /// Gives back a piece whose pages were discarded; without pages it is a hole.
-    pub(super) fn give_back_discarded(&self, offset: usize, bytes: usize) {
-        if let Some(pages) = &self.pages {
-            let mut holes = pages.holes.lock();
-            if pages.take_segments(&self.map, offset..offset + bytes).is_err() {
-                holes.push((offset, bytes));
-                self.publish(pages, &holes);
-                return;
-            }
+    pub(super) fn give_back(&self, of: Of<'_>, offset: usize, bytes: usize) {
+        let mut holes = self.holes.lock();
+        if self.take_segments(of.map, offset..offset + bytes).is_ok() {
+            of.buddy.lock().free(offset, bytes);
+        } else {
+            holes.push((offset, bytes));
+            self.publish(of, &holes);
         }
-        self.buddy.lock().free(offset, bytes);
     }
 
-    /// What an earlier process left was claimed. Between that, it may have left holes: their pages are taken, and a block that
-    /// does not get them has nothing free. Before any segment of the region is written to.
-    ///
-    /// # Errors
-    /// When the file cannot be looked at.
+    /// Takes the pages of holes that an earlier process left; a block that does not get them has nothing free.
     #[cfg(not(miri))]
-    pub fn settle(&self) -> io::Result<()> {
-        let Some(pages) = &self.pages else { return Ok(()) };
-        let mut left_out = pages.holes.lock();
-        let front = self.map.front_bytes();
-        let end = self.ready_blocks() * BLOCK_BYTES;
-        for hole in self.map.holes(front..front + end)? {
+    pub(super) fn settle(&self, of: Of<'_>) -> io::Result<()> {
+        let mut left_out = self.holes.lock();
+        let front = of.map.front_bytes();
+        let end = of.ready_blocks() * BLOCK_BYTES;
+        for hole in of.map.holes(front..front + end)? {
             let mut from = hole.start - front;
             while from < hole.end - front {
                 let block = from / BLOCK_BYTES;
                 let until = (hole.end - front).min((block + 1) * BLOCK_BYTES);
-                if pages.take_segments(&self.map, from..until).is_err() {
-                    left_out.extend(self.buddy.lock().take_free(block));
+                if self.take_segments(of.map, from..until).is_err() {
+                    left_out.extend(of.buddy.lock().take_free(block));
                 }
                 from = until;
             }
         }
-        self.publish(pages, &left_out);
+        self.publish(of, &left_out);
         Ok(())
     }
 
-    fn publish(&self, pages: &Pages, holes: &[(usize, usize)]) {
+    fn publish(&self, of: Of<'_>, holes: &[(usize, usize)]) {
         let without: usize = holes.iter().map(|(_, bytes)| bytes).sum();
-        let ready = self.ready_blocks() * BLOCK_BYTES - without;
-        pages.ready_bytes.store(ready as u64, Ordering::Relaxed);
+        let ready = of.ready_blocks() * BLOCK_BYTES - without;
+        self.ready_bytes.store(ready as u64, Ordering::Relaxed);
     }
 
     /// From now on the file's tmpfs has so many bytes left.
     #[cfg(test)]
-    pub fn limit_pages(&self, bytes: usize) {
-        if let Some(pages) = &self.pages {
-            *pages.left.lock() = Some(bytes);
-        }
+    pub(super) fn limit(&self, bytes: usize) {
+        *self.left.lock() = Some(bytes);
     }
 }
