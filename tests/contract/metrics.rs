@@ -41,8 +41,8 @@ writable, and `used_buffer_size` includes `allocated_buffer_size`.
 Java's summaries are histograms here, so quantiles come from `histogram_quantile`. Times on the way (`…_transport_latency`)
 compare the clocks of two machines: what is negative or longer than an hour is dropped, and a request without a timestamp
 does not count (that of the local index has none). Not exported is what has no counterpart here: Java's `jvm_*` and
-`JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, commits and threads of its executor; riffle's event bus,
-permits and alignment pool.
+`JvmPauseMonitor*`, direct memory, LAB chunks, remote merge, `committed_block_count` (commits are counted by call) and threads
+of its executor; riffle's event bus, permits and alignment pool.
 
 Those of `tiers::hdfs`, and those of `flush` that name a tier, are there where the store type has it, those of
 `coordinator::embedded` where the worker is a coordinator, and those of `coordinator::heartbeat` with a `coordinator_quorum`.
