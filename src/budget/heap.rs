@@ -177,6 +177,20 @@ mod tests {
         assert_eq!(heap.whole().used(), 0);
     }
 
+    /// The adversary suite found it: while requests filled the heap, an honest application's next id was refused.
+    #[test]
+    fn requests_that_fill_the_heap_take_nothing_from_an_applications_part() {
+        let heap = Heap::new(1600);
+        let app = heap.of_one_app(HeapKind::ReportedIds);
+        let held = app.try_charge(200).unwrap();
+        let requests = [HeapKind::Requests, HeapKind::Answers].map(|kind| heap.of(kind));
+        let flood = requests.map(|budget| budget.try_charge(budget.free() - 5).unwrap());
+        assert_eq!(app.free(), heap.whole().free());
+        assert!(app.try_charge(4).is_ok());
+        drop((flood, held));
+        assert_eq!(heap.whole().used(), 0);
+    }
+
     #[test]
     fn applications_that_fill_what_is_kept_leave_some_to_the_next() {
         let heap = Heap::new(16 << 20);

@@ -56,7 +56,9 @@ impl Ledger {
         let used = self.used.load(Ordering::Relaxed);
         let free = self.capacity.saturating_sub(used);
         match &self.parent {
-            Some(parent) if self.is_share => free.min(left::room(parent.capacity(), parent.free(), used)),
+            Some(parent) if self.is_share => {
+                free.min(left::room(parent.capacity(), parent.kept_free(), used))
+            }
             Some(_) | None => free,
         }
     }
@@ -65,7 +67,7 @@ impl Ledger {
     fn leaves_enough(&self) -> bool {
         let used = self.used.load(Ordering::Relaxed);
         let of_share = self.parent.as_ref().filter(|_| self.is_share);
-        of_share.is_none_or(|parent| left::is_enough(parent.capacity(), parent.free(), used))
+        of_share.is_none_or(|parent| left::is_enough(parent.capacity(), parent.kept_free(), used))
     }
 
     fn give_back(&self, bytes: u64) {
@@ -132,6 +134,13 @@ impl Budget {
     #[must_use]
     pub fn free(&self) -> u64 {
         self.path().map(Ledger::free).min().unwrap_or(0)
+    }
+
+    /// What could be charged if nothing but this and its like were charged to the whole: the topmost budget also has what comes
+    /// and goes by itself, and how much of that there is at a moment says nothing of who keeps too much.
+    fn kept_free(&self) -> u64 {
+        let is_among = |ledger: &&Ledger| ledger.parent.is_some() || std::ptr::eq(*ledger, &*self.0);
+        self.path().filter(is_among).map(Ledger::free).min().unwrap_or(0)
     }
 
     /// Charges `bytes`, or nothing. No bytes are never refused, not even of a budget that is overdrawn.

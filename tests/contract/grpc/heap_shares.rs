@@ -110,11 +110,14 @@ async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_fro
         }
         fixture.client.unregister_app(app).await.unwrap();
     }
-    // Nothing was taken from those that fill it, and what goes is theirs again.
+    // Nothing was taken from those that fill it.
     let before = held(&fixture, HeapKind::Registrations);
     assert_eq!(register(&fixture, &key("hog-2", 1), 1).await.0, StatusCode::Success, "known");
     assert_eq!(held(&fixture, HeapKind::Registrations), before);
+    // The first has more than its part since there is a second, and more again when that is gone.
     fixture.client.unregister(&key("hog-1", 1)).await.unwrap();
+    assert_ne!(register(&fixture, &key("hog-1", 1), 5_000).await.0, StatusCode::Success);
+    fixture.client.unregister_app("hog-2").await.unwrap();
     assert_eq!(register(&fixture, &key("hog-1", 1), 5_000).await.0, StatusCode::Success);
     fixture.finish().await;
 }
