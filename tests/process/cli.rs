@@ -147,8 +147,17 @@ fn an_imported_configuration_is_valid() {
     };
     let java = "rss.storage.type MEMORY_LOCALFILE\nrss.coordinator.quorum c:1\nrss.storage.basePath /data1\n\
                 rss.server.buffer.capacity 1g\nrss.server.merge.enable true\n";
+    let without_memory = |store_type| {
+        let quorum = "rss.coordinator.quorum c:1\nrss.storage.basePath /data1";
+        format!("rss.storage.type {store_type}\n{quorum}\n")
+    };
     for (name, text) in [
         ("server.conf", java),
+        ("server.conf", without_memory("LOCALFILE").as_str()),
+        #[cfg(feature = "hdfs")]
+        ("server.conf", without_memory("LOCALFILE_HDFS").as_str()),
+        #[cfg(feature = "hdfs")]
+        ("server.conf", without_memory("HDFS").as_str()),
         ("riffle.toml", "grpc_port = 7\n[health_service_config]\nalive_app_number_max_limit = 1\n"),
     ] {
         let output = import(&write(name, text));

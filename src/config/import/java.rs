@@ -13,6 +13,8 @@ use super::found::{Found, Was};
 enum As {
     /// As it is: a number, `true`, a word.
     Same,
+    /// Where blocks are kept.
+    StoreType,
     /// A list with commas.
     List,
     /// Bytes, or `20g`, where g is 2^30.
@@ -30,11 +32,12 @@ const BUFFERS: &str = "reads and writes bring their own buffers";
 const MERGE: &str = "remote merge is not supported";
 const KERBEROS: &str = "rss.security.hadoop.kerberos.enable is not true";
 const RETRY: &str = "a batch goes to another disk or tier and is tried until it is written";
+const WITH_MEMORY: &str = "memory stays the buffer; clients keep their type";
 const HEALTH: &str = "the worker finds out by itself whether its disks are healthy";
 
 /// Java's key, ours, how it is read, and Java's default where ours is another.
 const KEYS: &[(&str, &str, As, Option<&str>)] = &[
-    ("rss.storage.type", "store_type", As::Same, None),
+    ("rss.storage.type", "store_type", As::StoreType, None),
     ("rss.rpc.server.port", "grpc_port", As::Same, Some("19999")),
     ("rss.server.netty.port", "urpc_port", As::Same, Some("17000")),
     ("rss.jetty.http.port", "http_port", As::Same, None),
@@ -289,8 +292,22 @@ fn take(found: &mut Found, (java, ours, kind): (&str, &str, As), text: &str) {
     match kind.read(text) {
         // What Java takes for "not set": −1, or the largest number.
         Some(Value::Integer(i64::MIN..=-1 | i64::MAX)) => found.leave(&was, "as if it were not set"),
-        Some(value) => found.take(ours, value, Some(was.shown())),
+        Some(value) => {
+            let is_given_memory = kind == As::StoreType && with_memory(text).is_some();
+            let note = if is_given_memory { format!(": {WITH_MEMORY}") } else { String::new() };
+            found.take(ours, value, Some(format!("{}{note}", was.shown())));
+        }
         None => found.refuse(&was, format!("cannot be read as {}", kind.name())),
+    }
+}
+
+/// The store type of ours for one of Java's without memory, which is a tier here always.
+fn with_memory(text: &str) -> Option<&'static str> {
+    match text.trim().to_ascii_uppercase().as_str() {
+        "LOCALFILE" => Some("MEMORY_LOCALFILE"),
+        "HDFS" => Some("MEMORY_HDFS"),
+        "LOCALFILE_HDFS" => Some("MEMORY_LOCALFILE_HDFS"),
+        _ => None,
     }
 }
 
@@ -302,6 +319,7 @@ impl As {
     fn name(self) -> &'static str {
         match self {
             Self::Same => "a value",
+            Self::StoreType => "a storage type",
             Self::List => "a list",
             Self::Size => "a size such as 20g",
             Self::Millis => "milliseconds",
@@ -321,6 +339,7 @@ impl As {
                 (None, Err(_), "false" | "FALSE") => Value::Boolean(false),
                 (None, Err(_), text) => Value::from(text),
             },
+            Self::StoreType => with_memory(text).map_or_else(|| Value::from(text), Value::from),
             Self::List => {
                 let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
                 Value::Array(parts.map(Value::from).collect())
@@ -384,6 +403,9 @@ pub(super) fn reference() -> String {
     for (java, ours, kind, default) in KEYS {
         let read = match kind {
             As::Same => "",
+            As::StoreType => {
+                "`LOCALFILE`, `HDFS` and `LOCALFILE_HDFS` get `MEMORY_` before them: memory stays the buffer"
+            }
             As::List => "commas become a list",
             As::Size => "20g is 20 × 2^30",
             As::Millis => "milliseconds become a duration",

@@ -115,6 +115,34 @@ fn defaults_of_java_that_are_not_ours_are_written_out() {
 }
 
 #[test]
+fn storage_types_without_memory_get_it_as_the_buffer() {
+    for (theirs, ours, has_remote_paths) in [
+        ("LOCALFILE", "MEMORY_LOCALFILE", false),
+        ("HDFS", "MEMORY_HDFS", true),
+        ("LOCALFILE_HDFS", "MEMORY_LOCALFILE_HDFS", true),
+        ("localfile_hdfs", "MEMORY_LOCALFILE_HDFS", true),
+    ] {
+        let text = format!("rss.storage.type {theirs}\nrss.coordinator.quorum c:1\nrss.storage.basePath /d");
+        let imported = import("x", &text, &machine()).unwrap();
+        // Without the feature both are refused, by the name of the type that would be there.
+        let is_built = cfg!(feature = "hdfs") || !has_remote_paths;
+        let line = format!(
+            "# rss.storage.type {theirs}: memory stays the buffer; clients keep their type\n{}store_type = \"{ours}\"",
+            if is_built { "" } else { "# " }
+        );
+        assert!(imported.text.contains(&line), "{line} in {}", imported.text);
+        assert_eq!(imported.text.contains("allowed_paths = [\"*\"]"), has_remote_paths, "{}", imported.text);
+        if is_built {
+            assert_eq!((&imported.missing, &imported.refused), (&Vec::new(), &Vec::new()));
+            assert_eq!(parse(&imported.text).entries()["store_type"], format!("\"{ours}\""));
+        }
+    }
+    let with_memory =
+        import("x", "rss.storage.type MEMORY_LOCALFILE\nrss.storage.basePath /d", &machine()).unwrap();
+    assert!(!with_memory.text.contains("stays the buffer"), "{}", with_memory.text);
+}
+
+#[test]
 fn what_ours_refuses_is_a_comment_with_the_reason() {
     let text = "rss.storage.type S3\nrss.rpc.server.port 99999\nrss.server.tags a b\n\
                 rss.server.buffer.capacity lots\nrss.coordinator.quorum c:1\nrss.storage.basePath /d";
