@@ -25,6 +25,8 @@ use uniffle_worker::tiers::{
 pub struct ThirdTier {
     shuffles: Mutex<HashMap<ShuffleKey, Arc<Shuffle>>>,
     synced_bytes: AtomicU64,
+    /// Of the last registration.
+    wanted: Mutex<Option<RemoteStorage>>,
 }
 
 /// One registration of a shuffle.
@@ -59,6 +61,11 @@ impl ThirdTier {
     /// Bytes that it had when it was synced last.
     pub fn synced_bytes(&self) -> u64 {
         self.synced_bytes.load(Ordering::Acquire)
+    }
+
+    /// The remote storage that the last registration named.
+    pub fn wanted(&self) -> Option<RemoteStorage> {
+        self.wanted.lock().clone()
     }
 
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
@@ -115,7 +122,8 @@ impl Tier for ThirdTier {
         TierState { used_bytes, ..TierState::default() }
     }
 
-    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+    fn prepare(self: Arc<Self>, wanted: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        *self.wanted.lock() = wanted.cloned();
         let register = move |key: &ShuffleKey, _: &[(i32, i32)]| {
             let create = || Arc::new(Shuffle { partitions: Mutex::new(Some(HashMap::new())) });
             self.shuffles.lock().entry(key.clone()).or_insert_with(create);

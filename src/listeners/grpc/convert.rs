@@ -95,6 +95,13 @@ mod tests {
 
     #[test]
     fn a_registration_keeps_every_field() {
+        let remote = proto::RemoteStorage {
+            path: "hdfs://n/uniffle".into(),
+            remote_storage_conf: vec![proto::RemoteStorageConfItem {
+                key: "dfs.x".into(),
+                value: "y".into(),
+            }],
+        };
         let mut request = ShuffleRegisterRequest {
             app_id: "app-1".into(),
             shuffle_id: 7,
@@ -102,6 +109,8 @@ mod tests {
             user: "spark".into(),
             shuffle_data_distribution: DataDistribution::LocalOrder.into(),
             properties: [("a.rss.b".to_owned(), "1".to_owned())].into(),
+            remote_storage: Some(remote.clone()),
+            max_concurrency_per_partition_to_write: 2,
             ..Default::default()
         };
         let converted = register_request(&mut request);
@@ -109,7 +118,30 @@ mod tests {
         assert_eq!(converted.ranges, [(1, 3)]);
         assert_eq!(converted.distribution, Distribution::LocalOrder);
         assert_eq!(converted.properties["a.rss.b"], "1");
+        let storage = RemoteStorage {
+            path: "hdfs://n/uniffle".into(),
+            conf: vec![("dfs.x".into(), "y".into())],
+            user: "spark".into(),
+            writers: Some(2),
+        };
+        assert_eq!(converted.remote_storage, Some(storage));
         request.shuffle_data_distribution = 99;
         assert_eq!(register_request(&mut request).distribution, Distribution::Normal);
+    }
+
+    #[test]
+    fn n24_only_a_number_above_zero_is_a_number_of_writers() {
+        for (sent, expected) in [(2, Some(2)), (1, Some(1)), (0, None), (-1, None), (i32::MIN, None)] {
+            let mut request = ShuffleRegisterRequest {
+                remote_storage: Some(proto::RemoteStorage {
+                    path: "hdfs://n/p".into(),
+                    ..Default::default()
+                }),
+                max_concurrency_per_partition_to_write: sent,
+                ..Default::default()
+            };
+            let storage = register_request(&mut request).remote_storage;
+            assert_eq!(storage.expect("it has a path").writers, expected, "{sent}");
+        }
     }
 }

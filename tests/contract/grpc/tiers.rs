@@ -9,7 +9,7 @@ use uniffle_client::grpc::{ReadOptions, register_request};
 use uniffle_testkit::fault::{Fault, Operation, Rule};
 use uniffle_testkit::third_tier::ThirdTier;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
-use uniffle_worker::proto::DataDistribution;
+use uniffle_worker::proto::{DataDistribution, RemoteStorage};
 use uniffle_worker::tiers::Tier;
 
 use super::blocks::{batch, block, blocks, payload};
@@ -260,4 +260,19 @@ async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
     assert_eq!(tier.synced_bytes(), 0);
     assert_eq!(fixture.worker.stop().await, 0, "tasks left");
     assert_eq!(tier.synced_bytes(), payload(&all));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n24_a_tier_hears_how_many_writers_an_application_wants() {
+    let tier = Arc::new(ThirdTier::default());
+    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
+    for (shuffle, wanted, expected) in [(1, 2, Some(2)), (2, 0, None), (3, -1, None)] {
+        let mut request = register_request(&key("app-1", shuffle), &[(0, 0)]);
+        request.remote_storage = Some(RemoteStorage { path: "third://x".to_owned(), ..Default::default() });
+        request.max_concurrency_per_partition_to_write = wanted;
+        fixture.client.register_with(request).await.unwrap();
+        let heard = tier.wanted().expect("it is asked at each registration");
+        assert_eq!((heard.path.as_str(), heard.writers), ("third://x", expected), "{wanted}");
+    }
+    fixture.finish().await;
 }
