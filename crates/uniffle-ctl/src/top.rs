@@ -1,12 +1,14 @@
 //! The live view: workers and their applications, drawn again and again on the terminal's other screen.
 //!
-//! Plain escape sequences and no keys: Ctrl-C ends it. Rates come from the workers' own history, so that a single look has
+//! Plain escape sequences and no keys: Ctrl-C ends it, and so do SIGTERM and SIGHUP; the terminal is left as it was. Rates come from the workers' own history, so that a single look has
 //! them too. Where stdout is no terminal it is printed once.
 
-use std::io::{IsTerminal as _, Write as _};
+use std::convert::Infallible;
+use std::io::{self, IsTerminal as _, Write as _};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::arguments::Arguments;
 use crate::commands::{Answer, all_of, ask_all, pretty, worst};
@@ -38,16 +40,57 @@ pub(crate) async fn run(
         say(&if is_json { pretty(&all_of(&looked)) } else { screen(&looked) });
         return Ok(worst(&looked));
     };
-    draw(ENTER);
-    let code = tokio::select! {
-        ended = tokio::signal::ctrl_c() => ended.map(|()| 0).map_err(|error| Failure::Usage(error.to_string())),
-        never = redraw(client, arguments, targets, pace) => Ok(never),
-    };
-    draw(LEAVE);
-    code
+    // Caught before the screen is another's: none of them ends the program on it.
+    let mut ends = Ends::new().map_err(|error| Failure::Usage(format!("signals: {error}")))?;
+    let _other = OtherScreen::enter();
+    tokio::select! {
+        () = ends.any() => Ok(0),
+        never = redraw(client, arguments, targets, pace) => match never {},
+    }
 }
 
-async fn redraw(client: &Client, arguments: &Arguments, mut targets: Vec<Target>, pace: Duration) -> u8 {
+/// The signals that end the view.
+struct Ends([Signal; 3]);
+
+impl Ends {
+    fn new() -> io::Result<Self> {
+        let [interrupt, terminate, hangup] =
+            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
+        Ok(Self([interrupt?, terminate?, hangup?]))
+    }
+
+    async fn any(&mut self) {
+        let Self([interrupt, terminate, hangup]) = self;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    }
+}
+
+/// The terminal's other screen, without a cursor; dropped, it is the one of before.
+struct OtherScreen;
+
+impl OtherScreen {
+    fn enter() -> Self {
+        draw(ENTER);
+        Self
+    }
+}
+
+impl Drop for OtherScreen {
+    fn drop(&mut self) {
+        draw(LEAVE);
+    }
+}
+
+async fn redraw(
+    client: &Client,
+    arguments: &Arguments,
+    mut targets: Vec<Target>,
+    pace: Duration,
+) -> Infallible {
     loop {
         let picture = screen(&look(client, &targets).await);
         let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();

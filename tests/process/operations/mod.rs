@@ -8,3 +8,4 @@ mod fixture;
 mod page;
 mod reload;
 mod tls;
+mod top;
