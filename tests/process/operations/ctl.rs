@@ -1,13 +1,16 @@
 //! `uniffle-worker ctl`: the binary against a worker in this process; each command, for people and for scripts, and
 //! every exit code.
 
-use std::process::Stdio;
+use std::process::{Output, Stdio};
 
 use serde_json::Value;
 use tokio::process::Command;
+use tokio::task::block_in_place;
 
 use super::fixture::{AdminFixture, eventually};
+use crate::writes::{Written, client_of, key};
 use uniffle_testkit::ports::free_port;
+use uniffle_testkit::worker::{Setup, Worker};
 
 /// What a command did.
 pub(crate) struct Done {
@@ -31,11 +34,21 @@ impl Done {
 }
 
 pub(crate) async fn run(arguments: &[&str]) -> Done {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"));
-    command.args(arguments).env_remove("WORKER_ADMIN_TOKEN").stdin(Stdio::null()).kill_on_drop(true);
-    let output = command.output().await.unwrap();
+    run_with(&[], arguments).await
+}
+
+/// With variables of the environment.
+async fn run_with(env: &[(&str, &str)], arguments: &[&str]) -> Done {
+    let output = output(env, arguments).await;
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     Done { code: output.status.code().unwrap(), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// Where what is printed need not be text.
+async fn output(env: &[(&str, &str)], arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_uniffle-worker"));
+    command.args(arguments).env_remove("WORKER_ADMIN_TOKEN").envs(env.iter().copied());
+    command.stdin(Stdio::null()).kill_on_drop(true).output().await.unwrap()
 }
 
 /// `ctl` of the worker of `fixture`.
@@ -96,6 +109,8 @@ async fn ctl_changes_tags_configuration_and_applications() {
     assert_eq!(ctl(&fixture, &["tags", "--none"]).await.well(), "\n");
     fixture.rewrite("tags = [\"new\"]", "");
     assert!(ctl(&fixture, &["reload"]).await.well().contains("waiting_for_restart:"));
+    let told = json(&fixture, &["reload"]).await;
+    assert!(told["changed"].is_array() && told["waiting_for_restart"].is_array(), "{told}");
     fixture.write("gprc_port = 1");
     assert!(ctl(&fixture, &["reload"]).await.badly(1).contains("did you mean grpc_port?"));
     ctl(&fixture, &["purge", "app"]).await.badly(1);
@@ -103,6 +118,8 @@ async fn ctl_changes_tags_configuration_and_applications() {
     assert_eq!(ctl(&fixture, &["purge", "app 1 é"]).await.well(), "purged: app 1 é\n");
     let shown = ctl(&fixture, &["app", "app 1 é"]).await.well();
     assert!(shown.contains("nothing of it is here any more") && !shown.contains("in memory 9.8"), "{shown}");
+    fixture.push("app-2", 1).await;
+    assert_eq!(json(&fixture, &["purge", "app-2"]).await, serde_json::json!({ "purged": "app-2" }));
     let file = tempfile::tempdir().unwrap();
     let file = file.path().join("tasks");
     ctl(&fixture, &["profile", "tasks", "--file", file.to_str().unwrap()]).await.well();
@@ -122,10 +139,12 @@ async fn ctl_drains_a_worker_and_waits_for_its_end() {
     let late = ctl(&fixture, &["decommission", "--wait", "--within", "0.5"]).await.badly(4);
     assert!(late.contains("1 applications are left"), "{late}");
     assert!(ctl(&fixture, &["decommission"]).await.well().contains("state: decommissioning"));
+    assert_eq!(json(&fixture, &["decommission"]).await["state"], "decommissioning");
     assert!(ctl(&fixture, &["status", "--ready"]).await.badly(4).contains("not ready"));
     ctl(&fixture, &["purge", "app-1"]).await.well();
     let ended = json(&fixture, &["decommission", "--wait", "--within", "60"]).await;
     assert_eq!(ended["state"], "decommissioned");
+    assert_eq!(json(&fixture, &["decommission", "--cancel"]).await["state"], "active");
     assert!(ctl(&fixture, &["decommission", "--cancel"]).await.well().contains("state: active"));
     fixture.finish().await;
 }
@@ -179,6 +198,127 @@ async fn exit_codes_of_ctl_tell_what_went_wrong() {
     let silent = silent.local_addr().unwrap().to_string();
     run(&["ctl", "status", "--timeout", "0.2", "--worker", &silent]).await.badly(3);
     fixture.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_is_taken_from_the_file_or_else_from_the_environment() {
+    const RIGHT: &str = "correct-horse-battery-staple";
+    const WRONG: &str = "incorrect-horse-battery";
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, token: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, token).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (right, wrong) = (file("right", RIGHT), file("wrong", WRONG));
+    let fixture = AdminFixture::with(&format!("token_file = {right:?}\n")).await;
+    let admin = fixture.worker.addresses().admin.unwrap().to_string();
+    let tags = |env: Option<&'static str>, file: Option<String>| {
+        let mut arguments: Vec<_> = ["ctl", "tags", "x", "--admin", &admin].map(str::to_owned).into();
+        arguments.extend(file.into_iter().flat_map(|file| ["--token-file".to_owned(), file]));
+        let env: Vec<_> = env.into_iter().map(|token| ("WORKER_ADMIN_TOKEN", token)).collect();
+        async move { run_with(&env, &arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
+    };
+    tags(Some(RIGHT), None).await.well();
+    tags(Some("correct-horse-battery-staple\n"), None).await.well();
+    for refused in [Some(WRONG), Some(""), None] {
+        let told = tags(refused, None).await.badly(1);
+        assert!(told.contains("a bearer token is needed"), "{refused:?}: {told}");
+    }
+    // The file counts where both are given.
+    tags(Some(WRONG), Some(right)).await.well();
+    assert!(tags(Some(RIGHT), Some(wrong)).await.badly(1).contains("401"));
+    fixture.finish().await;
+}
+
+/// `ctl` of a worker in a process of its own.
+async fn ctl_of(worker: &Worker, arguments: &[&str]) -> Output {
+    let at = |port: u16| format!("127.0.0.1:{port}");
+    let (http, admin) = (at(worker.ready().http_port), at(worker.ready().admin_port.unwrap()));
+    let whom = ["ctl", "--worker", &http, "--admin", &admin];
+    output(&[], &[&whom[..], arguments].concat()).await
+}
+
+fn printed(output: Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_that_a_killed_worker_had_in_memory_are_listed_as_lost() {
+    let tables = "[admin]\nport = 0".to_owned();
+    let setup = Setup { name: "losing", made_tables: tables, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app-1", 3), 2).await;
+    for task in 0..3 {
+        written.task(&client, task, 1000).await.unwrap();
+    }
+    drop(client);
+    block_in_place(|| {
+        worker.kill();
+        worker.start_again();
+    });
+    let start = tokio::time::Instant::now();
+    let told: Value = loop {
+        let told = printed(ctl_of(&worker, &["losses", "--output", "json"]).await);
+        let told: Value = serde_json::from_str(&told).unwrap();
+        if told["losses"][1].is_object() {
+            break told;
+        }
+        assert!(start.elapsed() < super::api::PATIENCE, "{told}");
+    };
+    let losses = told["losses"].as_array().unwrap();
+    assert_eq!(losses.len(), 2, "one of each partition: {told}");
+    for (partition, loss) in losses.iter().enumerate() {
+        assert_eq!(
+            (&loss["app"], &loss["shuffle"], &loss["blocks"]),
+            (&"app-1".into(), &3.into(), &3.into())
+        );
+        assert_eq!(loss["partition"], partition, "{told}");
+    }
+    let shown = printed(ctl_of(&worker, &["losses"]).await);
+    let lines: Vec<_> = shown.lines().collect();
+    assert!(lines.len() == 3 && lines[0].starts_with("application"), "{shown}");
+    for (line, loss) in lines[1..].iter().zip(losses) {
+        assert!(line.starts_with("app-1") && line.ends_with(loss["reason"].as_str().unwrap()), "{shown}");
+    }
+    client_of(&worker).await.unregister_app("app-1").await.unwrap();
+    block_in_place(|| worker.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn profiles_are_written_to_a_file_or_to_stdout() {
+    let setup = Setup {
+        made_tables: "[admin]\nport = 0".to_owned(),
+        env: vec![("_RJEM_MALLOC_CONF", "prof:true,lg_prof_sample:12".to_owned())],
+        ..Setup::default()
+    };
+    let worker = block_in_place(|| Worker::start(&setup));
+    let directory = tempfile::tempdir().unwrap();
+    // pprof's format as it is, with the names of its values in it, or packed by gzip.
+    let is_cpu = |profile: &[u8]| profile.windows(11).any(|part| part == b"nanoseconds");
+    let is_gzip = |profile: &[u8]| profile.starts_with(&[0x1f, 0x8b]);
+    let kinds: [(&str, &dyn Fn(&[u8]) -> bool); 2] = [("cpu", &is_cpu), ("heap", &is_gzip)];
+    for (kind, is_profile) in kinds {
+        let file = directory.path().join(kind);
+        let arguments = ["profile", kind, "--seconds", "1", "--file"];
+        let told = printed(ctl_of(&worker, &[&arguments[..], &[file.to_str().unwrap()]].concat()).await);
+        let profile = std::fs::read(&file).unwrap();
+        assert_eq!(told, format!("{} bytes in {}\n", profile.len(), file.display()));
+        assert!(is_profile(&profile), "{kind}: {}", String::from_utf8_lossy(&profile));
+        let streamed = ctl_of(&worker, &["profile", kind, "--seconds", "1", "-f", "-"]).await;
+        let failure = String::from_utf8_lossy(&streamed.stderr);
+        assert!(streamed.status.success() && failure.is_empty(), "{failure}");
+        assert!(is_profile(&streamed.stdout), "{kind}: {}", String::from_utf8_lossy(&streamed.stdout));
+        assert!(!streamed.stdout.windows(9).any(|part| part == b"bytes in "), "nothing but the profile");
+    }
+    let svg = printed(ctl_of(&worker, &["profile", "heap", "--flamegraph", "-f", "-"]).await);
+    assert!(svg.contains("<svg"), "{svg}");
+    let refused = ctl_of(&worker, &["profile", "heap", "-f", "/nowhere/profile"]).await;
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--file /nowhere/profile"), "{refused:?}");
+    block_in_place(|| worker.stop());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
