@@ -11,8 +11,20 @@ pub use clap_complete::Shell;
 pub fn complete(mut command: Command, shell: Shell) -> Vec<u8> {
     let name = command.get_name().to_owned();
     let mut text = Vec::new();
-    clap_complete::generate(shell, &mut command, name, &mut text);
-    text
+    clap_complete::generate(shell, &mut command, &name, &mut text);
+    match (shell, String::from_utf8(text)) {
+        (Shell::Bash, Ok(script)) => with_one_spelling(&name, &script).into_bytes(),
+        (_, Ok(script)) => script.into_bytes(),
+        (_, Err(error)) => error.into_bytes(),
+    }
+}
+
+/// The bash completions of a program whose name has a hyphen: clap_complete writes the states that a line leads to with
+/// another spelling of the name than the cases that look for them, so that no subcommand has any
+/// (<https://github.com/clap-rs/clap/issues/6421>). Nothing changes once it has one spelling.
+fn with_one_spelling(name: &str, script: &str) -> String {
+    let state = |hyphen| format!("{}__subcmd__", name.replace('-', hyphen));
+    script.replace(&state("__subcmd__"), &state("__"))
 }
 
 /// The manual page of `command`; with a directory the pages of all its subcommands too, as files there.

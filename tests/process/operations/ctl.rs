@@ -10,6 +10,7 @@ use tokio::task::block_in_place;
 use super::fixture::{AdminFixture, eventually};
 use crate::writes::{Written, client_of, key};
 use uniffle_testkit::ports::free_port;
+use uniffle_testkit::tools::available;
 use uniffle_testkit::worker::{Setup, Worker};
 
 /// What a command did.
@@ -411,4 +412,34 @@ async fn completions_and_manual_name_every_command() {
     let pages: Vec<_> =
         std::fs::read_dir(directory.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
     assert!(pages.iter().any(|name| name == "uniffle-worker-ctl-drain.1"), "{pages:?}");
+}
+
+/// As bash does it at a tab: by the function that `complete` names.
+#[tokio::test]
+async fn bash_completes_commands_and_arguments_of_ctl() {
+    if !available("bash", &["bash"]) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("uniffle-worker.bash");
+    std::fs::write(&file, run(&["completions", "bash"]).await.well()).unwrap();
+    for (words, expected) in [
+        (&["ctl", "dec"][..], &["decommission"][..]),
+        (&["ctl", "d"], &["disks", "decommission", "drain"]),
+        (&["ctl", "decommission", "--w"], &["--wait", "--within", "--worker"]),
+        (&["ctl", "status", "--output", ""], &["text", "json"]),
+        (&["comp"], &["completions"]),
+    ] {
+        let script = "source \"$1\"; shift; COMP_WORDS=(uniffle-worker \"$@\"); COMP_CWORD=$#\n\
+                      [[ $(complete -p uniffle-worker) =~ -F\\ ([^\\ ]+) ]] || exit 9\n\
+                      \"${BASH_REMATCH[1]}\" uniffle-worker \"${!#}\" \"${COMP_WORDS[COMP_CWORD - 1]}\"\n\
+                      printf '%s\\n' \"${COMPREPLY[@]}\"";
+        let mut bash = Command::new("bash");
+        bash.args(["--norc", "-c", script, "bash"]).arg(&file).args(words).kill_on_drop(true);
+        let told = printed(bash.output().await.unwrap());
+        let (mut told, mut expected) = (told.lines().collect::<Vec<_>>(), expected.to_vec());
+        told.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(told, expected, "{words:?}");
+    }
 }
