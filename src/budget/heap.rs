@@ -53,7 +53,9 @@ impl HeapKind {
     /// Sixteenths of the whole that it may have.
     fn sixteenths(self) -> u64 {
         match self {
-            Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds | Self::Partitions => 8,
+            Self::Requests | Self::Blocks | Self::Answers | Self::ReportedIds => 8,
+            // The finest of what is kept: of two large applications each has 100,000 with a heap of 128 MiB.
+            Self::Partitions => 10,
             Self::Registrations => 4,
         }
     }

@@ -136,28 +136,53 @@ fn a_cluster_of_workers_alone_loses_a_coordinator_under_a_job_and_takes_the_next
     }
 }
 
-/// Each worker in turn, in a cluster of its own: both coordinators, the first of which clients ask first, and one that is none; the
-/// odd one in the map stage. It has two thirds of the blocks.
+/// Once all is written, one copy of two is enough. While a map stage writes, clients want both of two, so that its tasks fail
+/// without the second worker; of three they want two.
+const THREE_REPLICAS: &str = "failures=allowed spark.rss.data.replica=3 spark.rss.data.replica.write=2 \
+                              spark.rss.data.replica.read=2 master=local[2,4]";
+
+/// In a cluster of its own: `victim` is killed when its `counter` has come to `after`, while the job goes on.
+fn loses(victim: usize, counter: &str, after: f64, words: &str) -> Vec<Worker> {
+    let mut spark = spark().expect("it was there");
+    let application = Application { words, ..Application::of(JOB) };
+    let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
+        wait_total(&workers[victim], counter, after);
+        workers[victim].kill();
+        goes_on(&workers[(victim + 1) % 3], counter);
+    });
+    workers.into_iter().enumerate().filter(|(n, _)| *n != victim).map(|(_, worker)| worker).collect()
+}
+
+fn stop_without_errors(workers: Vec<Worker>) {
+    for worker in workers.into_iter().rev() {
+        worker.assert_no_error_logged();
+        worker.stop();
+    }
+}
+
+/// It is the coordinator that clients ask first; afterwards the next application goes on without it.
 #[test]
-fn with_two_replicas_a_cluster_of_workers_alone_loses_any_of_them() {
-    for victim in 0..3 {
-        let Some(mut spark) = spark() else { return };
-        let (counter, after) = [("total_read_data", 5e6), ("total_received_data", 15e6)][victim % 2];
-        let survivor = (victim + 1) % 3;
-        let application = Application { words: REPLICAS, ..Application::of(JOB) };
-        let (workers, _) = spark.run_while(workers_alone([""; 3]), application, |workers| {
-            wait_total(&workers[victim], counter, after);
-            workers[victim].kill();
-            goes_on(&workers[survivor], counter);
-        });
-        let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
-        let rest = workers.into_iter().enumerate().filter(|(n, _)| *n != victim).map(|(_, worker)| worker);
-        let rest: Vec<Worker> = rest.collect();
-        let (rest, _) = spark.run_while(rest, replicas, |_| {});
-        for worker in rest.into_iter().rev() {
-            worker.assert_no_error_logged();
-            worker.stop();
-        }
+fn with_two_replicas_a_cluster_of_workers_alone_loses_its_first_coordinator() {
+    if spark().is_none() {
+        return;
+    }
+    let rest = loses(0, "total_read_data", 5e6, REPLICAS);
+    let replicas = Application { words: REPLICAS, ..Application::of("range_sort") };
+    let (rest, _) = spark().expect("it was there").run_while(rest, replicas, |_| {});
+    stop_without_errors(rest);
+}
+
+#[test]
+fn with_two_replicas_a_cluster_of_workers_alone_loses_one_that_is_no_coordinator() {
+    if spark().is_some() {
+        stop_without_errors(loses(2, "total_read_data", 5e6, REPLICAS));
+    }
+}
+
+#[test]
+fn with_three_replicas_a_cluster_of_workers_alone_loses_a_coordinator_in_the_map_stage() {
+    if spark().is_some() {
+        stop_without_errors(loses(1, "total_received_data", 15e6, THREE_REPLICAS));
     }
 }
 
