@@ -5,7 +5,7 @@
 //!
 //! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
 //! three quarters of it at most, so that requests can always be answered, and of each of its kinds an application has
-//! as much as it leaves to others (`left`): half when it is alone, and whoever comes finds some.
+//! as much as it leaves to others (`left`): half when it is alone, and the next one finds some.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 

@@ -1,7 +1,7 @@
 //! How much of something one application may have: as much as it leaves to others.
 //!
 //! For what is held until its owner gives it back, and so cannot be divided again when another comes: registrations,
-//! reported ids, partitions. Whoever is alone may have half. Two that grow together get a third each and leave one, and
+//! reported ids, partitions. One that is alone may have half. Two that grow together get a third each and leave one, and
 //! so on: n equal ones get 1/(n+1). The last quarter is for those that have little: there an application may have a
 //! quarter of what it leaves, so that however many come one after another, each takes a fifth of what is there, and the
 //! next one still finds four fifths. Pure.

@@ -1,0 +1,170 @@
+//! Which files are taken over, grown or refused, and blocks with other bytes than were sent.
+
+use super::*;
+
+fn shm() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+fn in_directory(
+    path: &std::path::Path,
+    change: impl FnOnce(&mut MemoryConfig, &mut Owner),
+) -> Result<Arc<Memory>, Refusal> {
+    let (mut config, mut owner) = (config(Backing::Directory(path.to_owned())), owner());
+    change(&mut config, &mut owner);
+    Memory::open(&config, &owner, None, &Registry::new())
+}
+
+/// One with a block, whose process has ended.
+fn left(path: &std::path::Path) {
+    let memory = in_directory(path, |_, _| {}).unwrap();
+    restored(&memory, |_, _, _| false);
+    let mut world = World {
+        memory,
+        file: Arc::new(
+            rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap(),
+        ),
+        model: Arc::default(),
+        next_id: 1,
+        lengths: BTreeMap::new(),
+    };
+    let ids = world.ids(&[5000]);
+    let mut funds = funds(&world.memory, 100_000).unwrap();
+    let buffer = buffer(&world.memory, 0, 0);
+    let mut fill = buffer.reserve(5000, &mut funds).unwrap();
+    fill.write(&payload(ids[0], 5000));
+    let meta = BlockMeta {
+        block_id: BlockId(ids[0]),
+        task_attempt_id: TaskAttemptId(1),
+        length: 5000,
+        uncompressed_length: 1,
+        crc: crc32fast::hash(&payload(ids[0], 5000)),
+    };
+    buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
+    world.memory.let_go();
+}
+
+#[test]
+fn a_directory_is_one_worker_s_at_a_time_and_keeps_what_is_in_memory() {
+    let directory = shm();
+    left(directory.path());
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert!(matches!(in_directory(directory.path(), |_, _| {}), Err(Refusal::InUse)));
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+    assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
+    drop(again.forget(&key(0)));
+    again.let_go();
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "an empty one is deleted");
+    assert!(in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).is_ok());
+}
+
+#[test]
+fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
+    let directory = shm();
+    left(directory.path());
+    let said = |change: fn(&mut MemoryConfig, &mut Owner)| {
+        in_directory(directory.path(), change).unwrap_err().to_string()
+    };
+    assert!(said(|config, _| config.capacity_bytes = MIB).contains("memory_store.capacity"));
+    assert!(said(|_, owner| owner.node = "other".to_owned()).contains("it is of worker 10.0.0.1-19999"));
+    assert!(said(|_, owner| owner.boot = 8).contains("last start of the machine"));
+    let nowhere = in_directory(std::path::Path::new("/proc"), |_, _| {});
+    assert!(matches!(nowhere, Err(Refusal::NoTmpfs)));
+    let file = directory.path().join("uniffle-worker.memory");
+    let whole = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+    let bytes = whole.metadata().unwrap().len();
+    whole.set_len(bytes - 1).unwrap();
+    assert!(said(|_, _| {}).contains("cut short"));
+    whole.set_len(bytes).unwrap();
+    let put = |at: u64, byte: u8| rustix::io::pwrite(&whole, &[byte], at).map(drop).unwrap();
+    put(8, 2);
+    assert!(said(|_, _| {}).contains("layout version 2"));
+    put(8, 1);
+    put(100, 0xff);
+    assert!(said(|_, _| {}).contains("damaged"));
+    put(100, 0);
+    put(0, b'x');
+    assert!(said(|_, _| {}).contains("not the memory of a worker"));
+    put(0, b'U');
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+}
+
+#[test]
+fn a_region_that_was_not_made_to_its_end_is_made_anew() {
+    let directory = shm();
+    left(directory.path());
+    let file = directory.path().join("uniffle-worker.memory");
+    let half = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+    rustix::io::pwrite(&half, &[0; 8], 0).unwrap();
+    let again = in_directory(directory.path(), |config, _| config.capacity_bytes = 8 * MIB).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false), Found::new());
+}
+
+/// Its header stays as it is: no store makes another region of it.
+#[test]
+fn a_region_grows_with_all_that_is_in_it_and_does_not_shrink() {
+    let directory = shm();
+    left(directory.path());
+    let grown = |config: &mut MemoryConfig, _: &mut Owner| config.capacity_bytes = 8 * MIB;
+    for _ in 0..2 {
+        let again = in_directory(directory.path(), grown).unwrap();
+        assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+        assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
+        assert!(again.shared.supply.region.capacity_bytes() >= 8 * MIB);
+        let mut funds = funds(&again, 6 * MIB).unwrap();
+        let mut fill = buffer(&again, 0, 1).reserve(6 << 20, &mut funds).unwrap();
+        assert_eq!(fill.write(&vec![7; 6 << 20]), 6 << 20, "all of it can be used");
+        drop((fill, funds));
+        again.let_go();
+    }
+    let refused = in_directory(directory.path(), |_, _| {}).unwrap_err();
+    assert!(matches!(refused, Refusal::Size { .. }), "{refused}");
+    let check = |change: fn(&mut MemoryConfig)| {
+        let mut config = config(Backing::Directory(directory.path().to_owned()));
+        change(&mut config);
+        Memory::check(&config, &owner())
+    };
+    assert!(matches!(check(|_| {}), Err(Refusal::Size { .. })));
+    assert!(check(|config| config.capacity_bytes = 8 * MIB).is_ok());
+    assert!(check(|config| config.capacity_bytes = 16 * MIB).is_ok());
+}
+
+/// The table of blocks is as large as it was made.
+#[test]
+fn another_number_of_blocks_is_taken_as_far_as_there_are_places() {
+    let directory = shm();
+    left(directory.path());
+    let rows = u64::from(table_geometry().rows);
+    for (wanted, got) in [(77, 77), (1 << 20, rows)] {
+        let again = in_directory(directory.path(), |config, _| config.blocks_max = wanted).unwrap();
+        assert_eq!(again.blocks_max(), got);
+        assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+        again.let_go();
+    }
+}
+
+#[test]
+fn a_block_with_other_bytes_than_were_sent_is_not_shown() {
+    let directory = shm();
+    left(directory.path());
+    let file = directory.path().join("uniffle-worker.memory");
+    let flipped = std::fs::OpenOptions::new().read(true).write(true).open(&file).unwrap();
+    let at = table_geometry().front_bytes() + 3000;
+    let mut byte = [0];
+    rustix::io::pread(&flipped, &mut byte[..], at).unwrap();
+    assert_eq!(byte[0], payload(1, 5000)[3000], "of the only block");
+    rustix::io::pwrite(&flipped, &[byte[0] ^ 4], at).unwrap();
+    for found in [1, 0] {
+        let again = in_directory(directory.path(), |_, _| {}).unwrap();
+        for shuffle in 0..SHUFFLES {
+            again.register(&key(shuffle), Distribution::Normal);
+        }
+        let heap = again.heap().of(HeapKind::Partitions);
+        assert_eq!(again.restore(&key(0), |_, _| false, heap).len(), 0);
+        assert_eq!(again.finish_restore(), (found, 0), "its row is gone with it");
+        assert_eq!((read(&again), again.used_bytes()), (Found::new(), 0));
+        // Not an orderly end, which deletes an empty one.
+        drop(again);
+    }
+}
