@@ -35,6 +35,7 @@ pub struct App {
     pub(super) registrations: Budget,
     pub(super) reported_ids: Budget,
     partitions: Budget,
+    unfinished_blocks: Budget,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
     answer_lists: Budget,
@@ -67,6 +68,7 @@ impl App {
             registrations,
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             partitions: heap.of_one_app(HeapKind::Partitions),
+            unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
             answers: answers.child(answers.capacity() / 2),
             answer_lists: heap.of_one_app(HeapKind::Answers),
             usage,
@@ -91,6 +93,11 @@ impl App {
     /// Heap of its partitions that were ever written to.
     pub fn partitions(&self) -> &Budget {
         &self.partitions
+    }
+
+    /// Heap of the blocks of its sends that are not committed.
+    pub fn unfinished_blocks(&self) -> &Budget {
+        &self.unfinished_blocks
     }
 
     /// Its id.

@@ -4,8 +4,8 @@
 //! (HTTP/2 windows and TCP reads are the back-pressure); what would be kept is refused with the kind's name.
 //!
 //! Invariants: all kinds together stay within the whole. What outlives its request (registrations, ids, partitions) has
-//! three quarters of it at most, so that requests can always be answered, and of each of its kinds an application has
-//! as much as it leaves to others (`left`): half when it is alone, and the next one finds some.
+//! three quarters of it at most, so that requests can always be answered. Of each of its kinds, and of blocks that are not
+//! committed, an application has as much as it leaves to others (`left`): half when it is alone, and the next one finds some.
 
 use super::ledger::{Budget, Charge, NoCapacity};
 
@@ -58,6 +58,11 @@ impl HeapKind {
             Self::Partitions => 10,
             Self::Registrations => 4,
         }
+    }
+
+    /// Whether it is refused when there is none, so that an application must leave some to others. Requests and answers wait.
+    fn is_shared_out(self) -> bool {
+        self == Self::Blocks || self.outlives_its_request()
     }
 
     fn outlives_its_request(self) -> bool {
@@ -123,11 +128,11 @@ impl Heap {
         &self.kinds[kind as usize]
     }
 
-    /// What one application may have of a kind: half, and of what outlives its request less the less is free.
+    /// What one application may have of a kind: half, and of what is refused instead of waited for less the less is free.
     #[must_use]
     pub fn of_one_app(&self, kind: HeapKind) -> Budget {
         let budget = self.of(kind);
-        if kind.outlives_its_request() { budget.share() } else { budget.child(budget.capacity() / 2) }
+        if kind.is_shared_out() { budget.share() } else { budget.child(budget.capacity() / 2) }
     }
 
     /// Charges `bytes` of a kind, or nothing.
@@ -196,7 +201,7 @@ mod tests {
     #[test]
     fn applications_that_fill_what_is_kept_leave_some_to_the_next() {
         let heap = Heap::new(16 << 20);
-        for kind in [HeapKind::Registrations, HeapKind::ReportedIds, HeapKind::Partitions] {
+        for kind in [HeapKind::Blocks, HeapKind::Registrations, HeapKind::ReportedIds, HeapKind::Partitions] {
             let mut held = Vec::new();
             for number in 0..10 {
                 let app = heap.of_one_app(kind);

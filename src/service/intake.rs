@@ -10,6 +10,8 @@ use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 use super::ServiceError;
 use super::ingest::Ingest;
 use super::write::{SendHeader, SendSession};
+use crate::budget::heap::HeapFull;
+use crate::budget::{Charge, HeapKind};
 
 /// A send whose message is being decoded.
 #[derive(Debug)]
@@ -21,12 +23,34 @@ pub struct Intake {
     /// The partition of the next block. The session hears of it with its first block only: empty partitions take eight
     /// bytes of a frame, too little to pay for what the session keeps of each.
     next_partition: Option<i32>,
+    /// Heap of what the decoder keeps.
+    kept: Option<Charge>,
 }
 
 impl Intake {
     /// For a message of `message_bytes`.
     pub fn new(ingest: Arc<Ingest>, message_bytes: u32) -> Self {
-        Self { ingest, message_bytes: u64::from(message_bytes), session: None, next_partition: None }
+        Self {
+            ingest,
+            message_bytes: u64::from(message_bytes),
+            session: None,
+            next_partition: None,
+            kept: None,
+        }
+    }
+
+    /// The decoder keeps `bytes` of headers by now: they count as blocks that are not committed.
+    ///
+    /// # Errors
+    /// The application has no heap left for them.
+    pub fn keep(&mut self, bytes: u64) -> Result<(), ServiceError> {
+        let budget = match &self.session {
+            Some(session) => session.unfinished_blocks(),
+            None => self.ingest.memory.heap().of(HeapKind::Blocks),
+        };
+        let kept = self.kept.get_or_insert_with(|| budget.nothing());
+        let more = bytes.saturating_sub(kept.bytes());
+        kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
     /// The message was whole: makes its blocks visible.

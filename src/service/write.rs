@@ -73,7 +73,7 @@ impl Ingest {
         funds.cut_to(header.message_bytes);
         Ok(SendSession {
             payload_bytes_max: funds.requested_bytes(),
-            bookkeeping: Bookkeeping::new(self.memory.heap().of(HeapKind::Blocks)),
+            bookkeeping: Bookkeeping::new(app.unfinished_blocks()),
             ingest: Arc::clone(self),
             app,
             shuffle,
@@ -171,6 +171,11 @@ pub struct SendSession {
 }
 
 impl SendSession {
+    /// Heap of blocks that are not committed: the part of its application.
+    pub(super) fn unfinished_blocks(&self) -> &Budget {
+        self.app.unfinished_blocks()
+    }
+
     /// The blocks that follow belong to `partition`.
     ///
     /// # Errors

@@ -16,8 +16,6 @@ use tonic::body::Body;
 use super::config::GrpcConfig;
 use super::convert::{note_broken_call, verdict};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
-use crate::budget::heap::HeapFull;
-use crate::budget::{Charge, HeapKind};
 use crate::metrics::TransitTimes;
 use crate::proto::SendShuffleDataResponse;
 use crate::runtime::Tasks;
@@ -64,37 +62,32 @@ async fn receive<B: RequestBody>(
 ) -> Result<Result<(), ServiceError>, Status> {
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut intake = Intake::new(Arc::clone(&service.ingest), message_bytes);
-    let headers = service.memory().heap().of(HeapKind::Blocks).nothing();
-    let filled = fill(body, (message_bytes, first), (config.send_limits, headers), &mut intake).await?;
+    let filled = fill(body, (message_bytes, first), config.send_limits, &mut intake, Intake::keep).await?;
     Ok(filled.and_then(|summary| {
         transit.arrived(summary.timestamp_ms);
         intake.commit()
     }))
 }
 
-/// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close. What the decoder keeps of it is
-/// added to `headers`.
+/// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close. `keep` is told how many bytes the
+/// decoder keeps of it.
 async fn fill<B, S>(
     body: &mut B,
     (message_bytes, first): (u32, Bytes),
-    (limits, mut headers): (Limits, Charge),
+    limits: Limits,
     sink: &mut S,
+    keep: impl Fn(&mut S, u64) -> Result<(), S::Error>,
 ) -> Result<Result<Summary, S::Error>, Status>
 where
     B: RequestBody,
-    S: BlockSink<Error: From<HeapFull>>,
+    S: BlockSink,
 {
     let mut decoder = Decoder::new(u64::from(message_bytes), limits);
     let mut next = Some(first);
     while let Some(data) = next {
-        if let Err(error) = decoder.feed(&data, sink) {
+        let fed = decoder.feed(&data, sink);
+        if let Err(error) = fed.and_then(|()| keep(sink, decoder.collected_bytes() as u64)) {
             return Ok(Err(error));
-        }
-        let kept = decoder.collected_bytes() as u64;
-        if kept > headers.bytes()
-            && let Err(refusal) = headers.try_grow(kept - headers.bytes())
-        {
-            return Ok(Err(HeapFull::of(HeapKind::Blocks, refusal).into()));
         }
         drop(data);
         next = next_data(body).await?;
@@ -134,13 +127,6 @@ mod tests {
     enum Refused {
         Decode(DecodeError),
         Sink,
-        NoHeap(HeapFull),
-    }
-
-    impl From<HeapFull> for Refused {
-        fn from(error: HeapFull) -> Self {
-            Self::NoHeap(error)
-        }
     }
 
     impl From<DecodeError> for Refused {
@@ -199,8 +185,7 @@ mod tests {
     async fn receive_into(sink: &mut Counter, pieces: Vec<Bytes>) -> Result<Summary, Refused> {
         let mut body = body_of(pieces);
         let (length, first) = read_prefix(&mut body, 1 << 20).await.unwrap();
-        let headers = crate::budget::Budget::new(1 << 20).nothing();
-        fill(&mut body, (length, first), (Limits::default(), headers), sink).await.unwrap()
+        fill(&mut body, (length, first), Limits::default(), sink, |_, _| Ok(())).await.unwrap()
     }
 
     #[tokio::test]

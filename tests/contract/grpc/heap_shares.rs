@@ -1,7 +1,9 @@
 //! The heap's budget among applications and reports: one that fills its part keeps no other out, and what has no room
 //! is refused as a whole.
 
+use futures::stream::{FuturesUnordered, StreamExt};
 use uniffle_client::block::IdLayout;
+use uniffle_client::send::{self, SendForm};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::{
@@ -9,8 +11,9 @@ use uniffle_worker::proto::{
     StatusCode,
 };
 
-use super::blocks::{batch, blocks};
+use super::blocks::{batch, block, blocks};
 use super::fixture::{Setup, WorkerFixture, key};
+use super::raw;
 
 const P: PartitionId = PartitionId(0);
 
@@ -141,6 +144,44 @@ async fn assert_refused_whole(fixture: &WorkerFixture, key: &ShuffleKey, expecte
         assert_eq!(after, before, "nothing of it was kept");
     }
     assert_eq!(told(fixture, key).await, expected);
+}
+
+/// Opens sends of blocks of a byte that lack their last bytes, until one is refused; those that wait for them stay open.
+async fn hold_unfinished_blocks(fixture: &WorkerFixture, key: &ShuffleKey) -> impl Sized + use<> {
+    let written: Vec<_> = (0..1_000).map(|n| block(0, 1, n, 1)).collect();
+    let mut calls = FuturesUnordered::new();
+    for number in 0..80 {
+        let ticket = fixture.ticket(key, 100 << 10).await;
+        let mut message = raw::framed(&send::request(key, ticket, SendForm::Classic, &batch(0, &written)));
+        message.truncate(message.len() - 1);
+        let address = fixture.worker.addresses().grpc;
+        calls.push(async move {
+            let channel = raw::connect(address).await;
+            (number, raw::call(&channel, raw::SEND, vec![message], raw::End::Stalled).await)
+        });
+    }
+    let (_number, refused) = calls.next().await.unwrap();
+    let (status, text) = refused.send_status();
+    assert_eq!(status, StatusCode::NoBuffer, "{text}");
+    assert!(text.contains("no heap left for unfinished_blocks"), "{text}");
+    calls
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n2_applications_that_do_not_finish_their_sends_leave_heap_for_those_of_others() {
+    let fixture = small_heap().await;
+    let mut held = Vec::new();
+    for app in ["hog-1", "hog-2"] {
+        let hog = key(app, 0);
+        fixture.client.register(&hog, &[(0, 0)]).await.unwrap();
+        held.push(hold_unfinished_blocks(&fixture, &hog).await);
+    }
+    let (key, written) = (key("app-1", 0), (0..2_500).map(|n| block(0, 1, n, 10)).collect::<Vec<_>>());
+    fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+    fixture.push(&key, &batch(0, &written)).await;
+    fixture.assert_reads(&key, 0, &written).await;
+    drop(held);
+    fixture.finish().await;
 }
 
 async fn told(fixture: &WorkerFixture, key: &ShuffleKey) -> Vec<u64> {
