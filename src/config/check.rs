@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use super::sections::Config;
+use super::worker::StoreType;
 use crate::budget::allowance::promised;
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::listeners::http::push;
@@ -257,11 +258,17 @@ fn check_backing(config: &Config, found: &mut Found) {
     }
 }
 
+/// What is allowed instead of a store type that this build has no tier for.
+fn allowed_without(store_type: StoreType, has_hdfs: bool) -> Option<&'static str> {
+    let lacks = store_type.has_hdfs() && !has_hdfs;
+    lacks.then_some(
+        "MEMORY or MEMORY_LOCALFILE: this build has no HDFS (it was made without the feature `hdfs`)",
+    )
+}
+
 fn check_hdfs(config: &Config, found: &mut Found) {
     let store_type = config.worker.store_type;
-    if store_type.has_hdfs() && !cfg!(feature = "hdfs") {
-        let allowed =
-            "MEMORY or MEMORY_LOCALFILE: this build has no HDFS (it was made without the feature `hdfs`)";
+    if let Some(allowed) = allowed_without(store_type, cfg!(feature = "hdfs")) {
         found.refuse("store_type", store_type.as_str(), allowed);
     }
     let hdfs = &config.hdfs;
@@ -309,5 +316,20 @@ fn check_tls(config: &Config, found: &mut Found) {
                 "urpc_port = {port} is open to everybody, without a certificate of tls.client_ca_file"
             ));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_build_without_hdfs_refuses_the_store_types_that_need_it() {
+        for store_type in [StoreType::MemoryHdfs, StoreType::MemoryLocalfileHdfs] {
+            let allowed = allowed_without(store_type, false).unwrap();
+            assert!(allowed.contains("this build has no HDFS"), "{allowed}");
+            assert_eq!(allowed_without(store_type, true), None);
+        }
+        assert_eq!(allowed_without(StoreType::MemoryLocalfile, false), None);
     }
 }
