@@ -129,6 +129,9 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn remove_dir(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Removes a directory with everything in it.
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>>;
+    /// Begins to remove a directory with everything in it, or goes on with that: frees about `bytes_max` and says whether the
+    /// directory is gone. What is left of its files is shorter than before.
+    fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>>;
     /// Moves a file or directory to a name that does not exist.
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>>;
     /// Names in a directory, sorted.
@@ -164,6 +167,7 @@ macro_rules! pass_on {
             create_dir_all(path: &std::path::Path) -> ();
             remove_dir(path: &std::path::Path) -> ();
             remove_dir_all(path: &std::path::Path) -> ();
+            remove_part(path: &std::path::Path, bytes_max: u64) -> bool;
             rename(from: &std::path::Path, to: &std::path::Path) -> ();
             list(path: &std::path::Path) -> Vec<String>;
             read_small(path: &std::path::Path) -> Vec<u8>;

@@ -37,7 +37,7 @@ pub enum Operation {
     CreateDir,
     /// [`Disk::rename`].
     Rename,
-    /// [`Disk::remove_dir`] and [`Disk::remove_dir_all`].
+    /// [`Disk::remove_dir`], [`Disk::remove_dir_all`] and [`Disk::remove_part`].
     Remove,
     /// [`Disk::space`].
     Space,
@@ -381,6 +381,10 @@ impl Disk for FaultDisk {
 
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.faults.change(Operation::Remove, path, self.disk.remove_dir_all(path))
+    }
+
+    fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>> {
+        self.faults.change(Operation::Remove, path, self.disk.remove_part(path, bytes_max))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {

@@ -251,6 +251,22 @@ impl Tree {
         self.unsynced.retain(|entry| !entry.starts_with(path));
     }
 
+    /// Frees so much of what is below `path`, the first files first and each from its end; whether all of it is gone.
+    fn remove_part(&mut self, path: &Path, bytes_max: u64) -> bool {
+        let mut left = usize::try_from(bytes_max).unwrap_or(usize::MAX);
+        for (_, content) in self.files.iter().filter(|(file, _)| file.starts_with(path)) {
+            let mut stored = content.lock();
+            let kept = stored.bytes.len().saturating_sub(left);
+            left -= stored.bytes.len() - kept;
+            stored.bytes.truncate(kept);
+            if left == 0 {
+                return false;
+            }
+        }
+        self.remove_below(path);
+        true
+    }
+
     fn is_empty(&self, directory: &Path) -> bool {
         let below = |path: &PathBuf| path != directory && path.starts_with(directory);
         !self.directories.iter().any(below) && !self.files.keys().any(below)
@@ -339,6 +355,16 @@ impl Disk for MemoryDisk {
             }
             tree.remove_below(&path);
             Ok(())
+        })
+    }
+
+    fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>> {
+        self.run(path, move |tree, path| {
+            tree.require_writable()?;
+            if !tree.directories.contains(&path) {
+                return Err(not_found());
+            }
+            Ok(tree.remove_part(&path, bytes_max))
         })
     }
 

@@ -55,7 +55,7 @@ impl Damage {
         let mut hasher = crc32fast::Hasher::new();
         let offset = extent.data_offset() + (block.place.start - extent.base);
         let length = block.place.end - block.place.start;
-        self.core.read_again(&log, offset..offset + length, |bytes| hasher.update(bytes)).await?;
+        self.core.read_again((shuffle, &log), offset..offset + length, |bytes| hasher.update(bytes)).await?;
         let crc = hasher.finalize();
         Ok(crc == block.crc || self.recorded_crc(shuffle, &extent, block).await == Some(crc))
     }
@@ -163,7 +163,7 @@ impl Damage {
         if !here(extent.data_log) {
             return Ok(());
         }
-        let start = extent.data_offset();
-        self.core.read_again(&shuffle.log_at(extent.data_log), start..start + extent.length, |_| ()).await
+        let (log, start) = (shuffle.log_at(extent.data_log), extent.data_offset());
+        self.core.read_again((shuffle, &log), start..start + extent.length, |_| ()).await
     }
 }

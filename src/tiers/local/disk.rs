@@ -55,6 +55,8 @@ pub(super) struct LocalDisk {
     used_bytes: AtomicU64,
     /// Calls that the device has answered well.
     completed_calls: AtomicU64,
+    /// Who deletes.
+    pub(super) removals: Semaphore,
     /// Something of an earlier process could not be read back, so nothing unknown may be swept away.
     unreadable: AtomicBool,
     mount: Mount,
@@ -96,6 +98,7 @@ impl LocalDisk {
             index: 0,
             reads: ReadShare::new(0),
             hints: Arc::new(Semaphore::new(1)),
+            removals: Semaphore::new(1),
             label: io.root().display().to_string(),
             io,
             uuid,
@@ -121,8 +124,7 @@ impl LocalDisk {
         Ok(())
     }
 
-    /// Moves content of an earlier process into the trash, which [`LocalDisk::empty_trash`] deletes later, so that a start
-    /// is quick.
+    /// Moves content of an earlier process into the trash, which is emptied later, so that a start is quick.
     pub(super) async fn discard_everything(&self) -> io::Result<()> {
         self.discard(Path::new(METADATA)).await?;
         if within(self.deadline, self.io.list(Path::new(APPS))).await?.is_empty() {
@@ -150,22 +152,6 @@ impl LocalDisk {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
-    }
-
-    /// Deletes one directory of the trash; one that is gone already is fine.
-    pub(super) async fn delete(&self, path: &Path, deadline: Duration) -> io::Result<()> {
-        match within(deadline, self.io.remove_dir_all(path)).await {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    /// Deletes everything in the trash.
-    pub(super) async fn empty_trash(&self, deadline: Duration) -> io::Result<()> {
-        for name in within(self.deadline, self.io.list(Path::new(TRASH))).await? {
-            self.delete(&Path::new(TRASH).join(name), deadline).await?;
-        }
-        Ok(())
     }
 
     /// Measures the free space and applies the watermarks.
@@ -363,6 +349,14 @@ impl LocalDisk {
             _ => return Ok(()),
         };
         Err(StoreError::io(self.io.root(), io::Error::new(io::ErrorKind::TimedOut, text)))
+    }
+
+    /// Whether batches are being written to it, and it has room for more: below the low watermark.
+    pub(super) fn is_busy_with_room(&self) -> bool {
+        let is_busy = self.in_flight_bytes.load(Ordering::Relaxed) > 0;
+        let (_, low) = *self.watermarks.lock();
+        let state = self.state.lock();
+        is_busy && !state.health.is_full() && used_ratio(state.space) < low
     }
 
     /// True unless it is read-only, detached, hung or broken.

@@ -1,6 +1,7 @@
 //! Reads outside of any stream: the index records of an extent, a range of a data log. For rare paths: nothing is cached,
 //! and nothing counts against the memory for reads.
 
+use std::io;
 use std::ops::{ControlFlow, Range};
 
 use super::core::Core;
@@ -29,7 +30,7 @@ impl Core {
     ) -> Result<(), StoreError> {
         let log = shuffle.log_at(extent.index_log);
         log.disk.require_answering()?;
-        let failed = |error| self.failed(&log.disk, log.full_path(), error);
+        let failed = |error| self.read_failed(shuffle, &log, error);
         let file = self.files.reader(&log).await.map_err(failed)?;
         let (mut at, end) = (from as usize * RECORD_BYTES, extent.blocks as usize * RECORD_BYTES);
         let (mut hasher, mut wants_more) = (crc32fast::Hasher::new(), true);
@@ -55,11 +56,11 @@ impl Core {
     /// Reads a range of a data log around the page cache, whole disk blocks at a time: an extent fills its last one.
     pub(super) async fn read_again(
         &self,
-        log: &Log,
+        (shuffle, log): (&Shuffle, &Log),
         range: Range<u64>,
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), StoreError> {
-        let failed = |error| self.failed(&log.disk, log.full_path(), error);
+        let failed = |error| self.read_failed(shuffle, log, error);
         let file = self.files.open_read(log, Mode::ReadDirect).await.map_err(failed)?;
         let mut at = range.start;
         while at < range.end {
@@ -78,5 +79,13 @@ impl Core {
             at = start + part as u64;
         }
         Ok(())
+    }
+
+    /// A read that failed: the disk's doing, unless the file is being removed.
+    fn read_failed(&self, shuffle: &Shuffle, log: &Log, error: io::Error) -> StoreError {
+        match shuffle.is_purged() {
+            true => StoreError::io(log.full_path(), error),
+            false => self.failed(&log.disk, log.full_path(), error),
+        }
     }
 }

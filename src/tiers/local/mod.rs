@@ -12,7 +12,7 @@
 //! | `tier` | the store as a [`Tier`](crate::tiers::Tier) |
 //! | `open`, `take_over`, `recover`, `scan` | claims, and makes what an earlier process left the store's own |
 //! | `let_go` | for a successor that runs beside this process |
-//! | `purge` | removal and maintenance, each disk by itself |
+//! | `purge`, `removal` | removal and maintenance, each disk by itself; deleting in parts |
 //! | `store` | the shuffles, and the parts that write and read them |
 //! | `batch`, `publish`, `write`, `append` | disk by disk; index group, then visibility; data; logs and syncs |
 //! | `read`, `damage`, `verify`, `fetch` | index and data streams; what a disk does not give back becomes a hole; checksums |
@@ -62,6 +62,7 @@ mod purge;
 mod read;
 mod records;
 mod recover;
+mod removal;
 mod scan;
 mod share;
 mod shuffle;

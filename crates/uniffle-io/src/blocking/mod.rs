@@ -6,6 +6,7 @@
 //! 16 MiB.
 
 mod read;
+mod remove;
 
 use std::fs::OpenOptions;
 use std::io::{self, IoSlice, Read, Write};
@@ -233,6 +234,10 @@ impl Disk for BlockingDisk {
 
     fn remove_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
         self.on_path(&self.removals, path, std::fs::remove_dir_all)
+    }
+
+    fn remove_part(&self, path: &Path, bytes_max: u64) -> BoxFuture<'static, io::Result<bool>> {
+        self.on_path(&self.removals, path, move |path| remove::remove_part(&path, bytes_max))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> BoxFuture<'static, io::Result<()>> {

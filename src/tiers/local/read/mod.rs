@@ -223,12 +223,15 @@ impl Stream {
     async fn read_file(&self, (log, mode): (&Log, Mode), target: ReadTarget) -> io::Result<ReadTarget> {
         let opened = self.core.files.open_read(log, mode).await;
         let reading = opened.inspect_err(|error| log.disk.note(error))?.read(target);
-        log.disk
-            .call(self.core.config.read_timeout, async {
-                let (target, result) = reading.await;
-                result.map(|()| target)
-            })
-            .await
+        let call = log.disk.call(self.core.config.read_timeout, async {
+            let (target, result) = reading.await;
+            match result {
+                // Its file is being cut back: nothing that the disk did.
+                Err(error) if self.shuffle.is_purged() => Ok(Err(error)),
+                result => result.map(|()| Ok(target)),
+            }
+        });
+        call.await?
     }
 
     /// A buffer of `len` bytes whose parts are filled, in one call per log.

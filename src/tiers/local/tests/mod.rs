@@ -11,6 +11,7 @@ mod metadata;
 mod model;
 mod power;
 mod reads;
+mod removal;
 mod restarts;
 mod suite;
 

@@ -1,0 +1,103 @@
+//! Removing a tree in parts. A file system may take seconds to free a gigabyte, most of all one that is mounted with
+//! `discard`, and writes to the same device wait meanwhile: a caller that pauses between parts lets them through.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::fs::OFlags;
+
+/// What a name counts for, so that many small files are several parts too.
+const NAME_BYTES: u64 = 64 << 10;
+
+/// Files are cut at multiples of this, so that a reader of one never sees zeros in a page that is cut through.
+const CUT_ALIGN: u64 = 1 << 20;
+
+/// Frees about `bytes_max` of what is below `path`; whether all of it, and `path`, is gone.
+pub(super) fn remove_part(path: &Path, bytes_max: u64) -> io::Result<bool> {
+    let mut left = bytes_max.max(NAME_BYTES);
+    remove_below(path, &mut left)
+}
+
+fn remove_below(path: &Path, left: &mut u64) -> io::Result<bool> {
+    for entry in std::fs::read_dir(path)? {
+        let (entry, is_spent) = (entry?, *left == 0);
+        if is_spent {
+            return Ok(false);
+        }
+        let kind = entry.file_type()?;
+        let is_gone = match kind.is_dir() {
+            true => remove_below(&entry.path(), left)?,
+            false => remove_file(&entry.path(), kind.is_file(), left)?,
+        };
+        if !is_gone {
+            return Ok(false);
+        }
+    }
+    std::fs::remove_dir(path)?;
+    *left = left.saturating_sub(NAME_BYTES);
+    Ok(true)
+}
+
+/// Removes a file, or cuts it back when it is larger than what is left.
+fn remove_file(path: &Path, is_regular: bool, left: &mut u64) -> io::Result<bool> {
+    let length = path.symlink_metadata()?.len();
+    if is_regular && length > left.saturating_add(CUT_ALIGN) {
+        let kept = (length - *left).next_multiple_of(CUT_ALIGN).min(length - 1);
+        let flags = OFlags::NOFOLLOW.bits().cast_signed();
+        OpenOptions::new().write(true).custom_flags(flags).open(path)?.set_len(kept)?;
+        *left = 0;
+        return Ok(false);
+    }
+    std::fs::remove_file(path)?;
+    *left = left.saturating_sub(length.max(NAME_BYTES));
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn p5_a_tree_is_removed_in_parts_and_a_large_file_is_cut_back_from_its_end() {
+        let root = tempfile::tempdir().unwrap();
+        let tree = root.path().join("tree");
+        std::fs::create_dir_all(tree.join("app/shuffle")).unwrap();
+        let large = tree.join("app/shuffle/0.data");
+        std::fs::write(&large, vec![7; usize::try_from(10 * MIB + 5).unwrap()]).unwrap();
+        let mut lengths = Vec::new();
+        while !remove_part(&tree, 3 * MIB).unwrap() {
+            lengths.extend(large.metadata().map(|it| it.len()));
+        }
+        assert_eq!(lengths, [8 * MIB, 5 * MIB], "at whole MiB, and the rest goes with its name");
+        assert!(!tree.exists());
+        assert_eq!(remove_part(&tree, MIB).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn p5_many_small_files_are_several_parts() {
+        let root = tempfile::tempdir().unwrap();
+        let tree = root.path().join("tree");
+        std::fs::create_dir(&tree).unwrap();
+        (0..40).for_each(|number| std::fs::write(tree.join(number.to_string()), b"x").unwrap());
+        assert!(!remove_part(&tree, MIB).unwrap());
+        assert_eq!(std::fs::read_dir(&tree).unwrap().count(), 40 - 16);
+        assert!(!remove_part(&tree, MIB).unwrap());
+        assert!(remove_part(&tree, MIB).unwrap());
+    }
+
+    #[test]
+    fn what_a_link_leads_to_stays() {
+        let root = tempfile::tempdir().unwrap();
+        let (tree, other) = (root.path().join("tree"), root.path().join("other"));
+        std::fs::create_dir(&tree).unwrap();
+        std::fs::write(&other, vec![7; usize::try_from(4 * MIB).unwrap()]).unwrap();
+        std::os::unix::fs::symlink(&other, tree.join("file")).unwrap();
+        std::os::unix::fs::symlink(root.path(), tree.join("directory")).unwrap();
+        assert!(remove_part(&tree, MIB).unwrap());
+        assert_eq!(other.metadata().unwrap().len(), 4 * MIB);
+    }
+}

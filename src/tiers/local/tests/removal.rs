@@ -1,0 +1,111 @@
+//! P5: what is deleted does not hold up what is written, and does not wait where there is nothing to hold up. Time is paused:
+//! it passes in pauses alone.
+
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio::time::Instant;
+
+use super::super::disk::InFlight;
+use super::*;
+use uniffle_testkit::fault::{Fault, Operation, Rule};
+
+const MIB: usize = 1 << 20;
+
+/// A disk, a store on it, and a shuffle whose data log is 48 MiB long.
+async fn large_log() -> (TestDisk, Arc<LocalStore>, ShuffleKey) {
+    let disk = TestDisk::new("/a");
+    let store = open(vec![disk.disk()]).await.unwrap();
+    let key = key("app", 1);
+    store.register(&key);
+    store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+    let log = disk.app_files().into_iter().find(|path| path.extension().is_some_and(|it| it == "data"));
+    disk.memory.put(&log.unwrap(), Some(vec![0; 48 * MIB]));
+    (disk, store, key)
+}
+
+/// MiB that shuffles have, deleted or not.
+fn left(disk: &TestDisk) -> usize {
+    let files = disk.memory.snapshot().into_iter();
+    let of_shuffles = files.filter(|(path, _)| path.starts_with("trash") || path.starts_with("apps"));
+    of_shuffles.map(|(_, bytes)| bytes.len()).sum::<usize>() / MIB
+}
+
+#[tokio::test(start_paused = true)]
+async fn p5_while_a_disk_is_written_to_a_log_is_deleted_in_parts_with_pauses() {
+    let (disk, store, key) = large_log().await;
+    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let mut purge = Box::pin(store.purge(&key));
+    let began = Instant::now();
+    let mut lengths = Vec::new();
+    while (&mut purge).now_or_never().is_none() {
+        lengths.push(left(&disk));
+        tokio::time::advance(Duration::from_millis(1)).await;
+    }
+    lengths.dedup();
+    assert!(lengths.ends_with(&[32, 16, 0]), "{lengths:?}");
+    assert!(began.elapsed() >= Duration::from_millis(20), "{:?}", began.elapsed());
+    drop((purge, writing));
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &[disk]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn p5_a_disk_that_is_idle_or_short_of_room_deletes_without_pauses() {
+    for is_idle in [true, false] {
+        let (disk, store, key) = large_log().await;
+        let writing = InFlight::begin(&store.core.disks[0], if is_idle { 0 } else { 1 });
+        if !is_idle {
+            // Between the watermarks.
+            disk.memory.set_capacity(Some(64 * MIB as u64));
+            store.maintain_once().await;
+        }
+        let began = Instant::now();
+        store.purge(&key).await;
+        assert_eq!((left(&disk), began.elapsed()), (0, Duration::ZERO), "idle: {is_idle}");
+        drop(writing);
+        store.purge_app(&key.app).await;
+        assert_nothing_left(&store, &[disk]).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn p5_a_purge_that_is_dropped_between_parts_is_finished_later() {
+    let (disk, store, key) = large_log().await;
+    let writing = InFlight::begin(&store.core.disks[0], 1);
+    let mut purge = Box::pin(store.purge(&key));
+    while left(&disk) > 32 {
+        assert!((&mut purge).now_or_never().is_none(), "it pauses after the first part");
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(left(&disk), 32);
+    drop((purge, writing));
+    store.maintain_once().await;
+    assert_eq!(left(&disk), 0);
+    store.purge_app(&key.app).await;
+    assert_nothing_left(&store, &[disk]).await;
+}
+
+/// A reader's file is cut back beneath it.
+#[tokio::test(start_paused = true)]
+async fn p5_a_read_that_a_purge_overtakes_is_not_held_against_the_disk() {
+    for mode in ["data", "index"] {
+        let disk = TestDisk::new("/a");
+        let store = open(vec![disk.disk()]).await.unwrap();
+        let key = key("app", 1);
+        store.register(&key);
+        store.write(&key, vec![extent(1, &[(1, 9000)], true)]).await.unwrap();
+        disk.faults.add(Rule::once(Operation::Read, Fault::Hang).on(mode));
+        let mut read: futures::future::BoxFuture<'_, _> = match mode {
+            "data" => range_of(&store, &key, 1, (0, 9000)).map(|read| read.map(drop)).boxed(),
+            _ => index_of(&store, &key, 1).map(|read| read.map(drop)).boxed(),
+        };
+        assert!((&mut read).now_or_never().is_none());
+        store.purge(&key).await;
+        disk.faults.release().await;
+        assert_eq!(read.await.unwrap_err().kind, StoreErrorKind::Purged);
+        assert_eq!(store.disks()[0].condition, DiskCondition::Healthy);
+        store.purge_app(&key.app).await;
+        assert_nothing_left(&store, &[disk]).await;
+    }
+}
