@@ -140,7 +140,9 @@ async fn told_to_stop(signals: &mut Signals) {
 /// Passes on what this process is told, until the successor ends; its exit code.
 async fn follow(mut child: Child, mut signals: Signals) -> u8 {
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-    notify::main_process(child.id());
+    // The main process stays this one: a manager hears of the death of another's child, and not how it died, so that
+    // `Restart=on-failure` would not start it again.
+    notify::ready(&Inherited::default());
     loop {
         let name = tokio::select! {
             biased;

@@ -26,7 +26,7 @@ mod tls;
 mod upgrade;
 
 use std::net::{IpAddr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -134,6 +134,7 @@ impl Worker {
         // Before anything else, so that a port in use is the first thing to be told.
         let tls = Tls::load(config)?;
         let (let_go, left_memory) = (inherited.let_go.clone(), inherited.memory.take());
+        let was_passed = left_memory.is_some();
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = advertised_ip(config).await?;
@@ -172,6 +173,7 @@ impl Worker {
         }
         let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
         held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
+        notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
         let worker = Self {
             addresses,
             ip,
@@ -411,7 +413,7 @@ fn open_memory(
     let section = &config.memory;
     if left.is_some() && section.backing != Backing::Memfd {
         tracing::warn!(
-            "the memory of an earlier process was passed on and is not used: memory_store.backing is not memfd"
+            "the memory of an earlier process was passed on and is given up: memory_store.backing is not memfd"
         );
     }
     let huge_pages = huge_pages_of(&section.backing);

@@ -1,14 +1,30 @@
 //! What the service manager is told (`sd_notify`). Without `NOTIFY_SOCKET` in the environment nothing is said.
 //!
 //! `Type=notify-reload` with `ReloadSignal=SIGUSR2` makes `systemctl reload` an upgrade in place. With
-//! `FileDescriptorStoreMax=` the manager keeps the listeners over a crash, so that connects wait for the next process.
+//! `FileDescriptorStoreMax=` the manager keeps the listeners over a crash, so that connects wait for the next process, and a
+//! memory without a name. `NotifyAccess=all` has it listen to a successor beside the main process, too (`beside`).
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::Duration;
 
 use sd_notify::{NotifyState, notify, notify_with_fds};
 
 use super::sockets::{self, Inherited};
+
+/// What the manager has of the memory, before the first block is acknowledged: `memory`, or none if there is none that a next
+/// process could use. One that the manager gave (`is_inherited`) is never taken out of its store, whatever instruction this
+/// process dies at.
+pub(super) fn keep_memory(memory: Option<BorrowedFd<'_>>, is_inherited: bool) {
+    let name = || NotifyState::FdName(sockets::MEMORY);
+    if !is_inherited {
+        // Another one may be there from before, whose pages would stay.
+        said(notify(&[NotifyState::FdStoreRemove, name()]));
+    }
+    if let Some(memory) = memory {
+        // The same file once more is one file to the manager.
+        said(notify_with_fds(&[NotifyState::FdStore, name()], &[memory]));
+    }
+}
 
 /// All listeners accept. Also leaves the listeners in the manager's store.
 pub(super) fn ready(held: &Inherited) {
@@ -16,21 +32,7 @@ pub(super) fn ready(held: &Inherited) {
         let stored = notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(name)], &[listener.as_fd()]);
         said(stored);
     }
-    if let Some(memory) = &held.memory {
-        let name = || NotifyState::FdName(sockets::MEMORY);
-        // One of another size may be there from before.
-        said(notify(&[NotifyState::FdStoreRemove, name()]));
-        let stored = [NotifyState::FdStore, name()];
-        said(notify_with_fds(&stored, &[memory.as_fd()]));
-    }
     said(notify(&[NotifyState::Ready, NotifyState::Status("serving")]));
-}
-
-/// Another process is the service from now on.
-pub(super) fn main_process(pid: Option<u32>) {
-    if let Some(pid) = pid {
-        said(notify(&[NotifyState::MainPid(pid), NotifyState::Ready, NotifyState::Status("serving")]));
-    }
 }
 
 /// A successor takes over soon and says [`ready`].

@@ -152,7 +152,7 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
     };
     let mut store = None;
     let end = |worker: &mut Worker| {
-        let memory = store.insert(stored_until_ready(&manager));
+        let memory = store.insert(stored_until_ready(&manager).0);
         let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
         std::fs::write(&kept, path).expect("written");
         worker.kill();
@@ -161,9 +161,39 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
     outlives(setup, end, TAKEN).await;
 }
 
-/// The descriptor called `memory` of those that a worker has in its manager's store once it is ready.
-fn stored_until_ready(manager: &UnixDatagram) -> OwnedFd {
-    let mut memory = None;
+/// Whatever instruction a successor dies at, the manager has the memory: it is stored before the first process serves, and never
+/// taken out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_successor_leaves_its_memory_in_the_manager_s_store() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("notify");
+    let manager = UnixDatagram::bind(&socket).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let env = vec![("NOTIFY_SOCKET", socket.display().to_string())];
+    let mut worker = Worker::start(&Setup { name: "stays stored", memory: MEMFD, env, ..Setup::default() });
+    let inode = |memory: &OwnedFd| rustix::fs::fstat(memory).expect("open").st_ino;
+    let first = inode(&stored_until_ready(&manager).0);
+    let config = worker.config();
+    for (backing, is_same) in [(MEMFD, true), (MEMFD, true), ("", false)] {
+        worker.write_config(&config.replace(MEMFD, backing));
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+        let (memory, said) = said_until_ready(&manager);
+        let is_removed = said.iter().any(|text| text.contains("FDSTOREREMOVE=1\nFDNAME=memory"));
+        assert_eq!(is_removed, !is_same, "{said:?}");
+        assert_eq!(memory.as_ref().map(inode), is_same.then_some(first));
+    }
+    worker.stop();
+}
+
+/// The descriptor called `memory` of those that a worker has in its manager's store once it is ready, and what else it said.
+fn stored_until_ready(manager: &UnixDatagram) -> (OwnedFd, Vec<String>) {
+    let (memory, said) = said_until_ready(manager);
+    (memory.expect("stored before the worker is ready"), said)
+}
+
+fn said_until_ready(manager: &UnixDatagram) -> (Option<OwnedFd>, Vec<String>) {
+    let (mut memory, mut said) = (None, Vec::new());
     loop {
         let mut message = [0; 1000];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -178,8 +208,10 @@ fn stored_until_ready(manager: &UnixDatagram) -> OwnedFd {
                 memory = descriptors.next();
             }
         }
-        if text.contains("READY=1") {
-            return memory.expect("stored before the worker is ready");
+        let is_ready = text.contains("READY=1");
+        said.push(text);
+        if is_ready {
+            return (memory, said);
         }
     }
 }

@@ -16,6 +16,7 @@ mod network;
 mod observe;
 mod operations;
 mod rss;
+mod systemd;
 mod tcp_rss;
 mod upgrades;
 mod writes;

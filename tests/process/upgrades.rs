@@ -191,10 +191,10 @@ async fn d5_a_binary_that_is_not_executable_or_never_answers_leaves_everything_a
 
 /// A file system of its own in a file, which can be frozen: then a thread that writes to it hangs in the kernel. Unmounted when
 /// it is dropped.
-struct FreezableDisk(PathBuf);
+pub(crate) struct FreezableDisk(pub(crate) PathBuf);
 
 impl FreezableDisk {
-    fn mount(dir: &Path) -> Option<Self> {
+    pub(crate) fn mount(dir: &Path) -> Option<Self> {
         if !available("a disk that hangs in the kernel", &["mkfs.ext4", "fsfreeze", "mount"]) {
             return None;
         }
@@ -208,14 +208,14 @@ impl FreezableDisk {
         made.then_some(Self(at))
     }
 
-    fn freeze(&self) -> Frozen<'_> {
+    pub(crate) fn freeze(&self) -> Frozen<'_> {
         assert!(run("fsfreeze", &["-f"], &self.0), "frozen");
         Frozen(self)
     }
 }
 
 /// Thaws when it is dropped, which must be before the end of a process is waited for that hangs.
-struct Frozen<'a>(&'a FreezableDisk);
+pub(crate) struct Frozen<'a>(&'a FreezableDisk);
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {

@@ -1,0 +1,262 @@
+//! A real systemd for one test, with the unit of `deploy/systemd` as it is and one drop-in.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use uniffle_client::grpc::ShuffleClient;
+use uniffle_testkit::config::Lines;
+use uniffle_testkit::metrics::Metrics;
+use uniffle_testkit::ports::free_port;
+use uniffle_testkit::tools::{WORKSPACE, available, binary, find, lacking, may_mount, weaker};
+use uniffle_testkit::worker::Ready;
+use uniffle_testkit::{say, wait_until};
+
+use crate::writes::{local, patient};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const UNIT: &str = "uniffle-worker.service";
+/// What the unit calls it.
+pub(super) const STATE: &str = "/var/lib/uniffle-worker";
+/// Targets that every unit depends on. The machine's own would start the whole machine.
+const TARGETS: [&str; 3] = ["sysinit.target", "basic.target", "shutdown.target"];
+const ALONE: &str = "[Unit]\nDefaultDependencies=no\n";
+/// Whom the unit runs it as.
+pub(super) const USER: u32 = 60_123;
+const ACCOUNTS: [(&str, &str); 2] = [
+    ("passwd", "root:x:0:0::/root:/bin/sh\nuniffle:x:60123:60123::/var/lib/uniffle-worker:/bin/false\n"),
+    ("group", "root:x:0:\nuniffle:x:60123:\n"),
+];
+/// Files instead of the journal, and no pause between a crash and the next start. Everything else is the unit's.
+const DROP_IN: &str = "[Service]\n\
+     Environment=WORKER_READY_FILE=/var/lib/uniffle-worker/ready.json WORKER_IP=127.0.0.1 RUST_LOG=info NO_COLOR=1\n\
+     StandardOutput=append:/var/lib/uniffle-worker/worker.log\n\
+     StandardError=append:/var/lib/uniffle-worker/worker.log\n\
+     RestartSec=100ms\n";
+
+/// A systemd with a worker.
+#[derive(Debug)]
+pub(super) struct Manager {
+    namespaces: Child,
+    /// It ends when this does.
+    stdin: Option<ChildStdin>,
+    init: u32,
+    /// Lines of the configuration.
+    ports: String,
+    dir: tempfile::TempDir,
+}
+
+impl Manager {
+    /// One without a worker yet, unless this machine has none or does not allow it. What decides is whether this process
+    /// may mount (`CAP_SYS_ADMIN`): then namespaces and cgroups can be had as well, and a systemd that does not
+    /// come up is a failure.
+    pub(super) fn start() -> Option<Self> {
+        Self::start_on(|_| Some(())).map(|(manager, ())| manager)
+    }
+
+    /// The same on what `prepare` makes in its state directory, if that can be made.
+    pub(super) fn start_on<T>(prepare: impl FnOnce(&Path) -> Option<T>) -> Option<(Self, T)> {
+        let tried = "a worker under a real systemd";
+        if !available(tried, &["unshare", "nsenter", "systemctl", "mount"]) {
+            return None;
+        }
+        let program = Path::new("/usr/lib/systemd/systemd");
+        if !program.exists() {
+            lacking(tried, &format!("no {}", program.display()));
+            return None;
+        }
+        if !may_mount() {
+            weaker(tried, "no namespaces can be made (no CAP_SYS_ADMIN)", false);
+            return None;
+        }
+        let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+        show(dir.path());
+        let prepared = prepare(&dir.path().join("state"))?;
+        let script = Path::new(WORKSPACE).join("tests/process/systemd/namespace.sh");
+        let mut namespaces = Command::new(find("unshare").expect("seen before"))
+            .args(["--mount", "bash"])
+            .args([&script, dir.path(), program])
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("namespaces");
+        let stdin = namespaces.stdin.take();
+        let ports = ["grpc_port", "http_port", "urpc_port"].map(|name| format!("{name} = {}\n", free_port()));
+        let mut manager = Self { namespaces, stdin, init: 0, ports: ports.concat(), dir };
+        manager.init = wait_until("the namespaces are made", DEADLINE, || manager.find_init());
+        wait_until("systemd is up", DEADLINE, || match manager.run(&["show", "--property=SystemState"]) {
+            Ok(state) if state.trim() == "SystemState=running" => Ok(()),
+            other => Err(format!("{other:?}")),
+        });
+        Some((manager, prepared))
+    }
+
+    fn find_init(&mut self) -> Result<u32, String> {
+        if let Ok(Some(status)) = self.namespaces.try_wait() {
+            panic!("the namespaces cannot be made: {status}");
+        }
+        let read = |path: PathBuf| fs::read_to_string(path).map_err(|error| error.to_string());
+        let parent = read(self.dir.path().join("pid"))?.trim().to_owned();
+        let children = read(format!("/proc/{parent}/task/{parent}/children").into())?;
+        children.trim().parse().map_err(|_| format!("its children are {children:?}"))
+    }
+
+    /// What the worker sees as [`STATE`].
+    pub(super) fn state(&self) -> PathBuf {
+        self.dir.path().join("state")
+    }
+
+    /// A command of systemctl.
+    fn run(&self, arguments: &[&str]) -> Result<String, String> {
+        self.execute(&[&["systemctl", "--no-pager"], arguments].concat())
+    }
+
+    fn execute(&self, command: &[&str]) -> Result<String, String> {
+        let init = self.init.to_string();
+        let said = Command::new(find("nsenter").expect("seen before"))
+            .args(["--target", &init, "--mount", "--pid"])
+            .args(command)
+            .output()
+            .map_err(|error| error.to_string())?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if said.status.success() { Ok(text(&said.stdout)) } else { Err(text(&said.stderr)) }
+    }
+
+    /// A command about the unit, which must succeed.
+    pub(super) fn systemctl(&self, arguments: &[&str]) {
+        if let Err(said) = self.run(&[arguments, &[UNIT]].concat()) {
+            let status = self.run(&["status", UNIT]);
+            panic!("systemctl {arguments:?}: {said}{status:?}\n{}", self.log());
+        }
+    }
+
+    /// A signal to the worker's main process.
+    pub(super) fn signal(&self, signal: Signal) {
+        let option = format!("--signal={}", signal.as_raw());
+        self.systemctl(&["kill", "--kill-whom=main", &option]);
+    }
+
+    /// A property of the unit.
+    pub(super) fn property(&self, name: &str) -> String {
+        let shown = self.run(&["show", "--value", "--property", name, UNIT]).expect("the unit is known");
+        shown.trim().to_owned()
+    }
+
+    /// How often the unit was started again by itself.
+    pub(super) fn restarts(&self) -> u32 {
+        self.property("NRestarts").parse().expect("a number")
+    }
+
+    /// Kills the main process and waits until the next is ready.
+    pub(super) fn kill(&self) {
+        let before = self.restarts();
+        self.signal(Signal::KILL);
+        self.wait_restarted(before);
+    }
+
+    /// Kills the process that serves, whichever systemd knows.
+    pub(super) fn kill_serving(&self) {
+        let pid = self.ready().pid.to_string();
+        self.execute(&["kill", "-KILL", &pid]).expect("it runs");
+    }
+
+    /// Waits until it runs after one more start than `before`.
+    pub(super) fn wait_restarted(&self, before: u32) {
+        wait_until("systemd has started the worker again", DEADLINE, || {
+            let (restarts, state) = (self.restarts(), self.property("ActiveState"));
+            match restarts == before + 1 && state == "active" {
+                true => Ok(()),
+                false => Err(format!("{restarts} restarts, {state}, {}", self.property("SubState"))),
+            }
+        });
+    }
+
+    /// SIGUSR2 to the main process, and waits for the successor.
+    pub(super) fn upgrade(&self) {
+        let ready = self.ready();
+        fs::remove_file(self.state().join("ready.json")).expect("it is ready");
+        self.signal(Signal::USR2);
+        wait_until("the successor is ready", DEADLINE, || {
+            let text = fs::read_to_string(self.state().join("ready.json"));
+            text.map_err(|error| error.to_string())
+        });
+        wait_until("systemd knows it", DEADLINE, || match self.property("ActiveState").as_str() {
+            "active" => Ok(()),
+            other => Err(other.to_owned()),
+        });
+        assert_eq!(self.ready().grpc_port, ready.grpc_port);
+    }
+
+    /// What the worker said when it was ready.
+    pub(super) fn ready(&self) -> Ready {
+        let text = fs::read_to_string(self.state().join("ready.json")).expect("it is ready");
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    /// A configuration with `capacity` and fixed ports; data is in `data`, seen as the worker does.
+    pub(super) fn configure(&self, capacity: &str, backing: &str, data: &[&str]) {
+        let path = self.dir.path().join("etc/config.toml");
+        let data: Vec<PathBuf> = data.iter().map(|name| Path::new(STATE).join(name)).collect();
+        let memory = format!("backing = {backing:?}\n");
+        let tables = "disk_healthy_check_interval_sec = 1\n[hybrid_store]\n\
+             memory_spill_high_watermark = 0.99\nmemory_spill_low_watermark = 0.98\n";
+        let text = Lines { capacity, top: &self.ports, memory: &memory, local: tables, ..Lines::default() }
+            .text(&data);
+        fs::write(path, &text).expect("written");
+        let inside = format!("/proc/{}/root/etc/uniffle-worker/config.toml", self.init);
+        fs::write(inside, text).expect("written");
+    }
+
+    /// A client of the worker.
+    pub(super) async fn client(&self) -> ShuffleClient {
+        let client =
+            ShuffleClient::connect(local(self.ready().grpc_port)).await.expect("the listener is open");
+        client.with_backoff(patient())
+    }
+
+    /// Its metrics.
+    pub(super) fn metrics(&self) -> Metrics {
+        Metrics::fetch(self.ready().http_port).expect("the worker runs")
+    }
+
+    /// Waits until it has logged `text`.
+    pub(super) fn wait_log(&self, text: &str) {
+        wait_until(&format!("the worker logs {text:?}"), DEADLINE, || {
+            if self.log().contains(text) { Ok(()) } else { Err("it does not".to_owned()) }
+        });
+    }
+
+    /// What the worker has logged.
+    pub(super) fn log(&self) -> String {
+        fs::read_to_string(self.state().join("worker.log")).unwrap_or_default()
+    }
+}
+
+/// Makes what the namespaces see instead of this machine's.
+fn show(dir: &Path) {
+    for name in ["etc", "bin", "state", "units/uniffle-worker.service.d"] {
+        fs::create_dir_all(dir.join(name)).expect("a directory");
+    }
+    for (name, text) in ACCOUNTS {
+        fs::write(dir.join("etc").join(name), text).expect("a file");
+    }
+    fs::copy(binary("uniffle-worker"), dir.join("bin/uniffle-worker")).expect("copied");
+    let units = dir.join("units");
+    let shipped = Path::new(WORKSPACE).join("deploy/systemd").join(UNIT);
+    fs::copy(shipped, units.join(UNIT)).expect("copied");
+    fs::write(units.join(format!("{UNIT}.d/test.conf")), DROP_IN).expect("a file");
+    for target in TARGETS {
+        fs::write(units.join(target), ALONE).expect("a file");
+    }
+}
+
+impl Drop for Manager {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            say(&format!("--- {:?}\n--- the worker's log\n{}", self.run(&["status", UNIT]), self.log()));
+        }
+        drop(self.stdin.take());
+        drop(self.namespaces.wait());
+    }
+}
