@@ -39,14 +39,20 @@ mod jemalloc {
 #[cfg(feature = "jemalloc")]
 pub(crate) use jemalloc::AllocatorMetrics;
 
+/// Nothing: the system's allocator counts nothing.
 #[cfg(not(feature = "jemalloc"))]
-crate::metrics::table! {
-    /// Nothing: the system's allocator counts nothing.
-    pub(crate) struct AllocatorMetrics {}
-}
+#[derive(Debug)]
+pub(crate) struct AllocatorMetrics;
 
 #[cfg(not(feature = "jemalloc"))]
 impl AllocatorMetrics {
-    /// Does nothing.
+    pub(crate) fn new(_: &prometheus::Registry) -> prometheus::Result<Self> {
+        Ok(Self)
+    }
+
+    pub(crate) fn described() -> Vec<crate::metrics::Description> {
+        Vec::new()
+    }
+
     pub(crate) fn refresh(&self) {}
 }
