@@ -167,7 +167,6 @@ fn check_memory(config: &Config, found: &mut Found) {
         ("gRPC requests (grpc.max_connections, grpc.max_streams_total)", real.grpc, part.grpc),
         ("TCP connections (tcp.max_connections)", real.tcp, part.tcp),
         ("localfile_store.index_cache_size", config.local.index_cache_bytes, INDEX_CACHE_BYTES),
-        ("table of memory_store.backing (memory_store.block_max_count)", config.memory.table_bytes(), 0),
     ];
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let beyond = kinds.iter().filter(|(_, real, part)| real > part);

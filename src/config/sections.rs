@@ -209,8 +209,7 @@ impl Config {
     /// Resident memory of the process at most, whatever clients do.
     #[must_use]
     pub fn resident_bytes_max(&self) -> u64 {
-        let beside = self.real_parts().sum().saturating_add(self.memory.table_bytes());
-        self.memory.capacity_bytes.saturating_add(beside)
+        self.memory.capacity_bytes.saturating_add(self.real_parts().sum())
     }
 
     fn encrypts_grpc(&self) -> bool {

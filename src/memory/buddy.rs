@@ -253,6 +253,18 @@ impl BlockSet {
         }
         Some(at)
     }
+
+    pub(super) fn last(&self) -> Option<usize> {
+        let mut at = 0;
+        for level in self.levels.iter().rev() {
+            let word = level[at];
+            if word == 0 {
+                return None;
+            }
+            at = at * 64 + word.ilog2() as usize;
+        }
+        Some(at)
+    }
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ pub(super) struct Supply {
     /// Blocks in memory, a budget of blocks rather than bytes.
     pub(super) blocks: Budget,
     /// What the lists of blocks take, and what the region cedes for it.
-    pub(super) lists: Ceded,
+    pub(super) lists: Arc<Ceded>,
 }
 
 impl Supply {

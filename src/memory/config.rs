@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use super::persistent;
 use super::persistent::file::Backing;
-use super::persistent::layout::Geometry;
 use crate::budget::allowance::{divide, slack};
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, TIB, count, parsed, seconds, size};
 use crate::schema::section;
@@ -66,13 +65,6 @@ impl MemoryConfig {
         let (bytes, blocks) = region_size(self);
         let version = persistent::layout::VERSION;
         (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
-    }
-
-    /// Bytes of the table of blocks, where memory outlives the process: pages that rows once took stay.
-    #[must_use]
-    pub fn table_bytes(&self) -> u64 {
-        let (bytes, blocks) = region_size(self);
-        if self.backing == Backing::Private { 0 } else { Geometry::of(bytes, blocks).front_bytes() }
     }
 
     /// Whether it can take over the memory of a worker that said this of itself: of the same kind and no larger.

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::ceded::Ceded;
 use super::chain::{BlockFill, Chain, Supply};
-use super::persistent::table::{FreeRows, Kept};
+use super::persistent::rows::{FreeRows, Kept};
 use super::region::{Segment, Slice};
 use crate::budget::{Budget, Charge};
 use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};

@@ -77,8 +77,9 @@ use chain::Supply;
 use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
+use persistent::names::Named;
 use persistent::restore::Leftover;
-use persistent::table::{Named, Table};
+use persistent::table::Table;
 use region::Region;
 
 use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleKey};
@@ -168,7 +169,10 @@ impl Memory {
             file,
         });
         let heap = Heap::new(config.heap_bytes);
-        let lists = Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks));
+        let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
+        if let Some(kept) = &kept {
+            kept.table.charge_to(&budget, &lists);
+        }
         let extents = lists.extents().clone();
         let ahead = kept.is_some().then(|| Ahead::new(Arc::clone(&region), budget.clone()));
         let mut tickets = Tickets::new(budget.clone(), extents, config.ticket_timeout, config.tickets_max);

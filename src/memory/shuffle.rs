@@ -9,7 +9,7 @@ use parking_lot::RwLock;
 use super::buffer::{Buffer, PARTITION_BYTES, Shared};
 use super::ceded::SPARE_BYTES;
 use super::error::MemoryError;
-use super::persistent::table::Named;
+use super::persistent::names::Named;
 use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 

@@ -23,8 +23,10 @@ use super::error::MemoryError;
 use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
+use super::persistent::names::Named;
 use super::persistent::restore::{Block, Partition, Place};
-use super::persistent::table::{FreeRows, Kept, Named, NoRows, rows_of};
+use super::persistent::rows::{FreeRows, Kept, rows_of};
+use super::persistent::table::NoPlaces;
 use super::read::{self, MemoryRead};
 use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
@@ -227,11 +229,12 @@ impl Buffer {
             );
         }
         let asked = blocks.len() as u64;
-        let mut rows = self.rows_for(&blocks)?;
-        let asked_rows = rows.as_ref().map_or(0, FreeRows::len);
+        let asked_rows = self.count_rows(&blocks);
         // Charged before the blocks count and until they do not: see `Supply::overdraft`.
         let bytes = metadata_bytes(asked, asked_rows);
         let mut paid = self.pay((asked, bytes), funds).inspect_err(|_| self.shared.budget.wake())?;
+        // Paid for before they are taken, and until they are given back.
+        let mut rows = self.rows_for(asked_rows).inspect_err(|_| self.shared.budget.wake())?;
         let mut done = Committed::default();
         let mut duplicates: SmallVec<[BlockFill; 8]> = SmallVec::new();
         let mut state = self.state.lock();
@@ -267,7 +270,7 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
-        drop((duplicates, paid, rows));
+        drop((duplicates, rows, paid));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
@@ -475,16 +478,20 @@ impl Buffer {
         self.block_count.load(Ordering::Relaxed)
     }
 
-    /// Places for the rows of `blocks`; none in private memory.
-    fn rows_for(&self, blocks: &[(BlockMeta, BlockFill)]) -> Result<Option<FreeRows>, MemoryError> {
+    /// Rows of `blocks`; none in private memory.
+    fn count_rows(&self, blocks: &[(BlockMeta, BlockFill)]) -> usize {
+        let rows = blocks.iter().map(|(_, fill)| rows_of(fill.pieces()));
+        if self.named.is_some() { rows.sum() } else { 0 }
+    }
+
+    /// Places for so many rows; none in private memory.
+    fn rows_for(&self, count: usize) -> Result<Option<FreeRows>, MemoryError> {
         let Some(named) = &self.named else { return Ok(None) };
-        let count = blocks.iter().map(|(_, fill)| rows_of(fill.pieces())).sum();
-        let refused = |no_rows| match no_rows {
-            NoRows::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
-            NoRows::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
+        let refused = |no_places| match no_places {
+            NoPlaces::TooMany => MemoryError::TooManyBlocks { max: self.shared.supply.blocks.capacity() },
+            NoPlaces::NoPages => MemoryError::NoCapacity { asked: count as u64 * ROW_BYTES, free: 0 },
         };
-        let rows = named.rows(count).map(Some).map_err(refused);
-        rows.inspect_err(|_| self.shared.budget.wake())
+        named.rows(count).map(Some).map_err(refused)
     }
 
     /// What `blocks` blocks cost beside their bytes, charged to the capacity before they count and until they do not: see

@@ -98,7 +98,7 @@ pub enum Refusal {
     /// The tmpfs is smaller than the region.
     #[error("its tmpfs has room for {has} bytes and {needs} are needed: mount it with size={needs} or more")]
     NoRoom {
-        /// Bytes of the region, with rows.
+        /// Bytes of pages that it lacks.
         needs: u64,
         /// Free bytes, and those of the file.
         has: u64,
@@ -239,12 +239,18 @@ impl Held {
         Ok(u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default())
     }
 
+    fn resident_bytes(&self) -> Result<u64, Refusal> {
+        let blocks = u64::try_from(rustix::fs::fstat(&self.file)?.st_blocks).unwrap_or_default();
+        Ok(blocks * STAT_BLOCK_BYTES)
+    }
+
     /// Makes it as long as a region of `geometry`; no page is taken.
     fn grow(&self, geometry: Geometry) -> Result<(), Refusal> {
         let (needs, has) = (geometry.bytes(), self.bytes()?);
         if needs > has {
             if self.path.is_some() {
-                room(&rustix::fs::fstatvfs(&self.file)?, needs - has)?;
+                let lacks = geometry.resident_bytes().saturating_sub(self.resident_bytes()?);
+                room(&rustix::fs::fstatvfs(&self.file)?, lacks)?;
             }
             rustix::fs::ftruncate(&self.file, needs)?;
         }
@@ -331,7 +337,7 @@ pub(in crate::memory) fn check(
         Err(Errno::NOENT) => {
             rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?;
             let of = rustix::fs::statvfs(directory)?;
-            return room(&of, geometry.bytes());
+            return room(&of, geometry.resident_bytes());
         }
         Err(error) => return Err(error.into()),
     };
@@ -339,8 +345,9 @@ pub(in crate::memory) fn check(
     let wanted = Header { geometry, boot: owner.boot, node: owner.node.clone() };
     let bytes = file.bytes()?;
     let Some(found) = file.header()? else { return Ok(()) };
-    let needs = judge(&found, &wanted, bytes)?.bytes();
-    room(&rustix::fs::statvfs(directory)?, needs - bytes)
+    let needs = judge(&found, &wanted, bytes)?;
+    let lacks = needs.resident_bytes().saturating_sub(file.resident_bytes()?);
+    if needs.bytes() == bytes { Ok(()) } else { room(&rustix::fs::statvfs(directory)?, lacks) }
 }
 
 /// The file in a directory that is one of a tmpfs.
@@ -360,7 +367,7 @@ pub(in crate::memory) fn check_room(
     let there = rustix::fs::stat(check_directory(directory)?);
     let freed = there.map_or(0, |file| u64::try_from(file.st_blocks).unwrap_or(0) * STAT_BLOCK_BYTES);
     let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
-    room(&rustix::fs::statvfs(directory)?, geometry.bytes().saturating_sub(freed))
+    room(&rustix::fs::statvfs(directory)?, geometry.resident_bytes().saturating_sub(freed))
 }
 
 /// Whether a file of `needs` bytes finds room; one without a limit says that it has 0 blocks in all.

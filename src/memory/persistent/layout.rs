@@ -1,12 +1,12 @@
-//! The layout of memory that outlives its process, version 1. Pure: words in, meaning out.
+//! The layout of memory that outlives its process, version 2. Pure: words in, meaning out.
 //!
 //! All numbers are 64-bit words in the machine's byte order. A region of capacity `C` (with slack, in whole 2 MiB blocks):
 //!
 //! | at | words | what |
 //! | --- | --- | --- |
 //! | 0 | 512 | header: [`Header`], then how many names and rows were ever used |
-//! | 4 KiB | 32 × names | applications' shuffles: [`Name`] |
-//! | behind | 8 × rows | one per block, and one for every three further pieces of it: [`Row`], [`Pieces`] |
+//! | 4 KiB | 32 × names | applications' shuffles: [`Name`]; holes where none is |
+//! | behind | 8 × rows | one per block, and one for every three further pieces of it: [`Row`], [`Pieces`]; likewise |
 //! | next multiple of 2 MiB | C / 8 | segments |
 //!
 //! The first word of a name or row is its *commit*: a tag and a checksum of the other words and of its number, stored last.
@@ -20,8 +20,9 @@ use uniffle_wire::types::{
 
 /// First word of a region of ours: `UNIFFLE` and a zero.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"UNIFFLE\0");
-/// Of the layout.
-pub(in crate::memory) const VERSION: u64 = 1;
+/// Of the layout. The first had the same words, but its programs did not know that a file grows beyond what its header says and that
+/// its rows have holes between them.
+pub(in crate::memory) const VERSION: u64 = 2;
 
 /// Words of the header: a page.
 pub(super) const HEADER_WORDS: usize = 512;
@@ -48,6 +49,10 @@ const NAMES: u32 = 1 << 16;
 pub(super) const NO_ROW: u32 = u32::MAX;
 /// Pieces of a block in one further row.
 pub(super) const PIECES_PER_ROW: usize = 3;
+
+/// Pages of the front for which segments do not give up theirs: the header, the first names and rows, and what is ceded for rows
+/// by so much later.
+const FRONT_RESIDENT_BYTES: u64 = 4 << 20;
 
 const BLOCK_BYTES: u64 = 2 << 20;
 const UNIT_BYTES: u64 = 4 << 10;
@@ -85,9 +90,14 @@ impl Geometry {
         (8 * self.row_at(self.rows) as u64).next_multiple_of(BLOCK_BYTES)
     }
 
-    /// Bytes in all.
+    /// Bytes of the file, most of the front without pages.
     pub(super) fn bytes(self) -> u64 {
         self.front_bytes().saturating_add(self.data_bytes)
+    }
+
+    /// Bytes of pages that it takes at most. What rows take more the segments do without.
+    pub(super) fn resident_bytes(self) -> u64 {
+        self.data_bytes.saturating_add(FRONT_RESIDENT_BYTES)
     }
 }
 

@@ -5,7 +5,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | [`layout`] | header, names and rows as words; pure |
-//! | [`table`] | which places are free; commits, and what takes them back |
+//! | [`table`], [`names`], [`rows`] | the front of the region: commits, and what takes them back |
+//! | `places` | which places of it are free, and which have pages; pure |
 //! | [`file`] | the file: opened, locked, judged, or refused by name |
 //! | [`passed`] | the file, from the process before |
 //! | [`huge`] | whether it is in huge pages, as a word at the start |
@@ -36,14 +37,17 @@
 //! # Costs
 //!
 //! A commit is 64 bytes beside the payload: one cache line, no lock beyond the one that takes places for a whole run. Rows
-//! are charged as lists are, so the region cedes as much. Pages that rows once took stay: at most 64 bytes for each of
-//! `memory_store.block_max_count`. Private memory has none of this.
+//! are charged as lists are, so the region cedes as much. Their pages come in chunks of 64 KiB and go when no row of a chunk is
+//! left; what a chunk has beyond its rows is charged likewise. Private memory has none of this.
 
 pub(super) mod file;
 pub(super) mod huge;
 pub(super) mod layout;
+pub(super) mod names;
 pub(super) mod passed;
+mod places;
 pub(super) mod restore;
+pub(super) mod rows;
 mod sums;
 pub(super) mod table;
 

@@ -15,8 +15,10 @@ use smallvec::SmallVec;
 use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
 use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
+use super::names::Named;
+use super::rows::Kept;
 use super::sums::{self, Sum};
-use super::table::{Kept, Named, Table};
+use super::table::Table;
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
 
@@ -76,7 +78,7 @@ impl Leftover {
         let mut rows: Vec<_> = rows.map(|(at, row)| (row.name, row.partition, at)).collect();
         rows.sort_unstable();
         let (named, taken_names) = (Vec::new(), HashSet::new());
-        let (used_names, taken_rows) = (table.used_names(), vec![false; table.used_rows() as usize]);
+        let (used_names, taken_rows) = (table.names.mark(), vec![false; table.rows.mark() as usize]);
         Self { table, names, named, taken_names, used_names, rows, taken_rows }
     }
 
@@ -175,8 +177,8 @@ impl Leftover {
         let Self { table, named, taken_names, used_names, taken_rows, .. } = self;
         let used_rows = u32::try_from(taken_rows.len()).unwrap_or(u32::MAX);
         // Rows first: one must never point to a name that is another shuffle's.
-        table.open_rows(used_rows, |at| taken_rows[at as usize]);
-        table.open_names(used_names, |at| taken_names.contains(&at));
+        table.open_found(&table.rows, used_rows, |at| taken_rows[at as usize]);
+        table.open_found(&table.names, used_names, |at| taken_names.contains(&at));
         drop(named);
     }
 }

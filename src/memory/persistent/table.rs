@@ -1,8 +1,13 @@
-//! Names and rows in the front of a region: taken, committed, given up. Every store into the front is made here, and the pages
-//! for it are taken before.
+//! The front of a region: stores into it, and the pages that they need. Every store is made here.
 //!
 //! What is committed is there for the next process, whatever instruction this one died at: other words first, then the
 //! commit word with a release store. A place is free for another owner only after its commit word was cleared.
+//!
+//! A chunk of places gets pages before any of them is used, and gives them back when none is (`places`). A chunk that is read as
+//! zeroes has nothing committed, so a process may die at any moment of that.
+//!
+//! Invariant: pages beyond what places pay for themselves, and beyond those for which nothing is charged, are charged to the
+//! capacity before they are taken, and the region cedes as much.
 
 use std::fmt;
 use std::io;
@@ -10,111 +15,189 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
-use super::super::buddy::BlockSet;
-use super::super::region::{Region, Slice};
+use super::super::ceded::Ceded;
+use super::super::region::Region;
 use super::layout::{
-    Extent, FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, NO_ROW, Name,
-    PIECES_PER_ROW, Pieces, ROW_WORDS, Row,
+    FRESH_NAMES_AT, FRESH_ROWS_AT, Geometry, HEADER_WORDS, Header, NAME_WORDS, ROW_BYTES, ROW_WORDS,
 };
-use uniffle_wire::types::{BlockMeta, PartitionId, ShuffleKey};
+use super::places::Places;
+use crate::budget::{Budget, Charge};
 
-/// By so many the mark of rows ever used goes up.
-const FRESH_ROWS_AT_ONCE: u32 = 64;
-
-/// Places whose pages are taken at once: 256 KiB of rows, 1 MiB of names, both whole pages.
-const PLACES_AT_ONCE: u32 = 4096;
-
-/// Why there are no places for rows.
+/// Why there are no places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::memory) enum NoRows {
+pub(in crate::memory) enum NoPlaces {
     /// All are taken, or the region is let go of.
     TooMany,
-    /// The file gets no more pages.
+    /// The file gets no more pages, or the region has none to cede for them.
     NoPages,
 }
 
 /// See the module.
 pub(in crate::memory) struct Table {
     region: Arc<Region>,
-    geometry: Geometry,
-    names: Mutex<Places>,
-    rows: Mutex<Places>,
-    /// Nothing is cleared any more: it is the next process's.
+    pub(super) geometry: Geometry,
+    pub(super) names: Part,
+    pub(super) rows: Part,
+    /// Nothing is cleared any more: it is the next process's. Set while both parts are locked.
     let_go: AtomicBool,
     #[cfg(test)]
     pub(super) after_store: Mutex<Option<Hook>>,
 }
 
-/// Told of every store.
+/// Told of every store, and of pages that come and go.
 #[cfg(test)]
 pub(super) type Hook = Box<dyn FnMut(&Region) + Send>;
 
-/// Which places of one kind are free.
+/// Names or rows.
 #[derive(Debug)]
-struct Places {
-    free: BlockSet,
-    /// Places from here on were never used.
-    fresh: u32,
-    /// Places before it have pages.
-    ready: u32,
-    max: u32,
+pub(super) struct Part {
+    /// Word of the first place, and words of each.
+    first: usize,
+    words: usize,
+    /// Where the header says how many were ever used.
+    mark_at: usize,
+    /// What the owner of a place pays for it.
+    paid_each: u64,
+    state: Mutex<State>,
 }
 
-impl Places {
-    /// Of which so many were used. Some more are [ready](Places::ready) from the start.
-    fn new(fresh: u32, max: u32) -> Self {
-        let behind = fresh.saturating_add(1).checked_next_multiple_of(PLACES_AT_ONCE);
-        let ready = behind.map_or(max, |behind| behind.min(max));
-        Self { free: BlockSet::new(max as usize), fresh, ready, max }
+/// Which places are free, and what their pages are charged.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) places: Places,
+    /// None until the capacity is known.
+    charged: Option<Charged>,
+}
+
+/// Charges of the same size for pages of the table: of the capacity, and of what the region cedes.
+#[derive(Debug)]
+struct Charged {
+    capacity: Charge,
+    ceded: Charge,
+    lists: Arc<Ceded>,
+}
+
+impl State {
+    /// Charges what is to be charged with one chunk more.
+    fn grow(&mut self, paid_each: u64) -> Result<(), NoPlaces> {
+        let wanted = self.places.unpaid_bytes(1, paid_each);
+        let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return Ok(()) };
+        let lacking = wanted.saturating_sub(capacity.bytes());
+        if lacking > 0 {
+            let paid = capacity.budget().force_charge(lacking);
+            ceded.merge(lists.charge(lacking).map_err(|_| NoPlaces::NoPages)?);
+            capacity.merge(paid);
+        }
+        Ok(())
     }
 
-    /// The lowest one, so that as few pages as possible are ever touched. `take_pages` takes those of places never used.
-    fn take(&mut self, take_pages: impl FnOnce(Range<u32>) -> io::Result<()>) -> Result<u32, NoRows> {
-        if let Some(free) = self.free.first() {
-            self.free.remove(free);
-            return u32::try_from(free).map_err(|_| NoRows::TooMany);
+    /// Charges what pages there are beyond what is paid for, no more and no less. What it adds was paid by an owner until now.
+    fn settle(&mut self, paid_each: u64) {
+        let wanted = self.places.unpaid_bytes(0, paid_each);
+        let Some(Charged { capacity, ceded, lists }) = &mut self.charged else { return };
+        let has = capacity.bytes();
+        if wanted > has {
+            capacity.merge(capacity.budget().force_charge(wanted - has));
+            ceded.merge(lists.force(wanted - has));
+        } else if wanted < has {
+            drop((ceded.split_up_to(has - wanted), capacity.split_up_to(has - wanted)));
         }
-        let place = self.fresh;
-        if place == self.max {
-            return Err(NoRows::TooMany);
+    }
+}
+
+impl Part {
+    /// `max` places of `words` from `first` on.
+    fn new(
+        region: &Region,
+        (first, words, max): (usize, usize, u32),
+        mark_at: usize,
+        paid_each: u64,
+    ) -> io::Result<Self> {
+        let mark = region.front().get(mark_at).map_or(0, |word| word.load(Ordering::Relaxed));
+        let mark = u32::try_from(mark).unwrap_or(max).min(max);
+        let bytes_of = |places: Range<u32>| {
+            8 * (first + places.start as usize * words)..8 * (first + places.end as usize * words)
+        };
+        let empty = Places::new(8 * words as u64, max, 0, |_| false);
+        let holes = region.front_holes(bytes_of(0..mark))?;
+        let is_hole = |chunk: u32| {
+            let of = bytes_of(empty.of_chunk(chunk));
+            let before = holes.partition_point(|hole| hole.start <= of.start);
+            before.checked_sub(1).is_some_and(|at| holes[at].end >= of.end.min(bytes_of(0..mark).end))
+        };
+        let places = Places::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
+        // A read would take pages of a hole, too.
+        for chunk in places.with_pages() {
+            region.take_front_pages(bytes_of(places.of_chunk(chunk)))?;
         }
-        if place == self.ready {
-            let until = self.ready.saturating_add(PLACES_AT_ONCE).min(self.max);
-            take_pages(self.ready..until).map_err(|_| NoRows::NoPages)?;
-            self.ready = until;
-        }
-        self.fresh += 1;
-        Ok(place)
+        let state = Mutex::new(State { places, charged: None });
+        Ok(Self { first, words, mark_at, paid_each, state })
+    }
+
+    fn bytes_of(&self, places: Range<u32>) -> Range<usize> {
+        8 * self.word_of(places.start)..8 * self.word_of(places.end)
+    }
+
+    /// First word of a place.
+    pub(super) fn word_of(&self, place: u32) -> usize {
+        self.first + place as usize * self.words
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// Places that were ever used are below it.
+    pub(super) fn mark(&self) -> u32 {
+        self.lock().places.mark()
+    }
+
+    /// Whether a place can be read.
+    pub(super) fn has_pages(&self, place: u32) -> bool {
+        self.lock().places.has_pages(place)
+    }
+
+    /// Places below `mark` that may have something.
+    pub(super) fn to_be_read(&self, mark: u32) -> impl Iterator<Item = u32> {
+        let state = self.lock();
+        let chunks: Vec<_> =
+            state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect();
+        drop(state);
+        chunks.into_iter().flatten().take_while(move |place| *place < mark)
     }
 }
 
 impl Table {
     /// The tables in the front of `region`, which has `geometry`; nothing of them is free until it was looked for what an earlier
-    /// process left. The pages of all places that were ever used are taken: reading one would take it, too.
+    /// process left.
     ///
     /// # Errors
-    /// When the file gets no pages for them.
+    /// When the file gets no pages for what was used.
     pub(super) fn new(region: Arc<Region>, geometry: Geometry) -> io::Result<Arc<Self>> {
         region.take_front_pages(0..8 * HEADER_WORDS)?;
-        let mark = |at: usize, max: u32| {
-            let mark = region.front().get(at).map_or(0, |word| word.load(Ordering::Relaxed));
-            u32::try_from(mark).unwrap_or(max).min(max)
-        };
-        let (names, rows) = (mark(FRESH_NAMES_AT, geometry.names), mark(FRESH_ROWS_AT, geometry.rows));
-        let (names, rows) = (Places::new(names, geometry.names), Places::new(rows, geometry.rows));
-        region.take_front_pages(8 * geometry.name_at(0)..8 * geometry.name_at(names.ready))?;
-        region.take_front_pages(8 * geometry.row_at(0)..8 * geometry.row_at(rows.ready))?;
+        let names = (geometry.name_at(0), NAME_WORDS, geometry.names);
+        let rows = (geometry.row_at(0), ROW_WORDS, geometry.rows);
         Ok(Arc::new(Self {
-            names: Mutex::new(names),
-            rows: Mutex::new(rows),
+            names: Part::new(&region, names, FRESH_NAMES_AT, 0)?,
+            rows: Part::new(&region, rows, FRESH_ROWS_AT, ROW_BYTES)?,
             geometry,
             region,
             let_go: AtomicBool::new(false),
             #[cfg(test)]
             after_store: Mutex::new(None),
         }))
+    }
+
+    /// From now on pages are charged to `capacity`, and `lists` cedes for them.
+    pub(in crate::memory) fn charge_to(&self, capacity: &Budget, lists: &Arc<Ceded>) {
+        for part in [&self.names, &self.rows] {
+            let mut state = part.lock();
+            let (capacity, ceded) = (capacity.nothing(), lists.force(0));
+            state.charged = Some(Charged { capacity, ceded, lists: Arc::clone(lists) });
+            state.settle(part.paid_each);
+        }
     }
 
     /// Makes an empty region a region of `header`.
@@ -136,8 +219,9 @@ impl Table {
         self.geometry.rows.into()
     }
 
-    /// From now on the region is another process's: no place is taken or cleared.
+    /// From now on the region is another process's: no place is taken or cleared, and no page comes or goes.
     pub(in crate::memory) fn let_go(&self) {
+        let _locked = (self.names.lock(), self.rows.lock());
         self.let_go.store(true, Ordering::SeqCst);
     }
 
@@ -147,299 +231,101 @@ impl Table {
         self.store(0, 0, Ordering::Release);
     }
 
-    fn is_let_go(&self) -> bool {
+    pub(super) fn is_let_go(&self) -> bool {
         self.let_go.load(Ordering::SeqCst)
     }
+}
 
-    fn store(&self, at: usize, value: u64, order: Ordering) {
+impl Table {
+    /// A free place of `part`, whose chunk has pages.
+    pub(super) fn take(&self, part: &Part, state: &mut State) -> Result<u32, NoPlaces> {
+        loop {
+            if self.is_let_go() {
+                return Err(NoPlaces::TooMany);
+            }
+            if let Some(place) = state.places.take() {
+                return Ok(place);
+            }
+            let chunk = state.places.next_chunk().ok_or(NoPlaces::TooMany)?;
+            let opened = self.open(part, state, chunk);
+            if opened.is_err() {
+                state.settle(part.paid_each);
+            }
+            opened?;
+        }
+    }
+
+    fn open(&self, part: &Part, state: &mut State, chunk: u32) -> Result<(), NoPlaces> {
+        let range = part.bytes_of(state.places.of_chunk(chunk));
+        state.grow(part.paid_each)?;
+        self.region.take_front_pages(range).map_err(|_| NoPlaces::NoPages)?;
+        self.note();
+        let before = state.places.mark();
+        state.places.open(chunk);
+        let mark = state.places.mark();
+        if mark > before {
+            self.store(part.mark_at, mark.into(), Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Gives back places whose commit words are clear.
+    pub(super) fn put(&self, part: &Part, places: impl IntoIterator<Item = u32>) {
+        let mut state = part.lock();
+        places.into_iter().for_each(|place| state.places.put(place));
+        self.close_idle(part, &mut state);
+    }
+
+    /// Gives back pages that are not needed; charges what is left.
+    pub(super) fn close_idle(&self, part: &Part, state: &mut State) {
+        while !self.is_let_go()
+            && let Some(chunk) = state.places.close_one()
+        {
+            self.region.discard_front_pages(part.bytes_of(state.places.of_chunk(chunk)));
+            self.note();
+        }
+        state.settle(part.paid_each);
+    }
+
+    /// Makes those places of the first `mark` free that nobody has, before any of them was taken by this process.
+    pub(super) fn open_found(&self, part: &Part, mark: u32, is_taken: impl Fn(u32) -> bool) {
+        let places: Vec<u32> = part.to_be_read(mark).filter(|place| !is_taken(*place)).collect();
+        for place in &places {
+            let word = part.word_of(*place);
+            if self.region.front()[word].load(Ordering::Relaxed) != 0 {
+                self.clear(word);
+            }
+        }
+        self.put(part, places);
+    }
+
+    pub(super) fn store(&self, at: usize, value: u64, order: Ordering) {
         self.region.front()[at].store(value, order);
+        self.note();
+    }
+
+    /// A process may die now.
+    fn note(&self) {
         #[cfg(test)]
         if let Some(hook) = &mut *self.after_store.lock() {
             hook(&self.region);
         }
     }
 
-    fn commit<const WORDS: usize>(&self, at: usize, words: &[u64; WORDS]) {
+    pub(super) fn commit<const WORDS: usize>(&self, at: usize, words: &[u64; WORDS]) {
         for (offset, word) in words.iter().enumerate().skip(1) {
             self.store(at + offset, *word, Ordering::Relaxed);
         }
         self.store(at, words[0], Ordering::Release);
     }
 
-    fn clear(&self, at: usize) {
+    pub(super) fn clear(&self, at: usize) {
         self.store(at, 0, Ordering::Release);
     }
 
-    fn words<const WORDS: usize>(&self, at: usize) -> [u64; WORDS] {
+    pub(super) fn words<const WORDS: usize>(&self, at: usize) -> [u64; WORDS] {
         let front = self.region.front();
         std::array::from_fn(|offset| front[at + offset].load(Ordering::Acquire))
-    }
-}
-
-/// A shuffle's place among the names; its rows refer to it. Given up when the last of them is gone.
-#[derive(Debug)]
-pub(in crate::memory) struct Named {
-    table: Arc<Table>,
-    at: u32,
-}
-
-impl Table {
-    /// A name for `key`; none while there are too many.
-    pub(in crate::memory) fn name(self: &Arc<Self>, key: &ShuffleKey) -> Option<Arc<Named>> {
-        let mut names = self.names.lock();
-        let (region, of) = (&self.region, self.geometry);
-        let pages = |names: Range<u32>| {
-            region.take_front_pages(8 * of.name_at(names.start)..8 * of.name_at(names.end))
-        };
-        let at = names.take(pages).ok()?;
-        self.store(FRESH_NAMES_AT, names.fresh.into(), Ordering::Release);
-        drop(names);
-        let named = Arc::new(Named { table: Arc::clone(self), at });
-        self.commit(self.geometry.name_at(at), &Name(key.clone()).encode(at));
-        Some(named)
-    }
-
-    /// The same name as an earlier process had.
-    pub(super) fn named(self: &Arc<Self>, at: u32) -> Arc<Named> {
-        Arc::new(Named { table: Arc::clone(self), at })
-    }
-
-    /// Shuffles that an earlier process had, with the numbers of their names.
-    pub(super) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
-        let fresh = self.names.lock().fresh;
-        let name = |at| Name::decode(&self.words::<NAME_WORDS>(self.geometry.name_at(at)), at);
-        (0..fresh).filter_map(|at| Some((at, name(at)?.0))).collect()
-    }
-
-    /// Places for names that were ever used.
-    pub(super) fn used_names(&self) -> u32 {
-        self.names.lock().fresh
-    }
-
-    /// Makes those of the first `used` names free that nobody has.
-    pub(super) fn open_names(&self, used: u32, is_taken: impl Fn(u32) -> bool) {
-        let mut names = self.names.lock();
-        for at in (0..used).filter(|at| !is_taken(*at)) {
-            self.clear(self.geometry.name_at(at));
-            names.free.insert(at as usize);
-        }
-    }
-}
-
-impl Named {
-    /// Places for `count` rows of the shuffle.
-    ///
-    /// # Errors
-    /// While there are too many or no pages for more, and when the region is let go of.
-    pub(in crate::memory) fn rows(&self, count: usize) -> Result<FreeRows, NoRows> {
-        self.table.rows(count)
-    }
-
-    /// The shuffle is purged: its rows count no longer, whatever becomes of this process.
-    pub(in crate::memory) fn disown(&self) {
-        if !self.table.is_let_go() {
-            self.table.clear(self.table.geometry.name_at(self.at));
-        }
-    }
-}
-
-impl Drop for Named {
-    fn drop(&mut self) {
-        if !self.table.is_let_go() {
-            self.disown();
-            self.table.names.lock().free.insert(self.at as usize);
-        }
-    }
-}
-
-/// Places for rows that nothing was written to, given back with it.
-#[derive(Debug)]
-pub(in crate::memory) struct FreeRows {
-    table: Arc<Table>,
-    rows: Vec<u32>,
-}
-
-impl Table {
-    fn rows(self: &Arc<Self>, count: usize) -> Result<FreeRows, NoRows> {
-        if self.is_let_go() {
-            return Err(NoRows::TooMany);
-        }
-        let mut taken = FreeRows { table: Arc::clone(self), rows: Vec::with_capacity(count) };
-        let mut places = self.rows.lock();
-        let before = places.fresh.next_multiple_of(FRESH_ROWS_AT_ONCE);
-        let (region, of) = (&self.region, self.geometry);
-        let mut refused = Ok(());
-        for _ in 0..count {
-            let pages = |rows: Range<u32>| {
-                region.take_front_pages(8 * of.row_at(rows.start)..8 * of.row_at(rows.end))
-            };
-            match places.take(pages) {
-                Ok(row) => taken.rows.push(row),
-                Err(no_rows) => {
-                    refused = Err(no_rows);
-                    break;
-                }
-            }
-        }
-        let mark = places.fresh.next_multiple_of(FRESH_ROWS_AT_ONCE);
-        if mark > before {
-            self.store(FRESH_ROWS_AT, mark.into(), Ordering::Release);
-        }
-        drop(places);
-        refused.map(|()| taken)
-    }
-
-    /// Places for rows that were ever used.
-    pub(super) fn used_rows(&self) -> u32 {
-        self.rows.lock().fresh
-    }
-
-    /// Rows of blocks that an earlier process committed, in the order of their numbers.
-    pub(super) fn found_rows(&self) -> impl Iterator<Item = (u32, Row)> {
-        let fresh = self.rows.lock().fresh;
-        (0..fresh).filter_map(|at| Some((at, self.row(at)?)))
-    }
-
-    /// A committed row.
-    pub(super) fn row(&self, at: u32) -> Option<Row> {
-        if at >= self.geometry.rows {
-            return None;
-        }
-        Row::decode(&self.words::<ROW_WORDS>(self.geometry.row_at(at)), at)
-    }
-
-    /// The pieces of a block, and the rows that it takes. None if they do not make it whole.
-    pub(super) fn extents(&self, at: u32, row: &Row) -> Option<(Vec<Extent>, Vec<u32>)> {
-        let mut extents = vec![Extent { offset: row.offset, len: 0 }];
-        let (mut rows, mut next, mut further) = (vec![at], row.next, 0u64);
-        while next != NO_ROW {
-            if next >= self.used_rows() {
-                return None;
-            }
-            let Pieces { pieces, next: behind } =
-                Pieces::decode(&self.words(self.geometry.row_at(next)), next)?;
-            let before = further;
-            for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
-                further += u64::from(piece.len);
-                extents.push(piece);
-            }
-            // Each has bytes, so that a circle ends too.
-            if further == before || further > row.meta.length.into() {
-                return None;
-            }
-            rows.push(next);
-            next = behind;
-        }
-        extents[0].len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
-        let data_bytes = self.region.capacity_bytes();
-        let is_inside = |it: &Extent| {
-            it.offset.checked_add(it.len.into()).is_some_and(|end| end <= data_bytes) && it.len > 0
-        };
-        extents.iter().all(is_inside).then_some((extents, rows))
-    }
-
-    /// Makes those of the first `used` rows free that nobody has.
-    pub(super) fn open_rows(&self, used: u32, is_taken: impl Fn(u32) -> bool) {
-        let mut rows = self.rows.lock();
-        for at in (0..used).filter(|at| !is_taken(*at)) {
-            self.clear(self.geometry.row_at(at));
-            rows.free.insert(at as usize);
-        }
-    }
-
-    fn free_rows(&self, rows: &[u32]) {
-        let mut places = self.rows.lock();
-        rows.iter().for_each(|at| places.free.insert(*at as usize));
-    }
-}
-
-impl FreeRows {
-    /// How many are left.
-    pub(in crate::memory) fn len(&self) -> usize {
-        self.rows.len()
-    }
-}
-
-impl Drop for FreeRows {
-    fn drop(&mut self) {
-        if !self.rows.is_empty() {
-            self.table.free_rows(&self.rows);
-        }
-    }
-}
-
-/// Rows that a block with so many pieces takes.
-pub(in crate::memory) fn rows_of(pieces: usize) -> usize {
-    1 + pieces.saturating_sub(1).div_ceil(PIECES_PER_ROW)
-}
-
-/// Committed rows of one list of blocks. Dropped, they are gone from the region; before the segments that they point
-/// into are given back.
-#[derive(Debug)]
-pub(in crate::memory) struct Kept {
-    named: Arc<Named>,
-    partition: PartitionId,
-    rows: Vec<u32>,
-}
-
-impl Kept {
-    /// None yet of `partition`.
-    pub(in crate::memory) fn new(named: Arc<Named>, partition: PartitionId) -> Self {
-        Self { named, partition, rows: Vec::new() }
-    }
-
-    /// Commits a block whose bytes are frozen in `slices`.
-    pub(in crate::memory) fn push(
-        &mut self,
-        (meta, order): (&BlockMeta, u64),
-        slices: &[Slice],
-        free: &mut FreeRows,
-    ) {
-        let extent = |slice: &Slice| Extent {
-            offset: slice.place() as u64,
-            len: u32::try_from(slice.len()).expect("a segment has at most 2 MiB"),
-        };
-        let extents = slices.iter().filter(|slice| !slice.is_empty()).map(extent);
-        let extents: smallvec::SmallVec<[Extent; 4]> = extents.collect();
-        // One of no bytes has no piece, and does not come back.
-        let first = extents.first().map_or(0, |extent| extent.offset);
-        let further = extents.get(1..).unwrap_or_default();
-        let table = &self.named.table;
-        let mut take = || free.rows.pop().expect("taken by `rows_of` the pieces");
-        let mut next = NO_ROW;
-        if self.rows.len() == self.rows.capacity() {
-            self.rows.reserve_exact((self.rows.len() / 4).max(4));
-        }
-        for some in further.rchunks(PIECES_PER_ROW) {
-            let at = take();
-            let mut pieces = [Extent { offset: 0, len: 0 }; PIECES_PER_ROW];
-            pieces[..some.len()].copy_from_slice(some);
-            table.commit(table.geometry.row_at(at), &Pieces { pieces, next }.encode(at));
-            self.rows.push(at);
-            next = at;
-        }
-        let at = take();
-        let (name, partition) = (self.named.at, self.partition.0);
-        let row = Row { meta: *meta, name, partition, order, offset: first, next };
-        table.commit(table.geometry.row_at(at), &row.encode(at));
-        self.rows.push(at);
-    }
-
-    /// Takes over rows that an earlier process committed.
-    pub(super) fn adopt(&mut self, rows: impl IntoIterator<Item = u32>) {
-        self.rows.extend(rows);
-    }
-}
-
-impl Drop for Kept {
-    fn drop(&mut self) {
-        let table = &self.named.table;
-        if table.is_let_go() {
-            return;
-        }
-        // A block's own row stands behind those of its further pieces: it goes first.
-        self.rows.iter().rev().for_each(|at| table.clear(table.geometry.row_at(*at)));
-        table.free_rows(&self.rows);
     }
 }
 

@@ -2,6 +2,7 @@
 //! finds is compared with what was committed. And regions that are not to be taken.
 
 mod files;
+mod pages;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -13,6 +14,7 @@ use proptest::prelude::*;
 
 use super::super::{Backing, BlockFill, Buffer, Memory, MemoryConfig, Owner, Refusal, Reservation};
 use super::layout::{Geometry, HEADER_WORDS, NAME_WORDS, ROW_WORDS};
+use super::rows::FreeRows;
 use super::table::Table;
 use crate::budget::HeapKind;
 use uniffle_wire::types::{
@@ -181,6 +183,8 @@ fn look(file: &OwnedFd, model: &Model) {
     }
     assert_eq!((memory.used_bytes(), memory.block_count()), (0, 0));
     assert_eq!(table(&memory).found_rows().count() + table(&memory).found_names().len(), 0);
+    let Table { names, rows, .. } = &**table(&memory);
+    assert!(names.lock().places.with_pages().is_empty() && rows.lock().places.with_pages().is_empty());
 }
 
 #[derive(Debug, Clone)]
@@ -226,16 +230,25 @@ struct World {
     model: Arc<Mutex<Model>>,
     next_id: i64,
     lengths: BTreeMap<i64, u32>,
+    /// Places of most of a chunk, so that those of blocks are in chunks that come and go.
+    held: Option<FreeRows>,
 }
 
 impl World {
     fn new() -> Self {
         let memory = open(None);
         let file = Arc::new(memory.handed_over().unwrap().unwrap());
-        let world = Self { memory, file, model: Arc::default(), next_id: 1, lengths: BTreeMap::new() };
+        let (model, lengths) = (Arc::default(), BTreeMap::new());
+        let mut world = Self { memory, file, model, next_id: 1, lengths, held: None };
         restored(&world.memory, |_, _, _| false);
+        world.hold_places();
         world.hook();
         world
+    }
+
+    fn hold_places(&mut self) {
+        let shuffle = self.memory.shuffle(&key(0)).unwrap();
+        self.held = Some(shuffle.named.as_ref().unwrap().rows(62).unwrap());
     }
 
     /// Whatever is stored, the process may die behind it.
@@ -361,6 +374,7 @@ impl World {
         self.hook();
         let found = restored(&self.memory, |_, _, BlockId(id)| oldest.contains(&id));
         assert_eq!(read(&self.memory), found);
+        self.hold_places();
         self.may([]);
         self.model.lock().compare(&found);
     }

@@ -41,7 +41,7 @@ impl Mapping {
         assert!(front_bytes.is_multiple_of(BLOCK_BYTES), "segments begin at a block's boundary");
         let bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(too_large)?;
         let whole = bytes.checked_add(front_bytes).ok_or_else(too_large)?;
-        let (start, backing) = backend::map_shared(file, whole)?;
+        let (start, backing) = backend::map_shared(file, front_bytes, whole)?;
         // SAFETY: the mapping has `front_bytes` and `bytes` from `start` on.
         let base = unsafe { start.add(front_bytes) };
         Ok(Self { base, bytes, front_bytes, backing })
@@ -80,6 +80,13 @@ impl Mapping {
     #[cfg(not(miri))]
     pub(super) fn holes(&self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
         backend::holes(&self.backing, range)
+    }
+
+    /// Gives the pages of `range` of the front back to the kernel: it reads as zeroes. They stay where the kernel refuses.
+    #[cfg(not(miri))]
+    pub(super) fn discard_front(&self, range: Range<usize>) {
+        assert!(range.end <= self.front_bytes, "{range:?} of the front");
+        backend::punch(&self.backing, range);
     }
 
     /// Gives the pages of `bytes` at `offset`, in which no range is handed out, back to the kernel.
@@ -130,8 +137,13 @@ mod backend {
         Ok((base, Backing { start, bytes: with_slack, file: None }))
     }
 
-    /// As [`map`], the first `bytes` of `file`. Huge pages where the machine gives them to shared memory.
-    pub(super) fn map_shared(file: impl AsFd, bytes: usize) -> io::Result<(NonNull<u8>, Backing)> {
+    /// As [`map`], the first `bytes` of `file`. Huge pages where the machine gives them to shared memory, but for the front, which
+    /// comes and goes in small pieces.
+    pub(super) fn map_shared(
+        file: impl AsFd,
+        front_bytes: usize,
+        bytes: usize,
+    ) -> io::Result<(NonNull<u8>, Backing)> {
         let with_slack = bytes.checked_add(BLOCK_BYTES).ok_or_else(too_large)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: as in `map`; addresses only, which nobody can access.
@@ -149,8 +161,18 @@ mod backend {
         }
         // SAFETY: as in `map`.
         let _advised = unsafe { madvise(aligned, bytes, Advice::LinuxHugepage) };
+        // SAFETY: as in `map`; the front is a part of it.
+        let _advised = unsafe { madvise(aligned, front_bytes, Advice::LinuxNoHugepage) };
         let base = NonNull::new(aligned.cast()).ok_or_else(|| io::Error::other("mapping at address 0"))?;
         Ok((base, backing))
+    }
+
+    /// Takes the pages of `range` out of the file.
+    pub(super) fn punch(backing: &Backing, range: Range<usize>) {
+        let Some(file) = &backing.file else { return };
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punched = fallocate(file, flags, range.start as u64, range.len() as u64);
+        debug_assert!(punched.is_ok(), "of a file in memory");
     }
 
     /// Drops the pages of a piece of the mapping in which no range was handed out.

@@ -170,6 +170,22 @@ impl Region {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.take_front(&self.map, range))
     }
 
+    /// Gives the pages of so many bytes of the front back to the kernel; they are zeroes until something is stored there, for which
+    /// pages are to be taken again.
+    #[cfg(not(miri))]
+    pub fn discard_front_pages(&self, range: Range<usize>) {
+        self.pages.iter().for_each(|pages| pages.discard_front(&self.map, range.clone()));
+    }
+
+    /// Parts of so many bytes of the front that have no pages, in their order.
+    ///
+    /// # Errors
+    /// When the file cannot be looked at.
+    #[cfg(not(miri))]
+    pub fn front_holes(&self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
+        if self.pages.is_some() { self.map.holes(range) } else { Ok(Vec::new()) }
+    }
+
     /// What an earlier process left was claimed. Between that, it may have left holes: their pages are taken, and a block that
     /// does not get them has nothing free. Before any segment of the region is written to.
     ///

@@ -90,6 +90,16 @@ impl Pages {
         self.take(map, range)
     }
 
+    /// Gives the pages of so many bytes of the front back.
+    #[cfg(not(miri))]
+    pub(super) fn discard_front(&self, map: &Mapping, range: Range<usize>) {
+        #[cfg(test)]
+        if let Some(left) = &mut *self.left.lock() {
+            *left = left.saturating_add(range.len());
+        }
+        map.discard_front(range);
+    }
+
     /// One block more, when a segment was not to be had while `seen` were ready; false if there is none.
     pub(super) fn grow(&self, of: Of<'_>, seen: usize) -> bool {
         !self.is_refused() && self.make_ready(of, seen).unwrap_or(false)

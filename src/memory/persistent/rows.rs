@@ -1,0 +1,168 @@
+//! Rows: one per block, and one for every three further pieces of it, in the front of a region.
+
+use std::sync::Arc;
+
+use super::super::region::Slice;
+use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
+use super::names::Named;
+use super::table::{NoPlaces, Table};
+use uniffle_wire::types::{BlockMeta, PartitionId};
+
+/// Places for rows that nothing was written to, given back with it.
+#[derive(Debug)]
+pub(in crate::memory) struct FreeRows {
+    table: Arc<Table>,
+    rows: Vec<u32>,
+}
+
+impl Named {
+    /// Places for `count` rows of the shuffle.
+    ///
+    /// # Errors
+    /// While there are too many or no pages for more, and when the region is let go of.
+    pub(in crate::memory) fn rows(&self, count: usize) -> Result<FreeRows, NoPlaces> {
+        let table = &self.table;
+        let mut taken = FreeRows { table: Arc::clone(table), rows: Vec::with_capacity(count) };
+        let mut state = table.rows.lock();
+        let mut refused = Ok(());
+        while taken.rows.len() < count && refused.is_ok() {
+            refused = table.take(&table.rows, &mut state).map(|row| taken.rows.push(row));
+        }
+        table.close_idle(&table.rows, &mut state);
+        drop(state);
+        refused.map(|()| taken)
+    }
+}
+
+impl Table {
+    /// Rows of blocks that an earlier process committed, in the order of their numbers.
+    pub(super) fn found_rows(&self) -> impl Iterator<Item = (u32, Row)> {
+        let row = |at| Row::decode(&self.words::<ROW_WORDS>(self.rows.word_of(at)), at);
+        self.rows.to_be_read(u32::MAX).filter_map(move |at| Some((at, row(at)?)))
+    }
+
+    /// A committed row.
+    pub(super) fn row(&self, at: u32) -> Option<Row> {
+        Row::decode(&self.row_words(at)?, at)
+    }
+
+    fn row_words(&self, at: u32) -> Option<[u64; ROW_WORDS]> {
+        self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
+    }
+
+    /// The pieces of a block, and the rows that it takes. None if they do not make it whole.
+    pub(super) fn extents(&self, at: u32, row: &Row) -> Option<(Vec<Extent>, Vec<u32>)> {
+        let mut extents = vec![Extent { offset: row.offset, len: 0 }];
+        let (mut rows, mut next, mut further) = (vec![at], row.next, 0u64);
+        while next != NO_ROW {
+            let Pieces { pieces, next: behind } = Pieces::decode(&self.row_words(next)?, next)?;
+            let before = further;
+            for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
+                further += u64::from(piece.len);
+                extents.push(piece);
+            }
+            // Each has bytes, so that a circle ends too.
+            if further == before || further > row.meta.length.into() {
+                return None;
+            }
+            rows.push(next);
+            next = behind;
+        }
+        extents[0].len = row.meta.length.checked_sub(u32::try_from(further).ok()?)?;
+        let data_bytes = self.region().capacity_bytes();
+        let is_inside = |it: &Extent| {
+            it.offset.checked_add(it.len.into()).is_some_and(|end| end <= data_bytes) && it.len > 0
+        };
+        extents.iter().all(is_inside).then_some((extents, rows))
+    }
+}
+
+impl FreeRows {
+    /// How many are left.
+    pub(in crate::memory) fn len(&self) -> usize {
+        self.rows.len()
+    }
+}
+
+impl Drop for FreeRows {
+    fn drop(&mut self) {
+        if !self.rows.is_empty() {
+            self.table.put(&self.table.rows, self.rows.drain(..));
+        }
+    }
+}
+
+/// Rows that a block with so many pieces takes.
+pub(in crate::memory) fn rows_of(pieces: usize) -> usize {
+    1 + pieces.saturating_sub(1).div_ceil(PIECES_PER_ROW)
+}
+
+/// Committed rows of one list of blocks. Dropped, they are gone from the region; before the segments that they point
+/// into are given back.
+#[derive(Debug)]
+pub(in crate::memory) struct Kept {
+    named: Arc<Named>,
+    partition: PartitionId,
+    rows: Vec<u32>,
+}
+
+impl Kept {
+    /// None yet of `partition`.
+    pub(in crate::memory) fn new(named: Arc<Named>, partition: PartitionId) -> Self {
+        Self { named, partition, rows: Vec::new() }
+    }
+
+    /// Commits a block whose bytes are frozen in `slices`.
+    pub(in crate::memory) fn push(
+        &mut self,
+        (meta, order): (&BlockMeta, u64),
+        slices: &[Slice],
+        free: &mut FreeRows,
+    ) {
+        let extent = |slice: &Slice| Extent {
+            offset: slice.place() as u64,
+            len: u32::try_from(slice.len()).expect("a segment has at most 2 MiB"),
+        };
+        let extents = slices.iter().filter(|slice| !slice.is_empty()).map(extent);
+        let extents: smallvec::SmallVec<[Extent; 4]> = extents.collect();
+        // One of no bytes has no piece, and does not come back.
+        let first = extents.first().map_or(0, |extent| extent.offset);
+        let further = extents.get(1..).unwrap_or_default();
+        let table = &self.named.table;
+        let mut take = || free.rows.pop().expect("taken by `rows_of` the pieces");
+        let mut next = NO_ROW;
+        if self.rows.len() == self.rows.capacity() {
+            self.rows.reserve_exact((self.rows.len() / 4).max(4));
+        }
+        for some in further.rchunks(PIECES_PER_ROW) {
+            let at = take();
+            let mut pieces = [Extent { offset: 0, len: 0 }; PIECES_PER_ROW];
+            pieces[..some.len()].copy_from_slice(some);
+            table.commit(table.rows.word_of(at), &Pieces { pieces, next }.encode(at));
+            self.rows.push(at);
+            next = at;
+        }
+        let at = take();
+        let (name, partition) = (self.named.at, self.partition.0);
+        let row = Row { meta: *meta, name, partition, order, offset: first, next };
+        table.commit(table.rows.word_of(at), &row.encode(at));
+        self.rows.push(at);
+    }
+
+    /// Takes over rows that an earlier process committed.
+    pub(super) fn adopt(&mut self, rows: impl IntoIterator<Item = u32>) {
+        self.rows.extend(rows);
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let table = &self.named.table;
+        if table.is_let_go() {
+            return;
+        }
+        // A block's own row stands behind those of its further pieces: it goes first.
+        self.rows.iter().rev().for_each(|at| table.clear(table.rows.word_of(*at)));
+        table.put(&table.rows, self.rows.drain(..));
+    }
+}
