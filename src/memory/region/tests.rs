@@ -1,5 +1,7 @@
 //! Run under Miri too, so: small, and no time or files.
 
+use std::sync::Arc;
+
 use super::*;
 use crate::budget::Budget;
 

@@ -1,0 +1,203 @@
+//! Ranges of a piece of a region: one that its only owner writes, or one that is frozen and read by many.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use bytes::Bytes;
+
+use super::copy;
+use super::space::Region;
+use crate::budget::Charge;
+
+/// An allocated piece of a region, alive while any handle is.
+pub(super) struct Piece {
+    pub(super) region: Arc<Region>,
+    pub(super) offset: usize,
+    pub(super) bytes: usize,
+    /// Its pages are to be taken before it is used again.
+    pub(super) is_discarded: AtomicBool,
+    /// Given back by the field's drop, which runs after [`Piece::drop`]: memory first, then the charge. The other
+    /// way round, a new charge could be granted for which there is no memory yet.
+    _charge: Charge,
+}
+
+impl Piece {
+    /// Of `bytes` at `offset`, which is nobody else's.
+    pub(super) fn new(region: Arc<Region>, (offset, bytes): (usize, usize), charge: Charge) -> Self {
+        Self { region, offset, bytes, is_discarded: AtomicBool::new(false), _charge: charge }
+    }
+
+    /// Address of a range of it.
+    pub(super) fn at(&self, start: usize, len: usize) -> *mut u8 {
+        assert!(start + len <= self.bytes, "range {start}+{len} of a piece of {}", self.bytes);
+        self.region.map.at(self.offset + start, len)
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let (true, Some(pages)) = (*self.is_discarded.get_mut(), &self.region.pages) {
+            return pages.give_back(self.region.of(), self.offset, self.bytes);
+        }
+        self.region.buddy.lock().free(self.offset, self.bytes);
+    }
+}
+
+/// A range that only its owner may write. Dropped without freezing, what was written is zeroed and can never be read.
+///
+/// What was not written is left alone: it is no more readable than the rest, and zeroing it would touch untouched
+/// pages and let a sender that announces 512 MiB and hangs up cost the worker a memset of 512 MiB.
+pub struct Fill {
+    /// `None` only after freezing, so that `drop` knows.
+    piece: Option<Arc<Piece>>,
+    start: usize,
+    len: usize,
+    written: usize,
+    /// The prefix that may differ from what was here before.
+    dirty: usize,
+}
+
+impl Fill {
+    /// A range that was handed out just now, and once.
+    pub(super) fn of(piece: Arc<Piece>, start: usize, len: usize) -> Self {
+        Self { piece: Some(piece), start, len, written: 0, dirty: 0 }
+    }
+
+    /// Bytes of the range.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes not written yet.
+    pub fn remaining(&self) -> usize {
+        self.len - self.written
+    }
+
+    /// Appends as much of `bytes` as there is room for and says how much that was.
+    pub fn write(&mut self, bytes: &[u8]) -> usize {
+        let taken = bytes.len().min(self.remaining());
+        let from = self.written;
+        copy::copy(&mut self.range_mut()[from..from + taken], &bytes[..taken]);
+        self.written += taken;
+        self.dirty = self.dirty.max(self.written);
+        taken
+    }
+
+    /// The whole range. It may show what an earlier owner of the memory left there: write before showing it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.dirty = self.len;
+        self.range_mut()
+    }
+
+    fn range_mut(&mut self) -> &mut [u8] {
+        let Some(piece) = &self.piece else { return &mut [] };
+        let start = piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. No other `Fill` or `Slice` covers it: the segment handed it out once, and it becomes
+        // readable only through `freeze*`, which consumes `self`.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len) }
+    }
+
+    /// Ends writing. The slice covers what was written; the rest, if any, is dead.
+    #[must_use]
+    pub fn freeze(self) -> Slice {
+        let written = self.written;
+        self.freeze_prefix(written)
+    }
+
+    /// Ends writing that went through [`Fill::bytes_mut`]: the first `len` bytes are good, the rest is dead.
+    #[must_use]
+    pub fn freeze_prefix(mut self, len: usize) -> Slice {
+        assert!(len <= self.len, "{len} bytes frozen of {}", self.len);
+        self.zero_dirty_from(len);
+        let piece = self.piece.take().expect("only freezing takes the piece, and it consumes the fill");
+        Slice { piece, start: self.start, len }
+    }
+
+    fn zero_dirty_from(&mut self, start: usize) {
+        let dirty = self.dirty;
+        if let Some(bytes) = self.range_mut().get_mut(start..dirty) {
+            bytes.fill(0);
+        }
+    }
+}
+
+impl Drop for Fill {
+    fn drop(&mut self) {
+        self.zero_dirty_from(0);
+    }
+}
+
+impl fmt::Debug for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fill").field("len", &self.len).field("written", &self.written).finish_non_exhaustive()
+    }
+}
+
+/// A frozen range. Keeps its segment's memory, and what was charged for it, until it is dropped.
+#[derive(Clone)]
+pub struct Slice {
+    piece: Arc<Piece>,
+    start: usize,
+    len: usize,
+}
+
+impl Slice {
+    /// A range of which all was frozen.
+    pub(super) fn of(piece: Arc<Piece>, range: Range<usize>) -> Self {
+        Self { piece, start: range.start, len: range.len() }
+    }
+
+    pub(super) fn is_of(&self, piece: &Arc<Piece>) -> bool {
+        Arc::ptr_eq(&self.piece, piece)
+    }
+
+    /// Bytes of the range.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it lies in the region.
+    pub fn place(&self) -> usize {
+        self.piece.offset + self.start
+    }
+
+    /// A part of it.
+    pub fn slice(&self, range: Range<usize>) -> Slice {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a slice of {}", self.len);
+        Slice { piece: Arc::clone(&self.piece), start: self.start + range.start, len: range.len() }
+    }
+
+    /// The same memory as `Bytes`, not copied.
+    #[must_use]
+    pub fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for Slice {
+    fn as_ref(&self) -> &[u8] {
+        let start = self.piece.at(self.start, self.len);
+        // SAFETY: `at` checked that the range lies in the piece, which `self` keeps alive and mapped; its bytes are
+        // always initialised. A slice only exists for frozen ranges, which no `Fill` covers any more, so there is no writer.
+        unsafe { std::slice::from_raw_parts(start, self.len) }
+    }
+}
+
+impl fmt::Debug for Slice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slice").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
