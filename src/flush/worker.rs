@@ -95,6 +95,9 @@ impl Flusher {
             cut.in_span(Span::enter_with_local_parent("sort and cut")).await
         };
         let extents = extents.map_err(|error| failed(batch, error))?;
+        if extents.is_empty() {
+            return Ok(());
+        }
         self.store(batch, tier, extents).in_span(Span::enter_with_local_parent("write and publish")).await
     }
 
@@ -170,10 +173,13 @@ fn retry_pause(failures: u32, min: Duration, max: Duration) -> Duration {
     min.saturating_mul(1 << failures.min(16)).min(max)
 }
 
+/// Of blocks that are shown: some that an earlier process left may turn out not to be.
 fn extents_of(batch: &Batch) -> Vec<ExtentWrite> {
+    batch.parts.iter().for_each(|(buffer, _)| buffer.verify());
     batch
         .parts
         .iter()
+        .filter(|(_, sealed)| sealed.blocks() > 0)
         .map(|(_, sealed)| {
             let extent = sealed.extent(batch.distribution);
             ExtentWrite {

@@ -6,6 +6,7 @@
 //! [`SEGMENT_HEAP_BYTES`].
 
 use std::hash::BuildHasher;
+use std::sync::OnceLock;
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
@@ -71,6 +72,8 @@ pub(super) struct BlockList {
     /// Blocks committed after their chain was sealed, by ascending record: they keep their slices themselves.
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
     bytes: u64,
+    /// Numbers of blocks that an earlier process left and that are damaged, ascending.
+    withheld: OnceLock<Box<[u32]>>,
     /// Segments that are paid for; the first with the list itself, when it gets one.
     paid_segments: usize,
     paid: Paid,
@@ -114,6 +117,7 @@ impl BlockList {
             chain,
             strays: Vec::new(),
             bytes: 0,
+            withheld: OnceLock::new(),
             paid_segments: 0,
             paid,
         }
@@ -149,6 +153,49 @@ impl BlockList {
     pub(super) fn find(&self, id: BlockId) -> Option<usize> {
         let same = |at: &u32| self.records[*at as usize].block_id == id;
         self.ids.find(self.hasher.hash_one(id), same).map(|at| *at as usize)
+    }
+
+    /// Whether a block stands there and is shown.
+    pub(super) fn shows(&self, id: BlockId) -> bool {
+        self.find(id).is_some_and(|at| !self.is_withheld(at))
+    }
+
+    /// Numbers of the blocks that do not have the checksums that their senders gave.
+    pub(super) fn damaged(&self) -> Vec<u32> {
+        let is_damaged = |at: &u32| {
+            let mut gather = Gather::default();
+            self.gather(*at as usize, &mut gather);
+            let mut hasher = crc32fast::Hasher::new();
+            gather.into_slices().iter().for_each(|slice| hasher.update(slice.as_ref()));
+            let crc = self.records[*at as usize].crc;
+            crc != 0 && hasher.finalize() != crc
+        };
+        (0..self.next_record()).filter(is_damaged).collect()
+    }
+
+    /// Does not show these blocks any more, nor finds the next process them. Once.
+    pub(super) fn withhold(&self, numbers: Vec<u32>) {
+        let ids = numbers.iter().map(|at| self.records[*at as usize].block_id).collect();
+        self.kept.iter().for_each(|kept| kept.give_up(&ids));
+        let is_first = self.withheld.set(numbers.into()).is_ok();
+        debug_assert!(is_first, "a list is looked at once");
+    }
+
+    /// Whether block `at` is not shown.
+    pub(super) fn is_withheld(&self, at: usize) -> bool {
+        let is_among = |numbers: &[u32]| u32::try_from(at).is_ok_and(|at| numbers.binary_search(&at).is_ok());
+        self.withheld.get().is_some_and(|numbers| is_among(numbers))
+    }
+
+    /// Blocks that are shown.
+    pub(super) fn shown(&self) -> usize {
+        self.records.len() - self.withheld.get().map_or(0, |numbers| numbers.len())
+    }
+
+    /// Their payload.
+    pub(super) fn shown_bytes(&self) -> u64 {
+        let withheld = self.withheld.get().into_iter().flatten();
+        self.bytes - withheld.map(|at| u64::from(self.records[*at as usize].length)).sum::<u64>()
     }
 
     /// Appends a block that is not in the list yet, and whose fill is fully written; in `rows` it is there for the next

@@ -44,6 +44,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -71,7 +72,7 @@ pub use ticket::Tickets;
 use crate::budget::{Heap, HeapKind};
 
 use ahead::Ahead;
-use buffer::Shared;
+use buffer::{Shared, Verification};
 use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
@@ -186,6 +187,7 @@ impl Memory {
             in_flight_blocks: Budget::new(u64::MAX),
             hasher: hashbrown::DefaultHashBuilder::default(),
             metrics: MemoryMetrics::new(registry).map_err(io::Error::other)?,
+            verification: Verification::default(),
         };
         Ok(Arc::new(Self {
             shared: Arc::new(shared),
@@ -314,7 +316,7 @@ impl Memory {
                 Ok(_) if left.blocks.is_empty() => {}
                 Ok(buffer) => {
                     let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
-                    buffer.restore(left);
+                    buffer.restore(key, left);
                     restored.insert(partition, ids);
                 }
                 Err(error) => {
@@ -323,6 +325,27 @@ impl Memory {
             }
         }
         restored
+    }
+
+    /// `tell` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and before
+    /// anybody is given the others. The first one only.
+    pub fn on_damage(&self, tell: impl Fn(&ShuffleKey, PartitionId) + Send + Sync + 'static) {
+        // A second one would be told of nothing; there is one service.
+        let _first: Result<(), _> = self.shared.verification.on_damage.set(Box::new(tell));
+    }
+
+    /// Whether an earlier process left something that nobody has looked at: until then what gives it to somebody is not for a
+    /// runtime's thread.
+    #[must_use]
+    pub fn has_unverified(&self) -> bool {
+        self.shared.verification.buffers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Buffers of all shuffles, for a look at what an earlier process left ([`Buffer::verify`]) that nobody has asked for yet.
+    #[must_use]
+    pub fn buffers(&self) -> Vec<Arc<Buffer>> {
+        let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
+        shuffles.iter().flat_map(|shuffle| shuffle.all()).collect()
     }
 
     /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.

@@ -90,7 +90,7 @@ pub(super) fn walk(
     let mut length = 0;
     'all: for list in &lists[first.min(lists.len())..] {
         for at in from..list.len() {
-            if !filter.admits(list.task(at)) {
+            if list.is_withheld(at) || !filter.admits(list.task(at)) {
                 continue;
             }
             let meta = list.meta(at);

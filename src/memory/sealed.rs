@@ -72,9 +72,9 @@ impl SealedBatch {
         self.partition
     }
 
-    /// Payload bytes.
+    /// Payload bytes that are shown.
     pub fn bytes(&self) -> u64 {
-        self.list.bytes()
+        self.list.shown_bytes()
     }
 
     /// Bytes that the budget gets back when the batch is gone.
@@ -82,9 +82,9 @@ impl SealedBatch {
         self.list.charged_bytes()
     }
 
-    /// Number of blocks.
+    /// Number of blocks that are shown.
     pub fn blocks(&self) -> usize {
-        self.list.len()
+        self.list.shown()
     }
 
     /// The batch as an extent of distribution `d`. Aligned when the chain holds exactly these blocks (nothing
@@ -95,7 +95,7 @@ impl SealedBatch {
     }
 
     fn aligned(&self, d: Distribution) -> Option<SealedExtent> {
-        if !self.list.is_linear() {
+        if !self.list.is_linear() || self.list.shown() < self.list.len() {
             return None;
         }
         let blocks = self.list.by_offset();
@@ -108,7 +108,7 @@ impl SealedBatch {
     }
 
     fn pieces(&self, d: Distribution) -> SealedExtent {
-        let mut order: Vec<usize> = (0..self.list.len()).collect();
+        let mut order: Vec<usize> = (0..self.list.len()).filter(|at| !self.list.is_withheld(*at)).collect();
         if d == Distribution::LocalOrder {
             order.sort_by_key(|at| self.list.task(*at));
         }

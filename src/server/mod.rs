@@ -162,6 +162,7 @@ impl Worker {
             service.lifecycle.restore(tier.take_recovered()).await;
         }
         finish_restore(&memory);
+        service.lifecycle.look_at_memory();
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());

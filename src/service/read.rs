@@ -246,7 +246,13 @@ impl ReadBuffers for HeldBuffer {
 }
 
 impl Reads {
-    /// Blocks of a partition that are in memory.
+    /// Whether a read of memory may take longer than a runtime's thread has: blocks that an earlier process left are looked at first.
+    #[must_use]
+    pub fn may_take_long(&self) -> bool {
+        self.memory.has_unverified()
+    }
+
+    /// Blocks of a partition that are in memory. See [`Reads::may_take_long`].
     ///
     /// # Errors
     /// Unknown app, a filter that is no bitmap, a block that is wanted and lost. A partition that never got data has
@@ -273,10 +279,13 @@ impl Reads {
             })?),
         };
         let partition = PartitionId(request.partition);
+        let buffer = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition));
+        // Before the look at what is lost: what it finds damaged is.
+        buffer.iter().for_each(|buffer| buffer.verify());
         if let Some(shuffle) = app.shuffle(key.shuffle) {
             self.losses.refuse(&app, &shuffle, partition, filter.as_ref())?;
         }
-        let Some(buffer) = self.memory.shuffle(&key).and_then(|shuffle| shuffle.existing(partition)) else {
+        let Some(buffer) = buffer else {
             let read = MemoryRead { is_end: false, ..MemoryRead::default() };
             let lists = app.answer_lists().nothing();
             let answering = self.answering((app, open), None, (0, lists));

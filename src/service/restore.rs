@@ -6,6 +6,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::app::{App, Counted, PartitionRanges, Registration, ShuffleState};
 use crate::durability::{self, Record, Report, Said};
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
@@ -108,6 +110,29 @@ impl Lifecycle {
             );
         }
         restored
+    }
+
+    /// Looks at what an earlier process left in memory and nobody has asked for meanwhile, one partition after the other. It is
+    /// served as soon as the start is over; what is asked for is looked at first.
+    pub fn look_at_memory(&self) {
+        if !self.memory.has_unverified() {
+            return;
+        }
+        let (buffers, stopped) = (self.memory.buffers(), self.tasks.cancelled());
+        self.tasks.spawn("look at memory", async move {
+            let (began, partitions) = (Instant::now(), buffers.len());
+            let look = async {
+                for buffer in buffers {
+                    // One that panics has shown nothing; its readers find that again.
+                    let _looked = tokio::task::spawn_blocking(move || buffer.verify()).await;
+                }
+            };
+            tokio::select! {
+                biased;
+                () = stopped => {}
+                () = look => tracing::info!(partitions, took = ?began.elapsed(), "what an earlier process left in memory has been looked at"),
+            }
+        });
     }
 
     /// When recovery has a gap, registrations may be missing of every application of which something was found, be it only

@@ -12,7 +12,7 @@ use croaring::Treemap;
 use futures::stream::{self, StreamExt as _};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::app::ShuffleState;
+use crate::app::{AppRegistry, ShuffleState};
 use crate::durability::{Blame, Ledger, Loss, LostExtent, Verdict, ranges};
 use crate::memory::Memory;
 use crate::runtime::Tasks;
@@ -29,6 +29,9 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// How long a call waits for a look: clients give one a minute.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Why blocks are lost that an earlier process left in memory.
+const DAMAGED: &str = "blocks that an earlier process left in memory have other bytes than were sent";
 
 /// A partition that is to be verified, and why what is nowhere is lost.
 #[derive(Debug)]
@@ -56,11 +59,33 @@ impl Verifier {
         partition: PartitionId,
         error: &StoreError,
     ) {
-        if shuffle.ledger().with(partition, |it| it.question(None)) {
-            let blame = blame(Vec::new(), &error.to_string());
-            self.verify(vec![Suspect { shuffle: Arc::clone(&shuffle), partition, blame }]);
-        }
+        self.suspect(&shuffle, partition, &error.to_string());
         self.looked(&shuffle, partition, Self::patience()).await;
+    }
+
+    /// Something of a partition may be gone, for this reason: until it is known, nobody is served of it.
+    pub(super) fn suspect(
+        self: &Arc<Self>,
+        shuffle: &Arc<ShuffleState>,
+        partition: PartitionId,
+        reason: &str,
+    ) {
+        if shuffle.ledger().with(partition, |it| it.question(None)) {
+            let blame = blame(Vec::new(), reason);
+            self.verify(vec![Suspect { shuffle: Arc::clone(shuffle), partition, blame }]);
+        }
+    }
+
+    /// Blocks in memory that turn out to be damaged are lost unless a tier has them.
+    pub(super) fn hear_of_damage(self: &Arc<Self>, apps: &Arc<AppRegistry>) {
+        // The memory keeps it, and is kept by the verifier.
+        let (apps, verifier) = (Arc::clone(apps), Arc::downgrade(self));
+        self.memory.on_damage(move |key, partition| {
+            let shuffle = apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
+            if let (Some(verifier), Some(shuffle)) = (verifier.upgrade(), shuffle) {
+                verifier.suspect(&shuffle, partition, DAMAGED);
+            }
+        });
     }
 
     /// Verifies partitions in the background.

@@ -368,8 +368,12 @@ impl Frames {
         Ok(taken)
     }
 
-    /// Answers a read of memory on the spot: it is small and nothing is in its way.
+    /// Answers a read of memory on the spot: it is small and, as a rule, nothing is in its way.
     fn complete_memory(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        if self.shared.service.reads.may_take_long() {
+            let message = ReadMessage { bytes: message.to_vec(), charge: self.heap.nothing() };
+            return self.complete(FrameType::Memory, message);
+        }
         match Arc::clone(&self.shared.memory_reads).try_acquire_owned() {
             Ok(permit) => {
                 let id = request_id(message).ok_or(DecodeError::Incomplete)?;
@@ -400,7 +404,8 @@ impl Frames {
     }
 
     fn read_memory(&mut self, id: i64, message: ReadMessage, permit: OwnedSemaphorePermit) {
-        if message.bytes.len() <= INLINE_REQUEST_BYTES_MAX {
+        let is_quick = !self.shared.service.reads.may_take_long();
+        if is_quick && message.bytes.len() <= INLINE_REQUEST_BYTES_MAX {
             return self.answer_memory(id, &message.bytes, permit);
         }
         let Some(mut guard) = self.finish() else { return };

@@ -9,6 +9,8 @@
 //! readers see; no id is in it twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
 //! A partition of which nothing is in memory keeps no list: what it has received, and the next chain's number.
 
+mod unverified;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -32,7 +34,9 @@ use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::{InFlight, SealedBatch};
 use crate::budget::{Budget, Charge};
-use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
+pub(super) use unverified::Verification;
+use unverified::{Unverified, say_damaged};
 
 /// Heap of a partition that was ever written to, while nothing of it is in memory: its buffer, its places in the tables here
 /// and in the local tier, its first extent. `d12_…` in `tests/contract` and `tests/process` measure it.
@@ -50,6 +54,7 @@ pub(super) struct Shared {
     /// Seeded per process: block ids are the clients' to choose.
     pub(super) hasher: DefaultHashBuilder,
     pub(super) metrics: MemoryMetrics,
+    pub(super) verification: Verification,
 }
 
 /// What a commit did.
@@ -90,6 +95,7 @@ pub struct Buffer {
     /// Its application's.
     budget: Budget,
     state: Mutex<State>,
+    unverified: Unverified,
     active_bytes: AtomicU64,
     active_charged_bytes: AtomicU64,
     active_blocks: AtomicUsize,
@@ -137,7 +143,7 @@ impl Lists {
     }
 
     fn holds(&self, id: BlockId) -> bool {
-        self.active.find(id).is_some() || self.batches.iter().any(|batch| batch.list().find(id).is_some())
+        self.active.find(id).is_some() || self.batches.iter().any(|batch| batch.list().shows(id))
     }
 }
 
@@ -156,6 +162,7 @@ impl Buffer {
             named,
             budget,
             state: Mutex::default(),
+            unverified: Unverified::default(),
             active_bytes: AtomicU64::new(0),
             active_charged_bytes: AtomicU64::new(0),
             received_bytes: AtomicU64::new(0),
@@ -302,8 +309,9 @@ impl Buffer {
         found.into()
     }
 
-    /// Shows what an earlier process left of the partition, before anything is written to it: as the oldest batch.
-    pub(super) fn restore(&self, left: Partition) -> Committed {
+    /// Shows what an earlier process left of the partition of `key`, before anything is written to it: as the oldest batch. Its
+    /// bytes are to be [verified](Buffer::verify) before they are given to anybody.
+    pub(super) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
         let Partition { blocks, segments, kept, rows, last_chain } = left;
         let (count, supply) = (blocks.len() as u64, &self.shared.supply);
         let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
@@ -327,10 +335,42 @@ impl Buffer {
         let State { lists, next_chain, .. } = &mut *state;
         *next_chain = last_chain + 1;
         let lists = self.made(lists, next_chain);
-        lists.batches.push_back(Arc::new(SealedBatch::new(self.partition, list)));
+        let batch = Arc::new(SealedBatch::new(self.partition, list));
+        self.unverified.set(key.clone(), Arc::downgrade(&batch), &self.shared.verification);
+        lists.batches.push_back(batch);
         self.received_bytes.fetch_add(restored.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
         restored
+    }
+
+    /// Looks at what an earlier process left, unless that was done: what is damaged is not shown from then on. Milliseconds for
+    /// each few MiB.
+    pub fn verify(&self) {
+        let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
+        self.unverified.look_once(&self.shared.verification, look);
+    }
+
+    fn withhold_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
+        let damaged = batch.list().damaged();
+        if damaged.is_empty() {
+            return;
+        }
+        say_damaged(key, self.partition, batch.list(), &damaged);
+        let mut state = self.state.lock();
+        batch.list().withhold(damaged);
+        // One of which nothing is left is nothing to flush.
+        let is_empty = batch.blocks() == 0 && !batch.is_claimed();
+        let emptied = state.lists.as_mut().filter(|_| is_empty).and_then(|lists| {
+            let at = lists.batches.iter().position(|held| std::ptr::eq(&**held, batch))?;
+            lists.batches.remove(at)
+        });
+        let nothing_left = state.lists.take_if(|lists| lists.is_empty());
+        self.publish_counters(&state);
+        drop(state);
+        drop((emptied, nothing_left));
+        if let Some(tell) = self.shared.verification.on_damage.get() {
+            tell(key, self.partition);
+        }
     }
 
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer
@@ -417,6 +457,7 @@ impl Buffer {
         let lists = state.lists.take();
         self.publish_counters(&state);
         drop(state);
+        self.unverified.clear(&self.shared.verification);
         drop(lists);
     }
 

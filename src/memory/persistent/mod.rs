@@ -10,7 +10,7 @@
 //! | [`file`] | the file: opened, locked, judged, or refused by name |
 //! | [`passed`] | the file, from the process before |
 //! | [`huge`] | whether it is in huge pages, as a word at the start |
-//! | [`restore`], `sums` | what an earlier process left, as lists of blocks; whether its bytes are what they were |
+//! | [`restore`] | what an earlier process left, as lists of blocks |
 //!
 //! # The layout, and why
 //!
@@ -48,7 +48,6 @@ pub(super) mod passed;
 mod places;
 pub(super) mod restore;
 pub(super) mod rows;
-mod sums;
 pub(super) mod table;
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 //!
 //! A partition becomes one list. Its rows are sorted by their order; the pieces of the region that they point into are
 //! claimed, in the order of their places, and are its chain. A block of one piece has its place in that chain; one whose
-//! pieces lay in several segments keeps its slices itself, as a stray does. Rows that contradict others are dropped, and blocks
-//! that do not have their checksums.
+//! pieces lay in several segments keeps its slices itself, as a stray does. Rows that contradict others are dropped. Nobody looks
+//! at the bytes here: that is done before somebody is given them (`buffer::unverified`).
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -17,7 +17,6 @@ use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
 use super::names::Named;
 use super::rows::Kept;
-use super::sums::{self, Sum};
 use super::table::Table;
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
@@ -138,8 +137,7 @@ impl Leftover {
             }
         }
         let mut segments = claim(self.table.region(), &wanted, budget);
-        let mut slices = adopt(&mut segments, &wanted);
-        withhold_damaged(key, partition, &wanted, &mut slices);
+        let slices = adopt(&mut segments, &wanted);
         let starts = starts(&segments);
         segments.iter_mut().for_each(Segment::close);
         let mut kept = Kept::new(Arc::clone(named), partition);
@@ -188,32 +186,6 @@ struct Wanted {
     meta: BlockMeta,
     extents: Vec<Extent>,
     rows: Vec<u32>,
-}
-
-/// Takes the bytes of blocks that do not have their checksums out of `slices`.
-fn withhold_damaged(key: &ShuffleKey, partition: PartitionId, wanted: &[Wanted], slices: &mut [Adopted]) {
-    const NAMED_MAX: usize = 10;
-    let adopted = slices.iter().enumerate().filter_map(|(at, slices)| Some((at, slices.as_ref()?)));
-    let (numbers, sums): (Vec<usize>, Vec<Sum<'_>>) = adopted
-        .map(|(at, slices)| {
-            let bytes = slices.iter().map(|(_, slice)| slice.as_ref()).collect();
-            (at, Sum { crc: wanted[at].meta.crc, bytes })
-        })
-        .unzip();
-    let right = sums::are_right(&sums);
-    drop(sums);
-    let damaged: Vec<usize> =
-        numbers.into_iter().zip(right).filter(|(_, is_right)| !is_right).map(|(at, _)| at).collect();
-    if damaged.is_empty() {
-        return;
-    }
-    let named: Vec<i64> = damaged.iter().take(NAMED_MAX).map(|at| wanted[*at].meta.block_id.0).collect();
-    let blocks = damaged.len();
-    tracing::error!(
-        shuffle = %key, %partition, blocks, first = ?named,
-        "blocks that an earlier process left in memory have other bytes than were sent, they are lost"
-    );
-    damaged.into_iter().for_each(|at| slices[at] = None);
 }
 
 /// A block's bytes, each slice with the number of its segment; none if they are not all its own.

@@ -1,12 +1,13 @@
 //! Rows: one per block, and one for every three further pieces of it, in the front of a region.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::super::region::Slice;
 use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
 use super::names::Named;
 use super::table::{NoPlaces, Table};
-use uniffle_wire::types::{BlockMeta, PartitionId};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
 
 /// Places for rows that nothing was written to, given back with it.
 #[derive(Debug)]
@@ -152,6 +153,17 @@ impl Kept {
     /// Takes over rows that an earlier process committed.
     pub(super) fn adopt(&mut self, rows: impl IntoIterator<Item = u32>) {
         self.rows.extend(rows);
+    }
+}
+
+impl Kept {
+    /// Blocks of these ids are not to be found by the next process.
+    pub(in crate::memory) fn give_up(&self, ids: &HashSet<BlockId>) {
+        let table = &self.named.table;
+        let given_up = |at: &&u32| {
+            table.row(**at).is_some_and(|row| ids.contains(&row.meta.block_id)) && !table.is_let_go()
+        };
+        self.rows.iter().filter(given_up).for_each(|at| table.clear(table.rows.word_of(*at)));
     }
 }
 

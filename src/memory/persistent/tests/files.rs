@@ -147,27 +147,74 @@ fn another_number_of_blocks_is_taken_as_far_as_there_are_places() {
     }
 }
 
-#[test]
-fn a_block_with_other_bytes_than_were_sent_is_not_shown() {
-    let directory = shm();
-    left(directory.path());
-    let file = directory.path().join("uniffle-worker.memory");
-    let flipped = std::fs::OpenOptions::new().read(true).write(true).open(&file).unwrap();
+/// Its first byte that differs from what was sent is in the middle of the only block.
+fn damage(path: &std::path::Path) {
+    let flipped =
+        std::fs::OpenOptions::new().read(true).write(true).open(path.join("uniffle-worker.memory")).unwrap();
     let at = table_geometry().front_bytes() + 3000;
     let mut byte = [0];
     rustix::io::pread(&flipped, &mut byte[..], at).unwrap();
     assert_eq!(byte[0], payload(1, 5000)[3000], "of the only block");
     rustix::io::pwrite(&flipped, &[byte[0] ^ 4], at).unwrap();
-    for found in [1, 0] {
-        let again = in_directory(directory.path(), |_, _| {}).unwrap();
-        for shuffle in 0..SHUFFLES {
-            again.register(&key(shuffle), Distribution::Normal);
-        }
-        let heap = again.heap().of(HeapKind::Partitions);
-        assert_eq!(again.restore(&key(0), |_, _| false, heap).len(), 0);
-        assert_eq!(again.finish_restore(), (found, 0), "its row is gone with it");
-        assert_eq!((read(&again), again.used_bytes()), (Found::new(), 0));
-        // Not an orderly end, which deletes an empty one.
-        drop(again);
+}
+
+fn found_damaged(is_flushed: bool) {
+    let directory = shm();
+    left(directory.path());
+    damage(directory.path());
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&told);
+    again.on_damage(move |key, partition| heard.lock().push((key.clone(), partition)));
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]), "nobody has looked");
+    assert!(again.has_unverified());
+    let buffer = buffer(&again, 0, 0);
+    let sealed = is_flushed.then(|| buffer.seal().unwrap());
+    buffer.verify();
+    buffer.verify();
+    assert_eq!(*told.lock(), [(key(0), PartitionId(0))], "once");
+    assert_eq!((read(&again), again.has_unverified(), buffer.block_count()), (Found::new(), false, 0));
+    assert_eq!(table(&again).found_rows().count(), 0, "nor is it found again");
+    assert_eq!(again.block_count(), u64::from(is_flushed), "there is nothing to flush");
+    if let Some(sealed) = sealed {
+        let extent = sealed.extent(Distribution::Normal);
+        assert_eq!((sealed.bytes(), extent.blocks.len()), (0, 0));
+        buffer.release(&sealed);
     }
+    // It may be sent again, and is what the next process finds.
+    let mut funds = funds(&again, 100_000).unwrap();
+    let mut fill = buffer.reserve(5000, &mut funds).unwrap();
+    fill.write(&payload(1, 5000));
+    let (block_id, task_attempt_id) = (BlockId(1), TaskAttemptId(1));
+    let crc = crc32fast::hash(&payload(1, 5000));
+    let meta = BlockMeta { block_id, task_attempt_id, length: 5000, uncompressed_length: 1, crc };
+    assert_eq!(buffer.commit(vec![(meta, fill)], &mut funds).unwrap().blocks, 1);
+    assert_eq!(read(&again), Found::from([((0, 0), vec![1])]));
+    drop(funds);
+    drop((buffer, again));
+    let last = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert_eq!(restored(&last, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+    last.buffers().iter().for_each(|buffer| buffer.verify());
+    assert_eq!(read(&last), Found::from([((0, 0), vec![1])]));
+    drop(last.forget(&key(0)));
+    assert_eq!(last.used_bytes(), 0);
+}
+
+#[test]
+fn a_block_with_other_bytes_than_were_sent_is_found_before_it_is_given_to_anybody() {
+    found_damaged(false);
+    found_damaged(true);
+}
+
+#[test]
+fn what_is_purged_before_anybody_looked_at_it_is_gone() {
+    let directory = shm();
+    left(directory.path());
+    let again = in_directory(directory.path(), |_, _| {}).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false).len(), 1);
+    let buffer = buffer(&again, 0, 0);
+    drop(again.forget(&key(0)));
+    assert!(!again.has_unverified());
+    buffer.verify();
+    assert_eq!((again.used_bytes(), again.block_count(), again.has_unverified()), (0, 0, false));
 }

@@ -1,0 +1,84 @@
+//! What an earlier process left in memory is summed before anybody is given it, once.
+//!
+//! Stores of a process that dies are whole; a file in memory can still be written to by others, and memory has faults. A block
+//! that does not have the checksum that its sender gave is not shown, and its shuffle is told ([`super::super::Memory::on_damage`]).
+//! One of which the sender gave none (0) is taken as it is; what this process received was looked at when it came.
+//!
+//! A core sums several GB/s, so it is not for a runtime's thread. Readers, the flusher and a look at everything after the start
+//! all ask (`Buffer::verify`); the first does it and the others wait.
+
+use std::sync::Weak;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use super::super::list::BlockList;
+use super::super::sealed::SealedBatch;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Damaged blocks that the log names.
+const NAMED_MAX: usize = 10;
+
+/// Told of a partition of which something is damaged, before anybody is given the rest.
+type OnDamage = Box<dyn Fn(&ShuffleKey, PartitionId) + Send + Sync>;
+
+/// Of all buffers of one memory.
+#[derive(Default)]
+pub(in crate::memory) struct Verification {
+    /// Buffers that have something nobody has looked at.
+    pub(in crate::memory) buffers: AtomicUsize,
+    pub(in crate::memory) on_damage: std::sync::OnceLock<OnDamage>,
+}
+
+/// Of one buffer.
+#[derive(Debug, Default)]
+pub(super) struct Unverified {
+    is_left: AtomicBool,
+    /// Held while it is looked at.
+    batch: Mutex<Option<(ShuffleKey, Weak<SealedBatch>)>>,
+}
+
+impl Unverified {
+    /// `batch` is of an earlier process.
+    pub(super) fn set(&self, key: ShuffleKey, batch: Weak<SealedBatch>, of_all: &Verification) {
+        *self.batch.lock() = Some((key, batch));
+        of_all.buffers.fetch_add(1, Ordering::Relaxed);
+        self.is_left.store(true, Ordering::Release);
+    }
+
+    /// Calls `look` with what nobody has looked at, if it is still there. Those that come meanwhile wait.
+    pub(super) fn look_once(&self, of_all: &Verification, look: impl FnOnce(&ShuffleKey, &SealedBatch)) {
+        if !self.is_left.load(Ordering::Acquire) {
+            return;
+        }
+        let mut left = self.batch.lock();
+        let Some((key, batch)) = left.take() else { return };
+        if let Some(batch) = batch.upgrade() {
+            look(&key, &batch);
+        }
+        self.clear(of_all);
+    }
+
+    /// Nobody is given anything any more, or all was looked at.
+    pub(super) fn clear(&self, of_all: &Verification) {
+        if self.is_left.swap(false, Ordering::Release) {
+            of_all.buffers.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Names the damaged blocks of `list` in the log.
+pub(super) fn say_damaged(key: &ShuffleKey, partition: PartitionId, list: &BlockList, damaged: &[u32]) {
+    let named = damaged.iter().take(NAMED_MAX);
+    let first: Vec<i64> = named.map(|at| list.meta(*at as usize).block_id.0).collect();
+    tracing::error!(
+        shuffle = %key, %partition, blocks = damaged.len(), ?first,
+        "blocks that an earlier process left in memory have other bytes than were sent, they are lost"
+    );
+}
+
+impl std::fmt::Debug for Verification {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Verification").field("buffers", &self.buffers).finish_non_exhaustive()
+    }
+}
