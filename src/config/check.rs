@@ -9,7 +9,6 @@ use super::worker::StoreType;
 use crate::budget::allowance::promised;
 use crate::coordinator::embedded::{EmbeddedConfig, RemoteStorage};
 use crate::listeners::http::push;
-use crate::memory::Backing;
 use crate::schema::kind::size_text;
 use crate::schema::{Problem, Reader};
 use crate::tiers::INDEX_CACHE_BYTES;
@@ -241,7 +240,7 @@ fn check_coordinators(config: &Config, found: &mut Found) {
 /// Memory that outlives the process is of no use to one that does not know its shuffles any more.
 fn check_backing(config: &Config, found: &mut Found) {
     let backing = &config.memory.backing;
-    if *backing == Backing::Private {
+    if backing.is_private() {
         return;
     }
     let key = "memory_store.backing";

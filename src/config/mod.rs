@@ -116,6 +116,7 @@ impl Config {
         let mut reader = Reader::new(&sections::schema(), table, env.clone());
         let mut config = Self::read(&mut reader, machine);
         config.follow();
+        config.settle_backing(env);
         check::check(&config, &mut reader);
         if !reader.problems.is_empty() {
             return Err(ConfigError::Invalid { path: None, problems: reader.problems });

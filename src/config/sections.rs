@@ -1,5 +1,6 @@
 //! The sections of all modules in one struct, what they take from each other, and other servers' keys.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use super::worker::WorkerConfig;
@@ -145,6 +146,13 @@ section! {
 }
 
 impl Config {
+    /// Settles where blocks in memory lie. systemd says how many descriptors it keeps (`FDSTORE`, since version 254).
+    pub(super) fn settle_backing(&mut self, env: &HashMap<String, String>) {
+        let kept = env.get("FDSTORE").and_then(|kept| kept.parse::<u64>().ok());
+        let has_log = self.worker.store_type.has_local() && self.local.recovery;
+        self.memory.backing = self.memory.backing.settled(kept.is_some_and(|kept| kept > 0), has_log);
+    }
+
     /// Sets what sections take from each other.
     pub(super) fn follow(&mut self) {
         let is_open = !self.has_quorum() && !self.tls.forbids_plain_tcp();

@@ -272,6 +272,22 @@ fn memory_that_outlives_the_process_takes_no_more_than_private_memory() {
 }
 
 #[test]
+fn memory_outlives_the_process_by_default_where_systemd_keeps_it() {
+    let backing = |text: &str, kept: &str| {
+        let env = HashMap::from([("FDSTORE".to_owned(), kept.to_owned())]);
+        Config::parse(text, &env, &machine()).unwrap().memory.backing.to_string()
+    };
+    assert_eq!(backing("", "4096"), "memfd");
+    assert_eq!(backing("[memory_store]\nbacking = \"auto\"", "4096"), "memfd");
+    assert_eq!(backing("[memory_store]\nbacking = \"private\"", "4096"), "private");
+    assert_eq!(backing("[memory_store]\nbacking = \"/dev/shm/worker\"", "0"), "/dev/shm/worker");
+    assert_eq!((backing("", "0"), backing("", "")), ("private".to_owned(), "private".to_owned()));
+    let forgetful = "[localfile_store]\nrecovery = false";
+    assert_eq!(backing(forgetful, "4096"), "private", "nobody would know its shuffles");
+    assert_eq!(parse("").unwrap().memory.backing.to_string(), "private");
+}
+
+#[test]
 fn memory_beyond_the_promise_is_named_with_its_keys_and_not_refused() {
     let with = |text: &str| parse(&format!("[memory_store]\ncapacity = \"256MB\"\n{text}")).unwrap();
     let plain = with("");

@@ -39,11 +39,13 @@ section! {
         /// Blocks in memory at once; bounds their metadata. Default: one per 512 bytes of capacity.
         #[key("memory_store.block_max_count", count(1000..=1 << 32), Restart, example "20000000")]
         pub blocks_max: u64 = (capacity_bytes / 512).min(1 << 32),
-        /// Where blocks in memory lie: `private` memory, which is gone with the process; `memfd`, a file without a name that an
-        /// upgrade hands over and systemd's descriptor store keeps; or a directory of a tmpfs, where the next process finds them
-        /// whatever ended this one (docs/durability.md, "Memory that outlives the process"). Other than private it needs local disks.
-        #[key("memory_store.backing", parsed("private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
-        pub backing: Backing = Backing::Private,
+        /// Where blocks in memory lie: `auto`, which is memfd where systemd's descriptor store keeps it over a kill (its variable
+        /// FDSTORE, with local disks and their recovery) and else private; `private` memory, which is gone with the process;
+        /// `memfd`, a file without a name that an upgrade hands over and systemd's descriptor store keeps; or a directory of a
+        /// tmpfs, where the next process finds them whatever ended this one (docs/durability.md, "Memory that outlives the
+        /// process"). A directory or memfd by name needs local disks.
+        #[key("memory_store.backing", parsed("auto, private, memfd or a directory of a tmpfs", Backing::parse), Restart)]
+        pub backing: Backing = Backing::Auto,
     }
 }
 
@@ -64,7 +66,7 @@ impl MemoryConfig {
     pub fn kept_as(&self) -> Option<String> {
         let (bytes, blocks) = region_size(self);
         let version = persistent::layout::VERSION;
-        (self.backing != Backing::Private).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
+        (!self.backing.is_private()).then(|| format!("{version} {} {bytes} {blocks}", self.backing))
     }
 
     /// Whether it can take over the memory of a worker that said this of itself: of the same kind and no larger.
@@ -94,6 +96,27 @@ pub(super) fn blocks_max(config: &MemoryConfig) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_of_another_layout_or_kind_and_more_than_is_wanted_is_not_followed() {
+        let of = |backing: Backing, capacity_bytes| MemoryConfig {
+            backing,
+            capacity_bytes,
+            ..MemoryConfig::default()
+        };
+        let config = of(Backing::Memfd, 1 << 30);
+        let own = config.kept_as().unwrap();
+        assert!(config.can_follow(&own) && of(Backing::Memfd, 2 << 30).can_follow(&own), "{own}");
+        assert!(!of(Backing::Memfd, 1 << 29).can_follow(&own));
+        let version = persistent::layout::VERSION.to_string();
+        let older = own.replacen(&version, "1", 1);
+        assert!(older.starts_with("1 memfd ") && !config.can_follow(&older), "{older}");
+        assert!(!of(Backing::Directory("/dev/shm".into()), 1 << 30).can_follow(&own));
+        for private in [Backing::Private, Backing::Auto] {
+            let config = of(private, 1 << 30);
+            assert!(config.kept_as().is_none() && !config.can_follow(&own));
+        }
+    }
 
     #[test]
     fn capacity_is_a_share_within_bounds() {

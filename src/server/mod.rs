@@ -418,10 +418,10 @@ fn open_memory(
         );
     }
     let huge_pages = huge_pages_of(&section.backing);
-    if section.backing == Backing::Private {
+    if section.backing.is_private() {
         tracing::info!(
             backing = %section.backing, huge_pages,
-            "an upgrade flushes what is in memory before; a kill loses it"
+            "an upgrade flushes what is in memory before; a kill loses it: a service manager that keeps descriptors, or memory_store.backing in a directory of a tmpfs, would not"
         );
         return Memory::new(section, registry).with_context(|| unmappable(config));
     }

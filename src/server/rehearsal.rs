@@ -13,7 +13,7 @@ use anyhow::Context as _;
 
 use crate::config::Config;
 use crate::coordinator::identity;
-use crate::memory::{Backing, Memory, Owner};
+use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
 use crate::tiers::local::claimable;
 
@@ -79,7 +79,7 @@ fn map_memory(config: &Config) -> anyhow::Result<()> {
 /// What the running worker has itself is handed over, or gone by then.
 async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let section = &config.memory;
-    if section.backing == Backing::Private {
+    if section.backing.is_private() {
         return Ok(());
     }
     let (grpc, tcp) = facts.data_ports();

@@ -29,8 +29,10 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 /// Where blocks in memory lie.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// In memory of the process, gone with it.
+    /// The best that there is here: see [`Backing::settled`]. As long as nobody has settled it, private.
     #[default]
+    Auto,
+    /// In memory of the process, gone with it.
     Private,
     /// In a file without a name, which is handed to a successor.
     Memfd,
@@ -45,17 +47,40 @@ impl Backing {
     /// What is allowed.
     pub fn parse(text: &str) -> Result<Self, String> {
         match text {
+            "auto" => Ok(Self::Auto),
             "private" => Ok(Self::Private),
             "memfd" => Ok(Self::Memfd),
             path if Path::new(path).is_absolute() => Ok(Self::Directory(path.into())),
-            _ => Err("\"private\", \"memfd\" or the absolute path of a directory in a tmpfs".to_owned()),
+            _ => {
+                Err("\"auto\", \"private\", \"memfd\" or the absolute path of a directory in a tmpfs"
+                    .to_owned())
+            }
         }
+    }
+
+    /// What `auto` is here; others are what they are. A file without a name, where the service manager keeps it over a crash and the
+    /// metadata log knows its shuffles (`has_log`). Private memory elsewhere: nobody would have the file after a kill. A directory is an
+    /// operator's to name: what is left there is memory that somebody has to give back.
+    #[must_use]
+    pub fn settled(&self, is_kept_by_manager: bool, has_log: bool) -> Self {
+        match self {
+            Self::Auto if is_kept_by_manager && has_log => Self::Memfd,
+            Self::Auto => Self::Private,
+            named => named.clone(),
+        }
+    }
+
+    /// Gone with the process.
+    #[must_use]
+    pub fn is_private(&self) -> bool {
+        matches!(self, Self::Auto | Self::Private)
     }
 }
 
 impl fmt::Display for Backing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Auto => f.write_str("auto"),
             Self::Private => f.write_str("private"),
             Self::Memfd => f.write_str("memfd"),
             Self::Directory(path) => path.display().fmt(f),
@@ -297,7 +322,7 @@ pub(in crate::memory) fn open(
     (capacity_bytes, blocks): (u64, u64),
 ) -> Result<Option<Opened>, Refusal> {
     let held = match (backing, inherited) {
-        (Backing::Private, _) => return Ok(None),
+        (Backing::Auto | Backing::Private, _) => return Ok(None),
         (Backing::Memfd, Some(file)) => Held::inherited(file)?,
         (Backing::Memfd, None) => Held::without_name()?,
         (Backing::Directory(path), _) => Held::in_directory(path)?,

@@ -12,7 +12,7 @@ const PRIVATE: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 pub fn said_of(backing: &Backing) -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let verdict = match backing {
-        Backing::Private => of_setting(PRIVATE, &read(PRIVATE)),
+        Backing::Auto | Backing::Private => of_setting(PRIVATE, &read(PRIVATE)),
         Backing::Memfd => of_setting(SHMEM, &read(SHMEM)),
         Backing::Directory(path) => of_mount(path, &read(SHMEM), &read("/proc/self/mountinfo")),
     };
