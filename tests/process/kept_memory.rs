@@ -11,11 +11,18 @@ use std::time::Duration;
 use rand::RngExt as _;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tokio::task::block_in_place;
+use tokio::time::Instant;
 
+use uniffle_client::block::IdLayout;
+use uniffle_client::grpc::ReadOptions;
+use uniffle_client::send::SendForm;
+use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::checker::{Checker, End, run_of};
 use uniffle_testkit::clients::client_of;
+use uniffle_testkit::say;
 use uniffle_testkit::tools::{available, find, may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_wire::types::{PartitionId, TaskAttemptId};
 
 use crate::writes::{Written, key};
 
@@ -131,7 +138,8 @@ async fn an_upgrade_and_a_start_take_memory_over_into_a_larger_one() {
     outlives(Setup { name: "grown start", memory, ..Setup::default() }, end, TAKEN).await;
 }
 
-/// A service manager's descriptor store, as systemd's: what it is sent stays open here.
+/// A service manager's descriptor store, as systemd's: what it is sent stays open here. A worker that is told of it and nothing of its
+/// memory uses it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
     let directory = tempfile::tempdir().expect("a directory");
@@ -145,9 +153,8 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
     );
     let setup = Setup {
         name: "stored",
-        memory: MEMFD,
         wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
-        env: vec![("NOTIFY_SOCKET", socket.display().to_string())],
+        env: vec![("NOTIFY_SOCKET", socket.display().to_string()), ("FDSTORE", "4096".to_owned())],
         ..Setup::default()
     };
     let mut store = None;
@@ -311,4 +318,108 @@ async fn a_tmpfs_that_others_fill_is_less_memory_until_there_is_room() {
     client.unregister_app("app").await.expect("known");
     worker.assert_clean();
     block_in_place(|| worker.stop());
+}
+
+/// A killed worker's memory is served by the next before it has looked at all of it. How long that takes:
+/// `D15_GIGABYTES=10 D15_WORKER=target/release/uniffle-worker cargo test --test process d15_ -- --nocapture`; without the second
+/// variable the worker is the test's own build, which is not optimised, and the time is told but not judged.
+#[tokio::test(flavor = "multi_thread")]
+async fn d15_a_start_with_memory_serves_it_at_once() {
+    const BLOCK_BYTES: u32 = 14 << 10;
+    const PARTITIONS: i32 = 500;
+    const START_MS_MAX: u128 = 1_000;
+    let gigabytes = std::env::var("D15_GIGABYTES").ok().and_then(|text| text.parse().ok()).unwrap_or(0.1);
+    let (_directory, memory) = directory();
+    let capacity: &'static str = Box::leak(format!("{:.0}M", 500.0 + gigabytes * 1200.0).into());
+    let mut worker = block_in_place(|| {
+        Worker::start(&Setup {
+            name: "served at once",
+            capacity,
+            memory,
+            tables: NEVER_FLUSHED,
+            binary: std::env::var_os("D15_WORKER").map(PathBuf::from),
+            ..Setup::default()
+        })
+    });
+    let (client, key) = (client_of(&worker).await, key("app", 0));
+    client.register(&key, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    let generator = BlockGenerator::new(7, IdLayout::SPARK);
+    #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
+    let tasks = (gigabytes * 1e9 / f64::from(BLOCK_BYTES) / f64::from(PARTITIONS)) as i64;
+    let block = |at, task| generator.block(PartitionId(at), TaskAttemptId(task), 0, BLOCK_BYTES);
+    for task in 0..tasks {
+        let batch: Vec<_> = (0..PARTITIONS).map(|at| (PartitionId(at), vec![block(at, task)])).collect();
+        client.push(&key, SendForm::Classic, &batch).await.expect("sent");
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        client.report(&key, TaskAttemptId(task), &ids).await.expect("reported");
+    }
+    block_in_place(|| worker.kill());
+    let began = Instant::now();
+    block_in_place(|| worker.start_again());
+    let ready = began.elapsed();
+    let client = client_of(&worker).await;
+    let of = PartitionId(PARTITIONS / 2);
+    let read = client.read_partition(&key, of, &ReadOptions::default()).await.expect("served");
+    let served = began.elapsed();
+    let blocks = tasks * i64::from(PARTITIONS);
+    say(&format!(
+        "{blocks} blocks of {BLOCK_BYTES} bytes: ready after {ready:?}, a partition read after {served:?}"
+    ));
+    if std::env::var_os("D15_WORKER").is_some() {
+        assert!(served.as_millis() <= START_MS_MAX, "{served:?}");
+    }
+    assert_eq!(i64::try_from(read.blocks.len()), Ok(tasks));
+    let task = tasks / 2;
+    assert!(read.blocks.values().any(|data| *data == block(of.0, task).data), "byte for byte");
+    assert_eq!(
+        worker.metrics().total("total_in_memory_block_count"),
+        i32::try_from(blocks).ok().map(f64::from),
+        "nothing was flushed"
+    );
+    block_in_place(|| worker.wait_log("what an earlier process left in memory has been looked at"));
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
+/// A block of a killed worker's memory that has other bytes than were sent is lost by name, and the others are served.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_damaged_block_of_a_killed_worker_s_memory_is_lost_by_name() {
+    let (directory, memory) = directory();
+    let setup =
+        Setup { name: "damaged", capacity: "24MiB", memory, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 2).await;
+    written.task(&client, 0, 14 << 10).await.expect("sent");
+    block_in_place(|| worker.kill());
+    let victim = written.blocks.remove(&0).expect("of two partitions");
+    flip_a_bit_of(&directory.path().join("uniffle-worker.memory"), &victim[0].data);
+    block_in_place(|| worker.start_again());
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+    block_in_place(|| worker.wait_log("have other bytes than were sent, they are lost"));
+    let options = ReadOptions::default();
+    let refused = loop {
+        match client.read_partition(&key("app", 0), PartitionId(0), &options).await {
+            Ok(read) => panic!("{} blocks of a partition that lost its only one", read.blocks.len()),
+            // It is looked for in all tiers meanwhile.
+            Err(error) if format!("{error:?}").contains("NoBuffer") => {}
+            Err(error) => break format!("{error:?}"),
+        }
+    };
+    let said = "blocks that an earlier process left in memory have other bytes than were sent";
+    assert!(refused.contains(said), "{refused}");
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
+/// Of the first place in the file that has these bytes.
+fn flip_a_bit_of(path: &Path, bytes: &[u8]) {
+    let content = std::fs::read(path).expect("the memory of a worker");
+    let at = content.windows(64).position(|window| window == &bytes[..64]).expect("it is there");
+    let file = std::fs::OpenOptions::new().write(true).open(path).expect("writable");
+    let written = rustix::io::pwrite(&file, &[bytes[100] ^ 1], at as u64 + 100);
+    assert_eq!(written, Ok(1));
 }
