@@ -41,6 +41,7 @@ pub(super) fn check(config: &Config, reader: &mut Reader) {
     check_backing(config, &mut found);
     check_coordinators(config, &mut found);
     check_hdfs(config, &mut found);
+    check_object(config, &mut found);
     check_tls(config, &mut found);
     for (name, value) in &config.push.labels {
         if let Err(allowed) = push::check_label(name, value) {
@@ -292,6 +293,13 @@ fn check_hdfs(config: &Config, found: &mut Found) {
     if !store_type.has_hdfs() && (hdfs.keytab_path.is_some() || !hdfs.allowed_paths.is_empty()) {
         found.warn(format!("[hdfs_store] has no effect with store_type {}", store_type.as_str()));
     }
+}
+
+fn check_object(config: &Config, found: &mut Found) {
+    for (key, value, allowed) in config.object.problems() {
+        found.refuse(key, value, allowed);
+    }
+    config.object.warnings().into_iter().for_each(|warning| found.warn(warning));
 }
 
 fn check_tls(config: &Config, found: &mut Found) {

@@ -21,7 +21,7 @@ use crate::service::{PartitionConfig, ServiceConfig};
 use crate::telemetry::TelemetryConfig;
 use crate::telemetry::traces::TracingConfig;
 use crate::tiers::hdfs::{AllowList, AllowedPath, RemoteLocation};
-use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig};
+use crate::tiers::{HdfsConfig, INDEX_CACHE_BYTES, LocalConfig, ObjectConfig};
 
 /// Port of the raw TCP listener with the embedded coordinator.
 const URPC_PORT: u16 = 21200;
@@ -102,6 +102,9 @@ section! {
         /// HDFS.
         #[section(HdfsConfig)]
         pub hdfs: HdfsConfig,
+        /// Object storage.
+        #[section(ObjectConfig)]
+        pub object: ObjectConfig,
         /// When memory is spilled.
         #[section(FlushConfig)]
         pub flush: FlushConfig,

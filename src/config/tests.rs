@@ -127,6 +127,27 @@ fn what_is_shown_has_no_secrets_and_what_is_compared_has() {
     assert_eq!(hidden, Vec::<&str>::new(), "values of keys of ours are told apart by what is in them");
 }
 
+#[cfg(feature = "object")]
+#[test]
+fn keys_of_the_object_store_come_from_the_environment_and_are_not_shown() {
+    let keys = env(&[
+        ("AWS_ACCESS_KEY_ID", "hush1"),
+        ("AWS_SECRET_ACCESS_KEY", "hush2"),
+        ("AWS_SESSION_TOKEN", "hush3"),
+    ]);
+    let text = "[object_store]\nurl = \"s3://shuffle/x\"\nendpoint = \"http://store:1\"";
+    let config = Config::parse(text, &keys, &machine()).unwrap();
+    assert!(config.object.path_style && config.warnings.iter().any(|warning| warning.contains("not https")));
+    assert_eq!(config.object.secret_key.as_ref().map(|key| key.reveal()), Some("hush2"));
+    let entries: String = config.entries().into_values().collect();
+    for shown in [config.to_toml(), config.to_shown_toml(), entries, format!("{config:?}")] {
+        assert!(!shown.contains("hush"), "{shown}");
+    }
+    assert!(config.to_shown_toml().contains("credentials = \"environment\""));
+    let told = problems("[object_store]\nurl = \"s3://shuffle/x\"\ncredentials = \"file\"");
+    assert!(told[0].starts_with("object_store.credentials_file"), "{told:?}");
+}
+
 #[test]
 fn a_refused_value_is_told_without_its_secrets() {
     for text in [

@@ -11,9 +11,15 @@ pub const REMOVED: &str = "<removed>";
 const SECRET_NAMES: [&str; 8] =
     ["password", "passwd", "secret", "token", "credential", "account.key", "access.key", "authorization"];
 
+/// A key of ours that says where secrets come from.
+const NO_SECRET: &str = "object.store.credentials";
+
 /// Whether the value of `name` is not to be shown. A file that holds a secret is none.
 pub fn is_secret(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase().replace(['_', '-'], ".");
+    if name == NO_SECRET {
+        return false;
+    }
     let is_place = [".file", ".path", ".provider"].iter().any(|end| name.ends_with(end));
     !is_place
         && (SECRET_NAMES.iter().any(|part| name.contains(part))
@@ -161,8 +167,16 @@ mod tests {
         ] {
             assert!(is_secret(name), "{name}");
         }
-        for name in ["admin.token_file", "tls.key_file", "store_type", "rss.x.y", "fs.defaultFS", "max_keys"]
-        {
+        for name in [
+            "admin.token_file",
+            "tls.key_file",
+            "store_type",
+            "rss.x.y",
+            "fs.defaultFS",
+            "max_keys",
+            "object_store.credentials",
+            "object_store.credentials_file",
+        ] {
             assert!(!is_secret(name), "{name}");
         }
     }

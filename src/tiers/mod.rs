@@ -6,6 +6,7 @@
 pub mod error;
 pub mod hdfs;
 pub mod local;
+pub mod object;
 mod recovered;
 mod state;
 mod tier;
@@ -16,6 +17,7 @@ pub use self::local::{
     DataRead, INDEX_CACHE_BYTES, IndexRead, LetGo, LocalConfig, LocalStore, Published, ShuffleHandle,
     SyncWrites, VerifyReads,
 };
+pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};
 pub use self::tier::{
