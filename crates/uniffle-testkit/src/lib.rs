@@ -16,6 +16,7 @@
 //! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
 //! | what real clients once said | [`replay::Recorder`], [`replay::Player`], of files that [`recording`] reads and writes |
 //! | what a tier is | [`third_tier::ThirdTier`], which a worker is started with |
+//! | stores that speak S3, with faults or as a real server | [`s3::S3Server`], [`s3::weed::Weed`] |
 //! | spans | [`otlp::Receiver`] |
 //! | components that need a port told | [`ports::free_port`] |
 //!
@@ -49,6 +50,7 @@ pub mod otlp;
 pub mod ports;
 pub mod recording;
 pub mod replay;
+pub mod s3;
 pub mod seeds;
 pub mod service;
 pub mod spark;

@@ -1,0 +1,281 @@
+//! Spoils the answers of a store, and counts what it was asked.
+
+use std::collections::VecDeque;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, CONTENT_RANGE};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+use parking_lot::Mutex;
+use s3s::service::S3Service;
+
+/// Requests that a fault meets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum On {
+    /// Bytes of an object.
+    Get,
+    /// Its size.
+    Head,
+    /// A list.
+    List,
+    /// An object at once.
+    Put,
+    /// A part of an upload.
+    Part,
+    /// The begin of one.
+    Create,
+    /// The end of one.
+    Complete,
+    /// The end of one without an object.
+    Abort,
+    /// An object's end.
+    Delete,
+    /// The list of uploads.
+    Uploads,
+}
+
+impl On {
+    fn of(method: &Method, uri: &Uri) -> Self {
+        let query = uri.query().unwrap_or_default();
+        let has = |name: &str| query.split('&').any(|part| part.split('=').next() == Some(name));
+        match (method.as_str(), has("uploadId"), has("uploads")) {
+            ("HEAD", ..) => Self::Head,
+            ("PUT", true, _) => Self::Part,
+            ("PUT", false, _) => Self::Put,
+            ("POST", _, true) => Self::Create,
+            ("POST", _, false) => Self::Complete,
+            ("DELETE", true, _) => Self::Abort,
+            ("DELETE", false, _) => Self::Delete,
+            (_, _, true) => Self::Uploads,
+            _ if has("list-type") => Self::List,
+            _ => Self::Get,
+        }
+    }
+}
+
+/// What happens to an answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fault {
+    /// This status and S3's name of it, instead of what was asked for.
+    Refuse(u16, &'static str),
+    /// As [`Fault::Refuse`], with a text that has no end.
+    RefuseEndlessly(u16),
+    /// Never; the request is not carried out.
+    Hang,
+    /// The connection is closed; the request is not carried out.
+    Close,
+    /// The request is carried out, then the connection is closed.
+    LoseAnswer,
+    /// After so many bytes of the body the connection is closed.
+    Cut(usize),
+    /// After so many bytes of the body nothing comes any more.
+    Stall(usize),
+    /// The body is one byte shorter, and the head says so.
+    Shorter,
+    /// Another range than was asked for, of the same length.
+    OtherRange,
+    /// The first byte of the body is another one.
+    WrongByte,
+    /// The head calls the body the whole object.
+    Unranged,
+    /// This text instead, with status 200.
+    Text(String),
+    /// Text without an end, with status 200.
+    Endless,
+    /// Later by so much.
+    Slow(Duration),
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Faults {
+    planned: Mutex<Vec<(On, VecDeque<Fault>)>>,
+    asked: Mutex<Vec<On>>,
+}
+
+type AnswerBody = BoxBody<Bytes, io::Error>;
+
+impl Faults {
+    /// The next `times` requests of the kind meet `fault`, behind those planned before.
+    pub fn plan(&self, on: On, times: usize, fault: &Fault) {
+        let mut planned = self.planned.lock();
+        let faults = std::iter::repeat_n(fault.clone(), times);
+        match planned.iter_mut().find(|(kind, _)| *kind == on) {
+            Some((_, queue)) => queue.extend(faults),
+            None => planned.push((on, faults.collect())),
+        }
+    }
+
+    /// Nothing is spoiled any more.
+    pub fn clear(&self) {
+        self.planned.lock().clear();
+    }
+
+    /// How often it was asked so, spoiled or not.
+    pub fn asked(&self, on: On) -> usize {
+        self.asked.lock().iter().filter(|asked| **asked == on).count()
+    }
+
+    fn next(&self, on: On) -> Option<Fault> {
+        let mut planned = self.planned.lock();
+        planned.iter_mut().find(|(kind, _)| *kind == on).and_then(|(_, queue)| queue.pop_front())
+    }
+
+    pub(super) async fn answer(
+        &self,
+        store: &S3Service,
+        request: Request<Incoming>,
+    ) -> Result<Response<AnswerBody>, io::Error> {
+        let on = On::of(request.method(), request.uri());
+        self.asked.lock().push(on);
+        let Some(fault) = self.next(on) else { return carry_out(store, request).await };
+        match fault {
+            Fault::Refuse(status, code) => {
+                // A server reads what it was sent, so that its answer is not lost to a reset.
+                drop(request.into_body().collect().await);
+                Ok(error(status, code))
+            }
+            Fault::RefuseEndlessly(status) => Ok(endless(status)),
+            Fault::Endless => Ok(endless(200)),
+            Fault::Text(text) => Ok(Response::new(full(Bytes::from(text)))),
+            Fault::Hang => std::future::pending().await,
+            Fault::Close => Err(io::Error::other("closed by the fault layer")),
+            Fault::LoseAnswer => {
+                carry_out(store, request).await?;
+                Err(io::Error::other("the answer is lost"))
+            }
+            Fault::Slow(delay) => {
+                tokio::time::sleep(delay).await;
+                carry_out(store, request).await
+            }
+            Fault::Cut(bytes) => Ok(broken(carry_out(store, request).await?, bytes, After::Close)),
+            Fault::Stall(bytes) => Ok(broken(carry_out(store, request).await?, bytes, After::Silence)),
+            Fault::Unranged => {
+                let mut answer = carry_out(store, request).await?;
+                *answer.status_mut() = StatusCode::OK;
+                answer.headers_mut().remove(CONTENT_RANGE);
+                Ok(answer)
+            }
+            Fault::Shorter | Fault::OtherRange | Fault::WrongByte => {
+                rewritten(carry_out(store, request).await?, &fault).await
+            }
+        }
+    }
+}
+
+async fn carry_out(store: &S3Service, request: Request<Incoming>) -> Result<Response<AnswerBody>, io::Error> {
+    let answer = store
+        .call(request.map(s3s::Body::from))
+        .await
+        .map_err(|error| io::Error::other(format!("{error:?}")))?;
+    Ok(answer.map(|body| body.map_err(io::Error::other).boxed()))
+}
+
+fn full(bytes: Bytes) -> AnswerBody {
+    Full::new(bytes).map_err(|never| match never {}).boxed()
+}
+
+fn error(status: u16, code: &str) -> Response<AnswerBody> {
+    let text = format!(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?><Error><Code>{code}</Code><Message>planned</Message></Error>"
+    );
+    let mut answer = Response::new(full(text.into()));
+    *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
+    answer
+}
+
+async fn rewritten(answer: Response<AnswerBody>, fault: &Fault) -> Result<Response<AnswerBody>, io::Error> {
+    let (mut head, body) = answer.into_parts();
+    let mut bytes = body.collect().await?.to_bytes().to_vec();
+    let (start, size) = {
+        let range =
+            head.headers.get(CONTENT_RANGE).and_then(|range| range.to_str().ok()).unwrap_or("bytes 0-0/1");
+        let (range, size) = range.trim_start_matches("bytes ").split_once('/').expect("a range");
+        let start: u64 = range.split('-').next().and_then(|start| start.parse().ok()).expect("a number");
+        (start, size.to_owned())
+    };
+    let mut start_now = start;
+    match fault {
+        Fault::Shorter => drop(bytes.pop()),
+        Fault::OtherRange => start_now += 1,
+        _ => bytes[0] ^= 1,
+    }
+    let last = start_now + bytes.len() as u64 - 1;
+    let range = HeaderValue::from_str(&format!("bytes {start_now}-{last}/{size}")).expect("a header");
+    head.headers.insert(CONTENT_RANGE, range);
+    head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
+    Ok(Response::from_parts(head, full(bytes.into())))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum After {
+    Close,
+    Silence,
+}
+
+/// The body up to so many bytes.
+struct Broken {
+    body: AnswerBody,
+    left: usize,
+    after: After,
+}
+
+fn broken(answer: Response<AnswerBody>, left: usize, after: After) -> Response<AnswerBody> {
+    answer.map(|body| Broken { body, left, after }.boxed())
+}
+
+impl Body for Broken {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        if self.left == 0 {
+            return match self.after {
+                After::Close => Poll::Ready(Some(Err(io::ErrorKind::UnexpectedEof.into()))),
+                After::Silence => Poll::Pending,
+            };
+        }
+        let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let Some(Ok(frame)) = frame else { return Poll::Ready(frame) };
+        Poll::Ready(Some(Ok(frame.map_data(|data| {
+            let taken = data.slice(..data.len().min(self.left));
+            self.left -= taken.len();
+            taken
+        }))))
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// A text that goes on for as long as it is read.
+struct Endless;
+
+fn endless(status: u16) -> Response<AnswerBody> {
+    let mut answer = Response::new(Endless.boxed());
+    *answer.status_mut() = StatusCode::from_u16(status).expect("a status");
+    answer
+}
+
+impl Body for Endless {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        static TEXT: [u8; 16 << 10] = [b' '; 16 << 10];
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(&TEXT)))))
+    }
+}

@@ -1,0 +1,124 @@
+//! Stores that speak S3: one in this process whose answers can be spoiled ([`S3Server`]), and SeaweedFS ([`weed::Weed`]).
+
+pub mod faults;
+pub mod weed;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use s3s::auth::SimpleAuth;
+use s3s::service::S3ServiceBuilder;
+use s3s_fs::FileSystem;
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::tiers::ObjectConfig;
+use uniffle_worker::tiers::object::location::{BucketUrl, Endpoint};
+use uniffle_worker::tiers::object::{Credentials, Secret};
+
+use self::faults::Faults;
+
+/// The bucket that every server has.
+pub const BUCKET: &str = "shuffle";
+/// The key that every server knows.
+pub const ACCESS_KEY: &str = "worker";
+/// And its secret.
+pub const SECRET_KEY: &str = "secret-of-the-worker";
+
+/// What a worker is configured with that keeps its objects below `prefix` at `endpoint`.
+pub fn config(endpoint: &str, prefix: &str) -> ObjectConfig {
+    ObjectConfig {
+        url: Some(BucketUrl::parse(&format!("s3://{BUCKET}/{prefix}")).expect("a URL")),
+        endpoint: Some(Endpoint::parse(endpoint).expect("an endpoint")),
+        path_style: true,
+        credentials: Credentials::Environment,
+        access_key: Some(Secret::new(ACCESS_KEY)),
+        secret_key: Some(Secret::new(SECRET_KEY)),
+        ..ObjectConfig::default()
+    }
+}
+
+/// `s3s-fs` in this process, behind a layer of faults. Its tasks end when it is dropped.
+#[derive(Debug)]
+pub struct S3Server {
+    /// What spoils answers.
+    pub faults: Arc<Faults>,
+    address: SocketAddr,
+    dir: TempDir,
+    tasks: Tasks,
+}
+
+impl Drop for S3Server {
+    fn drop(&mut self) {
+        self.tasks.cancel();
+    }
+}
+
+impl S3Server {
+    /// One with an empty [`BUCKET`].
+    pub async fn start() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::create_dir(dir.path().join(BUCKET)).expect("a bucket");
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let mut builder = S3ServiceBuilder::new(FileSystem::new(dir.path()).expect("a file system"));
+        builder.set_auth(SimpleAuth::from_single(ACCESS_KEY, SECRET_KEY));
+        let (store, faults, tasks) = (builder.build(), Arc::new(Faults::default()), Tasks::new());
+        let (connections, spoil, cancelled) = (tasks.clone(), Arc::clone(&faults), tasks.cancelled());
+        let accept = async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (store, spoil) = (store.clone(), Arc::clone(&spoil));
+                let service = service_fn(move |request| {
+                    let (store, spoil) = (store.clone(), Arc::clone(&spoil));
+                    async move { spoil.answer(&store, request).await }
+                });
+                let served = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+                let cancelled = connections.cancelled();
+                connections.spawn("s3 connection", async move {
+                    tokio::select! {
+                        () = cancelled => {}
+                        // How a connection ends is the faults' and the client's affair.
+                        _ = served => {}
+                    }
+                });
+            }
+        };
+        tasks.spawn("s3 accept", async move {
+            tokio::select! {
+                () = cancelled => {}
+                () = accept => {}
+            }
+        });
+        Self { faults, address, dir, tasks }
+    }
+
+    /// `http://…`
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// As [`config()`].
+    pub fn config(&self, prefix: &str) -> ObjectConfig {
+        config(&self.endpoint(), prefix)
+    }
+
+    /// Where the objects of the bucket are files.
+    pub fn files(&self) -> PathBuf {
+        self.dir.path().join(BUCKET)
+    }
+
+    /// Ends it, with its connections; nobody listens any more when this is over.
+    pub async fn stop(self) {
+        self.tasks.cancel();
+        self.tasks.drained().await;
+    }
+}
