@@ -458,6 +458,10 @@ fn finish_restore(memory: &Memory) {
 pub fn check_files(config: &Config) -> anyhow::Result<()> {
     Tls::load(config)?;
     admin::token(config)?;
+    #[cfg(feature = "object")]
+    if config.object.url.is_some() {
+        crate::tiers::object::client::check_files(&config.object)?;
+    }
     Ok(())
 }
 

@@ -7,6 +7,7 @@
 //! | `replay` | recorded sessions of real clients |
 //! | `damage` | seeded damages of data directories, against what clients were told |
 //! | `life` | seeded histories of blocks under paused time, against a model |
+//! | `object_client` | the client of object stores, against a store with faults and SeaweedFS |
 //! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
 //!
 //! Tests end with the common check: nothing reserved, nothing stored, nothing in flight, no files, no tasks. No
@@ -19,6 +20,7 @@ mod cluster;
 mod damage;
 mod life;
 mod metrics;
+mod object_client;
 mod replay;
 
 mod grpc {

@@ -1,5 +1,7 @@
 //! The object tier: segments of many partitions in a store that speaks S3.
 
+#[cfg(feature = "object")]
+pub mod client;
 mod config;
 pub mod location;
 

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -128,13 +129,13 @@ impl Faults {
     }
 
     pub(super) async fn answer(
-        &self,
-        store: &S3Service,
+        self: Arc<Self>,
+        store: S3Service,
         request: Request<Incoming>,
     ) -> Result<Response<AnswerBody>, io::Error> {
         let on = On::of(request.method(), request.uri());
         self.asked.lock().push(on);
-        let Some(fault) = self.next(on) else { return carry_out(store, request).await };
+        let Some(fault) = self.next(on) else { return carry_out(&store, request).await };
         match fault {
             Fault::Refuse(status, code) => {
                 // A server reads what it was sent, so that its answer is not lost to a reset.
@@ -147,23 +148,23 @@ impl Faults {
             Fault::Hang => std::future::pending().await,
             Fault::Close => Err(io::Error::other("closed by the fault layer")),
             Fault::LoseAnswer => {
-                carry_out(store, request).await?;
+                carry_out(&store, request).await?;
                 Err(io::Error::other("the answer is lost"))
             }
             Fault::Slow(delay) => {
                 tokio::time::sleep(delay).await;
-                carry_out(store, request).await
+                carry_out(&store, request).await
             }
-            Fault::Cut(bytes) => Ok(broken(carry_out(store, request).await?, bytes, After::Close)),
-            Fault::Stall(bytes) => Ok(broken(carry_out(store, request).await?, bytes, After::Silence)),
+            Fault::Cut(bytes) => Ok(broken(carry_out(&store, request).await?, bytes, After::Close)),
+            Fault::Stall(bytes) => Ok(broken(carry_out(&store, request).await?, bytes, After::Silence)),
             Fault::Unranged => {
-                let mut answer = carry_out(store, request).await?;
+                let mut answer = carry_out(&store, request).await?;
                 *answer.status_mut() = StatusCode::OK;
                 answer.headers_mut().remove(CONTENT_RANGE);
                 Ok(answer)
             }
             Fault::Shorter | Fault::OtherRange | Fault::WrongByte => {
-                rewritten(carry_out(store, request).await?, &fault).await
+                rewritten(carry_out(&store, request).await?, &fault).await
             }
         }
     }

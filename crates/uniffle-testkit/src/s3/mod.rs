@@ -11,7 +11,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use s3s::auth::SimpleAuth;
-use s3s::service::S3ServiceBuilder;
+use s3s::service::{S3Service, S3ServiceBuilder};
 use s3s_fs::FileSystem;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -68,29 +68,12 @@ impl S3Server {
         let mut builder = S3ServiceBuilder::new(FileSystem::new(dir.path()).expect("a file system"));
         builder.set_auth(SimpleAuth::from_single(ACCESS_KEY, SECRET_KEY));
         let (store, faults, tasks) = (builder.build(), Arc::new(Faults::default()), Tasks::new());
-        let (connections, spoil, cancelled) = (tasks.clone(), Arc::clone(&faults), tasks.cancelled());
-        let accept = async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                let (store, spoil) = (store.clone(), Arc::clone(&spoil));
-                let service = service_fn(move |request| {
-                    let (store, spoil) = (store.clone(), Arc::clone(&spoil));
-                    async move { spoil.answer(&store, request).await }
-                });
-                let served = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
-                let cancelled = connections.cancelled();
-                connections.spawn("s3 connection", async move {
-                    tokio::select! {
-                        () = cancelled => {}
-                        // How a connection ends is the faults' and the client's affair.
-                        _ = served => {}
-                    }
-                });
-            }
-        };
+        let (serve, cancelled) =
+            (accept(listener, store, Arc::clone(&faults), tasks.clone()), tasks.cancelled());
         tasks.spawn("s3 accept", async move {
             tokio::select! {
                 () = cancelled => {}
-                () = accept => {}
+                () = serve => {}
             }
         });
         Self { faults, address, dir, tasks }
@@ -120,5 +103,21 @@ impl S3Server {
     pub async fn stop(self) {
         self.tasks.cancel();
         self.tasks.drained().await;
+    }
+}
+
+async fn accept(listener: TcpListener, store: S3Service, faults: Arc<Faults>, tasks: Tasks) {
+    while let Ok((stream, _)) = listener.accept().await {
+        let (store, faults) = (store.clone(), Arc::clone(&faults));
+        let service = service_fn(move |request| Arc::clone(&faults).answer(store.clone(), request));
+        let served = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+        let cancelled = tasks.cancelled();
+        tasks.spawn("s3 connection", async move {
+            tokio::select! {
+                () = cancelled => {}
+                // How a connection ends is the faults' and the client's affair.
+                _ = served => {}
+            }
+        });
     }
 }

@@ -1,0 +1,307 @@
+//! Keys out of a file as the AWS command line has it, read again when the file changes.
+//!
+//! Invariant: a file that cannot be read or is half written takes nothing away that still holds: the keys before it are
+//! used until they expire. Keys that have expired sign nothing; what asks for them fails by name until there are others.
+
+use std::fmt;
+use std::future::Future;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use object_store::CredentialProvider;
+use object_store::aws::AwsCredential;
+use parking_lot::Mutex;
+
+/// Largest file read; real ones have a few hundred bytes.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+/// A file system that hangs delays a request by this, then the keys before are used.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why there are no keys.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CredentialsError {
+    /// The file is not there, or not to be read.
+    #[error("{}: {reason}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// It says nothing usable for the profile.
+    #[error("{}: profile {profile}: {reason}", path.display())]
+    Incomplete {
+        /// The file.
+        path: PathBuf,
+        /// The section looked for.
+        profile: String,
+        /// What is missing; values are not repeated.
+        reason: &'static str,
+    },
+    /// They were good until then.
+    #[error("{}: the keys have expired", path.display())]
+    Expired {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// Keys and until when they hold.
+#[derive(Clone)]
+struct Keys {
+    credential: Arc<AwsCredential>,
+    expiration: Option<SystemTime>,
+}
+
+/// What tells one state of a file from the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    modified: Option<SystemTime>,
+    bytes: u64,
+    inode: u64,
+}
+
+#[derive(Default)]
+struct State {
+    stamp: Option<Stamp>,
+    keys: Option<Keys>,
+}
+
+/// A file of keys.
+pub(super) struct FileCredentials {
+    path: PathBuf,
+    profile: String,
+    state: Mutex<State>,
+}
+
+impl fmt::Debug for FileCredentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileCredentials").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl FileCredentials {
+    pub(super) fn new(path: &Path, profile: &str) -> Self {
+        Self { path: path.to_owned(), profile: profile.to_owned(), state: Mutex::default() }
+    }
+
+    /// Reads the file as it is now. Blocks.
+    ///
+    /// # Errors
+    /// [`CredentialsError`], of keys that have expired too.
+    pub(super) fn check(&self) -> Result<(), CredentialsError> {
+        let text = std::fs::read_to_string(&self.path).map_err(|error| self.unreadable(&error))?;
+        let keys = self.parse(&text)?;
+        self.unexpired(&keys).map(drop)
+    }
+
+    async fn current(&self) -> Result<Arc<AwsCredential>, CredentialsError> {
+        let looked = tokio::time::timeout(LOOK_TIMEOUT, self.look()).await;
+        let looked = looked.unwrap_or_else(|_| {
+            let hangs = std::io::Error::new(std::io::ErrorKind::TimedOut, "its file system hangs");
+            Err(self.unreadable(&hangs))
+        });
+        let keys = self.state.lock().keys.clone();
+        match (looked, keys) {
+            (_, Some(keys)) => self.unexpired(&keys),
+            (Err(error), None) => Err(error),
+            (Ok(()), None) => Err(self.incomplete("no keys")),
+        }
+    }
+
+    /// Takes the keys of a file that has changed.
+    async fn look(&self) -> Result<(), CredentialsError> {
+        let found = tokio::fs::metadata(&self.path).await.map_err(|error| self.unreadable(&error))?;
+        let stamp = Stamp { modified: found.modified().ok(), bytes: found.len(), inode: found.ino() };
+        if self.state.lock().stamp == Some(stamp) {
+            return Ok(());
+        }
+        if stamp.bytes > FILE_BYTES_MAX {
+            return Err(self.incomplete("the file is too large to be one of keys"));
+        }
+        let text = tokio::fs::read_to_string(&self.path).await.map_err(|error| self.unreadable(&error))?;
+        let parsed = self.parse(&text);
+        let mut state = self.state.lock();
+        state.stamp = Some(stamp);
+        match parsed {
+            Ok(keys) => state.keys = Some(keys),
+            Err(error) => {
+                tracing::warn!(%error, "the credentials file has changed and cannot be used, the keys before it stay");
+                // Those that were told once are looked at again only when the file changes.
+                if state.keys.is_none() {
+                    state.stamp = None;
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn unexpired(&self, keys: &Keys) -> Result<Arc<AwsCredential>, CredentialsError> {
+        match keys.expiration {
+            Some(at) if at <= SystemTime::now() => Err(CredentialsError::Expired { path: self.path.clone() }),
+            _ => Ok(Arc::clone(&keys.credential)),
+        }
+    }
+
+    fn unreadable(&self, error: &std::io::Error) -> CredentialsError {
+        CredentialsError::Unreadable { path: self.path.clone(), reason: error.to_string() }
+    }
+
+    fn incomplete(&self, reason: &'static str) -> CredentialsError {
+        CredentialsError::Incomplete { path: self.path.clone(), profile: self.profile.clone(), reason }
+    }
+
+    fn parse(&self, text: &str) -> Result<Keys, CredentialsError> {
+        let section =
+            section(text, &self.profile).ok_or_else(|| self.incomplete("there is no such section"))?;
+        let value =
+            |names: &[&str]| section.iter().find(|(name, _)| names.contains(name)).map(|(_, value)| *value);
+        let sound = |value: &str, reason| match is_of_header(value) {
+            true => Ok(value.to_owned()),
+            false => Err(self.incomplete(reason)),
+        };
+        let key_id = value(&["aws_access_key_id"]).ok_or_else(|| self.incomplete("no aws_access_key_id"))?;
+        let secret =
+            value(&["aws_secret_access_key"]).ok_or_else(|| self.incomplete("no aws_secret_access_key"))?;
+        let token = value(&["aws_session_token"])
+            .map(|token| sound(token, "aws_session_token is no text of a header"));
+        let credential = AwsCredential {
+            key_id: sound(key_id, "aws_access_key_id is no text of a header")?,
+            secret_key: sound(secret, "aws_secret_access_key is no text of a header")?,
+            token: token.transpose()?,
+        };
+        let expiration = value(&["expiration", "aws_session_expiration", "x_security_token_expires"]);
+        let expiration =
+            expiration.map(|text| time(text).ok_or_else(|| self.incomplete("expiration is no time")));
+        Ok(Keys { credential: Arc::new(credential), expiration: expiration.transpose()? })
+    }
+}
+
+impl CredentialProvider for FileCredentials {
+    type Credential = AwsCredential;
+
+    fn get_credential<'a, 'b>(
+        &'a self,
+    ) -> Pin<Box<dyn Future<Output = object_store::Result<Arc<AwsCredential>>> + Send + 'b>>
+    where
+        'a: 'b,
+        Self: 'b,
+    {
+        Box::pin(async move {
+            let failed = |error| object_store::Error::Generic { store: "S3", source: Box::new(error) };
+            self.current().await.map_err(failed)
+        })
+    }
+}
+
+/// Names and values of `[profile]`.
+fn section<'a>(text: &'a str, profile: &str) -> Option<Vec<(&'a str, &'a str)>> {
+    let is_head = |line: &str| line.starts_with('[');
+    let mut lines = text.lines().map(str::trim).skip_while(|line| {
+        let name = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).map(str::trim);
+        name.is_none_or(|name| name != profile && name.strip_prefix("profile ") != Some(profile))
+    });
+    lines.next()?;
+    let lines = lines.take_while(|line| !is_head(line)).filter(|line| !line.starts_with(['#', ';']));
+    Some(
+        lines
+            .filter_map(|line| line.split_once('='))
+            .map(|(name, value)| (name.trim(), value.trim()))
+            .collect(),
+    )
+}
+
+/// Whether a signature, which is a header, can have it.
+pub(super) fn is_of_header(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// RFC 3339 in UTC, with `Z` or a zero offset.
+fn time(text: &str) -> Option<SystemTime> {
+    let text = ["+00:00", "+0000"].iter().find_map(|end| text.strip_suffix(end)).unwrap_or(text);
+    humantime::parse_rfc3339_weak(text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Keys, CredentialsError> {
+        FileCredentials::new(Path::new("/keys"), "worker").parse(text)
+    }
+
+    #[test]
+    fn the_section_of_the_profile_is_read() {
+        let text = "# comment\n[default]\naws_access_key_id = a\naws_secret_access_key = b\n\n[worker]\n\
+                    aws_access_key_id=AK\n ; x = y\naws_secret_access_key = s/e+c=r==\naws_session_token = t\n\
+                    expiration = 2030-01-02T03:04:05+00:00\n[other]\naws_access_key_id = z\n";
+        let keys = parse(text).unwrap();
+        let credential = &keys.credential;
+        assert_eq!((credential.key_id.as_str(), credential.secret_key.as_str()), ("AK", "s/e+c=r=="));
+        assert_eq!(credential.token.as_deref(), Some("t"));
+        assert_eq!(keys.expiration, humantime::parse_rfc3339("2030-01-02T03:04:05Z").ok());
+        assert!(
+            parse("[profile worker]\naws_access_key_id=a\naws_secret_access_key=b")
+                .unwrap()
+                .expiration
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn what_is_missing_is_named_and_no_value_is_repeated() {
+        for (text, missing) in [
+            ("", "no such section"),
+            ("[default]\naws_access_key_id = hush", "no such section"),
+            ("[worker]\naws_secret_access_key = hush", "no aws_access_key_id"),
+            ("[worker]\naws_access_key_id = hush", "no aws_secret_access_key"),
+            (
+                "[worker]\naws_access_key_id = hu sh\naws_secret_access_key = hush",
+                "aws_access_key_id is no text",
+            ),
+            (
+                "[worker]\naws_access_key_id = a\naws_secret_access_key = hu\u{7f}sh",
+                "aws_secret_access_key is no text",
+            ),
+            (
+                "[worker]\naws_access_key_id = a\naws_secret_access_key = b\naws_session_token = hüsh",
+                "aws_session_token",
+            ),
+            (
+                "[worker]\naws_access_key_id = a\naws_secret_access_key = b\nexpiration = hush",
+                "expiration is no time",
+            ),
+        ] {
+            let error = parse(text).err().unwrap().to_string();
+            assert!(error.contains(missing) && error.contains("/keys") && !error.contains("hu"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_file_that_changes_is_read_again_and_one_that_breaks_takes_nothing_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys");
+        let keys = FileCredentials::new(&path, "default");
+        assert!(matches!(keys.current().await, Err(CredentialsError::Unreadable { .. })));
+        std::fs::write(&path, "[default]\naws_access_key_id = first").unwrap();
+        assert!(matches!(keys.current().await, Err(CredentialsError::Incomplete { .. })));
+        let text = |id: &str| format!("[default]\naws_access_key_id = {id}\naws_secret_access_key = s\n");
+        std::fs::write(&path, text("first")).unwrap();
+        assert_eq!(keys.current().await.unwrap().key_id, "first");
+        std::fs::write(&path, text("the-second")).unwrap();
+        assert_eq!(keys.current().await.unwrap().key_id, "the-second");
+        std::fs::write(&path, "[default]").unwrap();
+        assert_eq!(keys.current().await.unwrap().key_id, "the-second");
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(keys.current().await.unwrap().key_id, "the-second");
+        std::fs::write(&path, text("x") + "expiration = 2001-01-01T00:00:00Z").unwrap();
+        assert_eq!(keys.current().await.unwrap_err(), CredentialsError::Expired { path: path.clone() });
+        assert!(keys.check().is_err());
+        std::fs::write(&path, text("renewed")).unwrap();
+        assert_eq!(keys.current().await.unwrap().key_id, "renewed");
+    }
+}

@@ -1,0 +1,319 @@
+//! What an error of the store means for the tier: whether the store is expected back, and if not, what is to be done.
+//! Pure.
+//!
+//! `object_store` keeps the type of its errors about answers to itself; what the store said is in their text, as the
+//! `<Code>` of S3's XML or as the status. What the connection did is typed (`HttpError`), as is what is wrong with the
+//! credentials. `tests/contract` holds that for every fault.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+use object_store::client::{HttpError, HttpErrorKind};
+
+use super::connect::Untrusted;
+use super::credentials::CredentialsError;
+
+/// How `object_store` calls a redirection that says no place, of which it tells neither status nor code.
+const BARE_REDIRECT: &str = "redirect without LOCATION";
+
+/// What an error means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// The store does not answer, is overloaded or broken: it is expected back, and nothing is lost.
+    ExpectedBack,
+    /// It will go on refusing until somebody does something.
+    Refused(Refusal),
+    /// There is no such object, or no such upload any more.
+    NotFound,
+    /// The answer is not what was asked for: other bytes, or the object was replaced meanwhile.
+    Damaged,
+}
+
+/// Why a store refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The keys may not do this.
+    AccessDenied,
+    /// The store does not know the keys.
+    UnknownKey,
+    /// The secret does not belong to the key.
+    WrongSecret,
+    /// The keys were lent, and their time is over.
+    CredentialsExpired,
+    /// There are no keys.
+    NoCredentials,
+    /// There is no such bucket.
+    BucketMissing,
+    /// The clocks differ by more than the store allows.
+    ClockSkew,
+    /// The bucket is elsewhere.
+    WrongRegion,
+    /// The server does not prove to be the store.
+    NotTrusted,
+    /// The store is full, or a quota is used up.
+    Full,
+    /// The server does not know such a request.
+    NotUnderstood,
+}
+
+impl Refusal {
+    /// What it is, as part of a sentence.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::AccessDenied => "the store denies access",
+            Self::UnknownKey => "the store does not know the access key",
+            Self::WrongSecret => "the secret does not belong to the access key",
+            Self::CredentialsExpired => "the credentials have expired",
+            Self::NoCredentials => "there are no credentials",
+            Self::BucketMissing => "the bucket does not exist",
+            Self::ClockSkew => "the clocks of this machine and of the store differ",
+            Self::WrongRegion => "the bucket is in another region",
+            Self::NotTrusted => "the server's certificate is not trusted",
+            Self::Full => "the store is full or a quota is used up",
+            Self::NotUnderstood => "the store does not take the request",
+        }
+    }
+
+    /// What helps.
+    pub fn remedy(self) -> &'static str {
+        match self {
+            Self::AccessDenied => {
+                "allow s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucket and \
+                 s3:ListBucketMultipartUploads below object_store.url"
+            }
+            Self::UnknownKey | Self::WrongSecret => {
+                "compare the keys with those of the store (object_store.credentials)"
+            }
+            Self::CredentialsExpired => {
+                "renew them; a credentials_file is read again when it changes, the environment only at a start"
+            }
+            Self::NoCredentials => "see object_store.credentials and the file or variables that it names",
+            Self::BucketMissing => "make the bucket, or correct object_store.url, endpoint and path_style",
+            Self::ClockSkew => "set the clock (NTP) of this machine or of the store",
+            Self::WrongRegion => {
+                "set object_store.region to the bucket's, and object_store.endpoint if there is one"
+            }
+            Self::NotTrusted => {
+                "set object_store.ca_file to the authority of the store, and correct the endpoint"
+            }
+            Self::Full => "free space or raise the quota",
+            Self::NotUnderstood => {
+                "see the store's message; object_store.upload_check and path_style are what stores differ in"
+            }
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.as_str(), self.remedy())
+    }
+}
+
+impl Failure {
+    /// What `error` means.
+    pub fn of(error: &object_store::Error) -> Self {
+        for cause in causes(error) {
+            if let Some(error) = cause.downcast_ref::<CredentialsError>() {
+                return Self::Refused(match error {
+                    CredentialsError::Expired { .. } => Refusal::CredentialsExpired,
+                    CredentialsError::Unreadable { .. } | CredentialsError::Incomplete { .. } => {
+                        Refusal::NoCredentials
+                    }
+                });
+            }
+            if let Some(error) = cause.downcast_ref::<HttpError>() {
+                let is_untrusted = error.source().is_some_and(|source| source.is::<Untrusted>());
+                return match error.kind() {
+                    HttpErrorKind::Decode => Self::Damaged,
+                    _ if is_untrusted => Self::Refused(Refusal::NotTrusted),
+                    _ => Self::ExpectedBack,
+                };
+            }
+        }
+        let text = error.to_string();
+        if let Some(failure) = code(&text).and_then(of_code) {
+            return failure;
+        }
+        match error {
+            object_store::Error::NotFound { .. } => Self::NotFound,
+            object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
+                Self::Refused(Refusal::AccessDenied)
+            }
+            object_store::Error::Precondition { .. } => Self::Damaged,
+            // Another operation on the same key was under way.
+            object_store::Error::AlreadyExists { .. } => Self::ExpectedBack,
+            object_store::Error::Generic { .. } if text.contains(BARE_REDIRECT) => {
+                Self::Refused(Refusal::WrongRegion)
+            }
+            object_store::Error::Generic { .. } => of_status(status(&text)),
+            _ => Self::Refused(Refusal::NotUnderstood),
+        }
+    }
+}
+
+/// The error as one line for a person: what it means, what the store said, what helps. Keys are not in it.
+pub fn explain(error: &object_store::Error) -> String {
+    const SHOWN_CHARS_MAX: usize = 300;
+    let text = error.to_string();
+    let cause = match code(&text) {
+        Some(code) => code.to_owned(),
+        None => causes(error).last().map_or_else(String::new, ToString::to_string),
+    };
+    let cause: String =
+        cause.chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN_CHARS_MAX).collect();
+    match Failure::of(error) {
+        Failure::ExpectedBack => format!("the store does not answer as it should ({cause})"),
+        Failure::Refused(refusal) => format!("{} ({cause}): {}", refusal.as_str(), refusal.remedy()),
+        Failure::NotFound => format!("there is no such object ({cause})"),
+        Failure::Damaged => format!("the answer is not what was asked for ({cause})"),
+    }
+}
+
+fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |error: &&'a (dyn StdError + 'static)| (*error).source())
+}
+
+/// S3's name of what is wrong.
+fn code(text: &str) -> Option<&str> {
+    let (_, rest) = text.split_once("<Code>")?;
+    let (code, _) = rest.split_once("</Code>")?;
+    (code.len() <= 100 && code.bytes().all(|byte| byte.is_ascii_alphanumeric())).then_some(code)
+}
+
+fn of_code(code: &str) -> Option<Failure> {
+    let refusal = match code {
+        "SlowDown" | "ServiceUnavailable" | "InternalError" | "RequestTimeout" | "Throttling" | "OperationAborted"
+        | "TooManyRequests" | "ThrottlingException" | "RequestLimitExceeded" | "BandwidthLimitExceeded"
+        // The body was changed on its way: it is sent again.
+        | "BadDigest" | "InvalidDigest" | "IncompleteBody" | "XAmzContentSHA256Mismatch" | "XAmzContentChecksumMismatch" => {
+            return Some(Failure::ExpectedBack);
+        }
+        "NoSuchKey" | "NoSuchUpload" => return Some(Failure::NotFound),
+        "PreconditionFailed" | "InvalidRange" => return Some(Failure::Damaged),
+        "AccessDenied" | "AllAccessDisabled" | "AccountProblem" => Refusal::AccessDenied,
+        "InvalidAccessKeyId" | "InvalidClientTokenId" | "NotSignedUp" => Refusal::UnknownKey,
+        "SignatureDoesNotMatch" => Refusal::WrongSecret,
+        "ExpiredToken" | "ExpiredTokenException" | "TokenRefreshRequired" | "InvalidToken" => Refusal::CredentialsExpired,
+        "NoSuchBucket" | "InvalidBucketName" => Refusal::BucketMissing,
+        "RequestTimeTooSkewed" | "RequestExpired" => Refusal::ClockSkew,
+        "PermanentRedirect" | "TemporaryRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException" => {
+            Refusal::WrongRegion
+        }
+        "QuotaExceeded" | "XMinioStorageFull" | "InsufficientCapacity" => Refusal::Full,
+        "NotImplemented" | "MethodNotAllowed" | "InvalidArgument" | "InvalidRequest" | "MalformedXML" => {
+            Refusal::NotUnderstood
+        }
+        _ => return None,
+    };
+    Some(Failure::Refused(refusal))
+}
+
+/// The status that the text of an error about an answer names.
+fn status(text: &str) -> Option<u16> {
+    let (_, rest) = text.split_once("status code: ")?;
+    rest.get(..3)?.parse().ok()
+}
+
+fn of_status(status: Option<u16>) -> Failure {
+    match status {
+        Some(507) => Failure::Refused(Refusal::Full),
+        Some(501) => Failure::Refused(Refusal::NotUnderstood),
+        Some(300..=399) => Failure::Refused(Refusal::WrongRegion),
+        Some(408 | 429) => Failure::ExpectedBack,
+        Some(416) => Failure::Damaged,
+        Some(400..=499) => Failure::Refused(Refusal::NotUnderstood),
+        // Servers and what stands before them have their bad days; what is left is tried again.
+        _ => Failure::ExpectedBack,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generic(text: &str) -> object_store::Error {
+        object_store::Error::Generic { store: "S3", source: text.to_owned().into() }
+    }
+
+    fn answered(status: &str, code: &str) -> object_store::Error {
+        generic(&format!(
+            "Error performing GET http://x/b/k in 1ms - Server returned non-2xx status code: {status}: \
+             <?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>m</Message></Error>"
+        ))
+    }
+
+    #[test]
+    fn a_code_says_what_an_answer_means() {
+        for (code, failure) in [
+            ("SlowDown", Failure::ExpectedBack),
+            ("InternalError", Failure::ExpectedBack),
+            ("BadDigest", Failure::ExpectedBack),
+            ("NoSuchUpload", Failure::NotFound),
+            ("AccessDenied", Failure::Refused(Refusal::AccessDenied)),
+            ("ExpiredToken", Failure::Refused(Refusal::CredentialsExpired)),
+            ("RequestTimeTooSkewed", Failure::Refused(Refusal::ClockSkew)),
+            ("NoSuchBucket", Failure::Refused(Refusal::BucketMissing)),
+            ("InvalidAccessKeyId", Failure::Refused(Refusal::UnknownKey)),
+            ("SignatureDoesNotMatch", Failure::Refused(Refusal::WrongSecret)),
+            ("AuthorizationHeaderMalformed", Failure::Refused(Refusal::WrongRegion)),
+            ("XMinioStorageFull", Failure::Refused(Refusal::Full)),
+        ] {
+            assert_eq!(Failure::of(&answered("400 Bad Request", code)), failure, "{code}");
+        }
+    }
+
+    #[test]
+    fn a_bucket_that_is_missing_is_no_object_that_is_missing() {
+        let missing = |code: &str| object_store::Error::NotFound {
+            path: "k".to_owned(),
+            source: format!("status code: 404: <Code>{code}</Code>").into(),
+        };
+        assert_eq!(Failure::of(&missing("NoSuchBucket")), Failure::Refused(Refusal::BucketMissing));
+        assert_eq!(Failure::of(&missing("NoSuchKey")), Failure::NotFound);
+        assert_eq!(Failure::of(&missing("Strange")), Failure::NotFound);
+    }
+
+    #[test]
+    fn without_a_code_the_status_decides() {
+        for (status, failure) in [
+            ("500 Internal Server Error", Failure::ExpectedBack),
+            ("503 Service Unavailable", Failure::ExpectedBack),
+            ("429 Too Many Requests", Failure::ExpectedBack),
+            ("400 Bad Request", Failure::Refused(Refusal::NotUnderstood)),
+            ("501 Not Implemented", Failure::Refused(Refusal::NotUnderstood)),
+            ("301 Moved Permanently", Failure::Refused(Refusal::WrongRegion)),
+            ("507 Insufficient Storage", Failure::Refused(Refusal::Full)),
+        ] {
+            assert_eq!(
+                Failure::of(&generic(&format!("Server returned non-2xx status code: {status}: "))),
+                failure
+            );
+        }
+        let bare = generic(
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+        );
+        assert_eq!(Failure::of(&bare), Failure::Refused(Refusal::WrongRegion));
+        assert_eq!(Failure::of(&generic("nobody knows")), Failure::ExpectedBack);
+    }
+
+    #[test]
+    fn what_the_connection_did_is_told_by_its_kind() {
+        let of = |kind| {
+            let error = HttpError::new(kind, std::io::Error::other("x"));
+            Failure::of(&object_store::Error::Generic { store: "S3", source: Box::new(error) })
+        };
+        assert_eq!(of(HttpErrorKind::Connect), Failure::ExpectedBack);
+        assert_eq!(of(HttpErrorKind::Timeout), Failure::ExpectedBack);
+        assert_eq!(of(HttpErrorKind::Interrupted), Failure::ExpectedBack);
+        assert_eq!(of(HttpErrorKind::Decode), Failure::Damaged);
+    }
+
+    #[test]
+    fn an_explanation_has_cause_and_remedy_in_one_line() {
+        let told = explain(&answered("403 Forbidden", "ExpiredToken"));
+        assert!(told.contains("have expired (ExpiredToken)") && told.contains("renew them"), "{told}");
+        let told = explain(&generic("a\nb"));
+        assert!(!told.contains('\n'), "{told}");
+    }
+}

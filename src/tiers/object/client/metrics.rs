@@ -1,0 +1,94 @@
+//! Requests to the store, by what they are and how they end.
+
+use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
+
+use super::operation::Operation;
+use crate::metrics::{self, SECONDS_BUCKETS};
+
+metrics::table! {
+    /// Those of one store.
+    pub struct Metrics {
+        requests: IntCounterVec["operation"] = "object_store_requests",
+            "Requests to the object store, each attempt counted: what stores charge for";
+        failures: IntCounterVec["reason"] = "object_store_request_failures",
+            "Requests to the object store that failed, by what happened to them";
+        retries: IntCounterVec["operation"] = "object_store_request_retries",
+            "Requests to the object store that follow a failed attempt of the same";
+        seconds: HistogramVec["operation"] = "object_store_request_duration_seconds",
+            "Time of a request to the object store, the whole answer included", in SECONDS_BUCKETS;
+        sent_bytes: IntCounter = "object_store_sent_bytes", "Bytes of bodies sent to the object store";
+        received_bytes: IntCounter = "object_store_received_bytes", "Bytes of bodies received from the object store";
+        in_flight: IntGauge = "object_store_requests_in_flight", "Requests to the object store under way";
+        connections: IntGauge = "object_store_connections", "Open connections to the object store";
+    }
+}
+
+/// What happened to a request that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// The server was not reached.
+    Connect,
+    /// It took too long.
+    Timeout,
+    /// The connection ended before the answer did.
+    Cut,
+    /// 429, 503.
+    Throttled,
+    /// 500 and above.
+    Server,
+    /// 400 and above; an object that is not there is no failure.
+    Refused,
+    /// The answer does not fit the request.
+    Damaged,
+}
+
+impl Reason {
+    const ALL: [Self; 7] = [
+        Self::Connect,
+        Self::Timeout,
+        Self::Cut,
+        Self::Throttled,
+        Self::Server,
+        Self::Refused,
+        Self::Damaged,
+    ];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Timeout => "timeout",
+            Self::Cut => "cut",
+            Self::Throttled => "throttled",
+            Self::Server => "server",
+            Self::Refused => "refused",
+            Self::Damaged => "damaged",
+        }
+    }
+
+    /// Of an answer with `status`.
+    pub(super) fn of(status: http::StatusCode) -> Option<Self> {
+        match status.as_u16() {
+            404 | ..400 => None,
+            429 | 503 => Some(Self::Throttled),
+            500.. => Some(Self::Server),
+            _ => Some(Self::Refused),
+        }
+    }
+}
+
+impl Metrics {
+    /// Every label is there from the start, so that a rate of it is one.
+    pub(super) fn show_all(&self) {
+        for operation in Operation::ALL {
+            self.requests.with_label_values(&[operation.as_str()]);
+            self.retries.with_label_values(&[operation.as_str()]);
+        }
+        for reason in Reason::ALL {
+            self.failures.with_label_values(&[reason.as_str()]);
+        }
+    }
+
+    pub(super) fn failed(&self, reason: Reason) {
+        self.failures.with_label_values(&[reason.as_str()]).inc();
+    }
+}

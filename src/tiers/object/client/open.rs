@@ -1,0 +1,231 @@
+//! A client as it is configured.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, Checksum};
+use object_store::prefix::PrefixStore;
+use object_store::{BackoffConfig, ObjectStore, RetryConfig};
+use prometheus::Registry;
+
+use super::connect::Connector;
+use super::credentials::{FileCredentials, is_of_header};
+use super::metrics::Metrics;
+use super::open_error::OpenError;
+use super::service::{Patience, Service};
+use super::trust;
+use crate::runtime::Tasks;
+use crate::tiers::object::location::{BucketUrl, Endpoint};
+use crate::tiers::object::{Credentials, ObjectConfig, Secret, UploadCheck};
+
+/// Attempts after the first; `object_store.retry_timeout_sec` ends them earlier.
+const RETRIES_MAX: usize = 10;
+/// Between two attempts: random, and longer each time.
+const BACKOFF: BackoffConfig = BackoffConfig {
+    init_backoff: Duration::from_millis(100),
+    max_backoff: Duration::from_secs(10),
+    base: 2.0,
+};
+
+/// A store, as it is configured.
+pub struct Client {
+    pub(super) s3: AmazonS3,
+    pub(super) service: Service,
+    url: BucketUrl,
+    /// Where the bucket answers, without a slash at its end.
+    pub(super) bucket_url: String,
+    pub(super) region: String,
+    is_signed: bool,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client")
+            .field("url", &self.url)
+            .field("service", &self.service)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// Makes one; nothing is asked yet. Connections are tasks of `tasks`. Blocks on small files.
+    ///
+    /// # Errors
+    /// [`OpenError`]: a file or a variable that is named and cannot be used.
+    pub fn open(config: &ObjectConfig, tasks: &Tasks, registry: &Registry) -> Result<Self, OpenError> {
+        let url = config.url.clone().ok_or_else(|| OpenError::new("object_store.url", "absent"))?;
+        check_files(config)?;
+        let metrics = Metrics::new(registry).map_err(|error| OpenError::new("metrics", error.to_string()))?;
+        metrics.show_all();
+        let metrics = Arc::new(metrics);
+        let is_encrypted = needs_tls(config);
+        let connector = Connector {
+            tls: is_encrypted.then(|| trust::client_config(config.ca_file.as_deref())).transpose()?,
+            timeout: config.connect_timeout,
+            tasks: tasks.clone(),
+            connections: metrics.connections.clone(),
+        };
+        let patience = Patience { request: config.request_timeout, stall: config.stall_timeout };
+        let service = Service::new(connector, config.max_concurrency, patience, metrics);
+        let bucket_url = bucket_url(config, &url);
+        let builder = AmazonS3Builder::new()
+            .with_bucket_name(url.bucket())
+            .with_region(&config.region)
+            .with_retry(retries(config.retry_timeout))
+            // The answer to it names keys, and `object_store` panics at one that was not asked for.
+            .with_disable_bulk_delete(true)
+            .with_unsigned_payload(config.upload_check != UploadCheck::Signature)
+            .with_virtual_hosted_style_request(!config.path_style)
+            .with_http_connector(service.clone());
+        let builder = match &config.endpoint {
+            None => builder,
+            Some(endpoint) if config.path_style => builder.with_endpoint(endpoint.to_string()),
+            Some(endpoint) => builder.with_endpoint(endpoint.of_bucket(url.bucket()).to_string()),
+        };
+        let builder = match config.upload_check {
+            UploadCheck::Crc64 => builder.with_checksum_algorithm(Checksum::CRC64NVME),
+            UploadCheck::Signature | UploadCheck::Off => builder,
+        };
+        let s3 = with_credentials(builder, config).build();
+        let s3 = s3.map_err(|error| OpenError::new("object_store", error.to_string()))?;
+        let (region, is_signed) = (config.region.clone(), config.credentials != Credentials::Unsigned);
+        Ok(Self { s3, service, url, bucket_url, region, is_signed })
+    }
+
+    /// The store below the prefix of `object_store.url`.
+    pub fn store(&self) -> Arc<dyn ObjectStore> {
+        let s3 = self.s3.clone();
+        match self.url.prefix() {
+            "" => Arc::new(s3),
+            prefix => Arc::new(PrefixStore::new(s3, prefix)),
+        }
+    }
+
+    /// Where it is.
+    pub fn url(&self) -> &BucketUrl {
+        &self.url
+    }
+
+    /// What signs requests, if they are signed.
+    pub(super) fn credentials(&self) -> Option<&AwsCredentialProvider> {
+        self.is_signed.then(|| self.s3.credentials())
+    }
+}
+
+/// Whether the files and variables can be used that `config` names, as far as this machine alone can tell. Blocks.
+///
+/// # Errors
+/// [`OpenError`], without any value of a key.
+pub fn check_files(config: &ObjectConfig) -> Result<(), OpenError> {
+    if needs_tls(config) {
+        trust::client_config(config.ca_file.as_deref())?;
+    }
+    let absent = |variable: &str| {
+        let reason = format!("\"{}\" needs {variable} in the environment", config.credentials.as_str());
+        OpenError::new("object_store.credentials", reason)
+    };
+    match config.credentials {
+        Credentials::Unsigned => Ok(()),
+        Credentials::Environment => {
+            let keys = [
+                ("AWS_ACCESS_KEY_ID", config.access_key.as_ref(), true),
+                ("AWS_SECRET_ACCESS_KEY", config.secret_key.as_ref(), true),
+                ("AWS_SESSION_TOKEN", config.session_token.as_ref(), false),
+            ];
+            for (variable, key, is_needed) in keys {
+                if key.is_some_and(|key| !is_of_header(key.reveal())) {
+                    let reason = format!("{variable} has characters that no header can have");
+                    return Err(OpenError::new("object_store.credentials", reason));
+                }
+                if key.is_none() && is_needed {
+                    return Err(absent(variable));
+                }
+            }
+            Ok(())
+        }
+        Credentials::File => {
+            let path = config.credentials_file.as_ref();
+            let path = path.ok_or_else(|| OpenError::new("object_store.credentials_file", "absent"))?;
+            let checked = FileCredentials::new(path, &config.profile).check();
+            checked.map_err(|error| OpenError::new("object_store.credentials_file", error.to_string()))
+        }
+        Credentials::WebIdentity => {
+            if config.role_arn.is_none() {
+                return Err(absent("AWS_ROLE_ARN"));
+            }
+            let path = config
+                .web_identity_token_file
+                .as_ref()
+                .ok_or_else(|| absent("AWS_WEB_IDENTITY_TOKEN_FILE"))?;
+            let read = std::fs::read_to_string(path);
+            read.map_err(|error| {
+                let reason = format!("AWS_WEB_IDENTITY_TOKEN_FILE = {}: {error}", path.display());
+                OpenError::new("object_store.credentials", reason)
+            })?;
+            match config.sts_endpoint.as_deref().map(Endpoint::parse) {
+                Some(Err(allowed)) => {
+                    let reason = format!("AWS_ENDPOINT_URL_STS is not {allowed}");
+                    Err(OpenError::new("object_store.credentials", reason))
+                }
+                _ => Ok(()),
+            }
+        }
+    }
+}
+
+/// The store or STS is asked over TLS.
+fn needs_tls(config: &ObjectConfig) -> bool {
+    let is_plain = |endpoint: &Endpoint| !endpoint.is_encrypted();
+    let store_is_plain = config.endpoint.as_ref().is_some_and(is_plain);
+    let sts = config.sts_endpoint.as_deref().and_then(|text| Endpoint::parse(text).ok());
+    let asks_sts = config.credentials == Credentials::WebIdentity;
+    !store_is_plain || (asks_sts && !sts.as_ref().is_some_and(is_plain))
+}
+
+fn bucket_url(config: &ObjectConfig, url: &BucketUrl) -> String {
+    let (bucket, region) = (url.bucket(), &config.region);
+    match (&config.endpoint, config.path_style) {
+        (Some(endpoint), true) => format!("{endpoint}/{bucket}"),
+        (Some(endpoint), false) => endpoint.of_bucket(bucket).to_string(),
+        (None, true) => format!("https://s3.{region}.amazonaws.com/{bucket}"),
+        (None, false) => format!("https://{bucket}.s3.{region}.amazonaws.com"),
+    }
+}
+
+fn with_credentials(builder: AmazonS3Builder, config: &ObjectConfig) -> AmazonS3Builder {
+    let key =
+        |secret: &Option<Secret>| secret.as_ref().map(|key| key.reveal().to_owned()).unwrap_or_default();
+    match config.credentials {
+        Credentials::Unsigned => builder.with_skip_signature(true),
+        Credentials::Environment => {
+            let builder = builder
+                .with_access_key_id(key(&config.access_key))
+                .with_secret_access_key(key(&config.secret_key));
+            match &config.session_token {
+                Some(token) => builder.with_token(token.reveal()),
+                None => builder,
+            }
+        }
+        Credentials::File => {
+            let path = config.credentials_file.clone().unwrap_or_default();
+            builder.with_credentials(Arc::new(FileCredentials::new(&path, &config.profile)))
+        }
+        Credentials::WebIdentity => {
+            let token_file = config.web_identity_token_file.clone().unwrap_or_default();
+            let settings = [
+                (AmazonS3ConfigKey::WebIdentityTokenFile, Some(token_file.display().to_string())),
+                (AmazonS3ConfigKey::RoleArn, config.role_arn.clone()),
+                (AmazonS3ConfigKey::RoleSessionName, Some("uniffle-worker".to_owned())),
+                (AmazonS3ConfigKey::StsEndpoint, config.sts_endpoint.clone()),
+            ];
+            let given = settings.into_iter().filter_map(|(key, value)| Some((key, value?)));
+            given.fold(builder, |builder, (key, value)| builder.with_config(key, value))
+        }
+    }
+}
+
+fn retries(within: Duration) -> RetryConfig {
+    let max_retries = if within.is_zero() { 0 } else { RETRIES_MAX };
+    RetryConfig { backoff: BACKOFF, max_retries, retry_timeout: within }
+}

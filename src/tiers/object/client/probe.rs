@@ -1,0 +1,53 @@
+//! Whether the store can be used: a small object is written, read, listed and deleted, an upload begun and ended.
+
+use object_store::path::Path;
+use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPayload};
+
+use super::failure::explain;
+use super::open::Client;
+
+/// What is written; every worker under a name of its own.
+const CONTENT: &[u8] = b"uniffle-worker was here; this object can be deleted";
+
+/// What did not work, why, and what helps.
+#[derive(Debug, thiserror::Error)]
+#[error("{url} cannot be used: to {step}: {explanation}")]
+pub struct ProbeError {
+    url: String,
+    step: &'static str,
+    explanation: String,
+    /// What the store said.
+    source: Option<Box<object_store::Error>>,
+}
+
+impl Client {
+    /// Uses the store once as the tier does. `name` is this worker's own.
+    ///
+    /// # Errors
+    /// [`ProbeError`]: the first step that does not work, with the remedy.
+    pub async fn probe(&self, name: &str) -> Result<(), ProbeError> {
+        let (store, path) = (self.store(), Path::from(format!("{name}/.probe")));
+        let failed = |step| {
+            move |error| ProbeError {
+                url: self.url().to_string(),
+                step,
+                explanation: explain(&error),
+                source: Some(Box::new(error)),
+            }
+        };
+        store.put(&path, PutPayload::from_static(CONTENT)).await.map_err(failed("write an object"))?;
+        let got = store.get_range(&path, 0..CONTENT.len() as u64).await.map_err(failed("read it"))?;
+        let listed = store.list_with_delimiter(Some(&Path::from(name))).await.map_err(failed("list it"))?;
+        store.delete(&path).await.map_err(failed("delete it"))?;
+        let mut upload = store.put_multipart(&path).await.map_err(failed("begin an upload"))?;
+        upload.abort().await.map_err(failed("end an upload"))?;
+        let is_listed = listed.objects.iter().any(|object| object.location == path);
+        let wrong = match (got == CONTENT, is_listed) {
+            (true, true) => return Ok(()),
+            (false, _) => ("read it", "it has other bytes than were written"),
+            (true, false) => ("list it", "it is not in the list"),
+        };
+        let (step, explanation) = (wrong.0, wrong.1.to_owned());
+        Err(ProbeError { url: self.url().to_string(), step, explanation, source: None })
+    }
+}

@@ -1,0 +1,263 @@
+//! One attempt of a request: a permit, a connection, a deadline, an answer, and what is counted of it.
+//!
+//! Retries are `object_store`'s, by the kinds of errors that come from here: what may have reached the server is repeated
+//! only where repeating does no harm. Invariant: nothing here waits without a deadline but for a permit, which others hold
+//! only while their own deadlines run; and uploads never take the permits of reads.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::Future;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::header::HOST;
+use http::{HeaderMap, HeaderValue, Uri};
+use hyper::body::Incoming;
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
+    HttpService,
+};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout_at};
+
+use super::answer::{Answer, Bounds, Request};
+use super::connect::{Connector, Untrusted};
+use super::metrics::{Metrics, Reason};
+use super::operation::{Operation, expected_bytes};
+use super::pool::{Connection, Origin, Pool};
+
+/// Text of an error that is read; real ones have a few hundred bytes.
+const ERROR_BYTES_MAX: u64 = 64 << 10;
+/// An answer that is no object. A thousand keys of 1024 bytes in a list, each byte escaped, are less.
+const TEXT_BYTES_MAX: u64 = 16 << 20;
+/// Failed attempts that are remembered, to know a retry by.
+const FAILED_MAX: usize = 1024;
+/// A body moves at least at this pace, or is not worth to wait for.
+const BYTES_PER_SECOND_MIN: u64 = 1 << 20;
+
+/// How long things may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    pub(super) request: Duration,
+    pub(super) stall: Duration,
+}
+
+/// Speaks HTTP for `object_store`. Clones share everything.
+#[derive(Clone)]
+pub(super) struct Service(Arc<Shared>);
+
+struct Shared {
+    connector: Connector,
+    pool: Arc<Pool>,
+    uploads: Arc<Semaphore>,
+    others: Arc<Semaphore>,
+    patience: Patience,
+    metrics: Arc<Metrics>,
+    /// By method and address, the latest last.
+    failed: Mutex<VecDeque<u64>>,
+}
+
+impl fmt::Debug for Service {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Service").field("pool", &self.0.pool).finish_non_exhaustive()
+    }
+}
+
+impl HttpConnector for Service {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(HttpClient::new(self.clone()))
+    }
+}
+
+impl HttpService for Service {
+    fn call<'a, 'b>(
+        &'a self,
+        request: HttpRequest,
+    ) -> Pin<Box<dyn Future<Output = Result<HttpResponse, HttpError>> + Send + 'b>>
+    where
+        'a: 'b,
+        Self: 'b,
+    {
+        Box::pin(self.0.attempt(request))
+    }
+}
+
+impl Service {
+    pub(super) fn new(
+        connector: Connector,
+        max_concurrency: usize,
+        patience: Patience,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        Self(Arc::new(Shared {
+            connector,
+            pool: Arc::new(Pool::new(2 * max_concurrency)),
+            uploads: Arc::new(Semaphore::new(max_concurrency)),
+            others: Arc::new(Semaphore::new(max_concurrency)),
+            patience,
+            metrics,
+            failed: Mutex::new(VecDeque::new()),
+        }))
+    }
+}
+
+/// What of a request is needed for its answer.
+struct Asked {
+    operation: Operation,
+    headers: HeaderMap,
+    deadline: Instant,
+    fingerprint: u64,
+}
+
+impl Shared {
+    async fn attempt(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let operation = Operation::of(request.method(), request.uri());
+        let permits = if operation.is_upload() { &self.uploads } else { &self.others };
+        let permit =
+            Arc::clone(permits).acquire_owned().await.map_err(|closed| wrong(&closed.to_string()))?;
+
+        let (label, begun) = (operation.as_str(), Instant::now());
+        let fingerprint = fingerprint(&request);
+        let body_bytes = request.body().content_length() as u64;
+        self.metrics.requests.with_label_values(&[label]).inc();
+        if self.is_retry(fingerprint) {
+            self.metrics.retries.with_label_values(&[label]).inc();
+        }
+        self.metrics.sent_bytes.inc_by(body_bytes);
+        self.metrics.in_flight.inc();
+        let under_way = Request { metrics: Arc::clone(&self.metrics), label, begun, _permit: permit };
+
+        let deadline = begun + self.patience.request + moving(body_bytes);
+        let asked = Asked { operation, headers: request.headers().clone(), deadline, fingerprint };
+        let answered = match timeout_at(deadline, self.exchange(request)).await {
+            Ok(answered) => answered,
+            Err(_) => Err((Reason::Timeout, late())),
+        };
+        let (answer, connection) = answered.map_err(|(reason, error)| {
+            self.failed(reason, fingerprint);
+            error
+        })?;
+        self.answer(&asked, answer, connection, under_way)
+    }
+
+    /// The head of the answer, and the connection that its body comes on.
+    async fn exchange(
+        &self,
+        request: HttpRequest,
+    ) -> Result<(http::Response<Incoming>, Connection), (Reason, HttpError)> {
+        let origin = Origin::of(request.uri()).ok_or_else(|| (Reason::Refused, wrong("no host to ask")))?;
+        let mut request = relative(request).map_err(|error| (Reason::Refused, error))?;
+        while let Some(mut connection) = self.pool.take(&origin) {
+            if connection.sender.ready().await.is_err() {
+                continue;
+            }
+            match connection.sender.try_send_request(request).await {
+                Ok(answer) => return Ok((answer, connection)),
+                Err(mut failed) => match failed.take_message() {
+                    // The server closed it while it was idle, and has seen nothing of the request.
+                    Some(unsent) => request = unsent,
+                    None => return Err((Reason::Cut, interrupted(failed.into_error()))),
+                },
+            }
+        }
+        let connect = self.connector.connect(&origin).await;
+        let mut connection = connect.map_err(|error| {
+            if let Some(untrusted) = Untrusted::of(&origin, &error) {
+                return (Reason::Refused, HttpError::new(HttpErrorKind::Unknown, untrusted));
+            }
+            let error =
+                std::io::Error::new(error.kind(), format!("{}:{}: {error}", origin.host, origin.port));
+            (Reason::Connect, HttpError::new(HttpErrorKind::Connect, error))
+        })?;
+        let answer = connection.sender.try_send_request(request).await;
+        let answer = answer.map_err(|failed| (Reason::Cut, interrupted(failed.into_error())))?;
+        Ok((answer, connection))
+    }
+
+    fn answer(
+        &self,
+        asked: &Asked,
+        answer: http::Response<Incoming>,
+        connection: Connection,
+        under_way: Request,
+    ) -> Result<HttpResponse, HttpError> {
+        let (head, body) = answer.into_parts();
+        if let Some(reason) = Reason::of(head.status) {
+            self.failed(reason, asked.fingerprint);
+        }
+        let is_data = asked.operation == Operation::Get && head.status.is_success();
+        let (exact, bytes_max, is_cut) = if is_data {
+            let expected = expected_bytes(&asked.headers, head.status, &head.headers);
+            let exact = expected.map_err(|mismatch| {
+                self.failed(Reason::Damaged, asked.fingerprint);
+                HttpError::new(HttpErrorKind::Decode, mismatch)
+            })?;
+            (exact, exact.unwrap_or(u64::MAX), false)
+        } else if head.status.is_success() {
+            (None, TEXT_BYTES_MAX, false)
+        } else {
+            (None, ERROR_BYTES_MAX, true)
+        };
+        let deadline = asked.deadline + moving(exact.unwrap_or(0));
+        let bounds = Bounds { exact, bytes_max, is_cut, deadline, stall_timeout: self.patience.stall };
+        let body = Answer::new(body, bounds, connection, Arc::clone(&self.pool), under_way);
+        Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body)))
+    }
+
+    fn failed(&self, reason: Reason, fingerprint: u64) {
+        self.metrics.failed(reason);
+        let mut failed = self.failed.lock();
+        if failed.len() >= FAILED_MAX {
+            failed.pop_front();
+        }
+        failed.push_back(fingerprint);
+    }
+
+    fn is_retry(&self, fingerprint: u64) -> bool {
+        let mut failed = self.failed.lock();
+        let at = failed.iter().position(|it| *it == fingerprint);
+        at.is_some_and(|at| failed.remove(at).is_some())
+    }
+}
+
+fn fingerprint(request: &HttpRequest) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    request.method().hash(&mut hasher);
+    request.uri().hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Time that a body of `bytes` gets on top.
+fn moving(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / BYTES_PER_SECOND_MIN)
+}
+
+/// The request as HTTP/1.1 has it: the path in its line, the host in a header.
+fn relative(mut request: HttpRequest) -> Result<HttpRequest, HttpError> {
+    let uri = request.uri();
+    let host = uri.authority().map_or("", |authority| authority.as_str());
+    let host = HeaderValue::from_str(host).map_err(|error| wrong(&error.to_string()))?;
+    let path = uri.path_and_query().map_or("/", |path| path.as_str());
+    let path: Uri = path.parse().map_err(|_| wrong("the path is none"))?;
+    request.headers_mut().insert(HOST, host);
+    *request.uri_mut() = path;
+    Ok(request)
+}
+
+fn late() -> HttpError {
+    let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
+    HttpError::new(HttpErrorKind::Timeout, late)
+}
+
+/// The server may have seen the request.
+fn interrupted(error: hyper::Error) -> HttpError {
+    HttpError::new(HttpErrorKind::Interrupted, error)
+}
+
+fn wrong(what: &str) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, std::io::Error::other(what.to_owned()))
+}

@@ -1,0 +1,55 @@
+//! Whose word is taken that a server is the store: an authority of the configuration, else those of the machine.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::CertificateDer;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use super::open_error::OpenError;
+
+/// Where systems have their authorities: Debian, Fedora, SUSE, Alpine.
+const BUNDLES: [&str; 4] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+];
+const KEY: &str = "object_store.ca_file";
+
+/// What connections are encrypted with. Blocks on files.
+pub(super) fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, OpenError> {
+    let wrong = |what: String| OpenError::new(KEY, what);
+    let mut roots = RootCertStore::empty();
+    match ca_file {
+        Some(path) => {
+            let unusable = |why: String| wrong(format!("{}: {why}", path.display()));
+            let found = CertificateDer::pem_file_iter(path).map_err(|error| unusable(error.to_string()))?;
+            for certificate in found {
+                let certificate = certificate.map_err(|error| unusable(error.to_string()))?;
+                roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
+            }
+            if roots.is_empty() {
+                return Err(unusable("no certificate in it".to_owned()));
+            }
+        }
+        None => {
+            let named = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
+            let places = named.into_iter().chain(BUNDLES.map(PathBuf::from));
+            let found = places.into_iter().find_map(|path| CertificateDer::pem_file_iter(path).ok());
+            // Systems have authorities of which rustls cannot read one or the other.
+            roots.add_parsable_certificates(found.into_iter().flatten().flatten());
+            if roots.is_empty() {
+                return Err(wrong("absent, and this machine trusts nobody (no ca-certificates)".to_owned()));
+            }
+        }
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| wrong(error.to_string()))?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Ok(Arc::new(config))
+}

@@ -1,0 +1,174 @@
+//! Uploads that nobody will end: a worker that died has begun them, and stores keep (and charge) their parts.
+//!
+//! `object_store` has no call for them, so the request is signed here with its signer. Servers that do not know the request
+//! refuse it (`Refusal::NotUnderstood`); the bucket's lifecycle rule is the net below (docs/object-storage.md).
+
+use std::time::SystemTime;
+
+use object_store::aws::AwsAuthorizer;
+use object_store::client::{HttpRequest, HttpRequestBody, HttpService as _};
+use object_store::multipart::MultipartStore as _;
+use object_store::path::Path;
+use roxmltree::{Document, Node};
+
+use super::failure::Failure;
+use super::open::Client;
+
+/// Pages of a thousand uploads that are read in one call.
+const PAGES_MAX: usize = 100;
+
+/// An upload that is under way.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Abandoned {
+    /// The object that it would make, from the root of the bucket.
+    pub path: Path,
+    /// S3's name of it.
+    pub upload_id: String,
+    /// When it was begun, by the store's clock.
+    pub initiated: Option<SystemTime>,
+}
+
+/// A page of the list.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Page {
+    uploads: Vec<Abandoned>,
+    /// Key and upload that the next page begins after.
+    next: Option<(String, String)>,
+}
+
+impl Client {
+    /// The uploads below `below`, a path below `object_store.url`, that were begun before `before`.
+    ///
+    /// # Errors
+    /// As of any request.
+    pub async fn uploads(&self, below: &Path, before: SystemTime) -> object_store::Result<Vec<Abandoned>> {
+        let parts = [self.url().prefix(), below.as_ref()];
+        let prefix: String =
+            parts.iter().filter(|part| !part.is_empty()).map(|part| format!("{part}/")).collect();
+        let (mut found, mut after) = (Vec::new(), None);
+        for _ in 0..PAGES_MAX {
+            let page = self.page(&prefix, after.as_ref()).await?;
+            // Stores may list more than was asked for.
+            let is_old = |upload: &Abandoned| upload.initiated.is_none_or(|begun| begun < before);
+            let is_below = |upload: &Abandoned| upload.path.as_ref().starts_with(&prefix);
+            found.extend(page.uploads.into_iter().filter(|upload| is_below(upload) && is_old(upload)));
+            if page.next.is_none() || page.next == after {
+                break;
+            }
+            after = page.next;
+        }
+        Ok(found)
+    }
+
+    /// Ends the uploads below `below` that were begun before `before`, and says how many. One that has ended meanwhile is no
+    /// error.
+    ///
+    /// # Errors
+    /// The first that could not be ended.
+    pub async fn abort_uploads(&self, below: &Path, before: SystemTime) -> object_store::Result<usize> {
+        let uploads = self.uploads(below, before).await?;
+        for upload in &uploads {
+            match self.s3.abort_multipart(&upload.path, &upload.upload_id).await {
+                Err(error) if Failure::of(&error) != Failure::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(uploads.len())
+    }
+
+    async fn page(&self, prefix: &str, after: Option<&(String, String)>) -> object_store::Result<Page> {
+        let mut address = format!("{}?max-uploads=1000&prefix={}&uploads=", self.bucket_url, encoded(prefix));
+        if let Some((key, upload)) = after {
+            let markers = format!("&key-marker={}&upload-id-marker={}", encoded(key), encoded(upload));
+            address.push_str(&markers);
+        }
+        let mut request = HttpRequest::new(HttpRequestBody::empty());
+        *request.uri_mut() = address.parse().map_err(failed)?;
+        if let Some(credentials) = self.credentials() {
+            let credential = credentials.get_credential().await?;
+            AwsAuthorizer::new(&credential, "s3", &self.region).try_authorize(&mut request, None)?;
+        }
+        let answer = self.service.call(request).await.map_err(failed)?;
+        let status = answer.status();
+        let body = answer.into_body().bytes().await.map_err(failed)?;
+        let text = String::from_utf8_lossy(&body);
+        if !status.is_success() {
+            // As `object_store` says it, which is where its meaning is read.
+            return Err(failed(std::io::Error::other(format!("status code: {status}: {text}"))));
+        }
+        parse(&text).map_err(|error| failed(std::io::Error::other(error)))
+    }
+}
+
+fn failed<E: std::error::Error + Send + Sync + 'static>(error: E) -> object_store::Error {
+    object_store::Error::Generic { store: "S3", source: Box::new(error) }
+}
+
+/// As a value of a query that is signed.
+fn encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    encoded
+}
+
+/// A `ListMultipartUploadsResult`.
+fn parse(text: &str) -> Result<Page, String> {
+    let document = Document::parse(text).map_err(|error| format!("no list of uploads: {error}"))?;
+    let root = document.root_element();
+    if root.tag_name().name() != "ListMultipartUploadsResult" {
+        return Err(format!("no list of uploads: {}", root.tag_name().name()));
+    }
+    let of = |node: Node<'_, '_>, name: &str| -> Option<String> {
+        let child = node.children().find(|child| child.tag_name().name() == name)?;
+        Some(child.text().unwrap_or_default().to_owned())
+    };
+    let uploads = root.children().filter(|child| child.tag_name().name() == "Upload").filter_map(|node| {
+        let path = Path::parse(of(node, "Key")?).ok()?;
+        let initiated = of(node, "Initiated").and_then(|text| humantime::parse_rfc3339_weak(&text).ok());
+        Some(Abandoned { path, upload_id: of(node, "UploadId")?, initiated })
+    });
+    let is_truncated = of(root, "IsTruncated").is_some_and(|text| text == "true");
+    let markers = of(root, "NextKeyMarker").zip(of(root, "NextUploadIdMarker"));
+    Ok(Page { uploads: uploads.collect(), next: markers.filter(|_| is_truncated) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_uploads_is_read() {
+        let text = "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n\
+            <ListMultipartUploadsResult xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>b</Bucket>\
+            <NextKeyMarker>p/w/2</NextKeyMarker><NextUploadIdMarker>u2</NextUploadIdMarker>\
+            <IsTruncated>true</IsTruncated>\
+            <Upload><Key>p/w/1</Key><UploadId>u1</UploadId><Initiated>2026-01-02T03:04:05.678Z</Initiated></Upload>\
+            <Upload><Key>p/w/2</Key><UploadId>u2</UploadId></Upload>\
+            <Upload><Key>p//bad</Key><UploadId>u3</UploadId></Upload></ListMultipartUploadsResult>";
+        let page = parse(text).unwrap();
+        assert_eq!(page.next, Some(("p/w/2".to_owned(), "u2".to_owned())));
+        let ids: Vec<_> =
+            page.uploads.iter().map(|upload| (upload.path.as_ref(), upload.upload_id.as_str())).collect();
+        assert_eq!(ids, [("p/w/1", "u1"), ("p/w/2", "u2")]);
+        assert!(page.uploads[0].initiated.is_some() && page.uploads[1].initiated.is_none());
+        assert_eq!(parse(&text.replace(">true<", ">false<")).unwrap().next, None);
+    }
+
+    #[test]
+    fn what_is_no_list_is_an_error() {
+        for text in ["", "<x", "<Error><Code>AccessDenied</Code></Error>", "<!DOCTYPE a []><a/>"] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn values_of_a_query_are_encoded_as_the_signer_expects() {
+        assert_eq!(encoded("a/b c=ü~"), "a%2Fb%20c%3D%C3%BC~");
+    }
+}

@@ -1,0 +1,247 @@
+//! Who may use the store, and whom the client trusts to be it.
+
+use std::path::Path as File;
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::path::Path;
+use object_store::{ObjectStoreExt as _, PutPayload};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::PrivateKeyDer;
+use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_testkit::s3::{ACCESS_KEY, S3Server, SECRET_KEY};
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::tiers::ObjectConfig;
+use uniffle_worker::tiers::object::client::{Client, Failure, Refusal, check_files};
+use uniffle_worker::tiers::object::location::Endpoint;
+use uniffle_worker::tiers::object::{Credentials, Secret};
+
+use super::fixture::{Opened, open, soon};
+
+async fn write(opened: &Opened) -> Result<(), Failure> {
+    let written = soon(opened.store.put(&Path::from("x"), PutPayload::from_static(b"x"))).await;
+    written.map(drop).map_err(|error| Failure::of(&error))
+}
+
+#[tokio::test]
+async fn the_store_can_be_probed_and_nothing_is_left() {
+    let server = S3Server::start().await;
+    let opened = open(&server.config("x"));
+    soon(opened.client.probe("worker-1")).await.unwrap();
+    assert_eq!((server.faults.asked(On::Put), server.faults.asked(On::Delete)), (1, 1));
+    assert_eq!((server.faults.asked(On::Create), server.faults.asked(On::Abort)), (1, 1));
+    assert!(!server.files().join("x/worker-1/.probe").exists());
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn a_probe_that_fails_names_the_step_and_what_helps() {
+    let server = S3Server::start().await;
+    let no_retry = |config| ObjectConfig { retry_timeout: Duration::ZERO, ..config };
+    let told = |config: ObjectConfig| async move {
+        let opened = open(&config);
+        let error = soon(opened.client.probe("worker-1")).await.unwrap_err();
+        opened.end().await;
+        let told = error.to_string();
+        assert!(!told.contains(SECRET_KEY) && !format!("{error:?}").contains("wrong-secret"), "{told}");
+        told
+    };
+    let wrong_secret = ObjectConfig { secret_key: Some(Secret::new("wrong-secret")), ..server.config("x") };
+    let wrong_key = ObjectConfig { access_key: Some(Secret::new("nobody")), ..server.config("x") };
+    let unsigned = ObjectConfig { credentials: Credentials::Unsigned, ..server.config("x") };
+    for (config, refusal) in [
+        (wrong_secret, Refusal::WrongSecret),
+        (wrong_key, Refusal::UnknownKey),
+        (unsigned, Refusal::AccessDenied),
+    ] {
+        let told = told(no_retry(config)).await;
+        assert!(told.contains("to write an object") && told.contains(refusal.remedy()), "{told}");
+    }
+    for (on, step) in [
+        (On::Get, "read it"),
+        (On::List, "list it"),
+        (On::Delete, "delete it"),
+        (On::Create, "begin an upload"),
+        (On::Abort, "end an upload"),
+    ] {
+        server.faults.plan(on, 1, &Fault::Refuse(403, "AccessDenied"));
+        let told = told(no_retry(server.config("x"))).await;
+        assert!(told.contains(step) && told.contains(Refusal::AccessDenied.remedy()), "{told}");
+    }
+    server.faults.plan(On::Put, 1, &Fault::Refuse(404, "NoSuchBucket"));
+    assert!(told(no_retry(server.config("x"))).await.contains(Refusal::BucketMissing.remedy()));
+    server.faults.plan(On::Get, 1, &Fault::WrongByte);
+    assert!(told(server.config("x")).await.contains("other bytes than were written"));
+}
+
+fn keys(file: &File, secret: &str, more: &str) {
+    let text =
+        format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {secret}\n{more}");
+    std::fs::write(file, text).unwrap();
+}
+
+#[tokio::test]
+async fn keys_of_a_file_are_refused_by_name_until_they_are_renewed() {
+    let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
+    let file = dir.path().join("keys");
+    let config = ObjectConfig {
+        credentials: Credentials::File,
+        credentials_file: Some(file.clone()),
+        access_key: None,
+        secret_key: None,
+        ..server.config("x")
+    };
+    assert!(check_files(&config).unwrap_err().to_string().starts_with("object_store.credentials_file: "));
+    keys(&file, SECRET_KEY, "");
+    let opened = open(&config);
+    write(&opened).await.unwrap();
+    keys(&file, SECRET_KEY, "expiration = 2001-01-01T00:00:00Z\n");
+    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::CredentialsExpired)));
+    assert!(check_files(&config).is_err());
+    keys(&file, "another secret of nobody".replace(' ', "-").as_str(), "");
+    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::WrongSecret)));
+    keys(&file, SECRET_KEY, "# renewed\n");
+    write(&opened).await.unwrap();
+    std::fs::remove_file(&file).unwrap();
+    write(&opened).await.unwrap();
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn what_is_missing_is_named_before_anything_is_asked() {
+    let server = S3Server::start().await;
+    let refused = |config: ObjectConfig| {
+        let error =
+            Client::open(&config, &Tasks::new(), &prometheus::Registry::new()).unwrap_err().to_string();
+        assert_eq!(check_files(&config).unwrap_err().to_string(), error);
+        error
+    };
+    let no_key = ObjectConfig { access_key: None, ..server.config("x") };
+    assert!(refused(no_key).contains("AWS_ACCESS_KEY_ID"));
+    let broken = ObjectConfig { secret_key: Some(Secret::new("hush hush")), ..server.config("x") };
+    let told = refused(broken);
+    assert!(told.contains("AWS_SECRET_ACCESS_KEY") && !told.contains("hush"), "{told}");
+    let web = ObjectConfig { credentials: Credentials::WebIdentity, ..server.config("x") };
+    assert!(refused(web.clone()).contains("AWS_ROLE_ARN"));
+    let web = ObjectConfig { role_arn: Some("arn:aws:iam::1:role/x".to_owned()), ..web };
+    assert!(refused(web.clone()).contains("AWS_WEB_IDENTITY_TOKEN_FILE"));
+    let ca = ObjectConfig {
+        endpoint: Endpoint::parse("https://localhost:1").ok(),
+        ca_file: Some("/nowhere/ca.pem".into()),
+        ..server.config("x")
+    };
+    let told = refused(ca);
+    assert!(told.contains("object_store.ca_file") && told.contains("/nowhere/ca.pem"), "{told}");
+}
+
+/// Keys of a role, out of a token that is in a file: STS is asked once, and its keys sign what follows.
+#[tokio::test]
+async fn a_web_identity_is_exchanged_for_keys() {
+    let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
+    let token = dir.path().join("token");
+    std::fs::write(&token, "the-token").unwrap();
+    let answer = format!(
+        "<AssumeRoleWithWebIdentityResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\">\
+         <AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{ACCESS_KEY}</AccessKeyId>\
+         <SecretAccessKey>{SECRET_KEY}</SecretAccessKey><SessionToken>lent</SessionToken>\
+         <Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>\
+         </AssumeRoleWithWebIdentityResponse>"
+    );
+    // The fault layer stands in for STS: a POST to the root is its only request that is no list, upload or object.
+    server.faults.plan(On::Complete, 1, &Fault::Text(answer));
+    let config = ObjectConfig {
+        credentials: Credentials::WebIdentity,
+        role_arn: Some("arn:aws:iam::1:role/x".to_owned()),
+        web_identity_token_file: Some(token),
+        sts_endpoint: Some(server.endpoint()),
+        access_key: None,
+        secret_key: None,
+        ..server.config("x")
+    };
+    let opened = open(&config);
+    // Whether s3s takes keys with a token is its affair; that the secret is the one of STS shows in the answer.
+    for _ in 0..2 {
+        match write(&opened).await {
+            Ok(()) | Err(Failure::Refused(Refusal::CredentialsExpired)) => {}
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(server.faults.asked(On::Complete), 1);
+    assert_eq!(opened.metric("object_store_requests{operation=\"credentials\"}"), 1.0);
+    opened.end().await;
+}
+
+/// TLS in front of `server`: the port, and the authority that signed its certificate.
+async fn behind_tls(server: &S3Server, tasks: &Tasks) -> (u16, String) {
+    let mut authority = CertificateParams::default();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let certificate =
+        CertificateParams::new(["localhost".to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(
+            vec![certificate.der().clone()],
+            PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
+        )
+        .unwrap();
+    let (acceptor, store) = (TlsAcceptor::from(Arc::new(config)), server.address());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (connections, cancelled) = (tasks.clone(), tasks.cancelled());
+    let accept = async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let (acceptor, cancelled) = (acceptor.clone(), connections.cancelled());
+            let carry = async move {
+                let Ok(mut outer) = acceptor.accept(stream).await else { return };
+                let mut inner = TcpStream::connect(store).await.unwrap();
+                drop(tokio::io::copy_bidirectional(&mut outer, &mut inner).await);
+            };
+            connections.spawn("tls", async move {
+                tokio::select! {
+                    () = cancelled => {}
+                    () = carry => {}
+                }
+            });
+        }
+    };
+    tasks.spawn("tls accept", async move {
+        tokio::select! {
+            () = cancelled => {}
+            () = accept => {}
+        }
+    });
+    (port, authority.pem())
+}
+
+#[tokio::test]
+async fn a_server_is_trusted_for_its_certificate_only() {
+    let (server, front, dir) = (S3Server::start().await, Tasks::new(), tempfile::tempdir().unwrap());
+    let (port, authority) = behind_tls(&server, &front).await;
+    let (_, stranger) = behind_tls(&server, &front).await;
+    let ca_file = dir.path().join("ca.pem");
+    std::fs::write(&ca_file, authority).unwrap();
+    let config = ObjectConfig {
+        endpoint: Endpoint::parse(&format!("https://localhost:{port}")).ok(),
+        ca_file: Some(ca_file.clone()),
+        ..server.config("x")
+    };
+    let opened = open(&config);
+    write(&opened).await.unwrap();
+    soon(opened.client.probe("worker-1")).await.unwrap();
+    opened.end().await;
+
+    std::fs::write(&ca_file, stranger).unwrap();
+    let opened = open(&config);
+    assert_eq!(write(&opened).await, Err(Failure::Refused(Refusal::NotTrusted)));
+    opened.end().await;
+    front.cancel();
+    soon(front.drained()).await;
+}

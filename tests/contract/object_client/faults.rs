@@ -1,0 +1,243 @@
+//! Each way in which a store can fail has its meaning, and none of them hangs, reads without end or leaves a task.
+
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use object_store::path::Path;
+use object_store::{MultipartUpload as _, ObjectStoreExt as _, PutPayload};
+use uniffle_testkit::s3::S3Server;
+use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_worker::tiers::ObjectConfig;
+use uniffle_worker::tiers::object::client::{Failure, Refusal, explain};
+
+use super::fixture::{Opened, content, open, soon};
+
+const BYTES: usize = 200_000;
+
+/// Without retries, so that one fault is one error; times so short that a fault is over soon.
+fn impatient(server: &S3Server) -> ObjectConfig {
+    ObjectConfig {
+        request_timeout: Duration::from_millis(700),
+        stall_timeout: Duration::from_millis(300),
+        retry_timeout: Duration::ZERO,
+        ..server.config("x")
+    }
+}
+
+/// A few, and patience.
+fn patient(server: &S3Server) -> ObjectConfig {
+    ObjectConfig { retry_timeout: Duration::from_secs(60), ..impatient(server) }
+}
+
+fn refused(refusal: Refusal) -> Failure {
+    Failure::Refused(refusal)
+}
+
+async fn read(opened: &Opened) -> object_store::Result<bytes::Bytes> {
+    opened.store.get_range(&Path::from("object"), 10..BYTES as u64).await
+}
+
+async fn with_object(opened: &Opened) {
+    opened.store.put(&Path::from("object"), content(BYTES).into()).await.unwrap();
+}
+
+#[tokio::test]
+async fn every_fault_of_a_read_has_its_meaning() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
+    with_object(&opened).await;
+    for (fault, failure) in [
+        (Fault::Refuse(500, "InternalError"), Failure::ExpectedBack),
+        (Fault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
+        (Fault::Refuse(429, "TooManyRequests"), Failure::ExpectedBack),
+        (Fault::RefuseEndlessly(500), Failure::ExpectedBack),
+        (Fault::Hang, Failure::ExpectedBack),
+        (Fault::Close, Failure::ExpectedBack),
+        (Fault::Cut(1000), Failure::ExpectedBack),
+        (Fault::Stall(0), Failure::ExpectedBack),
+        (Fault::Stall(1000), Failure::ExpectedBack),
+        (Fault::Shorter, Failure::Damaged),
+        (Fault::OtherRange, Failure::Damaged),
+        (Fault::Unranged, Failure::Damaged),
+        (Fault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
+        (Fault::Refuse(403, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
+        (Fault::Refuse(400, "ExpiredToken"), refused(Refusal::CredentialsExpired)),
+        (Fault::Refuse(403, "RequestTimeTooSkewed"), refused(Refusal::ClockSkew)),
+        (Fault::Refuse(404, "NoSuchBucket"), refused(Refusal::BucketMissing)),
+        (Fault::Refuse(301, "PermanentRedirect"), refused(Refusal::WrongRegion)),
+        (Fault::Refuse(404, "NoSuchKey"), Failure::NotFound),
+    ] {
+        server.faults.plan(On::Get, 1, &fault);
+        let error = soon(read(&opened)).await.unwrap_err();
+        assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
+        if let Failure::Refused(refusal) = failure {
+            let told = explain(&error);
+            assert!(told.contains(refusal.remedy()), "{told}");
+        }
+        // The next one is not affected.
+        assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "after {fault:?}");
+    }
+    for reason in ["timeout", "cut", "throttled", "server", "refused", "damaged"] {
+        let failures = opened.metric(&format!("object_store_request_failures{{reason=\"{reason}\"}}"));
+        assert!(failures >= 1.0, "{reason}");
+    }
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn wrong_bytes_of_the_right_length_are_for_the_tier_to_find() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
+    with_object(&opened).await;
+    server.faults.plan(On::Get, 1, &Fault::WrongByte);
+    let (got, sent) = (soon(read(&opened)).await.unwrap(), content(BYTES));
+    assert!(got[0] != sent[10] && got[1..] == sent[11..]);
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn what_passes_is_tried_again_and_counted() {
+    let server = S3Server::start().await;
+    let opened = open(&patient(&server));
+    with_object(&opened).await;
+    for fault in [Fault::Refuse(503, "SlowDown"), Fault::Hang, Fault::Close] {
+        let before = server.faults.asked(On::Get);
+        server.faults.plan(On::Get, 2, &fault);
+        assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..]);
+        assert_eq!(server.faults.asked(On::Get), before + 3, "{fault:?}");
+    }
+    assert_eq!(opened.metric("object_store_request_retries{operation=\"get\"}"), 6.0);
+    assert_eq!(opened.metric("object_store_requests{operation=\"get\"}"), 9.0);
+    // What is refused is not asked for again.
+    let before = server.faults.asked(On::Get);
+    server.faults.plan(On::Get, 1, &Fault::Refuse(403, "AccessDenied"));
+    soon(read(&opened)).await.unwrap_err();
+    assert_eq!(server.faults.asked(On::Get), before + 1);
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_is_cut_goes_on_where_it_ended() {
+    let server = S3Server::start().await;
+    let opened = open(&patient(&server));
+    with_object(&opened).await;
+    for fault in [Fault::Cut(70_000), Fault::Stall(70_000)] {
+        server.faults.plan(On::Get, 1, &fault);
+        assert!(soon(read(&opened)).await.unwrap() == content(BYTES)[10..], "{fault:?}");
+    }
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn a_text_without_an_end_is_not_read_to_its_end() {
+    let server = S3Server::start().await;
+    let config = ObjectConfig { request_timeout: Duration::from_secs(60), ..impatient(&server) };
+    let opened = open(&config);
+    server.faults.plan(On::List, 1, &Fault::Endless);
+    let error = soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
+    assert_eq!(Failure::of(&error), Failure::Damaged, "{error}");
+    let received = opened.metric("object_store_received_bytes");
+    assert!(received < f64::from(17 << 20), "{received}");
+    server.faults.plan(On::Get, 1, &Fault::RefuseEndlessly(403));
+    let error = soon(read(&opened)).await.unwrap_err();
+    assert_eq!(Failure::of(&error), refused(Refusal::AccessDenied), "{}", error.to_string().len());
+    assert!(opened.metric("object_store_received_bytes") - received < f64::from(1 << 20));
+    server.faults.plan(On::List, 1, &Fault::Text("no XML".to_owned()));
+    soon(opened.store.list_with_delimiter(None)).await.unwrap_err();
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn a_write_that_fails_says_whether_the_store_is_expected_back() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
+    let path = Path::from("written");
+    for (fault, failure) in [
+        (Fault::Refuse(503, "SlowDown"), Failure::ExpectedBack),
+        (Fault::Refuse(400, "BadDigest"), Failure::ExpectedBack),
+        (Fault::Hang, Failure::ExpectedBack),
+        (Fault::Close, Failure::ExpectedBack),
+        (Fault::Refuse(403, "AccessDenied"), refused(Refusal::AccessDenied)),
+        (Fault::Refuse(507, "QuotaExceeded"), refused(Refusal::Full)),
+    ] {
+        server.faults.plan(On::Put, 1, &fault);
+        let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
+        assert_eq!(Failure::of(&error), failure, "{fault:?}: {error}");
+        assert_eq!(Failure::of(&opened.store.head(&path).await.unwrap_err()), Failure::NotFound);
+    }
+    server.faults.plan(On::Put, 1, &Fault::LoseAnswer);
+    let error = soon(opened.store.put(&path, content(BYTES).into())).await.unwrap_err();
+    assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+    assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64, "it was written all the same");
+    opened.end().await;
+}
+
+/// The object is there, and nobody was told: after any error of a completion the object must be asked for before the upload is
+/// given up. Where the request is tried again, the upload has ended already, which stores call by different names.
+#[tokio::test]
+async fn a_completion_whose_answer_is_lost_has_made_the_object() {
+    let server = S3Server::start().await;
+    for (config, asked) in [(impatient(&server), 1), (patient(&server), 2)] {
+        let opened = open(&config);
+        let (path, before) = (Path::from("completed"), server.faults.asked(On::Complete));
+        let mut upload = opened.store.put_multipart(&path).await.unwrap();
+        upload.put_part(content(BYTES).into()).await.unwrap();
+        server.faults.plan(On::Complete, 1, &Fault::LoseAnswer);
+        let error = soon(upload.complete()).await.unwrap_err();
+        assert_eq!(server.faults.asked(On::Complete) - before, asked, "{error}");
+        assert_ne!(Failure::of(&error), Failure::Damaged, "{error}");
+        if asked == 1 {
+            assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+        }
+        assert_eq!(opened.store.head(&path).await.unwrap().size, BYTES as u64);
+        opened.store.delete(&path).await.unwrap();
+        drop(upload);
+        opened.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_is_expected_back() {
+    let server = S3Server::start().await;
+    let config = impatient(&server);
+    server.stop().await;
+    let opened = open(&config);
+    let error = soon(read(&opened)).await.unwrap_err();
+    assert_eq!(Failure::of(&error), Failure::ExpectedBack, "{error}");
+    assert!(opened.metric("object_store_request_failures{reason=\"connect\"}") >= 1.0);
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn reads_do_not_wait_for_uploads_that_hang() {
+    let server = S3Server::start().await;
+    let config =
+        ObjectConfig { max_concurrency: 2, request_timeout: Duration::from_secs(600), ..impatient(&server) };
+    let opened = open(&config);
+    with_object(&opened).await;
+    server.faults.plan(On::Put, 2, &Fault::Hang);
+    let put = |name: &'static str| {
+        let store = opened.store.clone();
+        async move { store.put(&Path::from(name), PutPayload::from_static(b"x")).await }.boxed()
+    };
+    let uploads = futures::future::select_all([put("a"), put("b"), put("c")]);
+    let reads = soon(async { read(&opened).await.unwrap() });
+    let first = futures::future::select(uploads, reads.boxed()).await;
+    assert!(matches!(first, futures::future::Either::Right(_)), "an upload has ended");
+    drop(first);
+    // Those that were given up make room.
+    soon(put("d")).await.unwrap();
+    opened.end().await;
+}
+
+#[tokio::test]
+async fn connections_are_used_again() {
+    let server = S3Server::start().await;
+    let opened = open(&impatient(&server));
+    with_object(&opened).await;
+    for _ in 0..20 {
+        read(&opened).await.unwrap();
+    }
+    assert_eq!(opened.metric("object_store_connections"), 1.0);
+    opened.end().await;
+}
