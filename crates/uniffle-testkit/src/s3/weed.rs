@@ -62,7 +62,14 @@ impl Weed {
         let mut command = Command::new(find("weed").expect("it was there"));
         command.arg("server").arg(format!("-dir={}", self.dir.path().join("data").display()));
         command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-volume.max=100"]);
-        command.args(["-master.volumeSizeLimitMB=1024", "-master.telemetry=false"]);
+        // A master that comes back waits for its election, by default ten seconds.
+        command.args([
+            "-master.electionTimeout=1s",
+            "-master.volumeSizeLimitMB=1024",
+            "-master.telemetry=false",
+        ]);
+        // Catalogs of tables, which would listen at fixed ports.
+        command.args(["-s3.port.iceberg=0", "-s3.port.lance=0"]);
         command.arg(format!("-s3.config={}", self.dir.path().join("identities.json").display()));
         for (part, (port, grpc)) in PARTS.iter().zip(self.ports) {
             command.arg(format!("-{part}.port={port}")).arg(format!("-{part}.port.grpc={grpc}"));
@@ -77,6 +84,12 @@ impl Weed {
         if let Some(mut child) = self.child.take() {
             drop(child.kill());
             drop(child.wait());
+        }
+        // It has sockets beside its ports, at fixed places by their numbers.
+        for (part, (port, grpc)) in PARTS.iter().zip(self.ports) {
+            for name in [format!("{part}-{port}"), format!("{part}-grpc-{grpc}")] {
+                drop(std::fs::remove_file(format!("/tmp/seaweedfs-{name}.sock")));
+            }
         }
     }
 
