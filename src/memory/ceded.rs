@@ -15,6 +15,7 @@
 //! stay within the region, [`FREE_BYTES`] and the heap.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
@@ -46,6 +47,8 @@ pub(super) struct Ceded {
     ceded: Budget,
     /// A part of the heap.
     borrowed: Budget,
+    /// The region gives nothing yet ([`Ceded::wait`]).
+    waits: AtomicBool,
     held: Mutex<Held>,
 }
 
@@ -60,7 +63,21 @@ impl Ceded {
         let total = || Budget::new(u64::MAX);
         let (extents, borrowed) = (budget.child(u64::MAX), heap.child(u64::MAX));
         let held = Mutex::new(Held { pieces: Vec::new(), borrowed: borrowed.nothing() });
-        Self { region, budget, extents, charged: total(), ceded: total(), borrowed, held }
+        let waits = AtomicBool::new(false);
+        Self { region, budget, extents, charged: total(), ceded: total(), borrowed, waits, held }
+    }
+
+    /// From now on lists are not covered: what is free in the region may be what an earlier process left and nobody has claimed
+    /// yet, and a ceded piece loses its pages.
+    pub(super) fn wait(&self) {
+        self.waits.store(true, Ordering::Relaxed);
+    }
+
+    /// All is claimed: what was charged meanwhile is covered, as far as there is room now.
+    pub(super) fn go_on(&self) {
+        self.waits.store(false, Ordering::Relaxed);
+        // The next list that is asked for pays for what has no room.
+        let _ = self.cover(0);
     }
 
     /// What lists of extents are charged to.
@@ -92,7 +109,7 @@ impl Ceded {
 
     /// Makes room for what is charged and for `more` bytes.
     pub(super) fn cover(&self, more: u64) -> Result<(), NoCapacity> {
-        if self.lacking(more) == 0 {
+        if self.waits.load(Ordering::Relaxed) || self.lacking(more) == 0 {
             return Ok(());
         }
         let mut held = self.held.lock();
@@ -200,6 +217,22 @@ mod tests {
         assert!(!lists.give_back(SPARE_BYTES + 1) && lists.give_back(0) && !lists.give_back(0));
         drop((first, paid));
         assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
+    }
+
+    /// The flusher looks for candidates, and with it covers lists, while blocks of an earlier process are still looked for.
+    #[test]
+    fn a_region_in_which_blocks_are_not_claimed_yet_cedes_nothing() {
+        let (budget, lists) = ceded(8 * MIB, 8 * MIB, 0);
+        lists.wait();
+        let paid = budget.try_charge(5 * MIB).unwrap();
+        let charged = lists.force(4 * MIB);
+        lists.cover(0).unwrap();
+        assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (0, 8 * MIB));
+        // A block that is claimed meanwhile is where it was.
+        let claimed = lists.region.claim(0, 2 << 20, budget.try_charge(2 * MIB).unwrap()).unwrap();
+        lists.go_on();
+        assert_eq!((lists.ceded_bytes(), lists.region.free_bytes()), (2 * MIB, 4 * MIB));
+        drop((claimed, charged, paid));
     }
 
     #[test]

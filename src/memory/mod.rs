@@ -172,6 +172,9 @@ impl Memory {
         let heap = Heap::new(config.heap_bytes);
         let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
         if let Some(kept) = &kept {
+            if kept.leftover.lock().as_ref().is_some_and(|left| left.blocks() > 0) {
+                lists.wait();
+            }
             kept.table.charge_to(&budget, &lists);
         }
         let extents = lists.extents().clone();
@@ -354,6 +357,7 @@ impl Memory {
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();
+        self.shared.supply.lists.go_on();
         if let Err(error) = self.shared.supply.region.settle() {
             tracing::error!(%error, "the file that memory lies in cannot be looked at for missing pages");
         }
