@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
-use tokio::sync::{Semaphore, watch};
-use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep};
+use tokio::sync::{OwnedRwLockWriteGuard, RwLock as Gate, Semaphore, watch};
+use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep, timeout_at};
 
 use crate::app::{App, AppRegistry};
 use crate::memory::{Before, Buffer, Candidate, Memory, SealedBatch, ShuffleBuffers};
@@ -56,6 +56,10 @@ pub struct Flusher {
     wake: tokio::sync::Notify,
     /// True while memory is to be emptied: batches that failed do not wait long for their next try.
     pub(super) hurry: watch::Sender<bool>,
+    /// Passed by every batch that is written.
+    pub(super) gate: Arc<Gate<()>>,
+    /// Closes the gate while it is there.
+    resting: Mutex<Option<OwnedRwLockWriteGuard<()>>>,
     /// Whose accounts are told; the service brings them.
     apps: OnceLock<Arc<AppRegistry>>,
     /// Largest request refused since the scheduler last looked.
@@ -90,6 +94,8 @@ impl Flusher {
             batch_token: Arc::new(()),
             wake: tokio::sync::Notify::new(),
             hurry: watch::Sender::new(false),
+            gate: Arc::default(),
+            resting: Mutex::default(),
             apps: OnceLock::new(),
             refused_bytes: AtomicU64::new(0),
         });
@@ -257,6 +263,19 @@ impl Flusher {
         };
         self.hurry.send_replace(false);
         emptied
+    }
+
+    /// Begins no batch until [`Flusher::go_on`], and waits for those that are being written; false, and nothing is changed,
+    /// if one is still not written at `deadline`.
+    pub async fn rest(&self, deadline: Instant) -> bool {
+        let closed = timeout_at(deadline, Arc::clone(&self.gate).write_owned()).await;
+        closed.map(|guard| self.resting.lock().replace(guard)).is_ok()
+    }
+
+    /// Undoes [`Flusher::rest`].
+    pub fn go_on(&self) {
+        let guard = self.resting.lock().take();
+        drop(guard);
     }
 
     /// Brings gauges of live values up to date.

@@ -24,10 +24,14 @@ impl Flusher {
         tokio::pin!(stopped);
         let queue = &self.queues[tier];
         loop {
-            let batch = tokio::select! {
+            let next = async {
+                let batch = queue.pop().await;
+                (batch, self.gate.read().await)
+            };
+            let (batch, _passing) = tokio::select! {
                 biased;
                 () = &mut stopped => return,
-                batch = queue.pop() => batch,
+                next = next => next,
             };
             let span = self.config.traces.begin("flush", None);
             self.flush(batch, tier).in_span(span).await;

@@ -67,7 +67,7 @@ pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes
 pub use reservation::Reservation;
 pub use sealed::{SealedBatch, SealedData, SealedExtent};
 pub use shuffle::{Candidate, Evicted, InMemory, ShuffleBuffers};
-pub use ticket::Tickets;
+pub use ticket::{Outstanding, Tickets};
 
 use crate::budget::{Heap, HeapKind};
 

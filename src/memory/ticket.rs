@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::ahead::Ahead;
@@ -46,6 +47,17 @@ pub struct Tickets {
     state: Mutex<State>,
     /// Takes pages for what is granted, where that is to be done.
     ahead: Option<Arc<Ahead>>,
+}
+
+/// A ticket that was neither redeemed nor expired, as one process tells it to the next.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outstanding {
+    app: String,
+    id: i64,
+    /// Bytes of payload that it was asked for.
+    requested: u64,
+    /// Bytes that it holds.
+    held: u64,
 }
 
 #[derive(Debug)]
@@ -129,6 +141,36 @@ impl Tickets {
         let ticket = state.claims.find(app).and_then(|holder| holder.tickets.remove(&id));
         drop(state);
         ticket.map(|ticket| ticket.reservation).ok_or(MemoryError::UnknownTicket)
+    }
+
+    /// All tickets, for the process that follows.
+    pub fn outstanding(&self) -> Vec<Outstanding> {
+        let state = self.state.lock();
+        let told = |app: &AppId, id: &TicketId, ticket: &Ticket| Outstanding {
+            app: app.as_str().to_owned(),
+            id: id.0,
+            requested: ticket.reservation.requested_bytes(),
+            held: ticket.reservation.held_bytes(),
+        };
+        let of_all = state.claims.holders();
+        of_all.flat_map(|(app, of)| of.tickets.iter().map(move |(id, it)| told(app, id, it))).collect()
+    }
+
+    /// Grants the tickets of the process before as far as there is room, with the ids that clients have; how many those are.
+    pub fn grant_again(&self, outstanding: &[Outstanding]) -> usize {
+        let now = Instant::now();
+        let mut granted = 0;
+        for Outstanding { app, id, requested, held } in outstanding {
+            let Ok(app) = AppId::parse(app) else { continue };
+            let mut state = self.state.lock();
+            let holder = state.claims.holder(&app);
+            let Ok(charge) = holder.budget.try_charge(*held) else { continue };
+            let reservation = Reservation::new(*requested, charge, &self.pre_allocated, now);
+            let ticket = Ticket { reservation, _count: self.count.force_charge(1) };
+            granted += usize::from(holder.tickets.insert(TicketId(*id), ticket).is_none());
+        }
+        self.ahead.iter().for_each(|ahead| ahead.note_promise());
+        granted
     }
 
     /// Drops every ticket whose time ran out at `now`; how many there were.
@@ -233,6 +275,28 @@ mod tests {
         assert_eq!(tickets.pre_allocated_bytes(), budget.used());
         drop(reservation);
         assert_eq!((budget.used(), tickets.pre_allocated_bytes(), tickets.count()), (0, 0, 0));
+    }
+
+    #[tokio::test]
+    async fn the_next_process_grants_what_was_granted_as_far_as_there_is_room() {
+        let (_, before) = tickets(1 << 20);
+        let first = before.require(&app("a"), 100_000, 1).unwrap();
+        let second = before.require(&app("b"), 200_000, 1).unwrap();
+        let told = serde_json::to_string(&before.outstanding()).unwrap();
+        let told: Vec<Outstanding> = serde_json::from_str(&told).unwrap();
+        assert_eq!(told.len(), 2);
+
+        let (budget, after) = tickets(1 << 20);
+        assert_eq!(after.grant_again(&told), 2);
+        assert_eq!(after.pre_allocated_bytes(), before.pre_allocated_bytes());
+        assert_eq!(after.redeem(&app("a"), second).unwrap_err(), MemoryError::UnknownTicket);
+        assert_eq!(after.redeem(&app("a"), first).unwrap().left_bytes(), 100_000);
+        after.forget_app(&app("b"));
+        assert_eq!((budget.used(), after.count()), (0, 0));
+
+        let (budget, small) = tickets(256 << 10);
+        assert_eq!(small.grant_again(&told), 1, "one of them fits");
+        assert_eq!(budget.used(), small.pre_allocated_bytes());
     }
 
     #[tokio::test]

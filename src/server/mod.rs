@@ -21,6 +21,7 @@ mod snapshot;
 mod sockets;
 mod stop;
 mod successor;
+mod tickets;
 mod tiers;
 mod tls;
 mod upgrade;
@@ -135,6 +136,7 @@ impl Worker {
         let tls = Tls::load(config)?;
         let (let_go, left_memory) = (inherited.let_go.clone(), inherited.memory.take());
         let was_passed = left_memory.is_some();
+        let promised = inherited.tickets.take();
         let sockets = Sockets::open(config, inherited)?;
         let addresses = sockets.addresses()?;
         let ip = advertised_ip(config).await?;
@@ -163,6 +165,9 @@ impl Worker {
         }
         finish_restore(&memory);
         service.lifecycle.look_at_memory();
+        if let Some(promised) = promised {
+            tickets::take_over(&memory, promised);
+        }
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());

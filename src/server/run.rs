@@ -216,8 +216,13 @@ async fn get_ready(
         threads_awake().await?;
     }
     if takes_memory && worker.memory().is_kept() && !is_beside {
+        if !worker.prepare_to_pass_on().await {
+            let why = "what is being written to the disks was not written in time".to_owned();
+            return Err(Refusal { by: RefusedBy::Flush, why });
+        }
+        // A disk may have begun to hang under it.
+        threads_awake().await?;
         tracing::info!("upgrade: the successor has rehearsed it, memory is handed over");
-        worker.prepare_to_pass_on();
         return Ok(Plan { silent, is_beside, memory: LeftMemory::PassedOn });
     }
     tracing::info!(?silent, is_beside, "upgrade: the successor has rehearsed it, flushing");

@@ -46,6 +46,8 @@ const HTTP: &str = "http";
 pub(super) const ADMIN: &str = "admin";
 /// Name of [`Inherited::memory`].
 pub(super) const MEMORY: &str = "memory";
+/// Name of [`Inherited::tickets`].
+const TICKETS: &str = "tickets";
 /// Names of connections. Short: there may be thousands, and the environment has limits.
 const GRPC_CONNECTION: &str = "g";
 const TCP_CONNECTION: &str = "u";
@@ -68,6 +70,8 @@ pub struct Inherited {
     pub(super) kept: Vec<Box<dyn DiskLock>>,
     /// The file without a name that memory lies in.
     pub(super) memory: Option<OwnedFd>,
+    /// What the process before has promised (`tickets`).
+    pub(super) tickets: Option<OwnedFd>,
     /// Who waits for this process to be ready (`beside`).
     pub(super) keeper: Option<UnixStream>,
 }
@@ -105,6 +109,10 @@ impl Inherited {
                 inherited.memory = take_passed(&mut passed, index);
                 continue;
             }
+            if name == TICKETS {
+                inherited.tickets = take_passed(&mut passed, index);
+                continue;
+            }
             let Ok(Some(socket)) = passed.take_tcp_listener(index) else { continue };
             inherited.put(name, socket);
         }
@@ -124,8 +132,10 @@ impl Inherited {
         let listeners = self.listeners.into_iter().map(|(name, listener)| (name, listener.into()));
         let named = |name: &'static str| move |stream: TcpStream| (name.to_owned(), stream.into());
         let memory = self.memory.into_iter().map(|file| (MEMORY.to_owned(), file));
+        let tickets = self.tickets.into_iter().map(|file| (TICKETS.to_owned(), file));
         listeners
             .chain(memory)
+            .chain(tickets)
             .chain(self.grpc_connections.into_iter().map(named(GRPC_CONNECTION)))
             .chain(self.tcp_connections.into_iter().map(named(TCP_CONNECTION)))
             .collect()
@@ -137,6 +147,7 @@ impl Inherited {
         for (name, descriptor) in named {
             match name.as_str() {
                 MEMORY => inherited.memory = Some(descriptor),
+                TICKETS => inherited.tickets = Some(descriptor),
                 name => inherited.put(name, descriptor.into()),
             }
         }

@@ -7,7 +7,9 @@
 //! the disks are synced.
 //!
 //! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
-//! still be taken back; from there on nothing can be lost by it.
+//! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, nobody is
+//! refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
+//! acknowledged, and all others wait in their sockets for the successor.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,8 +20,8 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use crate::memory::InMemory;
 use crate::service::Stopping;
 
-use super::Worker;
 use super::sockets::Inherited;
+use super::{Worker, tickets};
 
 /// How long what has begun on connections may take to end after the listeners were told to close.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(15);
@@ -53,6 +55,10 @@ impl Worker {
     /// Stops in order and waits until no task is left. Returns how many tasks had to be left behind.
     pub async fn stop(mut self) -> usize {
         self.service.status().stop(Stopping::ForGood);
+        // An upgrade may have been under way.
+        if let Some(flusher) = self.service.flusher() {
+            flusher.go_on();
+        }
         let deadline = Instant::now() + self.flush_timeout;
         self.flush_until(deadline).await;
         // Connects are refused from here on: none would ever be accepted.
@@ -81,15 +87,21 @@ impl Worker {
         if left.is_empty() { Ok(()) } else { Err(left) }
     }
 
-    /// Refuses sends, so that nothing more is committed, and leaves what is in memory to a successor that takes it over.
-    pub(super) fn prepare_to_pass_on(&self) {
-        self.service.status().stop(Stopping::ForSuccessor);
-        self.service.ingest.refuse_sends();
+    /// Waits for what is being written to the tiers, while everything else goes on, and begins nothing more: memory can be
+    /// passed on as it is. False if that takes too long.
+    pub(super) async fn prepare_to_pass_on(&self) -> bool {
+        match self.service.flusher() {
+            Some(flusher) => flusher.rest(Instant::now() + self.flush_timeout).await,
+            None => true,
+        }
     }
 
     /// It did not come to a handover: tickets and sends are taken as before.
     pub(super) fn go_on(&self) {
         self.service.go_on();
+        if let Some(flusher) = self.service.flusher() {
+            flusher.go_on();
+        }
     }
 
     /// Stops and leaves the sockets to a successor; [`Worker::prepare_to_hand_over`] came before, or
@@ -98,7 +110,10 @@ impl Worker {
         self.grpc_handover.begin();
         self.tcp_handover.begin();
         let deadline = Instant::now() + self.flush_timeout;
-        self.end(deadline, memory).await
+        let promised = Arc::clone(&self.memory);
+        let mut stopped = self.end(deadline, memory).await;
+        stopped.sockets.tickets = tickets::passed_on(&promised);
+        stopped
     }
 
     /// Flushes until memory is empty and no more sends are expected, at the latest until `deadline`.
@@ -133,8 +148,10 @@ impl Worker {
         if timeout(CANCEL_DEADLINE, self.listeners.drained()).await.is_err() {
             tracing::warn!(tasks = self.listeners.running(), "connections did not end");
         }
-        if memory == LeftMemory::Empty {
-            self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await;
+        match memory {
+            LeftMemory::Empty => self.empty(deadline.max(Instant::now() + LAST_FLUSH)).await,
+            // Sends that had begun are answered. One that was not in time is never acknowledged.
+            LeftMemory::PassedOn => self.service.ingest.refuse_sends(),
         }
         self.background.cancel();
         if timeout(CANCEL_DEADLINE, self.background.drained()).await.is_err() {

@@ -29,17 +29,17 @@ use crate::writes::{Written, key};
 const ROUNDS: u64 = 20;
 
 /// A directory of a tmpfs, deleted at the end, and the lines of `[memory_store]` that name it.
-fn directory() -> (tempfile::TempDir, &'static str) {
+pub(crate) fn directory() -> (tempfile::TempDir, &'static str) {
     let directory = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir_in("/dev/shm");
     let directory = directory.expect("a directory of a tmpfs");
     let lines = format!("backing = {:?}\n", directory.path().display().to_string());
     (directory, Box::leak(lines.into_boxed_str()))
 }
 
-const MEMFD: &str = "backing = \"memfd\"\n";
+pub(crate) const MEMFD: &str = "backing = \"memfd\"\n";
 
 /// A batch that is in memory stays there.
-const NEVER_FLUSHED: &str =
+pub(crate) const NEVER_FLUSHED: &str =
     "[hybrid_store]\nmemory_spill_high_watermark = 0.99\nmemory_spill_low_watermark = 0.98\n";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -18,5 +18,6 @@ mod operations;
 mod rss;
 mod systemd;
 mod tcp_rss;
+mod upgrade_waits;
 mod upgrades;
 mod writes;

@@ -414,7 +414,7 @@ impl Calls {
 
 /// HTTP/2 says which streams a closing server has not looked at (RFC 9113, 6.8), and a call that was still to be sent when
 /// its connection closed never was. gRPC clients repeat both on another connection without a word.
-fn was_not_begun(status: &tonic::Status) -> bool {
+pub(crate) fn was_not_begun(status: &tonic::Status) -> bool {
     let text = format!("{status:?}");
     let signs = [
         "REFUSED_STREAM",

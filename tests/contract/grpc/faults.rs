@@ -1,5 +1,8 @@
 //! Disks that fail while shuffles run, seen by clients: docs/architecture.md §6 items 4 and 7.
 
+use std::time::Duration;
+
+use tokio::time::Instant;
 use uniffle_client::block::Block;
 use uniffle_client::grpc::{ReadOptions, ShuffleClient};
 use uniffle_client::send::SendForm;
@@ -67,6 +70,41 @@ async fn a_batch_that_no_disk_takes_stays_readable_and_is_tried_again() {
     assert_eq!(read.from_disk, 0);
 
     fixture.heal().await;
+    fixture.flushed().await;
+    let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
+    assert_same(&read.blocks, &all);
+    assert_eq!(read.from_memory, 0);
+    drop(client);
+    fixture.finish().await;
+}
+
+/// Before memory is handed over as it is, what is being written is waited for, and nothing more is begun.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flusher_at_rest_writes_nothing_until_it_goes_on() {
+    let (fixture, key) = (parts().start().await, key("app-1", 1));
+    let client = fixture.client().await;
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let (first, second) = (blocks(0, 1, 0..5), blocks(0, 2, 0..5));
+    for faults in &fixture.faults {
+        faults.add(Rule::always(Operation::Write, Fault::Hang).on(".data"));
+    }
+    client.push(&key, SendForm::Classic, &batch(0, &first)).await.unwrap();
+    fixture.flusher.flush_all();
+    eventually("the write hangs", || if fixture.hung() > 0 { Ok(()) } else { Err(String::new()) }).await;
+    assert!(!fixture.flusher.rest(Instant::now()).await, "it is being written");
+    fixture.heal().await;
+    assert!(fixture.flusher.rest(Instant::now() + Duration::from_secs(60)).await);
+    let flushed = fixture.flusher.flushed_bytes();
+
+    client.push(&key, SendForm::Classic, &batch(0, &second)).await.unwrap();
+    fixture.flusher.flush_all();
+    let all = [first, second].concat();
+    for _ in 0..50 {
+        let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
+        assert_same(&read.blocks, &all);
+    }
+    assert_eq!(fixture.flusher.flushed_bytes(), flushed, "it rests");
+    fixture.flusher.go_on();
     fixture.flushed().await;
     let read = client.read_partition(&key, P, &ReadOptions::default()).await.unwrap();
     assert_same(&read.blocks, &all);

@@ -1,0 +1,359 @@
+//! SIGUSR2 where the successor takes over what is in memory: nobody is refused, nothing is flushed, and how long anybody waits.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::Instant;
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::{ClientError, ShuffleClient, require_request};
+use uniffle_client::send::{Batch, SendForm};
+use uniffle_client::tcp::{TcpClient, TcpClientError, read_reply};
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_testkit::{eventually, say};
+use uniffle_wire::request::{SendBlock, SendRequest};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::proto::StatusCode;
+use uniffle_worker::runtime::Tasks;
+
+use crate::kept_memory::{MEMFD, NEVER_FLUSHED, directory};
+use crate::upgrades::was_not_begun;
+use crate::writes::{Written, client_of, key, local, patient};
+
+const BLOCK_BYTES: u32 = 14 << 10;
+const LAYOUT: IdLayout = IdLayout::SPARK;
+/// Of the shuffle that fills memory.
+const PARTITIONS: i32 = 500;
+const READ_PARTITIONS: i32 = 20;
+const READ_BLOCKS: i32 = 10;
+/// Of a release build that is judged.
+const WAIT_MAX: Duration = Duration::from_millis(200);
+
+#[derive(Debug, Clone, Copy)]
+enum Transport {
+    Grpc,
+    Tcp,
+}
+
+/// Why a call is made again.
+#[derive(Debug)]
+#[expect(dead_code, reason = "for the message")]
+enum Again {
+    /// The worker's word.
+    Refused(StatusCode),
+    /// The connection ended.
+    Connection(String),
+}
+
+impl From<ClientError> for Again {
+    fn from(error: ClientError) -> Self {
+        match (&error, error.status()) {
+            (_, Some(status)) => Self::Refused(status),
+            (ClientError::Rpc { status, .. }, _) if was_not_begun(status) => Self::Connection(String::new()),
+            _ => Self::Connection(format!("{error:?}")),
+        }
+    }
+}
+
+impl From<TcpClientError> for Again {
+    fn from(error: TcpClientError) -> Self {
+        error.status().map_or_else(|| Self::Connection(error.to_string()), Self::Refused)
+    }
+}
+
+/// The connections of one caller.
+struct Clients {
+    grpc: ShuffleClient,
+    tcp: TcpClient,
+}
+
+/// Writers and readers, and what they saw.
+#[derive(Debug)]
+struct Callers {
+    ports: (u16, u16),
+    written: ShuffleKey,
+    read: ShuffleKey,
+    blocks: BTreeMap<i32, Vec<Block>>,
+    tasks: Tasks,
+    stop: AtomicBool,
+    answered: [AtomicUsize; 4],
+    longest: Mutex<BTreeMap<String, Duration>>,
+    again: Mutex<Vec<Again>>,
+}
+
+impl Callers {
+    async fn connect(&self) -> Clients {
+        let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("nobody is refused");
+        let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("nobody is refused");
+        self.tasks.spawn("tcp client", driver);
+        Clients { grpc: grpc.with_backoff(patient()), tcp }
+    }
+
+    /// Makes one call after the other, each until it has its answer.
+    async fn call(self: Arc<Self>, number: usize) {
+        let by = [Transport::Grpc, Transport::Tcp][number % 2];
+        let mut clients = self.connect().await;
+        for call in 0.. {
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let task = TaskAttemptId(i64::try_from(number * 100_000 + call).expect("small"));
+            let began = Instant::now();
+            loop {
+                let done = match number < 2 {
+                    true => self.write(&clients, by, task).await,
+                    false => self.read(&clients, by, i32::try_from(call).expect("small")).await,
+                };
+                let Err(again) = done else { break };
+                if matches!(again, Again::Connection(_)) {
+                    clients = self.connect().await;
+                }
+                self.again.lock().push(again);
+                tokio::task::yield_now().await;
+            }
+            let what = format!("{} over {by:?}", if number < 2 { "write" } else { "read" });
+            let mut longest = self.longest.lock();
+            let longest = longest.entry(what).or_default();
+            *longest = began.elapsed().max(*longest);
+            self.answered[number].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    async fn write(&self, clients: &Clients, by: Transport, task: TaskAttemptId) -> Result<(), Again> {
+        let (batch, key) = (batch_of(task, 10), &self.written);
+        let ticket = clients.grpc.require_once(require_request(key, &batch)?).await?;
+        match by {
+            Transport::Grpc => clients.grpc.send(key, ticket, SendForm::Classic, &batch).await?,
+            Transport::Tcp => clients.tcp.send(key, ticket, &batch).await?,
+        }
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        Ok(clients.grpc.report(key, task, &ids).await?)
+    }
+
+    async fn read(&self, clients: &Clients, by: Transport, call: i32) -> Result<(), Again> {
+        let (partition, key) = (PartitionId(call % READ_PARTITIONS), &self.read);
+        let answer = match by {
+            Transport::Grpc => clients.grpc.read_memory(key, partition, None, 1 << 20, None).await?,
+            Transport::Tcp => {
+                let reply = clients.tcp.read_memory(key, partition, -1, 1 << 20, None).await?;
+                TcpClient::memory_answer(reply)?
+            }
+        };
+        assert!(answer.blocks == self.blocks[&partition.0], "{partition:?} as it was written");
+        Ok(())
+    }
+
+    /// Waits until every caller has five more answers than `before`.
+    async fn get_on(&self, before: Vec<usize>) {
+        eventually("all callers get on", || {
+            let now = self.answered();
+            let all = now.iter().zip(&before).all(|(now, before)| *now >= before + 5);
+            if all { Ok(()) } else { Err(format!("{now:?}")) }
+        })
+        .await;
+    }
+
+    fn answered(&self) -> Vec<usize> {
+        self.answered.iter().map(|count| count.load(Ordering::Relaxed)).collect()
+    }
+}
+
+/// A block of each of `partitions`, all with the same bytes: thousands of them are made in no time.
+fn batch_of(task: TaskAttemptId, partitions: i32) -> Vec<(PartitionId, Vec<Block>)> {
+    let like = Block::new(BlockId(0), task, Bytes::from(vec![7; BLOCK_BYTES as usize]));
+    let block = |at| {
+        let block_id = LAYOUT.block_id(0, PartitionId(at), task).expect("small numbers");
+        Block { meta: BlockMeta { block_id, ..like.meta }, data: like.data.clone() }
+    };
+    (0..partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
+}
+
+/// How much is in memory when it is handed over; the binary that is judged, if any.
+fn asked() -> (f64, Option<PathBuf>) {
+    let gigabytes = std::env::var("D5_GIGABYTES").ok().and_then(|text| text.parse().ok());
+    (gigabytes.unwrap_or(0.05), std::env::var_os("D5_WORKER").map(PathBuf::from))
+}
+
+/// Registers `filled` and writes so much of it; how many tasks that is.
+async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i64 {
+    client.register(filled, &[(0, PARTITIONS - 1)]).await.expect("registered");
+    #[expect(clippy::cast_possible_truncation, reason = "a number of tasks")]
+    let tasks = (gigabytes * 1e9 / f64::from(BLOCK_BYTES) / f64::from(PARTITIONS)) as i64;
+    for task in (0..tasks).map(TaskAttemptId) {
+        let batch = batch_of(task, PARTITIONS);
+        client.push(filled, SendForm::Classic, &batch).await.expect("sent");
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        client.report(filled, task, &ids).await.expect("reported");
+    }
+    tasks
+}
+
+/// `D5_GIGABYTES=10 D5_WORKER=target/release/uniffle-worker cargo test --test process nobody_is_refused -- --nocapture --test-threads 1`
+/// says how long anybody waits; without the second variable that is told but not judged.
+async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
+    let (gigabytes, binary) = asked();
+    let capacity: &'static str = Box::leak(format!("{:.0}M", gigabytes * 1250.0 + 256.0).into());
+    let (setup, is_judged) =
+        (Setup { name, capacity, memory, tables: NEVER_FLUSHED, ..Setup::default() }, binary.is_some());
+    let mut worker = block_in_place(|| Worker::start(&Setup { binary, ..setup }));
+    let client = client_of(&worker).await;
+    let mut read = Written::register(&client, key("app", 0), READ_PARTITIONS).await;
+    for task in 0..READ_BLOCKS {
+        read.task(&client, task.into(), BLOCK_BYTES).await.expect("sent");
+    }
+    let (filled, written) = (key("app", 1), key("app", 2));
+    client.register(&written, &[(0, 9)]).await.expect("registered");
+    let tasks = fill(&client, &filled, gigabytes).await;
+    let callers = Arc::new(Callers {
+        ports: (worker.ready().grpc_port, worker.ready().urpc_port.expect("on")),
+        written,
+        read: read.key.clone(),
+        blocks: read.blocks.clone(),
+        tasks: Tasks::new(),
+        stop: AtomicBool::new(false),
+        answered: Default::default(),
+        longest: Mutex::default(),
+        again: Mutex::default(),
+    });
+    let mut running = JoinSet::new();
+    (0..4).for_each(|number| drop(running.spawn(Arc::clone(&callers).call(number))));
+    callers.get_on(vec![0; 4]).await;
+    let usual = callers.longest.lock().values().copied().max().unwrap_or_default();
+    block_in_place(|| {
+        worker.begin_upgrade();
+        worker.finish_upgrade();
+    });
+    callers.get_on(callers.answered()).await;
+    callers.stop.store(true, Ordering::Relaxed);
+    while let Some(ended) = running.join_next().await {
+        ended.expect("every call is answered");
+    }
+    let (longest, again) = (callers.longest.lock().clone(), std::mem::take(&mut *callers.again.lock()));
+    let (gap_ms, calls) = (worker.ready().upgrade_gap_ms.expect("an upgrade"), callers.answered());
+    say(&format!(
+        "{name}: {} blocks in memory, handed over under {calls:?} calls: longest waits {longest:?} ({usual:?} before), no process \
+         accepted for {gap_ms} ms, made again: {again:?}",
+        tasks * i64::from(PARTITIONS)
+    ));
+    let broken = |again: &&Again| !matches!(again, Again::Connection(why) if why.is_empty());
+    assert_eq!(again.iter().find(broken).map(|again| format!("{again:?}")), None, "of {}", again.len());
+    let log = worker.log();
+    assert!(log.contains("memory is handed over") && log.contains("flushed_bytes=0"), "{log}");
+    let blocks = i64::from(READ_PARTITIONS * READ_BLOCKS) + tasks * i64::from(PARTITIONS);
+    let blocks = blocks + 10 * i64::try_from(calls[0] + calls[1]).expect("small");
+    let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
+    assert_eq!(
+        in_memory,
+        Some(blocks.to_string()),
+        "all that was acknowledged, once, and nothing was flushed"
+    );
+    let found = client_of(&worker).await.results(&filled, &[PartitionId(7)], None).await.expect("an answer");
+    assert_eq!(found.cardinality(), u64::try_from(tasks).expect("small"));
+    assert!(!is_judged || longest.values().all(|wait| *wait <= WAIT_MAX), "{longest:?}");
+    let client = client_of(&worker).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    callers.tasks.cancel();
+    callers.tasks.drained().await;
+    block_in_place(|| worker.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nobody_is_refused_when_a_memfd_is_handed_over() {
+    handed_over_under_calls("memfd under calls", MEMFD).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nobody_is_refused_when_a_directory_of_a_tmpfs_is_handed_over() {
+    let (_directory, memory) = directory();
+    handed_over_under_calls("directory under calls", memory).await;
+}
+
+/// A send of 14 MiB, as a frame.
+fn large_send(key: &ShuffleKey, ticket: i64, batch: &Batch) -> Bytes {
+    let block = |block: &Block| SendBlock {
+        block_id: block.meta.block_id.0,
+        crc: i64::from(block.meta.crc),
+        task_attempt_id: block.meta.task_attempt_id.0,
+        data: block.data.clone(),
+        servers: Vec::new(),
+        uncompressed_length: i32::try_from(block.meta.length).expect("small"),
+        free_memory: 0,
+    };
+    let request = SendRequest {
+        request_id: 1,
+        app: key.app.as_str().to_owned(),
+        shuffle: key.shuffle.0,
+        ticket,
+        partitions: batch.iter().map(|(at, blocks)| (at.0, blocks.iter().map(block).collect())).collect(),
+        timestamp_ms: 0,
+    };
+    let mut frame = BytesMut::new();
+    request.encode_frame(&mut frame);
+    frame.freeze()
+}
+
+/// A send that is half received when the worker is told to hand over is acknowledged by it and found in the successor, once, and
+/// the connection goes on. One whose rest does not come before the next process is killed with it is not there at all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_send_half_received_at_an_upgrade_is_visible_once_and_at_a_kill_not_at_all() {
+    let (_directory, memory) = directory();
+    let setup = Setup { name: "half a send", memory, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let key = key("app", 0);
+    client.register(&key, &[(0, 0)]).await.expect("registered");
+    let generator = BlockGenerator::new(7, LAYOUT);
+    let batch = |task| {
+        let block = |at| generator.block(PartitionId(0), TaskAttemptId(task), at, BLOCK_BYTES);
+        [(PartitionId(0), (0..1024).map(block).collect::<Vec<_>>())]
+    };
+    let (first, second) = (batch(1), batch(2));
+    let mut socket = TcpStream::connect(local(worker.ready().urpc_port.expect("on"))).await.expect("open");
+    let ticket = client.require_buffer(&key, &first).await.expect("room");
+    let frame = large_send(&key, ticket.0, &first);
+    let (half, rest) = frame.split_at(frame.len() / 2);
+    socket.write_all(half).await.expect("taken");
+    worker.begin_upgrade();
+    block_in_place(|| worker.wait_log("memory is handed over"));
+    socket.write_all(rest).await.expect("taken");
+    let reply = read_reply(&mut socket).await.expect("a reply");
+    assert_eq!(reply.status, StatusCode::Success as i32, "{}", reply.message);
+    block_in_place(|| worker.finish_upgrade());
+    let client = client_of(&worker).await;
+    assert_holds(&worker, &client, &key, &first).await;
+    // The connection is the successor's.
+    let ticket = client.require_buffer(&key, &second).await.expect("room");
+    let frame = large_send(&key, ticket.0, &second);
+    socket.write_all(&frame[..frame.len() / 2]).await.expect("taken");
+    block_in_place(|| {
+        worker.kill();
+        worker.start_again();
+    });
+    let client = client_of(&worker).await;
+    assert_holds(&worker, &client, &key, &first).await;
+    client.push(&key, SendForm::Classic, &second).await.expect("sent again");
+    let both = [(PartitionId(0), [first[0].1.clone(), second[0].1.clone()].concat())];
+    assert_holds(&worker, &client, &key, &both).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
+/// `blocks` are in memory, byte for byte, and no others.
+async fn assert_holds(worker: &Worker, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
+    let read = client.read_partition(key, PartitionId(0), &Default::default()).await.expect("readable");
+    let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
+    assert!(read.blocks == blocks, "{} blocks of {}", read.blocks.len(), blocks.len());
+    assert_eq!(read.repeats, 0);
+    let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
+    assert_eq!(in_memory, Some(blocks.len().to_string()));
+}
