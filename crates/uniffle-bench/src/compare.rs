@@ -58,9 +58,10 @@ fn floor(args: &CompareArgs) -> anyhow::Result<Vec<FloorLine>> {
 /// A figure of a phase.
 type Figure = (&'static str, bool, fn(&PhaseReport) -> Option<f64>);
 
-const FIGURES: [Figure; 3] = [
+const FIGURES: [Figure; 4] = [
     ("GB/s", true, |phase| Some(phase.gb_per_second())),
     ("server CPU-s/GB", false, PhaseReport::server_cpu_per_gb),
+    ("system calls/GB", false, PhaseReport::system_calls_per_gb),
     ("server peak RSS, MiB", false, |phase| Some(phase.server?.peak_rss_bytes as f64 / f64::from(1 << 20))),
 ];
 

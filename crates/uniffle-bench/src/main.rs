@@ -3,6 +3,7 @@
 //! Exit codes: 0 when everything ran and every byte was right, 1 when not (one line on stderr says why), 2 for a wrong
 //! command line. Not here: the protocols' pure codecs, which are the library's `client` module.
 
+mod calls;
 mod compare;
 mod content;
 mod floor;

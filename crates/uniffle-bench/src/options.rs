@@ -162,6 +162,12 @@ pub(crate) struct LoadArgs {
     /// Times all of it is done, each with a new shuffle
     #[arg(long, default_value_t = 1)]
     pub(crate) rounds: u32,
+    /// Pause between two rounds, in which the server forgets the shuffle before
+    #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
+    pub(crate) rest: Duration,
+    /// Count the server's system calls, with perf
+    #[arg(long)]
+    pub(crate) system_calls: bool,
     /// Deadline of each call, as `rss.client.rpc.timeout.ms`, and of a connect
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration)]
     pub(crate) rpc_timeout: Duration,

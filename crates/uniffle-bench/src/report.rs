@@ -48,6 +48,10 @@ pub(crate) struct PhaseReport {
     pub(crate) no_buffer_waits: u64,
     pub(crate) no_buffer_wait_seconds: f64,
     pub(crate) client_cpu_seconds: f64,
+    /// Calls that were made.
+    pub(crate) requests: u64,
+    /// Of the server, until it was quiet again, if they were counted.
+    pub(crate) system_calls: Option<u64>,
     /// What the server used until it was quiet again, so that a flush belongs to the write that caused it.
     pub(crate) server: Option<ServerUse>,
     pub(crate) latencies: Vec<Latency>,
@@ -56,6 +60,15 @@ pub(crate) struct PhaseReport {
 impl PhaseReport {
     pub(crate) fn bytes(&self) -> u64 {
         self.written_bytes + self.read_bytes
+    }
+
+    fn per_gb(&self, count: u64) -> f64 {
+        count as f64 / (self.bytes().max(1) as f64 / GB)
+    }
+
+    pub(crate) fn system_calls_per_gb(&self) -> Option<f64> {
+        let is_known = self.bytes() > 0;
+        self.system_calls.filter(|_| is_known).map(|count| self.per_gb(count))
     }
 
     pub(crate) fn gb_per_second(&self) -> f64 {
@@ -205,8 +218,13 @@ fn phase_text(phase: &PhaseReport) -> String {
             server.major_faults
         );
     }
+    text += &format!("           {:.0} requests per GB", phase.per_gb(phase.requests));
+    if let Some(calls) = phase.system_calls_per_gb() {
+        let per_request = phase.system_calls.unwrap_or(0) as f64 / phase.requests.max(1) as f64;
+        text += &format!(", {calls:.0} system calls of the server per GB, {per_request:.1} per request");
+    }
     text += &format!(
-        "           blocks: {} written, {} from memory, {} from disk, {} repeated; \
+        "\n           blocks: {} written, {} from memory, {} from disk, {} repeated; \
          {} retries, {} NO_BUFFER waits ({:.2} s)\n",
         phase.blocks_written,
         phase.blocks_from_memory,
@@ -265,6 +283,8 @@ pub(crate) mod tests {
             seconds: 2.0,
             written_bytes: 4_000_000_000,
             no_buffer_waits: 7,
+            requests: 2_000,
+            system_calls: Some(40_000),
             server: Some(server),
             latencies: stats.latencies(),
             ..PhaseReport::default()
@@ -308,7 +328,10 @@ pub(crate) mod tests {
     #[test]
     fn the_text_has_the_figures() {
         let text = sample_report().text();
-        for expected in [" 2.000 GB/s", "0.250 s/GB", "14 threads", "7 NO_BUFFER", "memcpy", "extent logs"] {
+        let calls = "500 requests per GB, 10000 system calls of the server per GB, 20.0 per request";
+        for expected in
+            [" 2.000 GB/s", calls, "0.250 s/GB", "14 threads", "7 NO_BUFFER", "memcpy", "extent logs"]
+        {
             assert!(text.contains(expected), "{expected} in\n{text}");
         }
         assert!(text.contains("SendShuffleData"));

@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep, timeout};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
+use crate::calls::SystemCalls;
 use crate::content::Pool;
 use crate::options::{LoadArgs, RunArgs, Tier};
 use crate::plan::Plan;
@@ -109,6 +110,13 @@ impl Cluster {
         self.sessions[0].unregister(&Stats::default(), &shuffle.key).await
     }
 
+    /// The pause that was asked for, between two rounds.
+    async fn rest_before(&self, round: u32) {
+        if round > 0 {
+            sleep(self.load.rest).await;
+        }
+    }
+
     fn until(&self) -> Option<Instant> {
         self.load.duration.map(|duration| Instant::now() + duration)
     }
@@ -204,6 +212,10 @@ impl Cluster {
         stats: &Arc<Stats>,
         work: impl Future<Output = anyhow::Result<()>>,
     ) -> anyhow::Result<()> {
+        let counting = match self.probe {
+            Probe::Pid(pid) if self.load.system_calls => Some(SystemCalls::of(pid).await?),
+            _ => None,
+        };
         let progress = Progress::start(&format!("{} {name}", self.report.name), expected_bytes);
         let before = self.probe.usage();
         let client_before = own_cpu_seconds();
@@ -234,6 +246,9 @@ impl Cluster {
         if let Some(before) = before {
             let after = self.quiet_usage().await;
             phase.server = after.map(|after| ServerUse::between(&before, &after));
+        }
+        if let Some(counting) = counting {
+            phase.system_calls = Some(counting.count().await?);
         }
         self.report.phases.push(phase);
         Ok(())
@@ -297,6 +312,8 @@ fn figures(name: &str, stats: &Stats, took: Duration) -> PhaseReport {
         no_buffer_waits: get(&stats.no_buffer_waits),
         no_buffer_wait_seconds: get(&stats.no_buffer_wait_us) as f64 / 1e6,
         client_cpu_seconds: 0.0,
+        requests: stats.requests(),
+        system_calls: None,
         server: None,
         latencies: stats.latencies(),
     }
@@ -322,6 +339,7 @@ pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<Run
     args.load.reads = 0.0;
     with_cluster(name, &args, async |cluster| {
         for round in 0..args.load.rounds {
+            cluster.rest_before(round).await;
             let shuffle = cluster.shuffle(round).await?;
             cluster.write("write", &shuffle).await?;
             cluster.unregister(&shuffle).await?;
@@ -335,6 +353,7 @@ pub(crate) async fn write_only(name: &str, args: &RunArgs) -> anyhow::Result<Run
 pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result<RunReport> {
     with_cluster(name, args, async |cluster| {
         for round in 0..args.load.rounds {
+            cluster.rest_before(round).await;
             let shuffle = cluster.shuffle(round).await?;
             cluster.write("write", &shuffle).await?;
             cluster.read("read", &shuffle).await?;

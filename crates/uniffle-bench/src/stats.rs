@@ -42,6 +42,11 @@ impl Rpc {
         Self::ReadPartition,
         Self::UnregisterShuffle,
     ];
+
+    /// Whether it is one call, and not what several are made for.
+    fn is_request(self) -> bool {
+        !matches!(self, Self::Push | Self::ReadPartition)
+    }
 }
 
 /// Microseconds at most in a histogram: ten minutes.
@@ -95,6 +100,12 @@ impl Stats {
 
     pub(crate) fn bytes(&self) -> u64 {
         get(&self.written_bytes) + get(&self.read_bytes)
+    }
+
+    /// Calls of every kind.
+    pub(crate) fn requests(&self) -> u64 {
+        let counted = Rpc::ALL.iter().zip(&self.latencies).filter(|(rpc, _)| rpc.is_request());
+        counted.map(|(_, histogram)| histogram.lock().len()).sum()
     }
 
     /// The latencies of every call that was made.
@@ -157,6 +168,15 @@ mod tests {
         assert_eq!((latency.rpc, latency.count), (Rpc::RequireBuffer, 1_000));
         assert!((latency.p50_ms - 500.0).abs() < 1.0, "{latency:?}");
         assert!((latency.p99_ms - 990.0).abs() < 2.0 && (latency.max_ms - 1_000.0).abs() < 2.0);
+    }
+
+    #[test]
+    fn requests_are_calls_and_not_what_they_are_made_for() {
+        let stats = Stats::default();
+        for rpc in [Rpc::RequireBuffer, Rpc::SendShuffleData, Rpc::Push, Rpc::ReadPartition] {
+            stats.record(rpc, Duration::from_millis(1));
+        }
+        assert_eq!(stats.requests(), 2);
     }
 
     #[test]
