@@ -76,6 +76,12 @@ impl Mapping {
         backend::populate(&self.backing, start, range)
     }
 
+    /// Whether the pages of `range` of the segments are to be huge, where the kernel has such.
+    #[cfg(not(miri))]
+    pub(super) fn advise_huge(&self, range: Range<usize>, huge: bool) {
+        backend::advise_huge(self.at(range.start, range.len()), range.len(), huge);
+    }
+
     /// Parts of `range`, which counts from the front, without pages.
     #[cfg(not(miri))]
     pub(super) fn holes(&self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
@@ -197,6 +203,13 @@ mod backend {
             }
             (populated, _) => Ok(populated?),
         }
+    }
+
+    pub(super) fn advise_huge(start: *mut u8, bytes: usize, huge: bool) {
+        let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        // SAFETY: the range lies in the mapping. Advice for or against huge pages changes no content.
+        // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
+        let _advised = unsafe { madvise(start.cast(), bytes, advice) };
     }
 
     pub(super) fn holes(backing: &Backing, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
