@@ -54,7 +54,7 @@ struct Asked {
 
 impl Ingest {
     /// As [`Ingest::require_buffer`], but what could be granted a little later waits for that: `memory_store.buffer_ticket_wait_sec`
-    /// at most, and only while `of_connection` has a place for one that waits.
+    /// at most, and only while `of_connection` has a place for one that waits and the tiers take data.
     ///
     /// # Errors
     /// As there.
@@ -72,7 +72,9 @@ impl Ingest {
                 ticket => return self.grant(asked, ticket),
             },
         };
-        let place = of_connection.try_acquire().ok().filter(|_| !self.ticket_wait.is_zero());
+        // Where the tiers take nothing, waiting frees nothing: another worker is the better place.
+        let may_wait = !self.ticket_wait.is_zero() && !self.status.is_without_room();
+        let place = of_connection.try_acquire().ok().filter(|_| may_wait);
         if place.is_none() {
             let ticket = refused.map_or_else(|| self.ticket(&asked), Err);
             return self.grant(asked, ticket);

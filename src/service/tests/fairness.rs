@@ -167,3 +167,25 @@ async fn tickets_are_for_shuffles_that_are_registered_and_cost_what_they_reserve
     assert_eq!(code(of("no-shuffles", 0, &[])), StatusCode::NoRegister);
     stop(world, &["no-shuffles".to_owned()]).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn p6_a_ticket_does_not_wait_while_the_tiers_take_nothing() {
+    let world = World::new(PartitionLimits::default(), quiet()).await;
+    let capacity = i32::try_from(CAPACITY).unwrap();
+    let asked = |bytes| RequireRequest { app: APP, shuffle: 0, bytes, partitions: &[], partition_sizes: &[] };
+    world.service.ingest.require_buffer(asked(capacity / 16 * 13)).unwrap();
+    let places = tokio::sync::Semaphore::new(1);
+    let waited = async || {
+        let began = tokio::time::Instant::now();
+        let answer = world.service.ingest.require_buffer_in_line(asked(capacity / 2), &places).await;
+        assert_eq!(code(answer), StatusCode::NoBuffer);
+        began.elapsed()
+    };
+    assert!(waited().await >= Duration::from_secs(1));
+    world.service.status().set_without_room(true);
+    assert_eq!(waited().await, Duration::ZERO);
+    world.service.status().set_without_room(false);
+    assert!(waited().await >= Duration::from_secs(1));
+    world.memory.tickets().forget_app(&AppId::parse(APP).unwrap());
+    world.stop().await;
+}
