@@ -78,11 +78,12 @@ impl IdSet {
         let new = ids.iter().map(|id| id.unsigned_abs()).filter(|id| !self.contains(*id));
         match self {
             Self::Few(few) => {
-                let new: Vec<u64> = new.collect();
-                let count = new.len() as u64;
-                if few.len() + new.len() <= FEW_MAX {
-                    return Cost { new: count, bytes: LISTED_BYTES * count };
+                // Most reports name a few ids of each of many partitions: nothing is allocated for those.
+                let count = new.clone().count();
+                if few.len() + count <= FEW_MAX {
+                    return Cost { new: count as u64, bytes: LISTED_BYTES * count as u64 };
                 }
+                let (new, count): (Vec<u64>, _) = (new.collect(), count as u64);
                 let highs: BTreeSet<u64> = few.iter().chain(&new).map(|id| id >> 32).collect();
                 let containers: BTreeSet<u64> = few.iter().chain(&new).map(|id| id >> 16).collect();
                 let bytes = BITMAP_BYTES

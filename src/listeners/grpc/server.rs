@@ -217,6 +217,8 @@ where
         let request = self.seat.request();
         let reads = Arc::clone(&self.reads);
         let is_waited_for = move || reads.are_waited_for();
+        // A call is some KiB large and would be moved each time it is wrapped.
+        let call = Box::pin(call);
         let bounded = progress::bounded(self.deadlines, Arc::clone(&self.tails), is_waited_for, call);
         self.tasks.spawn("grpc stream", async move {
             if !bounded.await {
