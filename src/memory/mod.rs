@@ -391,6 +391,14 @@ impl Memory {
         self.kept.as_ref().is_some_and(|kept| kept.file.has_path())
     }
 
+    /// Does what the end of this process would have to do for its pages, while it goes on; blocks for a while. Pages that are
+    /// touched later come back one by one.
+    pub fn unlink_pages(&self) {
+        if self.is_kept() {
+            self.shared.supply.region.unlink_pages();
+        }
+    }
+
     /// From now on memory is the next process's: what is dropped here stays there, and nothing more is committed. If nothing
     /// is in it, nothing is left of it.
     pub fn let_go(&self) {

@@ -90,10 +90,16 @@ impl Worker {
     /// Waits for what is being written to the tiers, while everything else goes on, and begins nothing more: memory can be
     /// passed on as it is. False if that takes too long.
     pub(super) async fn prepare_to_pass_on(&self) -> bool {
-        match self.service.flusher() {
+        let rests = match self.service.flusher() {
             Some(flusher) => flusher.rest(Instant::now() + self.flush_timeout).await,
             None => true,
+        };
+        if rests {
+            let memory = Arc::clone(&self.memory);
+            // Without it the end takes longer.
+            let _unlinked = tokio::task::spawn_blocking(move || memory.unlink_pages()).await;
         }
+        rests
     }
 
     /// It did not come to a handover: tickets and sends are taken as before.

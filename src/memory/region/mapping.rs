@@ -82,6 +82,12 @@ impl Mapping {
         backend::advise_huge(self.at(range.start, range.len()), range.len(), huge);
     }
 
+    /// Takes `range` of the segments out of the page table of this process. Of a file the pages stay, and each is found again
+    /// when it is touched; private memory is left alone.
+    pub(super) fn unlink(&self, range: Range<usize>) {
+        backend::unlink(&self.backing, self.at(range.start, range.len()), range.len());
+    }
+
     /// Parts of `range`, which counts from the front, without pages.
     #[cfg(not(miri))]
     pub(super) fn holes(&self, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {
@@ -191,6 +197,15 @@ mod backend {
         debug_assert!(discarded.is_ok(), "advice on a mapping of our own");
     }
 
+    pub(super) fn unlink(backing: &Backing, start: *mut u8, bytes: usize) {
+        if backing.file.is_some() {
+            // SAFETY: the range lies in the mapping, which is shared: what is stored in it is the file's and stays, for those who
+            // read or write it meanwhile, too.
+            let unlinked = unsafe { madvise(start.cast(), bytes, Advice::LinuxDontNeed) };
+            debug_assert!(unlinked.is_ok(), "advice on a mapping of our own");
+        }
+    }
+
     /// A touch of each page, of which the kernel says whether it would have ended the process. Unlike `fallocate` it gives huge
     /// pages where those are advised; before Linux 5.14 there is only that.
     pub(super) fn populate(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
@@ -269,6 +284,8 @@ mod backend {
     pub(super) fn populate(_: &Backing, _: *mut u8, _: Range<usize>) -> io::Result<()> {
         Ok(())
     }
+
+    pub(super) fn unlink(_: &Backing, _: *mut u8, _: usize) {}
 
     pub(super) fn unmap(backing: &Backing) {
         // SAFETY: allocated by `map` with this layout, freed once: the owner is being dropped.

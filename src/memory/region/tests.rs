@@ -209,3 +209,22 @@ fn a_claimed_segment_shows_adopted_ranges_only() {
     again.close();
     assert!(again.slice(0..4).is_none() && again.slice(2..4).is_some() && again.fill(1).is_none());
 }
+
+/// Also for those who hold it.
+#[cfg(not(miri))]
+#[test]
+fn what_is_in_a_file_stays_when_its_pages_are_unlinked() {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    let bytes = Region::bytes_of(40 << 20).unwrap();
+    file.set_len(bytes).unwrap();
+    let region = Region::shared(&file, 0, bytes).unwrap();
+    region.take_pages(bytes).unwrap();
+    let budget = Budget::new(bytes);
+    let mut segments: Vec<_> = (0..20).map(|_| segment(&region, &budget, 2 << 20)).collect();
+    let slices: Vec<_> = (0..20u8).map(|at| frozen(&mut segments[usize::from(at)], &[at; 5000])).collect();
+    region.unlink_pages();
+    for (slice, at) in slices.iter().zip(0..20u8) {
+        assert!(slice.as_ref() == [at; 5000], "{at}");
+    }
+    assert_eq!(frozen(&mut segments[7], b"more").as_ref(), b"more");
+}
