@@ -165,9 +165,7 @@ impl Worker {
         }
         finish_restore(&memory);
         service.lifecycle.look_at_memory();
-        if let Some(promised) = promised {
-            tickets::take_over(&memory, promised);
-        }
+        promised.into_iter().for_each(|promised| tickets::take_over(&memory, promised));
         service.lifecycle.set_quotas(&config.service.quota);
         let live = Arc::new(RuntimeSettings::new(config, environment.log));
         let (origin, tls_files) = (environment.origin, tls.clone());
