@@ -27,7 +27,7 @@ pub fn startup_banner(
     let coordinator = SocketAddr::new(host, grpc.port());
     let quorum = if quorum.is_empty() { coordinator.to_string() } else { quorum.to_owned() };
     let status = SocketAddr::new(host, http.port());
-    let storage = store_type.as_str();
+    let storage = store_type.of_clients().as_str();
     let tcp_lines = if tcp { TCP_LINES } else { "" };
     format!(
         "uniffle-worker {version} is ready: gRPC and embedded coordinator at {coordinator}, \

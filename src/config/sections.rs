@@ -191,7 +191,7 @@ impl Config {
             TcpThreads::PerCore => self.worker.threads,
             TcpThreads::Shared => 0,
         };
-        self.embedded.storage_type = self.worker.store_type.as_str().to_owned();
+        self.embedded.storage_type = self.worker.store_type.of_clients().as_str().to_owned();
         self.hdfs.allowed = AllowList(self.allowed_remote_paths());
     }
 

@@ -20,6 +20,8 @@ words! {
         MemoryHdfs = "MEMORY_HDFS",
         /// Memory, spilled to local disks, and to HDFS what is cold.
         MemoryLocalfileHdfs = "MEMORY_LOCALFILE_HDFS",
+        /// Memory, spilled to an object store, which clients read through the worker.
+        MemoryObject = "MEMORY_OBJECT",
     }
 }
 
@@ -27,7 +29,7 @@ impl StoreType {
     /// True when blocks are spilled to local disks.
     pub fn has_local(self) -> bool {
         match self {
-            Self::Memory | Self::MemoryHdfs => false,
+            Self::Memory | Self::MemoryHdfs | Self::MemoryObject => false,
             Self::MemoryLocalfile | Self::MemoryLocalfileHdfs => true,
         }
     }
@@ -35,8 +37,24 @@ impl StoreType {
     /// True when blocks are spilled to HDFS.
     pub fn has_hdfs(self) -> bool {
         match self {
-            Self::Memory | Self::MemoryLocalfile => false,
+            Self::Memory | Self::MemoryLocalfile | Self::MemoryObject => false,
             Self::MemoryHdfs | Self::MemoryLocalfileHdfs => true,
+        }
+    }
+
+    /// True when blocks are spilled to an object store.
+    pub fn has_object(self) -> bool {
+        match self {
+            Self::Memory | Self::MemoryLocalfile | Self::MemoryHdfs | Self::MemoryLocalfileHdfs => false,
+            Self::MemoryObject => true,
+        }
+    }
+
+    /// What clients are to be told (spark.rss.storage.type): objects are local data to them.
+    pub fn of_clients(self) -> Self {
+        match self {
+            Self::MemoryObject => Self::MemoryLocalfile,
+            same => same,
         }
     }
 }
@@ -47,7 +65,8 @@ section! {
     #[table("shutdown", "How the worker ends.")]
     pub struct WorkerConfig |machine| {
         /// MEMORY; MEMORY_LOCALFILE: memory, spilled to local disks; MEMORY_HDFS: spilled to HDFS; MEMORY_LOCALFILE_HDFS: to
-        /// local disks, and to HDFS what is cold. Clients must be told the same (spark.rss.storage.type).
+        /// local disks, and to HDFS what is cold; MEMORY_OBJECT: to an object store, for workers without disks. Clients must be
+        /// told the same (spark.rss.storage.type); for MEMORY_OBJECT, MEMORY_LOCALFILE.
         #[key("store_type", word(), Restart)]
         pub store_type: StoreType = StoreType::MemoryLocalfile,
         /// Address all listeners listen on.

@@ -153,6 +153,12 @@ pub struct Said {
 }
 
 impl Said {
+    /// What someone else tells who keeps records, one by one, with none at the end.
+    #[must_use]
+    pub fn of(told: mpsc::Receiver<Result<Option<(ShuffleKey, Bytes)>, LogError>>) -> Self {
+        Self { log: None, told: Some(told) }
+    }
+
     /// The next record; none at the end.
     ///
     /// # Errors

@@ -55,7 +55,9 @@ impl LogError {
         Self { path: path.as_ref().to_path_buf(), kind: error.kind(), text: error.to_string() }
     }
 
-    pub(super) fn told(text: &str) -> Self {
+    /// Records cannot be had, for this reason.
+    #[must_use]
+    pub fn told(text: &str) -> Self {
         Self { path: METADATA.into(), kind: io::ErrorKind::Other, text: text.to_owned() }
     }
 }

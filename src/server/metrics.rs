@@ -11,7 +11,7 @@ use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
 use crate::telemetry::PanicMetrics;
-use crate::tiers::{hdfs, local};
+use crate::tiers::{hdfs, local, object};
 
 use super::reload::ReloadMetrics;
 use super::upgrade::UpgradeMetrics;
@@ -24,6 +24,9 @@ pub fn metric_descriptions() -> Vec<Description> {
         FlushMetrics::described(),
         local::metrics::Metrics::described(),
         hdfs::metrics::Metrics::described(),
+        object::metrics::Metrics::described(),
+        #[cfg(feature = "object")]
+        object::client::Metrics::described(),
         grpc::metrics::GrpcMetrics::described(),
         tcp::metrics::TcpMetrics::described(),
         HttpMetrics::described(),

@@ -40,11 +40,15 @@ pub(super) async fn start(
     registry: &Registry,
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
+    let server_id = beside.server_id;
     if config.worker.store_type.has_local() {
         tiers.push(start_local(config, beside.let_go, memory, registry).await?);
     }
     if config.worker.store_type.has_hdfs() {
-        tiers.push(start_hdfs(config, beside.server_id, beside.precheck, tasks, registry).await?);
+        tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
+    }
+    if config.worker.store_type.has_object() {
+        tiers.push(start_object(config, &server_id, beside.precheck, memory, (tasks, registry)).await?);
     }
     tiers.extend(beside.others);
     if tiers.is_empty() {
@@ -118,4 +122,52 @@ pub(super) async fn start_hdfs(
     _: &Registry,
 ) -> anyhow::Result<Arc<HdfsStore>> {
     anyhow::bail!("store_type: this build has no HDFS (it was made without the feature `hdfs`)")
+}
+
+/// A worker of the same name goes on where one that is gone has ended, on whatever machine.
+#[cfg(feature = "object")]
+async fn start_object(
+    config: &Config,
+    server_id: &str,
+    precheck: Precheck,
+    memory: &Memory,
+    (tasks, registry): (&Tasks, &Registry),
+) -> anyhow::Result<Arc<dyn Tier>> {
+    use std::time::SystemTime;
+
+    use crate::tiers::object::client::Client;
+    use crate::tiers::object::layout::part_of;
+    use crate::tiers::object::{ObjectSettings, ObjectTier};
+
+    let section = &config.object;
+    let client = Client::open(section, tasks, registry).context("[object_store]")?;
+    let root = part_of(server_id);
+    if section.precheck && precheck == Precheck::Asked {
+        client.probe(&root).await.context("object_store.precheck_enable")?;
+    }
+    let left = client.abort_uploads(&object_store::path::Path::from(root.as_str()), SystemTime::now()).await;
+    match left {
+        Ok(0) => {}
+        Ok(uploads) => tracing::info!(uploads, "uploads that an earlier process did not end were given up"),
+        Err(error) => tracing::warn!(%error, "uploads that an earlier process did not end are not given up"),
+    }
+    let settings = ObjectSettings {
+        segment_bytes: section.segment_bytes,
+        part_bytes: section.part_bytes,
+        ..ObjectSettings::new(root)
+    };
+    let (store, extents) = (client.store(), memory.extents());
+    let opened = ObjectTier::open(store, settings, extents, tasks.clone(), registry).await;
+    Ok(opened.with_context(|| client.url().to_string())?)
+}
+
+#[cfg(not(feature = "object"))]
+async fn start_object(
+    _: &Config,
+    _: &str,
+    _: Precheck,
+    _: &Memory,
+    _: (&Tasks, &Registry),
+) -> anyhow::Result<Arc<dyn Tier>> {
+    anyhow::bail!("store_type: this build has no object storage (it was made without the feature `object`)")
 }

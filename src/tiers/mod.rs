@@ -7,6 +7,7 @@ pub mod error;
 pub mod hdfs;
 pub mod local;
 pub mod object;
+mod record_cache;
 mod recovered;
 mod state;
 mod tier;
@@ -26,4 +27,4 @@ pub use self::tier::{
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.
-pub(crate) const BUILT_IN: [TierNames; 2] = [local::NAMES, hdfs::NAMES];
+pub(crate) const BUILT_IN: [TierNames; 3] = [local::NAMES, hdfs::NAMES, object::NAMES];

@@ -39,6 +39,8 @@ mod grpc {
     pub(crate) mod java_http;
     pub(crate) mod lifecycle;
     pub(crate) mod metrics;
+    #[cfg(feature = "object")]
+    pub(crate) mod objects;
     pub(crate) mod other_clients;
     pub(crate) mod outages;
     pub(crate) mod panics;

@@ -1,5 +1,5 @@
 //! What every tier promises the flusher and readers: one suite over local disks, real and in memory, over an HDFS in
-//! memory and a real one, and over the third tier of the test kit.
+//! memory and a real one, over an object store in memory, and over the third tier of the test kit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -242,6 +242,25 @@ async fn local_disks_keep_the_contract() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_third_tier_keeps_the_contract() {
     suite(&Subject::served(Arc::new(ThirdTier::default()))).await;
+}
+
+#[cfg(feature = "object")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_object_store_in_memory_keeps_the_contract() {
+    use uniffle_testkit::object_fault::FaultyObjects;
+    use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
+
+    let store = FaultyObjects::default();
+    // Requests of one object, and uploads in parts.
+    for part_bytes in [8 << 20, 5000] {
+        let settings = ObjectSettings { part_bytes, ..ObjectSettings::new("shuffle/worker") };
+        let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
+        let objects = Arc::new(store.clone());
+        let tier = ObjectTier::open(objects, settings, &extents, Tasks::new(), &registry).await.unwrap();
+        suite(&Subject::served(tier)).await;
+        assert_eq!((store.objects().await, store.open_uploads()), (vec![], 0));
+        assert_eq!(extents.used(), 0);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -15,6 +15,7 @@
 //! | real clients | [`spark::Jvm`], [`hdfs::MiniHdfs`], both built by [`maven`] |
 //! | blocks that another process can verify | [`block_generator::BlockGenerator`] |
 //! | what real clients once said | [`replay::Recorder`], [`replay::Player`], of files that [`recording`] reads and writes |
+//! | an object store that fails on purpose | [`object_fault::FaultyObjects`] |
 //! | what a tier is | [`third_tier::ThirdTier`], which a worker is started with |
 //! | stores that speak S3, with faults or as a real server | [`s3::S3Server`], [`s3::weed::Weed`] |
 //! | spans | [`otlp::Receiver`] |
@@ -45,6 +46,7 @@ pub mod judge;
 pub mod maven;
 pub mod memory_disk;
 pub mod metrics;
+pub mod object_fault;
 pub mod on_disk;
 pub mod otlp;
 pub mod ports;

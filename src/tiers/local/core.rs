@@ -10,8 +10,8 @@ use super::config::LocalConfig;
 use super::disk::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
-use super::records::RecordCache;
 use crate::budget::Budget;
+use crate::tiers::record_cache::RecordCache;
 use crate::tiers::{DiskCondition, StoreError};
 
 /// What writing, reading and maintenance share.

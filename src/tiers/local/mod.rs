@@ -19,7 +19,7 @@
 //! | `core` | disks, open files, cached records and metrics |
 //! | `shuffle`, `lane`, `deletes` | state of one shuffle, what it publishes next, what is left to delete |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
-//! | `files`, `log`, `sync`, `records` | descriptors, append-only files, group commit, the cache of index records |
+//! | `files`, `log`, `sync` | descriptors, append-only files, group commit |
 //! | `claim`, `claimable` | which directories are ours; for a successor too |
 //! | `content`, `mounts` | what a directory holds before it is claimed (pure); which are empty for want of a mount |
 //! | `disk`, `marker`, `health`, `share` | space and health of one directory, and by what it is known; its share of the memory for reads |
@@ -60,7 +60,6 @@ pub mod placement;
 mod publish;
 mod purge;
 mod read;
-mod records;
 mod recover;
 mod removal;
 mod scan;

@@ -11,13 +11,13 @@ use super::config::LocalConfig;
 use super::core::Core;
 use super::files::Files;
 use super::metrics::Metrics;
-use super::records::RecordCache;
 use super::share::ReadShare;
 use super::store::LocalStore;
 use super::take_over::Before;
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
+use crate::tiers::record_cache::RecordCache;
 use uniffle_io::Disk;
 
 impl LocalStore {

@@ -17,10 +17,10 @@ use super::extents::ExtentList;
 use super::failures::FailedReads;
 use super::lane::Lane;
 use super::log::{Log, LogKind};
-use super::records::RecordsKey;
 use super::streams::{Partition, Streams};
 use crate::budget::Budget;
 use crate::durability::Incarnation;
+use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -147,7 +147,11 @@ impl Shuffle {
 
     /// Under which key the records of an extent are cached.
     pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
-        RecordsKey { incarnation: self.incarnation, log: extent.index_log, offset: extent.index_offset }
+        RecordsKey {
+            incarnation: self.incarnation,
+            log: u32::from(extent.index_log),
+            offset: extent.index_offset,
+        }
     }
 
     /// Indexes of the disks that may hold files of it.

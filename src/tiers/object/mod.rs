@@ -1,8 +1,80 @@
-//! The object tier: segments of many partitions in a store that speaks S3.
+//! The object tier: blocks in an object store, read through the worker like local data.
+//!
+//! To clients of type MEMORY_LOCALFILE it is local data: they ask for the index of a partition and for ranges of it, and
+//! need no jars and no credentials. Batches of a shuffle share *segments*, objects that hold many partitions, so the number
+//! of objects follows the bytes. A shuffle has a segment per flush at least, and one more for each
+//! [`segment_bytes`](settings::ObjectSettings::segment_bytes) of it.
+//!
+//! | file | does |
+//! | --- | --- |
+//! | `layout` | keys, and the format of a segment (pure) |
+//! | `page` | the format of registrations and reports (pure) |
+//! | `client` | requests to a store that speaks S3 |
+//! | `config`, `location` | how the store is reached, as it is configured |
+//! | `settings`, `metrics` | sizes; counters |
+//! | `condition` | whether the store works |
+//! | `core` | what all parts share |
+//! | `streams`, `shuffle` | what is published; one registration |
+//! | `segment`, `lane` | a segment while it is filled; what waits for one |
+//! | `group` | jobs that are done together (pure) |
+//! | `upload`, `notes` | segments and pages on their way into the store |
+//! | `fetch` | ranges of objects |
+//! | `index_read`, `data_read`, `verify` | reads |
+//! | `purge`, `recover` | deletion by prefix; what an earlier process left |
+//! | `tier` | the tier |
+//!
+//! Not here: requests, credentials, retries (the client of the store, behind `object_store::ObjectStore`), and what is
+//! flushed when.
 
 #[cfg(feature = "object")]
 pub mod client;
+#[cfg(feature = "object")]
+mod condition;
 mod config;
+#[cfg(feature = "object")]
+mod core;
+#[cfg(feature = "object")]
+mod data_read;
+#[cfg(feature = "object")]
+mod fetch;
+#[cfg(feature = "object")]
+mod group;
+#[cfg(feature = "object")]
+mod index_read;
+#[cfg(feature = "object")]
+mod lane;
+#[cfg(feature = "object")]
+pub mod layout;
 pub mod location;
+#[cfg_attr(not(feature = "object"), expect(dead_code, reason = "it is described, and nothing counts"))]
+pub(crate) mod metrics;
+mod names;
+#[cfg(feature = "object")]
+mod notes;
+#[cfg(feature = "object")]
+pub mod page;
+#[cfg(feature = "object")]
+mod purge;
+#[cfg(feature = "object")]
+mod recover;
+#[cfg(feature = "object")]
+mod segment;
+pub mod settings;
+#[cfg(feature = "object")]
+mod shuffle;
+#[cfg(feature = "object")]
+mod streams;
+#[cfg(all(test, feature = "object"))]
+mod tests;
+#[cfg(feature = "object")]
+mod tier;
+#[cfg(feature = "object")]
+mod upload;
+#[cfg(feature = "object")]
+mod verify;
 
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
+pub(super) use self::names::NAMES;
+pub use self::settings::ObjectSettings;
+#[cfg(feature = "object")]
+pub use self::tier::ObjectTier;

@@ -15,8 +15,8 @@ const ENTRY_BYTES: u64 = 160;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct RecordsKey {
     pub(super) incarnation: u64,
-    /// Slot of the index log in the shuffle.
-    pub(super) log: u16,
+    /// Which log or object of the shuffle.
+    pub(super) log: u32,
     /// Place of the records in it.
     pub(super) offset: u64,
 }

@@ -1,0 +1,274 @@
+//! An object store in memory that fails on purpose.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream::{BoxStream, StreamExt as _};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt as _, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    UploadPart,
+};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+/// What is asked of the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// An object in one request.
+    Put,
+    /// An upload begins.
+    Begin,
+    /// A part of one.
+    Part,
+    /// An upload ends: the object appears.
+    Complete,
+    /// An upload is given up.
+    Abort,
+    /// A range, or all of an object.
+    Get,
+    /// What an object is.
+    Head,
+    /// Objects are listed.
+    List,
+    /// Objects are deleted.
+    Delete,
+}
+
+/// What happens to a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing: it is done.
+    None,
+    /// It is answered with an error and not done.
+    Refuse,
+    /// It is done and answered with an error.
+    LoseAnswer,
+    /// It waits for [`FaultyObjects::let_go`] and is done then.
+    Hold,
+    /// A byte of what is read is another.
+    Flip,
+    /// What is read ends too early.
+    Cut,
+}
+
+type Rule = Box<dyn FnMut(Call, &Path) -> Fault + Send>;
+
+/// The store; clones are the same one.
+#[derive(Clone)]
+pub struct FaultyObjects(Arc<State>);
+
+struct State {
+    inner: InMemory,
+    rule: Mutex<Option<Rule>>,
+    gate: Semaphore,
+    held: AtomicU64,
+    open_uploads: AtomicU64,
+    calls: Mutex<Vec<(Call, String)>>,
+}
+
+impl Default for FaultyObjects {
+    fn default() -> Self {
+        Self(Arc::new(State {
+            inner: InMemory::new(),
+            rule: Mutex::new(None),
+            gate: Semaphore::new(0),
+            held: AtomicU64::new(0),
+            open_uploads: AtomicU64::new(0),
+            calls: Mutex::default(),
+        }))
+    }
+}
+
+impl fmt::Debug for FaultyObjects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FaultyObjects")
+    }
+}
+
+impl fmt::Display for FaultyObjects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FaultyObjects")
+    }
+}
+
+fn refused() -> Error {
+    Error::Generic { store: "faulty", source: "the test wants it so".into() }
+}
+
+impl FaultyObjects {
+    /// From now on `rule` says what happens to each call.
+    pub fn set(&self, rule: impl FnMut(Call, &Path) -> Fault + Send + 'static) {
+        *self.0.rule.lock() = Some(Box::new(rule));
+    }
+
+    /// Everything is done from now on; what is held goes on.
+    pub fn heal(&self) {
+        *self.0.rule.lock() = None;
+        self.let_go();
+    }
+
+    /// What is held goes on.
+    pub fn let_go(&self) {
+        let held = self.0.held.swap(0, Ordering::AcqRel);
+        self.0.gate.add_permits(usize::try_from(held).unwrap_or(Semaphore::MAX_PERMITS));
+    }
+
+    /// Calls that are held.
+    pub fn held(&self) -> u64 {
+        self.0.held.load(Ordering::Acquire)
+    }
+
+    /// All calls so far, with the keys that they were for.
+    pub fn calls(&self) -> Vec<(Call, String)> {
+        self.0.calls.lock().clone()
+    }
+
+    /// Keys and sizes of all objects.
+    pub async fn objects(&self) -> Vec<(String, u64)> {
+        let mut listed = self.0.inner.list(None);
+        let mut objects = Vec::new();
+        while let Some(Ok(object)) = listed.next().await {
+            objects.push((object.location.to_string(), object.size));
+        }
+        objects
+    }
+
+    /// Removes an object behind everybody's back.
+    pub async fn remove(&self, key: &str) {
+        self.0.inner.delete(&Path::from(key)).await.expect("it is there");
+    }
+
+    /// Uploads that have begun and were neither completed nor given up.
+    pub fn open_uploads(&self) -> u64 {
+        self.0.open_uploads.load(Ordering::Acquire)
+    }
+
+    async fn meet(&self, call: Call, path: &Path) -> Result<Fault> {
+        self.0.calls.lock().push((call, path.to_string()));
+        let fault = self.0.rule.lock().as_mut().map_or(Fault::None, |rule| rule(call, path));
+        match fault {
+            Fault::Refuse => return Err(refused()),
+            Fault::Hold => {
+                self.0.held.fetch_add(1, Ordering::AcqRel);
+                self.0.gate.acquire().await.expect("it is never closed").forget();
+            }
+            Fault::None | Fault::LoseAnswer | Fault::Flip | Fault::Cut => {}
+        }
+        Ok(fault)
+    }
+}
+
+fn answered<T>(fault: Fault, result: Result<T>) -> Result<T> {
+    if fault == Fault::LoseAnswer { Err(refused()) } else { result }
+}
+
+#[async_trait]
+impl ObjectStore for FaultyObjects {
+    async fn put_opts(&self, path: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        let fault = self.meet(Call::Put, path).await?;
+        answered(fault, self.0.inner.put_opts(path, payload, options).await)
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        path: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        let fault = self.meet(Call::Begin, path).await?;
+        self.0.open_uploads.fetch_add(1, Ordering::AcqRel);
+        let upload = answered(fault, self.0.inner.put_multipart_opts(path, options).await)?;
+        Ok(Box::new(FaultyUpload { store: self.clone(), path: path.clone(), upload }))
+    }
+
+    async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
+        let fault = self.meet(if options.head { Call::Head } else { Call::Get }, path).await?;
+        let mut answer = answered(fault, self.0.inner.get_opts(path, options).await)?;
+        if matches!(fault, Fault::Flip | Fault::Cut) {
+            let (meta, range, attributes) =
+                (answer.meta.clone(), answer.range.clone(), answer.attributes.clone());
+            let mut bytes = answer.bytes().await?.to_vec();
+            match fault {
+                Fault::Cut => drop(bytes.pop()),
+                _ => bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1),
+            }
+            let chunks = futures::stream::iter([Ok(Bytes::from(bytes))]).boxed();
+            let payload = GetResultPayload::Stream(chunks);
+            answer = GetResult { payload, meta, range, attributes, extensions: Default::default() };
+        }
+        Ok(answer)
+    }
+
+    async fn get_ranges(&self, path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
+        self.meet(Call::Get, path).await?;
+        self.0.inner.get_ranges(path, ranges).await
+    }
+
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        let store = self.clone();
+        let delete = move |path: Result<Path>| {
+            let store = store.clone();
+            async move {
+                let path = path?;
+                let fault = store.meet(Call::Delete, &path).await?;
+                answered(fault, store.0.inner.delete(&path).await).map(|()| path)
+            }
+        };
+        paths.then(delete).boxed()
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        let (store, prefix) = (self.clone(), prefix.cloned());
+        let listed = async move {
+            match store.meet(Call::List, prefix.as_ref().unwrap_or(&Path::default())).await {
+                Ok(_) => store.0.inner.list(prefix.as_ref()),
+                Err(error) => futures::stream::iter([Err(error)]).boxed(),
+            }
+        };
+        futures::stream::once(listed).flatten().boxed()
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.0.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.0.inner.copy_opts(from, to, options).await
+    }
+}
+
+#[derive(Debug)]
+struct FaultyUpload {
+    store: FaultyObjects,
+    path: Path,
+    upload: Box<dyn MultipartUpload>,
+}
+
+#[async_trait]
+impl MultipartUpload for FaultyUpload {
+    fn put_part(&mut self, data: PutPayload) -> UploadPart {
+        let (store, path, part) = (self.store.clone(), self.path.clone(), self.upload.put_part(data));
+        Box::pin(async move {
+            let fault = store.meet(Call::Part, &path).await?;
+            answered(fault, part.await)
+        })
+    }
+
+    async fn complete(&mut self) -> Result<PutResult> {
+        let fault = self.store.meet(Call::Complete, &self.path).await?;
+        self.store.0.open_uploads.fetch_sub(1, Ordering::AcqRel);
+        answered(fault, self.upload.complete().await)
+    }
+
+    async fn abort(&mut self) -> Result<()> {
+        let fault = self.store.meet(Call::Abort, &self.path).await?;
+        self.store.0.open_uploads.fetch_sub(1, Ordering::AcqRel);
+        answered(fault, self.upload.abort().await)
+    }
+}

@@ -1,0 +1,109 @@
+//! What is done together: jobs that wait while earlier ones are under way, and one task that takes them.
+
+use std::collections::VecDeque;
+
+use parking_lot::Mutex;
+
+/// See the module. The caller that adds the first job starts the task.
+#[derive(Debug)]
+pub(super) struct Group<T>(Mutex<State<T>>);
+
+#[derive(Debug)]
+struct State<T> {
+    waiting: VecDeque<T>,
+    has_task: bool,
+}
+
+impl<T> Default for Group<T> {
+    fn default() -> Self {
+        Self(Mutex::new(State { waiting: VecDeque::new(), has_task: false }))
+    }
+}
+
+impl<T> Group<T> {
+    /// Adds a job; true for the caller that is to start the task.
+    pub(super) fn add(&self, job: T) -> bool {
+        let mut state = self.0.lock();
+        state.waiting.push_back(job);
+        !std::mem::replace(&mut state.has_task, true)
+    }
+
+    /// The next job, if there is one.
+    pub(super) fn take(&self) -> Option<T> {
+        self.0.lock().waiting.pop_front()
+    }
+
+    /// How many wait.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.lock().waiting.len()
+    }
+
+    /// What the task has of it.
+    pub(super) fn running(&self) -> Running<'_, T> {
+        Running { group: self, has_ended: false }
+    }
+}
+
+/// The task's part: a task that goes before the end (it panicked) lets go of all that waits, and another can be started.
+#[derive(Debug)]
+pub(super) struct Running<'a, T> {
+    group: &'a Group<T>,
+    has_ended: bool,
+}
+
+impl<T> Running<'_, T> {
+    /// All that wait, or none, in which case the task is to end.
+    pub(super) fn take_all_or_end(&mut self) -> Option<VecDeque<T>> {
+        let mut state = self.group.0.lock();
+        if state.waiting.is_empty() {
+            (state.has_task, self.has_ended) = (false, true);
+            return None;
+        }
+        Some(std::mem::take(&mut state.waiting))
+    }
+
+    /// The next job, or none, in which case the task is to end.
+    pub(super) fn take_or_end(&mut self) -> Option<T> {
+        let mut state = self.group.0.lock();
+        let next = state.waiting.pop_front();
+        if next.is_none() {
+            (state.has_task, self.has_ended) = (false, true);
+        }
+        next
+    }
+}
+
+impl<T> Drop for Running<'_, T> {
+    fn drop(&mut self) {
+        if self.has_ended {
+            return;
+        }
+        let mut state = self.group.0.lock();
+        state.has_task = false;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        drop(waiting); // Who waits for them is told outside the lock.
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_task_at_a_time_and_no_job_is_left() {
+        let group = Group::default();
+        assert!(group.add(1) && !group.add(2));
+        let mut running = group.running();
+        assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
+        assert!(!group.add(3), "the task is still there");
+        assert_eq!(running.take_all_or_end(), Some(VecDeque::from([3])));
+        assert_eq!(running.take_all_or_end(), None);
+        assert!(group.add(4), "and then it is not");
+        drop(running);
+        assert!(!group.add(5), "an ended task says nothing of the next");
+        drop(group.running());
+        assert_eq!((group.take(), group.add(6)), (None, true));
+    }
+}

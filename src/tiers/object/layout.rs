@@ -1,0 +1,465 @@
+//! Keys of the tier's objects, and the segment: what an object of data holds. Version 1 is FROZEN (see the golden test).
+//!
+//! ```text
+//! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   a segment
+//!                                                        /m0000000001   a page of metadata (`page`)
+//! ```
+//!
+//! Worker and application stand in keys with everything but `A-Za-z0-9._-` as `!` and two digits, so a key can be read
+//! back and no id leads out of its prefix. The incarnation tells registrations of one name apart: what belongs to one is
+//! deleted by its prefix, whenever that happens. Numbers are given once, also to uploads that fail.
+//!
+//! A segment is payload, index and footer. It holds many partitions of one shuffle; it is complete by construction, since
+//! an object appears whole or not at all. Everything is big-endian:
+//!
+//! ```text
+//! payload               extents one behind the other; an extent's blocks lie side by side
+//! table, 48 per entry   0  partition i32           4  blocks u32           8  base u64 (in the partition's stream)
+//!                      16  offset u64 (in the object)                     24  length u64
+//!                      32  records u64 (where they begin in the object)   40  crc32 of the records
+//!                      44  reserved u32 = 0
+//! records               40 bytes each (docs/protocol.md §5.2), in entry order, offsets relative to the extent
+//! footer, 64 bytes      0  magic "UWOS"            4  version u16 = 1      6  reserved u16 = 0
+//!                       8  payload bytes u64      16  bytes of table and records u64
+//!                      24  entries u32            28  number u32          32  previous u32
+//!                      36  reserved u32 = 0       40  incarnation u64     48  blocks u64
+//!                      56  crc32 of the table     60  crc32 of bytes 0..60
+//! ```
+//!
+//! Entries are sorted by partition and base, so the records of a partition are one range. `previous` is the number of the
+//! segment that was published before, 0 for none: an upload whose outcome was never known, and whose bases others have
+//! since, is in no chain. Pure: no I/O.
+
+use std::fmt::Write as _;
+
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
+use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleId, ShuffleKey};
+
+/// First bytes of a footer.
+pub const MAGIC: [u8; 4] = *b"UWOS";
+/// The version that is written.
+pub const VERSION: u16 = 1;
+/// Bytes of a footer.
+pub const FOOTER_BYTES: usize = 64;
+/// Bytes of an entry.
+pub const ENTRY_BYTES: usize = 48;
+
+/// An object of a shuffle, by what its key says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Name {
+    /// A segment of data.
+    Segment(u32),
+    /// A page of metadata.
+    Page(u32),
+}
+
+/// One registration of a shuffle.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Registered {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// Tells registrations of it apart.
+    pub incarnation: u64,
+}
+
+/// A part of a key that stands for `text`.
+#[must_use]
+pub fn part_of(text: &str) -> String {
+    let mut part = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-' => part.push(char::from(byte)),
+            // Writing to a string does not fail.
+            _ => drop(write!(part, "!{byte:02x}")),
+        }
+    }
+    part
+}
+
+/// What a part of a key stands for; none if [`part_of`] makes no such part.
+#[must_use]
+pub fn text_of(part: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(part.len());
+    let mut rest = part.as_bytes();
+    while let Some((&first, others)) = rest.split_first() {
+        rest = others;
+        if first == b'!' {
+            let (digits, others) = rest.split_first_chunk::<2>()?;
+            bytes.push(u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?);
+            rest = others;
+        } else {
+            bytes.push(first);
+        }
+    }
+    String::from_utf8(bytes).ok().filter(|text| part_of(text) == part)
+}
+
+/// The prefix of an application below that of the worker.
+#[must_use]
+pub fn app_prefix(root: &str, app: &AppId) -> String {
+    format!("{root}/{}", part_of(app.as_str()))
+}
+
+/// The prefix of a registration below that of the worker.
+#[must_use]
+pub fn shuffle_prefix(root: &str, shuffle: &Registered) -> String {
+    let Registered { key, incarnation } = shuffle;
+    format!("{}/{}.{incarnation}", app_prefix(root, &key.app), key.shuffle)
+}
+
+/// The key of an object below the prefix of its registration.
+#[must_use]
+pub fn object_key(prefix: &str, name: Name) -> String {
+    match name {
+        Name::Segment(number) => format!("{prefix}/s{number:010}"),
+        Name::Page(number) => format!("{prefix}/m{number:010}"),
+    }
+}
+
+/// What an object below the worker's prefix is; none if the tier writes no such key.
+#[must_use]
+pub fn parse_key(root: &str, key: &str) -> Option<(Registered, Name)> {
+    let below = key.strip_prefix(root)?.strip_prefix('/')?;
+    let mut parts = below.split('/');
+    let (app, shuffle, name) = (parts.next()?, parts.next()?, parts.next()?);
+    let app = AppId::parse(&text_of(app)?).ok()?;
+    let (shuffle, incarnation) = shuffle.split_once('.')?;
+    let key = ShuffleKey::new(app, ShuffleId(shuffle.parse().ok()?));
+    let registered = Registered { key, incarnation: incarnation.parse().ok()? };
+    let (kind, number) = name.split_at_checked(1)?;
+    let number = number.parse().ok()?;
+    let name = match kind {
+        "s" => Name::Segment(number),
+        "m" => Name::Page(number),
+        _ => return None,
+    };
+    let is_ours = object_key(&shuffle_prefix(root, &registered), name) == below_root(root, below);
+    (parts.next().is_none() && is_ours).then_some((registered, name))
+}
+
+fn below_root(root: &str, below: &str) -> String {
+    format!("{root}/{below}")
+}
+
+/// What a footer says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Footer {
+    /// Bytes of payload, which begins the object.
+    pub payload_bytes: u64,
+    /// Bytes of table and records, which follow.
+    pub index_bytes: u64,
+    /// Extents.
+    pub entries: u32,
+    /// The segment's number, as in its key.
+    pub number: u32,
+    /// The number of the segment that was published before; 0 = none.
+    pub previous: u32,
+    /// As in its key.
+    pub incarnation: u64,
+    /// Blocks of all extents.
+    pub blocks: u64,
+    /// CRC-32 of the table.
+    pub table_crc: u32,
+}
+
+/// An extent of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// Its partition.
+    pub partition: PartitionId,
+    /// Its blocks.
+    pub blocks: u32,
+    /// Where it begins in the partition's stream.
+    pub base: u64,
+    /// Where it begins in the object.
+    pub offset: u64,
+    /// Bytes of data.
+    pub length: u64,
+    /// Where its records begin in the object.
+    pub records: u64,
+    /// CRC-32 of its records.
+    pub records_crc: u32,
+}
+
+/// Why bytes are no segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SegmentError {
+    /// It does not end like a segment.
+    #[error("the object does not end like a segment")]
+    Magic,
+    /// A later program wrote it.
+    #[error("the segment has version {0}, this program knows {VERSION}")]
+    Version(u16),
+    /// A checksum does not fit.
+    #[error("checksum of the segment's {0} does not fit")]
+    Checksum(&'static str),
+    /// A field contradicts another.
+    #[error("the segment's {0} is malformed")]
+    Malformed(&'static str),
+}
+
+/// The records of an extent, with offsets relative to it.
+#[must_use]
+pub fn records_of(blocks: &[BlockMeta]) -> Vec<u8> {
+    let mut records = Vec::with_capacity(blocks.len() * RECORD_BYTES);
+    let mut offset = 0;
+    for block in blocks {
+        records.extend_from_slice(&IndexRecord::new(block, offset).encode());
+        offset += u64::from(block.length);
+    }
+    records
+}
+
+/// The bytes of a table.
+#[must_use]
+pub fn encode_table(entries: &[Entry]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(entries.len() * ENTRY_BYTES);
+    for entry in entries {
+        bytes.extend_from_slice(&entry.partition.0.to_be_bytes());
+        bytes.extend_from_slice(&entry.blocks.to_be_bytes());
+        for field in [entry.base, entry.offset, entry.length, entry.records] {
+            bytes.extend_from_slice(&field.to_be_bytes());
+        }
+        bytes.extend_from_slice(&entry.records_crc.to_be_bytes());
+        bytes.extend_from_slice(&[0; 4]);
+    }
+    bytes
+}
+
+impl Footer {
+    /// The footer as bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FOOTER_BYTES] {
+        let mut bytes = [0; FOOTER_BYTES];
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4..6].copy_from_slice(&VERSION.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.payload_bytes.to_be_bytes());
+        bytes[16..24].copy_from_slice(&self.index_bytes.to_be_bytes());
+        bytes[24..28].copy_from_slice(&self.entries.to_be_bytes());
+        bytes[28..32].copy_from_slice(&self.number.to_be_bytes());
+        bytes[32..36].copy_from_slice(&self.previous.to_be_bytes());
+        bytes[40..48].copy_from_slice(&self.incarnation.to_be_bytes());
+        bytes[48..56].copy_from_slice(&self.blocks.to_be_bytes());
+        bytes[56..60].copy_from_slice(&self.table_crc.to_be_bytes());
+        let crc = crc32fast::hash(&bytes[..60]);
+        bytes[60..64].copy_from_slice(&crc.to_be_bytes());
+        bytes
+    }
+
+    /// Reads the footer that ends an object of so many bytes.
+    ///
+    /// # Errors
+    /// [`SegmentError`].
+    pub fn decode(bytes: &[u8; FOOTER_BYTES], object_bytes: u64) -> Result<Self, SegmentError> {
+        if bytes[0..4] != MAGIC {
+            return Err(SegmentError::Magic);
+        }
+        if u32_at(bytes, 60) != crc32fast::hash(&bytes[..60]) {
+            return Err(SegmentError::Checksum("footer"));
+        }
+        let version = u16::from_be_bytes([bytes[4], bytes[5]]);
+        if version != VERSION {
+            return Err(SegmentError::Version(version));
+        }
+        let footer = Self {
+            payload_bytes: u64_at(bytes, 8),
+            index_bytes: u64_at(bytes, 16),
+            entries: u32_at(bytes, 24),
+            number: u32_at(bytes, 28),
+            previous: u32_at(bytes, 32),
+            incarnation: u64_at(bytes, 40),
+            blocks: u64_at(bytes, 48),
+            table_crc: u32_at(bytes, 56),
+        };
+        let whole = footer.payload_bytes.checked_add(footer.index_bytes);
+        let fits = whole.and_then(|it| it.checked_add(FOOTER_BYTES as u64)) == Some(object_bytes);
+        let records = footer.blocks.checked_mul(RECORD_BYTES as u64);
+        let index = records.and_then(|it| it.checked_add(footer.table_bytes()));
+        if fits && index == Some(footer.index_bytes) && footer.previous < footer.number {
+            Ok(footer)
+        } else {
+            Err(SegmentError::Malformed("footer"))
+        }
+    }
+
+    /// Bytes of the table, which begins behind the payload.
+    #[must_use]
+    pub fn table_bytes(&self) -> u64 {
+        u64::from(self.entries) * ENTRY_BYTES as u64
+    }
+
+    /// Reads the table.
+    ///
+    /// # Errors
+    /// [`SegmentError`].
+    pub fn table(&self, bytes: &[u8]) -> Result<Vec<Entry>, SegmentError> {
+        if bytes.len() as u64 != self.table_bytes() || crc32fast::hash(bytes) != self.table_crc {
+            return Err(SegmentError::Checksum("table"));
+        }
+        let mut records = self.payload_bytes + self.table_bytes();
+        let mut entries: Vec<Entry> = Vec::with_capacity(bytes.len() / ENTRY_BYTES);
+        for bytes in bytes.as_chunks::<ENTRY_BYTES>().0 {
+            let entry = Entry {
+                partition: PartitionId(u32_at(bytes, 0).cast_signed()),
+                blocks: u32_at(bytes, 4),
+                base: u64_at(bytes, 8),
+                offset: u64_at(bytes, 16),
+                length: u64_at(bytes, 24),
+                records: u64_at(bytes, 32),
+                records_crc: u32_at(bytes, 40),
+            };
+            let end = entry.offset.checked_add(entry.length);
+            let is_payload = end.is_some_and(|end| end <= self.payload_bytes) && entry.length > 0;
+            let has_end = entry.base.checked_add(entry.length).is_some() && entry.blocks > 0;
+            let is_behind = entries.last().is_none_or(|last| {
+                (last.partition, last.base + last.length) <= (entry.partition, entry.base)
+            });
+            if !(is_payload && has_end && is_behind && entry.records == records) {
+                return Err(SegmentError::Malformed("table"));
+            }
+            records += u64::from(entry.blocks) * RECORD_BYTES as u64;
+            entries.push(entry);
+        }
+        match records == self.payload_bytes + self.index_bytes {
+            true => Ok(entries),
+            false => Err(SegmentError::Malformed("table")),
+        }
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut field = [0; 4];
+    field.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_be_bytes(field)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut field = [0; 8];
+    field.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_be_bytes(field)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use uniffle_wire::types::{BlockId, TaskAttemptId};
+
+    use super::*;
+
+    fn registered(app: &str, shuffle: i32, incarnation: u64) -> Registered {
+        Registered { key: ShuffleKey::new(AppId::parse(app).unwrap(), ShuffleId(shuffle)), incarnation }
+    }
+
+    fn block(id: i64, length: u32) -> BlockMeta {
+        let (block_id, task_attempt_id) = (BlockId(id), TaskAttemptId(7));
+        BlockMeta { block_id, task_attempt_id, length, uncompressed_length: 2 * length, crc: 0x0102_0304 }
+    }
+
+    /// Two extents of partitions −1 and 5 behind 30 bytes of payload.
+    fn sample() -> (Footer, Vec<Entry>, Vec<u8>) {
+        let extents = [(-1, 100, 20, vec![block(1, 4), block(2, 6)]), (5, 0, 0, vec![block(3, 20)])];
+        let table_end = 30 + 2 * ENTRY_BYTES as u64;
+        let (mut entries, mut records) = (Vec::new(), Vec::new());
+        for (partition, base, offset, blocks) in extents {
+            let bytes = records_of(&blocks);
+            entries.push(Entry {
+                partition: PartitionId(partition),
+                blocks: u32::try_from(blocks.len()).unwrap(),
+                base,
+                offset,
+                length: blocks.iter().map(|block| u64::from(block.length)).sum(),
+                records: table_end + records.len() as u64,
+                records_crc: crc32fast::hash(&bytes),
+            });
+            records.extend(bytes);
+        }
+        let table = encode_table(&entries);
+        let footer = Footer {
+            payload_bytes: 30,
+            index_bytes: (table.len() + records.len()) as u64,
+            entries: 2,
+            number: 3,
+            previous: 1,
+            incarnation: 9,
+            blocks: 3,
+            table_crc: crc32fast::hash(&table),
+        };
+        (footer, entries, [table, records].concat())
+    }
+
+    #[test]
+    fn a_segment_of_version_1_is_these_bytes() {
+        let (footer, _, index) = sample();
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        assert_eq!(hex(&index[..2 * ENTRY_BYTES]), TABLE);
+        assert_eq!(hex(&footer.encode()), FOOTER);
+    }
+
+    const TABLE: &str = "ffffffff0000000200000000000000640000000000000014000000000000000a000000000000007eca765dfb00000000\
+        000000050000000100000000000000000000000000000000000000000000001400000000000000ce8bdb617200000000";
+
+    const FOOTER: &str = "55574f5300010000000000000000001e00000000000000d8000000020000000300000001000000000000000000000009\
+        000000000000000322aef693d1b82c82";
+
+    #[test]
+    fn footer_and_table_are_read_back() {
+        let (footer, entries, index) = sample();
+        let object = 30 + index.len() as u64 + FOOTER_BYTES as u64;
+        assert_eq!(Footer::decode(&footer.encode(), object), Ok(footer));
+        let table = usize::try_from(footer.table_bytes()).unwrap();
+        assert_eq!(footer.table(&index[..table]).unwrap(), entries);
+        assert_eq!(Footer::decode(&footer.encode(), object + 1), Err(SegmentError::Malformed("footer")));
+        let mut later = footer.encode();
+        later[5] = 2;
+        let crc = crc32fast::hash(&later[..60]);
+        later[60..].copy_from_slice(&crc.to_be_bytes());
+        assert_eq!(Footer::decode(&later, object), Err(SegmentError::Version(2)));
+    }
+
+    #[test]
+    fn keys_are_read_back_and_others_are_not_ours() {
+        for (app, part) in [("application_1_2", "application_1_2"), ("a b%ü!", "a!20b!25!c3!bc!21")] {
+            let shuffle = registered(app, 4, 17);
+            let prefix = shuffle_prefix("p/w-1", &shuffle);
+            assert_eq!(prefix, format!("p/w-1/{part}/4.17"));
+            for name in [Name::Segment(12), Name::Page(1)] {
+                assert_eq!(parse_key("p/w-1", &object_key(&prefix, name)), Some((shuffle.clone(), name)));
+            }
+        }
+        assert_eq!(object_key("x", Name::Segment(12)), "x/s0000000012");
+        assert_eq!(object_key("x", Name::Page(7)), "x/m0000000007");
+        let others = [
+            "p/w-10/app/4.17/s0000000001",
+            "p/w-1/app/4.17/s1",
+            "p/w-1/app/4/s0000000001",
+            "p/w-1/app",
+            "p/w-1/app/4.17/x0000000001",
+            "p/w-1/a!2/4.17/s0000000001",
+            "p/w-1/app/4.17/s0000000001/x",
+            "p/w-1/a!20/4.17/s0000000001/",
+            "p/w-1/app/04.17/s0000000001",
+            "p/w-1/a!62/4.17/s0000000001",
+        ];
+        others.iter().for_each(|key| assert_eq!(parse_key("p/w-1", key), None, "{key}"));
+    }
+
+    proptest! {
+        #[test]
+        fn every_text_has_one_part_of_a_key(text in "\\PC{0,40}") {
+            let part = part_of(&text);
+            prop_assert!(part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-!".contains(&b)));
+            prop_assert_eq!(text_of(&part), Some(text));
+        }
+
+        #[test]
+        fn a_flipped_bit_is_noticed(at in 0usize..FOOTER_BYTES + 2 * ENTRY_BYTES, bit in 0u8..8) {
+            let (footer, _, index) = sample();
+            let mut table = index[..2 * ENTRY_BYTES].to_vec();
+            let mut bytes = footer.encode();
+            if at < FOOTER_BYTES { bytes[at] ^= 1 << bit } else { table[at - FOOTER_BYTES] ^= 1 << bit }
+            let object = 30 + index.len() as u64 + FOOTER_BYTES as u64;
+            let read = Footer::decode(&bytes, object).and_then(|footer| footer.table(&table));
+            prop_assert!(read.is_err());
+        }
+    }
+}

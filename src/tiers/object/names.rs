@@ -1,0 +1,12 @@
+//! What metrics, logs and the API call the tier.
+
+use crate::tiers::TierNames;
+
+pub(in crate::tiers) const NAMES: TierNames = TierNames {
+    name: "object",
+    title: "the object store",
+    label: "OBJECT",
+    spill: "object",
+    events: "object",
+    queue: "object",
+};

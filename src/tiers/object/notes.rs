@@ -1,0 +1,160 @@
+//! Registrations and reports of a shuffle, as pages that are put into the store before anything is acknowledged.
+//!
+//! What comes while a page is on its way goes into the next write, together. A page is written again with more records
+//! until it is full, so the number of objects follows the bytes of the records, not their number. After a write that failed
+//! no page of that number is written again ([`page`]).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use object_store::ObjectStoreExt as _;
+use tokio::sync::{Mutex, oneshot};
+
+use super::core::{Core, path_of};
+use super::group::Group;
+use super::layout::{Name, object_key};
+use super::page::{self, Noted};
+use crate::budget::Charge;
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// A page that is longer is not written again.
+const PAGE_BYTES: usize = 64 << 10;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Notes {
+    /// Of the shuffle's objects.
+    prefix: String,
+    incarnation: u64,
+    closed: AtomicBool,
+    waiting: Group<Note>,
+    state: Mutex<State>,
+}
+
+/// What is to be acknowledged.
+#[derive(Debug)]
+struct Note {
+    frame: Vec<u8>,
+    done: oneshot::Sender<Result<(), StoreError>>,
+}
+
+/// The page that is written to.
+#[derive(Debug)]
+struct State {
+    number: u32,
+    /// Empty until it has a record.
+    content: Vec<u8>,
+    /// The number of the next record.
+    next: u64,
+    /// For the content.
+    charge: Charge,
+}
+
+impl Notes {
+    /// Those of a registration whose pages begin with number `first_page` and record `next`.
+    pub(super) fn new(core: &Core, (prefix, incarnation): (String, u64), first_page: u32, next: u64) -> Self {
+        let charge = core.extents.nothing();
+        let state = State { number: first_page, content: Vec::new(), next, charge };
+        Self {
+            prefix,
+            incarnation,
+            closed: AtomicBool::new(false),
+            waiting: Group::default(),
+            state: Mutex::new(state),
+        }
+    }
+
+    fn error(&self, kind: StoreErrorKind) -> StoreError {
+        StoreError::new(kind, &self.prefix)
+    }
+
+    /// When this returns `Ok` the record outlives this process and the machine.
+    ///
+    /// # Errors
+    /// `Purged`, `InvalidBatch` when it is too long, or why the store has not taken it.
+    pub(super) async fn append(self: &Arc<Self>, core: &Arc<Core>, noted: &Noted) -> Result<(), StoreError> {
+        let frame = page::frame(noted).ok_or_else(|| self.error(StoreErrorKind::InvalidBatch))?;
+        let (done, written) = oneshot::channel();
+        if self.waiting.add(Note { frame, done }) {
+            let (notes, core) = (Arc::clone(self), Arc::clone(core));
+            let tasks = core.tasks.clone();
+            tasks.spawn("object metadata", async move { notes.write_all(&core).await });
+        }
+        written.await.unwrap_or_else(|_| Err(self.error(StoreErrorKind::Unhealthy)))
+    }
+
+    /// Nothing is written any more once this returns.
+    pub(super) async fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.state.lock().await.begin_next();
+    }
+
+    /// A write goes on when those who wait for it do not: what it does to its page must be known.
+    async fn write_all(&self, core: &Core) {
+        let mut state = self.state.lock().await;
+        let mut running = self.waiting.running();
+        while let Some(notes) = running.take_all_or_end() {
+            let written = self.write(core, &mut state, &notes).await;
+            for note in notes {
+                // None of those who wait may be there any more.
+                let _ = note.done.send(match &written {
+                    Ok(()) => Ok(()),
+                    Err(error) => Err(again(error)),
+                });
+            }
+        }
+    }
+
+    async fn write(&self, core: &Core, state: &mut State, notes: &VecDeque<Note>) -> Result<(), StoreError> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(self.error(StoreErrorKind::Purged));
+        }
+        let mut content = match state.content.is_empty() {
+            true => page::begin(self.incarnation, state.next),
+            false => state.content.clone(),
+        };
+        notes.iter().for_each(|note| content.extend_from_slice(&note.frame));
+        let key = object_key(&self.prefix, Name::Page(state.number));
+        let path = path_of(&key);
+        let put = core.store.put(&path, content.clone().into());
+        let put = tokio::select! {
+            biased;
+            () = core.tasks.cancelled() => Err(self.error(StoreErrorKind::Unhealthy)),
+            put = put => core.noted(&key, put),
+        };
+        match put {
+            Ok(_) => {
+                core.metrics.pages.inc();
+                state.charge.merge(core.extents.force_charge((content.len() - state.content.len()) as u64));
+                state.content = content;
+                state.next += notes.len() as u64;
+                if state.content.len() > PAGE_BYTES {
+                    state.begin_next();
+                }
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(%key, %error, "registrations or reports were not written, they are not acknowledged");
+                state.begin_next();
+                Err(error)
+            }
+        }
+    }
+}
+
+impl State {
+    fn begin_next(&mut self) {
+        self.number += 1;
+        self.content = Vec::new();
+        drop(self.charge.split_up_to(u64::MAX));
+    }
+}
+
+/// The same error for another.
+pub(super) fn again(error: &StoreError) -> StoreError {
+    match &error.source {
+        None => StoreError::new(error.kind, &error.path),
+        Some(source) => StoreError::remote(error.kind, &error.path, source.to_string()),
+    }
+}

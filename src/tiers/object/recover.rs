@@ -1,0 +1,352 @@
+//! What an earlier process of this worker left in the store, read when a worker starts.
+//!
+//! A shuffle is there if a page says that it was registered; without one it was being deleted, or its registration was
+//! never acknowledged. Its segments are those of the chain from the newest backwards; others are uploads whose outcome was
+//! never known. What of a stream cannot be had, and what stands behind it, is not there, and so its blocks are lost by name.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
+use object_store::{ObjectStore as _, ObjectStoreExt as _};
+use tokio::sync::mpsc;
+
+use super::core::{Core, path_of};
+use super::fetch;
+use super::lane::Lane;
+use super::layout::{Entry, FOOTER_BYTES, Footer, Name, Registered, object_key, parse_key, shuffle_prefix};
+use super::page::{self, Noted, PageError, Reading};
+use super::shuffle::Shuffle;
+use super::streams::{Extent, Streams};
+use crate::durability::{IdSet, LogError, Said};
+use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
+use uniffle_wire::index::{RECORD_BYTES, records};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Shuffles that are read at a time.
+const AT_ONCE: usize = 8;
+
+/// Numbers that are left out: a request of the earlier process may still arrive.
+const NUMBERS_LEFT_OUT: u32 = 1000;
+
+/// Bytes of records that are read at a time.
+const WINDOW_BYTES: u64 = 1 << 20;
+
+/// Records on their way to whom they are told.
+const TOLD_MAX: usize = 16;
+
+/// The objects of a registration.
+#[derive(Debug, Default)]
+struct Objects {
+    /// Bytes by number.
+    segments: BTreeMap<u32, u64>,
+    pages: BTreeSet<u32>,
+}
+
+/// A shuffle that was found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) shuffle: Arc<Shuffle>,
+    pub(super) told: RecoveredShuffle,
+    /// Keys of objects that are in no chain.
+    pub(super) strays: Vec<String>,
+    pub(super) bytes: u64,
+    pub(super) blocks: u64,
+    pages: BTreeSet<u32>,
+}
+
+/// All that was found.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    pub(super) found: Vec<Found>,
+    /// Prefixes of registrations that are no shuffle's any more.
+    pub(super) abandoned: Vec<String>,
+    pub(super) next_incarnation: u64,
+}
+
+/// Reads everything below the worker's prefix.
+///
+/// # Errors
+/// The store does not answer or refuses: then nothing is known, and nothing may be concluded.
+pub(super) async fn survey(core: &Arc<Core>) -> Result<Survey, StoreError> {
+    let mut survey = Survey::default();
+    let mut newest: BTreeMap<ShuffleKey, (Registered, Objects)> = BTreeMap::new();
+    for (name, objects) in list(core).await? {
+        survey.next_incarnation = survey.next_incarnation.max(name.incarnation.saturating_add(1));
+        if objects.pages.is_empty() {
+            survey.abandoned.push(shuffle_prefix(&core.settings.root, &name));
+        } else if let Some((before, _)) = newest.insert(name.key.clone(), (name, objects)) {
+            // In the order of incarnations.
+            survey.abandoned.push(shuffle_prefix(&core.settings.root, &before));
+        }
+    }
+    let reads = newest.into_values().map(|(name, objects)| read(core, name, objects));
+    survey.found = stream::iter(reads).buffered(AT_ONCE).try_collect().await?;
+    Ok(survey)
+}
+
+async fn list(core: &Core) -> Result<BTreeMap<Registered, Objects>, StoreError> {
+    let root = &core.settings.root;
+    let mut all: BTreeMap<Registered, Objects> = BTreeMap::new();
+    let mut listed = core.store.list(Some(&path_of(root)));
+    while let Some(object) = core.noted(root, listed.try_next().await)? {
+        let key = object.location.as_ref();
+        match parse_key(root, key) {
+            Some((name, Name::Segment(number))) => {
+                all.entry(name).or_default().segments.insert(number, object.size);
+            }
+            Some((name, Name::Page(number))) => {
+                all.entry(name).or_default().pages.insert(number);
+            }
+            None => {
+                tracing::warn!(key, "an object below this worker's prefix is not its own, it is left alone")
+            }
+        }
+    }
+    Ok(all)
+}
+
+async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Found, StoreError> {
+    let prefix = shuffle_prefix(&core.settings.root, &name);
+    let notes = read_pages(core, &prefix, &name, &objects.pages).await?;
+    let incomplete = notes.records.iter().find_map(|noted| match noted {
+        Noted::Incomplete(reason) => Some(reason.clone()),
+        Noted::Said(_) => None,
+    });
+    let mut data = Data::new(core, &prefix);
+    let chain = chain(core, (&prefix, name.incarnation), &objects.segments, &mut data.reason).await?;
+    for (number, (footer, entries)) in &chain {
+        data.take(core, (*number, footer), entries).await?;
+    }
+    let last = |number: Option<u32>| number.unwrap_or(0).saturating_add(NUMBERS_LEFT_OUT);
+    let lane = Lane {
+        last_number: last(objects.segments.keys().copied().max()),
+        published: objects
+            .segments
+            .keys()
+            .copied()
+            .filter(|number| chain.contains_key(number))
+            .max()
+            .unwrap_or(0),
+    };
+    let next_page = last(objects.pages.last().copied());
+    let told = RecoveredShuffle {
+        key: name.key.clone(),
+        incomplete: notes.gap.clone().or(incomplete),
+        present: data.present,
+        lost: Vec::new(),
+        reason: data.reason,
+    };
+    let shuffle = Shuffle::restored(core, name, (data.streams, lane), (next_page, notes.next()));
+    let is_stray = |number: &&u32| !chain.contains_key(number) && told.reason.is_empty();
+    let strays =
+        objects.segments.keys().filter(is_stray).map(|number| shuffle.segment_key(*number)).collect();
+    for (number, (footer, _)) in &chain {
+        shuffle.count(core, footer.payload_bytes, objects.segments.get(number).copied().unwrap_or(0));
+    }
+    let (bytes, blocks) = (data.bytes, data.blocks);
+    Ok(Found { shuffle: Arc::new(shuffle), told, strays, bytes, blocks, pages: objects.pages })
+}
+
+/// What pages say, by the rule of reading.
+async fn read_pages(
+    core: &Core,
+    prefix: &str,
+    name: &Registered,
+    pages: &BTreeSet<u32>,
+) -> Result<Reading, StoreError> {
+    let mut reading = Reading::default();
+    for number in pages {
+        let key = object_key(prefix, Name::Page(*number));
+        let answer = async { core.store.get(&path_of(&key)).await?.bytes().await };
+        let page = match core.noted(&key, answer.await) {
+            Ok(page) => page::decode(&page, name.incarnation),
+            Err(error) if error.kind == StoreErrorKind::NotFound => Err(PageError::Damaged),
+            Err(error) => return Err(error),
+        };
+        reading.take(*number, page);
+    }
+    Ok(reading)
+}
+
+type Segments = BTreeMap<u32, (Footer, Vec<Entry>)>;
+
+/// The segments that were published, from the newest backwards. One that cannot be read hides which was before it: then the
+/// next older one is taken.
+async fn chain(
+    core: &Core,
+    (prefix, incarnation): (&str, u64),
+    segments: &BTreeMap<u32, u64>,
+    reason: &mut String,
+) -> Result<Segments, StoreError> {
+    let mut chain = Segments::new();
+    let mut next = segments.keys().next_back().copied();
+    while let Some(number) = next {
+        let key = object_key(prefix, Name::Segment(number));
+        let read = match segments.get(&number) {
+            Some(bytes) => read_index(core, &key, *bytes).await?,
+            None => Err("it is missing".to_owned()),
+        };
+        let read = read.and_then(|read| match (read.0.number, read.0.incarnation) == (number, incarnation) {
+            true => Ok(read),
+            false => Err("it is another one".to_owned()),
+        });
+        next = match read {
+            Ok(read) => {
+                let previous = read.0.previous;
+                chain.insert(number, read);
+                (previous != 0).then_some(previous)
+            }
+            Err(what) => {
+                tracing::error!(key, what, "a segment cannot be read, its blocks are lost");
+                if reason.is_empty() {
+                    *reason = format!("object {key}: {what}");
+                }
+                segments.range(..number).next_back().map(|(number, _)| *number)
+            }
+        };
+    }
+    Ok(chain)
+}
+
+/// Footer and table of a segment, or what is wrong with it.
+async fn read_index(
+    core: &Core,
+    key: &str,
+    bytes: u64,
+) -> Result<Result<(Footer, Vec<Entry>), String>, StoreError> {
+    let Some(at) = bytes.checked_sub(FOOTER_BYTES as u64) else {
+        return Ok(Err("it is too short".to_owned()));
+    };
+    let footer = fetch::read(core, key, at..bytes).await?;
+    let footer = footer.first_chunk().ok_or_else(|| StoreError::new(StoreErrorKind::Corrupt, key))?;
+    let footer = match Footer::decode(footer, bytes) {
+        Ok(footer) => footer,
+        Err(error) => return Ok(Err(error.to_string())),
+    };
+    let table = footer.payload_bytes..footer.payload_bytes + footer.table_bytes();
+    let table = fetch::read(core, key, table).await?;
+    Ok(footer.table(&table).map(|entries| (footer, entries)).map_err(|error| error.to_string()))
+}
+
+/// What of a shuffle's data is there.
+struct Data {
+    prefix: String,
+    streams: Streams,
+    present: HashMap<PartitionId, IdSet>,
+    reason: String,
+    bytes: u64,
+    blocks: u64,
+}
+
+impl Data {
+    fn new(core: &Core, prefix: &str) -> Self {
+        let (present, reason) = (HashMap::new(), String::new());
+        let streams = Streams::new(&core.extents);
+        Self { prefix: prefix.to_owned(), streams, present, reason, bytes: 0, blocks: 0 }
+    }
+
+    /// Takes what a segment has.
+    async fn take(
+        &mut self,
+        core: &Core,
+        (number, footer): (u32, &Footer),
+        entries: &[Entry],
+    ) -> Result<(), StoreError> {
+        let key = object_key(&self.prefix, Name::Segment(number));
+        let mut records = RecordStream::new(core, &key, footer);
+        for entry in entries {
+            let (ids, is_sound) = records.ids_of(entry).await?;
+            if is_sound && self.streams.push(entry.partition, Extent::of(number, entry)) {
+                self.present.entry(entry.partition).or_default().extend(ids);
+                self.bytes += entry.length;
+                self.blocks += u64::from(entry.blocks);
+            } else if self.reason.is_empty() {
+                let what = if is_sound { "what was before it is missing" } else { "its index is damaged" };
+                self.reason = format!("object {key}: {what}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The records of a segment, read in order.
+struct RecordStream<'a> {
+    core: &'a Core,
+    key: &'a str,
+    window: Bytes,
+    /// Where in the object the window ends, and the records do.
+    at: u64,
+    end: u64,
+}
+
+impl<'a> RecordStream<'a> {
+    fn new(core: &'a Core, key: &'a str, footer: &Footer) -> Self {
+        let at = footer.payload_bytes + footer.table_bytes();
+        Self { core, key, window: Bytes::new(), at, end: footer.payload_bytes + footer.index_bytes }
+    }
+
+    /// Block ids of the next extent, and whether its records are what was written.
+    async fn ids_of(&mut self, entry: &Entry) -> Result<(Vec<u64>, bool), StoreError> {
+        let mut left = entry.blocks as usize * RECORD_BYTES;
+        let (mut ids, mut length) = (Vec::with_capacity(entry.blocks as usize), 0);
+        let mut crc = crc32fast::Hasher::new();
+        while left > 0 {
+            if self.window.is_empty() {
+                let window = WINDOW_BYTES / RECORD_BYTES as u64 * RECORD_BYTES as u64;
+                let until = self.end.min(self.at + window);
+                self.window = fetch::read(self.core, self.key, self.at..until).await?;
+                self.at = until;
+            }
+            let some = self.window.split_to(left.min(self.window.len()));
+            if some.is_empty() {
+                return Err(StoreError::new(StoreErrorKind::Corrupt, self.key));
+            }
+            left -= some.len();
+            crc.update(&some);
+            for record in records(&some) {
+                ids.push(record.block_id.unsigned_abs());
+                length += u64::from(record.length.unsigned_abs());
+            }
+        }
+        Ok((ids, crc.finalize() == entry.records_crc && length == entry.length))
+    }
+}
+
+/// What the found shuffles said. It is read when it is asked for, a page at a time.
+pub(super) fn said(core: &Arc<Core>, found: &[Found]) -> Said {
+    let (told, said) = mpsc::channel(TOLD_MAX);
+    let all: VecDeque<_> = found.iter().map(|it| (Arc::clone(&it.shuffle), it.pages.clone())).collect();
+    let reader = Arc::clone(core);
+    core.tasks.spawn("object metadata", async move {
+        tokio::select! {
+            biased;
+            () = reader.tasks.cancelled() => {}
+            () = tell_all(&reader, all, &told) => {}
+        }
+    });
+    Said::of(said)
+}
+
+type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
+
+async fn tell_all(core: &Core, all: VecDeque<(Arc<Shuffle>, BTreeSet<u32>)>, told: &mpsc::Sender<Told>) {
+    for (shuffle, pages) in all {
+        let records = match read_pages(core, &shuffle.prefix, &shuffle.name, &pages).await {
+            Ok(reading) => reading.records,
+            Err(error) => {
+                // Who listens may be gone.
+                let _ = told.send(Err(LogError::told(&error.to_string()))).await;
+                return;
+            }
+        };
+        for record in records {
+            let Noted::Said(record) = record else { continue };
+            if told.send(Ok(Some((shuffle.name.key.clone(), record)))).await.is_err() {
+                return;
+            }
+        }
+    }
+    let _ = told.send(Ok(None)).await;
+}

@@ -1,0 +1,262 @@
+//! A segment while it is filled: what is to go up next, and the index that ends it. Pure: no I/O.
+
+use std::collections::{HashMap, VecDeque};
+
+use bytes::Bytes;
+
+use super::layout::{Entry, FOOTER_BYTES, Footer, encode_table, records_of};
+use super::streams::Extent;
+use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_wire::index::RECORD_BYTES;
+use uniffle_wire::types::PartitionId;
+
+/// Blocks after which a segment takes no more batches: their records stay in memory until it ends.
+const BLOCKS_MAX: u64 = 256 << 10;
+
+/// A batch as it goes into a segment.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    extents: Vec<PreparedExtent>,
+    pub(super) bytes: u64,
+    blocks: u64,
+}
+
+#[derive(Debug)]
+struct PreparedExtent {
+    partition: PartitionId,
+    length: u64,
+    blocks: u32,
+    records: Bytes,
+    records_crc: u32,
+    payload: Vec<Bytes>,
+}
+
+impl Prepared {
+    /// Encodes what is known of the blocks: of a large batch this takes milliseconds.
+    ///
+    /// # Errors
+    /// `InvalidBatch` when it contradicts itself.
+    pub(super) fn of(extents: Vec<ExtentWrite>) -> Result<Self, StoreError> {
+        let mut prepared = Self { extents: Vec::with_capacity(extents.len()), bytes: 0, blocks: 0 };
+        for extent in extents {
+            let payload = extent.payload();
+            let invalid = || StoreError::new(StoreErrorKind::InvalidBatch, extent.partition.to_string());
+            let blocks = u32::try_from(extent.blocks.len()).map_err(|_| invalid())?;
+            let length: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
+            let held: u64 = payload.iter().map(|piece| piece.len() as u64).sum();
+            if blocks == 0 || length != extent.length || held != length || length == 0 {
+                return Err(invalid());
+            }
+            let records: Bytes = records_of(&extent.blocks).into();
+            let (partition, records_crc) = (extent.partition, crc32fast::hash(&records));
+            prepared.bytes += length;
+            prepared.blocks += u64::from(blocks);
+            prepared.extents.push(PreparedExtent {
+                partition,
+                length,
+                blocks,
+                records,
+                records_crc,
+                payload,
+            });
+        }
+        match prepared.extents.is_empty() {
+            true => Err(StoreError::new(StoreErrorKind::InvalidBatch, "an empty batch")),
+            false => Ok(prepared),
+        }
+    }
+}
+
+/// A segment that takes batches.
+#[derive(Debug)]
+pub(super) struct OpenSegment {
+    number: u32,
+    previous: u32,
+    incarnation: u64,
+    entries: Vec<(Entry, Bytes)>,
+    /// Where the streams of partitions that are in it end.
+    ends: HashMap<PartitionId, u64>,
+    payload_bytes: u64,
+    blocks: u64,
+    /// What is to go up.
+    pending: VecDeque<Bytes>,
+    pending_bytes: usize,
+}
+
+/// A segment that has its footer.
+#[derive(Debug)]
+pub(super) struct Sealed {
+    /// Its extents in the order of their streams, each with its records.
+    pub(super) extents: Vec<(PartitionId, Extent, Bytes)>,
+    pub(super) payload_bytes: u64,
+    /// Of the whole object.
+    pub(super) bytes: u64,
+}
+
+impl OpenSegment {
+    pub(super) fn new((number, previous): (u32, u32), incarnation: u64) -> Self {
+        Self {
+            number,
+            previous,
+            incarnation,
+            entries: Vec::new(),
+            ends: HashMap::new(),
+            payload_bytes: 0,
+            blocks: 0,
+            pending: VecDeque::new(),
+            pending_bytes: 0,
+        }
+    }
+
+    /// Whether a batch may still join it.
+    pub(super) fn has_room(&self, segment_bytes: u64) -> bool {
+        self.payload_bytes < segment_bytes && self.blocks < BLOCKS_MAX
+    }
+
+    /// Takes a batch; `published` says where a partition's stream ends that is not in it yet.
+    pub(super) fn push(&mut self, batch: Prepared, published: impl Fn(PartitionId) -> u64) {
+        for extent in batch.extents {
+            let PreparedExtent { partition, length, blocks, records, records_crc, payload } = extent;
+            let end = self.ends.entry(partition).or_insert_with(|| published(partition));
+            let (base, offset) = (*end, self.payload_bytes);
+            *end += length;
+            self.payload_bytes += length;
+            self.blocks += u64::from(blocks);
+            let entry = Entry { partition, blocks, base, offset, length, records: 0, records_crc };
+            self.entries.push((entry, records));
+            self.pending_bytes += payload.iter().map(Bytes::len).sum::<usize>();
+            self.pending.extend(payload);
+        }
+    }
+
+    /// The next part, if there is as much of it.
+    pub(super) fn take_part(&mut self, bytes: usize) -> Option<Vec<Bytes>> {
+        (self.pending_bytes >= bytes).then(|| self.take(bytes))
+    }
+
+    /// Bytes that no part was made of.
+    pub(super) fn pending_bytes(&self) -> usize {
+        self.pending_bytes
+    }
+
+    /// All that is left, or the next `bytes` of it.
+    pub(super) fn take(&mut self, bytes: usize) -> Vec<Bytes> {
+        let mut left = bytes.min(self.pending_bytes);
+        self.pending_bytes -= left;
+        let mut part = Vec::new();
+        while left > 0
+            && let Some(mut piece) = self.pending.pop_front()
+        {
+            if piece.len() > left {
+                self.pending.push_front(piece.split_off(left));
+            }
+            left -= piece.len();
+            part.push(piece);
+        }
+        part
+    }
+
+    /// Ends it: index and footer are to go up behind the payload.
+    pub(super) fn seal(&mut self) -> Sealed {
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.sort_unstable_by_key(|(entry, _)| (entry.partition, entry.base));
+        let count = u32::try_from(entries.len()).unwrap_or(u32::MAX);
+        let mut footer = Footer {
+            payload_bytes: self.payload_bytes,
+            index_bytes: 0,
+            entries: count,
+            number: self.number,
+            previous: self.previous,
+            incarnation: self.incarnation,
+            blocks: self.blocks,
+            table_crc: 0,
+        };
+        footer.index_bytes = footer.table_bytes() + self.blocks * RECORD_BYTES as u64;
+        let mut records = footer.payload_bytes + footer.table_bytes();
+        for (entry, bytes) in &mut entries {
+            entry.records = records;
+            records += bytes.len() as u64;
+        }
+        let (table, all): (Vec<Entry>, Vec<Bytes>) = entries.into_iter().unzip();
+        let encoded = encode_table(&table);
+        footer.table_crc = crc32fast::hash(&encoded);
+        let extents: Vec<_> = table
+            .iter()
+            .zip(&all)
+            .map(|(entry, records)| (entry.partition, Extent::of(self.number, entry), records.clone()))
+            .collect();
+        let tail = std::iter::once(Bytes::from(encoded))
+            .chain(all)
+            .chain([Bytes::copy_from_slice(&footer.encode())]);
+        for piece in tail {
+            self.pending_bytes += piece.len();
+            self.pending.push_back(piece);
+        }
+        let bytes = footer.payload_bytes + footer.index_bytes + FOOTER_BYTES as u64;
+        Sealed { extents, payload_bytes: footer.payload_bytes, bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use uniffle_wire::types::{BlockId, BlockMeta, TaskAttemptId};
+
+    use super::*;
+    use crate::tiers::ExtentData;
+
+    fn extent(partition: i32, id: i64, bytes: &'static [u8]) -> ExtentWrite {
+        let length = u32::try_from(bytes.len()).unwrap();
+        let meta = BlockMeta {
+            block_id: BlockId(id),
+            task_attempt_id: TaskAttemptId(1),
+            length,
+            uncompressed_length: length,
+            crc: crc32fast::hash(bytes),
+        };
+        ExtentWrite {
+            partition: PartitionId(partition),
+            blocks: vec![meta],
+            length: u64::from(length),
+            data: ExtentData::Pieces(vec![Bytes::from_static(bytes)]),
+        }
+    }
+
+    #[test]
+    fn a_segment_is_cut_into_parts_and_can_be_read_back() {
+        let mut open = OpenSegment::new((4, 2), 7);
+        let published = |partition: PartitionId| if partition.0 == 1 { 1000 } else { 0 };
+        open.push(Prepared::of(vec![extent(2, 1, b"second"), extent(1, 2, b"first")]).unwrap(), published);
+        open.push(Prepared::of(vec![extent(1, 3, b"again!!")]).unwrap(), published);
+        let mut object = Vec::new();
+        while let Some(part) = open.take_part(5) {
+            assert_eq!(part.iter().map(Bytes::len).sum::<usize>(), 5);
+            object.extend(part.concat());
+        }
+        let sealed = open.seal();
+        object.extend(open.take(usize::MAX).concat());
+        assert_eq!((object.len() as u64, open.pending_bytes()), (sealed.bytes, 0));
+        assert!(object.starts_with(b"secondfirstagain!!"));
+
+        let footer = Footer::decode(object.last_chunk().unwrap(), sealed.bytes).unwrap();
+        assert_eq!((footer.number, footer.previous, footer.blocks), (4, 2, 3));
+        let table = 18..18 + usize::try_from(footer.table_bytes()).unwrap();
+        let entries = footer.table(&object[table]).unwrap();
+        let places: Vec<_> =
+            entries.iter().map(|it| (it.partition.0, it.base, it.offset, it.length)).collect();
+        assert_eq!(places, [(1, 1000, 6, 5), (1, 1005, 11, 7), (2, 0, 0, 6)]);
+        for (entry, (partition, extent, records)) in entries.iter().zip(&sealed.extents) {
+            let at = usize::try_from(entry.records).unwrap();
+            assert_eq!(&object[at..at + records.len()], records);
+            assert_eq!((*extent, *partition), (Extent::of(4, entry), entry.partition));
+        }
+    }
+
+    #[test]
+    fn a_batch_that_contradicts_itself_is_refused() {
+        let mut short = extent(1, 1, b"abc");
+        short.length = 2;
+        for extents in [vec![], vec![short]] {
+            assert_eq!(Prepared::of(extents).unwrap_err().kind, StoreErrorKind::InvalidBatch);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! What the tier is told: sizes of segments and parts. Where the store is, and how it is reached, is its client's.
+
+use std::time::Duration;
+
+/// How segments are made.
+#[derive(Debug, Clone)]
+pub struct ObjectSettings {
+    /// What keys begin with: the configured prefix and the name of this worker in the cluster. Two workers that run at
+    /// the same time never have the same.
+    pub root: String,
+    /// Payload after which a segment takes no more batches.
+    pub segment_bytes: u64,
+    /// Bytes of a part of an upload. A segment that is no longer than this is one request.
+    pub part_bytes: usize,
+    /// Parts of one segment that are on their way at a time.
+    pub parts_in_flight: usize,
+    /// Batches that are written at a time; those of one shuffle share segments.
+    pub writers: usize,
+    /// Memory for index records of segments.
+    pub index_cache_bytes: u64,
+    /// How long a store may fail before readers are told so instead of being sent away to try again.
+    pub expected_back: Duration,
+}
+
+impl ObjectSettings {
+    /// The defaults, for a worker whose keys begin with `root`.
+    #[must_use]
+    pub fn new(root: impl Into<String>) -> Self {
+        Self {
+            root: root.into(),
+            segment_bytes: 128 << 20,
+            part_bytes: 8 << 20,
+            parts_in_flight: 4,
+            writers: 16,
+            index_cache_bytes: 16 << 20,
+            expected_back: Duration::from_secs(120),
+        }
+    }
+}

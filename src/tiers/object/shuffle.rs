@@ -1,0 +1,134 @@
+//! One registration of a shuffle in the tier.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::RwLock;
+
+use super::core::Core;
+use super::group::Group;
+use super::lane::{Job, Lane};
+use super::layout::{Name, Registered, object_key, shuffle_prefix};
+use super::notes::Notes;
+use super::streams::{Extent, Stream, Streams};
+use crate::tiers::record_cache::RecordsKey;
+use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
+use uniffle_wire::types::PartitionId;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Shuffle {
+    pub(super) name: Registered,
+    /// Of its objects' keys.
+    pub(super) prefix: String,
+    purged: AtomicBool,
+    streams: RwLock<Streams>,
+    segments: AtomicU64,
+    payload_bytes: AtomicU64,
+    stored_bytes: AtomicU64,
+    /// Batches that wait for a segment.
+    pub(super) queue: Group<Job>,
+    /// Held while a segment is made: its bases follow those of the one before.
+    pub(super) lane: tokio::sync::Mutex<Lane>,
+    /// Registrations and reports.
+    pub(super) notes: Arc<Notes>,
+}
+
+impl Shuffle {
+    pub(super) fn new(core: &Core, name: Registered) -> Self {
+        Self::restored(core, name, (Streams::new(&core.extents), Lane::default()), (1, 0))
+    }
+
+    /// One that an earlier process left; `notes` are the number of its next page of metadata and of the record that begins it.
+    pub(super) fn restored(
+        core: &Core,
+        name: Registered,
+        (streams, lane): (Streams, Lane),
+        notes: (u32, u64),
+    ) -> Self {
+        let prefix = shuffle_prefix(&core.settings.root, &name);
+        let notes = Notes::new(core, (prefix.clone(), name.incarnation), notes.0, notes.1);
+        Self {
+            prefix,
+            name,
+            purged: AtomicBool::new(false),
+            streams: RwLock::new(streams),
+            segments: AtomicU64::new(0),
+            payload_bytes: AtomicU64::new(0),
+            stored_bytes: AtomicU64::new(0),
+            queue: Group::default(),
+            lane: tokio::sync::Mutex::new(lane),
+            notes: Arc::new(notes),
+        }
+    }
+
+    pub(super) fn error(&self, kind: StoreErrorKind) -> StoreError {
+        StoreError::new(kind, self.name.key.to_string())
+    }
+
+    pub(super) fn is_purged(&self) -> bool {
+        self.purged.load(Ordering::Acquire)
+    }
+
+    pub(super) fn require_present(&self) -> Result<(), StoreError> {
+        if self.is_purged() { Err(self.error(StoreErrorKind::Purged)) } else { Ok(()) }
+    }
+
+    pub(super) fn segment_key(&self, number: u32) -> String {
+        object_key(&self.prefix, Name::Segment(number))
+    }
+
+    pub(super) fn records_key(&self, extent: &Extent) -> RecordsKey {
+        RecordsKey { incarnation: self.name.incarnation, log: extent.segment, offset: extent.records }
+    }
+
+    /// What is published of a partition.
+    pub(super) fn stream(&self, partition: PartitionId) -> Stream {
+        self.streams.read().get(partition).cloned().unwrap_or_default()
+    }
+
+    pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
+        self.streams.read().get(partition).map_or(0, |stream| stream.bytes)
+    }
+
+    /// Makes a segment's extents visible, all or none.
+    ///
+    /// # Errors
+    /// `Purged`.
+    pub(super) fn publish(&self, extents: &[(PartitionId, Extent)]) -> Result<(), StoreError> {
+        let mut streams = self.streams.write();
+        self.require_present()?;
+        for (partition, extent) in extents {
+            let follows = streams.push(*partition, *extent);
+            debug_assert!(follows, "the lane gives bases in order");
+        }
+        Ok(())
+    }
+
+    /// Counts a segment that is there.
+    pub(super) fn count(&self, core: &Core, payload_bytes: u64, bytes: u64) {
+        self.segments.fetch_add(1, Ordering::Relaxed);
+        self.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
+        self.stored_bytes.fetch_add(bytes, Ordering::Relaxed);
+        core.add_stored(bytes);
+    }
+
+    pub(super) fn usage(&self) -> TierUsage {
+        TierUsage {
+            files: self.segments.load(Ordering::Relaxed),
+            bytes: self.payload_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// From now on writes end with `Purged`, and nothing is found.
+    pub(super) fn forget(&self, core: &Core) {
+        let taken = {
+            let mut streams = self.streams.write();
+            self.purged.store(true, Ordering::Release);
+            streams.take()
+        };
+        let extents = taken.iter().flat_map(|(_, stream)| stream.extents.iter());
+        core.records.forget(extents.map(|extent| self.records_key(extent)));
+        core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
+    }
+}

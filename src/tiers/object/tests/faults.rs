@@ -1,0 +1,130 @@
+//! What a store does that fails, and what is concluded from it.
+
+use std::time::Duration;
+
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::StoreErrorKind;
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_upload_leaves_nothing_and_the_batch_can_be_written_again() {
+    for failing in [Call::Put, Call::Begin, Call::Part, Call::Complete] {
+        let process = Process::start(&FaultyObjects::default()).await;
+        let shuffle = process.register(&key(1));
+        let bytes = if failing == Call::Put { 100 } else { 5000 };
+        let batch = || vec![extent(0, 0..4, bytes)].into();
+        process.store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        let error = shuffle.write(batch()).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{failing:?}: {error}");
+        assert!(!shuffle.is_accepting(), "{failing:?}");
+        assert_eq!(
+            (process.store.objects().await.len(), process.store.open_uploads()),
+            (0, 0),
+            "{failing:?}"
+        );
+        assert_eq!(process.read(&key(1), 0).await.unwrap().len(), 0, "{failing:?}");
+
+        process.store.heal();
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(shuffle.is_accepting(), "{failing:?}");
+        shuffle.write(batch()).await.unwrap();
+        assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, bytes), "{failing:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_upload_whose_answer_is_lost_is_found_to_be_there() {
+    for (failing, bytes) in [(Call::Put, 100), (Call::Complete, 5000)] {
+        let process = Process::start(&FaultyObjects::default()).await;
+        let shuffle = process.register(&key(1));
+        process.store.set(move |call, _| if call == failing { Fault::LoseAnswer } else { Fault::None });
+        shuffle.write(vec![extent(0, 0..4, bytes)].into()).await.unwrap();
+        assert_eq!(segments(&process.store).await.len(), 1, "{failing:?}");
+        assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..4, bytes), "{failing:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_byte_that_changes_on_its_way_is_read_again_and_one_that_is_stored_is_named() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    let mut is_first = true;
+    let once = move |call: Call, _: &_| {
+        let flips = call == Call::Get && std::mem::take(&mut is_first);
+        if flips { Fault::Flip } else { Fault::None }
+    };
+    process.store.set(once);
+    let read = process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap();
+    assert_eq!(all(read.chunks).await.unwrap().len(), 400);
+
+    process.store.set(|call, _| if call == Call::Get { Fault::Flip } else { Fault::None });
+    let read = process.tier.data(&key(1), PartitionId(0), (100, 200)).unwrap();
+    let error = all(read.chunks).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::Corrupt);
+    assert!(error.to_string().contains("/s0000000001"), "{error}");
+    // Bytes around a block are of no block that this reader has asked for.
+    let read = process.tier.data(&key(1), PartitionId(0), (1, 50)).unwrap();
+    assert_eq!(all(read.chunks).await.unwrap().len(), 50);
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_of_a_store_that_fails_are_told_to_come_again_and_later_why_not() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    shuffle.write(vec![extent(0, 0..4, 100)].into()).await.unwrap();
+    for fault in [Fault::Refuse, Fault::Cut] {
+        process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
+        let read =
+            || async { all(process.tier.data(&key(1), PartitionId(0), (0, 400)).unwrap().chunks).await };
+        assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unhealthy, "{fault:?}");
+        tokio::time::advance(Duration::from_secs(121)).await;
+        assert_eq!(read().await.unwrap_err().kind, StoreErrorKind::Unreachable, "{fault:?}");
+        assert!(process.tier.state().complaint.is_some(), "{fault:?}");
+        process.store.heal();
+        assert_eq!(read().await.unwrap().len(), 400, "{fault:?}");
+        assert!(process.tier.state().complaint.is_none(), "{fault:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_back_is_noticed_without_a_request() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    process.store.set(|_, _| Fault::Refuse);
+    shuffle.write(vec![extent(0, 0..1, 10)].into()).await.unwrap_err();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let stopped = Box::pin(async move { drop(stopped.await) });
+    let maintained = Arc::clone(&process.tier).maintain(stopped);
+    let watch = async {
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        assert!(process.tier.state().complaint.is_some());
+        process.store.heal();
+        tokio::time::sleep(Duration::from_secs(11)).await;
+        assert!(process.tier.state().complaint.is_none());
+        drop(stop);
+    };
+    futures::join!(maintained, watch);
+}
+
+#[tokio::test]
+async fn a_note_that_was_not_written_is_not_acknowledged() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    for fault in [Fault::Refuse, Fault::LoseAnswer] {
+        process.store.set(move |call, _| if call == Call::Put { fault } else { Fault::None });
+        let error = process.log(&key(1)).append(Bytes::from_static(b"lost")).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unreachable, "{fault:?}");
+    }
+    process.store.heal();
+    process.log(&key(1)).append(Bytes::from_static(b"kept")).await.unwrap();
+    let process = Process::start(&process.kill().await).await;
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!(recovered.shuffles[0].incomplete, None);
+    let mut said = Vec::new();
+    while let Some((_, record)) = recovered.said.next().await.unwrap() {
+        said.push(record);
+    }
+    assert_eq!(said, ["registration", "kept"], "what was never acknowledged is void");
+}

@@ -1,0 +1,157 @@
+//! What a process finds that comes after another.
+
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::Recovered;
+
+async fn told(recovered: &mut Recovered) -> Vec<(ShuffleKey, Bytes)> {
+    let mut told = Vec::new();
+    while let Some(record) = recovered.said.next().await.unwrap() {
+        told.push(record);
+    }
+    told
+}
+
+fn present(recovered: &Recovered, shuffle: i32, partition: i32) -> Vec<u64> {
+    let found = recovered.shuffles.iter().find(|it| it.key == key(shuffle)).expect("it was found");
+    found.present.get(&PartitionId(partition)).map_or_else(Vec::new, |ids| ids.to_bitmap().iter().collect())
+}
+
+#[tokio::test]
+async fn an_empty_machine_serves_what_the_old_one_had_uploaded() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    for n in [1, 2] {
+        let shuffle = process.register_noted(&key(n)).await;
+        for batch in 0..3 {
+            let first = i64::from(batch) * 4;
+            shuffle.write(vec![extent(0, first..first + 4, 500), extent(7, 0..1, 9)].into()).await.unwrap();
+        }
+    }
+    process.log(&key(2)).append(Bytes::from_static(b"report")).await.unwrap();
+    let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+
+    let process = Process::start(&process.kill().await).await;
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!((recovered.shuffles.len(), recovered.blocks, recovered.bytes), (2, 30, 12_054));
+    assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()));
+    assert_eq!(present(&recovered, 1, 0), (0..12).collect::<Vec<_>>());
+    let texts: Vec<_> = told(&mut recovered).await.into_iter().map(|(key, it)| (key.shuffle.0, it)).collect();
+    assert_eq!(texts, [(1, "registration".into()), (2, "registration".into()), (2, "report".into())]);
+    let index = process.tier.index(&key(1), PartitionId(0)).unwrap();
+    assert_eq!(all(index.chunks).await.unwrap(), before, "offsets are promises");
+    assert_eq!(process.read(&key(2), 0).await.unwrap(), expected(0..12, 500));
+
+    // It goes on where the other ended, and a third process knows both.
+    let shuffle = process.tier.shuffle(&key(1)).unwrap();
+    shuffle.write(vec![extent(0, 12..14, 500)].into()).await.unwrap();
+    process.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
+    let process = Process::start(&process.kill().await).await;
+    let mut recovered = process.tier.take_recovered();
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..14, 500));
+    assert_eq!(told(&mut recovered).await.len(), 4);
+    assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()));
+}
+
+#[tokio::test]
+async fn a_segment_that_is_gone_is_lost_by_name_with_what_stood_behind_it() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    for n in 0..3 {
+        shuffle
+            .write(
+                vec![extent(0, n * 2..n * 2 + 2, 50), extent(i32::try_from(n).unwrap() + 1, 0..1, 9)].into(),
+            )
+            .await
+            .unwrap();
+    }
+    let store = process.kill().await;
+    let gone = segments(&store).await.remove(1).0;
+    store.remove(&gone).await;
+    let process = Process::start(&store).await;
+    let recovered = process.tier.take_recovered();
+    assert!(recovered.shuffles[0].reason.contains(&gone), "{:?}", recovered.shuffles[0]);
+    assert_eq!(present(&recovered, 1, 0), [0, 1]);
+    assert_eq!(
+        (present(&recovered, 1, 1), present(&recovered, 1, 2), present(&recovered, 1, 3)),
+        (vec![0], vec![], vec![0])
+    );
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 50));
+}
+
+#[tokio::test]
+async fn an_upload_in_doubt_is_in_no_chain_once_another_has_its_place() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    shuffle.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    // It arrives, and nobody is told, nor can it be removed.
+    process.store.set(|call, _| match call {
+        Call::Put => Fault::LoseAnswer,
+        _ => Fault::Refuse,
+    });
+    shuffle.write(vec![extent(0, 2..5, 70)].into()).await.unwrap_err();
+    process.store.heal();
+    shuffle.write(vec![extent(0, 5..9, 60)].into()).await.unwrap();
+    assert_eq!(segments(&process.store).await.len(), 3);
+
+    let process = Process::start(&process.kill().await).await;
+    let recovered = process.tier.take_recovered();
+    assert_eq!(recovered.shuffles[0].reason, "");
+    let mut blocks = expected(0..2, 50);
+    blocks.extend(expected(5..9, 60));
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), blocks);
+}
+
+#[tokio::test]
+async fn metadata_that_is_not_proven_complete_says_so() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    for _ in 0..3 {
+        process.log(&key(1)).append(vec![7; 70_000].into()).await.unwrap();
+    }
+    process.register_noted(&key(2)).await;
+    process.log(&key(2)).mark_incomplete("for a reason").await.unwrap();
+    let store = process.kill().await;
+    let pages = store.objects().await.into_iter().map(|(key, _)| key).filter(|key| key.contains("/1."));
+    let pages: Vec<_> = pages.collect();
+    assert_eq!(pages.len(), 3, "a page is full with 64 KiB");
+    store.remove(&pages[1]).await;
+    let recovered = Process::start(&store).await.tier.take_recovered();
+    let reasons: Vec<_> = recovered.shuffles.iter().map(|it| it.incomplete.clone().unwrap()).collect();
+    assert_eq!(reasons, ["records 2 to 2 of its metadata are missing", "for a reason"]);
+}
+
+#[tokio::test]
+async fn what_was_never_registered_and_what_was_replaced_is_deleted() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let unregistered = process.register(&key(1));
+    unregistered.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    process.register_noted(&key(2)).await;
+    // The deletion of the first registration does not happen.
+    let _ = Arc::clone(&process.tier).forget(&key(2).app, &[key(2)], Purge::Shuffles);
+    process.register_noted(&key(2)).await;
+    assert_eq!(process.store.objects().await.len(), 3);
+
+    let process = Process::start(&process.kill().await).await;
+    assert_eq!(process.tier.take_recovered().shuffles.len(), 1);
+    uniffle_testkit::eventually("what is abandoned is gone", || match process.tasks.running() {
+        0 => Ok(()),
+        left => Err(format!("{left} tasks")),
+    })
+    .await;
+    let left = process.store.objects().await;
+    assert!(left.len() == 1 && left[0].0.contains("/2."), "{left:?}");
+}
+
+#[tokio::test]
+async fn a_store_that_does_not_answer_ends_the_start() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await.write(vec![extent(0, 0..2, 50)].into()).await.unwrap();
+    let store = process.kill().await;
+    for failing in [Call::List, Call::Get] {
+        store.set(move |call, _| if call == failing { Fault::Refuse } else { Fault::None });
+        assert!(Process::try_start(&store).await.is_err(), "{failing:?}");
+    }
+    store.heal();
+    assert_eq!(Process::start(&store).await.tier.take_recovered().blocks, 2);
+}

@@ -1,0 +1,116 @@
+//! Which objects are made of which batches.
+
+use futures::future::join_all;
+use uniffle_testkit::eventually;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::Cause;
+
+#[tokio::test]
+async fn objects_follow_bytes_and_not_partitions() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    let extents = (0..1000).map(|partition| extent(partition, 0..2, 10)).collect::<Vec<_>>();
+    shuffle.write(extents.into()).await.unwrap();
+    let objects = process.store.objects().await;
+    assert_eq!(objects.len(), 1, "{objects:?}");
+    for partition in [0, 500, 999] {
+        assert_eq!(process.read(&key(1), partition).await.unwrap(), expected(0..2, 10));
+    }
+    assert_eq!(process.tier.usage(&key(1)).bytes, 20_000);
+    assert_eq!(process.tier.state().used_bytes, objects[0].1);
+}
+
+#[tokio::test]
+async fn batches_that_wait_together_share_segments_up_to_their_size() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    process.store.set(|call, _| if call == Call::Begin { Fault::Hold } else { Fault::None });
+    let batch = |n: i64| shuffle.write(vec![extent(0, n * 10..n * 10 + 10, 1000)].into());
+    let others = async {
+        let began = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
+        eventually("one goes up", began).await;
+        let queued = async {
+            eventually("the others wait", || match process.tier.waiting(&key(1)) {
+                8 => Ok(()),
+                waiting => Err(format!("{waiting} wait")),
+            })
+            .await;
+            process.store.heal();
+        };
+        futures::join!(join_all((1..9).map(batch)), queued).0
+    };
+    let (first, others) = futures::join!(batch(0), others);
+    others.into_iter().chain([first]).for_each(|write| write.unwrap());
+    let segments = segments(&process.store).await;
+    assert_eq!(segments.len(), 3, "90,000 bytes in segments of 40,000: {segments:?}");
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..90, 1000));
+}
+
+#[tokio::test]
+async fn a_segment_that_is_longer_than_a_part_goes_up_in_parts() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    shuffle.write(vec![extent(0, 0..9, 3333), extent(1, 0..1, 5)].into()).await.unwrap();
+    let calls = process.store.calls();
+    let count = |call: Call| calls.iter().filter(|(it, _)| *it == call).count();
+    assert_eq!(
+        (count(Call::Begin), count(Call::Part), count(Call::Complete), count(Call::Put)),
+        (1, 4, 1, 0)
+    );
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..9, 3333));
+    assert_eq!(process.read(&key(1), 1).await.unwrap(), expected(0..1, 5));
+}
+
+#[tokio::test]
+async fn a_stream_goes_on_over_segments() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    for n in 0..5 {
+        shuffle.write(vec![extent(0, n * 3..n * 3 + 3, 700)].into()).await.unwrap();
+    }
+    assert_eq!(segments(&process.store).await.len(), 5);
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..15, 700));
+    assert!(process.extents.used() > 0, "further extents are charged");
+    let present = process.tier.present(&key(1), PartitionId(0)).await.unwrap();
+    assert_eq!(present.iter().collect::<Vec<_>>(), (0..15).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_purge_waits_for_what_is_under_way_and_leaves_nothing() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let (shuffle, sibling) = (process.register_noted(&key(4)).await, process.register_noted(&key(40)).await);
+    sibling.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
+    shuffle.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
+    process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let write = shuffle.write(vec![extent(0, 3..6, 100)].into());
+    let purge = async {
+        eventually("it is under way", || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) })
+            .await;
+        let removal = Arc::clone(&process.tier).forget(&key(4).app, &[key(4)], Purge::Shuffles).unwrap();
+        process.store.heal();
+        removal.await;
+    };
+    let (written, ()) = futures::join!(write, purge);
+    assert_eq!(written.unwrap_err().kind, crate::tiers::StoreErrorKind::Purged);
+    let left = process.store.objects().await;
+    assert!(left.len() == 2 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
+
+    process.purge(&key(40), Purge::App(Cause::Unregistered)).await;
+    assert_eq!(process.store.objects().await, []);
+    assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
+}
+
+#[tokio::test]
+async fn what_comes_after_an_application_goes_is_not_deleted_with_it() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    let keys = [key(1)];
+    let removal = Arc::clone(&process.tier).forget(&key(1).app, &keys, Purge::App(Cause::Expired)).unwrap();
+    let again = process.register_noted(&key(1)).await;
+    again.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
+    removal.await;
+    assert_eq!(process.store.objects().await.len(), 2, "a page and a segment");
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..3, 100));
+}

@@ -1,0 +1,299 @@
+//! The object store as a [`Tier`] that is read through the worker.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use croaring::Treemap;
+use dashmap::DashMap;
+use futures::future::BoxFuture;
+use futures::{FutureExt as _, StreamExt as _};
+use object_store::ObjectStore;
+use parking_lot::Mutex;
+use prometheus::Registry;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::core::{Core, path_of};
+use super::data_read::DataRead;
+use super::index_read::IndexRead;
+use super::lane::Job;
+use super::layout::Registered;
+use super::metrics::Metrics;
+use super::names::NAMES;
+use super::page::Noted;
+use super::purge::delete_prefix;
+use super::recover::{said, survey};
+use super::segment::Prepared;
+use super::settings::ObjectSettings;
+use super::shuffle::Shuffle;
+use super::{purge, upload};
+use crate::budget::Budget;
+use crate::runtime::Tasks;
+use crate::tiers::{
+    Admission, Capability, ChunkRead as _, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
+    ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch, TierShuffle, TierState, TierUsage,
+};
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_wire::index::records;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+/// Between two looks whether a store that fails is back.
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The tier.
+#[derive(Debug)]
+pub struct ObjectTier {
+    core: Arc<Core>,
+    shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    next_incarnation: AtomicU64,
+    recovered: Mutex<Recovered>,
+}
+
+impl ObjectTier {
+    /// Reads what an earlier process of this worker left. What is remembered of extents is charged to `extents`, whether
+    /// there is room for it or not; uploads are tasks of `tasks`.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub async fn open(
+        store: Arc<dyn ObjectStore>,
+        settings: ObjectSettings,
+        extents: &Budget,
+        tasks: Tasks,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        let began = Instant::now();
+        let metrics = Metrics::new(registry);
+        let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
+        let core = Arc::new(Core::new(store, settings, metrics, extents.clone(), tasks));
+        let survey = survey(&core).await?;
+        let mut recovered = Recovered { said: said(&core, &survey.found), ..Recovered::default() };
+        let (shuffles, mut strays) = (DashMap::new(), Vec::new());
+        for found in survey.found {
+            recovered.bytes += found.bytes;
+            recovered.blocks += found.blocks;
+            recovered.shuffles.push(found.told);
+            strays.extend(found.strays);
+            shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
+        }
+        recovered.took = began.elapsed();
+        // A clock beside the numbers: what was registered and is deleted already has left none.
+        let next_incarnation = AtomicU64::new(survey.next_incarnation.max(unix_ms()));
+        let cleaner = Arc::clone(&core);
+        core.tasks.spawn("object clean-up", async move {
+            for prefix in survey.abandoned.into_iter().chain(strays) {
+                delete_prefix(&cleaner, &prefix, Arc::new(|_| true)).await;
+            }
+        });
+        Ok(Arc::new(Self { core, shuffles, next_incarnation, recovered: Mutex::new(recovered) }))
+    }
+
+    /// Batches that wait for a segment.
+    #[cfg(test)]
+    pub(super) fn waiting(&self, key: &ShuffleKey) -> usize {
+        self.find(key).map_or(0, |shuffle| shuffle.queue.len())
+    }
+
+    fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
+        let found = self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle));
+        found.ok_or_else(|| StoreError::new(StoreErrorKind::NotFound, key.to_string()))
+    }
+
+    fn register(&self, key: &ShuffleKey) {
+        let create = || {
+            let incarnation = self.next_incarnation.fetch_add(1, Ordering::Relaxed);
+            Arc::new(Shuffle::new(&self.core, Registered { key: key.clone(), incarnation }))
+        };
+        self.shuffles.entry(key.clone()).or_insert_with(create);
+    }
+
+    /// Asks a store that fails whether it is back.
+    async fn probe(&self) {
+        let root = &self.core.settings.root;
+        let mut listed = self.core.store.list(Some(&path_of(root)));
+        let answer = listed.next().await.transpose();
+        if self.core.noted(root, answer).is_ok() {
+            tracing::info!("the object store answers again");
+        }
+    }
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A registration that takes batches.
+#[derive(Debug)]
+struct Handle {
+    core: Arc<Core>,
+    shuffle: Arc<Shuffle>,
+}
+
+impl TierShuffle for Handle {
+    fn is_accepting(&self) -> bool {
+        self.core.condition.is_worth_trying()
+    }
+
+    fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
+        let write = async move {
+            self.shuffle.require_present()?;
+            let key = || self.shuffle.name.key.to_string();
+            let prepared = tokio::task::spawn_blocking(move || Prepared::of(batch.extents)).await;
+            let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
+            let (done, written) = oneshot::channel();
+            if self.shuffle.queue.add(Job { batch, done }) {
+                let upload = upload::run(Arc::clone(&self.core), Arc::clone(&self.shuffle));
+                self.core.tasks.spawn("segment upload", upload);
+            }
+            written.await.unwrap_or_else(|_| Err(self.shuffle.error(StoreErrorKind::Unhealthy)))
+        };
+        write.boxed()
+    }
+}
+
+impl MetadataLog for Handle {
+    fn append(&self, record: Bytes) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move { self.shuffle.notes.append(&self.core, &Noted::Said(record)).await }.boxed()
+    }
+
+    fn mark_incomplete<'a>(&'a self, reason: &'a str) -> BoxFuture<'a, Result<(), StoreError>> {
+        let noted = Noted::Incomplete(reason.to_owned());
+        async move { self.shuffle.notes.append(&self.core, &noted).await }.boxed()
+    }
+}
+
+impl Tier for ObjectTier {
+    fn capability(&self) -> Capability {
+        Capability {
+            names: NAMES,
+            writers: self.core.settings.writers,
+            in_flight_max: usize::MAX,
+            is_for_cold: false,
+            is_by_partition: false,
+            keeps_metadata: true,
+            is_essential: true,
+        }
+    }
+
+    fn state(&self) -> TierState {
+        TierState {
+            complaint: self.core.condition.complaint(),
+            used_bytes: self.core.stored_bytes(),
+            ..TierState::default()
+        }
+    }
+
+    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        Ok(Some(Box::new(move |key, _| self.register(key))))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        Some(Arc::new(Handle { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? }))
+    }
+
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        Some(Arc::new(Handle { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? }))
+    }
+
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+        let read = async move {
+            let shuffle = self.find(key)?;
+            let stream = shuffle.stream(partition);
+            let mut index = IndexRead::new(&self.core, shuffle, stream);
+            let mut present = Treemap::new();
+            while let Some(chunk) = index.next_chunk(&HeapBuffers).await? {
+                records(&chunk).for_each(|record| present.add(record.block_id.unsigned_abs()));
+            }
+            Ok(present)
+        };
+        read.boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        self.find(key).map_or_else(|_| TierUsage::default(), |shuffle| shuffle.usage())
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        why: Purge,
+    ) -> Option<BoxFuture<'static, ()>> {
+        let before = self.next_incarnation.load(Ordering::Relaxed);
+        let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
+        let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
+        forgotten.iter().for_each(|shuffle| shuffle.forget(&self.core));
+        let app = match why {
+            Purge::App(_) => Some((app.clone(), before)),
+            Purge::Shuffles if forgotten.is_empty() => return None,
+            Purge::Shuffles => None,
+        };
+        Some(purge::purge(Arc::clone(&self.core), forgotten, app).boxed())
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        if let Some((_, shuffle)) = self.shuffles.remove(key) {
+            shuffle.forget(&self.core);
+        }
+    }
+
+    fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    fn refresh_metrics(&self) {
+        self.core.metrics.failing.set(i64::from(self.core.condition.is_failing()));
+    }
+
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        let probe = async move {
+            loop {
+                tokio::time::sleep(PROBE_INTERVAL).await;
+                if self.core.condition.is_failing() {
+                    self.probe().await;
+                }
+            }
+        };
+        let maintain = async move {
+            tokio::select! {
+                biased;
+                () = stop => {}
+                () = probe => {}
+            }
+        };
+        maintain.boxed()
+    }
+}
+
+impl ServedTier for ObjectTier {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+        let shuffle = self.find(key)?;
+        let stream = shuffle.stream(partition);
+        let data_length = stream.bytes;
+        let read = IndexRead::new(&self.core, shuffle, stream);
+        Ok(ServedIndex { length: read.left(), data_length, chunks: Box::new(read) })
+    }
+
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        range: (u64, u32),
+    ) -> Result<ServedData, StoreError> {
+        let shuffle = self.find(key)?;
+        let stream = shuffle.stream(partition);
+        let read = DataRead::new(&self.core, shuffle, stream, range)?;
+        Ok(ServedData { has_hole: false, chunks: Box::new(read) })
+    }
+}

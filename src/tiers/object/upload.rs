@@ -1,0 +1,242 @@
+//! From batches to a segment in the store: one task per shuffle while batches wait.
+//!
+//! A batch goes into the open segment as long as that has room. Full parts go up while others fill; when all that are on
+//! their way have been answered and no batch waits, or the segment is full, it is ended. So a batch that is alone is
+//! written at once, and batches that come together share an object. A batch's memory is given back when the store has
+//! answered that the object is whole.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
+use object_store::path::Path;
+use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::core::{Core, path_of};
+use super::lane::{Job, Lane};
+use super::notes::again;
+use super::segment::{OpenSegment, Sealed};
+use super::shuffle::Shuffle;
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// How long what a failed upload has left is tried to be removed.
+const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Writes what waits, until nothing does.
+pub(super) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
+    let mut lane = shuffle.lane.lock().await;
+    let mut running = shuffle.queue.running();
+    while let Some(job) = running.take_or_end() {
+        one_segment(&core, &shuffle, &mut lane, job).await;
+    }
+}
+
+async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job) {
+    lane.last_number += 1;
+    let number = lane.last_number;
+    let mut upload = Upload::new(
+        core,
+        shuffle,
+        OpenSegment::new((number, lane.published), shuffle.name.incarnation),
+        number,
+    );
+    upload.join(first);
+    let filled = tokio::select! {
+        biased;
+        () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
+        filled = upload.fill() => filled,
+    };
+    let result = match filled {
+        Ok(sealed) => publish(core, shuffle, sealed),
+        Err(error) => {
+            upload.clean_up(&error).await;
+            Err(error)
+        }
+    };
+    match &result {
+        Ok(()) => lane.published = number,
+        Err(error) if error.kind == StoreErrorKind::Purged => {}
+        Err(error) => {
+            core.metrics.uploads_failed.inc();
+            tracing::warn!(key = upload.key, %error, "a segment was not written, its blocks stay in memory");
+        }
+    }
+    upload.answer(&result);
+}
+
+fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), StoreError> {
+    let Sealed { extents, payload_bytes, bytes } = sealed;
+    // Before they are visible: a purge forgets what is visible, so nothing stays behind.
+    for (_, extent, records) in &extents {
+        core.records.keep(shuffle.records_key(extent), records.clone());
+    }
+    let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
+    if let Err(error) = shuffle.publish(&visible) {
+        core.records.forget(visible.iter().map(|(_, extent)| shuffle.records_key(extent)));
+        return Err(error);
+    }
+    shuffle.count(core, payload_bytes, bytes);
+    core.metrics.write_bytes.inc_by(payload_bytes);
+    core.metrics.segments.inc();
+    #[expect(clippy::cast_precision_loss, reason = "a histogram's observation")]
+    core.metrics.segment_bytes.observe(bytes as f64);
+    Ok(())
+}
+
+/// A segment on its way.
+struct Upload<'a> {
+    core: &'a Core,
+    shuffle: &'a Shuffle,
+    key: String,
+    path: Path,
+    open: OpenSegment,
+    /// None as long as it may become one request.
+    multipart: Option<Box<dyn MultipartUpload>>,
+    parts: FuturesUnordered<UploadPart>,
+    waiting: Vec<oneshot::Sender<Result<(), StoreError>>>,
+}
+
+impl<'a> Upload<'a> {
+    fn new(core: &'a Core, shuffle: &'a Shuffle, open: OpenSegment, number: u32) -> Self {
+        let key = shuffle.segment_key(number);
+        let (path, parts, waiting) = (path_of(&key), FuturesUnordered::new(), Vec::new());
+        Self { core, shuffle, key, path, open, multipart: None, parts, waiting }
+    }
+
+    fn join(&mut self, job: Job) {
+        self.open.push(job.batch, |partition| self.shuffle.stream_bytes(partition));
+        self.waiting.push(job.done);
+    }
+
+    /// Brings the segment up, whole, with all batches that come meanwhile and fit.
+    async fn fill(&mut self) -> Result<Sealed, StoreError> {
+        let settings = &self.core.settings;
+        loop {
+            self.shuffle.require_present()?;
+            while self.open.has_room(settings.segment_bytes)
+                && let Some(job) = self.shuffle.queue.take()
+            {
+                self.join(job);
+            }
+            while self.parts.len() < settings.parts_in_flight
+                && let Some(part) = self.open.take_part(settings.part_bytes)
+            {
+                self.send(part).await?;
+            }
+            match self.parts.next().await {
+                Some(answer) => self.core.noted(&self.key, answer)?,
+                None => break,
+            }
+        }
+        let sealed = self.seal().await?;
+        match self.multipart.is_some() {
+            true => self.finish_parts(sealed.bytes).await?,
+            false => {
+                let payload = payload(self.open.take(usize::MAX));
+                let put = self.core.store.put(&self.path, payload).await;
+                self.landed(put, sealed.bytes).await?;
+            }
+        }
+        Ok(sealed)
+    }
+
+    /// Sorts and encodes the index: of many extents this takes milliseconds.
+    async fn seal(&mut self) -> Result<Sealed, StoreError> {
+        let empty = OpenSegment::new((0, 0), 0);
+        let mut open = std::mem::replace(&mut self.open, empty);
+        let sealed = tokio::task::spawn_blocking(move || {
+            let sealed = open.seal();
+            (open, sealed)
+        });
+        let (open, sealed) = sealed.await.map_err(|error| StoreError::io(&self.key, error.into()))?;
+        self.open = open;
+        Ok(sealed)
+    }
+
+    async fn send(&mut self, part: Vec<Bytes>) -> Result<(), StoreError> {
+        if self.multipart.is_none() {
+            let begun = self.core.store.put_multipart(&self.path).await;
+            self.multipart = Some(self.core.noted(&self.key, begun)?);
+        }
+        if let Some(multipart) = &mut self.multipart {
+            self.parts.push(multipart.put_part(payload(part)));
+        }
+        Ok(())
+    }
+
+    async fn finish_parts(&mut self, bytes: u64) -> Result<(), StoreError> {
+        let settings = &self.core.settings;
+        while self.open.pending_bytes() > 0 {
+            if self.parts.len() >= settings.parts_in_flight
+                && let Some(answer) = self.parts.next().await
+            {
+                self.core.noted(&self.key, answer)?;
+            }
+            let part = self.open.take(settings.part_bytes);
+            self.send(part).await?;
+        }
+        while let Some(answer) = self.parts.next().await {
+            self.core.noted(&self.key, answer)?;
+        }
+        let Some(multipart) = &mut self.multipart else { return Ok(()) };
+        let completed = multipart.complete().await;
+        self.landed(completed, bytes).await?;
+        self.multipart = None;
+        Ok(())
+    }
+
+    /// The answer to the request that makes the object appear may be lost: then the store is asked what is there.
+    async fn landed<T>(&mut self, result: object_store::Result<T>, bytes: u64) -> Result<(), StoreError> {
+        let Err(error) = self.core.noted(&self.key, result) else { return Ok(()) };
+        match self.core.store.head(&self.path).await {
+            Ok(found) if found.size == bytes => {
+                tracing::info!(key = self.key, %error, "an upload looked failed, and the object is there");
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+
+    /// Removes what a failed upload has left, as far as the store answers. What stays is in no chain of segments.
+    async fn clean_up(&mut self, error: &StoreError) {
+        self.parts.clear();
+        let clean_up = async {
+            if let Some(multipart) = &mut self.multipart {
+                multipart.abort().await?;
+            }
+            self.core.store.delete(&self.path).await
+        };
+        match timeout(CLEAN_UP_TIMEOUT, clean_up).await {
+            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => {}
+            left => {
+                tracing::debug!(key = self.key, ?left, %error, "what a failed upload left is not removed")
+            }
+        }
+    }
+
+    /// Tells those who wait. After a failure of the store what waits for the next segment is told as well: each would wait
+    /// for a failure of its own.
+    fn answer(self, result: &Result<(), StoreError>) {
+        let others = match result {
+            Err(error) if error.kind != StoreErrorKind::Purged => {
+                std::iter::from_fn(|| self.shuffle.queue.take()).map(|job| job.done).collect()
+            }
+            _ => Vec::new(),
+        };
+        for done in self.waiting.into_iter().chain(others) {
+            // The flusher may have gone on.
+            let _ = done.send(match result {
+                Ok(()) => Ok(()),
+                Err(error) => Err(again(error)),
+            });
+        }
+    }
+}
+
+fn payload(pieces: Vec<Bytes>) -> PutPayload {
+    pieces.into_iter().collect()
+}
