@@ -76,12 +76,6 @@ impl Mapping {
         backend::populate(&self.backing, start, range)
     }
 
-    /// Whether the pages of `range` of the segments are to be huge, where the kernel has such.
-    #[cfg(not(miri))]
-    pub(super) fn advise_huge(&self, range: Range<usize>, huge: bool) {
-        backend::advise_huge(self.at(range.start, range.len()), range.len(), huge);
-    }
-
     /// Takes `range` of the segments out of the page table of this process. Of a file the pages stay, and each is found again
     /// when it is touched; private memory is left alone.
     pub(super) fn unlink(&self, range: Range<usize>) {
@@ -218,13 +212,6 @@ mod backend {
             }
             (populated, _) => Ok(populated?),
         }
-    }
-
-    pub(super) fn advise_huge(start: *mut u8, bytes: usize, huge: bool) {
-        let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
-        // SAFETY: the range lies in the mapping. Advice for or against huge pages changes no content.
-        // Its failure only costs speed (a kernel without transparent huge pages), so it is not an error.
-        let _advised = unsafe { madvise(start.cast(), bytes, advice) };
     }
 
     pub(super) fn holes(backing: &Backing, range: Range<usize>) -> io::Result<Vec<Range<usize>>> {

@@ -12,8 +12,8 @@
 //! long as any piece. Bytes are always initialised: the mapping starts as zeroes and is only ever overwritten, so
 //! `&mut [u8]` over old content is sound (what may be *shown* is the caller's care).
 //!
-//! The first use of a block touches it whole (`first_touch`). Freed memory stays resident and is reused first (see `buddy`),
-//! so resident memory never exceeds the region; only what is ceded ([`Segment::discard`]) goes back to the kernel.
+//! Freed memory stays resident and is reused first (see `buddy`), so resident memory never exceeds the region; only what is
+//! ceded ([`Segment::discard`]) goes back to the kernel.
 //!
 //! A region may also lie in a file in memory ([`Region::shared`]), with a *front* of words before the segments. What
 //! [`super::persistent`] keeps there is only ever touched as atomic words, and no segment reaches into it. Its pages are taken
@@ -23,7 +23,6 @@
 //! `cargo +nightly miri test --manifest-path tests/miri/Cargo.toml` (seconds; needs `rustup +nightly component add miri`).
 
 mod copy;
-mod first_touch;
 mod mapping;
 mod pages;
 mod range;

@@ -36,9 +36,13 @@ impl Region {
     pub fn allocate(self: &Arc<Self>, bytes: usize, charge: Charge) -> Result<Segment, Charge> {
         debug_assert_eq!(charge.bytes(), bytes as u64, "a segment is charged by its size");
         loop {
-            let ready = match self.take(bytes) {
-                Ok(offset) => return Ok(self.segment(offset, bytes, charge)),
-                Err(ready) => ready,
+            let ready = {
+                let mut buddy = self.buddy.lock();
+                if let Some(offset) = buddy.allocate(bytes) {
+                    drop(buddy);
+                    return Ok(self.segment(offset, bytes, charge));
+                }
+                buddy.ready()
             };
             if !self.pages.as_ref().is_some_and(|pages| pages.grow(self.of(), ready)) {
                 return Err(charge);

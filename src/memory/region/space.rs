@@ -9,7 +9,6 @@ use std::sync::atomic::AtomicU64;
 use parking_lot::Mutex;
 
 use super::super::buddy::{BLOCK_BYTES, Buddy};
-use super::first_touch::FirstTouch;
 use super::mapping::{Mapping, too_large};
 use super::pages::{Of, Pages};
 
@@ -19,8 +18,6 @@ pub struct Region {
     pub(super) buddy: Mutex<Buddy>,
     /// Of a region in a file.
     pub(super) pages: Option<Pages>,
-    /// Of one in private memory.
-    first_touch: FirstTouch,
 }
 
 impl Region {
@@ -31,12 +28,7 @@ impl Region {
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
-        Ok(Arc::new(Self {
-            map,
-            buddy: Mutex::new(Buddy::new(blocks)),
-            pages: None,
-            first_touch: FirstTouch::default(),
-        }))
+        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)), pages: None }))
     }
 
     /// Bytes of a region of `capacity_bytes`: whole blocks.
@@ -61,25 +53,12 @@ impl Region {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::shared(file, front_bytes, blocks)?;
         let buddy = Mutex::new(Buddy::unready(blocks));
-        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), first_touch: FirstTouch::default() }))
+        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()) }))
     }
 
     /// The words before the segments; none of private memory.
     pub fn front(&self) -> &[AtomicU64] {
         self.map.front()
-    }
-
-    /// A free piece, touched if its block never was; or how many blocks were ready when there was none.
-    pub(super) fn take(&self, bytes: usize) -> Result<usize, usize> {
-        let mut buddy = self.buddy.lock();
-        let touched = buddy.touched_bytes();
-        let offset = buddy.allocate(bytes).ok_or_else(|| buddy.ready())?;
-        let is_fresh = buddy.touched_bytes() > touched;
-        drop(buddy);
-        if is_fresh && self.pages.is_none() {
-            self.first_touch.of(&self.map, offset);
-        }
-        Ok(offset)
     }
 
     /// Bytes of the mapping.
