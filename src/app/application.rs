@@ -9,6 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
 use super::account::Account;
+use super::reports::Reports;
 use super::shuffle::ShuffleState;
 use super::usage::Usage;
 use crate::budget::{Budget, Charge, Heap, HeapKind};
@@ -36,6 +37,7 @@ pub struct App {
     pub(super) reported_ids: Budget,
     partitions: Budget,
     unfinished_blocks: Budget,
+    reports: Reports,
     pub(super) charge: Mutex<Charge>,
     answers: Budget,
     answer_lists: Budget,
@@ -69,6 +71,7 @@ impl App {
             reported_ids: heap.of_one_app(HeapKind::ReportedIds),
             partitions: heap.of_one_app(HeapKind::Partitions),
             unfinished_blocks: heap.of_one_app(HeapKind::Blocks),
+            reports: Reports::default(),
             answers: answers.child(answers.capacity() / 2),
             answer_lists: heap.of_one_app(HeapKind::Answers),
             usage,
@@ -98,6 +101,11 @@ impl App {
     /// Heap of the blocks of its sends that are not committed.
     pub fn unfinished_blocks(&self) -> &Budget {
         &self.unfinished_blocks
+    }
+
+    /// Those of its reports that are on their way.
+    pub fn reports(&self) -> &Reports {
+        &self.reports
     }
 
     /// Its id.

@@ -12,6 +12,7 @@ mod ranges;
 mod record_counts;
 mod registration;
 mod registry;
+mod reports;
 mod shuffle;
 mod unproven;
 mod usage;
@@ -30,6 +31,7 @@ pub use ranges::{PartitionRanges, RangeError};
 pub use record_counts::{PartitionRecords, RecordCounts};
 pub use registration::{RegisterError, Registration};
 pub use registry::AppRegistry;
+pub use reports::{NotPaid, PaidReport, Reports};
 pub use shuffle::ShuffleState;
 pub use usage::{Counted, Kind, OverQuota, Quotas, Usage, Whose, quota_key};
 

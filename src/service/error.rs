@@ -173,6 +173,12 @@ pub enum ServiceError {
 pub(super) const MALFORMED: &str = "malformed request";
 
 impl ServiceError {
+    /// Whether the budget of the heap refused it.
+    #[must_use]
+    pub fn is_no_heap(&self) -> bool {
+        matches!(self, Self::Report(ReportError::NoHeap(_)) | Self::NoHeap(_))
+    }
+
     /// What the client did wrong, if it did: an operator should hear of it. Not what is everyday: short memory, late
     /// calls of applications that are gone, older attempts, calls that this server does not offer.
     #[must_use]

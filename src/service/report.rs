@@ -64,17 +64,30 @@ impl Ingest {
         let is_small = numbers_in(&request.partitions, &request.records) <= INLINE_IDS_MAX;
         let (partitions, records) =
             (std::mem::take(&mut request.partitions), std::mem::take(&mut request.records));
-        let reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
-        let asked = Arc::clone(&shuffle);
-        let (cost, reported) = aside(is_small, move || reported.costed(&asked)).await?;
-        let cost = cost?;
+        let mut reported = Reported { bitmap_count: request.bitmap_count, partitions, records };
         let log = || self.tiers.metadata().and_then(|tier| tier.metadata_log(&key));
-        // What is known was written down before, and is on the device unless an earlier process left it and nothing
-        // could be written since.
-        if cost.learns_nothing() && log().is_none_or(|log| log.is_recovered_durable()) {
-            return Ok(());
-        }
-        let paid = cost.pay(&app, &shuffle, reported.bitmap_count)?;
+        let mut turn = None;
+        let (paid, _on_its_way) = loop {
+            let ended = app.reports().ended();
+            let asked = Arc::clone(&shuffle);
+            let (cost, costed) = aside(is_small, move || reported.costed(&asked)).await?;
+            reported = costed;
+            let cost = cost?;
+            // What is known was written down before, and is on the device unless an earlier process left it and nothing
+            // could be written since.
+            if cost.learns_nothing() && log().is_none_or(|log| log.is_recovered_durable()) {
+                return Ok(());
+            }
+            match app.reports().pay(|| cost.pay(&app, &shuffle, reported.bitmap_count)) {
+                Ok(paid) => break paid,
+                Err(refused) if refused.others == 0 || !refused.error.is_no_heap() => {
+                    return Err(refused.error);
+                }
+                Err(_) if turn.is_none() => turn = app.reports().turn().await,
+                Err(_) => ended.await,
+            }
+        };
+        drop(turn);
         self.losses.judge_report(&app, &shuffle, &reported.partitions).await?;
         let reported = match self.tiers.metadata() {
             Some(tier) => note_report(&**tier, &key, request.task_attempt, reported).await?,

@@ -64,7 +64,8 @@ pub mod settings;
 mod shuffle;
 #[cfg(feature = "object")]
 mod streams;
-#[cfg(all(test, feature = "object"))]
+#[cfg(test)]
+#[cfg(feature = "object")]
 mod tests;
 #[cfg(feature = "object")]
 mod tier;

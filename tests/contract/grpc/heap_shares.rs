@@ -125,6 +125,23 @@ async fn n7_n17_applications_that_fill_their_parts_of_the_heap_keep_no_other_fro
     fixture.finish().await;
 }
 
+/// Each is charged for sets that the first one makes, until it is entered: together more than an application has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reports_that_come_at_once_wait_for_heap_that_those_before_will_not_need() {
+    let fixture = small_heap().await;
+    let key = key("app-1", 0);
+    fixture.client.register(&key, &[(0, 39)]).await.unwrap();
+    let reports = (0..8).map(|task| {
+        let ids = (0..12_000).map(|n| n << 45 | task).collect();
+        report(&fixture, &key, vec![(0, ids)])
+    });
+    for (status, text) in futures::future::join_all(reports).await {
+        assert_eq!(status, StatusCode::Success, "{text}");
+    }
+    assert_eq!(told(&fixture, &key).await.len(), 96_000);
+    fixture.finish().await;
+}
+
 /// What the heap has no room for as a whole; any twentieth of it would fit.
 fn too_large() -> Vec<(i32, Vec<i64>)> {
     let ids = |partition: i32| (0..2_000).map(|n| (i64::from(partition) * 2_000 + n) << 33).collect();
