@@ -95,7 +95,6 @@ pub struct Buffer {
     /// Its application's.
     budget: Budget,
     state: Mutex<State>,
-    unverified: Unverified,
     active_bytes: AtomicU64,
     active_charged_bytes: AtomicU64,
     active_blocks: AtomicUsize,
@@ -116,6 +115,8 @@ struct State {
     next_chain: u64,
     evicted: bool,
     overdue: bool,
+    /// What an earlier process left, until it was looked at.
+    unverified: Option<Arc<Unverified>>,
 }
 
 /// What of a partition is in memory.
@@ -162,7 +163,6 @@ impl Buffer {
             named,
             budget,
             state: Mutex::default(),
-            unverified: Unverified::default(),
             active_bytes: AtomicU64::new(0),
             active_charged_bytes: AtomicU64::new(0),
             received_bytes: AtomicU64::new(0),
@@ -332,11 +332,11 @@ impl Buffer {
         list.charge(paid, strays, &supply.lists);
         let restored = Committed { blocks: list.len(), bytes: list.bytes(), ..Committed::default() };
         let mut state = self.state.lock();
-        let State { lists, next_chain, .. } = &mut *state;
+        let State { lists, next_chain, unverified, .. } = &mut *state;
         *next_chain = last_chain + 1;
         let lists = self.made(lists, next_chain);
         let batch = Arc::new(SealedBatch::new(self.partition, list));
-        self.unverified.set(key.clone(), Arc::downgrade(&batch), &self.shared.verification);
+        *unverified = Some(Unverified::of(key.clone(), Arc::downgrade(&batch), &self.shared.verification));
         lists.batches.push_back(batch);
         self.received_bytes.fetch_add(restored.bytes, Ordering::Relaxed);
         self.publish_counters(&state);
@@ -346,8 +346,10 @@ impl Buffer {
     /// Looks at what an earlier process left, unless that was done: what is damaged is not shown from then on. Milliseconds for
     /// each few MiB.
     pub fn verify(&self) {
+        let Some(unverified) = self.state.lock().unverified.clone() else { return };
         let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
-        self.unverified.look_once(&self.shared.verification, look);
+        unverified.look_once(&self.shared.verification, look);
+        self.state.lock().unverified = None;
     }
 
     fn withhold_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
@@ -454,10 +456,10 @@ impl Buffer {
     pub fn evict(&self) {
         let mut state = self.state.lock();
         state.evicted = true;
-        let lists = state.lists.take();
+        let (lists, unverified) = (state.lists.take(), state.unverified.take());
         self.publish_counters(&state);
         drop(state);
-        self.unverified.clear(&self.shared.verification);
+        unverified.iter().for_each(|it| it.clear(&self.shared.verification));
         drop(lists);
     }
 

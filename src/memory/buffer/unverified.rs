@@ -7,8 +7,8 @@
 //! A core sums several GB/s, so it is not for a runtime's thread. Readers, the flusher and a look at everything after the start
 //! all ask (`Buffer::verify`); the first does it and the others wait.
 
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -31,7 +31,7 @@ pub(in crate::memory) struct Verification {
 }
 
 /// Of one buffer.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Unverified {
     is_left: AtomicBool,
     /// Held while it is looked at.
@@ -40,10 +40,9 @@ pub(super) struct Unverified {
 
 impl Unverified {
     /// `batch` is of an earlier process.
-    pub(super) fn set(&self, key: ShuffleKey, batch: Weak<SealedBatch>, of_all: &Verification) {
-        *self.batch.lock() = Some((key, batch));
+    pub(super) fn of(key: ShuffleKey, batch: Weak<SealedBatch>, of_all: &Verification) -> Arc<Self> {
         of_all.buffers.fetch_add(1, Ordering::Relaxed);
-        self.is_left.store(true, Ordering::Release);
+        Arc::new(Self { is_left: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
     }
 
     /// Calls `look` with what nobody has looked at, if it is still there. Those that come meanwhile wait.
