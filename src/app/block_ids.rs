@@ -154,6 +154,11 @@ impl BlockIds {
             let set = self.partitions.entry(*partition).or_default();
             added += ids.as_ref().iter().filter(|id| set.add(id.unsigned_abs())).count() as u64;
         }
+        self.count_added(added, paid);
+    }
+
+    /// Counts ids that were added, of what is `paid`.
+    fn count_added(&mut self, added: u64, paid: &mut PaidIds) {
         self.share.move_from(&mut paid.share, added);
         let counted = paid.counted.split_up_to(added);
         let beyond = counted.budget().force_charge(added - counted.bytes());
@@ -171,10 +176,17 @@ impl BlockIds {
         partitions: &[(PartitionId, impl AsRef<[i64]>)],
     ) -> Result<(), ReportError> {
         self.check(bitmap_count, partitions)?;
-        let free = Cost { new: self.cost(partitions).new, bytes: 0 };
-        let mut paid = self.pay(free, self.counted.budget().nothing())?;
+        let Cost { new, bytes } = self.cost(partitions);
+        let mut paid = self.pay(Cost { new, bytes: 0 }, self.counted.budget().nothing())?;
         self.begin(bitmap_count)?;
-        self.enter(partitions, &mut paid);
+        self.hold(bytes);
+        let mut added = 0;
+        for (partition, ids) in partitions {
+            let mut ids: Vec<u64> = ids.as_ref().iter().map(|id| id.unsigned_abs()).collect();
+            ids.sort_unstable();
+            added += self.partitions.entry(*partition).or_default().add_sorted(&ids);
+        }
+        self.count_added(added, &mut paid);
         Ok(())
     }
 

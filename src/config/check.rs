@@ -298,7 +298,8 @@ fn check_hdfs(config: &Config, found: &mut Found) {
 fn check_object(config: &Config, found: &mut Found) {
     let store_type = config.worker.store_type;
     if store_type.has_object() && config.object.url.is_none() {
-        found.refuse("object_store.url", "(absent)", "needed with store_type MEMORY_OBJECT");
+        let allowed = format!("needed with store_type {}", store_type.as_str());
+        found.refuse("object_store.url", "(absent)", allowed);
     }
     if !store_type.has_object() && config.object.url.is_some() {
         found.warn(format!("[object_store] has no effect with store_type {}", store_type.as_str()));

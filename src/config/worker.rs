@@ -22,6 +22,8 @@ words! {
         MemoryLocalfileHdfs = "MEMORY_LOCALFILE_HDFS",
         /// Memory, spilled to an object store, which clients read through the worker.
         MemoryObject = "MEMORY_OBJECT",
+        /// Memory, spilled to local disks, and from there in the background to an object store.
+        MemoryLocalfileObject = "MEMORY_LOCALFILE_OBJECT",
     }
 }
 
@@ -30,30 +32,30 @@ impl StoreType {
     pub fn has_local(self) -> bool {
         match self {
             Self::Memory | Self::MemoryHdfs | Self::MemoryObject => false,
-            Self::MemoryLocalfile | Self::MemoryLocalfileHdfs => true,
+            Self::MemoryLocalfile | Self::MemoryLocalfileHdfs | Self::MemoryLocalfileObject => true,
         }
     }
 
     /// True when blocks are spilled to HDFS.
     pub fn has_hdfs(self) -> bool {
         match self {
-            Self::Memory | Self::MemoryLocalfile | Self::MemoryObject => false,
+            Self::Memory | Self::MemoryLocalfile | Self::MemoryObject | Self::MemoryLocalfileObject => false,
             Self::MemoryHdfs | Self::MemoryLocalfileHdfs => true,
         }
     }
 
-    /// True when blocks are spilled to an object store.
+    /// True when blocks end in an object store.
     pub fn has_object(self) -> bool {
         match self {
             Self::Memory | Self::MemoryLocalfile | Self::MemoryHdfs | Self::MemoryLocalfileHdfs => false,
-            Self::MemoryObject => true,
+            Self::MemoryObject | Self::MemoryLocalfileObject => true,
         }
     }
 
     /// What clients are to be told (spark.rss.storage.type): objects are local data to them.
     pub fn of_clients(self) -> Self {
         match self {
-            Self::MemoryObject => Self::MemoryLocalfile,
+            Self::MemoryObject | Self::MemoryLocalfileObject => Self::MemoryLocalfile,
             same => same,
         }
     }
@@ -65,8 +67,9 @@ section! {
     #[table("shutdown", "How the worker ends.")]
     pub struct WorkerConfig |machine| {
         /// MEMORY; MEMORY_LOCALFILE: memory, spilled to local disks; MEMORY_HDFS: spilled to HDFS; MEMORY_LOCALFILE_HDFS: to
-        /// local disks, and to HDFS what is cold; MEMORY_OBJECT: to an object store, for workers without disks. Clients must be
-        /// told the same (spark.rss.storage.type); for MEMORY_OBJECT, MEMORY_LOCALFILE.
+        /// local disks, and to HDFS what is cold; MEMORY_OBJECT: to an object store, for workers without disks;
+        /// MEMORY_LOCALFILE_OBJECT: to local disks, and from there in the background to an object store. Clients must be told the
+        /// same (spark.rss.storage.type); for the last two, MEMORY_LOCALFILE.
         #[key("store_type", word(), Restart)]
         pub store_type: StoreType = StoreType::MemoryLocalfile,
         /// Address all listeners listen on.

@@ -134,12 +134,18 @@ impl Writer {
             copies.push(Copy { directory: *at, generation: self.generation, path, file });
         }
         let (frames, end) = self.fill(epoch, &copies).await?;
-        for (number, copy) in copies.iter_mut().enumerate() {
-            let directory = copy_directory(self.generation, number);
-            if let Err(error) = self.finish(copy, &directory).await {
-                return Err(self.fail(copy.directory, &copy.path, &error).known());
+        let (writer, generation) = (&*self, self.generation);
+        let finishing = copies.iter().enumerate().map(|(number, copy)| async move {
+            let directory = copy_directory(generation, number);
+            writer.finish(copy, &directory).await.map(|()| copy_file(&directory))
+        });
+        // Together: a start waits for their syncs.
+        let finished = join_all(finishing.collect::<Vec<_>>()).await;
+        for (copy, finished) in copies.iter_mut().zip(finished) {
+            match finished {
+                Ok(path) => copy.path = path,
+                Err(error) => return Err(self.fail(copy.directory, &copy.path, &error).known()),
             }
-            copy.path = copy_file(&directory);
         }
         let is_known = self.is_open && epoch.id == self.epoch.id;
         let list = self.list(epoch);

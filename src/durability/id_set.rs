@@ -3,7 +3,6 @@
 //! A bitmap of a few ids takes most of a KiB, mostly for the ids to come; most partitions of a large shuffle have few.
 //! Invariant: what a set takes is known before it grows, from above and never below ([`IdSet::cost`]).
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use croaring::Treemap;
@@ -83,12 +82,12 @@ impl IdSet {
                 if few.len() + count <= FEW_MAX {
                     return Cost { new: count as u64, bytes: LISTED_BYTES * count as u64 };
                 }
-                let (new, count): (Vec<u64>, _) = (new.collect(), count as u64);
-                let highs: BTreeSet<u64> = few.iter().chain(&new).map(|id| id >> 32).collect();
-                let containers: BTreeSet<u64> = few.iter().chain(&new).map(|id| id >> 16).collect();
+                let count = count as u64;
+                let mut all: Vec<u64> = few.iter().copied().chain(new).collect();
+                all.sort_unstable();
                 let bytes = BITMAP_BYTES
-                    + HIGH_BYTES * highs.len() as u64
-                    + CONTAINER_BYTES * containers.len() as u64
+                    + HIGH_BYTES * distinct(&all, 32)
+                    + CONTAINER_BYTES * distinct(&all, 16)
                     + CONTAINED_BYTES * (few.len() as u64 + count);
                 Cost { new: count, bytes }
             }
@@ -121,6 +120,29 @@ impl IdSet {
             }
             Self::Many(set) => Arc::make_mut(set).add_checked(id),
         }
+    }
+
+    /// Adds `ids`, which are sorted; how many were not there.
+    pub fn add_sorted(&mut self, ids: &[u64]) -> u64 {
+        debug_assert!(ids.is_sorted(), "neighbours are added together");
+        if let Self::Few(few) = self {
+            if few.len() + ids.len() <= FEW_MAX {
+                return ids.iter().filter(|id| self.add(**id)).count() as u64;
+            }
+            *self = Self::Many(Arc::new(Treemap::of(few)));
+        }
+        let Self::Many(set) = self else { return 0 };
+        let (set, mut added, mut lows) = (Arc::make_mut(set), 0, Vec::new());
+        for ids in ids.chunk_by(|a, b| a >> 32 == b >> 32) {
+            let Some([high, _]) = ids.first().map(|id| halves(*id)) else { continue };
+            lows.clear();
+            lows.extend(ids.iter().map(|id| halves(*id)[1]));
+            let bitmap = set.map.entry(high).or_default();
+            let before = bitmap.cardinality();
+            bitmap.add_many(&lows);
+            added += bitmap.cardinality() - before;
+        }
+        added
     }
 
     /// Takes `ids` out.
@@ -179,10 +201,8 @@ impl IdSet {
     pub fn bitmap_bytes(&self) -> u64 {
         match self {
             Self::Few(ids) => {
-                // Sorted, so that those of a container stand together.
-                let distinct = |bits: u32| ids.chunk_by(|a, b| a >> bits == b >> bits).count() as u64;
-                HIGH_BYTES * distinct(32)
-                    + CONTAINER_BYTES * distinct(16)
+                HIGH_BYTES * distinct(ids, 32)
+                    + CONTAINER_BYTES * distinct(ids, 16)
                     + 2 * CONTAINED_BYTES * ids.len() as u64
             }
             Self::Many(set) => {
@@ -218,10 +238,19 @@ impl FromIterator<u64> for IdSet {
     }
 }
 
+/// How many different numbers sorted `ids` have above their lowest `bits`.
+fn distinct(ids: &[u64], bits: u32) -> u64 {
+    ids.chunk_by(|a, b| a >> bits == b >> bits).count() as u64
+}
+
+/// The upper and the lower half.
+fn halves(id: u64) -> [u32; 2] {
+    [id >> 32, id & u64::from(u32::MAX)].map(|word| u32::try_from(word).unwrap_or(u32::MAX))
+}
+
 /// What one id that is not in `set` adds to it.
 fn cost_in(set: &Treemap, id: u64) -> u64 {
-    let [high, low] =
-        [id >> 32, id & u64::from(u32::MAX)].map(|word| u32::try_from(word).unwrap_or(u32::MAX));
+    let [high, low] = halves(id);
     let Some(bitmap) = set.map.get(&high) else { return HIGH_BYTES + CONTAINER_BYTES + CONTAINED_BYTES };
     match bitmap.range_cardinality(low & !0xFFFF..=low | 0xFFFF) {
         0 => CONTAINER_BYTES + CONTAINED_BYTES,
@@ -251,7 +280,12 @@ mod tests {
                 let ids: Vec<i64> = ids.into_iter().map(|id| id << spread).collect();
                 let cost = set.cost(&ids);
                 let before = model.len();
+                let mut sorted: Vec<u64> = ids.iter().map(|id| id.unsigned_abs()).collect();
+                sorted.sort_unstable();
+                let mut at_once = set.clone();
+                let added_at_once = at_once.add_sorted(&sorted);
                 let added = ids.iter().filter(|id| set.add(id.unsigned_abs())).count();
+                prop_assert_eq!((added_at_once, at_once.to_bitmap()), (added as u64, set.to_bitmap()));
                 model.extend(ids.iter().map(|id| id.unsigned_abs()));
                 prop_assert_eq!(added, model.len() - before);
                 prop_assert!(cost.new >= added as u64, "{:?} for {}", cost, added);

@@ -3,7 +3,7 @@
 //! An entry is acknowledged once it is on the device in both copies, on two directories where two can be written. This is the
 //! handle; one task writes (`writer`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,6 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 use uuid::Uuid;
 
 use super::frame::{Entry, Gap, Incarnation};
+use super::history::History;
 use super::legacy::Legacy;
 use super::read::{Directory, Survey};
 use super::take_over::Found;
@@ -129,10 +130,22 @@ impl MetadataLog {
         }
     }
 
+    /// What a shuffle has said so far, to be read while the log goes on.
+    ///
+    /// # Errors
+    /// The log cannot be written now, so nobody knows.
+    pub async fn history(&self, shuffle: Incarnation) -> Result<History, LogError> {
+        let (done, answer) = oneshot::channel();
+        let ended = || LogError::told("the worker ends");
+        self.requests.send(Request::Where(done)).await.map_err(|_| ended())?;
+        let places = answer.await.map_err(|_| ended())??;
+        Ok(History::new(shuffle, places))
+    }
+
     /// What living shuffles said, to be read once.
     #[must_use]
     pub fn said(&self) -> Said {
-        Said { log: Some(self.clone()), told: None }
+        Said { log: Some(self.clone()), told: None, others: None }
     }
 
     async fn ask(&self, entry: Entry) -> Result<(), LogError> {
@@ -150,13 +163,24 @@ pub struct Said {
     /// Until it is asked.
     log: Option<MetadataLog>,
     told: Option<mpsc::Receiver<Told>>,
+    /// Told after the end of this, of the shuffles that are wanted.
+    others: Option<(Box<Said>, Wanted)>,
 }
+
+/// Shuffles of which others tell, too.
+type Wanted = HashSet<ShuffleKey>;
 
 impl Said {
     /// What someone else tells who keeps records, one by one, with none at the end.
     #[must_use]
     pub fn of(told: mpsc::Receiver<Result<Option<(ShuffleKey, Bytes)>, LogError>>) -> Self {
-        Self { log: None, told: Some(told) }
+        Self { log: None, told: Some(told), others: None }
+    }
+
+    /// The same, and then what `others` tell of `wanted` shuffles.
+    #[must_use]
+    pub fn then(self, others: Self, wanted: HashSet<ShuffleKey>) -> Self {
+        Self { others: Some((Box::new(others), wanted)), ..self }
     }
 
     /// The next record; none at the end.
@@ -164,6 +188,22 @@ impl Said {
     /// # Errors
     /// The log cannot be read to its end.
     pub async fn next(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
+        if let Some(told) = self.next_own().await? {
+            return Ok(Some(told));
+        }
+        let Some((others, wanted)) = &mut self.others else { return Ok(None) };
+        loop {
+            match Box::pin(others.next()).await? {
+                Some((key, record)) if wanted.contains(&key) => return Ok(Some((key, record))),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        self.others = None;
+        Ok(None)
+    }
+
+    async fn next_own(&mut self) -> Result<Option<(ShuffleKey, Bytes)>, LogError> {
         if let Some(log) = self.log.take() {
             let (to, told) = mpsc::channel(TOLD_MAX);
             self.told = Some(told);

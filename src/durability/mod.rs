@@ -9,6 +9,7 @@
 //! | `read` | what the data directories have of it |
 //! | `log` | its handle |
 //! | `writer`, `contents` | the one writer: two copies, synced in groups; how much of them is dead |
+//! | `history` | what one shuffle has said so far |
 //! | `generation` | begun anew where a copy fails or most is dead |
 //! | `take_over` | what an earlier process left in it |
 //! | `vouch` | what a process says of a directory that it cannot take along (pure) |
@@ -23,6 +24,7 @@
 mod contents;
 pub mod frame;
 mod generation;
+mod history;
 mod id_set;
 mod ledger;
 pub mod legacy;
@@ -39,6 +41,7 @@ mod vouch;
 mod writer;
 
 pub use self::frame::{Epoch, Incarnation, Member};
+pub use self::history::{Heard, History, HistoryReader};
 pub use self::id_set::{Cost, IdSet};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;

@@ -21,6 +21,14 @@ use super::proof::{CopySeen, Judgement, Present, Torn, judge};
 use super::vouch::Vouch;
 use uniffle_io::{Disk, File, ReadTarget};
 
+/// Where the log can be read at a moment, by any of the sources; a generation that begins later removes them.
+#[derive(Debug)]
+pub(super) struct Places {
+    pub(super) sources: Vec<Source>,
+    pub(super) directories: Vec<Directory>,
+    pub(super) deadline: Duration,
+}
+
 /// Directory of the log in a data directory.
 pub const METADATA: &str = "uniffle-worker.metadata";
 /// The list of data directories.

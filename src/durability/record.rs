@@ -85,6 +85,12 @@ impl Record {
         }
     }
 
+    /// Whether bytes of a record are a registration.
+    #[must_use]
+    pub fn is_registration(bytes: &[u8]) -> bool {
+        bytes.first() == Some(&REGISTRATION)
+    }
+
     /// Reads a record. Whatever the bytes are, nothing is allocated that they do not pay for.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use super::contents::Contents;
 use super::frame::{Encoder, Entry, Epoch};
 use super::mark::{MARK_PAUSE, Marks};
 use super::proof::Judgement;
-use super::read::{Directory, METADATA, Part, Source, within};
+use super::read::{Directory, METADATA, Part, Places, Source, within};
 use super::vouch::Vouch;
 use uniffle_io::File;
 use uniffle_wire::types::ShuffleKey;
@@ -73,6 +73,8 @@ pub(super) enum Request {
     Blind(oneshot::Sender<()>),
     /// Vouch for these directories; and then, if so, write nothing more.
     Vouch(Vec<Uuid>, bool, oneshot::Sender<Result<Vouch, LogError>>),
+    /// Where the log can be read now.
+    Where(oneshot::Sender<Result<Places, LogError>>),
     /// Tell what living shuffles said.
     Tell(mpsc::Sender<Told>),
 }
@@ -161,6 +163,7 @@ impl Writer {
         while self.wait_for(&mut requests, &mut waiting).await > 0 {
             let (mut entries, mut answers) = (Vec::new(), Vec::new());
             let (mut settled, mut listening, mut leaving) = (Vec::new(), Vec::new(), None);
+            let mut looking = Vec::new();
             for request in waiting.drain(..) {
                 match request {
                     Request::Append(entry, done) => {
@@ -169,6 +172,7 @@ impl Writer {
                     }
                     Request::Settle(done) => settled.push(done),
                     Request::Tell(to) => listening.push(to),
+                    Request::Where(done) => looking.push(done),
                     Request::Vouch(without, leaves, done) => leaving = Some((without, leaves, done)),
                     Request::Blind(done) => {
                         self.is_blind = true;
@@ -180,6 +184,9 @@ impl Writer {
             for (done, result) in answers.into_iter().zip(results) {
                 // The caller may be gone.
                 let _ = done.send(result);
+            }
+            for done in looking {
+                let _ = done.send(self.readable());
             }
             for to in listening {
                 self.tell(&to).await;
@@ -193,6 +200,15 @@ impl Writer {
                 }
             }
         }
+    }
+
+    /// Where all of the log can be read now.
+    fn readable(&self) -> Result<Places, LogError> {
+        if !self.is_open {
+            return Err(LogError::told("the metadata log cannot be written now"));
+        }
+        let sources = std::iter::once(&self.source).chain(&self.others).cloned().collect();
+        Ok(Places { sources, directories: self.directories.clone(), deadline: self.deadlines.name })
     }
 
     /// What a successor is told of directories that it will not see; those that this process was told of so stay so.

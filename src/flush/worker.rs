@@ -110,7 +110,9 @@ impl Flusher {
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
         let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
-        shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes }).await
+        let is_waited_for = self.memory.tickets().are_waited_for();
+        let backlog_bytes = if is_waited_for { self.memory.in_flight_bytes() } else { 0 };
+        shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes, backlog_bytes }).await
     }
 
     fn publish(&self, batch: &Batch, bytes: u64, tier: usize) {

@@ -8,6 +8,8 @@
 //! A block's state is a heap-ordered tree in a bitmap of 1,024 bits (node 1 is the block, 2 and 3 its halves, …,
 //! 512..1024 its 4 KiB units); a set bit is a free piece whose parent is not free as a whole. That is 128 bytes for 2 MiB.
 
+use std::ops::Range;
+
 /// The smallest piece.
 pub(super) const UNIT_BYTES: usize = 4 << 10;
 /// The largest piece, and the unit in which the region grows: one huge page.
@@ -79,6 +81,32 @@ impl Buddy {
             }
         }
         taken
+    }
+
+    /// What is free of blocks that were in use, in the order of its places, neighbours as one.
+    pub(super) fn free_ranges(&self) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for (block, words) in self.blocks[..self.fresh].iter().enumerate() {
+            let from = ranges.len();
+            for (at, word) in words.iter().enumerate() {
+                let mut left = *word;
+                while left != 0 {
+                    let node = at * 64 + left.trailing_zeros() as usize;
+                    left &= left - 1;
+                    let depth = node.ilog2() as usize;
+                    let bytes = BLOCK_BYTES >> depth;
+                    let start = block * BLOCK_BYTES + (node - (1 << depth)) * bytes;
+                    ranges.push(start..start + bytes);
+                }
+            }
+            ranges[from..].sort_unstable_by_key(|range| range.start);
+        }
+        ranges.dedup_by(|next, range| {
+            let follows = range.end == next.start;
+            range.end = if follows { next.end } else { range.end };
+            follows
+        });
+        ranges
     }
 
     /// The largest piece that [`Buddy::allocate`] would grant now.
@@ -367,6 +395,13 @@ mod tests {
                 }
                 prop_assert_eq!(buddy.free_bytes(), model.free_bytes());
                 prop_assert_eq!(buddy.largest_free(), model.largest_free());
+                let free = buddy.free_ranges();
+                let units = |range: &Range<usize>| range.start / UNIT_BYTES..range.end / UNIT_BYTES;
+                prop_assert!(free.iter().flat_map(units).all(|unit| !model.0[unit]));
+                let bytes: usize = free.iter().map(Range::len).sum();
+                let never_used = (3 * BLOCK_BYTES) as u64 - buddy.touched_bytes();
+                prop_assert_eq!(bytes as u64 + never_used, buddy.free_bytes());
+                prop_assert!(free.windows(2).all(|two| two[0].end < two[1].start));
             }
             for (offset, bytes) in live {
                 buddy.free(offset, bytes);

@@ -218,6 +218,11 @@ impl Claims {
         expired
     }
 
+    pub(super) fn are_waited_for(&mut self, now: Instant) -> bool {
+        self.look(now);
+        !self.waiting.is_empty()
+    }
+
     /// Bytes to be kept free for those below their shares.
     pub(super) fn claimed_bytes(&mut self, now: Instant) -> u64 {
         self.look(now);

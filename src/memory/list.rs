@@ -218,6 +218,13 @@ impl BlockList {
         self.enter(meta, offset);
     }
 
+    /// Room for so many blocks more.
+    pub(super) fn reserve(&mut self, blocks: usize) {
+        self.records.reserve_exact(blocks);
+        let Self { ids, records, hasher, .. } = self;
+        ids.reserve(blocks, |at| hasher.hash_one(records[*at as usize].block_id));
+    }
+
     /// Appends a block that an earlier process committed, whose row is in `kept` and whose bytes are in the chain.
     pub(super) fn restore(&mut self, meta: BlockMeta, offset: u32) {
         self.enter(meta, offset);

@@ -44,7 +44,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dashmap::DashMap;
 use parking_lot::Mutex;
@@ -61,6 +61,7 @@ pub use error::MemoryError;
 pub use fair::Claimant;
 pub use persistent::file::{Backing, Owner, Refusal};
 pub use persistent::huge::said_of as huge_pages_of;
+pub use persistent::left::LeftMemory;
 pub use persistent::passed::take as take_passed;
 pub use pool::{ReadBuf, ReadPool};
 pub use read::{MemoryRead, READ_BLOCKS_MAX, SMALL_PIECE_BYTES, answer_heap_bytes};
@@ -79,7 +80,7 @@ use config::{blocks_max, region_size};
 use metrics::MemoryMetrics;
 use persistent::file::{self, Held};
 use persistent::names::Named;
-use persistent::restore::Leftover;
+use persistent::restore::{Search, threads_for};
 use persistent::table::Table;
 use region::Region;
 
@@ -101,12 +102,15 @@ pub struct Memory {
     ahead: Option<Arc<Ahead>>,
 }
 
+/// Whether a tier has a block of a partition ([`Memory::restore`]).
+pub type IsElsewhere<'a> = Box<dyn Fn(BlockId) -> bool + 'a>;
+
 /// Memory that outlives the process.
 #[derive(Debug)]
 struct KeptMemory {
     table: Arc<Table>,
     /// Until the start is over.
-    leftover: Mutex<Option<Leftover>>,
+    leftover: Mutex<Search>,
     file: Held,
 }
 
@@ -165,14 +169,14 @@ impl Memory {
         let rows_max = opened.as_ref().map_or(u64::MAX, |(table, _)| table.rows_max());
         let blocks = Budget::new(blocks_max(config).min(rows_max));
         let kept = opened.map(|(table, file)| KeptMemory {
-            leftover: Mutex::new(Some(Leftover::of(Arc::clone(&table)))),
+            leftover: Mutex::new(Search::begin(&table)),
             table,
             file,
         });
         let heap = Heap::new(config.heap_bytes);
         let lists = Arc::new(Ceded::new(Arc::clone(&region), budget.clone(), heap.of(HeapKind::Blocks)));
         if let Some(kept) = &kept {
-            if kept.leftover.lock().as_ref().is_some_and(|left| left.blocks() > 0) {
+            if kept.table.was_used() {
                 lists.wait();
             }
             kept.table.charge_to(&budget, &lists);
@@ -274,7 +278,7 @@ impl Memory {
     /// Its name for the next process: the one that it had in the process before, if there is that.
     fn named(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
         let KeptMemory { table, leftover, .. } = self.kept.as_ref()?;
-        let left = leftover.lock().as_mut().and_then(|left| left.name(key));
+        let left = leftover.lock().found().and_then(|left| left.name(key));
         let named = left.or_else(|| table.name(key));
         if named.is_none() {
             tracing::warn!(shuffle = %key, "too many shuffles: what it has in memory will be lost with this process");
@@ -298,53 +302,67 @@ impl Memory {
     }
 
     /// Shows what an earlier process left of a shuffle that is registered again and not written to yet, but for blocks that are in
-    /// a tier (`is_elsewhere`). The ids of what is there now. Partitions are charged to `heap` beyond what there is: their
-    /// blocks were acknowledged.
-    pub fn restore(
+    /// a tier (what `elsewhere` of their partition says). The ids of what is there now, in the order in which they are read. Partitions
+    /// are charged to `heap` beyond what there is: their blocks were acknowledged. Blocks for a while, on more cores than this one.
+    pub fn restore<'a>(
         &self,
         key: &ShuffleKey,
-        is_elsewhere: impl Fn(PartitionId, BlockId) -> bool,
+        elsewhere: impl Fn(PartitionId) -> IsElsewhere<'a> + Sync,
         heap: &Budget,
     ) -> HashMap<PartitionId, Vec<BlockId>> {
-        let mut restored = HashMap::new();
-        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return restored };
-        let (mut leftover, Some(named)) = (kept.leftover.lock(), &buffers.named) else { return restored };
-        let Some(leftover) = leftover.as_mut() else { return restored };
-        for partition in leftover.partitions(key) {
-            let is_elsewhere = |id| is_elsewhere(partition, id);
-            let Some(left) = leftover.take(key, (partition, named), is_elsewhere, &buffers.budget) else {
-                continue;
-            };
+        let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return HashMap::new() };
+        let (mut leftover, Some(named)) = (kept.leftover.lock(), &buffers.named) else {
+            return HashMap::new();
+        };
+        let Some(leftover) = leftover.found() else { return HashMap::new() };
+        let leftover = &*leftover;
+        let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
+        let restore_one = |partition: PartitionId| {
+            let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;
             match buffers.buffer_of(partition, |bytes| Ok(heap.force_charge(bytes))) {
-                Ok(_) if left.blocks.is_empty() => {}
+                Ok(_) if left.blocks.is_empty() => None,
                 Ok(buffer) => {
                     let ids = left.blocks.iter().map(|block| block.meta.block_id).collect();
                     buffer.restore(key, left);
-                    restored.insert(partition, ids);
+                    Some((partition, ids))
                 }
                 Err(error) => {
                     tracing::error!(shuffle = %key, %partition, %error, "what is in memory of it cannot be taken over");
+                    None
                 }
             }
-        }
-        restored
+        };
+        let restore_some = || {
+            let taken = std::iter::from_fn(|| partitions.get(next.fetch_add(1, Ordering::Relaxed)));
+            taken.filter_map(|(partition, _)| restore_one(*partition)).collect::<Vec<_>>()
+        };
+        let threads = threads_for(partitions.iter().map(|(_, rows)| rows).sum());
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(restore_some)).collect();
+            let mut restored: HashMap<_, _> = restore_some().into_iter().collect();
+            for other in others {
+                // One that panics has shown what it has shown; the start fails as it would on this thread.
+                restored.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            restored
+        })
     }
 
     /// `tell` is told of each partition of which blocks that an earlier process left are damaged, when that is found out and before
-    /// anybody is given the others. The first one only.
+    /// the others are served. The first one only.
     pub fn on_damage(&self, tell: impl Fn(&ShuffleKey, PartitionId) + Send + Sync + 'static) {
         // A second one would be told of nothing; there is one service.
         let _first: Result<(), _> = self.shared.verification.on_damage.set(Box::new(tell));
     }
 
-    /// Whether an earlier process left something that nobody has looked at: until then what gives it to somebody is not for a
+    /// Whether an earlier process left something that is not verified: until then what serves it is not for a
     /// runtime's thread.
     #[must_use]
     pub fn has_unverified(&self) -> bool {
         self.shared.verification.buffers.load(Ordering::Relaxed) > 0
     }
 
-    /// Buffers of all shuffles, for a look at what an earlier process left ([`Buffer::verify`]) that nobody has asked for yet.
+    /// Buffers of all shuffles, for a look at what an earlier process left ([`Buffer::verify`]) that no reader has asked for yet.
     #[must_use]
     pub fn buffers(&self) -> Vec<Arc<Buffer>> {
         let shuffles: Vec<_> = self.shuffles.iter().map(|entry| Arc::clone(entry.value())).collect();
@@ -353,7 +371,7 @@ impl Memory {
 
     /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.
     pub fn finish_restore(&self) -> (u64, u64) {
-        let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().take());
+        let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
         let Some(left) = left else { return (0, 0) };
         let found = left.blocks() as u64;
         left.finish();

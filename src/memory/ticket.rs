@@ -226,6 +226,12 @@ impl Tickets {
         self.state.lock().claims.standing(app, Instant::now())
     }
 
+    /// Whether a request was refused lately and neither granted since nor given up.
+    #[must_use]
+    pub fn are_waited_for(&self) -> bool {
+        self.state.lock().claims.are_waited_for(Instant::now())
+    }
+
     /// Bytes that are to come free for applications below their shares.
     #[must_use]
     pub fn claimed_bytes(&self) -> u64 {

@@ -34,7 +34,7 @@ impl Machine {
     /// Looks at the running system. Never fails: what cannot be read is assumed small.
     pub fn detect(env: &HashMap<String, String>) -> Self {
         let physical =
-            std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_total_bytes(&text));
+            std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_bytes(&text, "MemTotal:"));
         let memory_bytes = [physical, cgroup_limit_bytes(Path::new("/sys/fs/cgroup"))]
             .into_iter()
             .flatten()
@@ -48,23 +48,33 @@ impl Machine {
     }
 }
 
-fn meminfo_total_bytes(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+/// A figure of `/proc/meminfo`, by its name with the colon.
+pub(super) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
 
-/// The least memory limit of this process's control groups, version 1 or 2, up to the root that is visible here.
+/// The least memory limit of this process's control groups.
 fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
+    // "max" is no limit.
+    let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    of_memory_groups(mount, |group| {
+        number(group.join("memory.max")).or_else(|| number(group.join("memory.limit_in_bytes")))
+    })
+}
+
+/// The least answer of this process's control groups for memory, version 1 or 2, up to the root that is visible here.
+pub(super) fn of_memory_groups(mount: &Path, ask: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     own.lines()
         .filter_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             let (controllers, group) = (fields.next()?, fields.next()?);
             match controllers {
-                "" => least_limit(mount, group, "memory.max"),
+                "" => least(mount, group, &ask),
                 _ if controllers.split(',').any(|name| name == "memory") => {
-                    least_limit(&mount.join("memory"), group, "memory.limit_in_bytes")
+                    least(&mount.join("memory"), group, &ask)
                 }
                 _ => None,
             }
@@ -72,14 +82,10 @@ fn cgroup_limit_bytes(mount: &Path) -> Option<u64> {
         .min()
 }
 
-/// The least limit from `group` up to `root`; a container often sees its own group mounted as the root.
-fn least_limit(root: &Path, group: &str, file: &str) -> Option<u64> {
+/// The least answer from `group` up to `root`; a container often sees its own group mounted as the root.
+fn least(root: &Path, group: &str, ask: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
     let own = root.join(group.trim_start_matches('/'));
-    own.ancestors()
-        .take_while(|directory| directory.starts_with(root))
-        .filter_map(|directory| std::fs::read_to_string(directory.join(file)).ok())
-        .filter_map(|text| text.trim().parse().ok()) // "max" is no limit
-        .min()
+    own.ancestors().take_while(|directory| directory.starts_with(root)).filter_map(ask).min()
 }
 
 /// `$XDG_STATE_HOME`, else `~/.local/state`, else the temp directory (with the user's id, so that two users differ).
@@ -121,13 +127,15 @@ mod tests {
         std::fs::create_dir_all(&inner).unwrap();
         std::fs::write(inner.join("memory.max"), "max\n").unwrap();
         std::fs::write(root.path().join("a/memory.max"), "1048576\n").unwrap();
-        assert_eq!(least_limit(root.path(), "/a/b", "memory.max"), Some(1_048_576));
-        assert_eq!(least_limit(root.path(), "/none", "memory.max"), None);
+        let limit =
+            |group: &Path| std::fs::read_to_string(group.join("memory.max")).ok()?.trim().parse().ok();
+        assert_eq!(least(root.path(), "/a/b", limit), Some(1_048_576));
+        assert_eq!(least(root.path(), "/none", limit), None);
     }
 
     #[test]
     fn meminfo_is_read_in_kib() {
-        assert_eq!(meminfo_total_bytes("MemTotal:       2048 kB\nMemFree: 1 kB\n"), Some(2 << 20));
-        assert_eq!(meminfo_total_bytes("garbage"), None);
+        assert_eq!(meminfo_bytes("MemTotal:       2048 kB\nMemFree: 1 kB\n", "MemTotal:"), Some(2 << 20));
+        assert_eq!(meminfo_bytes("garbage", "MemTotal:"), None);
     }
 }

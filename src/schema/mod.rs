@@ -13,11 +13,13 @@ pub mod names;
 pub mod network;
 mod reader;
 pub mod redact;
+mod spare;
 
 pub use key::{Key, Problem, Reload, Schema};
 pub use kind::{Kind, Word};
 pub use machine::Machine;
 pub use reader::Reader;
+pub use spare::SpareMemory;
 
 use toml::{Table, Value};
 

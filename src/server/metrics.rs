@@ -11,6 +11,8 @@ use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::metrics::ServiceMetrics;
 use crate::telemetry::PanicMetrics;
+#[cfg(feature = "object")]
+use crate::tiers::offload;
 use crate::tiers::{hdfs, local, object};
 
 use super::reload::ReloadMetrics;
@@ -27,6 +29,8 @@ pub fn metric_descriptions() -> Vec<Description> {
         object::metrics::Metrics::described(),
         #[cfg(feature = "object")]
         object::client::Metrics::described(),
+        #[cfg(feature = "object")]
+        offload::metrics::Metrics::described(),
         grpc::metrics::GrpcMetrics::described(),
         tcp::metrics::TcpMetrics::described(),
         HttpMetrics::described(),

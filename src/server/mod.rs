@@ -9,6 +9,7 @@ mod beside;
 mod cluster;
 mod health;
 mod hung_threads;
+mod kept;
 mod metrics;
 mod notify;
 mod rehearsal;
@@ -28,6 +29,7 @@ mod upgrade;
 
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -61,6 +63,7 @@ use crate::tiers::Tier;
 
 use self::cluster::ClusterPage;
 use self::health::Watch;
+use self::kept::Outlives;
 use self::reload::Reloader;
 use self::settings::{Pace, RuntimeSettings};
 use self::snapshot::{Inspector, OpenConnections, ProcessGauges};
@@ -148,9 +151,12 @@ impl Worker {
             allocator: AllocatorMetrics::new(&registry)?,
         };
         let server_id = server_id(ip, &addresses);
-        let memory = open_memory(config, &server_id, left_memory, &registry)?;
+        let silent = let_go.paths.clone();
+        let memory = open_memory(config, (&server_id, &silent), left_memory, &registry).await?;
         let beside = Beside { server_id, precheck, let_go, others: environment.tiers };
         let flusher = tiers::start(config, beside, &memory, &background, &registry).await?;
+        // Before the first block is acknowledged, and when the directories are this worker's.
+        kept::note(config, &silent).await;
         let apps = Arc::new(AppRegistry::new(config.app.clone(), memory.heap(), memory.answered()));
         let service = Service::new(
             config.service.clone(),
@@ -172,9 +178,7 @@ impl Worker {
         let reloader =
             Reloader::new(config, origin, Arc::clone(&service), Arc::clone(&live), tls_files, &registry)?;
         let upgrades = UpgradeMetrics::new(&registry)?;
-        for by in RefusedBy::ALL {
-            upgrades.refused.with_label_values(&[by.as_str()]);
-        }
+        RefusedBy::ALL.iter().for_each(|by| drop(upgrades.refused.with_label_values(&[by.as_str()])));
         let mut held = sockets.duplicate().context("cannot duplicate a listener")?;
         held.memory = memory.handed_over().context("cannot duplicate the memory's file")?;
         notify::keep_memory(held.memory.as_ref().map(AsFd::as_fd), was_passed && held.memory.is_some());
@@ -287,7 +291,8 @@ impl Worker {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             let control: Arc<dyn Control> = Arc::clone(&self.reloader) as _;
             let hooks = AdminHooks { service: Arc::clone(&self.service), control };
-            let mounted = http::debug::admin_routes(profiles);
+            let mounted =
+                http::debug::admin_routes(profiles).merge(tiers::admin_routes(self.service.tiers()));
             let token = admin::token(config)?;
             AdminServer::start(binding, token, hooks, mounted, &self.registry, &self.background)?;
         }
@@ -407,19 +412,20 @@ impl Worker {
     }
 }
 
-/// Maps the memory, or takes over what an earlier process left in it.
-fn open_memory(
+/// Maps the memory, or takes over what an earlier process left in it (`left`, if that was passed on). Data directories that are `silent`
+/// are not touched.
+async fn open_memory(
     config: &Config,
-    server_id: &str,
+    (server_id, silent): (&str, &[PathBuf]),
     left: Option<OwnedFd>,
     registry: &Registry,
 ) -> anyhow::Result<Arc<Memory>> {
+    let (left, unused) = match config.memory.backing {
+        Backing::Memfd => (left, None),
+        Backing::Auto | Backing::Private | Backing::Directory(_) => (None, left),
+    };
+    kept::refuse_left(config, (server_id, silent), unused).await?;
     let section = &config.memory;
-    if left.is_some() && section.backing != Backing::Memfd {
-        tracing::warn!(
-            "the memory of an earlier process was passed on and is given up: memory_store.backing is not memfd"
-        );
-    }
     let huge_pages = huge_pages_of(&section.backing);
     if section.backing.is_private() {
         tracing::info!(
@@ -431,15 +437,7 @@ fn open_memory(
     let owner = Owner::now(server_id).context("memory_store.backing")?;
     let memory = Memory::open(section, &owner, left, registry)
         .with_context(|| format!("memory_store.backing = \"{}\"", section.backing))?;
-    match memory.outlives_process() {
-        true => {
-            tracing::info!(backing = %section.backing, huge_pages, "the next process finds what is in memory, however this one ends")
-        }
-        false => tracing::info!(
-            backing = %section.backing, huge_pages,
-            "an upgrade hands over what is in memory; a kill loses it unless the service manager keeps descriptors"
-        ),
-    }
+    tracing::info!(backing = %section.backing, huge_pages, "{}", Outlives::of(&memory).words());
     Ok(memory)
 }
 

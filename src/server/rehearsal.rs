@@ -17,7 +17,7 @@ use crate::memory::{Memory, Owner};
 use crate::runtime::Tasks;
 use crate::tiers::local::claimable;
 
-use super::tiers::{Precheck, start_hdfs};
+use super::tiers::{Precheck, ask_object_store, start_hdfs};
 use super::upgrade::Facts;
 use super::{advertised_ip, check_files, sockets};
 
@@ -96,12 +96,15 @@ async fn find_memory(config: &Config, facts: &Facts) -> anyhow::Result<()> {
 /// As the same worker that runs: by its server id remote files are told apart.
 async fn log_in(config: &Config, facts: &Facts) -> anyhow::Result<()> {
     let ip = advertised_ip(config).await?;
+    let (grpc, tcp) = facts.data_ports();
+    let server_id = identity::server_id(ip, grpc, tcp);
+    if config.worker.store_type.has_object() {
+        ask_object_store(config, &server_id).await?;
+    }
     if !config.worker.store_type.has_hdfs() {
         return Ok(());
     }
-    let (grpc, tcp) = facts.data_ports();
     let tasks = Tasks::new();
-    let server_id = identity::server_id(ip, grpc, tcp);
     let store = start_hdfs(config, server_id, Precheck::Asked, &tasks, &crate::metrics::registry()?).await;
     tasks.cancel();
     store.map(drop)

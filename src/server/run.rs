@@ -207,6 +207,7 @@ async fn get_ready(
                    it and start it";
         return Err(Refusal { by: RefusedBy::Tiers, why: why.to_owned() });
     }
+    tracing::info!("upgrade: the successor rehearses it");
     let rehearsed = successor.rehearse((UPGRADE_FROM, facts.to_text())).await;
     let Rehearsed { silent, takes_memory } =
         rehearsed.map_err(|error| Refusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })?;

@@ -18,14 +18,14 @@ use crate::coordinator::NodeReport;
 use crate::coordinator::heartbeat::{CoordinatorAddress, Link};
 use crate::listeners::http;
 use crate::listeners::http::api::model::{
-    AppTotals, Connections, Coordinator, Disk, Flush, HeapUse, Memory, Node, Process, Status, Tickets, Tier,
-    Totals,
+    AppTotals, Connections, Coordinator, Disk, Flush, HeapUse, Memory, Node, ObjectStore, Process, Status,
+    Tickets, Tier, Totals,
 };
 use crate::profile::allocator::AllocatorMetrics;
 use crate::runtime::RuntimeMetrics;
 use crate::service::{AppStatistics, Incompleteness, QuotaUse, Service};
 use crate::telemetry::panic_count;
-use crate::tiers::{DiskCondition, DiskInfo};
+use crate::tiers::{DiskCondition, DiskInfo, ObjectStoreState};
 use uniffle_io::Media;
 
 use super::cluster::ClusterPage;
@@ -48,6 +48,7 @@ pub(super) struct NodeSnapshot {
     lost_blocks: u64,
     incomplete: Incompleteness,
     tiers: Vec<Tier>,
+    object_store: Option<ObjectStoreState>,
     tickets: Tickets,
     connections: Connections,
     totals: Totals,
@@ -134,6 +135,7 @@ impl http::Node for Inspector {
             memory: memory.clone(),
             tiers: snapshot.tiers.clone(),
             disks: disks.iter().map(disk).collect(),
+            object_store: snapshot.object_store.map(object_store),
             flush: *flush,
             tickets: *tickets,
             coordinators: self.coordinators(),
@@ -175,12 +177,13 @@ impl Inspector {
             capacity_bytes: memory.capacity_bytes,
             used_bytes: memory.used_bytes,
         }];
-        let mut disks = Vec::new();
+        let (mut disks, mut object_store) = (Vec::new(), None);
         for tier in service.tiers().iter() {
             let (state, name) = (tier.state(), tier.capability().names.name);
             let known = |capacity_bytes| Tier { tier: name, capacity_bytes, used_bytes: state.used_bytes };
             tiers.extend(state.capacity_bytes.map(known));
             disks.extend(state.disks);
+            object_store = object_store.or(state.object_store);
         }
         NodeSnapshot {
             taken: Instant::now(),
@@ -194,6 +197,7 @@ impl Inspector {
             memory,
             tiers,
             disks,
+            object_store,
             apps: service.insight.app_statistics(),
             quotas: service.insight.quotas(),
             lost_blocks: service.apps().apps().iter().map(|app| service.insight.lost_blocks(app)).sum(),
@@ -288,6 +292,18 @@ impl Inspector {
 
 fn heap_use(kind: HeapKind, budget: &Budget) -> HeapUse {
     HeapUse { kind: kind.name(), capacity_bytes: budget.capacity(), used_bytes: budget.used() }
+}
+
+fn object_store(state: ObjectStoreState) -> ObjectStore {
+    let ObjectStoreState {
+        stored_bytes,
+        is_failing,
+        cache_used_bytes,
+        cache_capacity_bytes,
+        cache_hits,
+        cache_misses,
+    } = state;
+    ObjectStore { stored_bytes, is_failing, cache_used_bytes, cache_capacity_bytes, cache_hits, cache_misses }
 }
 
 fn disk(info: &DiskInfo) -> Disk {

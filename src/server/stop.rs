@@ -7,8 +7,8 @@
 //! the disks are synced.
 //!
 //! A worker lets go for a successor only when its memory is empty and no send can be acknowledged any more, which can
-//! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, nobody is
-//! refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
+//! still be taken back; from there on nothing can be lost by it. Where the successor takes over what is in memory, no call
+//! is refused: what is being written is waited for while everything goes on, then the listeners close, sends that had begun are
 //! acknowledged, and all others wait in their sockets for the successor.
 
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use crate::memory::InMemory;
 use crate::service::Stopping;
 
+use super::kept::Outlives;
 use super::sockets::Inherited;
 use super::{Worker, tickets};
 
@@ -33,10 +34,10 @@ const LAST_FLUSH: Duration = Duration::from_secs(5);
 const TICKET_PATIENCE: Duration = Duration::from_secs(2);
 /// Time for bringing what was written to the devices: the machine is often switched off next.
 const SYNC_DEADLINE: Duration = Duration::from_secs(10);
+/// Time for deletions of what applications that have gone leave in a remote store: what is left is the next start's.
+const DELETION_DEADLINE: Duration = Duration::from_secs(5);
 /// Between two looks at what is waited for.
 const LOOK: Duration = Duration::from_millis(10);
-/// Shuffles that are named in the log one by one.
-const NAMED_MAX: usize = 20;
 
 /// What a worker leaves behind.
 #[derive(Debug)]
@@ -64,6 +65,7 @@ impl Worker {
         // Connects are refused from here on: none would ever be accepted.
         self.held = Inherited::default();
         let service = Arc::clone(&self.service);
+        join_all(service.tiers().iter().map(|tier| tier.end_deletions(DELETION_DEADLINE))).await;
         let tasks_left = self.end(deadline, LeftMemory::Empty).await.tasks_left;
         join_all(service.tiers().iter().map(|tier| tier.sync(SYNC_DEADLINE))).await;
         tasks_left
@@ -167,7 +169,7 @@ impl Worker {
             LeftMemory::Empty => self.memory.contents(),
             LeftMemory::PassedOn => Vec::new(),
         };
-        name_losses(&unflushed, self.memory.outlives_process());
+        Outlives::of(&self.memory).name_losses(&unflushed);
         self.memory.let_go();
         let flushed_bytes = self.flushed_bytes() - flushed_before;
         let mut sockets = std::mem::take(&mut self.held);
@@ -189,30 +191,4 @@ pub(super) enum LeftMemory {
     Empty,
     /// A successor takes it over.
     PassedOn,
-}
-
-/// Says what is lost with the process, unless it is `kept` for the next one.
-fn name_losses(unflushed: &[InMemory], kept: bool) {
-    if kept {
-        let (shuffles, blocks) =
-            (unflushed.len(), unflushed.iter().map(|shuffle| shuffle.blocks).sum::<u64>());
-        if shuffles > 0 {
-            tracing::warn!(shuffles, blocks, "not flushed, left in memory for the next process");
-        }
-        return;
-    }
-    for InMemory { shuffle, partitions, blocks, bytes } in unflushed.iter().take(NAMED_MAX) {
-        tracing::error!(%shuffle, partitions, blocks, bytes, "not flushed, lost with this process");
-    }
-    if unflushed.len() > NAMED_MAX {
-        let more = &unflushed[NAMED_MAX..];
-        let (blocks, bytes): (u64, u64) =
-            more.iter().fold((0, 0), |sum, shuffle| (sum.0 + shuffle.blocks, sum.1 + shuffle.bytes));
-        tracing::error!(
-            shuffles = more.len(),
-            blocks,
-            bytes,
-            "more that is not flushed and lost with this process"
-        );
-    }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use axum::Router;
 use futures::FutureExt as _;
 use prometheus::Registry;
 
@@ -41,14 +42,16 @@ pub(super) async fn start(
 ) -> anyhow::Result<Option<Arc<Flusher>>> {
     let mut tiers: Vec<Arc<dyn Tier>> = Vec::new();
     let server_id = beside.server_id;
-    if config.worker.store_type.has_local() {
-        tiers.push(start_local(config, beside.let_go, memory, registry).await?);
+    let store_type = config.worker.store_type;
+    if store_type.has_local() && !store_type.has_object() {
+        tiers.push(start_local(config, beside.let_go.clone(), memory, registry).await?);
     }
-    if config.worker.store_type.has_hdfs() {
+    if store_type.has_hdfs() {
         tiers.push(start_hdfs(config, server_id.clone(), beside.precheck, tasks, registry).await?);
     }
-    if config.worker.store_type.has_object() {
-        tiers.push(start_object(config, &server_id, beside.precheck, memory, (tasks, registry)).await?);
+    if store_type.has_object() {
+        let place = Place { server_id: &server_id, precheck: beside.precheck, let_go: beside.let_go };
+        tiers.push(start_object(config, place, memory, (tasks, registry)).await?);
     }
     tiers.extend(beside.others);
     if tiers.is_empty() {
@@ -62,14 +65,18 @@ pub(super) async fn start(
     Ok(Some(flusher))
 }
 
+fn local_config(config: &Config, let_go: LetGo) -> LocalConfig {
+    let read_memory_bytes = config.memory.read_capacity_bytes;
+    LocalConfig { read_memory_bytes, let_go, ..config.local.clone() }
+}
+
 async fn start_local(
     config: &Config,
     let_go: LetGo,
     memory: &Memory,
     registry: &Registry,
 ) -> anyhow::Result<Arc<LocalStore>> {
-    let read_memory_bytes = config.memory.read_capacity_bytes;
-    let settings = LocalConfig { read_memory_bytes, let_go, ..config.local.clone() };
+    let settings = local_config(config, let_go);
     let disks = settings.real_disks();
     LocalStore::open(settings, disks, memory.extents(), registry).await.context("localfile_store.data_paths")
 }
@@ -124,12 +131,18 @@ pub(super) async fn start_hdfs(
     anyhow::bail!("store_type: this build has no HDFS (it was made without the feature `hdfs`)")
 }
 
+/// Who asks an object store, and what it has beside it.
+struct Place<'a> {
+    server_id: &'a str,
+    precheck: Precheck,
+    let_go: LetGo,
+}
+
 /// A worker of the same name goes on where one that is gone has ended, on whatever machine.
 #[cfg(feature = "object")]
 async fn start_object(
     config: &Config,
-    server_id: &str,
-    precheck: Precheck,
+    Place { server_id, precheck, let_go }: Place<'_>,
     memory: &Memory,
     (tasks, registry): (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {
@@ -138,6 +151,7 @@ async fn start_object(
     use crate::tiers::object::client::Client;
     use crate::tiers::object::layout::part_of;
     use crate::tiers::object::{ObjectSettings, ObjectTier};
+    use crate::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
 
     let section = &config.object;
     let client = Client::open(section, tasks, registry).context("[object_store]")?;
@@ -154,20 +168,73 @@ async fn start_object(
     let settings = ObjectSettings {
         segment_bytes: section.segment_bytes,
         part_bytes: section.part_bytes,
+        read_memory_bytes: config.memory.read_capacity_bytes,
+        cache_disks: section.cache_disks(),
+        cache_bytes: section.cache_bytes,
         ..ObjectSettings::new(root)
     };
     let (store, extents) = (client.store(), memory.extents());
     let opened = ObjectTier::open(store, settings, extents, tasks.clone(), registry).await;
-    Ok(opened.with_context(|| client.url().to_string())?)
+    let object = opened.with_context(|| client.url().to_string())?;
+    if !config.worker.store_type.has_local() {
+        return Ok(object);
+    }
+    let pass_bytes = PASS_OBJECTS * section.segment_bytes;
+    let settings = OffloadSettings {
+        watermarks: Watermarks { high: section.offload_high, low: section.offload_low },
+        cold_bytes: config.flush.cold_bytes,
+        pass_bytes,
+    };
+    let local = LocalConfig { data_log_bytes: pass_bytes, ..local_config(config, let_go) };
+    let disks = local.real_disks();
+    let opened =
+        OffloadTier::open(settings, (local, disks), object, (extents, tasks.clone()), registry).await;
+    Ok(opened.context("localfile_store.data_paths, object_store.url")?)
 }
+
+/// Whether the store answers a worker of that name: a start without it ends.
+#[cfg(feature = "object")]
+pub(super) async fn ask_object_store(config: &Config, server_id: &str) -> anyhow::Result<()> {
+    use crate::tiers::object::client::Client;
+    use crate::tiers::object::layout::part_of;
+
+    let tasks = Tasks::new();
+    let client =
+        Client::open(&config.object, &tasks, &crate::metrics::registry()?).context("[object_store]")?;
+    let answer = client.probe(&part_of(server_id)).await;
+    tasks.cancel();
+    answer.with_context(|| client.url().to_string())
+}
+
+#[cfg(not(feature = "object"))]
+pub(super) async fn ask_object_store(_: &Config, _: &str) -> anyhow::Result<()> {
+    anyhow::bail!("store_type: this build has no object storage (it was made without the feature `object`)")
+}
+
+/// Objects that are made of a shuffle before it is looked again which is next; a shuffle's file on a disk has as much.
+#[cfg(feature = "object")]
+const PASS_OBJECTS: u64 = 4;
 
 #[cfg(not(feature = "object"))]
 async fn start_object(
     _: &Config,
-    _: &str,
-    _: Precheck,
+    _: Place<'_>,
     _: &Memory,
     _: (&Tasks, &Registry),
 ) -> anyhow::Result<Arc<dyn Tier>> {
     anyhow::bail!("store_type: this build has no object storage (it was made without the feature `object`)")
+}
+
+/// The calls of the administration that concern single tiers.
+#[cfg(feature = "object")]
+pub(super) fn admin_routes(tiers: &Tiers) -> Router {
+    use crate::listeners::http::admin::orphans;
+    use crate::tiers::object::ObjectTier;
+
+    tiers.find::<ObjectTier>().map_or_else(Router::new, orphans::routes)
+}
+
+#[cfg(not(feature = "object"))]
+pub(super) fn admin_routes(_: &Tiers) -> Router {
+    Router::new()
 }

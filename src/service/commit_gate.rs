@@ -3,6 +3,8 @@
 //! Invariant: once [`CommitGate::close`] has returned no commit is under way and none begins until [`CommitGate::open`], so
 //! memory can only shrink: what was empty then stays empty.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::ServiceError;
@@ -11,6 +13,8 @@ use super::ServiceError;
 #[derive(Debug, Default)]
 pub(super) struct CommitGate {
     closed: RwLock<bool>,
+    /// The same for those who only look: without a write to a line that all sends share.
+    seems_closed: AtomicBool,
 }
 
 /// Keeps the gate as it is for one commit.
@@ -26,13 +30,27 @@ impl CommitGate {
         if *passing { Err(ServiceError::Stopping) } else { Ok(passing) }
     }
 
+    /// Refuses early what [`CommitGate::pass`] would refuse after all of its bytes.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn look(&self) -> Result<(), ServiceError> {
+        if self.seems_closed.load(Ordering::Relaxed) { Err(ServiceError::Stopping) } else { Ok(()) }
+    }
+
     /// Waits for those who are passing; a commit touches memory only.
     pub(super) fn close(&self) {
-        *self.closed.write() = true;
+        self.set(true);
     }
 
     pub(super) fn open(&self) {
-        *self.closed.write() = false;
+        self.set(false);
+    }
+
+    fn set(&self, closed: bool) {
+        let mut guarded = self.closed.write();
+        *guarded = closed;
+        self.seems_closed.store(closed, Ordering::Relaxed);
     }
 }
 
@@ -53,8 +71,9 @@ mod tests {
             drop(passing);
             closing.join().unwrap();
         });
-        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)));
+        assert!(matches!(gate.pass(), Err(ServiceError::Stopping)) && gate.look().is_err());
         gate.open();
+        assert!(gate.look().is_ok());
         drop(gate.pass().unwrap());
     }
 }

@@ -105,6 +105,9 @@ impl Lifecycle {
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;
+        if self.status.is_draining() {
+            return Err(ServiceError::Stopping);
+        }
         let is_small = request.ranges.len() <= INLINE_RANGES_MAX;
         let sent = request.ranges.clone();
         let ranges = aside(is_small, move || PartitionRanges::parse(&sent)).await??;
@@ -302,6 +305,7 @@ impl Lifecycle {
     /// None today.
     pub fn cancel_decommission(&self) -> Result<(), ServiceError> {
         self.status.cancel_decommission();
+        self.tiers.iter().for_each(|tier| tier.stay());
         tracing::info!(target: AUDIT, "decommissioning cancelled");
         Ok(())
     }

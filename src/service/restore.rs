@@ -6,14 +6,17 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::time::Instant;
 
-use crate::app::{App, Counted, PartitionRanges, Registration, ShuffleState};
+use crate::app::{App, Counted, PartitionRanges, Registration, ReportError, ShuffleState};
 use crate::durability::{self, Record, Report, Said};
+use crate::memory::IsElsewhere;
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
 use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
 
 use super::ServiceError;
+use super::gathered::{GATHERED_MAX, Gathered, enter_alone};
 use super::lifecycle::Lifecycle;
 use super::verify::Suspect;
 use crate::metrics::clamped;
@@ -38,7 +41,9 @@ struct Restoring {
     /// Once it is registered.
     state: Option<Arc<ShuffleState>>,
     /// Reports that stand before the registration: copies that say different things are read one after the other.
-    early: Vec<Report>,
+    early: Vec<(Report, Bytes)>,
+    /// Reports behind it that are not entered yet.
+    gathered: Gathered,
     remote: Remote,
     /// Why it is not registered.
     failed: Option<ServiceError>,
@@ -112,7 +117,7 @@ impl Lifecycle {
         restored
     }
 
-    /// Looks at what an earlier process left in memory and nobody has asked for meanwhile, one partition after the other. It is
+    /// Looks at what an earlier process left in memory and no reader has asked for meanwhile, one partition after the other. It is
     /// served as soon as the start is over; what is asked for is looked at first.
     pub fn look_at_memory(&self) {
         if !self.memory.has_unverified() {
@@ -165,30 +170,40 @@ impl Lifecycle {
     /// Registers what is told and enters reports. Why not everything could be read, if so: then any shuffle may miss some.
     async fn listen(&self, said: &mut Said) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
         let mut known: HashMap<ShuffleKey, Restoring> = HashMap::new();
-        loop {
+        let mut gathered = 0;
+        let unread = loop {
             match said.next().await {
                 Ok(Some((key, record))) => {
                     let restoring = known.entry(key.clone()).or_default();
                     if restoring.failed.is_none() {
-                        let taken = self.take_record(&key, restoring, &record);
-                        restoring.failed = taken.err();
+                        match self.take_record(&key, restoring, &record) {
+                            Ok(ids) => gathered += ids,
+                            Err(error) => restoring.failed = Some(error),
+                        }
                     }
                 }
-                Ok(None) => return (known, None),
+                Ok(None) => break None,
                 Err(error) => {
                     tracing::error!(%error, "the metadata log cannot be read to its end");
-                    return (known, Some(format!("{error}: start again when it can be read")));
+                    break Some(format!("{error}: start again when it can be read"));
                 }
             }
-        }
+            if gathered >= GATHERED_MAX {
+                known.iter_mut().for_each(|(key, restoring)| restoring.enter_gathered(key));
+                gathered = 0;
+            }
+        };
+        known.iter_mut().for_each(|(key, restoring)| restoring.enter_gathered(key));
+        (known, unread)
     }
 
+    /// How many ids were gathered of it.
     fn take_record(
         &self,
         key: &ShuffleKey,
         restoring: &mut Restoring,
-        record: &[u8],
-    ) -> Result<(), ServiceError> {
+        record: &Bytes,
+    ) -> Result<usize, ServiceError> {
         match Record::decode(record) {
             Ok(Record::Registration(registration)) => {
                 let distribution = registration.distribution;
@@ -197,15 +212,16 @@ impl Lifecycle {
                 self.apps.take_over(registration, || self.memory.register(key, distribution))?;
                 restoring.remote = restoring.remote.max(self.restore_tiers(key, &remote_note));
                 restoring.state = self.apps.find(&key.app).and_then(|app| app.shuffle(key.shuffle));
-                std::mem::take(&mut restoring.early)
-                    .into_iter()
-                    .for_each(|report| restoring.enter(key, &report));
+                let early = std::mem::take(&mut restoring.early);
+                Ok(early.into_iter().map(|(report, record)| restoring.enter(key, &report, &record)).sum())
             }
-            Ok(Record::Report(report)) if restoring.state.is_none() => restoring.early.push(report),
-            Ok(Record::Report(report)) => restoring.enter(key, &report),
-            Err(error) => return Err(ServiceError::Malformed(format!("metadata log: {error}"))),
+            Ok(Record::Report(report)) if restoring.state.is_none() => {
+                restoring.early.push((report, record.clone()));
+                Ok(0)
+            }
+            Ok(Record::Report(report)) => Ok(restoring.enter(key, &report, record)),
+            Err(error) => Err(ServiceError::Malformed(format!("metadata log: {error}"))),
         }
-        Ok(())
     }
 
     /// Partitions whose blocks must be looked for in a remote store; nothing when it was never registered.
@@ -236,31 +252,49 @@ impl Lifecycle {
     fn restore_memory(&self, shuffle: &mut RecoveredShuffle) {
         let Some(app) = self.apps.find(&shuffle.key.app) else { return };
         let present = &shuffle.present;
-        let is_on_disk = |partition: PartitionId, id: BlockId| {
-            present.get(&partition).is_some_and(|ids| ids.contains(id.0.unsigned_abs()))
+        let on_disk = |partition: PartitionId| -> IsElsewhere<'_> {
+            match present.get(&partition) {
+                Some(ids) => Box::new(|id: BlockId| ids.contains(id.0.unsigned_abs())),
+                None => Box::new(|_| false),
+            }
         };
-        let restored = self.memory.restore(&shuffle.key, is_on_disk, app.partitions());
+        let restored = self.memory.restore(&shuffle.key, on_disk, app.partitions());
         for (partition, ids) in restored {
-            shuffle.present.entry(partition).or_default().extend(ids.iter().map(|id| id.0.unsigned_abs()));
+            let mut ids: Vec<u64> = ids.iter().map(|id| id.0.unsigned_abs()).collect();
+            ids.sort_unstable();
+            shuffle.present.entry(partition).or_default().add_sorted(&ids);
         }
     }
 }
 
 impl Restoring {
-    /// Enters a report of a shuffle that is registered.
-    fn enter(&mut self, key: &ShuffleKey, report: &Report) {
-        let Some(state) = &self.state else { return };
+    /// Enters a report of a shuffle that is registered, now or with others: how many ids were gathered.
+    fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
+        let Some(state) = &self.state else { return 0 };
         state.records().lock().take_over(&report.records);
-        let taken = state.block_ids().lock().take_over(report.bitmap_count, &report.partitions);
-        if let Err(error) = taken {
-            tracing::error!(shuffle = %key, task_attempt = report.task_attempt, %error, "a report is not taken over");
-            let reason = || {
-                format!(
-                    "a report is not taken over: {error}: unregister the shuffle or run its application again"
-                )
-            };
-            self.untaken.get_or_insert_with(reason);
+        if let Some(gathered) = self.gathered.take(report, record) {
+            return gathered;
         }
+        let state = Arc::clone(state);
+        self.enter_gathered(key);
+        let entered = enter_alone(key, &state, report);
+        self.note_untaken(entered.err());
+        0
+    }
+
+    fn enter_gathered(&mut self, key: &ShuffleKey) {
+        let Some(state) = &self.state else { return };
+        let untaken = self.gathered.enter(key, state);
+        self.note_untaken(untaken);
+    }
+
+    fn note_untaken(&mut self, error: Option<ReportError>) {
+        let Some(error) = error else { return };
+        self.untaken.get_or_insert_with(|| {
+            format!(
+                "a report is not taken over: {error}: unregister the shuffle or run its application again"
+            )
+        });
     }
 }
 

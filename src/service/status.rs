@@ -36,6 +36,8 @@ struct Inputs {
     /// Fewer disks take data than should, or none, whatever the coordinators are told.
     without_room: bool,
     stopping: Option<Stopping>,
+    /// What is here is brought elsewhere.
+    draining: bool,
 }
 
 /// Why tickets are refused.
@@ -98,7 +100,23 @@ impl WorkerStatus {
         self.update(|inputs| {
             inputs.decommission = false;
             inputs.drained = false;
+            if std::mem::take(&mut inputs.draining) {
+                inputs.stopping = None;
+            }
         });
+    }
+
+    /// From here on nothing new is taken; true if that was not so before.
+    pub(super) fn drain(&self) -> bool {
+        self.update(|inputs| {
+            inputs.draining = true;
+            inputs.stopping.get_or_insert(Stopping::ForGood);
+        })
+    }
+
+    /// Whether nothing new is taken because of a drain.
+    pub(super) fn is_draining(&self) -> bool {
+        self.inputs.borrow().draining
     }
 
     /// Told at intervals how many apps are left; true when that is what ends a decommissioning. An app that registers

@@ -65,7 +65,7 @@ impl Ingest {
         // The ticket first: whatever is wrong with the rest, its memory must come back now.
         let mut funds = self.memory.tickets().redeem(app.id(), TicketId(header.ticket))?;
         self.metrics.ticket_lifetime.observe(funds.age().as_secs_f64());
-        drop(self.commits.pass()?); // rather now than after all of its bytes
+        self.commits.look()?; // rather now than after all of its bytes
         app.usage().check(Counted::DiskBytes, header.message_bytes)?;
         let missing = || ServiceError::NotRegisteredPart(format!("shuffle {}", header.shuffle));
         let (key, shuffle) = shuffle_of(&app, header.shuffle).ok_or_else(missing)?;
@@ -84,6 +84,7 @@ impl Ingest {
             open: None,
             payload_bytes: 0,
             stored_bytes: 0,
+            stored_blocks: 0,
             began: Instant::now(),
             committed: false,
         })
@@ -166,6 +167,7 @@ pub struct SendSession {
     payload_bytes_max: u64,
     payload_bytes: u64,
     stored_bytes: u64,
+    stored_blocks: u64,
     began: Instant,
     committed: bool,
 }
@@ -272,9 +274,12 @@ impl SendSession {
         self.check_hard_limit()?;
         let ingest = Arc::clone(&self.ingest);
         let _passing = ingest.commits.pass()?;
-        for run in std::mem::take(&mut self.runs) {
-            self.store(run)?;
-        }
+        let runs = std::mem::take(&mut self.runs);
+        let stored = runs.into_iter().try_for_each(|run| self.store(run));
+        // Once for all partitions: every send of the process adds to these two.
+        ingest.metrics.received_bytes.inc_by(self.stored_bytes);
+        ingest.metrics.received_blocks.inc_by(self.stored_blocks);
+        stored?;
         self.committed = true;
         self.app.account().enter(Stage::Receive, self.stored_bytes, self.began.elapsed());
         self.ingest.known.apps.touch(&self.app);
@@ -318,10 +323,8 @@ impl SendSession {
         if cares {
             self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
         }
-        let metrics = &self.ingest.metrics;
-        metrics.received_bytes.inc_by(stored.bytes);
-        metrics.received_blocks.inc_by(stored.blocks as u64);
         self.stored_bytes += stored.bytes;
+        self.stored_blocks += stored.blocks as u64;
         if stored.duplicate_blocks > 0 {
             self.app.account().duplicates.add(stored.duplicate_blocks as u64, stored.duplicate_bytes);
         }

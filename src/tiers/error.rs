@@ -96,7 +96,7 @@ impl fmt::Display for StoreErrorKind {
             Self::InvalidBatch => "batch contradicts itself",
             Self::NotOurs => "directory has content that is not a uniffle-worker's; give it an empty one",
             Self::Unclaimed => "directory is a uniffle-worker's, and its claim cannot be read",
-            Self::InUse => "directory is in use by another process",
+            Self::InUse => "in use by another process",
             Self::Copied => "directory has the identity of another one",
             Self::NotMounted => "directory is empty, and what it was on is not mounted",
             Self::Exists => "exists already",

@@ -3,10 +3,13 @@
 //! A tier knows bytes, extents and devices. It never decides what to flush, and knows no status code. A new one is a
 //! folder here and a line in the list that the server builds.
 
+mod block_checks;
 pub mod error;
 pub mod hdfs;
 pub mod local;
 pub mod object;
+#[cfg(feature = "object")]
+pub mod offload;
 mod record_cache;
 mod recovered;
 mod state;
@@ -20,10 +23,11 @@ pub use self::local::{
 };
 pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
-pub use self::state::{DiskCondition, DiskInfo, MountUsage, TierState, by_mount};
+pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, ExtentData, ExtentWrite, MetadataLog, Purge, RemoteStorage,
-    ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage, Tiers,
+    Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
+    RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage,
+    Tiers,
 };
 
 /// The names of the tiers of this crate, for the documentation of metrics.

@@ -18,6 +18,25 @@ pub struct TierState {
     pub used_bytes: u64,
     /// Its disks, where it has any of its own.
     pub disks: Vec<DiskInfo>,
+    /// Its object store, where it has one.
+    pub object_store: Option<ObjectStoreState>,
+}
+
+/// An object store, and the read cache before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ObjectStoreState {
+    /// Bytes of the segments of known shuffles.
+    pub stored_bytes: u64,
+    /// Whether the last calls failed by its fault.
+    pub is_failing: bool,
+    /// Bytes of the places in use in the read cache.
+    pub cache_used_bytes: u64,
+    /// Bytes of all its places; 0 = there is none.
+    pub cache_capacity_bytes: u64,
+    /// Chunks that reads found in it.
+    pub cache_hits: u64,
+    /// Chunks that were fetched for it.
+    pub cache_misses: u64,
 }
 
 /// State of a disk, from good to bad.

@@ -29,6 +29,11 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// What it is and how it wants its batches; never changes.
     fn capability(&self) -> Capability;
 
+    /// The tiers that it is made of, if it is made of others.
+    fn parts(&self) -> Vec<Arc<dyn Tier>> {
+        Vec::new()
+    }
+
     /// How it is now.
     fn state(&self) -> TierState;
 
@@ -89,6 +94,25 @@ pub trait Tier: Any + fmt::Debug + Send + Sync {
     /// Brings what was written to the device, as far as that is done within `time`: nothing is written after it.
     fn sync(&self, _time: Duration) -> BoxFuture<'_, ()> {
         ready(()).boxed()
+    }
+
+    /// Waits for deletions that are under way, no longer than `time`: none goes on after the worker's tasks have ended.
+    fn end_deletions(&self, _time: Duration) -> BoxFuture<'_, ()> {
+        ready(()).boxed()
+    }
+
+    /// Begins to bring everything to where a worker of the same name finds it on another machine; how far that is. None where
+    /// no such place is.
+    fn drain(&self) -> Option<Drained> {
+        self.drained()
+    }
+
+    /// The drain is taken back: what was brought away stays so.
+    fn stay(&self) {}
+
+    /// How far that is, whether it has begun or not.
+    fn drained(&self) -> Option<Drained> {
+        None
     }
 
     /// Brings gauges of live values up to date.
@@ -303,11 +327,13 @@ pub struct TierBatch {
     pub is_retry: bool,
     /// Payload of huge partitions in it.
     pub huge_bytes: u64,
+    /// Bytes that wait for the tiers with it, while writers wait for memory; 0 when none does.
+    pub backlog_bytes: u64,
 }
 
 impl From<Vec<ExtentWrite>> for TierBatch {
     fn from(extents: Vec<ExtentWrite>) -> Self {
-        Self { extents, is_retry: false, huge_bytes: 0 }
+        Self { extents, is_retry: false, huge_bytes: 0, backlog_bytes: 0 }
     }
 }
 
@@ -356,6 +382,17 @@ impl ExtentWrite {
         }
         pieces
     }
+}
+
+/// What another machine would not find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Drained {
+    /// Shuffles of which some is only here.
+    pub shuffles_left: usize,
+    /// Their bytes that are on their way.
+    pub bytes_left: u64,
+    /// Bytes that cannot be moved: what stands before them in their streams is lost.
+    pub stuck_bytes: u64,
 }
 
 /// The tiers of a worker, in the order in which a batch is offered to them.
@@ -413,7 +450,8 @@ impl Tiers {
     /// The tier of type `T`, for what only it has.
     #[must_use]
     pub fn find<T: Tier>(&self) -> Option<Arc<T>> {
-        self.iter().find_map(|tier| (Arc::clone(tier) as Arc<dyn Any + Send + Sync>).downcast().ok())
+        let all = self.iter().flat_map(|tier| std::iter::once(Arc::clone(tier)).chain(tier.parts()));
+        all.into_iter().find_map(|tier| (tier as Arc<dyn Any + Send + Sync>).downcast().ok())
     }
 }
 

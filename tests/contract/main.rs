@@ -8,6 +8,8 @@
 //! | `damage` | seeded damages of data directories, against what clients were told |
 //! | `life` | seeded histories of blocks under paused time, against a model |
 //! | `object_client` | the client of object stores, against a store with faults and SeaweedFS |
+//! | `object_tier` | the object tier over its client, against the store with faults |
+//! | `burst` | a burst against a disk of which the speed is simulated |
 //! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
 //!
 //! Tests end with the common check: nothing reserved, nothing stored, nothing in flight, no files, no tasks. No
@@ -16,11 +18,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "to panic is how a test fails")]
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
 
+mod burst;
 mod cluster;
 mod damage;
 mod life;
 mod metrics;
 mod object_client;
+#[cfg(feature = "object")]
+mod object_tier;
 mod replay;
 
 mod grpc {
@@ -41,6 +46,7 @@ mod grpc {
     pub(crate) mod metrics;
     #[cfg(feature = "object")]
     pub(crate) mod objects;
+    pub(crate) mod offload;
     pub(crate) mod other_clients;
     pub(crate) mod outages;
     pub(crate) mod panics;

@@ -157,22 +157,34 @@ async fn traffic(worker: &Worker) -> BTreeMap<(String, String, String), usize> {
     exported
 }
 
-/// A worker above an object store, and what the tier counts.
+/// A worker above an object store, and what the tier counts, also one with local disks.
 #[cfg(feature = "object")]
-async fn above_objects(directory: &std::path::Path) -> (Worker, prometheus::Registry) {
+async fn above_objects(directory: &std::path::Path) -> (Worker, [prometheus::Registry; 2]) {
+    use uniffle_testkit::memory_disk::MemoryDisk;
     use uniffle_testkit::object_fault::FaultyObjects;
+    use uniffle_worker::tiers::LocalConfig;
     use uniffle_worker::tiers::object::client::Client;
     use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
-    let registry = prometheus::Registry::new();
-    let (store, extents) =
-        (Arc::new(FaultyObjects::default()), uniffle_worker::memory::Budget::new(u64::MAX));
+    use uniffle_worker::tiers::offload::{OffloadSettings, OffloadTier, Watermarks};
+    let registries = [prometheus::Registry::new(), prometheus::Registry::new()];
+    let extents = uniffle_worker::memory::Budget::new(u64::MAX);
     let tasks = uniffle_worker::runtime::Tasks::new();
     let config = uniffle_testkit::s3::config("http://127.0.0.1:1", "x");
-    Client::open(&config, &tasks, &registry).expect("a client, which has asked nothing yet");
-    let tier = ObjectTier::open(store, ObjectSettings::new("worker"), &extents, tasks, &registry).await;
+    Client::open(&config, &tasks, &registries[0]).expect("a client, which has asked nothing yet");
+    let open = async |registry| {
+        let (store, settings) = (Arc::new(FaultyObjects::default()), ObjectSettings::new("worker"));
+        ObjectTier::open(store, settings, &extents, tasks.clone(), registry).await.expect("a tier")
+    };
+    let (tier, below) = (open(&registries[0]).await, open(&registries[1]).await);
+    let watermarks = Watermarks { high: 0.6, low: 0.5 };
+    let settings = OffloadSettings { watermarks, cold_bytes: u64::MAX, pass_bytes: 1 << 20 };
+    let disk: Arc<dyn uniffle_io::Disk> = Arc::new(MemoryDisk::new("/disk", None));
+    let local = (LocalConfig::default(), vec![disk]);
+    let above = OffloadTier::open(settings, local, below, (&extents, tasks.clone()), &registries[1]).await;
+    drop(above.expect("a tier"));
     let lines = Lines { store_type: "MEMORY", ..Lines::default() };
-    let worker = lines.start_above(vec![tier.expect("a tier")], &[directory.join("unused")]).await;
-    (worker, registry)
+    let worker = lines.start_above(vec![tier], &[directory.join("unused")]).await;
+    (worker, registries)
 }
 
 #[tokio::test]
@@ -198,7 +210,7 @@ async fn the_page_and_the_worker_name_the_same_metrics() {
     {
         let (c, objects) = above_objects(dir_a.path()).await;
         exported.extend(scrape(&c).await);
-        for family in objects.gather() {
+        for family in objects.iter().flat_map(|registry| registry.gather()) {
             exported
                 .insert((family.name().to_owned(), kind(&family).to_owned(), family.help().to_owned()), 1);
         }

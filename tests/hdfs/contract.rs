@@ -1,5 +1,6 @@
 //! What every tier promises the flusher and readers: one suite over local disks, real and in memory, over an HDFS in
-//! memory and a real one, over an object store in memory, and over the third tier of the test kit.
+//! memory and a real one, over object stores in memory, in this process and of SeaweedFS, and over the third tier of the test
+//! kit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -245,21 +246,76 @@ async fn the_third_tier_keeps_the_contract() {
 }
 
 #[cfg(feature = "object")]
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_object_store_in_memory_keeps_the_contract() {
+mod objects {
+    use futures::TryStreamExt as _;
+    use object_store::ObjectStore;
+    use object_store::path::Path;
+    use tokio::task::block_in_place;
     use uniffle_testkit::object_fault::FaultyObjects;
+    use uniffle_testkit::s3::S3Server;
+    use uniffle_testkit::s3::weed::Weed;
+    use uniffle_worker::tiers::ObjectConfig;
+    use uniffle_worker::tiers::object::claim::claim_key;
+    use uniffle_worker::tiers::object::client::Client;
     use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
 
-    let store = FaultyObjects::default();
-    // Requests of one object, and uploads in parts.
-    for part_bytes in [8 << 20, 5000] {
-        let settings = ObjectSettings { part_bytes, ..ObjectSettings::new("shuffle/worker") };
-        let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
-        let objects = Arc::new(store.clone());
-        let tier = ObjectTier::open(objects, settings, &extents, Tasks::new(), &registry).await.unwrap();
-        suite(&Subject::served(tier)).await;
-        assert_eq!((store.objects().await, store.open_uploads()), (vec![], 0));
-        assert_eq!(extents.used(), 0);
+    use super::*;
+
+    async fn suite_over(store: &Arc<dyn ObjectStore>, parts_bytes: &[usize]) {
+        for &part_bytes in parts_bytes {
+            let settings = ObjectSettings { part_bytes, ..ObjectSettings::new("shuffle/worker") };
+            let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
+            let opened = ObjectTier::open(Arc::clone(store), settings, &extents, Tasks::new(), &registry);
+            suite(&Subject::served(opened.await.unwrap())).await;
+            let left: Vec<_> = store.list(None).map_ok(|object| object.location).try_collect().await.unwrap();
+            assert_eq!(left, [Path::from(claim_key("shuffle/worker"))]);
+            assert_eq!(extents.used(), 0);
+        }
+    }
+
+    async fn suite_at(config: &ObjectConfig) {
+        let client = Client::open(config, &Tasks::new(), &Registry::new()).unwrap();
+        // S3 takes no smaller parts.
+        suite_over(&client.store(), &[5 << 20]).await;
+        the_newer_process_has_the_prefix(&client.store()).await;
+    }
+
+    async fn the_newer_process_has_the_prefix(store: &Arc<dyn ObjectStore>) {
+        let open = async || {
+            let (extents, registry) = (Budget::new(u64::MAX), Registry::new());
+            let settings = ObjectSettings::new("shuffle/claimed");
+            ObjectTier::open(Arc::clone(store), settings, &extents, Tasks::new(), &registry).await.unwrap()
+        };
+        let (older, key) = (open().await, key("app-1", 1));
+        Arc::clone(&older).prepare(None).unwrap().unwrap()(&key, &[]);
+        let log = older.metadata_log(&key).unwrap();
+        log.append(Bytes::from_static(b"acknowledged")).await.unwrap();
+        let newer = open().await;
+        let error = log.append(Bytes::from_static(b"too late")).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::InUse, "{error}");
+        assert!(error.to_string().contains("shuffle/claimed/!claim"), "{error}");
+        assert_eq!(newer.take_recovered().shuffles.len(), 1);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_object_store_in_memory_keeps_the_contract() {
+        let store = FaultyObjects::default();
+        // Objects of one request, and uploads in parts.
+        suite_over(&(Arc::new(store.clone()) as Arc<dyn ObjectStore>), &[8 << 20, 5000]).await;
+        assert_eq!(store.open_uploads(), 0);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_store_that_speaks_s3_keeps_the_contract() {
+        let server = S3Server::start().await;
+        suite_at(&server.config("uniffle")).await;
+        server.stop().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn seaweedfs_keeps_the_contract() {
+        let Some(weed) = block_in_place(|| Weed::start("the contract of tiers on SeaweedFS")) else { return };
+        suite_at(&weed.config("uniffle")).await;
     }
 }
 

@@ -146,14 +146,9 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
     let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
     let manager = UnixDatagram::bind(&socket).expect("a socket");
     manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
-    // What is in the store is descriptor 3 of the next process.
-    let line = format!(
-        "if [ -e {kept:?} ]; then exec 3<>\"$(cat {kept:?})\"; \
-         export LISTEN_FDS=1 LISTEN_FDNAMES=memory LISTEN_PID=$$; fi; exec \"$@\""
-    );
     let setup = Setup {
         name: "stored",
-        wrapper: ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec(),
+        wrapper: passing_on(&kept),
         env: vec![("NOTIFY_SOCKET", socket.display().to_string()), ("FDSTORE", "4096".to_owned())],
         ..Setup::default()
     };
@@ -166,6 +161,52 @@ async fn a_service_manager_keeps_the_memfd_of_a_killed_worker() {
         worker.start_again();
     };
     outlives(setup, end, TAKEN).await;
+}
+
+/// A memfd that the manager passes on is not given up for another backing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_memfd_of_a_killed_worker_is_not_given_up_for_private_memory() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (socket, kept) = (directory.path().join("notify"), directory.path().join("kept"));
+    let manager = UnixDatagram::bind(&socket).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(30))).expect("an option");
+    let setup = Setup {
+        name: "stored, not used",
+        wrapper: passing_on(&kept),
+        env: vec![("NOTIFY_SOCKET", socket.display().to_string())],
+        memory: MEMFD,
+        tables: NEVER_FLUSHED,
+        ..Setup::default()
+    };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 14 << 10).await.expect("sent");
+    let config = worker.config();
+    let stored = block_in_place(|| {
+        let memory = stored_until_ready(&manager).0;
+        let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+        std::fs::write(&kept, path).expect("written");
+        worker.kill();
+        worker.launch_again_with(&config.replace(MEMFD, "backing = \"private\"\n"));
+        assert_eq!(worker.wait_end().code(), Some(1));
+        let said = "an earlier process left 5 blocks in a memfd that the service manager keeps";
+        assert!(worker.log().contains(said), "{}", worker.log());
+        worker.start_again_with(&config);
+        memory
+    });
+    written.assert_readable(&client_of(&worker).await).await;
+    block_in_place(|| worker.stop());
+    drop(stored);
+}
+
+/// A command that executes a worker with what the file `kept` names as its memory, once there is one: descriptor 3 of the next process.
+fn passing_on(kept: &Path) -> Vec<String> {
+    let line = format!(
+        "if [ -e {kept:?} ]; then exec 3<>\"$(cat {kept:?})\"; \
+         export LISTEN_FDS=1 LISTEN_FDNAMES=memory LISTEN_PID=$$; fi; exec \"$@\""
+    );
+    ["bash", "-c", &line, "bash"].map(str::to_owned).to_vec()
 }
 
 /// Whatever instruction a successor dies at, the manager has the memory: it is stored before the first process serves, and never
@@ -250,6 +291,40 @@ async fn an_upgrade_to_another_memory_flushes() {
         written.assert_readable(&client).await;
     }
     assert!(!worker.log().contains("memory is handed over"));
+    block_in_place(|| worker.stop());
+}
+
+/// A start that has another backing gives up nothing that a killed process left: it is refused by name, and what is there is served when
+/// the backing is what it was. Where nothing is left, it starts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_with_another_memory_than_the_killed_one_s_is_refused() {
+    let ((first, memory), (_second, other)) = (directory(), directory());
+    let setup = Setup { name: "other backing", memory, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start(&setup));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 14 << 10).await.expect("sent");
+    let config = worker.config();
+    block_in_place(|| {
+        worker.kill();
+        for changed in ["", MEMFD, other] {
+            worker.launch_again_with(&config.replace(memory, changed));
+            assert_eq!(worker.wait_end().code(), Some(1));
+        }
+        let said = format!("an earlier process left 5 blocks in {}", first.path().display());
+        assert_eq!(worker.log().matches(&said).count(), 3, "{}", worker.log());
+        worker.start_again_with(&config);
+    });
+    let client = client_of(&worker).await;
+    written.assert_readable(&client).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    // Nothing is in it any more.
+    block_in_place(|| {
+        worker.kill();
+        worker.start_again_with(&config.replace(memory, ""));
+    });
+    assert_eq!(std::fs::read_dir(first.path()).expect("there").count(), 0, "what is empty is deleted");
     block_in_place(|| worker.stop());
 }
 

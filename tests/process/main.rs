@@ -18,6 +18,7 @@ mod operations;
 mod rss;
 mod systemd;
 mod tcp_rss;
+mod upgrade_flush;
 mod upgrade_waits;
 mod upgrades;
 mod writes;

@@ -1,4 +1,4 @@
-//! SIGUSR2 where the successor takes over what is in memory: nobody is refused, nothing is flushed, and how long anybody waits.
+//! SIGUSR2 where the successor takes over what is in memory: no call is refused, nothing is flushed, and how long the longest call waits.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -91,8 +91,8 @@ struct Callers {
 
 impl Callers {
     async fn connect(&self) -> Clients {
-        let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("nobody is refused");
-        let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("nobody is refused");
+        let grpc = ShuffleClient::connect(local(self.ports.0)).await.expect("no connection is refused");
+        let (tcp, driver) = TcpClient::connect(local(self.ports.1)).await.expect("no connection is refused");
         self.tasks.spawn("tcp client", driver);
         Clients { grpc: grpc.with_backoff(patient()), tcp }
     }
@@ -196,8 +196,8 @@ async fn fill(client: &ShuffleClient, filled: &ShuffleKey, gigabytes: f64) -> i6
     tasks
 }
 
-/// `D5_GIGABYTES=10 D5_WORKER=target/release/uniffle-worker cargo test --test process nobody_is_refused -- --nocapture --test-threads 1`
-/// says how long anybody waits; without the second variable that is told but not judged.
+/// `D5_GIGABYTES=10 D5_WORKER=target/release/uniffle-worker cargo test --test process no_call_is_refused -- --nocapture --test-threads 1`
+/// says how long the longest call waits; without the second variable that is told but not judged.
 async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
     let (gigabytes, binary) = asked();
     let capacity: &'static str = Box::leak(format!("{:.0}M", gigabytes * 1250.0 + 256.0).into());
@@ -267,12 +267,12 @@ async fn handed_over_under_calls(name: &'static str, memory: &'static str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nobody_is_refused_when_a_memfd_is_handed_over() {
+async fn no_call_is_refused_when_a_memfd_is_handed_over() {
     handed_over_under_calls("memfd under calls", MEMFD).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nobody_is_refused_when_a_directory_of_a_tmpfs_is_handed_over() {
+async fn no_call_is_refused_when_a_directory_of_a_tmpfs_is_handed_over() {
     let (_directory, memory) = directory();
     handed_over_under_calls("directory under calls", memory).await;
 }

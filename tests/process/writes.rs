@@ -37,7 +37,7 @@ impl Written {
         client.register(&self.key, &[(0, self.partitions - 1)]).await.expect("registered");
     }
 
-    fn batch(&self, task: i64, length: u32) -> Vec<(PartitionId, Vec<Block>)> {
+    pub(crate) fn batch(&self, task: i64, length: u32) -> Vec<(PartitionId, Vec<Block>)> {
         let block = |partition| self.generator.block(PartitionId(partition), TaskAttemptId(task), 0, length);
         (0..self.partitions).map(|at| (PartitionId(at), vec![block(at)])).collect()
     }

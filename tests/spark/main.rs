@@ -18,6 +18,7 @@ mod fairness;
 mod hdfs;
 mod kept_memory;
 mod losses;
+mod object;
 mod one_worker;
 mod restarts;
 mod tcp;

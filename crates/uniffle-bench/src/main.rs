@@ -10,6 +10,7 @@ mod floor;
 mod grpc_connection;
 mod hdd;
 mod html;
+mod latency;
 mod message;
 mod options;
 mod plan;
@@ -76,7 +77,9 @@ fn run(command: Command) -> anyhow::Result<()> {
 fn files_and_threads(command: &Command) -> (ReportArgs, Option<usize>) {
     let of_run = |args: &options::RunArgs| (args.report.clone(), args.load.threads);
     match command {
-        Command::Write(args) | Command::Read(args) | Command::Mixed(args) => of_run(args),
+        Command::Write(args) | Command::Read(args) | Command::Mixed(args) | Command::Latency(args) => {
+            of_run(args)
+        }
         Command::Compare(args) => of_run(&args.run),
         Command::Scale(args) | Command::Terasort(args) | Command::TpcdsStress(args) => of_run(&args.run),
         Command::Floor(args) => (args.report.clone(), None),
@@ -90,6 +93,7 @@ async fn execute(command: Command) -> anyhow::Result<Report> {
         Command::Write(args) => Ok(one(run::write_only("write", &args).await?)),
         Command::Read(args) => Ok(one(run::write_and_read("read", &args).await?)),
         Command::Mixed(args) => Ok(one(run::mixed("mixed", &args).await?)),
+        Command::Latency(args) => Ok(one(latency::by_load(&args).await?)),
         Command::Floor(args) => Ok(Report { floor: floor::measure(&args)?, ..Report::default() }),
         Command::Compare(args) => compare::turns(&args).await,
         Command::Scale(args) => presets::scale(args).await,

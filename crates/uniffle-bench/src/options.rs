@@ -45,6 +45,9 @@ pub(crate) enum Command {
     Terasort(PresetArgs),
     /// 20,000 partitions, 32 MiB sends, 1.7 bytes read for each one written, at once
     TpcdsStress(PresetArgs),
+    /// Latencies of every call by load: one writer and one reader alone, then half and nine tenths of what the server does at
+    /// most
+    Latency(RunArgs),
     /// A simulated rotating disk: extents in logs against a file per partition
     Hdd(HddArgs),
 }
@@ -147,6 +150,9 @@ pub(crate) struct LoadArgs {
     /// Payload per second, in all: sends have due times and latencies count from there
     #[arg(long)]
     pub(crate) rate: Option<ByteSize>,
+    /// The same of reads, in the order of partitions
+    #[arg(long)]
+    pub(crate) read_rate: Option<ByteSize>,
     /// Fail unless blocks come from this tier
     #[arg(long, value_enum, default_value_t = Tier::Any)]
     pub(crate) tier: Tier,

@@ -6,10 +6,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use uniffle_client::block::Block;
 use uniffle_client::read;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -37,6 +38,9 @@ pub(crate) struct ReadPhase {
     pub(crate) stats: Arc<Stats>,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) next: AtomicU64,
+    /// Payload bytes per second, in all, and those of a read.
+    pub(crate) pace: Option<(f64, f64)>,
+    pub(crate) begin: Instant,
 }
 
 /// Runs all readers to their end, or to the first error.
@@ -60,11 +64,19 @@ async fn work(phase: Arc<ReadPhase>, reader: u32) -> anyhow::Result<()> {
             return Ok(());
         }
         let partition = i32::try_from(number % u64::from(phase.partitions))?;
-        let begin = Instant::now();
+        let begin = pace(&phase, number).await;
         let read = read_partition(&phase, session, PartitionId(partition)).await;
         read.with_context(|| format!("partition {partition}"))?;
         phase.stats.record(Rpc::ReadPartition, begin.elapsed());
     }
+}
+
+/// Waits for the turn of read `number`; returns when it was due.
+async fn pace(phase: &ReadPhase, number: u64) -> Instant {
+    let Some((rate, bytes)) = phase.pace else { return Instant::now() };
+    let due = phase.begin + Duration::from_secs_f64(number as f64 * bytes / rate);
+    sleep_until(due).await;
+    due
 }
 
 async fn read_partition(phase: &ReadPhase, session: &Session, partition: PartitionId) -> anyhow::Result<()> {

@@ -71,6 +71,12 @@ impl PhaseReport {
         self.system_calls.filter(|_| is_known).map(|count| self.per_gb(count))
     }
 
+    /// How many requests a core of the server can answer in a second.
+    fn requests_per_core_second(&self) -> Option<f64> {
+        let used = self.server.as_ref()?.cpu_seconds;
+        (used > 0.0).then(|| self.requests as f64 / used)
+    }
+
     pub(crate) fn gb_per_second(&self) -> f64 {
         self.bytes() as f64 / GB / self.seconds.max(1e-9)
     }
@@ -219,6 +225,9 @@ fn phase_text(phase: &PhaseReport) -> String {
         );
     }
     text += &format!("           {:.0} requests per GB", phase.per_gb(phase.requests));
+    if let Some(rate) = phase.requests_per_core_second() {
+        text += &format!(", {rate:.0} per second and core of the server");
+    }
     if let Some(calls) = phase.system_calls_per_gb() {
         let per_request = phase.system_calls.unwrap_or(0) as f64 / phase.requests.max(1) as f64;
         text += &format!(", {calls:.0} system calls of the server per GB, {per_request:.1} per request");
@@ -328,7 +337,7 @@ pub(crate) mod tests {
     #[test]
     fn the_text_has_the_figures() {
         let text = sample_report().text();
-        let calls = "500 requests per GB, 10000 system calls of the server per GB, 20.0 per request";
+        let calls = "500 requests per GB, 2000 per second and core of the server, 10000 system calls of the server per GB, 20.0 per request";
         for expected in
             [" 2.000 GB/s", calls, "0.250 s/GB", "14 threads", "7 NO_BUFFER", "memcpy", "extent logs"]
         {

@@ -157,6 +157,8 @@ impl Cluster {
             stats: stats.clone(),
             ledger: shuffle.ledger.clone(),
             next: AtomicU64::new(0),
+            pace: self.load.read_rate.map(|rate| (rate.as_u64() as f64, self.bytes_of_partition())),
+            begin: Instant::now(),
         }))
     }
 
@@ -187,6 +189,10 @@ impl Cluster {
             Ok(())
         };
         self.phase(name, expected, &stats, work).await
+    }
+
+    fn bytes_of_partition(&self) -> f64 {
+        self.load.bytes.as_u64() as f64 / f64::from(self.load.partitions.max(1))
     }
 
     fn read_bytes_expected(&self) -> u64 {

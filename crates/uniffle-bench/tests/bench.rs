@@ -117,6 +117,10 @@ fn every_other_way_to_write_and_read_works() {
     );
     let recorded = ["read", "--port", &port, "--shape", recording, "--executors", "3", "--bytes", "4MB"];
     assert!(sum(&figures(&recorded), "written_bytes") >= 4_000_000);
+    let report = way(&["latency"]);
+    let phases = report["runs"][0]["phases"].as_array().expect("phases");
+    assert_eq!(phases.len(), 8, "writes and reads at four loads");
+    assert!(sum(&report, "read_bytes") >= 25_000_000, "{report}");
     for preset in ["scale", "terasort", "tpcds-stress"] {
         let report = figures(&[preset, "--port", &port, "--size", "0.004", "--connections", "2"]);
         assert!(sum(&report, "written_bytes") > 0, "{preset}");

@@ -114,7 +114,7 @@ pub(crate) enum Call {
         #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds)]
         within: Duration,
     },
-    /// Decommission, flush, and wait until nothing is in memory
+    /// Decommission, flush, and wait until nothing is in memory; with an object store, until everything is there
     Drain {
         /// How long to wait
         #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
@@ -133,6 +133,18 @@ pub(crate) enum Call {
     Purge {
         /// Application
         id: String,
+    },
+    /// What workers have in the object store, and the removal of what those that are gone have left
+    Orphans {
+        /// Workers that are alive, beside those that the coordinators know
+        #[arg(long, value_name = "ID", value_delimiter = ',')]
+        live: Vec<String>,
+        /// Remove the objects of these workers; without an id those of all workers that are gone
+        #[arg(long, value_name = "ID", value_delimiter = ',', num_args = 0..)]
+        remove: Option<Vec<String>>,
+        /// Without an id, only of workers that have written nothing for so long
+        #[arg(long, value_name = "SECONDS", default_value = "86400", value_parser = seconds)]
+        older_than: Duration,
     },
     /// Read the configuration again
     Reload,
@@ -186,6 +198,7 @@ impl Call {
             | Self::Losses
             | Self::Cluster
             | Self::Purge { .. }
+            | Self::Orphans { .. }
             | Self::Reload
             | Self::Profile { .. }
             | Self::Top { .. } => false,

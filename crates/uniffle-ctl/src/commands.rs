@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::http::{Client, TlsFiles, segment};
 use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
-use crate::{complain, say, text, top, wait};
+use crate::{complain, orphans, say, text, top, wait};
 
 /// Workers asked at once.
 const AT_ONCE: usize = 32;
@@ -41,6 +41,12 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
         }
         Call::Profile { kind, seconds, flamegraph, file } => {
             return profile(&client, &targets, (*kind, *seconds, *flamegraph), file).await;
+        }
+        Call::Orphans { live, remove, older_than } => {
+            let wanted = orphans::Wanted { live, remove: remove.as_deref(), older_than: *older_than };
+            let answer = orphans::run(&client, (arguments, &targets), &wanted).await?;
+            say(&if is_json { pretty(&answer) } else { text::answer(&arguments.call, &answer) });
+            return Ok(0);
         }
         _ => {}
     }
@@ -115,7 +121,7 @@ async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
         Call::Tags { tags, .. } => post("/admin/tags".to_owned(), Some(json!({ "tags": tags }))).await,
         Call::Purge { id } => post(format!("/admin/apps/{}/purge", segment(id)), None).await,
         Call::Reload => post("/admin/reload".to_owned(), None).await,
-        Call::Profile { .. } | Call::Top { .. } => Ok(Value::Null),
+        Call::Profile { .. } | Call::Top { .. } | Call::Orphans { .. } => Ok(Value::Null),
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A client of the worker's HTTP listeners and nothing more: it knows nothing of the server's code, so that it works with another
 //! version of it. The server asks the others of its cluster by it ([`explain`]). `arguments` is the command line, `http` the calls, `workers` whom they go to, `wait` the calls that
-//! end with a state, `everywhere` and `merged` one application at many workers, `text` and `top` what people see. Not here: decisions; the worker refuses what cannot be.
+//! end with a state, `everywhere` and `merged` one application at many workers, `orphans` what workers that are gone have left, `text` and `top` what people see. Not here: decisions; the worker refuses what cannot be.
 //!
 //! Exit codes: 0 done; 1 a worker refuses, or does not know what was named; 2 wrong command line; 3 a worker or all
 //! coordinators cannot be reached; 4 a state was not reached in time. Of several workers the highest code counts.
@@ -14,6 +14,7 @@ mod failure;
 mod http;
 mod manual;
 mod merged;
+mod orphans;
 mod text;
 mod top;
 mod wait;

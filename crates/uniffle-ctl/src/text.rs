@@ -17,6 +17,7 @@ pub(crate) fn answer(call: &Call, answer: &Value) -> String {
         Call::Losses => losses(answer),
         Call::Cluster => cluster(answer),
         Call::Tags { .. } => list(&answer["tags"], "\n"),
+        Call::Orphans { .. } => orphans(answer),
         Call::Decommission { .. }
         | Call::Drain { .. }
         | Call::Purge { .. }
@@ -138,6 +139,28 @@ pub(crate) fn apps(heard: &[(&str, &Value)]) -> String {
     };
     let header = ["application", "user", "workers", "received", "memory", "disks", "remote", "lost", "age"];
     table(&header, &all.iter().map(row).collect::<Vec<_>>())
+}
+
+/// What workers have in the object store, or what was removed of it.
+fn orphans(answer: &Value) -> String {
+    let rows_of = |field: &str| answer[field].as_array().cloned().unwrap_or_default();
+    if answer["removed"].is_array() {
+        let row =
+            |worker: &Value| vec![word(&worker["worker"]), word(&worker["objects"]), size(&worker["bytes"])];
+        let rows: Vec<_> = rows_of("removed").iter().map(row).collect();
+        return match rows.is_empty() {
+            true => "nothing was removed\n".to_owned(),
+            false => table(&["removed", "objects", "bytes"], &rows),
+        };
+    }
+    let row = |worker: &Value| {
+        let sizes = [word(&worker["objects"]), size(&worker["bytes"]), word(&worker["shuffles"])];
+        let age = format!("{} s", worker["newest_age_seconds"]);
+        let names = [word(&worker["worker"]), word(&worker["state"])];
+        names.into_iter().chain(sizes).chain([age]).collect()
+    };
+    let rows: Vec<_> = rows_of("workers").iter().map(row).collect();
+    table(&["worker", "state", "objects", "bytes", "shuffles", "newest"], &rows)
 }
 
 fn disks(heard: &[(&str, &Value)]) -> String {

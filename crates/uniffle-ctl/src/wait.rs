@@ -1,7 +1,7 @@
 //! Calls that end with a state: looked at again and again until it is there, or the time is over.
 //!
 //! A worker that has been told to retire may end by itself (`decommission_shutdown`): when it is gone after it said
-//! *decommissioning*, it is taken as retired. Figures that are older than what was asked for are not believed.
+//! *decommissioning*, it is taken as retired.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::Target;
 
-/// Between two looks. The worker's figures are up to a second old.
+/// Between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Decommissions `target` and waits until it has no application.
@@ -39,35 +39,38 @@ pub(crate) async fn decommission(client: &Client, target: &Target, within: Durat
     }
 }
 
-/// Decommissions `target`, and flushes it until nothing is in its memory and no ticket is out.
+/// Decommissions `target`, and flushes it until nothing is in its memory and no ticket is out; where it has an object store,
+/// until that has everything.
 pub(crate) async fn drain(client: &Client, target: &Target, within: Duration) -> Answer {
     let start = Instant::now();
-    let state = client.post(&target.admin, "/admin/decommission", None).await?["state"].clone();
     loop {
-        let asked = Instant::now();
-        client.post(&target.admin, "/admin/flush", None).await?;
-        let status = newer_than(client, target, asked).await?;
-        let in_memory = status["memory"]["used_bytes"].as_u64().unwrap_or(u64::MAX);
-        let batches = status["flush"]["unfinished_batches"].as_u64().unwrap_or(u64::MAX);
-        if (in_memory, batches) == (0, 0) {
+        let drained = client.post(&target.admin, "/admin/drain", None).await?;
+        let number = |value: &Value| value.as_u64().unwrap_or(u64::MAX);
+        let in_memory = number(&drained["in_memory_bytes"]);
+        let batches = number(&drained["unfinished_batches"]);
+        let tiers = &drained["tiers"];
+        let shuffles = if tiers.is_null() { 0 } else { number(&tiers["shuffles_left"]) };
+        if (in_memory, batches, shuffles) == (0, 0, 0) {
             let seconds = start.elapsed().as_secs_f64();
-            let apps = &status["apps"]["count"];
-            return Ok(json!({ "state": state, "in_memory_bytes": 0, "apps": apps, "seconds": seconds }));
+            let (state, apps) = (&drained["state"], &drained["apps"]);
+            let mut told = json!({ "state": state, "in_memory_bytes": 0, "apps": apps, "seconds": seconds });
+            if !tiers.is_null() {
+                told["immovable_bytes"] = tiers["immovable_bytes"].clone();
+                told["may_go"] = drained["may_go"].clone();
+            }
+            return Ok(told);
         }
-        let left = || format!("{}: {in_memory} bytes in memory, {batches} batches under way", target.http);
+        let left = || {
+            let elsewhere = match tiers.is_null() {
+                true => String::new(),
+                false => format!(
+                    ", {shuffles} shuffles with {} bytes are not in the object store yet",
+                    tiers["bytes_left"]
+                ),
+            };
+            format!("{}: {in_memory} bytes in memory, {batches} batches under way{elsewhere}", target.http)
+        };
         pause(start, within, left).await?;
-    }
-}
-
-/// Figures that were taken after `asked`.
-async fn newer_than(client: &Client, target: &Target, asked: Instant) -> Result<Value, Failure> {
-    loop {
-        let status = client.get(&target.http, "/api/v1/status").await?;
-        let age = status["age_seconds"].as_f64().unwrap_or(0.0);
-        if age < asked.elapsed().as_secs_f64() {
-            return Ok(status);
-        }
-        sleep(LOOK_INTERVAL).await;
     }
 }
 

@@ -66,6 +66,9 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
             "--cluster asks one worker for what its coordinator's say; --coordinator asks them all anyway",
         );
     }
+    if matches!(arguments.call, Call::Orphans { .. }) && !arguments.only.is_empty() {
+        return usage("orphans compares with all workers of a --coordinator: --only cannot choose from them");
+    }
     if !is_cluster && (arguments.all || !arguments.only.is_empty()) {
         return usage("--only and --all choose from the workers of a --coordinator");
     }

@@ -57,6 +57,12 @@ pub trait File: Send + Sync + fmt::Debug {
     /// Waits until written bytes are on the device.
     fn sync(&self) -> BoxFuture<'static, io::Result<()>>;
 
+    /// Waits until what was written to a range by way of the page cache is on the device, and lets go of its pages. One after
+    /// another on a disk, and writes around the page cache do not wait for it.
+    fn write_back(&self, _range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
+        self.sync()
+    }
+
     /// Writes and waits until it is on the device, as [`File::write_at`] and [`File::sync`] do one after the other, in one go
     /// where that is quicker.
     fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>>

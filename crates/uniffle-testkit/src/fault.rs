@@ -13,6 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use uniffle_io::{BoxFuture, Disk, DiskLock, File, Mount, ReadTarget, Space, WriteOpen};
 
@@ -31,6 +32,8 @@ pub enum Operation {
     Advise,
     /// [`File::sync`].
     Sync,
+    /// [`File::write_back`].
+    WriteBack,
     /// [`Disk::sync_dir`] and [`Disk::sync_all`].
     SyncDir,
     /// [`Disk::create_dir_all`].
@@ -140,6 +143,15 @@ struct Inner {
     random: Option<Random>,
     injected: u64,
     read_only: bool,
+    device: Option<Device>,
+}
+
+/// A device that writes so fast and one call after another. What goes by way of the page cache costs its time when it is
+/// written back.
+#[derive(Debug)]
+struct Device {
+    bytes_per_second: u64,
+    free_at: Instant,
 }
 
 impl std::fmt::Debug for Inner {
@@ -194,6 +206,28 @@ impl Faults {
         let mut inner = self.inner.lock();
         inner.rules.clear();
         inner.random = None;
+    }
+
+    /// From now on the device writes so many bytes in a second, by the clock of the runtime.
+    pub fn set_speed(&self, bytes_per_second: u64) {
+        self.inner.lock().device = Some(Device { bytes_per_second, free_at: Instant::now() });
+    }
+
+    /// `work` when the device has written `bytes`.
+    fn at_speed(
+        &self,
+        bytes: u64,
+        work: BoxFuture<'static, io::Result<()>>,
+    ) -> BoxFuture<'static, io::Result<()>> {
+        let mut inner = self.inner.lock();
+        let Some(Device { bytes_per_second, free_at }) = &mut inner.device else { return work };
+        let micros = bytes.saturating_mul(1_000_000) / (*bytes_per_second).max(1);
+        *free_at = (*free_at).max(Instant::now()) + Duration::from_micros(micros);
+        let done = *free_at;
+        Box::pin(async move {
+            tokio::time::sleep_until(done).await;
+            work.await
+        })
     }
 
     /// From now on the file system is mounted read-only, or no longer.
@@ -345,11 +379,12 @@ impl FaultDisk {
     fn open(
         &self,
         path: &Path,
+        direct: bool,
         opening: BoxFuture<'static, io::Result<Arc<dyn File>>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let (faults, path) = (self.faults.clone(), path.to_path_buf());
         Box::pin(async move {
-            let file: Arc<dyn File> = Arc::new(FaultFile { file: opening.await?, faults, path });
+            let file: Arc<dyn File> = Arc::new(FaultFile { file: opening.await?, faults, path, direct });
             Ok(file)
         })
     }
@@ -362,12 +397,12 @@ impl Disk for FaultDisk {
 
     fn open_write(&self, path: &Path, how: WriteOpen) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let opening = self.faults.change(Operation::OpenWrite, path, self.disk.open_write(path, how));
-        self.open(path, opening)
+        self.open(path, how.direct, opening)
     }
 
     fn open_read(&self, path: &Path) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
         let opening = self.faults.apply(Operation::OpenRead, path, self.disk.open_read(path));
-        self.open(path, opening)
+        self.open(path, false, opening)
     }
 
     fn create_dir_all(&self, path: &Path) -> BoxFuture<'static, io::Result<()>> {
@@ -433,6 +468,8 @@ struct FaultFile {
     file: Arc<dyn File>,
     faults: Faults,
     path: PathBuf,
+    /// Opened to be written around the page cache.
+    direct: bool,
 }
 
 /// The first `limit` bytes of `pieces`.
@@ -449,6 +486,10 @@ fn cut(pieces: Vec<Bytes>, mut limit: usize) -> Vec<Bytes> {
 impl File for FaultFile {
     fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
         match self.faults.pick(Operation::Write, &self.path) {
+            None | Some(Fault::Flip) if self.direct => {
+                let bytes = pieces.iter().map(|piece| piece.len() as u64).sum();
+                self.faults.at_speed(bytes, self.file.write_at(pieces, offset))
+            }
             None | Some(Fault::Flip) => self.file.write_at(pieces, offset),
             Some(Fault::Zeros) => {
                 let zeros = pieces.iter().map(|piece| Bytes::from(vec![0; piece.len()])).collect();
@@ -515,6 +556,12 @@ impl File for FaultFile {
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
         self.faults.apply(Operation::Sync, &self.path, self.file.sync())
+    }
+
+    fn write_back(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
+        let bytes = range.end - range.start;
+        let work = self.faults.apply(Operation::WriteBack, &self.path, self.file.write_back(range));
+        self.faults.at_speed(bytes, work)
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {

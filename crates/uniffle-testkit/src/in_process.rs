@@ -177,7 +177,11 @@ impl InProcess {
     }
 }
 
-fn send_block(session: &mut SendSession, block: &Block) -> Result<(), ServiceError> {
+/// Puts a whole block into a send.
+///
+/// # Errors
+/// The service's.
+pub fn send_block(session: &mut SendSession, block: &Block) -> Result<(), ServiceError> {
     session.begin_block(block.meta.length)?;
     session.write(&block.data)?;
     session.end_block(BlockHeader {

@@ -1,5 +1,6 @@
 //! An object store in memory that fails on purpose.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use object_store::{
 };
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
+use uniffle_worker::tiers::object::claim::CLAIM;
 
 /// What is asked of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,6 +52,8 @@ pub enum Fault {
     Refuse,
     /// It is done and answered with an error.
     LoseAnswer,
+    /// It is answered as if it was done. Only an object in one request.
+    Pretend,
     /// It waits for [`FaultyObjects::let_go`] and is done then.
     Hold,
     /// A byte of what is read is another.
@@ -130,14 +134,30 @@ impl FaultyObjects {
         self.0.calls.lock().clone()
     }
 
-    /// Keys and sizes of all objects.
+    /// Keys and sizes of all objects but claims, which stay.
     pub async fn objects(&self) -> Vec<(String, u64)> {
         let mut listed = self.0.inner.list(None);
         let mut objects = Vec::new();
         while let Some(Ok(object)) = listed.next().await {
-            objects.push((object.location.to_string(), object.size));
+            let is_claim = object.location.filename() == Some(CLAIM);
+            objects.extend((!is_claim).then(|| (object.location.to_string(), object.size)));
         }
         objects
+    }
+
+    /// All objects but claims.
+    pub async fn snapshot(&self) -> BTreeMap<String, Bytes> {
+        let mut all = BTreeMap::new();
+        for (key, _) in self.objects().await {
+            let object = self.0.inner.get(&Path::from(key.as_str())).await.expect("it is there");
+            all.insert(key, object.bytes().await.expect("it is in memory"));
+        }
+        all
+    }
+
+    /// Puts an object in its place behind everybody's back.
+    pub async fn replace(&self, key: &str, content: Bytes) {
+        self.0.inner.put(&Path::from(key), content.into()).await.expect("there is room");
     }
 
     /// Removes an object behind everybody's back.
@@ -159,7 +179,7 @@ impl FaultyObjects {
                 self.0.held.fetch_add(1, Ordering::AcqRel);
                 self.0.gate.acquire().await.expect("it is never closed").forget();
             }
-            Fault::None | Fault::LoseAnswer | Fault::Flip | Fault::Cut => {}
+            Fault::None | Fault::LoseAnswer | Fault::Pretend | Fault::Flip | Fault::Cut => {}
         }
         Ok(fault)
     }
@@ -173,6 +193,10 @@ fn answered<T>(fault: Fault, result: Result<T>) -> Result<T> {
 impl ObjectStore for FaultyObjects {
     async fn put_opts(&self, path: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let fault = self.meet(Call::Put, path).await?;
+        if fault == Fault::Pretend {
+            let (e_tag, version, extensions) = (None, None, Default::default());
+            return Ok(PutResult { e_tag, version, extensions });
+        }
         answered(fault, self.0.inner.put_opts(path, payload, options).await)
     }
 

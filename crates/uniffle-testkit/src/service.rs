@@ -139,7 +139,8 @@ impl ServiceBuilder {
             tasks.spawn("store maintenance", Arc::clone(store).maintain(tasks.cancelled()));
         }
         let local = store.clone().map(|store| store as Arc<dyn Tier>);
-        let tiers = local.into_iter().chain(self.more_tiers).collect();
+        let tiers: Vec<_> = local.into_iter().chain(self.more_tiers).collect();
+        let recovered: Vec<_> = tiers.iter().map(|tier| tier.take_recovered()).collect();
         let tiers = Tiers::new(tiers).expect("one is read through the worker");
         let flusher = Flusher::start(self.flush, Arc::clone(&memory), tiers, tasks.clone(), &registry)
             .expect("metrics of its own");
@@ -147,8 +148,8 @@ impl ServiceBuilder {
         let (m, f) = (Arc::clone(&memory), Some(Arc::clone(&flusher)));
         let service =
             Service::new(self.service, apps, m, f, tasks.clone(), &registry).expect("metrics of its own");
-        if let Some(store) = &store {
-            service.lifecycle.restore(store.take_recovered()).await;
+        for recovered in recovered {
+            service.lifecycle.restore(recovered).await;
         }
         if let Some((interval, pause)) = self.expiry {
             tasks.spawn("expiry", Arc::clone(&service.lifecycle).run_expiry(interval, pause));

@@ -9,6 +9,7 @@
 //! readers see; no id is in it twice. The lock covers bookkeeping only: payload is copied, zeroed and freed outside.
 //! A partition of which nothing is in memory keeps no list: what it has received, and the next chain's number.
 
+mod restored;
 mod unverified;
 
 use std::collections::VecDeque;
@@ -26,7 +27,6 @@ use super::list::{BlockList, LIST_BLOCKS_MAX, LIST_BYTES, Paid};
 use super::metrics::MemoryMetrics;
 use super::persistent::layout::ROW_BYTES;
 use super::persistent::names::Named;
-use super::persistent::restore::{Block, Partition, Place};
 use super::persistent::rows::{FreeRows, Kept, rows_of};
 use super::persistent::table::NoPlaces;
 use super::read::{self, MemoryRead};
@@ -34,9 +34,9 @@ use super::region::Segment;
 use super::reservation::{METADATA_BYTES, Reservation};
 use super::sealed::{InFlight, SealedBatch};
 use crate::budget::{Budget, Charge};
-use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
+use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
+use unverified::Unverified;
 pub(super) use unverified::Verification;
-use unverified::{Unverified, say_damaged};
 
 /// Heap of a partition that was ever written to, while nothing of it is in memory: its buffer, its places in the tables here
 /// and in the local tier, its first extent. `d12_…` in `tests/contract` and `tests/process` measure it.
@@ -307,72 +307,6 @@ impl Buffer {
         drop(lists);
         drop(state);
         found.into()
-    }
-
-    /// Shows what an earlier process left of the partition of `key`, before anything is written to it: as the oldest batch. Its
-    /// bytes are to be [verified](Buffer::verify) before they are given to anybody.
-    pub(super) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
-        let Partition { blocks, segments, kept, rows, last_chain } = left;
-        let (count, supply) = (blocks.len() as u64, &self.shared.supply);
-        let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
-        for Block { meta, place } in blocks {
-            match place {
-                Place::Chain(at) => list.restore(meta, at),
-                Place::Slices(slices) => list.restore_stray(meta, slices),
-            }
-        }
-        let bytes = metadata_bytes(count, rows);
-        let paid = Paid {
-            permits: supply.blocks.force_charge(count),
-            lists: supply.lists.force(bytes),
-            capacity: self.budget.force_charge(bytes),
-        };
-        list.pay_for_segments(&supply.lists);
-        let strays = list.strays();
-        list.charge(paid, strays, &supply.lists);
-        let restored = Committed { blocks: list.len(), bytes: list.bytes(), ..Committed::default() };
-        let mut state = self.state.lock();
-        let State { lists, next_chain, unverified, .. } = &mut *state;
-        *next_chain = last_chain + 1;
-        let lists = self.made(lists, next_chain);
-        let batch = Arc::new(SealedBatch::new(self.partition, list));
-        *unverified = Some(Unverified::of(key.clone(), Arc::downgrade(&batch), &self.shared.verification));
-        lists.batches.push_back(batch);
-        self.received_bytes.fetch_add(restored.bytes, Ordering::Relaxed);
-        self.publish_counters(&state);
-        restored
-    }
-
-    /// Looks at what an earlier process left, unless that was done: what is damaged is not shown from then on. Milliseconds for
-    /// each few MiB.
-    pub fn verify(&self) {
-        let Some(unverified) = self.state.lock().unverified.clone() else { return };
-        let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
-        unverified.look_once(&self.shared.verification, look);
-        self.state.lock().unverified = None;
-    }
-
-    fn withhold_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
-        let damaged = batch.list().damaged();
-        if damaged.is_empty() {
-            return;
-        }
-        say_damaged(key, self.partition, batch.list(), &damaged);
-        let mut state = self.state.lock();
-        batch.list().withhold(damaged);
-        // One of which nothing is left is nothing to flush.
-        let is_empty = batch.blocks() == 0 && !batch.is_claimed();
-        let emptied = state.lists.as_mut().filter(|_| is_empty).and_then(|lists| {
-            let at = lists.batches.iter().position(|held| std::ptr::eq(&**held, batch))?;
-            lists.batches.remove(at)
-        });
-        let nothing_left = state.lists.take_if(|lists| lists.is_empty());
-        self.publish_counters(&state);
-        drop(state);
-        drop((emptied, nothing_left));
-        if let Some(tell) = self.shared.verification.on_damage.get() {
-            tell(key, self.partition);
-        }
     }
 
     /// Takes what is committed as a batch to be flushed; `None` if there is nothing. Never waits for fills. A buffer

@@ -1,4 +1,4 @@
-//! What an earlier process left in memory is summed before anybody is given it, once.
+//! What an earlier process left in memory is compared with its checksums before it is served, once.
 //!
 //! Stores of a process that dies are whole; a file in memory can still be written to by others, and memory has faults. A block
 //! that does not have the checksum that its sender gave is not shown, and its shuffle is told ([`super::super::Memory::on_damage`]).
@@ -19,13 +19,13 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 /// Damaged blocks that the log names.
 const NAMED_MAX: usize = 10;
 
-/// Told of a partition of which something is damaged, before anybody is given the rest.
+/// Told of a partition of which something is damaged, before the rest is served.
 type OnDamage = Box<dyn Fn(&ShuffleKey, PartitionId) + Send + Sync>;
 
 /// Of all buffers of one memory.
 #[derive(Default)]
 pub(in crate::memory) struct Verification {
-    /// Buffers that have something nobody has looked at.
+    /// Buffers that have something that is not verified.
     pub(in crate::memory) buffers: AtomicUsize,
     pub(in crate::memory) on_damage: std::sync::OnceLock<OnDamage>,
 }
@@ -45,7 +45,7 @@ impl Unverified {
         Arc::new(Self { is_left: AtomicBool::new(true), batch: Mutex::new(Some((key, batch))) })
     }
 
-    /// Calls `look` with what nobody has looked at, if it is still there. Those that come meanwhile wait.
+    /// Calls `look` with what is not verified, if it is still there. Those that come meanwhile wait.
     pub(super) fn look_once(&self, of_all: &Verification, look: impl FnOnce(&ShuffleKey, &SealedBatch)) {
         if !self.is_left.load(Ordering::Acquire) {
             return;

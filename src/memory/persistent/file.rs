@@ -6,7 +6,7 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -233,18 +233,41 @@ impl Held {
         Err(Refusal::InUse)
     }
 
+    /// The file in `directory`, if there is one.
+    pub(super) fn existing(directory: &Path) -> Result<Option<Self>, Refusal> {
+        let path = match check_directory(directory) {
+            Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // No worker could have its memory there.
+            Err(Refusal::NoTmpfs) => return Ok(None),
+            checked => checked?,
+        };
+        match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty()) {
+            Ok(file) => {
+                lock(&file)?;
+                Ok(Some(Self { file, path: Some(path) }))
+            }
+            Err(Errno::NOENT) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Where it is found by its name.
+    pub(super) fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
     fn without_name() -> Result<Self, Refusal> {
         let file = rustix::fs::memfd_create("uniffle-worker-memory", MemfdFlags::CLOEXEC)?;
         Ok(Self { file, path: None })
     }
 
     /// It has no lock: who has the descriptor was given it.
-    fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
+    pub(super) fn inherited(file: OwnedFd) -> Result<Self, Refusal> {
         rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Self { file, path: None })
     }
 
-    fn header(&self) -> Result<Option<Header>, Refusal> {
+    pub(super) fn header(&self) -> Result<Option<Header>, Refusal> {
         let mut bytes = [0; 8 * HEADER_WORDS];
         let mut read = 0;
         loop {
@@ -260,7 +283,7 @@ impl Held {
         Ok(Header::decode(&words)?)
     }
 
-    fn bytes(&self) -> Result<u64, Refusal> {
+    pub(super) fn bytes(&self) -> Result<u64, Refusal> {
         Ok(u64::try_from(rustix::fs::fstat(&self.file)?.st_size).unwrap_or_default())
     }
 
@@ -309,6 +332,12 @@ fn judge(found: &Header, wanted: &Header, file_bytes: u64) -> Result<Geometry, R
         return Err(Refusal::Size { found: data_bytes, wanted: wants });
     }
     Ok(Geometry { data_bytes: wants, ..has })
+}
+
+impl AsFd for Held {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
 }
 
 /// A region in a file, which is locked as long as both live.

@@ -8,6 +8,7 @@
 //! | [`table`], [`names`], [`rows`] | the front of the region: commits, and what takes them back |
 //! | `places` | which places of it are free, and which have pages; pure |
 //! | [`file`] | the file: opened, locked, judged, or refused by name |
+//! | [`left`] | what is in a file that the configuration does not name any more |
 //! | [`passed`] | the file, from the process before |
 //! | [`huge`] | whether it is in huge pages, as a word at the start |
 //! | [`restore`] | what an earlier process left, as lists of blocks |
@@ -43,6 +44,7 @@
 pub(super) mod file;
 pub(super) mod huge;
 pub(super) mod layout;
+pub(super) mod left;
 pub(super) mod names;
 pub(super) mod passed;
 mod places;

@@ -9,6 +9,8 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 
 use smallvec::SmallVec;
 
@@ -16,10 +18,18 @@ use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
 use super::super::region::{Region, Segment, Slice};
 use super::layout::{Extent, Row};
 use super::names::Named;
-use super::rows::Kept;
+use super::rows::{Extents, Kept, RowNumbers};
 use super::table::Table;
 use crate::budget::Budget;
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId, ShuffleKey};
+
+/// Numbers of rows of each partition, by the number of their shuffle's name.
+type Groups = hashbrown::HashMap<u32, hashbrown::HashMap<i32, Vec<u32>>>;
+
+/// Rows that are worth a thread more.
+const ROWS_PER_THREAD: usize = if cfg!(test) { 64 } else { 1 << 14 };
+/// Threads that look for rows or restore partitions at most: what they share is not worth more.
+const THREADS_MAX: usize = 8;
 
 /// All that an earlier process left.
 #[derive(Debug)]
@@ -31,10 +41,96 @@ pub(in crate::memory) struct Leftover {
     taken_names: HashSet<u32>,
     /// Names that the earlier process may have used; what is registered meanwhile has others.
     used_names: u32,
-    /// Name, partition and number of each row, sorted.
-    rows: Vec<(u32, i32, u32)>,
-    /// By number.
-    taken_rows: Vec<bool>,
+    groups: Groups,
+    blocks: usize,
+    taken_rows: TakenRows,
+}
+
+/// Rows that a restored block has, by number. Shared by those that restore partitions.
+#[derive(Debug)]
+struct TakenRows {
+    bits: Vec<AtomicU64>,
+    rows: u32,
+}
+
+impl TakenRows {
+    fn new(rows: u32) -> Self {
+        let bits = (0..rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        Self { bits, rows }
+    }
+
+    fn place(&self, row: u32) -> (&AtomicU64, u64) {
+        (&self.bits[row as usize / 64], 1 << (row % 64))
+    }
+
+    /// Takes `row`; false if another block has it.
+    fn take(&self, row: u32) -> bool {
+        let (word, bit) = self.place(row);
+        word.fetch_or(bit, Ordering::Relaxed) & bit == 0
+    }
+
+    fn give_back(&self, row: u32) {
+        let (word, bit) = self.place(row);
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+
+    fn is_taken(&self, row: u32) -> bool {
+        let (word, bit) = self.place(row);
+        word.load(Ordering::Relaxed) & bit != 0
+    }
+}
+
+/// A look for what an earlier process left, on a thread of its own: a start looks at its disks meanwhile.
+#[derive(Debug)]
+pub(in crate::memory) enum Search {
+    Sought(JoinHandle<Leftover>),
+    Found(Box<Leftover>),
+    Over,
+}
+
+impl Search {
+    /// Begins it. Until it is over no name and no row of `table` is taken.
+    pub(in crate::memory) fn begin(table: &Arc<Table>) -> Self {
+        if !table.was_used() {
+            return Self::Found(Box::new(Leftover::of(Arc::clone(table))));
+        }
+        let its = Arc::clone(table);
+        let begun = std::thread::Builder::new().name("memory search".to_owned()).spawn(|| Leftover::of(its));
+        begun.map_or_else(|_| Self::Found(Box::new(Leftover::of(Arc::clone(table)))), Self::Sought)
+    }
+
+    /// What it found; none when the start is over.
+    pub(in crate::memory) fn found(&mut self) -> Option<&mut Leftover> {
+        if let Self::Sought(_) = self
+            && let Self::Sought(looking) = std::mem::replace(self, Self::Over)
+        {
+            *self = Self::Found(Box::new(joined(looking)));
+        }
+        match self {
+            Self::Found(found) => Some(found),
+            Self::Sought(_) | Self::Over => None,
+        }
+    }
+
+    /// The start is over: what it found, once.
+    pub(in crate::memory) fn end(&mut self) -> Option<Leftover> {
+        match std::mem::replace(self, Self::Over) {
+            Self::Sought(looking) => Some(joined(looking)),
+            Self::Found(found) => Some(*found),
+            Self::Over => None,
+        }
+    }
+}
+
+/// What a thread made; its panic is that of the one that waits for it.
+pub(in crate::memory) fn joined<T>(thread: JoinHandle<T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// How many threads share so many rows.
+pub(in crate::memory) fn threads_for(rows: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (rows / ROWS_PER_THREAD).clamp(1, cores.min(THREADS_MAX))
 }
 
 /// A restored block, with its bytes where they do not lie in one place of the chain.
@@ -72,18 +168,17 @@ impl Leftover {
     /// What is in the region.
     pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
         let names: HashMap<_, _> = table.found_names().into_iter().map(|(at, key)| (key, at)).collect();
-        let known: HashSet<u32> = names.values().copied().collect();
-        let rows = table.found_rows().filter(|(_, row)| known.contains(&row.name));
-        let mut rows: Vec<_> = rows.map(|(at, row)| (row.name, row.partition, at)).collect();
-        rows.sort_unstable();
+        let known: hashbrown::HashSet<u32> = names.values().copied().collect();
+        let groups = grouped(&table, &known);
+        let blocks = groups.values().flat_map(hashbrown::HashMap::values).map(Vec::len).sum();
         let (named, taken_names) = (Vec::new(), HashSet::new());
-        let (used_names, taken_rows) = (table.names.mark(), vec![false; table.rows.mark() as usize]);
-        Self { table, names, named, taken_names, used_names, rows, taken_rows }
+        let (used_names, taken_rows) = (table.names.mark(), TakenRows::new(table.rows.mark()));
+        Self { table, names, named, taken_names, used_names, groups, blocks, taken_rows }
     }
 
     /// How many blocks were found.
     pub(in crate::memory) fn blocks(&self) -> usize {
-        self.rows.len()
+        self.blocks
     }
 
     /// The name of a shuffle that the earlier process had.
@@ -97,102 +192,120 @@ impl Leftover {
         Some(named)
     }
 
-    /// Partitions of `key` with blocks.
-    pub(in crate::memory) fn partitions(&self, key: &ShuffleKey) -> Vec<PartitionId> {
-        let mut partitions: Vec<_> =
-            self.rows_of(key).iter().map(|(_, partition, _)| PartitionId(*partition)).collect();
-        partitions.dedup();
-        partitions
-    }
-
-    fn rows_of(&self, key: &ShuffleKey) -> &[(u32, i32, u32)] {
-        let Some(name) = self.names.get(key) else { return &[] };
-        let from = self.rows.partition_point(|row| row.0 < *name);
-        let until = self.rows.partition_point(|row| row.0 <= *name);
-        &self.rows[from..until]
+    /// Partitions of `key` with blocks, and how many rows each has.
+    pub(in crate::memory) fn partitions(&self, key: &ShuffleKey) -> Vec<(PartitionId, usize)> {
+        let groups = self.names.get(key).and_then(|name| self.groups.get(name));
+        let of_groups = groups.into_iter().flatten();
+        of_groups.map(|(partition, rows)| (PartitionId(*partition), rows.len())).collect()
     }
 
     /// The blocks of `partition` that are not in a tier (`is_elsewhere`), charged to `budget` by their segments. None if there
     /// are none.
     pub(in crate::memory) fn take(
-        &mut self,
+        &self,
         key: &ShuffleKey,
         (partition, named): (PartitionId, &Arc<Named>),
         is_elsewhere: impl Fn(BlockId) -> bool,
         budget: &Budget,
     ) -> Option<Partition> {
-        let of_partition = self.rows_of(key).iter().filter(|(_, at, _)| *at == partition.0);
-        let numbers: Vec<u32> = of_partition.map(|(_, _, row)| *row).collect();
-        let found = numbers.into_iter().filter_map(|at| Some((at, self.table.row(at)?)));
-        let mut found: Vec<(u32, Row)> = found.filter(|(_, row)| !is_elsewhere(row.meta.block_id)).collect();
+        let numbers = self.groups.get(self.names.get(key)?)?.get(&partition.0)?;
+        let mut found: Vec<(u32, Row)> = Vec::with_capacity(numbers.len());
+        found.extend(numbers.iter().filter_map(|at| Some((*at, self.table.row(*at)?))));
+        found.retain(|(_, row)| !is_elsewhere(row.meta.block_id));
         found.sort_by_key(|(_, row)| row.order);
-        let mut ids = HashSet::new();
+        let mut ids = hashbrown::HashSet::with_capacity(found.len());
         found.retain(|(_, row)| ids.insert(row.meta.block_id));
+        drop(ids);
         let last_chain = found.last()?.1.order >> 32;
-        let mut wanted = Vec::new();
-        for (at, row) in found {
-            let Some((extents, rows)) = self.table.extents(at, &row) else { continue };
-            if rows.iter().all(|row| !std::mem::replace(&mut self.taken_rows[*row as usize], true)) {
-                wanted.push(Wanted { meta: row.meta, extents, rows });
-            }
-        }
+        let wanted: Vec<Wanted> = found.iter().filter_map(|(at, row)| self.wanted(*at, row)).collect();
         let mut segments = claim(self.table.region(), &wanted, budget);
-        let slices = adopt(&mut segments, &wanted);
-        let starts = starts(&segments);
+        let places = adopt(&mut segments, &wanted);
         segments.iter_mut().for_each(Segment::close);
         let mut kept = Kept::new(Arc::clone(named), partition);
-        let (mut blocks, mut rows) = (Vec::new(), 0);
-        for (Wanted { meta, extents, rows: taken }, slices) in wanted.into_iter().zip(slices) {
-            let Some(slices) = slices else {
-                for row in taken {
-                    self.taken_rows[row as usize] = false;
-                }
+        let (mut blocks, mut rows) = (Vec::with_capacity(wanted.len()), 0);
+        kept.reserve(wanted.iter().map(|block| block.rows().len()).sum());
+        for (wanted, place) in wanted.iter().zip(places) {
+            let taken = wanted.rows();
+            let Some(place) = place else {
+                taken.iter().for_each(|row| self.taken_rows.give_back(*row));
                 continue;
             };
             rows += taken.len();
             kept.adopt(taken);
-            let in_chain = slices.first().and_then(|(segment, slice)| {
-                let within = (slice.place() - segments[*segment].offset()) as u64;
-                let end = starts[*segment] + within + u64::from(meta.length);
-                u32::try_from(end).ok().map(|end| end - meta.length)
-            });
-            let place = match in_chain.filter(|_| extents.len() == 1) {
-                Some(at) => {
-                    for (segment, slice) in slices {
-                        segments[segment].absorb(slice);
-                    }
-                    Place::Chain(at)
-                }
-                None => Place::Slices(slices.into_iter().map(|(_, slice)| slice).collect()),
-            };
-            blocks.push(Block { meta, place });
+            blocks.push(Block { meta: wanted.meta, place });
         }
         Some(Partition { blocks, segments, kept, rows, last_chain })
     }
 
+    /// The block of a row, if it is whole and no other one has its rows.
+    fn wanted(&self, at: u32, row: &Row) -> Option<Wanted> {
+        let (extents, rows) = self.table.extents(at, row)?;
+        // What it has of another's stays the other's: it takes all or, but for contradictions, nothing.
+        let is_its_own = rows.iter().all(|row| self.taken_rows.take(*row));
+        is_its_own.then_some(Wanted { meta: row.meta, extents, rows })
+    }
+
     /// What was not taken is free.
     pub(in crate::memory) fn finish(self) {
-        let Self { table, named, taken_names, used_names, taken_rows, .. } = self;
-        let used_rows = u32::try_from(taken_rows.len()).unwrap_or(u32::MAX);
+        let Self { table, named, taken_names, used_names, taken_rows, groups, .. } = self;
+        drop(groups);
         // Rows first: one must never point to a name that is another shuffle's.
-        table.open_found(&table.rows, used_rows, |at| taken_rows[at as usize]);
+        table.open_found(&table.rows, taken_rows.rows, |at| taken_rows.is_taken(at));
         table.open_found(&table.names, used_names, |at| taken_names.contains(&at));
         drop(named);
+    }
+}
+
+/// Rows of shuffles with a name, by partition: a part of the table for each thread.
+fn grouped(table: &Table, known: &hashbrown::HashSet<u32>) -> Groups {
+    let chunks = table.rows.chunks_to_be_read();
+    let rows = chunks.iter().map(|chunk| chunk.len()).sum();
+    let threads = threads_for(rows);
+    let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));
+    let group = |part: &[Range<u32>]| {
+        let mut groups = Groups::new();
+        for (at, row) in table.found_rows(part.iter().cloned().flatten()) {
+            if known.contains(&row.name) {
+                groups.entry(row.name).or_default().entry(row.partition).or_default().push(at);
+            }
+        }
+        groups
+    };
+    std::thread::scope(|scope| {
+        let first = parts.next();
+        let others: Vec<_> = parts.map(|part| scope.spawn(move || group(part))).collect();
+        let mut all = first.map(group).unwrap_or_default();
+        for other in others {
+            merge(&mut all, other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        all
+    })
+}
+
+fn merge(all: &mut Groups, more: Groups) {
+    for (name, partitions) in more {
+        let of_name = all.entry(name).or_default();
+        for (partition, rows) in partitions {
+            of_name.entry(partition).or_default().extend(rows);
+        }
     }
 }
 
 /// A block to be restored.
 struct Wanted {
     meta: BlockMeta,
-    extents: Vec<Extent>,
-    rows: Vec<u32>,
+    extents: Extents,
+    rows: RowNumbers,
 }
 
-/// A block's bytes, each slice with the number of its segment; none if they are not all its own.
-type Adopted = Option<SmallVec<[(usize, Slice); 2]>>;
+impl Wanted {
+    fn rows(&self) -> &[u32] {
+        &self.rows
+    }
+}
 
-/// The same, each with the number of its extent before.
-type Numbered = SmallVec<[(usize, usize, Slice); 2]>;
+/// Slices of a block whose pieces do not follow each other, each with the number of its piece before.
+type Numbered = SmallVec<[(usize, Slice); 2]>;
 
 /// Claims the pieces of the region that `wanted` lie in, in the order of their places. What another partition has is left out.
 fn claim(region: &Arc<Region>, wanted: &[Wanted], budget: &Budget) -> Vec<Segment> {
@@ -238,46 +351,86 @@ fn piece_at(from: usize, end: usize) -> usize {
     aligned.min(fits).min(BLOCK_BYTES)
 }
 
-/// Takes the bytes of each block out of `segments`, in the order of their places.
-fn adopt(segments: &mut [Segment], wanted: &[Wanted]) -> Vec<Adopted> {
+/// Takes the bytes of each block out of `segments`, in the order of their places; none of a block whose bytes are not all its own.
+fn adopt(segments: &mut [Segment], wanted: &[Wanted]) -> Vec<Option<Place>> {
+    let starts = starts(segments);
     let pieces = wanted.iter().enumerate();
     let pieces =
         pieces.flat_map(|(block, it)| it.extents.iter().enumerate().map(move |(n, at)| (*at, block, n)));
     let mut pieces: Vec<_> = pieces.collect();
     pieces.sort_unstable();
-    let mut found: Vec<Option<Numbered>> = wanted.iter().map(|_| Some(SmallVec::new())).collect();
+    let mut places: Vec<Option<Place>> = wanted.iter().map(|_| None).collect();
+    let mut scattered: HashMap<usize, Option<Numbered>> = HashMap::new();
+    let mut near = 0;
     for (extent, block, number) in pieces {
-        let slices = adopt_one(segments, extent);
-        match (slices, &mut found[block]) {
-            (Some(slices), Some(all)) => {
-                all.extend(slices.into_iter().map(|(at, slice)| (number, at, slice)))
-            }
+        near = segment_of(segments, near, extent);
+        if wanted[block].extents.len() == 1
+            && let Some(at) = place_in_chain(&starts, segments, (near, extent))
+        {
+            places[block] = absorbed(segments, near, extent).then_some(Place::Chain(at));
+            continue;
+        }
+        let all = scattered.entry(block).or_insert_with(|| Some(SmallVec::new()));
+        match (adopt_one(segments, near, extent), &mut *all) {
+            (Some(slices), Some(all)) => all.extend(slices.into_iter().map(|slice| (number, slice))),
             (_, dead) => *dead = None,
         }
     }
-    let in_order = |mut slices: Numbered| {
-        slices.sort_by_key(|(number, ..)| *number);
-        slices.into_iter().map(|(_, segment, slice)| (segment, slice)).collect()
-    };
-    found.into_iter().map(|slices| slices.map(in_order)).collect()
+    for (block, slices) in scattered {
+        places[block] = slices.map(|mut slices| {
+            slices.sort_by_key(|(number, _)| *number);
+            Place::Slices(slices.into_iter().map(|(_, slice)| slice).collect())
+        });
+    }
+    places
 }
 
-fn adopt_one(segments: &mut [Segment], extent: Extent) -> Adopted {
-    let mut at = usize::try_from(extent.offset).ok()?;
-    let end = at.checked_add(extent.len as usize)?;
-    let mut slices = SmallVec::new();
-    while at < end {
-        let number = segments.partition_point(|segment| segment.offset() <= at).checked_sub(1)?;
-        let segment = &mut segments[number];
-        let from = at - segment.offset();
+/// The last segment that begins where `extent` does or before, sought from `near` on.
+fn segment_of(segments: &[Segment], near: usize, extent: Extent) -> usize {
+    let begins_before = |segment: &Segment| segment.offset() as u64 <= extent.offset;
+    let further = segments.get(near + 1..).unwrap_or_default();
+    near + further.iter().take_while(|segment| begins_before(segment)).count()
+}
+
+/// Where an extent that begins in segment `at` stands in the chain; none beyond the end of what a chain can name.
+fn place_in_chain(starts: &[u64], segments: &[Segment], (at, extent): (usize, Extent)) -> Option<u32> {
+    let within = extent.offset.checked_sub(segments.get(at)?.offset() as u64)?;
+    let end = u32::try_from(starts[at] + within + u64::from(extent.len)).ok()?;
+    Some(end - extent.len)
+}
+
+/// Numbers of segments, and ranges in them.
+type Parts = SmallVec<[(usize, Range<usize>); 2]>;
+
+/// Parts of an extent that begins in segment `at`: numbers of segments, and ranges in them. They end where the segments do not follow
+/// each other.
+fn parts(segments: &[Segment], at: usize, extent: Extent) -> Option<Parts> {
+    let mut from = usize::try_from(extent.offset).ok()?;
+    let end = from.checked_add(extent.len as usize)?;
+    let (mut parts, mut number) = (Parts::new(), at);
+    while from < end {
+        let segment = segments.get(number)?;
+        let start = from.checked_sub(segment.offset())?;
         let until = (end - segment.offset()).min(segment.capacity());
-        if until <= from {
+        if until <= start {
             return None;
         }
-        slices.push((number, segment.adopt(from..until)?));
-        at = segment.offset() + until;
+        parts.push((number, start..until));
+        from = segment.offset() + until;
+        number += 1;
     }
-    Some(slices)
+    Some(parts)
+}
+
+/// Makes an extent readable as a part of the chain; false if not all of it is free.
+fn absorbed(segments: &mut [Segment], at: usize, extent: Extent) -> bool {
+    let Some(parts) = parts(segments, at, extent) else { return false };
+    parts.into_iter().all(|(number, range)| segments[number].keep(range))
+}
+
+fn adopt_one(segments: &mut [Segment], at: usize, extent: Extent) -> Option<SmallVec<[Slice; 2]>> {
+    let parts = parts(segments, at, extent)?;
+    parts.into_iter().map(|(number, range)| segments[number].adopt(range)).collect()
 }
 
 /// Where each segment begins in the chain.

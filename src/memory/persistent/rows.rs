@@ -3,11 +3,18 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::super::region::Slice;
 use super::layout::{Extent, NO_ROW, PIECES_PER_ROW, Pieces, ROW_WORDS, Row};
 use super::names::Named;
 use super::table::{NoPlaces, Table};
 use uniffle_wire::types::{BlockId, BlockMeta, PartitionId};
+
+/// The pieces of a block: most have one.
+pub(super) type Extents = SmallVec<[Extent; 1]>;
+/// The rows of a block.
+pub(super) type RowNumbers = SmallVec<[u32; 2]>;
 
 /// Places for rows that nothing was written to, given back with it.
 #[derive(Debug)]
@@ -36,25 +43,32 @@ impl Named {
 }
 
 impl Table {
-    /// Rows of blocks that an earlier process committed, in the order of their numbers.
-    pub(super) fn found_rows(&self) -> impl Iterator<Item = (u32, Row)> {
-        let row = |at| Row::decode(&self.words::<ROW_WORDS>(self.rows.word_of(at)), at);
-        self.rows.to_be_read(u32::MAX).filter_map(move |at| Some((at, row(at)?)))
+    /// Rows of blocks that an earlier process committed, of places with pages ([`Part::chunks_to_be_read`]).
+    ///
+    /// [`Part::chunks_to_be_read`]: super::table::Part::chunks_to_be_read
+    pub(super) fn found_rows(
+        &self,
+        places: impl IntoIterator<Item = u32>,
+    ) -> impl Iterator<Item = (u32, Row)> {
+        places.into_iter().filter_map(move |at| Some((at, self.row(at)?)))
     }
 
-    /// A committed row.
+    /// A committed row, at a place with pages.
     pub(super) fn row(&self, at: u32) -> Option<Row> {
-        Row::decode(&self.row_words(at)?, at)
+        let words = self.words::<ROW_WORDS>(self.rows.word_of(at));
+        if words[0] == 0 { None } else { Row::decode(&words, at) }
     }
 
+    /// Of a place that a row names.
     fn row_words(&self, at: u32) -> Option<[u64; ROW_WORDS]> {
         self.rows.has_pages(at).then(|| self.words(self.rows.word_of(at)))
     }
 
     /// The pieces of a block, and the rows that it takes. None if they do not make it whole.
-    pub(super) fn extents(&self, at: u32, row: &Row) -> Option<(Vec<Extent>, Vec<u32>)> {
-        let mut extents = vec![Extent { offset: row.offset, len: 0 }];
-        let (mut rows, mut next, mut further) = (vec![at], row.next, 0u64);
+    pub(super) fn extents(&self, at: u32, row: &Row) -> Option<(Extents, RowNumbers)> {
+        let mut extents: Extents = smallvec![Extent { offset: row.offset, len: 0 }];
+        let mut rows: RowNumbers = smallvec![at];
+        let (mut next, mut further) = (row.next, 0u64);
         while next != NO_ROW {
             let Pieces { pieces, next: behind } = Pieces::decode(&self.row_words(next)?, next)?;
             let before = further;
@@ -125,7 +139,7 @@ impl Kept {
             len: u32::try_from(slice.len()).expect("a segment has at most 2 MiB"),
         };
         let extents = slices.iter().filter(|slice| !slice.is_empty()).map(extent);
-        let extents: smallvec::SmallVec<[Extent; 4]> = extents.collect();
+        let extents: SmallVec<[Extent; 4]> = extents.collect();
         // One of no bytes has no piece, and does not come back.
         let first = extents.first().map_or(0, |extent| extent.offset);
         let further = extents.get(1..).unwrap_or_default();
@@ -151,8 +165,13 @@ impl Kept {
     }
 
     /// Takes over rows that an earlier process committed.
-    pub(super) fn adopt(&mut self, rows: impl IntoIterator<Item = u32>) {
-        self.rows.extend(rows);
+    pub(super) fn adopt(&mut self, rows: &[u32]) {
+        self.rows.extend_from_slice(rows);
+    }
+
+    /// Room for so many rows.
+    pub(super) fn reserve(&mut self, rows: usize) {
+        self.rows.reserve_exact(rows);
     }
 }
 

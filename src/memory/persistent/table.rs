@@ -159,13 +159,15 @@ impl Part {
         self.lock().places.has_pages(place)
     }
 
+    /// Chunks of places that may have something.
+    pub(super) fn chunks_to_be_read(&self) -> Vec<Range<u32>> {
+        let state = self.lock();
+        state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect()
+    }
+
     /// Places below `mark` that may have something.
     pub(super) fn to_be_read(&self, mark: u32) -> impl Iterator<Item = u32> {
-        let state = self.lock();
-        let chunks: Vec<_> =
-            state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect();
-        drop(state);
-        chunks.into_iter().flatten().take_while(move |place| *place < mark)
+        self.chunks_to_be_read().into_iter().flatten().take_while(move |place| *place < mark)
     }
 }
 
@@ -212,6 +214,11 @@ impl Table {
     /// The segments behind it.
     pub(in crate::memory) fn region(&self) -> &Arc<Region> {
         &self.region
+    }
+
+    /// Whether there may be rows of an earlier process.
+    pub(in crate::memory) fn was_used(&self) -> bool {
+        self.rows.mark() > 0
     }
 
     /// Blocks that there are places for.

@@ -97,6 +97,20 @@ impl Segment {
         Some(self.fill(range.len())?.freeze_prefix(range.len()))
     }
 
+    /// As [`Segment::adopt`], but that the range is readable here ([`Segment::slice`]), as if its slice were absorbed. False if that is
+    /// no such range.
+    pub fn keep(&mut self, range: Range<usize>) -> bool {
+        let fits = self.cursor <= range.start && range.start <= range.end && range.end <= self.piece.bytes;
+        if fits && !range.is_empty() {
+            self.cursor = range.end;
+            match self.frozen.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.frozen.push(range),
+            }
+        }
+        fits
+    }
+
     /// Hands out nothing more.
     pub fn close(&mut self) {
         self.cursor = self.piece.bytes;

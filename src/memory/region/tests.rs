@@ -206,8 +206,12 @@ fn a_claimed_segment_shows_adopted_ranges_only() {
     assert_eq!((middle.as_ref(), middle.place()), (&b"cd"[..], 2));
     assert!(again.adopt(3..5).is_none() && again.adopt(8190..8193).is_none(), "handed out, or outside");
     again.absorb(middle);
+    assert!(again.keep(4..6) && again.keep(7..8) && !again.keep(7..9) && !again.keep(8190..8193));
+    assert_eq!(again.frozen[..], [2..6, 7..8]);
     again.close();
-    assert!(again.slice(0..4).is_none() && again.slice(2..4).is_some() && again.fill(1).is_none());
+    assert!(again.slice(0..4).is_none() && again.slice(6..8).is_none() && again.fill(1).is_none());
+    assert_eq!(again.slice(2..6).unwrap().as_ref(), b"cdef");
+    assert_eq!(again.slice(7..8).unwrap().as_ref(), b"h");
 }
 
 /// Also for those who hold it.

@@ -10,26 +10,44 @@ use tokio::time::Instant;
 
 use super::config::SyncWrites;
 use super::core::Core;
+use super::damage::Damage;
 use super::disk::{APPS, LocalDisk, within};
 use super::files::Mode;
-use super::log::{Log, LogKind};
+use super::log::{LOG_BYTES_MAX, Log, LogKind, LogUse};
 use super::placement::{self, Candidate};
 use super::shuffle::Shuffle;
+use crate::runtime::Tasks;
 use crate::tiers::{StoreError, StoreErrorKind};
-use uniffle_io::File;
 use uniffle_io::buffers::AlignedPool;
+use uniffle_io::{File, WriteOpen};
 
 /// What writing needs.
 #[derive(Debug)]
 pub(super) struct Writer {
     pub(super) core: Arc<Core>,
     pub(super) staging: Arc<AlignedPool>,
+    pub(super) damage: Arc<Damage>,
+    pub(super) tasks: Tasks,
+}
+
+/// Where a write call goes.
+pub(super) struct Target<'a> {
+    pub(super) log: &'a Log,
+    pub(super) file: Arc<dyn File>,
+    pub(super) mode: Mode,
 }
 
 impl Writer {
     pub(super) fn new(core: &Arc<Core>) -> Arc<Self> {
         let staging = AlignedPool::new(core.config.staging_buffers_for(core.disks.len()));
-        Arc::new(Self { core: Arc::clone(core), staging })
+        let damage = Damage::new(Arc::clone(core));
+        Arc::new(Self { core: Arc::clone(core), staging, damage, tasks: Tasks::new() })
+    }
+
+    /// How long a MiB of what waits for the disks takes, by the pace of one of them; none before it has written.
+    pub(super) fn seconds_per_mib(&self, disk: &LocalDisk) -> Option<f64> {
+        let disks = u32::try_from(self.core.available_disks().max(1)).unwrap_or(u32::MAX);
+        disk.candidate().pace.map(|pace| pace.seconds_per_mib / f64::from(disks))
     }
 
     /// The disk for a batch. Before this fails, space is measured again: it may have been freed since.
@@ -57,10 +75,11 @@ impl Writer {
         disk: &Arc<LocalDisk>,
         kind: LogKind,
         bytes: u64,
-    ) -> Result<(Arc<Log>, u64), StoreError> {
+    ) -> Result<(LogUse, u64), StoreError> {
         let here = shuffle.on(disk);
         let mut current = here.current(kind).lock().await;
-        let open = current.as_ref().and_then(|log| Some((Arc::clone(log), log.reserve(bytes)?)));
+        let limit = self.log_bytes(kind);
+        let open = current.as_ref().and_then(|log| Some((LogUse::of(log), log.reserve(bytes, limit)?)));
         let (log, offset) = match open {
             Some(reserved) => reserved,
             None => {
@@ -70,12 +89,20 @@ impl Writer {
                 }
                 let log = self.create_log(shuffle, disk, kind).await?;
                 *current = Some(Arc::clone(&log));
-                let offset = log.reserve(bytes).ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?;
-                (log, offset)
+                let offset = log.reserve(bytes, limit);
+                (LogUse::of(&log), offset.ok_or_else(|| shuffle.error(StoreErrorKind::InvalidBatch))?)
             }
         };
         here.occupied.add(bytes);
         Ok((log, offset))
+    }
+
+    /// Length after which a log is continued in a new file.
+    fn log_bytes(&self, kind: LogKind) -> u64 {
+        match kind {
+            LogKind::Data => self.core.config.data_log_bytes.min(LOG_BYTES_MAX),
+            LogKind::Index => LOG_BYTES_MAX,
+        }
     }
 
     async fn create_log(
@@ -118,14 +145,24 @@ impl Writer {
         })
     }
 
+    /// The same by way of the page cache. It is open for one batch only.
+    pub(super) async fn cached_writer(&self, log: &Log) -> Result<Arc<dyn File>, StoreError> {
+        let how = WriteOpen { create: false, direct: false, lane: log.kind.lane() };
+        let opened = within(self.core.config.name_timeout, log.disk.io.open_write(&log.path, how)).await;
+        opened.map_err(|error| {
+            log.close();
+            self.core.failed(&log.disk, log.full_path(), error)
+        })
+    }
+
     /// One write call with its deadline; a failure closes the log.
     pub(super) async fn write_call(
         &self,
-        log: &Log,
-        file: &Arc<dyn File>,
+        to: &Target<'_>,
         pieces: Vec<Bytes>,
         offset: u64,
     ) -> Result<(), StoreError> {
+        let Target { log, file, mode } = to;
         let bytes: usize = pieces.iter().map(Bytes::len).sum();
         let started = Instant::now();
         let result = log.disk.call(self.core.config.write_timeout, file.write_at(pieces, offset)).await;
@@ -134,7 +171,7 @@ impl Writer {
         self.core.metrics.append_duration.with_label_values(&root).observe(started.elapsed().as_secs_f64());
         match result {
             Ok(()) => {
-                if self.core.files.proves_progress(log, Mode::Write) {
+                if self.core.files.proves_progress(log, *mode) {
                     log.disk.progressed();
                 }
                 self.core.metrics.append_bytes.with_label_values(&root).inc_by(bytes as u64);

@@ -1,5 +1,7 @@
 //! The way of a batch: from disk to disk until one has taken it, then it is published.
 
+use std::sync::Arc;
+
 use super::append::Writer;
 use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
@@ -28,13 +30,14 @@ impl Writer {
     /// # Errors
     /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
     pub(super) async fn write(
-        &self,
-        shuffle: &Shuffle,
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
+        backlog_bytes: u64,
     ) -> Result<Published, StoreError> {
         let bytes = validate(shuffle, extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, extents, bytes).await;
+        let result = self.write_and_publish(shuffle, extents, (bytes, backlog_bytes)).await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
@@ -44,14 +47,14 @@ impl Writer {
     }
 
     async fn write_and_publish(
-        &self,
-        shuffle: &Shuffle,
+        self: &Arc<Self>,
+        shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        bytes: u64,
+        (bytes, backlog_bytes): (u64, u64),
     ) -> Result<Published, StoreError> {
         let mut tried = Vec::new();
         let mut last_error = None;
-        let batch = loop {
+        let mut batch = loop {
             shuffle.require_present()?;
             let Some(index) = self.choose(bytes, &tried).await else {
                 return Err(last_error.unwrap_or_else(|| self.no_disk()));
@@ -59,7 +62,7 @@ impl Writer {
             if !tried.is_empty() {
                 self.core.metrics.write_local_retries.inc();
             }
-            match self.write_batch(shuffle, &self.core.disks[index], extents, bytes).await {
+            match self.write_batch(shuffle, &self.core.disks[index], extents, (bytes, backlog_bytes)).await {
                 Ok(batch) => break batch,
                 Err(error) => {
                     shuffle.require_present()?;
@@ -70,9 +73,15 @@ impl Writer {
                 }
             }
         };
+        let sequence = self.publish(shuffle, &batch, extents).await?;
+        let disk = batch.log.disk.index;
+        if let Some(passing) = batch.passing.take() {
+            self.core.metrics.overflow_bytes.inc_by(bytes);
+            self.write_back(shuffle, (batch, passing), extents);
+        }
         Ok(Published {
-            sequence: self.publish(shuffle, &batch, extents).await?,
-            disk: batch.log.disk.index,
+            sequence,
+            disk,
             extents: extents.len(),
             blocks: extents.iter().map(|extent| extent.blocks.len()).sum(),
             bytes: extents.iter().map(|extent| extent.length).sum(),

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::durability::Vouch;
 use crate::schema::kind::{DAY, GIB, MIB, SECOND, Word, count, flag, list, path, ratio, seconds, size, word};
-use crate::schema::{section, words};
+use crate::schema::{SpareMemory, section, words};
 use uniffle_io::blocking::BlockingDisk;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{Disk, Engine};
@@ -87,6 +87,12 @@ section! {
         /// Write past the page cache where the file system allows it.
         #[key("localfile_store.direct_io", flag(), Restart)]
         pub direct_io: bool = true,
+        /// Bytes that may be in the page cache and not on their disks yet; 0 = never. While writers wait for memory, and disks
+        /// need more than half a second for what waits for them, batches go by way of the page cache, as far as a quarter
+        /// of the machine's memory, or of the control group's, stays free. A disk that fails while it is written back makes
+        /// blocks lost that were acknowledged. Not without direct_io and not with sync = "group".
+        #[key("localfile_store.page_cache_size", size(0..=1024 * GIB), Restart)]
+        pub page_cache_bytes: u64 = 0,
         /// Take over at the start what an earlier process left in the data paths; false deletes it.
         #[key("localfile_store.recovery", flag(), Restart)]
         pub recovery: bool = true,
@@ -132,8 +138,12 @@ section! {
         pub descriptor_idle_timeout: Duration = 60 * SECOND,
         /// Time for what waits to reach the device in one copy of the metadata log.
         pub metadata_timeout: Duration = 10 * SECOND,
+        /// Length after which the data of a shuffle on a disk goes to a new file.
+        pub data_log_bytes: u64 = u64::MAX,
         /// What the process before let go of.
         pub let_go: LetGo = LetGo::default(),
+        /// Memory of the machine that the page cache may have.
+        pub spare_memory: SpareMemory = SpareMemory::OfMachine,
         /// Staging buffers of 1 MiB for gathered writes; 0 = twice the write calls of all disks, at most 64.
         pub staging_buffers: usize = 0,
     }

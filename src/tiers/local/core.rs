@@ -10,6 +10,7 @@ use super::config::LocalConfig;
 use super::disk::LocalDisk;
 use super::files::Files;
 use super::metrics::Metrics;
+use super::overflow::Overflow;
 use crate::budget::Budget;
 use crate::tiers::record_cache::RecordCache;
 use crate::tiers::{DiskCondition, StoreError};
@@ -27,6 +28,8 @@ pub(super) struct Core {
     pub(super) records: RecordCache,
     /// What the lists of extents of all shuffles are charged to.
     pub(super) extents: Budget,
+    /// Of all disks.
+    pub(super) overflow: Overflow,
     pub(super) metrics: Metrics,
 }
 

@@ -18,7 +18,7 @@ use super::core::Core;
 use super::extent::{Extent, NO_LOG};
 use super::failures::is_damage;
 use super::shuffle::Shuffle;
-use super::verify::Check;
+use crate::tiers::block_checks::Check;
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::PartitionId;

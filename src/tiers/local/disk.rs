@@ -154,6 +154,18 @@ impl LocalDisk {
         }
     }
 
+    /// Moves a file into a directory of its own in the trash, where it is; none when it does not exist.
+    pub(super) async fn discard_file(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        let to = Path::new(TRASH).join(Uuid::new_v4().to_string());
+        within(self.deadline, self.io.create_dir_all(&to)).await?;
+        match within(self.deadline, self.io.rename(path, &to.join("file"))).await {
+            Ok(()) => Ok(Some(to)),
+            // The empty directory goes with the trash.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Measures the free space and applies the watermarks.
     pub(super) async fn measure(&self) -> io::Result<()> {
         let space = within(self.deadline, self.io.space()).await?;
@@ -413,6 +425,17 @@ impl Occupied {
             state.space.free_bytes = state.space.free_bytes.saturating_sub(bytes);
             self.disk.apply_watermarks(state);
         });
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of a file that is removed.
+    pub(super) fn take(&self, bytes: u64) {
+        let taken = |left: u64| Some(left.saturating_sub(bytes));
+        let before = self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).unwrap_or(0);
+        self.disk.used_bytes.fetch_sub(bytes.min(before), Ordering::Relaxed);
     }
 
     /// Counts bytes that are on the disk already, and so in its measured space.

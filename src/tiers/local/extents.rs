@@ -76,6 +76,13 @@ impl ExtentList {
         self.iter_from(0)
     }
 
+    /// The same without the first `count`, as a list of its own.
+    pub(super) fn without_first(&self, count: usize) -> Self {
+        let mut rest = Self::default();
+        self.iter_from(count).for_each(|extent| rest.push(*extent));
+        rest
+    }
+
     /// The number of the first extent that does not end at or before `offset` of the stream.
     pub(super) fn after(&self, offset: u64) -> usize {
         let is_before = |extent: &Extent| extent.base + extent.length <= offset;

@@ -83,7 +83,7 @@ impl Core {
 
     /// A read that failed: the disk's doing, unless the file is being removed.
     fn read_failed(&self, shuffle: &Shuffle, log: &Log, error: io::Error) -> StoreError {
-        match shuffle.is_purged() {
+        match shuffle.is_purged() || log.is_released() {
             true => StoreError::io(log.full_path(), error),
             false => self.failed(&log.disk, log.full_path(), error),
         }

@@ -25,6 +25,8 @@ pub(super) enum Mode {
     /// Around it, in whole blocks.
     ReadDirect,
     Write,
+    /// A log that is written around the page cache otherwise; not kept open.
+    WriteCached,
 }
 
 #[derive(Debug)]
@@ -83,7 +85,7 @@ impl Files {
         }
         let opening = match mode {
             Mode::ReadDirect => log.disk.io.open_read_direct(&log.path),
-            Mode::Read | Mode::Write => log.disk.io.open_read(&log.path),
+            Mode::Read | Mode::Write | Mode::WriteCached => log.disk.io.open_read(&log.path),
         };
         let file = within(self.deadline, opening).await?;
         self.keep(log, mode, &file);
@@ -128,7 +130,7 @@ impl Files {
     /// Whether a call on a log that has ended well proves that its device answers: what goes by way of the page cache does
     /// not, unless everything goes there.
     pub(super) fn proves_progress(&self, log: &Log, mode: Mode) -> bool {
-        !self.direct || (self.is_direct(log) && mode != Mode::Read)
+        !self.direct || (self.is_direct(log) && matches!(mode, Mode::ReadDirect | Mode::Write))
     }
 
     fn cached(&self, log: &Log, mode: Mode) -> Option<Arc<dyn File>> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::disk::LocalDisk;
 use super::extent::Extent;
 use super::index::{EncodedGroup, GroupExtent, GroupHeader, encode, occupied_bytes};
-use super::log::Log;
+use super::log::{Log, LogUse};
 use crate::tiers::ExtentWrite;
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_wire::types::PartitionId;
@@ -26,6 +26,8 @@ pub(super) struct Pending {
     extents: Vec<(PartitionId, Extent)>,
     /// Disk of the data: the index goes there too when it can.
     pub(super) disk: Arc<LocalDisk>,
+    /// The log of the data stays until its extents are visible.
+    _data: LogUse,
 }
 
 impl Lane {
@@ -39,7 +41,7 @@ impl Pending {
     /// The group of `writes`, whose data stands at `offset` of `data`; streams go on where `stream_bytes` says.
     pub(super) fn new(
         (incarnation, sequence): (u64, u64),
-        (data, mut offset): (&Log, u64),
+        (data, mut offset): (&LogUse, u64),
         writes: &[ExtentWrite],
         stream_bytes: impl Fn(PartitionId) -> u64,
     ) -> Self {
@@ -71,7 +73,7 @@ impl Pending {
         for ((_, extent), place) in extents.iter_mut().zip(&group.places) {
             extent.records_crc = place.crc;
         }
-        Self { group, extents, disk: Arc::clone(&data.disk) }
+        Self { group, extents, disk: Arc::clone(&data.disk), _data: data.clone() }
     }
 
     /// The extents once the group stands at `offset` of `log`.

@@ -3,9 +3,10 @@
 //! Ranges are reserved, never given back. A log that saw an error or a timeout is closed for writing forever, so a
 //! late write can only land on a range that no other write was given.
 
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use super::disk::LocalDisk;
 use super::sync::Syncs;
@@ -60,6 +61,10 @@ pub(super) struct Log {
     pub(super) number: u32,
     next: AtomicU64,
     closed: AtomicBool,
+    /// Ranges of it that were reserved and are not published yet.
+    uses: AtomicU32,
+    /// Nothing of it is needed any more: its file is removed.
+    released: AtomicBool,
     pub(super) syncs: Syncs,
     /// Its descriptors may not be cached any more; guarded by the lock of the cache.
     pub(super) forgotten: AtomicBool,
@@ -74,13 +79,40 @@ impl Log {
         (path, number): (PathBuf, u32),
     ) -> Self {
         let (next, closed, forgotten) = (AtomicU64::new(0), AtomicBool::new(false), AtomicBool::new(false));
-        let syncs = Syncs::default();
-        Self { id, slot, kind, disk, path, number, next, closed, syncs, forgotten }
+        let (syncs, uses, released) = (Syncs::default(), AtomicU32::new(0), AtomicBool::new(false));
+        Self { id, slot, kind, disk, path, number, next, closed, uses, released, syncs, forgotten }
     }
 
-    /// A range of `bytes` that is the caller's alone; `None` when the log is closed or would grow too long.
-    pub(super) fn reserve(&self, bytes: u64) -> Option<u64> {
-        let fits = |next: u64| next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX);
+    /// It was found with so many bytes, and is only read.
+    pub(super) fn adopt(&self, bytes: u64) {
+        self.next.store(bytes, Ordering::Relaxed);
+        self.close();
+    }
+
+    /// Bytes that were reserved or found.
+    pub(super) fn bytes(&self) -> u64 {
+        self.next.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing is written to it any more and nothing of it waits to be published. That stays so.
+    pub(super) fn is_settled(&self) -> bool {
+        !self.is_open() && self.uses.load(Ordering::Acquire) == 0
+    }
+
+    /// Its file is about to be removed; false when that was so before.
+    pub(super) fn release(&self) -> bool {
+        !self.released.swap(true, Ordering::AcqRel)
+    }
+
+    pub(super) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    /// A range of `bytes` that is the caller's alone; `None` when the log is closed, has `limit` bytes, or would grow too long.
+    pub(super) fn reserve(&self, bytes: u64, limit: u64) -> Option<u64> {
+        let fits = |next: u64| {
+            next.checked_add(bytes).filter(|end| *end <= LOG_BYTES_MAX && (next == 0 || *end <= limit))
+        };
         if !self.is_open() {
             return None;
         }
@@ -103,5 +135,37 @@ impl Log {
     /// The whole path, for messages.
     pub(super) fn full_path(&self) -> PathBuf {
         self.disk.io.root().join(&self.path)
+    }
+}
+
+/// A log of which a range was reserved: it is not settled before this is gone.
+#[derive(Debug)]
+pub(super) struct LogUse(Arc<Log>);
+
+impl LogUse {
+    /// Under the lock under which the log stops to be the current one.
+    pub(super) fn of(log: &Arc<Log>) -> Self {
+        log.uses.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(log))
+    }
+}
+
+impl Clone for LogUse {
+    fn clone(&self) -> Self {
+        Self::of(&self.0)
+    }
+}
+
+impl Deref for LogUse {
+    type Target = Log;
+
+    fn deref(&self) -> &Log {
+        &self.0
+    }
+}
+
+impl Drop for LogUse {
+    fn drop(&mut self) {
+        self.0.uses.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -49,6 +49,9 @@ metrics::table! {
         extents_lost: IntCounter = "total_local_extents_given_up",
             "extents that could not be read again and again, and are holes now";
         index_cache_bytes: IntGauge = "localfile_index_cache_bytes", "bytes of cached index records";
+        overflow_bytes: IntCounter = "local_page_cache_overflow_bytes_total",
+            "bytes that went by way of the page cache, since writers waited and the machine had memory to spare";
+        overflow_used: IntGauge = "local_page_cache_overflow_bytes", "bytes of them that are not on their disks yet";
         files_opened: IntCounter = "total_flush_file_num", "log files created";
         open_files: IntGauge = "flush_file_num", "cached descriptors";
         deleted_shuffle_directories: IntCounter = "total_delete_file_num", "shuffle directories removed";

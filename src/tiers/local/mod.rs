@@ -13,12 +13,14 @@
 //! | `open`, `take_over`, `recover`, `scan` | claims, and makes what an earlier process left the store's own |
 //! | `let_go` | for a successor that runs beside this process |
 //! | `purge`, `removal` | removal and maintenance, each disk by itself; deleting in parts |
+//! | `release`, `uploaded` | giving up what lies elsewhere by now; what a start is told of that |
 //! | `store` | the shuffles, and the parts that write and read them |
 //! | `batch`, `publish`, `write`, `append` | disk by disk; index group, then visibility; data; logs and syncs |
 //! | `read`, `damage`, `verify`, `fetch` | index and data streams; what a disk does not give back becomes a hole; checksums |
 //! | `core` | disks, open files, cached records and metrics |
 //! | `shuffle`, `lane`, `deletes` | state of one shuffle, what it publishes next, what is left to delete |
 //! | `extent`, `failures`, `damaged` | where blocks are, which reads failed, which blocks are damaged |
+//! | `overflow`, `write_back` | bursts by way of the page cache, and from there to the disk |
 //! | `files`, `log`, `sync` | descriptors, append-only files, group commit |
 //! | `claim`, `claimable` | which directories are ours; for a successor too |
 //! | `content`, `mounts` | what a directory holds before it is claimed (pure); which are empty for want of a mount |
@@ -55,12 +57,14 @@ mod marker;
 pub(crate) mod metrics;
 mod mounts;
 mod open;
+mod overflow;
 pub mod pace;
 pub mod placement;
 mod publish;
 mod purge;
 mod read;
 mod recover;
+mod release;
 mod removal;
 mod scan;
 mod share;
@@ -70,8 +74,10 @@ mod streams;
 mod sync;
 mod take_over;
 mod tier;
+mod uploaded;
 mod verify;
 mod write;
+mod write_back;
 
 #[cfg(test)]
 mod tests;
@@ -80,6 +86,8 @@ pub use self::batch::Published;
 pub use self::config::{INDEX_CACHE_BYTES, LetGo, LocalConfig, SyncWrites, VerifyReads};
 pub use self::marker::MARKER;
 pub use self::read::{DataRead, IndexRead};
+pub use self::release::{Moving, Oldest, Run};
 pub use self::store::{LocalStore, ShuffleHandle};
+pub use self::uploaded::{Prefixes, Uploaded};
 
 pub(super) use self::tier::NAMES;

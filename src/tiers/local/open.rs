@@ -11,9 +11,11 @@ use super::config::LocalConfig;
 use super::core::Core;
 use super::files::Files;
 use super::metrics::Metrics;
+use super::overflow::Overflow;
 use super::share::ReadShare;
 use super::store::LocalStore;
 use super::take_over::Before;
+use super::uploaded::Uploaded;
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::StoreError;
@@ -30,6 +32,20 @@ impl LocalStore {
     pub async fn open(
         config: LocalConfig,
         disks: Vec<Arc<dyn Disk>>,
+        extents: &Budget,
+        registry: &Registry,
+    ) -> Result<Arc<Self>, StoreError> {
+        Self::open_beside(config, disks, Uploaded::default(), extents, registry).await
+    }
+
+    /// The same where the beginnings of streams lie elsewhere.
+    ///
+    /// # Errors
+    /// As [`LocalStore::open`].
+    pub async fn open_beside(
+        config: LocalConfig,
+        disks: Vec<Arc<dyn Disk>>,
+        uploaded: Uploaded,
         extents: &Budget,
         registry: &Registry,
     ) -> Result<Arc<Self>, StoreError> {
@@ -50,13 +66,14 @@ impl LocalStore {
             disks: claimed.into_iter().map(Arc::new).collect(),
             changes,
             extents: extents.clone(),
+            overflow: Overflow::new(&config),
             metrics,
             config,
         };
         let tasks = Tasks::new();
         let (before, metadata) = Before::look(&core, &tasks).await;
         let store = Self::new(core, metadata, tasks);
-        store.take_over(before).await;
+        store.take_over(before, &uploaded).await;
         store.core.set_gauges();
         Ok(store)
     }

@@ -8,11 +8,12 @@
 
 use std::sync::Arc;
 
-use super::append::Writer;
+use super::append::{Target, Writer};
 use super::disk::LocalDisk;
 use super::extent::Extent;
+use super::files::Mode;
 use super::lane::{Lane, Pending};
-use super::log::{Log, LogKind};
+use super::log::{LogKind, LogUse};
 use super::shuffle::Shuffle;
 use super::write::WrittenBatch;
 use crate::metrics::clamped;
@@ -32,7 +33,7 @@ impl Writer {
         self.settle(shuffle, &mut lane).await?;
         let sequence = lane.next_sequence;
         let bases = |partition| shuffle.stream_bytes(partition);
-        let place = (&*batch.log, batch.offset);
+        let place = (&batch.log, batch.offset);
         lane.pending = Some(Pending::new((shuffle.incarnation, sequence), place, extents, bases));
         lane.next_sequence += 1;
         self.settle(shuffle, &mut lane).await?;
@@ -76,11 +77,7 @@ impl Writer {
     }
 
     /// Appends a group's bytes to the index log of its data's disk, or of any other that takes them.
-    async fn append_group(
-        &self,
-        shuffle: &Shuffle,
-        pending: &Pending,
-    ) -> Result<(Arc<Log>, u64), StoreError> {
+    async fn append_group(&self, shuffle: &Shuffle, pending: &Pending) -> Result<(LogUse, u64), StoreError> {
         let bytes = pending.group.bytes.len() as u64;
         let mut tried = Vec::new();
         let mut last_error = None;
@@ -111,12 +108,13 @@ impl Writer {
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
         pending: &Pending,
-    ) -> Result<(Arc<Log>, u64), StoreError> {
+    ) -> Result<(LogUse, u64), StoreError> {
         let bytes = pending.group.bytes.clone();
         let (log, offset) = self.reserve(shuffle, disk, LogKind::Index, bytes.len() as u64).await?;
         let file = self.writer(&log).await?;
-        self.write_call(&log, &file, vec![bytes], offset).await?;
-        self.make_durable(&log, &file).await?;
+        let to = Target { log: &log, file, mode: Mode::Write };
+        self.write_call(&to, vec![bytes], offset).await?;
+        self.make_durable(&log, &to.file).await?;
         Ok((log, offset))
     }
 }

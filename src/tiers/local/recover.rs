@@ -28,6 +28,7 @@ use super::scan::{DiskScan, FoundDirectory, LogReader};
 use super::shuffle::{Restored, Shuffle};
 use super::store::LocalStore;
 use super::streams::Partition;
+use super::uploaded::{Prefixes, Uploaded};
 use crate::durability::{Found, FoundShuffle, IdSet};
 use crate::metrics::clamped;
 use crate::tiers::{LostExtent, Recovered, RecoveredShuffle, StoreError};
@@ -58,7 +59,7 @@ pub(super) struct Known {
 
 impl LocalStore {
     /// Rebuilds the shuffles that are on the disks or in the log.
-    pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found) -> Recovered {
+    pub(super) async fn recover(&self, scans: Vec<DiskScan>, found: Found, uploaded: &Uploaded) -> Recovered {
         let started = Instant::now();
         let core = &self.core;
         let Found { shuffles, absent, gap, has_new_gap, blind_starts, next_incarnation } = found;
@@ -85,10 +86,11 @@ impl LocalStore {
         let first = next_number(Some(highest_incarnation), incomplete.then_some(known.blind_starts));
         // Two starts that do not see each other count the same: their shuffles must not be taken for one.
         let apart = if incomplete { rand::rng().random_range(0..EPOCH / 2) } else { 0 };
-        self.next_incarnation.store(first.saturating_add(apart), Ordering::Relaxed);
+        let next = first.saturating_add(apart).max(uploaded.incarnations_from);
+        self.next_incarnation.store(next, Ordering::Relaxed);
         let rebuilds = by_key
             .into_iter()
-            .map(|(key, (logged, directories))| self.rebuild(key, logged, directories, known));
+            .map(|(key, (logged, directories))| self.rebuild(key, (logged, directories), known, uploaded));
         let mut recovered = Recovered { said: self.metadata.said(), ..Recovered::default() };
         let mut rebuilds = stream::iter(rebuilds).buffered(REBUILDS);
         while let Some((shuffle, bytes)) = rebuilds.next().await {
@@ -104,9 +106,9 @@ impl LocalStore {
     async fn rebuild(
         &self,
         key: ShuffleKey,
-        logged: Option<FoundShuffle>,
-        directories: Vec<FoundDirectory>,
+        (logged, directories): (Option<FoundShuffle>, Vec<FoundDirectory>),
         known: &Known,
+        uploaded: &Uploaded,
     ) -> (RecoveredShuffle, u64) {
         let core = &self.core;
         let incarnation = match &logged {
@@ -124,6 +126,7 @@ impl LocalStore {
         }
         let shuffle = Arc::new(Shuffle::new(key.clone(), incarnation, core.disks.len(), &core.extents));
         let mut rebuild = Rebuild::new(core, &shuffle, &present, known);
+        rebuild.elsewhere = uploaded.of(&key, incarnation).cloned();
         if logged.is_none() && rebuild.incomplete.is_none() {
             // It may have been registered all the same.
             rebuild.incomplete.clone_from(&known.gap);
@@ -160,6 +163,8 @@ struct Rebuild<'a> {
     reasons: HashMap<String, Arc<str>>,
     /// Why some of it may be unknown.
     incomplete: Option<String>,
+    /// What of it lies elsewhere.
+    elsewhere: Option<Prefixes>,
 }
 
 impl<'a> Rebuild<'a> {
@@ -192,6 +197,7 @@ impl<'a> Rebuild<'a> {
             lost: Vec::new(),
             reasons: HashMap::new(),
             incomplete,
+            elsewhere: None,
         }
     }
 
@@ -220,7 +226,9 @@ impl<'a> Rebuild<'a> {
             }
             let log = match &log {
                 Some(log) => log,
-                None => log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, number)?),
+                None => {
+                    log.insert(adopt_log(self.core, self.shuffle, disk, LogKind::Index, (number, bytes))?)
+                }
             };
             let slot = log.slot;
             self.take_group(&group, offset, slot)?;
@@ -232,6 +240,9 @@ impl<'a> Rebuild<'a> {
     fn take_group(&mut self, group: &IndexGroup, offset: u64, index_log: u16) -> Result<(), StoreError> {
         let source = (group.header.disk, group.header.file_number);
         for entry in &group.entries {
+            if entry.base + entry.length <= self.start_of(entry.partition) {
+                continue;
+            }
             let end = entry.data_offset + entry.length;
             let data_log = self.data_log(source, end)?;
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
@@ -264,6 +275,29 @@ impl<'a> Rebuild<'a> {
         Ok(())
     }
 
+    /// Where a partition's stream begins on the disks.
+    fn start_of(&self, partition: PartitionId) -> u64 {
+        self.elsewhere.as_ref().map_or(0, |elsewhere| elsewhere.end(partition))
+    }
+
+    /// Removes data logs of which everything lies elsewhere, unless something is missing that may have a part in them.
+    async fn remove_left_over(&self) {
+        if self.elsewhere.is_none() || self.incomplete.is_some() {
+            return;
+        }
+        for ((_, number), source) in self.sources.iter().filter(|(_, source)| source.log.is_none()) {
+            let adopted =
+                adopt_log(self.core, self.shuffle, &source.disk, LogKind::Data, (*number, source.bytes));
+            let removed = match adopted {
+                Ok(log) => self.core.remove_log(self.shuffle, &log).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = removed {
+                tracing::warn!(shuffle = %self.shuffle.key, %error, "a file of which everything lies elsewhere stays");
+            }
+        }
+    }
+
     /// Slot of a data log that has `end` bytes.
     fn data_log(&mut self, source: (Uuid, u32), end: u64) -> Result<Option<u16>, StoreError> {
         let Some(found) = self.sources.get_mut(&source).filter(|found| end <= found.bytes) else {
@@ -272,7 +306,8 @@ impl<'a> Rebuild<'a> {
         if let Some(log) = &found.log {
             return Ok(Some(log.slot));
         }
-        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, source.1)?;
+        let place = (source.1, found.bytes);
+        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, place)?;
         Ok(Some(found.log.insert(log).slot))
     }
 
@@ -321,8 +356,12 @@ impl<'a> Rebuild<'a> {
         let mut partitions = HashMap::new();
         let mut overlapped = Vec::new();
         let mut bytes = 0;
-        for (id, extents) in std::mem::take(&mut self.extents) {
-            let (mut partition, left_out) = line_up(extents);
+        let mut found = std::mem::take(&mut self.extents);
+        for id in self.elsewhere.iter().flat_map(|elsewhere| elsewhere.ends.keys()) {
+            found.entry(*id).or_default();
+        }
+        for (id, extents) in found {
+            let (mut partition, left_out) = line_up(self.start_of(id), extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
             if left_out {
                 overlapped.push(id);
@@ -339,6 +378,7 @@ impl<'a> Rebuild<'a> {
         self.core.metrics.extents.add(clamped(extents));
         self.shuffle.lane.lock().await.resume_at(next_sequence);
         self.shuffle.restore(Restored { partitions, first_base });
+        self.remove_left_over().await;
         let recovered = RecoveredShuffle {
             key: self.shuffle.key.clone(),
             incomplete,
@@ -371,10 +411,10 @@ fn adopt_log(
     shuffle: &Shuffle,
     disk: &Arc<LocalDisk>,
     kind: LogKind,
-    number: u32,
+    (number, bytes): (u32, u64),
 ) -> Result<Arc<Log>, StoreError> {
     let log = shuffle.add_log(core.files.next_id(), disk, kind, number)?;
-    log.close();
+    log.adopt(bytes);
     Ok(log)
 }
 
@@ -406,9 +446,9 @@ fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
     }
 }
 
-/// Puts extents (with their sequences) into a stream; true when some had to be left out because others, published
+/// Puts extents (with their sequences) into a stream that begins at `start`; true when some had to be left out because others, published
 /// later, have their place.
-fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
+fn line_up(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
     // The later published first, so that it is met when it claims its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
     let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
@@ -427,8 +467,8 @@ fn line_up(mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
             kept.push((sequence, extent));
         }
     }
-    let mut partition = Partition::default();
-    for (_, extent) in kept {
+    let mut partition = Partition::beginning_at(start);
+    for (_, extent) in kept.into_iter().filter(|(_, extent)| extent.base >= start) {
         partition.extend_to(extent.base);
         partition.push(extent);
     }
@@ -445,13 +485,13 @@ mod tests {
 
     #[test]
     fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
-        let (partition, left_out) = line_up(vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let (partition, left_out) = line_up(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
         assert_eq!((partition.bytes, left_out), (350, false));
 
         let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (EPOCH, extent(150, 20))];
-        let (partition, left_out) = line_up(overlapping);
+        let (partition, left_out) = line_up(0, overlapping);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
         assert!(left_out);

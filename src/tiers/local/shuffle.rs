@@ -208,6 +208,21 @@ impl Shuffle {
         !self.is_purged() && self.failed_reads.count_damage(partition, disk, error)
     }
 
+    /// Reads what is published of all partitions.
+    pub(super) fn with_streams<T>(&self, read: impl FnOnce(&Streams) -> T) -> T {
+        read(&self.streams.read())
+    }
+
+    /// Takes out the extents that end at or before these places of their streams: they lie elsewhere. What they were.
+    pub(super) fn release(&self, until: impl IntoIterator<Item = (PartitionId, u64)>) -> Vec<Extent> {
+        let mut streams = self.streams.write();
+        let released: Vec<Extent> =
+            until.into_iter().flat_map(|(partition, end)| streams.release(partition, end)).collect();
+        let bytes = released.iter().map(|extent| extent.length).sum();
+        self.published_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        released
+    }
+
     /// Makes a hole of the extent that begins at `base` and returns what it was; `None` when it is one.
     pub(super) fn mark_lost(&self, partition: PartitionId, base: u64) -> Option<Extent> {
         let mut streams = self.streams.write();
@@ -222,13 +237,18 @@ impl Shuffle {
 
     /// What it has on the disks.
     pub(super) fn usage(&self) -> TierUsage {
-        let files = self.logs.read().len() as u64;
+        let files = self.logs.read().iter().filter(|log| !log.is_released()).count() as u64;
         TierUsage { files, bytes: self.published_bytes.load(Ordering::Relaxed) }
     }
 
     /// Length of a partition's stream.
     pub(super) fn stream_bytes(&self, partition: PartitionId) -> u64 {
         self.with_partition(partition, |found| found.map_or(self.first_base(), |partition| partition.bytes))
+    }
+
+    /// What it has on a disk, if anything was to be written there.
+    pub(super) fn found(&self, disk: &LocalDisk) -> Option<&ShuffleDisk> {
+        self.disks[disk.index].get().map(|it| &**it)
     }
 
     fn first_base(&self) -> u64 {
@@ -262,7 +282,7 @@ impl Shuffle {
 
     /// Takes over what an earlier process published.
     pub(super) fn restore(&self, restored: Restored) {
-        let bytes = restored.partitions.values().map(|partition| partition.bytes).sum();
+        let bytes = restored.partitions.values().map(|partition| partition.bytes - partition.start).sum();
         self.published_bytes.store(bytes, Ordering::Relaxed);
         self.first_base.store(restored.first_base, Ordering::Relaxed);
         let mut streams = self.streams.write();

@@ -45,7 +45,16 @@ impl ShuffleHandle {
     /// # Errors
     /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
-        self.writer.write(&self.shuffle, extents).await
+        self.write_of(extents, 0).await
+    }
+
+    /// As [`ShuffleHandle::write`], of a batch with which `backlog_bytes` wait for the disks while writers wait for memory.
+    pub(super) async fn write_of(
+        &self,
+        extents: &[ExtentWrite],
+        backlog_bytes: u64,
+    ) -> Result<Published, StoreError> {
+        self.writer.write(&self.shuffle, extents, backlog_bytes).await
     }
 }
 
@@ -72,6 +81,7 @@ impl Drop for LocalStore {
     fn drop(&mut self) {
         self.tasks.cancel();
         self.reader.tasks.cancel();
+        self.writer.tasks.cancel();
     }
 }
 

@@ -19,6 +19,8 @@ const FOUND_PARTITION_BYTES: u64 = 2 * size_of::<(PartitionId, Partition)>() as 
 pub(super) struct Partition {
     /// In the order of their bases, without gaps.
     pub(super) extents: ExtentList,
+    /// Where the first one begins: what stands before it in the stream lies elsewhere.
+    pub(super) start: u64,
     /// Length of the stream.
     pub(super) bytes: u64,
     pub(super) blocks: u64,
@@ -30,6 +32,21 @@ impl Partition {
         let mut partition = Self::default();
         partition.extend_to(base);
         partition
+    }
+
+    /// What stands before `start` lies elsewhere.
+    pub(super) fn beginning_at(start: u64) -> Self {
+        Self { start, bytes: start, ..Self::default() }
+    }
+
+    /// Takes out the extents that end at or before `until`; what they were.
+    fn release(&mut self, until: u64) -> Vec<Extent> {
+        let count = self.extents.after(until);
+        let released: Vec<Extent> = self.extents.iter().take(count).copied().collect();
+        self.extents = self.extents.without_first(count);
+        self.start = self.extents.get(0).map_or(self.bytes, |extent| extent.base);
+        self.blocks -= released.iter().map(|extent| u64::from(extent.blocks)).sum::<u64>();
+        released
     }
 
     /// Extents whose records are known.
@@ -105,6 +122,20 @@ impl Streams {
         } else {
             drop(self.charge.split_up_to(before - after));
         }
+    }
+
+    /// Takes out what of a partition ends at or before `until`; what it was.
+    pub(super) fn release(&mut self, id: PartitionId, until: u64) -> Vec<Extent> {
+        let Some(partition) = self.by_partition.get_mut(&id) else { return Vec::new() };
+        let before = partition.further_bytes();
+        let released = partition.release(until);
+        drop(self.charge.split_up_to(before.saturating_sub(partition.further_bytes())));
+        released
+    }
+
+    /// All partitions.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PartitionId, &Partition)> {
+        self.by_partition.iter().map(|(id, partition)| (*id, partition))
     }
 
     /// All extents.

@@ -12,6 +12,7 @@ use super::disk::{LocalDisk, within};
 use super::scan::{DiskScan, FoundDirectory, scan_disk};
 use super::shuffle::Shuffle;
 use super::store::{LocalStore, ShuffleHandle};
+use super::uploaded::Uploaded;
 use crate::durability::legacy::{Journal, LIST};
 use crate::durability::{
     Deadlines, Directory, Found, Health, Incarnation, Legacy, LogError, MetadataLog, Survey,
@@ -81,10 +82,10 @@ impl Before {
 
 impl LocalStore {
     /// Makes what an earlier process left the store's own.
-    pub(super) async fn take_over(&self, before: Before) {
+    pub(super) async fn take_over(&self, before: Before, uploaded: &Uploaded) {
         let Before { scans, found } = before;
         let is_blind = found.has_new_gap;
-        let recovered = self.recover(scans, found).await;
+        let recovered = self.recover(scans, found, uploaded).await;
         if is_blind || recovered.shuffles.iter().any(|shuffle| !shuffle.reason.is_empty()) {
             self.metadata.count_blind_start().await;
         }
@@ -201,7 +202,7 @@ impl Core {
     }
 }
 
-fn failed_log(error: &LogError) -> StoreError {
+pub(super) fn failed_log(error: &LogError) -> StoreError {
     match error.kind {
         io::ErrorKind::Other => StoreError::remote(StoreErrorKind::Unhealthy, &error.path, error.to_string()),
         kind => StoreError::io(&error.path, io::Error::new(kind, error.to_string())),

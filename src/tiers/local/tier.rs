@@ -38,7 +38,7 @@ impl TierShuffle for ShuffleHandle {
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { ShuffleHandle::write(self, &batch.extents).await.map(drop) }.boxed()
+        async move { self.write_of(&batch.extents, batch.backlog_bytes).await.map(drop) }.boxed()
     }
 }
 
@@ -84,6 +84,7 @@ impl Tier for LocalStore {
             capacity_bytes: Some(disks.iter().map(|disk| disk.total_bytes).sum()),
             used_bytes: disks.iter().map(|disk| disk.used_bytes).sum(),
             disks,
+            object_store: None,
         }
     }
 

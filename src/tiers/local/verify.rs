@@ -3,7 +3,6 @@
 //! Clients check too, but they can only say that something is wrong; here it is known which disk returned other bytes
 //! than were written.
 
-use std::collections::VecDeque;
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use super::extent::Extent;
 use super::log::Log;
 use super::shuffle::Shuffle;
 use crate::tiers::StoreError;
+use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 use uniffle_wire::types::PartitionId;
 
@@ -21,17 +21,6 @@ pub(super) const SAMPLE: u64 = 16;
 /// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
 const CHECKS_MAX: usize = 1 << 16;
 
-/// A block that is to pass by.
-#[derive(Debug, Clone)]
-pub(super) struct Check {
-    /// Its place in the stream.
-    pub(super) place: Range<u64>,
-    /// 0 = was not computed.
-    pub(super) crc: u32,
-    /// Base of its extent.
-    pub(super) base: u64,
-}
-
 /// Checks the blocks of one read as its bytes pass, in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
@@ -40,39 +29,24 @@ pub(super) struct Verifier {
     /// Records of the first of them that are known already.
     known: u32,
     range: Range<u64>,
-    checks: VecDeque<Check>,
-    /// So many of them have passed since the last mark.
-    passed: usize,
-    hasher: crc32fast::Hasher,
-    /// Where in the stream the next byte stands.
-    at: u64,
-}
-
-/// Where a [`Verifier`] was.
-#[derive(Debug)]
-pub(super) struct Mark {
-    hasher: crc32fast::Hasher,
-    at: u64,
+    checks: BlockChecks,
 }
 
 impl Verifier {
     /// For a read of `range`, which `extents` cover, holes left out.
     pub(super) fn new(partition: PartitionId, extents: Vec<Extent>, range: Range<u64>) -> Self {
-        let (checks, hasher, at) = (VecDeque::new(), crc32fast::Hasher::new(), range.start);
-        Self { partition, extents: extents.into_iter(), known: 0, range, checks, passed: 0, hasher, at }
+        let checks = BlockChecks::new(range.start);
+        Self { partition, extents: extents.into_iter(), known: 0, range, checks }
     }
 
     /// Remembers where it is.
     pub(super) fn mark(&mut self) -> Mark {
-        self.checks.drain(..self.passed);
-        self.passed = 0;
-        Mark { hasher: self.hasher.clone(), at: self.at }
+        self.checks.mark()
     }
 
     /// Goes back to the last mark.
     pub(super) fn rewind(&mut self, mark: Mark) {
-        self.passed = 0;
-        (self.hasher, self.at) = (mark.hasher, mark.at);
+        self.checks.rewind(mark);
     }
 
     /// Knows the checksums of the next `bytes` of the range from now on.
@@ -85,7 +59,7 @@ impl Verifier {
         shuffle: &Shuffle,
         bytes: u64,
     ) -> Result<(), (StoreError, Arc<Log>)> {
-        let until = self.at.saturating_add(bytes);
+        let until = self.checks.at().saturating_add(bytes);
         while let Some(extent) = self.extents.as_slice().first().filter(|extent| extent.base < until).copied()
         {
             self.load(core, shuffle, &extent, until).await?;
@@ -100,28 +74,8 @@ impl Verifier {
 
     /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
     /// were written.
-    pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Check> {
-        while !bytes.is_empty()
-            && let Some(check) = self.checks.get(self.passed)
-        {
-            let until = if self.at < check.place.start { check.place.start } else { check.place.end };
-            let len = usize::try_from(until - self.at).unwrap_or(usize::MAX).min(bytes.len());
-            let (head, rest) = bytes.split_at(len);
-            if self.at >= check.place.start {
-                self.hasher.update(head);
-            }
-            self.at += len as u64;
-            bytes = rest;
-            if self.at == check.place.end {
-                let actual = std::mem::take(&mut self.hasher).finalize();
-                if check.crc != 0 && actual != check.crc {
-                    return Some(check.clone());
-                }
-                self.passed += 1;
-            }
-        }
-        self.at += bytes.len() as u64;
-        None
+    pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
+        self.checks.check(bytes)
     }
 
     /// Knows the blocks of an extent that begin before `until`, at most [`CHECKS_MAX`].
@@ -138,16 +92,16 @@ impl Verifier {
         let base = if cached.is_some() { 0 } else { extent.base };
         let mut take = |record: &IndexRecord| {
             let start = base + record.offset.unsigned_abs();
-            if start >= until || self.checks.len() - self.passed >= CHECKS_MAX {
+            if start >= until || self.checks.known() >= CHECKS_MAX {
                 return ControlFlow::Break(());
             }
             self.known += 1;
             let place = start..start + u64::from(record.length.unsigned_abs());
-            let first = self.range.start.max(self.at);
+            let first = self.range.start.max(self.checks.at());
             let whole = place.start >= first && place.end <= self.range.end;
             if whole && !shuffle.damaged.touches(self.partition, &place) {
                 let crc = u32::try_from(record.crc).unwrap_or(0);
-                self.checks.push_back(Check { place, crc, base: extent.base });
+                self.checks.push(Check { place, crc, base: extent.base });
             }
             ControlFlow::Continue(())
         };

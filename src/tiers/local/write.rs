@@ -9,14 +9,16 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::append::Writer;
+use super::append::{Target, Writer};
 use super::disk::{InFlight, LocalDisk};
+use super::files::Mode;
 use super::index::occupied_bytes;
-use super::log::{Log, LogKind};
+use super::log::{LogKind, LogUse};
+use super::overflow::Passing;
 use super::shuffle::Shuffle;
 use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
-use uniffle_io::{BLOCK_ALIGN, File};
 
 /// Bytes of one write call: large enough that calls do not matter, small enough that its deadline means a hung disk
 /// and not a slow one (16 MiB in 60 s).
@@ -28,8 +30,10 @@ const CALL_PIECES_MAX: usize = 1024;
 /// Where a batch was written.
 #[derive(Debug)]
 pub(super) struct WrittenBatch {
-    pub(super) log: Arc<Log>,
+    pub(super) log: LogUse,
     pub(super) offset: u64,
+    /// When it is in the page cache only.
+    pub(super) passing: Option<Passing>,
 }
 
 /// Checks that a batch does not contradict itself and returns the bytes it occupies in a data log.
@@ -70,14 +74,18 @@ impl Writer {
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
         extents: &[ExtentWrite],
-        bytes: u64,
+        (bytes, backlog_bytes): (u64, u64),
     ) -> Result<WrittenBatch, StoreError> {
         let load = InFlight::begin(disk, bytes);
         let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
-        let file = self.writer(&log).await?;
+        let passing = self.core.overflow.admit(bytes, backlog_bytes, self.seconds_per_mib(disk));
+        let (file, mode) = match passing {
+            Some(_) => (self.cached_writer(&log).await?, Mode::WriteCached),
+            None => (self.writer(&log).await?, Mode::Write),
+        };
         let began = Instant::now();
-        let mut call =
-            Call { writer: self, log: &log, file, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
+        let to = Target { log: &log, file, mode };
+        let mut call = Call { writer: self, to, pieces: Vec::new(), bytes: 0, at: offset, staged: false };
         let mut staging: Option<AlignedBuffer> = None;
         for extent in extents {
             let pieces = extent.data.pieces();
@@ -94,17 +102,20 @@ impl Writer {
         call.push_staging(staging.take()).await?;
         call.send().await?;
         assert_eq!(call.at, offset + bytes, "a batch fills exactly what was reserved for it");
-        self.make_durable(&log, &call.file).await?;
-        disk.wrote(load.with_others, began);
-        Ok(WrittenBatch { log, offset })
+        let file = call.to.file;
+        let Some(charge) = passing else {
+            self.make_durable(&log, &file).await?;
+            disk.wrote(load.with_others, began);
+            return Ok(WrittenBatch { log, offset, passing: None });
+        };
+        Ok(WrittenBatch { log, offset, passing: Some(Passing { file, charge, load, began }) })
     }
 }
 
 /// A write call that is being put together.
 struct Call<'a> {
     writer: &'a Writer,
-    log: &'a Log,
-    file: Arc<dyn File>,
+    to: Target<'a>,
     pieces: Vec<Bytes>,
     bytes: usize,
     at: u64,
@@ -178,7 +189,7 @@ impl Call<'_> {
             return Ok(());
         }
         let pieces = std::mem::take(&mut self.pieces);
-        self.writer.write_call(self.log, &self.file, pieces, self.at).await?;
+        self.writer.write_call(&self.to, pieces, self.at).await?;
         self.at += self.bytes as u64;
         (self.bytes, self.staged) = (0, false);
         Ok(())

@@ -38,6 +38,14 @@ pub(super) fn wrong_answer(key: &str, what: &str) -> StoreError {
     StoreError::remote(StoreErrorKind::Unreachable, key, what)
 }
 
+/// The same error for another.
+pub(super) fn again(error: &StoreError) -> StoreError {
+    match &error.source {
+        None => StoreError::new(error.kind, &error.path),
+        Some(source) => StoreError::remote(error.kind, &error.path, source.to_string()),
+    }
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Condition(Mutex<Option<Failing>>);

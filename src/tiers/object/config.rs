@@ -2,11 +2,16 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
+
+use uniffle_io::blocking::BlockingDisk;
+use uniffle_io::{Disk, Engine};
 
 use super::location::{BucketUrl, Endpoint};
 use crate::schema::kind::{
-    DAY, HOUR, Kind, MIB, SECOND, count, flag, optional, parsed, path, seconds, secret, size, text, word,
+    DAY, HOUR, Kind, MIB, SECOND, count, flag, list, optional, parsed, path, ratio, seconds, secret, size,
+    text, word,
 };
 use crate::schema::{section, words};
 
@@ -57,6 +62,14 @@ impl fmt::Debug for Secret {
         f.write_str("Secret(hidden)")
     }
 }
+
+/// Largest read cache: 64 TiB.
+const CACHE_BYTES_MAX: u64 = 64 << 40;
+/// Smallest part of it that a directory may have: what some readers need at a time.
+const CACHE_BYTES_MIN: u64 = 64 * MIB;
+
+/// Reads of a disk of the read cache at a time, and writes.
+const CACHE_CALLS: usize = 16;
 
 /// Smallest part of an upload that S3 takes.
 const PART_BYTES_MIN: u64 = 5 * MIB;
@@ -120,6 +133,19 @@ section! {
         /// Objects of data: about as large as this, whatever number of partitions they hold.
         #[key("object_store.segment_size", size(64 * MIB..=256 * MIB), Restart)]
         pub segment_bytes: u64 = 128 * MIB,
+        /// With local disks: a disk filled beyond this share has its largest and oldest shuffles moved to the store, ...
+        #[key("object_store.offload_high_watermark", ratio(), Restart)]
+        pub offload_high: f64 = 0.6,
+        /// ... until it is below this one.
+        #[key("object_store.offload_low_watermark", ratio(), Restart)]
+        pub offload_low: f64 = 0.5,
+        /// Directories for the read cache, one per disk: parts of objects that were read, so that the next reader of them asks for
+        /// nothing. Nothing in it outlives the process. A disk that fails is left alone; reads go on without it.
+        #[key("object_store.cache_dirs", list(64, path()), Restart, example "[\"/data1/uniffle-cache\", \"/data2/uniffle-cache\"]")]
+        pub cache_dirs: Vec<PathBuf> = Vec::new(),
+        /// Bytes of the read cache, on all cache_dirs together; each gets the same part.
+        #[key("object_store.cache_capacity", size(0..=CACHE_BYTES_MAX), Restart, example "\"200GB\"")]
+        pub cache_bytes: u64 = 0,
         /// For credentials = "environment".
         #[env("AWS_ACCESS_KEY_ID", optional(secret("an access key", secret_text)))]
         pub access_key: Option<Secret> = None,
@@ -142,6 +168,12 @@ section! {
 }
 
 impl ObjectConfig {
+    /// The disks of the read cache.
+    pub fn cache_disks(&self) -> Vec<Arc<dyn Disk>> {
+        let disk = |path: &PathBuf| Engine::Blocking.disk(BlockingDisk::new(path, CACHE_CALLS, CACHE_CALLS));
+        self.cache_dirs.iter().map(disk).collect()
+    }
+
     /// What may not stand together: key, value and what is allowed.
     pub fn problems(&self) -> Vec<(&'static str, String, String)> {
         let mut problems = Vec::new();
@@ -163,6 +195,11 @@ impl ObjectConfig {
             let allowed = "no file with an object_store.endpoint that is not https".to_owned();
             problems.push(("object_store.ca_file", file.display().to_string(), allowed));
         }
+        if self.offload_low >= self.offload_high {
+            let allowed = format!("less than object_store.offload_high_watermark ({})", self.offload_high);
+            problems.push(("object_store.offload_low_watermark", self.offload_low.to_string(), allowed));
+        }
+        problems.extend(self.cache_problem());
         let has_dot = self.url.as_ref().is_some_and(|url| url.bucket().contains('.'));
         if has_dot && !self.path_style && is_encrypted {
             // A certificate for *.s3.example.com is not one for a.b.s3.example.com.
@@ -171,6 +208,23 @@ impl ObjectConfig {
             problems.push(("object_store.path_style", "false".to_owned(), allowed));
         }
         problems
+    }
+
+    /// What keeps the read cache from being one.
+    fn cache_problem(&self) -> Option<(&'static str, String, String)> {
+        let directories = self.cache_dirs.len() as u64;
+        let least = directories * CACHE_BYTES_MIN;
+        if directories > 0 && self.cache_bytes < least {
+            let allowed = format!("at least {least} bytes for {directories} object_store.cache_dirs");
+            return Some(("object_store.cache_capacity", self.cache_bytes.to_string(), allowed));
+        }
+        let is_twice = |(at, path): (usize, &PathBuf)| self.cache_dirs[..at].contains(path);
+        if self.cache_dirs.iter().enumerate().any(is_twice) {
+            let all: Vec<_> = self.cache_dirs.iter().map(|path| path.display().to_string()).collect();
+            let allowed = "each directory once".to_owned();
+            return Some(("object_store.cache_dirs", all.join(", "), allowed));
+        }
+        None
     }
 
     /// What is accepted and of no use.
@@ -184,6 +238,10 @@ impl ObjectConfig {
                 "object_store.credentials_file has no effect with object_store.credentials = \"{}\"",
                 self.credentials.as_str()
             ));
+        }
+        if self.cache_dirs.is_empty() && self.cache_bytes > 0 {
+            warnings
+                .push("object_store.cache_capacity has no effect without object_store.cache_dirs".to_owned());
         }
         if self.endpoint.as_ref().is_some_and(|endpoint| !endpoint.is_encrypted()) {
             warnings.push("object_store.endpoint is not https: who can listen reads shuffle data".to_owned());
@@ -247,6 +305,12 @@ mod tests {
             config.ca_file = Some(PathBuf::from("/ca"));
         };
         assert_eq!(with(clear), ["object_store.ca_file"]);
+        let small = |config: &mut ObjectConfig| config.cache_dirs = vec![PathBuf::from("/cache")];
+        assert_eq!(with(small), ["object_store.cache_capacity"]);
+        let twice = |config: &mut ObjectConfig| {
+            (config.cache_dirs, config.cache_bytes) = (vec![PathBuf::from("/cache"); 2], 1 << 40);
+        };
+        assert_eq!(with(twice), ["object_store.cache_dirs"]);
         let dotted = |config: &mut ObjectConfig| config.url = BucketUrl::parse("s3://a.b/x").ok();
         assert_eq!(with(dotted), ["object_store.path_style"]);
         assert!(

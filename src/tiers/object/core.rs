@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use object_store::ObjectStore;
-use object_store::path::Path;
+use tokio::sync::watch;
 
+use super::cache::Cache;
+use super::claim::Claim;
 use super::condition::{Condition, failed};
 use super::metrics::Metrics;
 use super::settings::ObjectSettings;
+use super::turns::Turns;
 use crate::budget::Budget;
 use crate::metrics::clamped;
 use crate::runtime::Tasks;
@@ -22,26 +25,64 @@ pub(super) struct Core {
     pub(super) settings: ObjectSettings,
     pub(super) metrics: Metrics,
     pub(super) condition: Condition,
+    claim: Claim,
     pub(super) records: RecordCache,
+    /// Of segments, on local disks.
+    pub(super) cache: Option<Cache>,
+    pub(super) turns: Turns,
     /// What is held of extents and open pages is charged to this.
     pub(super) extents: Budget,
+    /// All that segments in the making hold beside their blocks.
+    pub(super) making: Budget,
     /// Uploads, which go on when who waits for them gives up.
     pub(super) tasks: Tasks,
+    /// How many deletions are under way.
+    pub(super) deletions: watch::Sender<usize>,
     stored_bytes: AtomicU64,
 }
 
 impl Core {
-    pub(super) fn new(
-        store: Arc<dyn ObjectStore>,
+    pub(super) async fn open(
+        (store, claim): (Arc<dyn ObjectStore>, Claim),
         settings: ObjectSettings,
         metrics: Metrics,
         extents: Budget,
         tasks: Tasks,
     ) -> Self {
-        let records = RecordCache::new(settings.index_cache_bytes);
-        let stored_bytes = AtomicU64::new(0);
-        let condition = Condition::default();
-        Self { store, settings, metrics, condition, records, extents, tasks, stored_bytes }
+        let cache = Cache::open(&settings.cache_disks, settings.cache_bytes, &extents).await;
+        if let Some(cache) = &cache {
+            metrics.cache_capacity_bytes.set(clamped(cache.capacity_bytes()));
+        }
+        Self {
+            records: RecordCache::new(settings.index_cache_bytes),
+            cache,
+            turns: Turns::new(settings.read_memory_bytes),
+            making: Budget::new(settings.making_bytes),
+            condition: Condition::default(),
+            claim,
+            deletions: watch::Sender::new(0),
+            stored_bytes: AtomicU64::new(0),
+            store,
+            settings,
+            metrics,
+            extents,
+            tasks,
+        }
+    }
+
+    /// Whether the worker's prefix is still this process's ([`Claim`]).
+    ///
+    /// # Errors
+    /// The store's, or another process has it.
+    pub(super) async fn require_claim(&self) -> Result<(), StoreError> {
+        let claimed = self.claim.require(&*self.store).await;
+        self.condition.note(&claimed);
+        claimed
+    }
+
+    /// Whether another process has the prefix, as far as was looked.
+    pub(super) fn has_lost_claim(&self) -> bool {
+        self.claim.is_lost()
     }
 
     /// Takes note of how a call went, and says for which object it was.
@@ -65,9 +106,4 @@ impl Core {
         let before = self.stored_bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.metrics.stored_bytes.set(clamped(before.saturating_sub(bytes)));
     }
-}
-
-/// A key as the store wants it: keys of this tier have nothing that it would write differently.
-pub(super) fn path_of(key: &str) -> Path {
-    Path::from(key)
 }

@@ -8,30 +8,45 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
+use super::answer::Answer;
 use super::core::Core;
 use super::fetch::{self, Part};
+use super::reads::{self, Located};
 use super::shuffle::Shuffle;
 use super::streams::Stream;
-use super::verify::Verifier;
+use super::verify::{Verifier, forget_records};
+use crate::tiers::block_checks::Check;
 use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
 /// See the module.
 pub(super) struct DataRead {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
+    answer: Answer,
     stream: Stream,
-    /// What is left.
-    range: Range<u64>,
+    /// Where in the stream the range ends.
+    end: u64,
     verifier: Verifier,
-    failed: bool,
 }
 
 impl fmt::Debug for DataRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("DataRead").field(&self.shuffle.name.key).field(&self.range).finish()
+        f.debug_tuple("DataRead").field(&self.answer.shuffle.name.key).field(&self.range()).finish()
     }
+}
+
+/// Where a range of a stream is: as parts of segments, in the order of a buffer that takes it.
+pub(super) fn plan(stream: &Stream, range: &Range<u64>) -> Vec<Part> {
+    let (mut parts, mut filled) = (Vec::new(), 0);
+    for extent in stream.touched(range.start, range.end) {
+        let from = range.start.max(extent.base);
+        let bytes = usize::try_from(range.end.min(extent.end()) - from).unwrap_or(usize::MAX);
+        let place = filled..filled + bytes;
+        filled = place.end;
+        let offset = extent.offset + (from - extent.base);
+        fetch::push(&mut parts, Part { segment: extent.segment, offset, range: place });
+    }
+    parts
 }
 
 impl DataRead {
@@ -48,52 +63,60 @@ impl DataRead {
             shuffle.require_present()?;
             return Err(shuffle.error(StoreErrorKind::InvalidRange));
         };
-        let range = offset..end;
-        let verifier = Verifier::new(stream.touched(offset, end).copied().collect(), range.clone());
-        Ok(Self { core: Arc::clone(core), shuffle, stream, range, verifier, failed: false })
+        let verifier = Verifier::new(stream.touched(offset, end).copied().collect(), offset..end);
+        Ok(Self { answer: Answer::new(core, shuffle, u64::from(length)), stream, end, verifier })
     }
 
-    fn left(&self) -> usize {
-        usize::try_from(self.range.end - self.range.start).unwrap_or(usize::MAX)
-    }
-
-    /// Where the next `len` bytes are.
-    fn plan(&self, len: usize) -> Vec<Part> {
-        let (start, end) = (self.range.start, self.range.start + len as u64);
-        let (mut parts, mut filled) = (Vec::new(), 0);
-        for extent in self.stream.touched(start, end) {
-            let from = start.max(extent.base);
-            let bytes = usize::try_from(end.min(extent.end()) - from).unwrap_or(usize::MAX);
-            let range = filled..filled + bytes;
-            filled = range.end;
-            let offset = extent.offset + (from - extent.base);
-            fetch::push(&mut parts, Part { segment: extent.segment, offset, range });
-        }
-        parts
+    /// What is left.
+    fn range(&self) -> Range<u64> {
+        self.end - self.answer.left()..self.end
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
-        let (core, shuffle) = (&self.core, &self.shuffle);
-        self.verifier.prepare(core, shuffle, len as u64).await?;
-        let parts = self.plan(len);
-        let mut buffer = buffers.acquire(len).await;
-        for is_last in [false, true] {
+        let (core, shuffle) = (Arc::clone(&self.answer.core), Arc::clone(&self.answer.shuffle));
+        let Range { start, end } = self.range();
+        let until = start + len as u64;
+        let records = self.verifier.missing_records(&core, &shuffle, until);
+        let mut located =
+            reads::locate(&core, &shuffle, plan(&self.stream, &(start..until)), &records).await?;
+        if until < end {
+            let ahead = until..end.min(until.saturating_add(reads::AHEAD_BYTES));
+            reads::begin_ahead(&core, &shuffle, &plan(&self.stream, &ahead));
+        }
+        let _turn = located.turn(&core, &shuffle, len, self.verifier.beside_bytes(until)).await;
+        self.verifier.prepare(&core, &shuffle, until).await?;
+        loop {
+            let mark = self.verifier.mark();
+            let mut buffer = located.read(&core, &shuffle, (len, buffers)).await?;
             let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
-            fetch::fill(core, |number| shuffle.segment_key(number), &parts, bytes).await?;
-            let mut verifier = self.verifier.clone();
-            let Some(block) = verifier.check(bytes) else {
-                self.verifier = verifier;
-                break;
-            };
-            core.metrics.crc_mismatches.inc();
-            let segment = self.stream.touched(block.start, block.end).next().map_or(0, |it| it.segment);
-            let key = shuffle.segment_key(segment);
-            tracing::warn!(key, ?block, "a block was read with other bytes than were written");
-            if is_last {
-                return Err(StoreError::corrupt(key, "a block has other bytes than were written, twice"));
+            let Some(block) = self.verifier.check(bytes) else { return Ok(buffer.freeze(len)) };
+            drop(buffer);
+            self.verifier.rewind(mark);
+            located = self.again(&located, &block)?;
+        }
+    }
+
+    /// Where a block that has other bytes than were written is looked for next.
+    ///
+    /// # Errors
+    /// It was of the store, for the second time.
+    fn again(&mut self, located: &Located, block: &Check) -> Result<Located, StoreError> {
+        let Answer { core, shuffle, .. } = &self.answer;
+        core.metrics.crc_mismatches.inc();
+        let Range { start, end } = block.place;
+        let extent = self.stream.touched(start, end).next();
+        let key = shuffle.segment_key(extent.map_or(0, |extent| extent.segment));
+        tracing::warn!(key, start, end, "a block was read with other bytes than were written");
+        if let Some(of_store) = located.of_store_instead(core) {
+            return Ok(of_store);
+        }
+        match self.verifier.count_mismatch() {
+            1 => Ok(located.of_store()),
+            _ => {
+                extent.iter().for_each(|extent| forget_records(core, shuffle, extent));
+                Err(StoreError::corrupt(key, "a block has other bytes than were written, twice"))
             }
         }
-        Ok(buffer.freeze(len))
     }
 }
 
@@ -103,28 +126,20 @@ impl ChunkRead for DataRead {
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         let read = async move {
-            if self.failed {
-                return Err(self.shuffle.error(StoreErrorKind::Corrupt));
-            }
-            let len = self.left().min(buffers.chunk_bytes());
+            let len = self.answer.begin(buffers.chunk_bytes())?;
             if len == 0 {
                 return Ok(None);
             }
-            self.failed = true; // See IndexRead.
             let chunk = self.read_chunk(len, buffers).await;
-            let chunk = chunk.map_err(|error| {
-                let error = self.core.condition.for_reader(error, self.core.settings.expected_back);
-                self.shuffle.require_present().err().unwrap_or(error)
-            })?;
-            self.failed = false;
-            self.range.start += len as u64;
-            self.core.metrics.read_bytes.inc_by(len as u64);
-            Ok(Some(chunk))
+            let chunk = self.answer.end(chunk)?;
+            self.answer.core.metrics.read_bytes.inc_by(len as u64);
+            Ok(chunk)
         };
         read.boxed()
     }
 
     fn next_room(&self) -> usize {
-        self.left().min(READ_CHUNK_BYTES_MAX)
+        let room = self.answer.next_len(READ_CHUNK_BYTES_MAX);
+        if self.answer.core.turns.has_room(room) { room } else { 0 }
     }
 }

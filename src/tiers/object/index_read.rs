@@ -7,32 +7,38 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
+use super::answer::Answer;
 use super::core::Core;
 use super::fetch::{self, Part};
+use super::reads::{self, Located};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Stream};
-use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
+use super::verify::WRONG_RECORDS;
+use crate::tiers::{ChunkRead, StoreError};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 
 /// See the module.
 pub(super) struct IndexRead {
-    core: Arc<Core>,
-    shuffle: Arc<Shuffle>,
+    answer: Answer,
     stream: Stream,
-    /// Of its extents the one that is read.
+    place: Place,
+}
+
+/// How far the records are read and checked.
+#[derive(Clone, Default)]
+struct Place {
+    /// Of the extents the one that is read.
     at: usize,
     /// Bytes of its records that were given.
     done: u64,
     crc: crc32fast::Hasher,
-    left: u64,
-    failed: bool,
 }
 
 impl fmt::Debug for IndexRead {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("IndexRead").field(&self.shuffle.name.key).field(&self.left).finish()
+        f.debug_tuple("IndexRead").field(&self.answer.shuffle.name.key).field(&self.left()).finish()
     }
 }
 
@@ -51,19 +57,18 @@ struct Piece {
 impl IndexRead {
     pub(super) fn new(core: &Arc<Core>, shuffle: Arc<Shuffle>, stream: Stream) -> Self {
         let left = stream.blocks * RECORD_BYTES as u64;
-        let (core, crc) = (Arc::clone(core), crc32fast::Hasher::new());
-        Self { core, shuffle, stream, at: 0, done: 0, crc, left, failed: false }
+        Self { answer: Answer::new(core, shuffle, left), stream, place: Place::default() }
     }
 
     /// Bytes of all records that are left.
     pub(super) fn left(&self) -> u64 {
-        self.left
+        self.answer.left()
     }
 
     /// What the next `len` bytes consist of.
     fn plan(&self, len: usize) -> Vec<Piece> {
-        let (mut pieces, mut filled, mut from) = (Vec::new(), 0, self.done);
-        for extent in self.stream.extents.iter().skip(self.at) {
+        let (mut pieces, mut filled, mut from) = (Vec::new(), 0, self.place.done);
+        for extent in self.stream.extents.iter().skip(self.place.at) {
             if filled == len {
                 break;
             }
@@ -77,50 +82,79 @@ impl IndexRead {
     }
 
     async fn read_chunk(&mut self, len: usize, buffers: &dyn ReadBuffers) -> Result<Bytes, StoreError> {
+        let (core, shuffle) = (Arc::clone(&self.answer.core), Arc::clone(&self.answer.shuffle));
         let pieces = self.plan(len);
-        let mut buffer = buffers.acquire(len).await;
-        let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
-        let mut parts = Vec::new();
+        let (mut in_memory, mut parts) = (Vec::new(), Vec::new());
         for Piece { extent, range, from } in &pieces {
-            let cached = self.core.records.find(&self.shuffle.records_key(extent));
+            let cached = core.records.find(&shuffle.records_key(extent));
             let start = usize::try_from(*from).unwrap_or(usize::MAX);
-            let cached = cached.as_ref().and_then(|it| it.get(start..start.checked_add(range.len())?));
-            match (cached, bytes.get_mut(range.clone())) {
-                (Some(cached), Some(room)) => room.copy_from_slice(cached),
-                _ => {
+            let cached = cached.and_then(|it| {
+                let end = start.checked_add(range.len()).filter(|end| *end <= it.len())?;
+                Some(it.slice(start..end))
+            });
+            match cached {
+                Some(cached) => in_memory.push((range.clone(), cached)),
+                None => {
                     let (segment, offset) = (extent.segment, extent.records + from);
                     fetch::push(&mut parts, Part { segment, offset, range: range.clone() });
                 }
             }
         }
-        fetch::fill(&self.core, |number| self.shuffle.segment_key(number), &parts, bytes).await?;
+        let mut located = reads::locate(&core, &shuffle, parts, &[]).await?;
+        let _turn = located.turn(&core, &shuffle, len, 0).await;
+        loop {
+            let mut buffer = located.read(&core, &shuffle, (len, buffers)).await?;
+            let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
+            for (range, records) in &in_memory {
+                bytes.get_mut(range.clone()).unwrap_or_default().copy_from_slice(records);
+            }
+            match self.check_all(&pieces, bytes) {
+                Ok(()) => return Ok(buffer.freeze(len)),
+                Err(error) => located = instead(&core, &located).ok_or(error)?,
+            }
+        }
+    }
+
+    /// Checks the records of a chunk and gives them their offsets in the stream; after an error it is where it was.
+    fn check_all(&mut self, pieces: &[Piece], bytes: &mut [u8]) -> Result<(), StoreError> {
+        let before = self.place.clone();
         for piece in pieces {
             let bytes = bytes.get_mut(piece.range.clone()).unwrap_or_default();
-            self.check(&piece, bytes)?;
+            if let Err(error) = self.check(piece, bytes) {
+                self.place = before;
+                return Err(error);
+            }
             rebase(bytes, piece.extent.base);
         }
-        Ok(buffer.freeze(len))
+        Ok(())
     }
 
     /// Checks the next records, as they stand in the segment.
     fn check(&mut self, piece: &Piece, bytes: &[u8]) -> Result<(), StoreError> {
-        self.crc.update(bytes);
-        self.done = piece.from + bytes.len() as u64;
-        if self.done < piece.extent.records_bytes() {
+        let Answer { core, shuffle, .. } = &self.answer;
+        let place = &mut self.place;
+        place.crc.update(bytes);
+        place.done = piece.from + bytes.len() as u64;
+        if place.done < piece.extent.records_bytes() {
             return Ok(());
         }
-        let crc = std::mem::take(&mut self.crc).finalize();
-        (self.at, self.done) = (self.at + 1, 0);
+        let crc = std::mem::take(&mut place.crc).finalize();
+        (place.at, place.done) = (place.at + 1, 0);
         if crc != piece.extent.records_crc {
-            let key = self.shuffle.segment_key(piece.extent.segment);
-            return Err(StoreError::corrupt(key, "checksum of a partition's index records does not fit"));
+            return Err(StoreError::corrupt(shuffle.segment_key(piece.extent.segment), WRONG_RECORDS));
         }
         // What was read whole is what a reader of the data needs next.
-        if piece.from == 0 && self.core.records.takes(bytes.len()) {
-            self.core.records.keep(self.shuffle.records_key(&piece.extent), Bytes::copy_from_slice(bytes));
+        if piece.from == 0 && core.records.takes(bytes.len()) {
+            core.records.keep(shuffle.records_key(&piece.extent), Bytes::copy_from_slice(bytes));
         }
         Ok(())
     }
+}
+
+/// Of records that are not what was written, what the cache had is read of the store.
+fn instead(core: &Core, located: &Located) -> Option<Located> {
+    core.metrics.crc_mismatches.inc();
+    located.of_store_instead(core)
 }
 
 impl ChunkRead for IndexRead {
@@ -129,29 +163,20 @@ impl ChunkRead for IndexRead {
         buffers: &'a dyn ReadBuffers,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         let read = async move {
-            if self.failed {
-                return Err(self.shuffle.error(StoreErrorKind::Corrupt));
-            }
-            let max = whole_records(buffers.chunk_bytes());
-            let len = usize::try_from(self.left).unwrap_or(max).min(max);
+            let len = self.answer.begin(whole_records(buffers.chunk_bytes()))?;
             if len == 0 {
                 return Ok(None);
             }
-            self.failed = true; // Until this chunk is whole: also when the caller gives up in between.
             let chunk = self.read_chunk(len, buffers).await;
-            let chunk = chunk.map_err(|error| {
-                let error = self.core.condition.for_reader(error, self.core.settings.expected_back);
-                self.shuffle.require_present().err().unwrap_or(error)
-            })?;
-            self.failed = false;
-            self.left -= len as u64;
-            self.core.metrics.read_index_bytes.inc_by(len as u64);
-            Ok(Some(chunk))
+            let chunk = self.answer.end(chunk)?;
+            self.answer.core.metrics.read_index_bytes.inc_by(len as u64);
+            Ok(chunk)
         };
         read.boxed()
     }
 
     fn next_room(&self) -> usize {
-        usize::try_from(self.left).unwrap_or(usize::MAX).min(whole_records(READ_CHUNK_BYTES_MAX))
+        let room = self.answer.next_len(whole_records(READ_CHUNK_BYTES_MAX));
+        if self.answer.core.turns.has_room(room) { room } else { 0 }
     }
 }

@@ -1,8 +1,10 @@
 //! Keys of the tier's objects, and the segment: what an object of data holds. Version 1 is FROZEN (see the golden test).
 //!
 //! ```text
+//! <prefix>/<worker>/!claim                                             which process writes there (`claim`)
 //! <prefix>/<worker>/<application>/<shuffle>.<incarnation>/s0000000001   a segment
 //!                                                        /m0000000001   a page of metadata (`page`)
+//!                                                        /c0000000001   its copy
 //! ```
 //!
 //! Worker and application stand in keys with everything but `A-Za-z0-9._-` as `!` and two digits, so a key can be read
@@ -32,6 +34,7 @@
 
 use std::fmt::Write as _;
 
+use object_store::path::Path;
 use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
 use uniffle_wire::types::{AppId, BlockMeta, PartitionId, ShuffleId, ShuffleKey};
 
@@ -51,6 +54,19 @@ pub enum Name {
     Segment(u32),
     /// A page of metadata.
     Page(u32),
+    /// The other copy of it.
+    Copy(u32),
+}
+
+impl Name {
+    /// Whether it is a page, or the copy of one.
+    #[must_use]
+    pub fn is_metadata(self) -> bool {
+        match self {
+            Self::Segment(_) => false,
+            Self::Page(_) | Self::Copy(_) => true,
+        }
+    }
 }
 
 /// One registration of a shuffle.
@@ -113,6 +129,7 @@ pub fn object_key(prefix: &str, name: Name) -> String {
     match name {
         Name::Segment(number) => format!("{prefix}/s{number:010}"),
         Name::Page(number) => format!("{prefix}/m{number:010}"),
+        Name::Copy(number) => format!("{prefix}/c{number:010}"),
     }
 }
 
@@ -131,6 +148,7 @@ pub fn parse_key(root: &str, key: &str) -> Option<(Registered, Name)> {
     let name = match kind {
         "s" => Name::Segment(number),
         "m" => Name::Page(number),
+        "c" => Name::Copy(number),
         _ => return None,
     };
     let is_ours = object_key(&shuffle_prefix(root, &registered), name) == below_root(root, below);
@@ -339,6 +357,11 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(field)
 }
 
+/// A key as the store wants it: keys of this tier have nothing that it would write differently.
+pub(super) fn path_of(key: &str) -> Path {
+    Path::from(key)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -422,12 +445,13 @@ mod tests {
             let shuffle = registered(app, 4, 17);
             let prefix = shuffle_prefix("p/w-1", &shuffle);
             assert_eq!(prefix, format!("p/w-1/{part}/4.17"));
-            for name in [Name::Segment(12), Name::Page(1)] {
+            for name in [Name::Segment(12), Name::Page(1), Name::Copy(1)] {
                 assert_eq!(parse_key("p/w-1", &object_key(&prefix, name)), Some((shuffle.clone(), name)));
             }
         }
         assert_eq!(object_key("x", Name::Segment(12)), "x/s0000000012");
         assert_eq!(object_key("x", Name::Page(7)), "x/m0000000007");
+        assert_eq!(object_key("x", Name::Copy(7)), "x/c0000000007");
         let others = [
             "p/w-10/app/4.17/s0000000001",
             "p/w-1/app/4.17/s1",

@@ -12,20 +12,30 @@
 //! | `client` | requests to a store that speaks S3 |
 //! | `config`, `location` | how the store is reached, as it is configured |
 //! | `settings`, `metrics` | sizes; counters |
+//! | `claim` | which process writes below the worker's prefix |
 //! | `condition` | whether the store works |
 //! | `core` | what all parts share |
 //! | `streams`, `shuffle` | what is published; one registration |
 //! | `segment`, `lane` | a segment while it is filled; what waits for one |
 //! | `group` | jobs that are done together (pure) |
 //! | `upload`, `notes` | segments and pages on their way into the store |
-//! | `fetch` | ranges of objects |
-//! | `index_read`, `data_read`, `verify` | reads |
+//! | `intake` | what is moved here from local disks |
+//! | `cache` | chunks of segments on local disks |
+//! | `fetch`, `reads`, `turns` | ranges of objects; whether they are of the cache or of the store; whose turn it is |
+//! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
 //! | `purge`, `recover` | deletion by prefix; what an earlier process left |
+//! | `workers` | what workers have below the URL, also those that are gone |
 //! | `tier` | the tier |
 //!
 //! Not here: requests, credentials, retries (the client of the store, behind `object_store::ObjectStore`), and what is
 //! flushed when.
 
+#[cfg(feature = "object")]
+mod answer;
+#[cfg(feature = "object")]
+mod cache;
+#[cfg(feature = "object")]
+pub mod claim;
 #[cfg(feature = "object")]
 pub mod client;
 #[cfg(feature = "object")]
@@ -42,6 +52,8 @@ mod group;
 #[cfg(feature = "object")]
 mod index_read;
 #[cfg(feature = "object")]
+mod intake;
+#[cfg(feature = "object")]
 mod lane;
 #[cfg(feature = "object")]
 pub mod layout;
@@ -55,6 +67,8 @@ mod notes;
 pub mod page;
 #[cfg(feature = "object")]
 mod purge;
+#[cfg(feature = "object")]
+mod reads;
 #[cfg(feature = "object")]
 mod recover;
 #[cfg(feature = "object")]
@@ -70,12 +84,26 @@ mod tests;
 #[cfg(feature = "object")]
 mod tier;
 #[cfg(feature = "object")]
+mod turns;
+#[cfg(feature = "object")]
 mod upload;
 #[cfg(feature = "object")]
 mod verify;
+#[cfg(feature = "object")]
+mod workers;
 
 pub use self::config::{Credentials, ObjectConfig, Secret, UploadCheck};
+#[cfg(feature = "object")]
+pub use self::intake::{Bound, Uploads};
 pub(super) use self::names::NAMES;
+#[cfg(feature = "object")]
+pub use self::page::Noted;
+#[cfg(feature = "object")]
+pub use self::segment::Moved;
 pub use self::settings::ObjectSettings;
 #[cfg(feature = "object")]
 pub use self::tier::ObjectTier;
+#[cfg(feature = "object")]
+pub use self::upload::Source;
+#[cfg(feature = "object")]
+pub use self::workers::{Removed, WorkerObjects};

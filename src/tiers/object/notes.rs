@@ -1,19 +1,24 @@
-//! Registrations and reports of a shuffle, as pages that are put into the store before anything is acknowledged.
+//! Registrations and reports of a shuffle, as pages that are put into the store before anything is acknowledged, each
+//! twice: one that is missing, damaged or an earlier version of itself is found out and written again
+//! ([`recover`](super::recover)).
 //!
 //! What comes while a page is on its way goes into the next write, together. A page is written again with more records
-//! until it is full, so the number of objects follows the bytes of the records, not their number. After a write that failed
-//! no page of that number is written again ([`page`]).
+//! until it is full, so the number of objects follows the bytes of the records, not their number. After a write that
+//! failed no page of that number is written again ([`page`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytes::Bytes;
+use futures::future::join_all;
 use object_store::ObjectStoreExt as _;
 use tokio::sync::{Mutex, oneshot};
 
-use super::core::{Core, path_of};
+use super::condition::again;
+use super::core::Core;
 use super::group::Group;
-use super::layout::{Name, object_key};
+use super::layout::{Name, object_key, path_of};
 use super::page::{self, Noted};
 use crate::budget::Charge;
 use crate::tiers::{StoreError, StoreErrorKind};
@@ -44,7 +49,7 @@ struct Note {
 struct State {
     number: u32,
     /// Empty until it has a record.
-    content: Vec<u8>,
+    content: Bytes,
     /// The number of the next record.
     next: u64,
     /// For the content.
@@ -55,7 +60,7 @@ impl Notes {
     /// Those of a registration whose pages begin with number `first_page` and record `next`.
     pub(super) fn new(core: &Core, (prefix, incarnation): (String, u64), first_page: u32, next: u64) -> Self {
         let charge = core.extents.nothing();
-        let state = State { number: first_page, content: Vec::new(), next, charge };
+        let state = State { number: first_page, content: Bytes::new(), next, charge };
         Self {
             prefix,
             incarnation,
@@ -112,22 +117,27 @@ impl Notes {
         }
         let mut content = match state.content.is_empty() {
             true => page::begin(self.incarnation, state.next),
-            false => state.content.clone(),
+            false => state.content.to_vec(),
         };
         notes.iter().for_each(|note| content.extend_from_slice(&note.frame));
-        let key = object_key(&self.prefix, Name::Page(state.number));
-        let path = path_of(&key);
-        let put = core.store.put(&path, content.clone().into());
-        let put = tokio::select! {
+        let bytes = Bytes::from(content);
+        // What is sent shares the page that is kept from then on.
+        let _sent = core.extents.force_charge(bytes.len() as u64);
+        let puts = [Name::Page(state.number), Name::Copy(state.number)]
+            .map(|name| put(core, object_key(&self.prefix, name), bytes.clone()));
+        let written = tokio::select! {
             biased;
             () = core.tasks.cancelled() => Err(self.error(StoreErrorKind::Unhealthy)),
-            put = put => core.noted(&key, put),
+            // What the other does must be known as well.
+            written = async {
+                join_all(puts).await.into_iter().collect::<Result<(), _>>()?;
+                core.require_claim().await
+            } => written,
         };
-        match put {
-            Ok(_) => {
-                core.metrics.pages.inc();
-                state.charge.merge(core.extents.force_charge((content.len() - state.content.len()) as u64));
-                state.content = content;
+        match written {
+            Ok(()) => {
+                state.charge.merge(core.extents.force_charge((bytes.len() - state.content.len()) as u64));
+                state.content = bytes;
                 state.next += notes.len() as u64;
                 if state.content.len() > PAGE_BYTES {
                     state.begin_next();
@@ -135,7 +145,7 @@ impl Notes {
                 Ok(())
             }
             Err(error) => {
-                tracing::warn!(%key, %error, "registrations or reports were not written, they are not acknowledged");
+                tracing::warn!(%error, "registrations or reports were not written, they are not acknowledged");
                 state.begin_next();
                 Err(error)
             }
@@ -146,15 +156,15 @@ impl Notes {
 impl State {
     fn begin_next(&mut self) {
         self.number += 1;
-        self.content = Vec::new();
+        self.content = Bytes::new();
         drop(self.charge.split_up_to(u64::MAX));
     }
 }
 
-/// The same error for another.
-pub(super) fn again(error: &StoreError) -> StoreError {
-    match &error.source {
-        None => StoreError::new(error.kind, &error.path),
-        Some(source) => StoreError::remote(error.kind, &error.path, source.to_string()),
-    }
+/// Writes one of the two objects of a page.
+pub(super) async fn put(core: &Core, key: String, page: Bytes) -> Result<(), StoreError> {
+    let put = core.store.put(&path_of(&key), page.into()).await;
+    core.noted(&key, put)?;
+    core.metrics.pages.inc();
+    Ok(())
 }

@@ -6,7 +6,9 @@
 //!                       8  incarnation u64        16  first u64: the number of the first record
 //!                      24  reserved u32 = 0       28  crc32 of bytes 0..28
 //! per record            0  length u32              4  crc32 of what follows
-//!                       8  kind u8: 1 a record of `durability`, 2 a reason why records may be missing (UTF-8)
+//!                       8  kind u8: 1 a record of `durability`, 2 a reason why records may be missing (UTF-8),
+//!                          3 by which number local disks know the registration (u64): 0 stands before what it had said
+//!                            there, the number behind it
 //!                       9  content
 //! ```
 //!
@@ -31,6 +33,9 @@ pub enum Noted {
     Said(Bytes),
     /// Why records may be missing.
     Incomplete(String),
+    /// Local disks know the registration by this number. Behind a 0 follows what it had said there, and behind that the
+    /// number: a shuffle that has the one without the other has said more than is here.
+    Local(u64),
 }
 
 /// Why bytes are no page.
@@ -63,9 +68,14 @@ pub fn begin(incarnation: u64, first: u64) -> Vec<u8> {
 /// Appends a record to a page; none if it is too long for one.
 #[must_use]
 pub fn frame(noted: &Noted) -> Option<Vec<u8>> {
+    let number;
     let (kind, content): (u8, &[u8]) = match noted {
         Noted::Said(record) => (1, record),
         Noted::Incomplete(reason) => (2, reason.as_bytes()),
+        Noted::Local(incarnation) => {
+            number = incarnation.to_be_bytes();
+            (3, &number)
+        }
     };
     let length = u32::try_from(content.len() + 1).ok()?;
     let mut bytes = Vec::with_capacity(FRAME_BYTES + 1 + content.len());
@@ -110,6 +120,10 @@ pub fn decode(page: &Bytes, incarnation: u64) -> Result<(u64, Vec<Noted>), PageE
         records.push(match content[0] {
             1 => Noted::Said(content.slice(1..)),
             2 => Noted::Incomplete(String::from_utf8_lossy(&content[1..]).into_owned()),
+            3 => {
+                let number = content[1..].try_into().map_err(|_| PageError::Damaged)?;
+                Noted::Local(u64::from_be_bytes(number))
+            }
             _ => return Err(PageError::Damaged),
         });
         at = end;
@@ -182,7 +196,12 @@ mod tests {
         assert_eq!(hex, GOLDEN);
         assert_eq!(decode(&bytes, 9).unwrap(), (5, vec![said("hi"), Noted::Incomplete("x".to_owned())]));
         assert_eq!(decode(&bytes, 8).unwrap_err(), PageError::Magic);
+        let local = page(0, &[Noted::Local(7)]);
+        let hex: String = local[32..].iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!((hex.as_str(), decode(&local, 9).unwrap().1), (LOCAL, vec![Noted::Local(7)]));
     }
+
+    const LOCAL: &str = "0000000941e0bdc8030000000000000007";
 
     const GOLDEN: &str = "55574f4d0001000000000000000000090000000000000005000000008b1622980000000367c98b76016869000000022d\
         3189730278";

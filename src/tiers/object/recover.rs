@@ -4,22 +4,28 @@
 //! never acknowledged. Its segments are those of the chain from the newest backwards; others are uploads whose outcome was
 //! never known. What of a stream cannot be had, and what stands behind it, is not there, and so its blocks are lost by name.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures::future::try_join_all;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 use tokio::sync::mpsc;
 
-use super::core::{Core, path_of};
+use super::claim::claim_key;
+use super::core::Core;
 use super::fetch;
+use super::intake::Bound;
 use super::lane::Lane;
-use super::layout::{Entry, FOOTER_BYTES, Footer, Name, Registered, object_key, parse_key, shuffle_prefix};
+use super::layout::{
+    Entry, FOOTER_BYTES, Footer, Name, Registered, object_key, parse_key, path_of, shuffle_prefix,
+};
+use super::notes;
 use super::page::{self, Noted, PageError, Reading};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Streams};
-use crate::durability::{IdSet, LogError, Said};
+use crate::durability::{IdSet, LogError, Record, Said};
 use crate::tiers::{RecoveredShuffle, StoreError, StoreErrorKind};
 use uniffle_wire::index::{RECORD_BYTES, records};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
@@ -41,19 +47,23 @@ const TOLD_MAX: usize = 16;
 struct Objects {
     /// Bytes by number.
     segments: BTreeMap<u32, u64>,
-    pages: BTreeSet<u32>,
+    pages: Pages,
 }
+
+/// Numbers of pages, with which of a page and its copy is there.
+type Pages = BTreeMap<u32, Vec<Name>>;
 
 /// A shuffle that was found.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) shuffle: Arc<Shuffle>,
     pub(super) told: RecoveredShuffle,
+    pub(super) bound: Bound,
     /// Keys of objects that are in no chain.
     pub(super) strays: Vec<String>,
     pub(super) bytes: u64,
     pub(super) blocks: u64,
-    pages: BTreeSet<u32>,
+    pages: Pages,
 }
 
 /// All that was found.
@@ -96,9 +106,10 @@ async fn list(core: &Core) -> Result<BTreeMap<Registered, Objects>, StoreError> 
             Some((name, Name::Segment(number))) => {
                 all.entry(name).or_default().segments.insert(number, object.size);
             }
-            Some((name, Name::Page(number))) => {
-                all.entry(name).or_default().pages.insert(number);
+            Some((name, page @ (Name::Page(number) | Name::Copy(number)))) => {
+                all.entry(name).or_default().pages.entry(number).or_default().push(page);
             }
+            None if key == claim_key(root) => {}
             None => {
                 tracing::warn!(key, "an object below this worker's prefix is not its own, it is left alone")
             }
@@ -109,11 +120,17 @@ async fn list(core: &Core) -> Result<BTreeMap<Registered, Objects>, StoreError> 
 
 async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Found, StoreError> {
     let prefix = shuffle_prefix(&core.settings.root, &name);
-    let notes = read_pages(core, &prefix, &name, &objects.pages).await?;
+    let (notes, unequal) = read_pages(core, &prefix, &name, &objects.pages).await?;
+    for (number, page) in unequal {
+        write_again(core, &prefix, number, page).await;
+    }
     let incomplete = notes.records.iter().find_map(|noted| match noted {
         Noted::Incomplete(reason) => Some(reason.clone()),
-        Noted::Said(_) => None,
+        Noted::Said(_) | Noted::Local(_) => None,
     });
+    let bound = bound(&name, &notes.records);
+    let unfinished = || "what it had said on local disks was not brought up to its end".to_owned();
+    let unfinished = (!bound.is_whole).then(unfinished);
     let mut data = Data::new(core, &prefix);
     let chain = chain(core, (&prefix, name.incarnation), &objects.segments, &mut data.reason).await?;
     for (number, (footer, entries)) in &chain {
@@ -130,10 +147,10 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
             .max()
             .unwrap_or(0),
     };
-    let next_page = last(objects.pages.last().copied());
+    let next_page = last(objects.pages.keys().next_back().copied());
     let told = RecoveredShuffle {
         key: name.key.clone(),
-        incomplete: notes.gap.clone().or(incomplete),
+        incomplete: notes.gap.clone().or(incomplete).or(unfinished),
         present: data.present,
         lost: Vec::new(),
         reason: data.reason,
@@ -146,28 +163,75 @@ async fn read(core: &Arc<Core>, name: Registered, objects: Objects) -> Result<Fo
         shuffle.count(core, footer.payload_bytes, objects.segments.get(number).copied().unwrap_or(0));
     }
     let (bytes, blocks) = (data.bytes, data.blocks);
-    Ok(Found { shuffle: Arc::new(shuffle), told, strays, bytes, blocks, pages: objects.pages })
+    Ok(Found { shuffle: Arc::new(shuffle), told, bound, strays, bytes, blocks, pages: objects.pages })
 }
 
-/// What pages say, by the rule of reading.
+/// What ties a registration to one on local disks.
+fn bound(name: &Registered, records: &[Noted]) -> Bound {
+    let numbers = records.iter().filter_map(|noted| match noted {
+        Noted::Local(number) => Some(*number),
+        Noted::Said(_) | Noted::Incomplete(_) => None,
+    });
+    let registration = |noted: &Noted| match noted {
+        Noted::Said(record) if Record::is_registration(record) => Some(record.clone()),
+        Noted::Said(_) | Noted::Incomplete(_) | Noted::Local(_) => None,
+    };
+    let local = numbers.clone().filter(|number| *number > 0).last();
+    Bound {
+        key: name.key.clone(),
+        local,
+        is_whole: local.is_some() || numbers.count() == 0,
+        registrations: records.iter().filter_map(registration).collect(),
+        incarnation: name.incarnation,
+    }
+}
+
+/// What pages say, by the rule of reading; and those of which the two objects are not the same, as they should be. Of two the
+/// longer one counts: what an earlier version of it has not was written later.
 async fn read_pages(
     core: &Core,
     prefix: &str,
     name: &Registered,
-    pages: &BTreeSet<u32>,
-) -> Result<Reading, StoreError> {
-    let mut reading = Reading::default();
-    for number in pages {
-        let key = object_key(prefix, Name::Page(*number));
-        let answer = async { core.store.get(&path_of(&key)).await?.bytes().await };
-        let page = match core.noted(&key, answer.await) {
-            Ok(page) => page::decode(&page, name.incarnation),
-            Err(error) if error.kind == StoreErrorKind::NotFound => Err(PageError::Damaged),
-            Err(error) => return Err(error),
-        };
+    pages: &Pages,
+) -> Result<(Reading, Vec<(u32, Bytes)>), StoreError> {
+    let (mut reading, mut unequal) = (Reading::default(), Vec::new());
+    for (number, objects) in pages {
+        let reads = objects.iter().map(|object| read_page(core, object_key(prefix, *object)));
+        let objects = try_join_all(reads).await?;
+        let decode = |bytes: &Bytes| page::decode(bytes, name.incarnation);
+        let sound = objects.iter().flatten().filter(|bytes| decode(bytes).is_ok());
+        let best = sound.max_by_key(|bytes| bytes.len()).or_else(|| objects.iter().flatten().next());
+        let page = best.map_or(Err(PageError::Damaged), decode);
+        if let (Some(bytes), Ok(_)) = (best, &page)
+            && objects != [Some(bytes.clone()), Some(bytes.clone())]
+        {
+            unequal.push((*number, bytes.clone()));
+        }
         reading.take(*number, page);
     }
-    Ok(reading)
+    Ok((reading, unequal))
+}
+
+/// None if it is not there any more.
+async fn read_page(core: &Core, key: String) -> Result<Option<Bytes>, StoreError> {
+    let answer = async { core.store.get(&path_of(&key)).await?.bytes().await };
+    match core.noted(&key, answer.await) {
+        Ok(page) => Ok(Some(page)),
+        Err(error) if error.kind == StoreErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes a page and its copy the same again, if the store takes it: if not, the next start does.
+async fn write_again(core: &Core, prefix: &str, number: u32, page: Bytes) {
+    let objects = [Name::Page(number), Name::Copy(number)];
+    let puts = objects.map(|name| notes::put(core, object_key(prefix, name), page.clone()));
+    match try_join_all(puts).await {
+        Ok(_) => {
+            tracing::warn!(prefix, number, "a page of metadata and its copy differed, the whole one counts")
+        }
+        Err(error) => tracing::error!(prefix, number, %error, "a page of metadata has no copy"),
+    }
 }
 
 type Segments = BTreeMap<u32, (Footer, Vec<Entry>)>;
@@ -185,7 +249,11 @@ async fn chain(
     while let Some(number) = next {
         let key = object_key(prefix, Name::Segment(number));
         let read = match segments.get(&number) {
-            Some(bytes) => read_index(core, &key, *bytes).await?,
+            // What was damaged on its way is whole the second time.
+            Some(bytes) => match read_index(core, &key, *bytes).await? {
+                Ok(read) => Ok(read),
+                Err(_) => read_index(core, &key, *bytes).await?,
+            },
             None => Err("it is missing".to_owned()),
         };
         let read = read.and_then(|read| match (read.0.number, read.0.incarnation) == (number, incarnation) {
@@ -257,7 +325,11 @@ impl Data {
         let key = object_key(&self.prefix, Name::Segment(number));
         let mut records = RecordStream::new(core, &key, footer);
         for entry in entries {
-            let (ids, is_sound) = records.ids_of(entry).await?;
+            let (mut ids, mut is_sound) = records.ids_of(entry).await?;
+            if !is_sound {
+                records.go_back_to(entry);
+                (ids, is_sound) = records.ids_of(entry).await?;
+            }
             if is_sound && self.streams.push(entry.partition, Extent::of(number, entry)) {
                 self.present.entry(entry.partition).or_default().extend(ids);
                 self.bytes += entry.length;
@@ -285,6 +357,11 @@ impl<'a> RecordStream<'a> {
     fn new(core: &'a Core, key: &'a str, footer: &Footer) -> Self {
         let at = footer.payload_bytes + footer.table_bytes();
         Self { core, key, window: Bytes::new(), at, end: footer.payload_bytes + footer.index_bytes }
+    }
+
+    /// The next extent is `entry`, of which the bytes are asked for again.
+    fn go_back_to(&mut self, entry: &Entry) {
+        (self.window, self.at) = (Bytes::new(), entry.records);
     }
 
     /// Block ids of the next extent, and whether its records are what was written.
@@ -331,10 +408,10 @@ pub(super) fn said(core: &Arc<Core>, found: &[Found]) -> Said {
 
 type Told = Result<Option<(ShuffleKey, Bytes)>, LogError>;
 
-async fn tell_all(core: &Core, all: VecDeque<(Arc<Shuffle>, BTreeSet<u32>)>, told: &mpsc::Sender<Told>) {
+async fn tell_all(core: &Core, all: VecDeque<(Arc<Shuffle>, Pages)>, told: &mpsc::Sender<Told>) {
     for (shuffle, pages) in all {
         let records = match read_pages(core, &shuffle.prefix, &shuffle.name, &pages).await {
-            Ok(reading) => reading.records,
+            Ok((reading, _)) => reading.records,
             Err(error) => {
                 // Who listens may be gone.
                 let _ = told.send(Err(LogError::told(&error.to_string()))).await;

@@ -13,6 +13,34 @@ use uniffle_wire::types::PartitionId;
 /// Blocks after which a segment takes no more batches: their records stay in memory until it ends.
 const BLOCKS_MAX: u64 = 256 << 10;
 
+/// An extent whose bytes are brought piece by piece.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Moved {
+    /// The partition, whose stream it goes on with.
+    pub partition: PartitionId,
+    /// Bytes of data.
+    pub length: u64,
+    /// Its blocks.
+    pub blocks: u32,
+    /// Their records, with offsets in it.
+    pub records: Bytes,
+}
+
+/// Heap that an extent takes until its segment is written, beside its records: it is prepared, an entry of the segment and
+/// of its table, the end of a stream, and what is published; lists grow by doubling.
+const EXTENT_BYTES: u64 = 512;
+/// ... and each piece of its payload.
+const PIECE_BYTES: u64 = 2 * size_of::<Bytes>() as u64;
+
+/// Heap that a batch takes until its segment is written.
+pub(super) fn making_bytes(extents: &[ExtentWrite]) -> u64 {
+    let of_extent = |extent: &ExtentWrite| {
+        let (blocks, pieces) = (extent.blocks.len() as u64, extent.data.pieces().len() as u64);
+        EXTENT_BYTES + blocks * RECORD_BYTES as u64 + pieces * PIECE_BYTES
+    };
+    extents.iter().map(of_extent).sum()
+}
+
 /// A batch as it goes into a segment.
 #[derive(Debug)]
 pub(super) struct Prepared {
@@ -127,6 +155,26 @@ impl OpenSegment {
             self.pending_bytes += payload.iter().map(Bytes::len).sum::<usize>();
             self.pending.extend(payload);
         }
+    }
+
+    /// Begins an extent whose bytes follow ([`OpenSegment::add`]); as [`OpenSegment::push`].
+    pub(super) fn begin(&mut self, extent: &Moved, published: impl Fn(PartitionId) -> u64) {
+        let Moved { partition, length, blocks, records } = extent;
+        let end = self.ends.entry(*partition).or_insert_with(|| published(*partition));
+        let (base, offset) = (*end, self.payload_bytes);
+        *end += length;
+        self.payload_bytes += length;
+        self.blocks += u64::from(*blocks);
+        let (length, records_crc) = (*length, crc32fast::hash(records));
+        let (partition, blocks) = (*partition, *blocks);
+        let entry = Entry { partition, blocks, base, offset, length, records: 0, records_crc };
+        self.entries.push((entry, records.clone()));
+    }
+
+    /// The next bytes of the extent that was begun last.
+    pub(super) fn add(&mut self, bytes: Bytes) {
+        self.pending_bytes += bytes.len();
+        self.pending.push_back(bytes);
     }
 
     /// The next part, if there is as much of it.

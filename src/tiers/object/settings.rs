@@ -1,6 +1,9 @@
 //! What the tier is told: sizes of segments and parts. Where the store is, and how it is reached, is its client's.
 
+use std::sync::Arc;
 use std::time::Duration;
+
+use uniffle_io::Disk;
 
 /// How segments are made.
 #[derive(Debug, Clone)]
@@ -16,8 +19,16 @@ pub struct ObjectSettings {
     pub parts_in_flight: usize,
     /// Batches that are written at a time; those of one shuffle share segments.
     pub writers: usize,
+    /// Heap for what segments in the making hold beside their blocks: records, extents, lists of pieces.
+    pub making_bytes: u64,
+    /// Memory for reads of clients, of which those that wait for the store have a part.
+    pub read_memory_bytes: u64,
     /// Memory for index records of segments.
     pub index_cache_bytes: u64,
+    /// Where chunks of segments are kept that were read; none = they are not kept.
+    pub cache_disks: Vec<Arc<dyn Disk>>,
+    /// Bytes of chunks that are kept, on all disks together.
+    pub cache_bytes: u64,
     /// How long a store may fail before readers are told so instead of being sent away to try again.
     pub expected_back: Duration,
 }
@@ -32,7 +43,11 @@ impl ObjectSettings {
             part_bytes: 8 << 20,
             parts_in_flight: 4,
             writers: 16,
+            making_bytes: 16 << 20,
+            read_memory_bytes: 64 << 20,
             index_cache_bytes: 16 << 20,
+            cache_disks: Vec::new(),
+            cache_bytes: 0,
             expected_back: Duration::from_secs(120),
         }
     }

@@ -1,5 +1,6 @@
 //! One registration of a shuffle in the tier.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -91,6 +92,11 @@ impl Shuffle {
         self.streams.read().get(partition).map_or(0, |stream| stream.bytes)
     }
 
+    /// Where the streams of all partitions end.
+    pub(super) fn ends(&self) -> HashMap<PartitionId, u64> {
+        self.streams.read().iter().map(|(partition, stream)| (partition, stream.bytes)).collect()
+    }
+
     /// Makes a segment's extents visible, all or none.
     ///
     /// # Errors
@@ -129,6 +135,9 @@ impl Shuffle {
         };
         let extents = taken.iter().flat_map(|(_, stream)| stream.extents.iter());
         core.records.forget(extents.map(|extent| self.records_key(extent)));
+        if let Some(cache) = &core.cache {
+            cache.forget(&core.metrics, self.name.incarnation);
+        }
         core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
     }
 }

@@ -1,5 +1,6 @@
 //! The object store as a [`Tier`] that is read through the worker.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,25 +16,30 @@ use prometheus::Registry;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::core::{Core, path_of};
-use super::data_read::DataRead;
+use super::cache::Cache;
+use super::claim::Claim;
+use super::core::Core;
+use super::data_read::{DataRead, plan};
 use super::index_read::IndexRead;
-use super::lane::Job;
-use super::layout::Registered;
+use super::intake::{Bound, Uploads};
+use super::lane::{Job, Making, Waiter};
+use super::layout::{Registered, part_of, path_of};
 use super::metrics::Metrics;
 use super::names::NAMES;
 use super::page::Noted;
 use super::purge::delete_prefix;
 use super::recover::{said, survey};
-use super::segment::Prepared;
+use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
-use super::{purge, upload};
+use super::workers::{self, Removed, WorkerObjects};
+use super::{purge, reads, upload};
 use crate::budget::Budget;
 use crate::runtime::Tasks;
 use crate::tiers::{
-    Admission, Capability, ChunkRead as _, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
-    ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch, TierShuffle, TierState, TierUsage,
+    Admission, Capability, ChunkRead as _, Drained, MetadataLog, ObjectStoreState, Purge, Recovered,
+    RemoteStorage, ServedData, ServedIndex, ServedTier, StoreError, StoreErrorKind, Tier, TierBatch,
+    TierShuffle, TierState, TierUsage,
 };
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_wire::index::records;
@@ -42,6 +48,9 @@ use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 /// Between two looks whether a store that fails is back.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// After so many of them it is looked at the claim.
+const PROBES_PER_CLAIM: u32 = 6;
+
 /// The tier.
 #[derive(Debug)]
 pub struct ObjectTier {
@@ -49,6 +58,7 @@ pub struct ObjectTier {
     shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
     next_incarnation: AtomicU64,
     recovered: Mutex<Recovered>,
+    bound: Mutex<Vec<Bound>>,
 }
 
 impl ObjectTier {
@@ -56,7 +66,7 @@ impl ObjectTier {
     /// there is room for it or not; uploads are tasks of `tasks`.
     ///
     /// # Errors
-    /// The store does not answer or refuses.
+    /// The store does not answer or refuses, or another process of the worker starts at the same moment.
     pub async fn open(
         store: Arc<dyn ObjectStore>,
         settings: ObjectSettings,
@@ -67,14 +77,16 @@ impl ObjectTier {
         let began = Instant::now();
         let metrics = Metrics::new(registry);
         let metrics = metrics.map_err(|error| StoreError::io("metrics", std::io::Error::other(error)))?;
-        let core = Arc::new(Core::new(store, settings, metrics, extents.clone(), tasks));
+        let claim = Claim::take(&*store, &settings.root).await?;
+        let core = Arc::new(Core::open((store, claim), settings, metrics, extents.clone(), tasks).await);
         let survey = survey(&core).await?;
         let mut recovered = Recovered { said: said(&core, &survey.found), ..Recovered::default() };
-        let (shuffles, mut strays) = (DashMap::new(), Vec::new());
+        let (shuffles, mut strays, mut bound) = (DashMap::new(), Vec::new(), Vec::new());
         for found in survey.found {
             recovered.bytes += found.bytes;
             recovered.blocks += found.blocks;
             recovered.shuffles.push(found.told);
+            bound.push(found.bound);
             strays.extend(found.strays);
             shuffles.insert(found.shuffle.name.key.clone(), found.shuffle);
         }
@@ -87,13 +99,69 @@ impl ObjectTier {
                 delete_prefix(&cleaner, &prefix, Arc::new(|_| true)).await;
             }
         });
-        Ok(Arc::new(Self { core, shuffles, next_incarnation, recovered: Mutex::new(recovered) }))
+        let (recovered, bound) = (Mutex::new(recovered), Mutex::new(bound));
+        Ok(Arc::new(Self { core, shuffles, next_incarnation, recovered, bound }))
+    }
+
+    /// What was found at the start, for those who have local disks too; empty from the second call on.
+    #[must_use]
+    pub fn take_bound(&self) -> Vec<Bound> {
+        std::mem::take(&mut *self.bound.lock())
+    }
+
+    /// Registers a shuffle that is moved here; again is fine.
+    ///
+    /// # Errors
+    /// `Purged` when it is gone already.
+    pub fn begin(&self, key: &ShuffleKey) -> Result<Uploads, StoreError> {
+        self.register(key);
+        self.uploads(key).ok_or_else(|| StoreError::new(StoreErrorKind::Purged, key.to_string()))
+    }
+
+    /// The present registration of a shuffle, if there is one.
+    #[must_use]
+    pub fn uploads(&self, key: &ShuffleKey) -> Option<Uploads> {
+        Some(Uploads { core: Arc::clone(&self.core), shuffle: self.find(key).ok()? })
+    }
+
+    /// Payload after which an object takes no more.
+    #[must_use]
+    pub fn segment_bytes(&self) -> u64 {
+        self.core.settings.segment_bytes
+    }
+
+    /// Whether it is worth trying to write now.
+    #[must_use]
+    pub fn is_worth_trying(&self) -> bool {
+        self.core.condition.is_worth_trying()
     }
 
     /// Batches that wait for a segment.
     #[cfg(test)]
     pub(super) fn waiting(&self, key: &ShuffleKey) -> usize {
         self.find(key).map_or(0, |shuffle| shuffle.queue.len())
+    }
+
+    /// All workers that have objects in the store, below the same URL.
+    ///
+    /// # Errors
+    /// The store does not answer or refuses.
+    pub async fn workers(&self) -> Result<Vec<WorkerObjects>, StoreError> {
+        workers::list(&self.core).await
+    }
+
+    /// Deletes objects of another worker, some hundred of them at most.
+    ///
+    /// # Errors
+    /// `InUse` for the own ones, or what the store says.
+    pub async fn remove_worker(&self, worker: &str) -> Result<Removed, StoreError> {
+        workers::remove(&self.core, &part_of(worker)).await
+    }
+
+    /// Bytes of the slots of the read cache that are in use.
+    #[cfg(test)]
+    pub(super) fn cached_bytes(&self) -> u64 {
+        self.core.cache.as_ref().map_or(0, |cache| cache.used_bytes())
     }
 
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
@@ -107,6 +175,18 @@ impl ObjectTier {
             Arc::new(Shuffle::new(&self.core, Registered { key: key.clone(), incarnation }))
         };
         self.shuffles.entry(key.clone()).or_insert_with(create);
+    }
+
+    fn object_store(&self) -> ObjectStoreState {
+        let (metrics, cache) = (&self.core.metrics, self.core.cache.as_ref());
+        ObjectStoreState {
+            stored_bytes: self.core.stored_bytes(),
+            is_failing: self.core.condition.is_failing(),
+            cache_used_bytes: cache.map_or(0, Cache::used_bytes),
+            cache_capacity_bytes: cache.map_or(0, Cache::capacity_bytes),
+            cache_hits: metrics.cache_hits.get(),
+            cache_misses: metrics.cache_misses.get(),
+        }
     }
 
     /// Asks a store that fails whether it is back.
@@ -134,17 +214,22 @@ struct Handle {
 
 impl TierShuffle for Handle {
     fn is_accepting(&self) -> bool {
-        self.core.condition.is_worth_trying()
+        self.core.condition.is_worth_trying() && !self.core.has_lost_claim()
     }
 
     fn write(&self, batch: TierBatch) -> BoxFuture<'_, Result<(), StoreError>> {
         let write = async move {
             self.shuffle.require_present()?;
+            if self.core.has_lost_claim() {
+                self.core.require_claim().await?;
+            }
             let key = || self.shuffle.name.key.to_string();
+            let bytes = making_bytes(&batch.extents);
+            let _making = Making::begin(&self.core.making, &self.core.extents, bytes).await;
             let prepared = tokio::task::spawn_blocking(move || Prepared::of(batch.extents)).await;
             let batch = prepared.map_err(|error| StoreError::io(key(), error.into()))??;
             let (done, written) = oneshot::channel();
-            if self.shuffle.queue.add(Job { batch, done }) {
+            if self.shuffle.queue.add(Job { batch, waiter: Waiter { done, _making } }) {
                 let upload = upload::run(Arc::clone(&self.core), Arc::clone(&self.shuffle));
                 self.core.tasks.spawn("segment upload", upload);
             }
@@ -180,8 +265,12 @@ impl Tier for ObjectTier {
 
     fn state(&self) -> TierState {
         TierState {
-            complaint: self.core.condition.complaint(),
+            complaint: match self.core.has_lost_claim() {
+                true => Some("another process has claimed this worker's prefix of the object store"),
+                false => self.core.condition.complaint(),
+            },
             used_bytes: self.core.stored_bytes(),
+            object_store: Some(self.object_store()),
             ..TierState::default()
         }
     }
@@ -239,7 +328,10 @@ impl Tier for ObjectTier {
             Purge::Shuffles if forgotten.is_empty() => return None,
             Purge::Shuffles => None,
         };
-        Some(purge::purge(Arc::clone(&self.core), forgotten, app).boxed())
+        // Counted from now on: a stop may follow at once.
+        let counted = purge::Counted::new(Arc::clone(&self.core));
+        let purge = purge::purge(Arc::clone(&self.core), forgotten, app);
+        Some(purge.inspect(move |()| drop(counted)).boxed())
     }
 
     fn leave(&self, key: &ShuffleKey) {
@@ -248,8 +340,23 @@ impl Tier for ObjectTier {
         }
     }
 
+    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
+        let ended = async move {
+            let mut deletions = self.core.deletions.subscribe();
+            if tokio::time::timeout(time, deletions.wait_for(|under_way| *under_way == 0)).await.is_err() {
+                let left = *deletions.borrow();
+                tracing::warn!(left, "objects of what is gone are not deleted yet, the next start goes on");
+            }
+        };
+        ended.boxed()
+    }
+
     fn take_recovered(&self) -> Recovered {
         std::mem::take(&mut *self.recovered.lock())
+    }
+
+    fn drained(&self) -> Option<Drained> {
+        Some(Drained::default())
     }
 
     fn refresh_metrics(&self) {
@@ -258,10 +365,13 @@ impl Tier for ObjectTier {
 
     fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
         let probe = async move {
-            loop {
+            for n in 1_u32.. {
                 tokio::time::sleep(PROBE_INTERVAL).await;
                 if self.core.condition.is_failing() {
                     self.probe().await;
+                } else if n % PROBES_PER_CLAIM == 0 {
+                    // What it says is known from then on.
+                    drop(self.core.require_claim().await);
                 }
             }
         };
@@ -295,5 +405,17 @@ impl ServedTier for ObjectTier {
         let stream = shuffle.stream(partition);
         let read = DataRead::new(&self.core, shuffle, stream, range)?;
         Ok(ServedData { has_hole: false, chunks: Box::new(read) })
+    }
+
+    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        if self.core.cache.is_none() {
+            return;
+        }
+        let Ok(shuffle) = self.find(key) else { return };
+        let stream = shuffle.stream(partition);
+        for range in ranges.iter().filter(|range| range.end <= stream.bytes) {
+            let some = range.start..range.end.min(range.start.saturating_add(reads::AHEAD_BYTES));
+            reads::begin_ahead(&self.core, &shuffle, &plan(&stream, &some));
+        }
     }
 }

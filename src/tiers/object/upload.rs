@@ -10,21 +10,34 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::StreamExt as _;
+use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload, UploadPart};
-use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::core::{Core, path_of};
-use super::lane::{Job, Lane};
-use super::notes::again;
-use super::segment::{OpenSegment, Sealed};
+use super::condition::again;
+use super::core::Core;
+use super::lane::{Job, Lane, Waiter};
+use super::layout::path_of;
+use super::segment::{Moved, OpenSegment, Sealed};
 use super::shuffle::Shuffle;
 use crate::tiers::{StoreError, StoreErrorKind};
 
+/// Parts of an object that is moved from local disks which are on their way at a time: what is moved can wait.
+pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
+
 /// How long what a failed upload has left is tried to be removed.
 const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Extents that are brought up, one after the other.
+pub trait Source: Send {
+    /// The next extent, which goes on where its partition's stream ends; none at the end.
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>>;
+
+    /// The next bytes of it; none when it has no more.
+    fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>>;
+}
 
 /// Writes what waits, until nothing does.
 pub(super) async fn run(core: Arc<Core>, shuffle: Arc<Shuffle>) {
@@ -68,6 +81,42 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
     upload.answer(&result);
 }
 
+/// Brings up the next segment of what `source` has; its payload, or none when there is nothing. When this returns it can be
+/// read from the store.
+///
+/// # Errors
+/// The source's or the store's: nothing of it counts then.
+pub(super) async fn one_from(
+    core: &Core,
+    shuffle: &Shuffle,
+    source: &mut dyn Source,
+) -> Result<Option<u64>, StoreError> {
+    let mut lane = shuffle.lane.lock().await;
+    lane.last_number += 1;
+    let number = lane.last_number;
+    let open = OpenSegment::new((number, lane.published), shuffle.name.incarnation);
+    let mut upload = Upload::new(core, shuffle, open, number);
+    let filled = tokio::select! {
+        biased;
+        () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
+        filled = upload.fill_from(source) => filled,
+    };
+    match filled {
+        Ok(None) => Ok(None),
+        Ok(Some(sealed)) => {
+            let bytes = sealed.payload_bytes;
+            publish(core, shuffle, sealed)?;
+            lane.published = number;
+            Ok(Some(bytes))
+        }
+        Err(error) => {
+            upload.clean_up(&error).await;
+            core.metrics.uploads_failed.inc();
+            Err(error)
+        }
+    }
+}
+
 fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
     // Before they are visible: a purge forgets what is visible, so nothing stays behind.
@@ -97,7 +146,7 @@ struct Upload<'a> {
     /// None as long as it may become one request.
     multipart: Option<Box<dyn MultipartUpload>>,
     parts: FuturesUnordered<UploadPart>,
-    waiting: Vec<oneshot::Sender<Result<(), StoreError>>>,
+    waiting: Vec<Waiter>,
 }
 
 impl<'a> Upload<'a> {
@@ -109,7 +158,7 @@ impl<'a> Upload<'a> {
 
     fn join(&mut self, job: Job) {
         self.open.push(job.batch, |partition| self.shuffle.stream_bytes(partition));
-        self.waiting.push(job.done);
+        self.waiting.push(job.waiter);
     }
 
     /// Brings the segment up, whole, with all batches that come meanwhile and fit.
@@ -132,6 +181,11 @@ impl<'a> Upload<'a> {
                 None => break,
             }
         }
+        self.finish().await
+    }
+
+    /// Ends the segment and brings up what is left of it.
+    async fn finish(&mut self) -> Result<Sealed, StoreError> {
         let sealed = self.seal().await?;
         match self.multipart.is_some() {
             true => self.finish_parts(sealed.bytes).await?,
@@ -142,6 +196,57 @@ impl<'a> Upload<'a> {
             }
         }
         Ok(sealed)
+    }
+
+    /// Brings up what `source` has, as far as it has room; false if that is nothing.
+    async fn fill_from(&mut self, source: &mut dyn Source) -> Result<Option<Sealed>, StoreError> {
+        let settings = &self.core.settings;
+        let mut is_empty = true;
+        while self.open.has_room(settings.segment_bytes) {
+            self.shuffle.require_present()?;
+            let Some(extent) = self.while_sending(source.next_extent()).await? else { break };
+            self.open.begin(&extent, |partition| self.shuffle.stream_bytes(partition));
+            is_empty = false;
+            let mut left = extent.length;
+            while left > 0 {
+                let bytes = self.while_sending(source.next_bytes()).await?.unwrap_or_default();
+                let length = bytes.len() as u64;
+                left = left.checked_sub(length).filter(|_| length > 0).ok_or_else(|| {
+                    StoreError::new(StoreErrorKind::InvalidBatch, extent.partition.to_string())
+                })?;
+                self.open.add(bytes);
+                while let Some(part) = self.open.take_part(settings.part_bytes) {
+                    self.make_room(MOVED_PARTS_IN_FLIGHT).await?;
+                    self.send(part).await?;
+                }
+            }
+        }
+        if is_empty { Ok(None) } else { self.finish().await.map(Some) }
+    }
+
+    /// Waits for `what`; parts go on meanwhile.
+    async fn while_sending<T>(
+        &mut self,
+        what: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        let mut what = std::pin::pin!(what);
+        loop {
+            tokio::select! {
+                biased;
+                done = &mut what => return done,
+                Some(answer) = self.parts.next() => self.core.noted(&self.key, answer)?,
+            }
+        }
+    }
+
+    /// Waits until fewer than `parts` are on their way.
+    async fn make_room(&mut self, parts: usize) -> Result<(), StoreError> {
+        while self.parts.len() >= parts
+            && let Some(answer) = self.parts.next().await
+        {
+            self.core.noted(&self.key, answer)?;
+        }
+        Ok(())
     }
 
     /// Sorts and encodes the index: of many extents this takes milliseconds.
@@ -171,11 +276,7 @@ impl<'a> Upload<'a> {
     async fn finish_parts(&mut self, bytes: u64) -> Result<(), StoreError> {
         let settings = &self.core.settings;
         while self.open.pending_bytes() > 0 {
-            if self.parts.len() >= settings.parts_in_flight
-                && let Some(answer) = self.parts.next().await
-            {
-                self.core.noted(&self.key, answer)?;
-            }
+            self.make_room(settings.parts_in_flight).await?;
             let part = self.open.take(settings.part_bytes);
             self.send(part).await?;
         }
@@ -223,13 +324,13 @@ impl<'a> Upload<'a> {
     fn answer(self, result: &Result<(), StoreError>) {
         let others = match result {
             Err(error) if error.kind != StoreErrorKind::Purged => {
-                std::iter::from_fn(|| self.shuffle.queue.take()).map(|job| job.done).collect()
+                std::iter::from_fn(|| self.shuffle.queue.take()).map(|job| job.waiter).collect()
             }
             _ => Vec::new(),
         };
-        for done in self.waiting.into_iter().chain(others) {
+        for waiter in self.waiting.into_iter().chain(others) {
             // The flusher may have gone on.
-            let _ = done.send(match result {
+            let _ = waiter.done.send(match result {
                 Ok(()) => Ok(()),
                 Err(error) => Err(again(error)),
             });

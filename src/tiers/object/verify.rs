@@ -1,79 +1,152 @@
-//! Checks the CRC-32 of every block that a data read covers wholly, while its bytes pass by: the store, the way from it,
-//! and what stands between may return other bytes than were written.
+//! Checks the CRC-32 of every block that a data read covers wholly, while its bytes pass by: the store, the way from it, the
+//! cache's disk, and what stands between may return other bytes than were written.
+//!
+//! Only blocks of the chunk that is read are known at a time. Records come in windows that stay in the tier's cache of
+//! records, so that the next chunk finds them.
 
 use std::collections::VecDeque;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::core::Core;
-use super::fetch;
+use super::fetch::{self, Part};
+use super::reads;
 use super::shuffle::Shuffle;
 use super::streams::Extent;
 use crate::tiers::StoreError;
-use uniffle_wire::index::{RECORD_BYTES, records};
+use crate::tiers::block_checks::{BlockChecks, Check, Mark};
+use crate::tiers::record_cache::RecordsKey;
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 
 /// Records that are asked for at a time where they are not in memory.
 const WINDOW: u32 = 4096;
+/// ... and what they take.
+const WINDOW_BYTES: usize = WINDOW as usize * RECORD_BYTES;
 
-/// A block that is to pass by.
-#[derive(Debug, Clone, Copy)]
-struct Check {
-    start: u64,
-    end: u64,
-    /// 0 = was not computed.
-    crc: u32,
-}
+/// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
+const CHECKS_MAX: usize = 1 << 16;
 
 /// Checks the blocks of one read in the order of the stream.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Verifier {
     /// Those of which not all records are known, the first one first.
     extents: VecDeque<Extent>,
     /// Records of the first that are known, and bytes of their blocks.
     known: (u32, u64),
     range: Range<u64>,
-    checks: VecDeque<Check>,
-    hasher: crc32fast::Hasher,
-    /// Where in the stream the next byte stands.
-    at: u64,
+    checks: BlockChecks,
+    mismatches: u32,
+}
+
+/// Some records of an extent.
+struct Window {
+    first: u32,
+    blocks: u32,
+}
+
+impl Window {
+    /// The one that has the record `number` of an extent.
+    fn of(extent: &Extent, number: u32) -> Self {
+        let first = number / WINDOW * WINDOW;
+        Self { first, blocks: WINDOW.min(extent.blocks - first) }
+    }
+
+    /// Where in its segment.
+    fn range(&self, extent: &Extent) -> Range<u64> {
+        let at = |record: u32| extent.records + u64::from(record) * RECORD_BYTES as u64;
+        at(self.first)..at(self.first + self.blocks)
+    }
+
+    /// By which it is kept. All records of an extent have its own; no record begins a byte behind another.
+    fn key(&self, shuffle: &Shuffle, extent: &Extent) -> RecordsKey {
+        let whole = shuffle.records_key(extent);
+        let is_whole = self.blocks == extent.blocks;
+        RecordsKey { offset: self.range(extent).start + u64::from(!is_whole), ..whole }
+    }
 }
 
 impl Verifier {
     /// For a read of `range`, which `extents` cover.
     pub(super) fn new(extents: VecDeque<Extent>, range: Range<u64>) -> Self {
-        let (checks, hasher, at) = (VecDeque::new(), crc32fast::Hasher::new(), range.start);
-        Self { extents, known: (0, 0), range, checks, hasher, at }
+        let checks = BlockChecks::new(range.start);
+        Self { extents, known: (0, 0), range, checks, mismatches: 0 }
     }
 
-    /// Knows the checksums of the next `bytes` of the range from now on.
+    /// Remembers where it is.
+    pub(super) fn mark(&mut self) -> Mark {
+        self.checks.mark()
+    }
+
+    /// Goes back to the last mark.
+    pub(super) fn rewind(&mut self, mark: Mark) {
+        self.checks.rewind(mark);
+    }
+
+    /// Counts that the store gave other bytes than were written, since the last time that it did not.
+    pub(super) fn count_mismatch(&mut self) -> u32 {
+        self.mismatches += 1;
+        self.mismatches
+    }
+
+    /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
+    /// were written.
+    pub(super) fn check(&mut self, bytes: &[u8]) -> Option<Check> {
+        let block = self.checks.check(bytes);
+        self.mismatches *= u32::from(block.is_some());
+        block
+    }
+
+    /// The extents of which more records are needed before the stream is read up to `until`.
+    fn unknown(&self, until: u64) -> impl Iterator<Item = (usize, &Extent)> {
+        let known = self.known.1;
+        let begins = move |at: usize, extent: &Extent| extent.base + if at == 0 { known } else { 0 };
+        self.extents.iter().enumerate().take_while(move |(at, extent)| begins(*at, extent) < until)
+    }
+
+    /// What is held at most, beside the buffer, until the stream is read up to `until`.
+    pub(super) fn beside_bytes(&self, until: u64) -> usize {
+        let blocks: usize = self.unknown(until).map(|(_, extent)| extent.blocks as usize).sum();
+        blocks.min(CHECKS_MAX) * size_of::<Check>() + (blocks * RECORD_BYTES).min(WINDOW_BYTES)
+    }
+
+    /// The first records that [`Verifier::prepare`] will read, where they are not in memory.
+    pub(super) fn missing_records(&self, core: &Core, shuffle: &Shuffle, until: u64) -> Vec<Part> {
+        let missing = self.unknown(until).filter_map(|(at, extent)| {
+            let window = Window::of(extent, if at == 0 { self.known.0 } else { 0 });
+            if find(core, shuffle, extent, &window).is_some() {
+                return None;
+            }
+            let Range { start, end } = window.range(extent);
+            let bytes = usize::try_from(end - start).unwrap_or(usize::MAX);
+            Some(Part { segment: extent.segment, offset: start, range: 0..bytes })
+        });
+        missing.collect()
+    }
+
+    /// Knows the checksums of the blocks that begin before `until` from now on.
     ///
     /// # Errors
     /// The records of an extent cannot be read.
     pub(super) async fn prepare(
         &mut self,
-        core: &Core,
-        shuffle: &Shuffle,
-        bytes: u64,
+        core: &Arc<Core>,
+        shuffle: &Arc<Shuffle>,
+        until: u64,
     ) -> Result<(), StoreError> {
-        let until = self.at.saturating_add(bytes).min(self.range.end);
+        let until = until.min(self.range.end);
         while let Some(extent) = self.extents.front().copied()
             && extent.base + self.known.1 < until
+            && self.checks.known() < CHECKS_MAX
         {
-            let window = self.window(core, shuffle, &extent).await?;
-            let (mut blocks, mut end) = self.known;
-            for record in records(&window) {
-                let start = extent.base + end;
-                blocks += 1;
-                end += u64::from(record.length.unsigned_abs());
-                let check =
-                    Check { start, end: extent.base + end, crc: u32::try_from(record.crc).unwrap_or(0) };
-                if check.start >= self.range.start && check.end <= self.range.end {
-                    self.checks.push_back(check);
-                }
-            }
-            self.known = (blocks, end);
-            if blocks >= extent.blocks {
+            let window = Window::of(&extent, self.known.0);
+            let all = load(core, shuffle, &extent, &window).await?;
+            let left = (self.known.0 - window.first) as usize * RECORD_BYTES;
+            // Enough of them, or the last one.
+            let _ = records(all.get(left..).unwrap_or_default())
+                .try_for_each(|record| self.take(&extent, &record, until));
+            if self.known.0 >= extent.blocks {
                 self.extents.pop_front();
                 self.known = (0, 0);
             }
@@ -81,47 +154,63 @@ impl Verifier {
         Ok(())
     }
 
-    /// The next records of an extent.
-    async fn window(&self, core: &Core, shuffle: &Shuffle, extent: &Extent) -> Result<Bytes, StoreError> {
-        let from = u64::from(self.known.0) * RECORD_BYTES as u64;
-        let count = WINDOW.min(extent.blocks - self.known.0);
-        let to = from + u64::from(count) * RECORD_BYTES as u64;
-        let in_memory = core.records.find(&shuffle.records_key(extent)).and_then(|records| {
-            let range = usize::try_from(from).ok()?..usize::try_from(to).ok()?;
-            (range.end <= records.len()).then(|| records.slice(range))
-        });
-        match in_memory {
-            Some(records) => Ok(records),
-            None => {
-                let range = extent.records + from..extent.records + to;
-                fetch::read(core, &shuffle.segment_key(extent.segment), range).await
-            }
+    fn take(&mut self, extent: &Extent, record: &IndexRecord, until: u64) -> ControlFlow<()> {
+        let (blocks, before) = self.known;
+        let start = extent.base + before;
+        if start >= until || self.checks.known() >= CHECKS_MAX {
+            return ControlFlow::Break(());
         }
+        let bytes = u64::from(record.length.unsigned_abs());
+        self.known = (blocks + 1, before + bytes);
+        let place = start..start + bytes;
+        if place.start >= self.range.start.max(self.checks.at()) && place.end <= self.range.end {
+            let crc = u32::try_from(record.crc).unwrap_or(0);
+            self.checks.push(Check { place, crc, base: extent.base });
+        }
+        ControlFlow::Continue(())
     }
+}
 
-    /// The first block that ends in the next bytes of the range, which are [prepared](Self::prepare), and has others than
-    /// were written.
-    pub(super) fn check(&mut self, mut bytes: &[u8]) -> Option<Range<u64>> {
-        while !bytes.is_empty()
-            && let Some(check) = self.checks.front().copied()
-        {
-            let until = if self.at < check.start { check.start } else { check.end };
-            let len = usize::try_from(until - self.at).unwrap_or(usize::MAX).min(bytes.len());
-            let (head, rest) = bytes.split_at(len);
-            if self.at >= check.start {
-                self.hasher.update(head);
-            }
-            self.at += len as u64;
-            bytes = rest;
-            if self.at == check.end {
-                let actual = std::mem::take(&mut self.hasher).finalize();
-                if check.crc != 0 && actual != check.crc {
-                    return Some(check.start..check.end);
-                }
-                self.checks.pop_front();
-            }
-        }
-        self.at += bytes.len() as u64;
-        None
+/// Records that are in memory.
+fn find(core: &Core, shuffle: &Shuffle, extent: &Extent, window: &Window) -> Option<Bytes> {
+    let range = window.range(extent);
+    let whole = core.records.find(&shuffle.records_key(extent)).and_then(|all| {
+        let at = |place: u64| usize::try_from(place - extent.records).ok();
+        let range = at(range.start)?..at(range.end)?;
+        (range.end <= all.len()).then(|| all.slice(range))
+    });
+    whole.or_else(|| core.records.find(&window.key(shuffle, extent)))
+}
+
+async fn load(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    extent: &Extent,
+    window: &Window,
+) -> Result<Bytes, StoreError> {
+    if let Some(found) = find(core, shuffle, extent, window) {
+        return Ok(found);
     }
+    let mut read = reads::read(core, shuffle, extent.segment, window.range(extent)).await?;
+    let is_wrong =
+        |bytes: &Bytes| window.blocks == extent.blocks && crc32fast::hash(bytes) != extent.records_crc;
+    if is_wrong(&read) {
+        let key = shuffle.segment_key(extent.segment);
+        read = fetch::read(core, &key, window.range(extent)).await?;
+        if is_wrong(&read) {
+            return Err(StoreError::corrupt(key, WRONG_RECORDS));
+        }
+    }
+    core.records.keep(window.key(shuffle, extent), read.clone());
+    Ok(read)
+}
+
+/// What is said of records that are not what was written.
+pub(super) const WRONG_RECORDS: &str = "checksum of a partition's index records does not fit";
+
+/// Drops what is in memory of the records of an extent, unless all of them stand there together, with their checksum.
+pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {
+    let windows = (0..extent.blocks).step_by(WINDOW as usize).map(|first| Window::of(extent, first));
+    let parts = windows.filter(|window| window.blocks < extent.blocks);
+    core.records.forget(parts.map(|window| window.key(shuffle, extent)));
 }

@@ -6,12 +6,16 @@ use std::sync::Arc;
 use prometheus::Registry;
 use uniffle_client::block::{Block, IdLayout};
 use uniffle_client::tcp::TcpClient;
+use uniffle_testkit::config::{Lines, parse};
 use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_testkit::s3::faults::{Fault as S3Fault, On};
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
 use uniffle_wire::types::{PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::memory::Budget;
 use uniffle_worker::proto::StatusCode;
 use uniffle_worker::runtime::Tasks;
+use uniffle_worker::server::Worker;
+use uniffle_worker::tiers::object::claim::CLAIM;
 use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
 
 use super::blocks::{batch, blocks, payload};
@@ -49,7 +53,7 @@ async fn objects_are_local_data_to_clients_of_both_transports() {
     fixture.assert_reads(&key, 0, &flushed).await;
     fixture.assert_reads(&key, 1, &other).await;
     let objects = store.objects().await;
-    assert!(objects.len() <= 4, "a page, and a segment or a few: {objects:?}");
+    assert!(objects.len() <= 5, "a page, its copy, and a segment or a few: {objects:?}");
 
     let (tcp, driver) = TcpClient::connect(fixture.worker.addresses().tcp.unwrap()).await.unwrap();
     let clients = Tasks::new();
@@ -127,8 +131,8 @@ async fn a_store_that_fails_keeps_blocks_in_memory_and_sends_its_readers_away() 
     fixture.begin_flush();
     eventually("a segment is refused", || {
         match store.calls().iter().filter(|it| it.0 == Call::Put).count() {
-            // The page of the registration, and the first segment.
-            0..=2 => Err("not yet".to_owned()),
+            // The claim, the page of the registration and its copy, and the first segment.
+            0..=4 => Err("not yet".to_owned()),
             _ => Ok(()),
         }
     })
@@ -162,8 +166,10 @@ async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
     std::fs::write(&keys, text).unwrap();
     let tables = format!(
         "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
-         credentials = \"file\"\ncredentials_file = {keys:?}\nprecheck_enable = true\npart_size = \"5MiB\"",
-        server.endpoint()
+         credentials = \"file\"\ncredentials_file = {keys:?}\nprecheck_enable = true\npart_size = \"5MiB\"\n\
+         cache_dirs = [{:?}]\ncache_capacity = \"64MiB\"",
+        server.endpoint(),
+        dir.path().join("cache"),
     );
     let setup = Setup { store_type: "MEMORY_OBJECT", tables: &tables, ..Setup::default() };
     let unused = vec![dir.path().join("unused")];
@@ -178,6 +184,10 @@ async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
     fixture.flush().await;
     assert!(!files_in(&server.files().join("uniffle")).is_empty());
     fixture.assert_reads(&key, 0, &flushed).await;
+    let asked = server.faults.asked(On::Get);
+    fixture.assert_reads(&key, 0, &flushed).await;
+    assert_eq!(server.faults.asked(On::Get), asked, "it is in the read cache");
+    assert!(fixture.metric("object_cache_hits") >= 1.0 && fixture.metric("object_cache_bytes") > 0.0);
     assert!(fixture.metric("object_segments_written") >= 1.0);
     fixture.client.unregister_app("app-1").await.unwrap();
     eventually("its objects are deleted", || match files_in(&server.files().join("uniffle")) {
@@ -189,7 +199,28 @@ async fn a_configured_worker_keeps_its_blocks_in_a_store_that_speaks_s3() {
     server.stop().await;
 }
 
-fn files_in(dir: &Path) -> Vec<PathBuf> {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_cannot_be_used_ends_the_start_with_key_and_remedy() {
+    let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
+    let tables = format!(
+        "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
+         credentials = \"none\"\nprecheck_enable = true",
+        server.endpoint()
+    );
+    let lines = Lines { store_type: "MEMORY_OBJECT", tables: &tables, ..Lines::default() };
+    let config = parse(&lines.own_text(&[dir.path().join("unused")]));
+    server.faults.plan(On::Put, 1, &S3Fault::Refuse(403, "AccessDenied"));
+    let Err(error) = Worker::start(&config).await else { panic!("it started") };
+    let text = format!("{error:#}");
+    for part in ["object_store.precheck_enable", "write an object", "AccessDenied", "s3:PutObject"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    server.stop().await;
+}
+
+/// Files below `dir`, without claims, which stay.
+pub(crate) fn files_in(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    entries.flat_map(|path| if path.is_dir() { files_in(&path) } else { vec![path] }).collect()
+    let objects = entries.filter(|path| !path.ends_with(CLAIM));
+    objects.flat_map(|path| if path.is_dir() { files_in(&path) } else { vec![path] }).collect()
 }

@@ -13,7 +13,8 @@ use rand::{Rng, RngExt, SeedableRng};
 use uniffle_client::block::IdLayout;
 use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
-use uniffle_wire::types::{BlockId, Distribution, PartitionId};
+use uniffle_testkit::object_fault::FaultyObjects;
+use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey};
 use uniffle_worker::service::{
     BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
     ServiceError,
@@ -21,13 +22,14 @@ use uniffle_worker::service::{
 use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
 
 use super::Mutation;
+use super::objects::Objects;
 use super::process::Process;
 use super::promises::{Now, PARTITIONS, Promised};
 use super::reader::Reader;
 use super::tally::Tally;
 
 const DISKS_MAX: usize = 3;
-const APPS: [&str; 2] = ["app-1", "app-10"];
+pub(super) const APPS: [&str; 2] = ["app-1", "app-10"];
 const SHUFFLES: [i32; 2] = [1, 10];
 /// Random steps of one history.
 const STEPS: u32 = 60;
@@ -61,10 +63,12 @@ enum End {
 
 pub(crate) struct History {
     pub(super) rng: StdRng,
-    process: Option<Process>,
+    pub(super) process: Option<Process>,
     life: u32,
     steps_left: u32,
     pub(super) disks: Vec<Arc<MemoryDisk>>,
+    /// Instead of disks.
+    pub(super) objects: Option<Objects>,
     pub(super) mutation: Mutation,
     /// Of this life.
     pub(super) faults: Vec<Faults>,
@@ -86,7 +90,7 @@ pub(crate) struct History {
     /// Disks with something that is not on the device: the last life that had them did not end with a sync.
     unsynced: BTreeSet<usize>,
     /// In this life.
-    reads_fail: bool,
+    pub(super) reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
     /// Shuffles that were ever registered.
     registered: BTreeSet<Key>,
@@ -117,6 +121,7 @@ impl History {
             life: 0,
             steps_left: STEPS,
             disks,
+            objects: None,
             mutation,
             faults: Vec::new(),
             missing: None,
@@ -197,18 +202,18 @@ impl History {
         match &let_go {
             // Its results are complete all the same.
             Some((disk, _)) => self.missing = Some(*disk),
-            None if !all_disks && self.life > 1 => self.make_trouble(),
+            None if !all_disks && self.life > 1 && self.objects.is_none() => self.make_trouble(),
             None => {}
         }
         let let_go = let_go.map(|(_, let_go)| let_go).unwrap_or_default();
         self.reads_fail = !all_disks && self.rng.random_bool(0.2);
-        let stored = self.stored_blocks();
-        if self.mutation == Mutation::NoIndexes {
-            self.remove_indexes();
-        }
-        while let Err(error) = self.start_process(let_go.clone()).await {
-            self.leave_out(&error);
-        }
+        let stored = match self.store() {
+            Some(store) => {
+                self.start_above(&store, all_disks).await;
+                self.durable_blocks()
+            }
+            None => self.start_on_disks(let_go).await,
+        };
         tracing::info!(target: "life", life = self.life, missing = ?self.missing, "begins");
         self.tally.lives += 1;
         self.tally.missing_disks += u64::from(self.missing.is_some());
@@ -216,6 +221,42 @@ impl History {
         self.forget_strangers();
         self.heartbeat();
         self.check_recovered(&stored).await;
+    }
+
+    async fn start_on_disks(&mut self, let_go: LetGo) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
+        let stored = self.stored_blocks();
+        if self.mutation == Mutation::NoIndexes {
+            self.remove_indexes();
+        }
+        while let Err(error) = self.start_process(let_go.clone()).await {
+            self.leave_out(&error);
+        }
+        stored
+    }
+
+    /// The object store, where there is one instead of disks.
+    fn store(&self) -> Option<FaultyObjects> {
+        self.objects.as_ref().map(|objects| objects.store.clone())
+    }
+
+    /// What was seen in an index or brought down by an orderly end, and not damaged since.
+    fn durable_blocks(&self) -> BTreeSet<(ShuffleKey, i32, BlockId)> {
+        let mut all = BTreeSet::new();
+        for ((app, shuffle), promised) in &self.promised {
+            let key = ShuffleKey::new(AppId::parse(app).expect("an id"), ShuffleId(*shuffle));
+            for (partition, ids) in &promised.durable {
+                all.extend(ids.iter().map(|id| (key.clone(), *partition, BlockId(*id))));
+            }
+        }
+        all
+    }
+
+    /// What readers of earlier lives know of the shuffle is not true any more: they end.
+    pub(super) fn lose_places_of(&mut self, key: Key) {
+        let Some(promised) = self.promised.get_mut(&key) else { return };
+        promised.lose_places();
+        self.next_epoch += 1;
+        promised.epoch = self.next_epoch;
     }
 
     async fn start_process(&mut self, let_go: LetGo) -> Result<(), StoreError> {
@@ -260,6 +301,9 @@ impl History {
                     let after = self.rng.random_range(0..3);
                     faults.add(Rule::always(Operation::Write, Fault::Torn { bytes }).after(after));
                 }
+                if let Some(store) = self.store() {
+                    self.lose_answers(&store);
+                }
                 self.process().flusher.flush_all();
                 self.report_some(false).await;
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -268,6 +312,9 @@ impl History {
             End::Stop => {
                 self.faults.iter().for_each(Faults::clear);
                 self.disks.iter().for_each(|disk| disk.fail_syncs(0));
+                if let Some(store) = self.store() {
+                    self.heal_the_store(&store);
+                }
                 self.process().flush().await;
                 if self.mutation != Mutation::NoLastSync {
                     self.process().sync().await;
@@ -283,7 +330,7 @@ impl History {
         self.add_figures();
         self.process = None;
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
-        if self.let_go.is_some() {
+        if self.let_go.is_some() || self.objects.is_some() {
             return;
         }
         let goes_down = match self.sync {
@@ -339,7 +386,9 @@ impl History {
         tally.purged_batches += process.counter("total_spill_events_dropped_with_app_not_found");
         tally.duplicates += process.counter("total_duplicate_blocks");
         tally.healed_blocks += process.counter("total_healed_blocks");
-        tally.extents_given_up += process.counter("total_local_extents_given_up");
+        if self.objects.is_none() {
+            tally.extents_given_up += process.counter("total_local_extents_given_up");
+        }
     }
 
     async fn step(&mut self) {
@@ -547,6 +596,9 @@ impl History {
     }
 
     async fn break_a_disk(&mut self) {
+        if let Some(store) = self.store() {
+            return self.break_the_store(&store).await;
+        }
         let disk = self.rng.random_range(0..self.faults.len());
         let seed = self.rng.random();
         let one_in = self.rng.random_range(1..4);
@@ -576,7 +628,7 @@ impl History {
     }
 
     /// Four attempts, one after the other.
-    async fn read_as_a_task_does(&mut self) {
+    pub(super) async fn read_as_a_task_does(&mut self) {
         let Some(key) = self.known_key() else { return };
         let partition = self.rng.random_range(0..PARTITIONS);
         for _ in 0..4 {
@@ -588,6 +640,9 @@ impl History {
     }
 
     async fn heal_the_disks(&mut self) {
+        if let Some(store) = self.store() {
+            return self.heal_the_store(&store);
+        }
         self.disks.iter().for_each(|disk| disk.fail_syncs(0));
         for faults in &self.faults {
             faults.clear();
@@ -698,6 +753,9 @@ impl History {
         // What may belong to a shuffle whose registration is gone is left alone.
         let left: Vec<PathBuf> = files.filter(|path| path.starts_with("apps") && !self.excused).collect();
         assert!(left.is_empty(), "files left: {left:?}");
+        if let Some(store) = self.store() {
+            self.assert_empty(&store).await;
+        }
         let process = self.process();
         process.tasks.cancel();
         process.tasks.drained().await;

@@ -18,9 +18,13 @@
 //! - what an orderly stop has flushed outlives power, too;
 //! - when everything is unregistered, every counter is zero and no file is left.
 //!
-//! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone.
+//! The same histories run above an object store instead of disks ([`objects`]).
+//!
+//! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone, as do
+//! `OBJECT_LIFE_SEEDS` and `OBJECT_LIFE_SEED` those above objects.
 
 mod history;
+mod objects;
 mod process;
 mod promises;
 mod reader;
@@ -31,10 +35,19 @@ mod troubles;
 use uniffle_testkit::{say, seeds};
 
 use self::history::History;
-use self::tally::Tally;
+use self::tally::{OF_DISKS, OF_OBJECTS, Tally};
 
 /// Seeds in CI.
 const SEEDS_DEFAULT: u64 = 2_000;
+/// Of those above objects.
+const OBJECT_SEEDS_DEFAULT: u64 = 300;
+
+/// What is below the worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Below {
+    Disks,
+    Objects,
+}
 
 /// A defence that is off: the model must fail then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,10 +63,15 @@ enum Mutation {
     NoVouching,
     /// A directory whose claim cannot be read is taken for a new one.
     NoUnclaimed,
+    /// The copies of pages of metadata do not reach the object store.
+    NoCopies,
 }
 
-fn run_history(seed: u64, mutation: Mutation) -> Tally {
-    let mut history = History::new(seed, mutation);
+fn run_history(seed: u64, below: Below, mutation: Mutation) -> Tally {
+    let mut history = match below {
+        Below::Disks => History::new(seed, mutation),
+        Below::Objects => History::above_objects(seed, mutation),
+    };
     let mut goes_on = true;
     while goes_on {
         let life = tokio::runtime::Builder::new_current_thread()
@@ -66,13 +84,22 @@ fn run_history(seed: u64, mutation: Mutation) -> Tally {
     history.tally
 }
 
-fn run_safely(seed: u64, mutation: Mutation) -> Result<Tally, String> {
-    seeds::run(|| run_history(seed, mutation))
+fn run_safely(seed: u64, below: Below, mutation: Mutation) -> Result<Tally, String> {
+    seeds::run(|| run_history(seed, below, mutation))
 }
 
 #[test]
 fn every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
-    let (seeds, alone) = seeds::from_env("LIFE", SEEDS_DEFAULT);
+    run_seeds(("LIFE", SEEDS_DEFAULT), Below::Disks, OF_OBJECTS);
+}
+
+#[test]
+fn above_an_object_store_every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
+    run_seeds(("OBJECT_LIFE", OBJECT_SEEDS_DEFAULT), Below::Objects, OF_DISKS);
+}
+
+fn run_seeds((variable, count): (&str, u64), below: Below, elsewhere: &[&str]) {
+    let (seeds, alone) = seeds::from_env(variable, count);
     if alone {
         // One history is run to see what happens in it.
         let filter = std::env::var("RUST_LOG")
@@ -80,21 +107,21 @@ fn every_acknowledged_and_reported_block_is_readable_or_reported_lost() {
         let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
     }
     let (mut total, mut failures) = (Tally::default(), Vec::new());
-    for (seed, ran) in seeds::run_all(seeds, |seed| run_history(seed, Mutation::None)) {
+    for (seed, ran) in seeds::run_all(seeds, |seed| run_history(seed, below, Mutation::None)) {
         match ran {
             Ok(tally) => total.add(tally),
-            Err(cause) => failures.push(format!("LIFE_SEED={seed}: {cause}")),
+            Err(cause) => failures.push(format!("{variable}_SEED={seed}: {cause}")),
         }
     }
     say(&format!("{total:?}"));
     assert!(failures.is_empty(), "{} histories fail:\n{}", failures.len(), failures.join("\n"));
-    let never = total.never();
+    let never = total.never(elsewhere);
     assert!(alone || never.is_empty(), "the model never reached {never:?}");
 }
 
-fn must_be_noticed(mutation: Mutation) {
-    let is_sound = |seed| run_safely(seed, Mutation::None).is_ok();
-    let noticed = (0..SEEDS_DEFAULT).find_map(|seed| Some((seed, run_safely(seed, mutation).err()?)));
+fn must_be_noticed(below: Below, mutation: Mutation) {
+    let is_sound = |seed| run_safely(seed, below, Mutation::None).is_ok();
+    let noticed = (0..SEEDS_DEFAULT).find_map(|seed| Some((seed, run_safely(seed, below, mutation).err()?)));
     let (seed, cause) = noticed.unwrap_or_else(|| panic!("{mutation:?} is not noticed"));
     assert!(is_sound(seed), "seed {seed} fails without {mutation:?} too");
     say(&format!("{mutation:?} is noticed at seed {seed}: {cause}"));
@@ -102,25 +129,35 @@ fn must_be_noticed(mutation: Mutation) {
 
 #[test]
 fn a_model_with_syncs_that_do_nothing_fails() {
-    must_be_noticed(Mutation::NoSync);
+    must_be_noticed(Below::Disks, Mutation::NoSync);
 }
 
 #[test]
 fn t1_a_recovery_that_serves_nothing_and_calls_all_lost_fails_the_model() {
-    must_be_noticed(Mutation::NoIndexes);
+    must_be_noticed(Below::Disks, Mutation::NoIndexes);
 }
 
 #[test]
 fn d5_a_successor_that_nobody_vouches_for_fails_the_model() {
-    must_be_noticed(Mutation::NoVouching);
+    must_be_noticed(Below::Disks, Mutation::NoVouching);
 }
 
 #[test]
 fn a_directory_without_its_claim_that_is_taken_for_a_new_one_fails_the_model() {
-    must_be_noticed(Mutation::NoUnclaimed);
+    must_be_noticed(Below::Disks, Mutation::NoUnclaimed);
 }
 
 #[test]
 fn a_stop_that_does_not_sync_fails_the_model() {
-    must_be_noticed(Mutation::NoLastSync);
+    must_be_noticed(Below::Disks, Mutation::NoLastSync);
+}
+
+#[test]
+fn pages_of_metadata_without_copies_fail_the_model() {
+    must_be_noticed(Below::Objects, Mutation::NoCopies);
+}
+
+#[test]
+fn segments_that_are_gone_though_nothing_was_damaged_fail_the_model() {
+    must_be_noticed(Below::Objects, Mutation::NoIndexes);
 }

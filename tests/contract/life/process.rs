@@ -3,19 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use prometheus::Registry;
 
 use uniffle_testkit::fault::Faults;
 use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::object_fault::FaultyObjects;
 use uniffle_testkit::service::{ServiceBuilder, ServiceFixture, sum_of};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::memory::{Memory, MemoryConfig};
+use uniffle_worker::memory::{Budget, Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::Service;
-use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites};
+use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::tiers::{LetGo, LocalConfig, LocalStore, StoreError, SyncWrites, Tier as _};
 
 const CAPACITY: u64 = 1 << 20;
+/// Where the worker's objects are.
+pub(crate) const ROOT: &str = "p/worker-1";
 
 pub(crate) struct Process {
     pub(crate) service: Arc<Service>,
@@ -32,6 +37,30 @@ impl Process {
         sync: SyncWrites,
         let_go: LetGo,
     ) -> Result<Self, StoreError> {
+        let local = LocalConfig { sync, let_go, ..LocalConfig::default() };
+        Self::of(ServiceBuilder { local, disks: disks.to_vec(), ..ServiceBuilder::default() }).await
+    }
+
+    /// Starts above an object store, with faults that begin with the first request.
+    pub(crate) async fn above(store: &FaultyObjects) -> Result<Self, StoreError> {
+        let (extents, registry, tasks) = (Budget::new(u64::MAX), Registry::new(), Tasks::new());
+        let settings =
+            ObjectSettings { segment_bytes: 100_000, part_bytes: 16_000, ..ObjectSettings::new(ROOT) };
+        let opened = ObjectTier::open(Arc::new(store.clone()), settings, &extents, tasks.clone(), &registry);
+        let tier = opened.await?;
+        tasks.spawn("tier maintenance", Arc::clone(&tier).maintain(tasks.cancelled().boxed()));
+        let disks = Vec::new();
+        Self::of(ServiceBuilder {
+            disks,
+            more_tiers: vec![tier],
+            registry,
+            tasks,
+            ..ServiceBuilder::default()
+        })
+        .await
+    }
+
+    async fn of(builder: ServiceBuilder) -> Result<Self, StoreError> {
         let default = ServiceBuilder::default();
         let memory =
             MemoryConfig { capacity_bytes: CAPACITY, read_capacity_bytes: 1 << 20, ..default.memory };
@@ -42,16 +71,8 @@ impl Process {
             retry_pause_max: Duration::from_secs(2),
             ..default.flush
         };
-        let local = LocalConfig { sync, let_go, ..LocalConfig::default() };
         let expiry = Some((Duration::from_secs(5), Duration::from_secs(60)));
-        let builder = ServiceBuilder {
-            memory,
-            flush,
-            local,
-            disks: disks.to_vec(),
-            expiry,
-            ..ServiceBuilder::default()
-        };
+        let builder = ServiceBuilder { memory, flush, expiry, ..builder };
         let ServiceFixture { service, memory, flusher, tasks, registry, .. } = builder.try_start().await?;
         Ok(Self { service, memory, flusher, tasks, registry })
     }
@@ -74,7 +95,7 @@ impl Process {
 
     /// The local tier.
     pub(crate) fn store(&self) -> Arc<LocalStore> {
-        self.flusher.tiers().find().expect("every worker of the model has disks")
+        self.flusher.tiers().find().expect("the worker has disks")
     }
 
     /// The last that an orderly stop does.

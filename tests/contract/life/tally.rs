@@ -13,10 +13,11 @@ macro_rules! tally {
                 $(self.$name += other.$name;)*
             }
 
-            /// Names of what never happened.
-            pub(crate) fn never(&self) -> Vec<&'static str> {
+            /// Names of what never happened, without those that happen `elsewhere`.
+            pub(crate) fn never(&self, elsewhere: &[&str]) -> Vec<&'static str> {
                 let figures = [$((stringify!($name), self.$name)),*];
-                figures.into_iter().filter(|(_, count)| *count == 0).map(|(name, _)| name).collect()
+                let here = figures.into_iter().filter(|(name, _)| !elsewhere.contains(name));
+                here.filter(|(_, count)| *count == 0).map(|(name, _)| name).collect()
             }
         }
     };
@@ -53,4 +54,26 @@ tally!(
     read_from_memory,
     read_from_disk,
     read_across_restarts,
+    refused_starts,
+    missing_objects,
+    damaged_objects,
+    earlier_objects,
 );
+
+/// What happens above object stores only.
+pub(crate) const OF_OBJECTS: &[&str] =
+    &["refused_starts", "missing_objects", "damaged_objects", "earlier_objects"];
+
+/// What happens on disks only.
+pub(crate) const OF_DISKS: &[&str] = &[
+    "upgrades_beside",
+    "power_losses",
+    "unsynced_power_losses",
+    "missing_disks",
+    "read_only_disks",
+    "failing_lists",
+    "damaged_metadata",
+    "damaged_claims",
+    "claims_written",
+    "extents_given_up",
+];

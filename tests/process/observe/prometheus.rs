@@ -124,7 +124,7 @@ fn promtool_finds_nothing_wrong() {
         return;
     }
     let report = run(Command::new("promtool").args(["check", "rules", RULES]));
-    assert!(report.contains("SUCCESS: 7 rules found"), "{report}");
+    assert!(report.contains("SUCCESS: 10 rules found"), "{report}");
     let worker = Worker::start(&Setup::default());
     Load::start(&worker, "5MB", 1).finish();
     let text = worker.page("/metrics").unwrap();
@@ -211,7 +211,7 @@ fn a_real_prometheus_scrapes_and_answers_the_dashboard() {
         .iter()
         .flat_map(|g| g["rules"].as_array().unwrap())
         .collect();
-    assert_eq!(alerts.len(), 7, "{text}");
+    assert_eq!(alerts.len(), 10, "{text}");
     for alert in alerts {
         assert_ne!(alert["health"], "err", "{alert}");
         assert_ne!(alert["state"], "firing", "{alert}");

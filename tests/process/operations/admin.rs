@@ -25,6 +25,7 @@ const CALLS: &[(&str, &str)] = &[
     ("/admin/decommission", ""),
     ("/admin/cancel-decommission", ""),
     ("/admin/tags", r#"{"tags": ["stolen"]}"#),
+    ("/admin/drain", ""),
     ("/admin/flush", ""),
     ("/admin/apps/app-1/purge", ""),
     ("/admin/log-level", r#"{"filter": "off"}"#),

@@ -22,13 +22,13 @@ pub(crate) struct Done {
 
 impl Done {
     /// With exit code 0; what it printed.
-    fn well(self) -> String {
+    pub(crate) fn well(self) -> String {
         assert_eq!((self.code, self.stderr.as_str()), (0, ""), "{}", self.stdout);
         self.stdout
     }
 
     /// With another; what it complained of.
-    fn badly(self, code: i32) -> String {
+    pub(crate) fn badly(self, code: i32) -> String {
         assert_eq!(self.code, code, "{}{}", self.stdout, self.stderr);
         self.stderr
     }

@@ -5,6 +5,8 @@ mod api;
 mod browser;
 mod ctl;
 mod fixture;
+#[cfg(feature = "object")]
+mod orphans;
 mod page;
 mod reload;
 mod tls;

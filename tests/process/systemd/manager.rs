@@ -34,7 +34,7 @@ const DROP_IN: &str = "[Service]\n\
      Environment=WORKER_READY_FILE=/var/lib/uniffle-worker/ready.json WORKER_IP=127.0.0.1 RUST_LOG=info NO_COLOR=1\n\
      StandardOutput=append:/var/lib/uniffle-worker/worker.log\n\
      StandardError=append:/var/lib/uniffle-worker/worker.log\n\
-     RestartSec=100ms\n";
+     RestartSec=100ms\nRestartMaxDelaySec=100ms\n";
 
 /// A systemd with a worker.
 #[derive(Debug)]
@@ -172,6 +172,23 @@ impl Manager {
         });
     }
 
+    /// Waits until so many starts more than `before` were tried, none of which came to serve.
+    pub(super) fn wait_refused(&self, before: u32, more: u32) {
+        wait_until("systemd tries again", DEADLINE, || {
+            let (restarts, state) = (self.restarts(), self.property("ActiveState"));
+            assert_ne!(state, "failed", "{}", self.log());
+            if restarts >= before + more { Ok(()) } else { Err(format!("{restarts} restarts, {state}")) }
+        });
+    }
+
+    /// Waits until a start that is tried again comes to serve.
+    pub(super) fn wait_active(&self) {
+        wait_until("the worker serves", DEADLINE, || match self.property("ActiveState").as_str() {
+            "active" => Ok(()),
+            other => Err(other.to_owned()),
+        });
+    }
+
     /// SIGUSR2 to the main process, and waits for the successor.
     pub(super) fn upgrade(&self) {
         let ready = self.ready();
@@ -204,8 +221,8 @@ impl Manager {
         let text = Lines { capacity, top: &self.ports, memory: &memory, local: tables, ..Lines::default() }
             .text(&data);
         fs::write(path, &text).expect("written");
-        let inside = format!("/proc/{}/root/etc/uniffle-worker/config.toml", self.init);
-        fs::write(inside, text).expect("written");
+        let root = Path::new("/proc").join(self.init.to_string()).join("root");
+        fs::write(root.join("etc").join("uniffle-worker").join("config.toml"), text).expect("written");
     }
 
     /// A client of the worker.

@@ -86,6 +86,40 @@ async fn systemd_keeps_the_new_memory_where_a_successor_has_another() {
     block_in_place(|| manager.systemctl(&["stop"]));
 }
 
+/// A start that is refused, be it by what is in memory or by the configuration, is tried again, and what is in memory stays in the store
+/// meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn systemd_keeps_the_memory_while_starts_are_refused() {
+    // More than any limit of starts that systemd has by itself (5 in 10 s).
+    const ATTEMPTS: u32 = 8;
+    let Some(manager) = block_in_place(Manager::start) else { return };
+    block_in_place(|| {
+        manager.configure("256M", "memfd", &["data"]);
+        manager.systemctl(&["start"]);
+    });
+    let mut written = Written::register(&manager.client().await, key("app", 0), 50).await;
+    written.task(&manager.client().await, 0, BLOCK_BYTES).await.expect("sent");
+    block_in_place(|| {
+        for (capacity, said) in
+            [("128M", "start with the memory_store.capacity of before"), ("a lot", "memory_store.capacity")]
+        {
+            let before = manager.restarts();
+            manager.configure(capacity, "memfd", &["data"]);
+            if capacity == "128M" {
+                manager.signal(rustix::process::Signal::KILL);
+            }
+            manager.wait_refused(before, ATTEMPTS);
+            manager.wait_log(said);
+        }
+        manager.configure("256M", "memfd", &["data"]);
+        manager.wait_active();
+    });
+    written.assert_readable(&manager.client().await).await;
+    assert_eq!(manager.log().matches(TAKEN).count(), 1);
+    block_in_place(|| manager.systemctl(&["stop"]));
+    assert_eq!(manager.property("Result"), "success");
+}
+
 /// A successor beside a process of which a thread hangs is not systemd's child: what it has is kept all the same, and its death
 /// is a failure of the unit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -10,13 +10,14 @@ mod remove;
 
 use std::fs::OpenOptions;
 use std::io::{self, IoSlice, Read, Write};
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rustix::fs::FlockOperation;
+use rustix::fs::{Advice, FlockOperation};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::progress::WriteProgress;
@@ -82,12 +83,14 @@ struct Lanes {
     metadata: Gate,
     index: Gate,
     bulk: Gate,
+    /// From the page cache to the device.
+    back: Gate,
 }
 
 impl Lanes {
     fn new(calls_max: usize) -> Self {
         let metadata = Gate::new(METADATA_CALLS_MAX);
-        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max) }
+        Self { metadata, index: Gate::new(calls_max), bulk: Gate::new(calls_max), back: Gate::new(1) }
     }
 
     fn of(&self, lane: Lane) -> Gate {
@@ -127,9 +130,9 @@ impl BlockingDisk {
     #[must_use]
     pub fn with_max_concurrency(self, calls_max: usize) -> Self {
         let disk = Some(permits(calls_max));
-        let Lanes { metadata, index, bulk } = self.writes;
+        let Lanes { metadata, index, bulk, back } = self.writes;
         let counted = |gate| Gate { disk: disk.clone(), ..gate };
-        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk) };
+        let writes = Lanes { metadata, index: counted(index), bulk: counted(bulk), back };
         let reads = counted(self.reads);
         Self { writes, reads, ..self }
     }
@@ -152,6 +155,11 @@ impl BlockingDisk {
     /// The bounds of writes in a lane and of reads.
     pub(super) fn gates(&self, lane: Lane) -> (Gate, Gate) {
         (self.writes.of(lane), self.reads.clone())
+    }
+
+    /// The bound of what goes from the page cache to the device.
+    pub(super) fn back_gate(&self) -> Gate {
+        self.writes.back.clone()
     }
 
     /// What [`Disk::open_write`] opens.
@@ -177,9 +185,9 @@ impl BlockingDisk {
         lane: Lane,
         opening: BoxFuture<'static, io::Result<OpenFile>>,
     ) -> BoxFuture<'static, io::Result<Arc<dyn File>>> {
-        let (writes, reads) = self.gates(lane);
+        let ((writes, reads), back) = (self.gates(lane), self.back_gate());
         Box::pin(async move {
-            let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads });
+            let file: Arc<dyn File> = Arc::new(BlockingFile { open: opening.await?, writes, reads, back });
             Ok(file)
         })
     }
@@ -367,6 +375,17 @@ impl OpenFile {
         Box::pin(blocking(gate, move || file.sync_data()))
     }
 
+    pub(super) fn write_back(&self, gate: Gate, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
+        let file = Arc::clone(&self.file);
+        let length = NonZeroU64::new(range.end.saturating_sub(range.start));
+        Box::pin(blocking(gate, move || {
+            // Pages that the device does not have yet are not dropped by this: it begins to write them.
+            rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?;
+            file.sync_data()?;
+            Ok(rustix::fs::fadvise(&file, range.start, length, Advice::DontNeed)?)
+        }))
+    }
+
     pub(super) fn size(&self, gate: Gate) -> BoxFuture<'static, io::Result<u64>> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(gate, move || Ok(file.metadata()?.len())))
@@ -419,6 +438,7 @@ struct BlockingFile {
     open: OpenFile,
     writes: Gate,
     reads: Gate,
+    back: Gate,
 }
 
 impl File for BlockingFile {
@@ -456,6 +476,10 @@ impl File for BlockingFile {
 
     fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
         self.open.sync(self.writes.clone())
+    }
+
+    fn write_back(&self, range: Range<u64>) -> BoxFuture<'static, io::Result<()>> {
+        self.open.write_back(self.back.clone(), range)
     }
 
     fn size(&self) -> BoxFuture<'static, io::Result<u64>> {

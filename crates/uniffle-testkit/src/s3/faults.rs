@@ -63,6 +63,8 @@ impl On {
 /// What happens to an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
+    /// Nothing: a later request of the kind is meant.
+    None,
     /// This status and S3's name of it, instead of what was asked for.
     Refuse(u16, &'static str),
     /// As [`Fault::Refuse`], with a text that has no end.
@@ -137,6 +139,7 @@ impl Faults {
         self.asked.lock().push(on);
         let Some(fault) = self.next(on) else { return carry_out(&store, request).await };
         match fault {
+            Fault::None => carry_out(&store, request).await,
             Fault::Refuse(status, code) => {
                 // A server reads what it was sent, so that its answer is not lost to a reset.
                 drop(request.into_body().collect().await);

@@ -51,6 +51,7 @@ pub(super) fn router(hooks: AdminHooks) -> Router {
     Router::new()
         .route("/admin/decommission", post(decommission))
         .route("/admin/cancel-decommission", post(cancel_decommission))
+        .route("/admin/drain", post(drain))
         .route("/admin/tags", post(tags))
         .route("/admin/flush", post(flush))
         .route("/admin/apps/{id}/purge", post(purge))
@@ -71,6 +72,29 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
         Ok(()) => state_answer(&hooks),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
+}
+
+/// Nothing new is taken, and what is here goes to where another machine finds it; how far that is.
+async fn drain(State(hooks): State<AdminHooks>) -> Response {
+    let drained = match hooks.service.lifecycle.drain() {
+        Ok(drained) => drained,
+        Err(error) => return refusal(StatusCode::CONFLICT, &error.to_string()),
+    };
+    let tiers = drained.tiers.map(|left| {
+        json!({
+            "shuffles_left": left.shuffles_left,
+            "bytes_left": left.bytes_left,
+            "immovable_bytes": left.stuck_bytes,
+        })
+    });
+    answer(&json!({
+        "state": hooks.service.status().state().as_str(),
+        "apps": hooks.service.apps().app_count(),
+        "in_memory_bytes": drained.in_memory_bytes,
+        "unfinished_batches": drained.batches,
+        "tiers": tiers,
+        "may_go": drained.may_go(),
+    }))
 }
 
 fn state_answer(hooks: &AdminHooks) -> Response {
@@ -138,13 +162,13 @@ async fn reload(State(hooks): State<AdminHooks>) -> Response {
 
 /// The arguments in `body`, or an answer that shows how they look.
 #[expect(clippy::result_large_err, reason = "the error is the answer, made once per bad call")]
-fn arguments<T: DeserializeOwned>(body: &[u8], example: &str) -> Result<T, Response> {
+pub(super) fn arguments<T: DeserializeOwned>(body: &[u8], example: &str) -> Result<T, Response> {
     serde_json::from_slice(body).map_err(|error| {
         refusal(StatusCode::BAD_REQUEST, &format!("a body such as {example} is needed: {error}"))
     })
 }
 
-fn answer(value: &Value) -> Response {
+pub(super) fn answer(value: &Value) -> Response {
     let text = value.to_string();
     let mut response = axum::Json(value).into_response();
     response.extensions_mut().insert(Audited(text));

@@ -9,6 +9,8 @@ mod calls;
 mod config;
 mod guard;
 pub(crate) mod metrics;
+#[cfg(feature = "object")]
+pub mod orphans;
 mod token;
 
 use std::time::Duration;

@@ -19,6 +19,9 @@ pub struct Status {
     pub tiers: Vec<Tier>,
     /// Data directories.
     pub disks: Vec<Disk>,
+    /// The object store; absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub object_store: Option<ObjectStore>,
     /// Between memory and disks.
     pub flush: Flush,
     /// Promised memory.
@@ -119,6 +122,23 @@ pub struct Tier {
     pub capacity_bytes: u64,
     /// Bytes of this worker in it.
     pub used_bytes: u64,
+}
+
+/// An object store, and the read cache before it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ObjectStore {
+    /// Bytes of the segments of known shuffles.
+    pub stored_bytes: u64,
+    /// Whether the last calls failed by its fault.
+    pub is_failing: bool,
+    /// Bytes of the places in use in the read cache.
+    pub cache_used_bytes: u64,
+    /// Bytes of all its places; 0 = there is none.
+    pub cache_capacity_bytes: u64,
+    /// Chunks that reads found in it.
+    pub cache_hits: u64,
+    /// Chunks that were fetched for it.
+    pub cache_misses: u64,
 }
 
 /// A data directory.

@@ -269,10 +269,13 @@ function showAlarms(status) {
 
 const CONDITIONS = { healthy: ['good', 'healthy'], full: ['warn', 'full'], read_only: ['warn', 'read-only, serves'], detached: ['bad', 'path leads elsewhere'], hung: ['bad', 'hung'], broken: ['bad', 'broken'] };
 
-function showDisks(disks) {
+function showDisks(disks, store) {
   $('disks-empty').hidden = disks.length > 0;
   const total = disks.reduce((sum, disk) => sum + disk.used_bytes, 0);
-  text('disks-sub', disks.length ? `${size(total)} of shuffle data on ${plural(disks.length, 'disk')}` : '');
+  const parts = disks.length ? [`${size(total)} of shuffle data on ${plural(disks.length, 'disk')}`] : [];
+  if (store) parts.push(`${size(store.stored_bytes)} in the object store${store.is_failing ? ', which fails' : ''}`);
+  if (store && store.cache_capacity_bytes) parts.push(`read cache ${size(store.cache_used_bytes)} of ${size(store.cache_capacity_bytes)}`);
+  text('disks-sub', parts.join(', '));
   $('disks').replaceChildren(...disks.map(disk => {
     const [kind, word] = CONDITIONS[disk.condition] || ['warn', disk.condition];
     const others = Math.max(0, disk.total_bytes - disk.free_bytes - disk.used_bytes);
@@ -464,7 +467,7 @@ async function poll() {
     const last = samples.length ? samples[samples.length - 1].at_ms : 0;
     const [status, history] = await Promise.all([get('status'), get(`history?after_ms=${last}`)]);
     takeSamples(history.samples);
-    showNode(status); showAlarms(status); showDisks(status.disks); showRest(status);
+    showNode(status); showAlarms(status); showDisks(status.disks, status.object_store); showRest(status);
     drawCharts(status.memory.capacity_bytes);
     if (turn++ % 2 === 0) { showApps(await get('apps?limit=50')); await showCluster(status); if (wanted()) await explain(); }
     document.querySelector('main').classList.remove('stale');

@@ -79,7 +79,10 @@ fn pages_with_few_rows_are_charged_whole() {
     let again = open(Some(file));
     again.register(&key(0), Distribution::Normal);
     let heap = again.heap().of(HeapKind::Partitions);
-    assert_eq!(again.restore(&key(0), |_, _| false, heap)[&PartitionId(0)].len() as u64, u64::from(chunks));
+    assert_eq!(
+        again.restore(&key(0), |_| Box::new(|_| false), heap)[&PartitionId(0)].len() as u64,
+        u64::from(chunks)
+    );
     assert_eq!(again.finish_restore().1, u64::from(chunks));
     assert_eq!(resident_bytes(&again), all);
     assert!(again.used_bytes() >= charged + rows);

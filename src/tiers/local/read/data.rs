@@ -14,6 +14,7 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::{DIRECT_BYTES_MIN, PartsByLog, Piece, Reader, Stream, piece_of, touched};
+use crate::tiers::block_checks::Check;
 use crate::tiers::local::config::VerifyReads;
 use crate::tiers::local::damage::Damage;
 use crate::tiers::local::extent::{Extent, NO_LOG};
@@ -21,7 +22,7 @@ use crate::tiers::local::extents::ExtentList;
 use crate::tiers::local::files::Mode;
 use crate::tiers::local::log::Log;
 use crate::tiers::local::shuffle::Shuffle;
-use crate::tiers::local::verify::{Check, SAMPLE, Verifier};
+use crate::tiers::local::verify::{SAMPLE, Verifier};
 use crate::tiers::{StoreError, StoreErrorKind};
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_io::{BLOCK_ALIGN, ReadBuffer, ReadBuffers, ReadPart};
@@ -104,7 +105,7 @@ impl DataRead {
         let invalid = || shuffle.error(StoreErrorKind::InvalidRange);
         let end = offset.checked_add(u64::from(length)).filter(|_| length > 0).ok_or_else(invalid)?;
         let pieces = shuffle.with_partition(partition, |found| {
-            let partition = found.filter(|partition| end <= partition.bytes)?;
+            let partition = found.filter(|it| it.start <= offset && end <= it.bytes)?;
             Some(translate(&partition.extents, offset, end))
         });
         let (extents, pieces) = pieces.ok_or_else(|| {
@@ -118,6 +119,16 @@ impl DataRead {
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         let (damage, ready) = (Arc::clone(&reader.damage), VecDeque::new());
         Ok(Self { length, damage, stream, range, pieces, next: 0, current: None, ready, verifier })
+    }
+
+    /// Checks it whatever the configuration says.
+    pub(in crate::tiers::local) fn checked(mut self) -> Self {
+        let Stream { shuffle, partition, .. } = &self.stream;
+        let extents = shuffle.extents(*partition);
+        let known =
+            touched(&extents, self.range.start, self.range.end).filter(|it| !it.is_lost()).copied().collect();
+        self.verifier = Some(Verifier::new(*partition, known, self.range.clone()));
+        self
     }
 
     /// Whether the last error shows that blocks are gone, or may be.

@@ -214,6 +214,9 @@ impl Stream {
             }
             Err(error) => {
                 self.shuffle.require_present()?;
+                if log.is_released() {
+                    return Err(StoreError::new(StoreErrorKind::NotFound, log.full_path()));
+                }
                 self.blame(log);
                 Err(StoreError::io(log.full_path(), error))
             }
@@ -227,7 +230,7 @@ impl Stream {
             let (target, result) = reading.await;
             match result {
                 // Its file is being cut back: nothing that the disk did.
-                Err(error) if self.shuffle.is_purged() => Ok(Err(error)),
+                Err(error) if self.shuffle.is_purged() || log.is_released() => Ok(Err(error)),
                 result => result.map(|()| Ok(target)),
             }
         });
@@ -314,6 +317,21 @@ impl IndexRead {
         reader.core.metrics.read_index_file.inc();
         let stream = Stream::new(Arc::clone(&reader.core), (shuffle, partition), length);
         Self { length, data_length, stream, extents, next: 0, current: None, fillers: 0 }
+    }
+
+    /// Without what stands before `base` of the stream, where an extent begins or all end; none when more than that lies
+    /// elsewhere by now.
+    #[must_use]
+    pub fn beginning_at(mut self, base: u64) -> Option<Self> {
+        self.next = self.extents.after(base);
+        let first = self.extents.get(self.next).map_or(self.data_length, |extent| extent.base);
+        if first > base && self.data_length > base {
+            return None;
+        }
+        let blocks: u64 = self.extents.iter_from(self.next).map(|extent| u64::from(extent.blocks)).sum();
+        self.length = blocks * RECORD_BYTES as u64;
+        self.stream.left = self.length;
+        Some(self)
     }
 
     /// The next chunk of at most 2 MiB, `None` at the end. Waits for a buffer of `buffers`.

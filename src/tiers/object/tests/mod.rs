@@ -1,5 +1,7 @@
 //! The tier over a store in memory that fails on purpose.
 
+mod cache;
+mod claims;
 mod faults;
 mod restarts;
 mod segments;
@@ -30,7 +32,12 @@ struct Process {
 }
 
 fn settings() -> ObjectSettings {
-    ObjectSettings { segment_bytes: 40_000, part_bytes: 8_000, ..ObjectSettings::new("p/worker-1") }
+    ObjectSettings {
+        segment_bytes: 40_000,
+        part_bytes: 8_000,
+        making_bytes: 16 << 10,
+        ..ObjectSettings::new("p/worker-1")
+    }
 }
 
 impl Process {
@@ -39,9 +46,13 @@ impl Process {
     }
 
     async fn try_start(store: &FaultyObjects) -> Result<Self, StoreError> {
+        Self::with(store, settings()).await
+    }
+
+    async fn with(store: &FaultyObjects, settings: ObjectSettings) -> Result<Self, StoreError> {
         let (extents, tasks) = (Budget::new(u64::MAX), Tasks::new());
         let objects = Arc::new(store.clone());
-        let tier = ObjectTier::open(objects, settings(), &extents, tasks.clone(), &Registry::new()).await?;
+        let tier = ObjectTier::open(objects, settings, &extents, tasks.clone(), &Registry::new()).await?;
         Ok(Self { store: store.clone(), tier, extents, tasks })
     }
 

@@ -114,8 +114,10 @@ async fn metadata_that_is_not_proven_complete_says_so() {
     let store = process.kill().await;
     let pages = store.objects().await.into_iter().map(|(key, _)| key).filter(|key| key.contains("/1."));
     let pages: Vec<_> = pages.collect();
-    assert_eq!(pages.len(), 3, "a page is full with 64 KiB");
-    store.remove(&pages[1]).await;
+    assert_eq!(pages.len(), 6, "a page is full with 64 KiB, and has a copy");
+    for page in pages.iter().filter(|key| key.ends_with('2')) {
+        store.remove(page).await;
+    }
     let recovered = Process::start(&store).await.tier.take_recovered();
     let reasons: Vec<_> = recovered.shuffles.iter().map(|it| it.incomplete.clone().unwrap()).collect();
     assert_eq!(reasons, ["records 2 to 2 of its metadata are missing", "for a reason"]);
@@ -130,7 +132,7 @@ async fn what_was_never_registered_and_what_was_replaced_is_deleted() {
     // The deletion of the first registration does not happen.
     let _ = Arc::clone(&process.tier).forget(&key(2).app, &[key(2)], Purge::Shuffles);
     process.register_noted(&key(2)).await;
-    assert_eq!(process.store.objects().await.len(), 3);
+    assert_eq!(process.store.objects().await.len(), 5);
 
     let process = Process::start(&process.kill().await).await;
     assert_eq!(process.tier.take_recovered().shuffles.len(), 1);
@@ -140,7 +142,7 @@ async fn what_was_never_registered_and_what_was_replaced_is_deleted() {
     })
     .await;
     let left = process.store.objects().await;
-    assert!(left.len() == 1 && left[0].0.contains("/2."), "{left:?}");
+    assert!(left.len() == 2 && left.iter().all(|(key, _)| key.contains("/2.")), "{left:?}");
 }
 
 #[tokio::test]
@@ -154,4 +156,31 @@ async fn a_store_that_does_not_answer_ends_the_start() {
     }
     store.heal();
     assert_eq!(Process::start(&store).await.tier.take_recovered().blocks, 2);
+}
+
+#[tokio::test]
+async fn a_page_that_is_gone_or_an_earlier_one_is_made_whole_by_its_copy() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    let earlier = process.store.snapshot().await;
+    process.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
+    let store = process.kill().await;
+    let whole = store.snapshot().await;
+    let pages: Vec<String> = whole.keys().cloned().collect();
+    assert_eq!(pages.len(), 2, "{pages:?}");
+    for page in &pages {
+        for damage in 0..4 {
+            match damage {
+                0 => store.remove(page).await,
+                1 => store.replace(page, earlier[page].clone()).await,
+                2 => store.replace(page, whole[page].slice(..50)).await,
+                _ => store.replace(page, Bytes::from_static(b"other bytes")).await,
+            }
+            let process = Process::start(&store).await;
+            let mut recovered = process.tier.take_recovered();
+            assert_eq!(recovered.shuffles[0].incomplete, None, "{page} {damage}");
+            assert_eq!(told(&mut recovered).await.len(), 2, "{page} {damage}");
+            assert_eq!(process.kill().await.snapshot().await, whole, "{page} {damage}");
+        }
+    }
 }

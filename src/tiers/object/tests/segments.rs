@@ -6,6 +6,7 @@ use uniffle_testkit::object_fault::{Call, Fault};
 
 use super::*;
 use crate::tiers::Cause;
+use crate::tiers::object::segment::making_bytes;
 
 #[tokio::test]
 async fn objects_follow_bytes_and_not_partitions() {
@@ -54,7 +55,7 @@ async fn a_segment_that_is_longer_than_a_part_goes_up_in_parts() {
     let shuffle = process.register(&key(1));
     shuffle.write(vec![extent(0, 0..9, 3333), extent(1, 0..1, 5)].into()).await.unwrap();
     let calls = process.store.calls();
-    let count = |call: Call| calls.iter().filter(|(it, _)| *it == call).count();
+    let count = |call: Call| calls.iter().filter(|(it, key)| *it == call && key.contains("/s0")).count();
     assert_eq!(
         (count(Call::Begin), count(Call::Part), count(Call::Complete), count(Call::Put)),
         (1, 4, 1, 0)
@@ -95,7 +96,7 @@ async fn a_purge_waits_for_what_is_under_way_and_leaves_nothing() {
     let (written, ()) = futures::join!(write, purge);
     assert_eq!(written.unwrap_err().kind, crate::tiers::StoreErrorKind::Purged);
     let left = process.store.objects().await;
-    assert!(left.len() == 2 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
+    assert!(left.len() == 3 && left.iter().all(|(key, _)| key.contains("/40.")), "{left:?}");
 
     process.purge(&key(40), Purge::App(Cause::Unregistered)).await;
     assert_eq!(process.store.objects().await, []);
@@ -111,6 +112,58 @@ async fn what_comes_after_an_application_goes_is_not_deleted_with_it() {
     let again = process.register_noted(&key(1)).await;
     again.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
     removal.await;
-    assert_eq!(process.store.objects().await.len(), 2, "a page and a segment");
+    assert_eq!(process.store.objects().await.len(), 3, "a page, its copy and a segment");
     assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..3, 100));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_waits_for_deletions_but_not_for_a_store_that_does_not_answer() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    for n in [1, 2] {
+        process.register_noted(&key(n)).await;
+    }
+    process.store.set(|call, _| if call == Call::Delete { Fault::Hold } else { Fault::None });
+    let deletion = |n| Arc::clone(&process.tier).forget(&key(n).app, &[key(n)], Purge::Shuffles).unwrap();
+    process.tasks.spawn("deletion", deletion(1));
+    let waited = process.tier.end_deletions(std::time::Duration::from_secs(5));
+    let begun = tokio::time::Instant::now();
+    waited.await;
+    assert_eq!((begun.elapsed().as_secs(), process.store.objects().await.len()), (5, 4));
+
+    process.tasks.spawn("deletion", deletion(2));
+    let let_go = async {
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        process.store.heal();
+    };
+    futures::join!(process.tier.end_deletions(std::time::Duration::from_secs(5)), let_go);
+    assert_eq!((begun.elapsed().as_secs(), process.store.objects().await), (6, vec![]));
+    process.tier.end_deletions(std::time::Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
+async fn what_segments_of_many_shuffles_hold_while_they_are_made_is_bounded() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+    let shuffles: Vec<_> = (0..100).map(|n| process.register(&key(n))).collect();
+    let batch = || vec![extent(0, 0..4, 10)];
+    let most = settings().making_bytes / making_bytes(&batch());
+    let writes = join_all(shuffles.iter().map(|shuffle| shuffle.write(batch().into())));
+    let others = async {
+        eventually("as many go up as there is heap for", || match process.store.held() {
+            held if held == most => Ok(()),
+            held => Err(format!("{held} of {most}")),
+        })
+        .await;
+        assert_eq!(process.extents.used(), most * making_bytes(&batch()));
+        process.store.heal();
+    };
+    let (written, ()) = futures::join!(writes, others);
+    written.into_iter().for_each(|write| write.unwrap());
+    assert_eq!(process.extents.used(), 0, "what is published of a first extent was paid for");
+    for n in [0, 99] {
+        assert_eq!(process.read(&key(n), 0).await.unwrap(), expected(0..4, 10));
+    }
+    let large = vec![extent(1, 0..1000, 10)];
+    assert!(making_bytes(&large) > settings().making_bytes);
+    shuffles[0].write(large.into()).await.unwrap();
 }

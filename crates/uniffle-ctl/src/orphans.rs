@@ -1,0 +1,161 @@
+//! What workers that are gone have left in the object store: a list, and its removal.
+//!
+//! One worker with an object store is asked, by whose credentials it is done; those that are alive are the ones that coordinators know, and those that the
+//! command line names. Removed is what nobody alive has and what is old enough, or what is named.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use crate::arguments::Arguments;
+use crate::failure::Failure;
+use crate::http::Client;
+use crate::workers::Target;
+
+/// What the command line says beside whom to ask.
+#[derive(Debug)]
+pub(crate) struct Wanted<'a> {
+    /// Ids of workers that are alive, whatever coordinators say.
+    pub(crate) live: &'a [String],
+    /// None: nothing is removed. Empty: what is left by those that are gone.
+    pub(crate) remove: Option<&'a [String]>,
+    /// Younger objects are only removed by name.
+    pub(crate) older_than: Duration,
+}
+
+/// The list, or what was removed.
+pub(crate) async fn run(
+    client: &Client,
+    (arguments, targets): (&Arguments, &[Target]),
+    wanted: &Wanted<'_>,
+) -> Result<Value, Failure> {
+    let knows_who_lives = !arguments.coordinator.is_empty();
+    if wanted.remove.is_some_and(<[String]>::is_empty) && !knows_who_lives && wanted.live.is_empty() {
+        let text = "--remove without ids removes what is left by workers that are gone: say who is alive by \
+                    --coordinator or --live, or name ids";
+        return Err(Failure::Usage(text.to_owned()));
+    }
+    let (asked, answer) = first_with_a_store(client, targets).await?;
+    let mut live: BTreeSet<&str> = wanted.live.iter().map(String::as_str).collect();
+    if knows_who_lives {
+        live.extend(targets.iter().map(|target| target.name.as_str()));
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let workers = answer["workers"].as_array().into_iter().flatten();
+    let workers: Vec<Value> = workers.map(|worker| judged(worker, &live, knows_who_lives, now)).collect();
+    let Some(named) = wanted.remove else {
+        return Ok(json!({ "workers": workers }));
+    };
+    let unknown = named.iter().find(|id| workers.iter().all(|worker| worker["worker"] != id.as_str()));
+    if let Some(id) = unknown {
+        let text = format!("{id} has no objects in the store");
+        return Err(Failure::Refused { status: 404, text });
+    }
+    let mut removed = Vec::new();
+    for worker in workers.iter().filter(|worker| goes(worker, named, wanted.older_than)) {
+        removed.push(remove(client, asked, worker["worker"].as_str().unwrap_or_default()).await?);
+    }
+    Ok(json!({ "removed": removed }))
+}
+
+/// The first worker that answers and has an object store.
+async fn first_with_a_store<'t>(
+    client: &Client,
+    targets: &'t [Target],
+) -> Result<(&'t Target, Value), Failure> {
+    let mut failed = Failure::Unreachable("no worker is known".to_owned());
+    for target in targets {
+        match client.post(&target.admin, "/admin/orphans", None).await {
+            Ok(answer) => return Ok((target, answer)),
+            Err(failure) if failure.is_missing() => {
+                let text = format!("{}: it has no object store", target.name);
+                failed = Failure::Refused { status: 404, text };
+            }
+            Err(failure) => failed = failure,
+        }
+    }
+    Err(failed)
+}
+
+/// What a worker has, with its age and whether it is alive.
+fn judged(worker: &Value, live: &BTreeSet<&str>, knows_who_lives: bool, now: Duration) -> Value {
+    let id = worker["worker"].as_str().unwrap_or_default();
+    let state = match (worker["is_own"] == true, live.contains(id)) {
+        (true, _) => "own",
+        (false, true) => "alive",
+        (false, false) if knows_who_lives || !live.is_empty() => "gone",
+        (false, false) => "unknown",
+    };
+    let newest = worker["newest_unix_ms"].as_u64().unwrap_or_default();
+    let age = now.saturating_sub(Duration::from_millis(newest)).as_secs();
+    let fields =
+        ["worker", "objects", "bytes", "shuffles"].map(|field| (field.to_owned(), worker[field].clone()));
+    let more = [("state".to_owned(), json!(state)), ("newest_age_seconds".to_owned(), json!(age))];
+    Value::Object(fields.into_iter().chain(more).collect())
+}
+
+/// Whether the objects of `worker` are to be removed.
+fn goes(worker: &Value, named: &[String], older_than: Duration) -> bool {
+    if named.is_empty() {
+        let age = worker["newest_age_seconds"].as_u64().unwrap_or_default();
+        return worker["state"] == "gone" && age >= older_than.as_secs();
+    }
+    named.iter().any(|id| worker["worker"] == id.as_str())
+}
+
+/// Removes all that a worker has, some at a time.
+async fn remove(client: &Client, asked: &Target, worker: &str) -> Result<Value, Failure> {
+    let (mut objects, mut bytes) = (0, 0);
+    loop {
+        let body = json!({ "worker": worker });
+        let answer = client.post(&asked.admin, "/admin/orphans/remove", Some(&body)).await?;
+        let some = answer["removed"]["objects"].as_u64().unwrap_or_default();
+        objects += some;
+        bytes += answer["removed"]["bytes"].as_u64().unwrap_or_default();
+        if answer["removed"]["is_gone"] == true {
+            return Ok(json!({ "worker": worker, "objects": objects, "bytes": bytes }));
+        }
+        if some == 0 {
+            let text = format!("{worker}: its objects are listed and cannot be removed");
+            return Err(Failure::NotReached(text));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(id: &str, is_own: bool, newest_unix_ms: u64) -> Value {
+        json!({
+            "worker": id, "is_own": is_own, "objects": 2, "bytes": 10, "shuffles": 1,
+            "newest_unix_ms": newest_unix_ms,
+        })
+    }
+
+    #[test]
+    fn what_goes_is_of_a_worker_that_is_gone_and_old_or_is_named() {
+        let (now, day) = (Duration::from_secs(100_000), Duration::from_secs(86_400));
+        let live = BTreeSet::from(["b"]);
+        let judged = |id, is_own, newest| judged(&worker(id, is_own, newest), &live, true, now);
+        let all = [
+            judged("a", true, 0),
+            judged("b", false, 0),
+            judged("c", false, 0),
+            judged("d", false, 99_000_000),
+        ];
+        let states: Vec<_> = all.iter().map(|worker| worker["state"].as_str().unwrap()).collect();
+        assert_eq!(states, ["own", "alive", "gone", "gone"]);
+        let goes =
+            |named: &[String]| -> Vec<_> { all.iter().map(|worker| goes(worker, named, day)).collect() };
+        assert_eq!(goes(&[]), [false, false, true, false], "the last was written to lately");
+        assert_eq!(goes(&["d".to_owned()]), [false, false, false, true]);
+    }
+
+    #[test]
+    fn where_it_is_not_known_who_lives_nobody_is_gone() {
+        let judged = judged(&worker("a", false, 0), &BTreeSet::new(), false, Duration::ZERO);
+        assert_eq!(judged["state"], "unknown");
+    }
+}

@@ -1,0 +1,56 @@
+//! What workers that are gone have left in the object store: `POST /admin/orphans`, and `/admin/orphans/remove`.
+//!
+//! Who is alive is the caller's to say (`uniffle-worker ctl orphans`); here only the own objects are never removed.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::Response;
+use axum::routing::post;
+use serde::Deserialize;
+use serde_json::json;
+
+use super::calls::{answer, arguments};
+use super::guard::refusal;
+use crate::tiers::StoreErrorKind;
+use crate::tiers::object::ObjectTier;
+
+/// The calls, for a worker with an object store.
+pub fn routes(tier: Arc<ObjectTier>) -> Router {
+    Router::new()
+        .route("/admin/orphans", post(list))
+        .route("/admin/orphans/remove", post(remove))
+        .with_state(tier)
+}
+
+async fn list(State(tier): State<Arc<ObjectTier>>) -> Response {
+    match tier.workers().await {
+        Ok(workers) => answer(&json!({ "workers": workers })),
+        Err(error) => refusal(StatusCode::BAD_GATEWAY, &error.to_string()),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    worker: String,
+}
+
+async fn remove(State(tier): State<Arc<ObjectTier>>, body: Bytes) -> Response {
+    let wanted = match arguments::<Wanted>(&body, r#"{"worker": "10.1.2.3-19999-21200"}"#) {
+        Ok(wanted) => wanted.worker,
+        Err(response) => return response,
+    };
+    match tier.remove_worker(&wanted).await {
+        Ok(removed) => answer(&json!({ "worker": wanted, "removed": removed })),
+        Err(error) if error.kind == StoreErrorKind::InUse => {
+            let reason =
+                format!("{wanted} is the worker that was asked: its objects go with its applications");
+            refusal(StatusCode::CONFLICT, &reason)
+        }
+        Err(error) => refusal(StatusCode::BAD_GATEWAY, &error.to_string()),
+    }
+}

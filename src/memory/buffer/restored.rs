@@ -1,0 +1,81 @@
+//! What an earlier process left of a partition: shown, and compared with its checksums before it is served.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::super::chain::Chain;
+use super::super::list::Paid;
+use super::super::persistent::restore::{Block, Partition, Place};
+use super::super::sealed::SealedBatch;
+use super::unverified::{Unverified, say_damaged};
+use super::{Buffer, Committed, State, metadata_bytes};
+use uniffle_wire::types::ShuffleKey;
+
+impl Buffer {
+    /// Shows what an earlier process left of the partition of `key`, before anything is written to it: as the oldest batch. Its
+    /// bytes are to be [verified](Buffer::verify) before they are served.
+    pub(in crate::memory) fn restore(&self, key: &ShuffleKey, left: Partition) -> Committed {
+        let Partition { blocks, segments, kept, rows, last_chain } = left;
+        let (count, supply) = (blocks.len() as u64, &self.shared.supply);
+        let mut list = self.list(Chain::restored(last_chain, segments), Some(kept));
+        list.reserve(blocks.len());
+        for Block { meta, place } in blocks {
+            match place {
+                Place::Chain(at) => list.restore(meta, at),
+                Place::Slices(slices) => list.restore_stray(meta, slices),
+            }
+        }
+        let bytes = metadata_bytes(count, rows);
+        let paid = Paid {
+            permits: supply.blocks.force_charge(count),
+            lists: supply.lists.force(bytes),
+            capacity: self.budget.force_charge(bytes),
+        };
+        list.pay_for_segments(&supply.lists);
+        let strays = list.strays();
+        list.charge(paid, strays, &supply.lists);
+        let restored = Committed { blocks: list.len(), bytes: list.bytes(), ..Committed::default() };
+        let mut state = self.state.lock();
+        let State { lists, next_chain, unverified, .. } = &mut *state;
+        *next_chain = last_chain + 1;
+        let lists = self.made(lists, next_chain);
+        let batch = Arc::new(SealedBatch::new(self.partition, list));
+        *unverified = Some(Unverified::of(key.clone(), Arc::downgrade(&batch), &self.shared.verification));
+        lists.batches.push_back(batch);
+        self.received_bytes.fetch_add(restored.bytes, Ordering::Relaxed);
+        self.publish_counters(&state);
+        restored
+    }
+
+    /// Looks at what an earlier process left, unless that was done: what is damaged is not shown from then on. Milliseconds for
+    /// each few MiB.
+    pub fn verify(&self) {
+        let Some(unverified) = self.state.lock().unverified.clone() else { return };
+        let look = |key: &ShuffleKey, batch: &SealedBatch| self.withhold_damaged(key, batch);
+        unverified.look_once(&self.shared.verification, look);
+        self.state.lock().unverified = None;
+    }
+
+    fn withhold_damaged(&self, key: &ShuffleKey, batch: &SealedBatch) {
+        let damaged = batch.list().damaged();
+        if damaged.is_empty() {
+            return;
+        }
+        say_damaged(key, self.partition, batch.list(), &damaged);
+        let mut state = self.state.lock();
+        batch.list().withhold(damaged);
+        // One of which nothing is left is nothing to flush.
+        let is_empty = batch.blocks() == 0 && !batch.is_claimed();
+        let emptied = state.lists.as_mut().filter(|_| is_empty).and_then(|lists| {
+            let at = lists.batches.iter().position(|held| std::ptr::eq(&**held, batch))?;
+            lists.batches.remove(at)
+        });
+        let nothing_left = state.lists.take_if(|lists| lists.is_empty());
+        self.publish_counters(&state);
+        drop(state);
+        drop((emptied, nothing_left));
+        if let Some(tell) = self.shared.verification.on_damage.get() {
+            tell(key, self.partition);
+        }
+    }
+}

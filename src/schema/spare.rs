@@ -1,0 +1,76 @@
+//! What of the machine's memory nothing needs now, looked at while the process runs.
+//!
+//! Pages of the page cache that wait for their disks count as spare here: who fills them knows how many those are.
+
+use std::path::Path;
+
+use super::machine::{meminfo_bytes, of_memory_groups};
+
+/// Where it is asked how much memory is spare.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpareMemory {
+    /// The machine, and the control groups of this process.
+    OfMachine,
+    /// Always so many bytes: for tests.
+    Always(u64),
+}
+
+impl SpareMemory {
+    /// Bytes that are available beyond a quarter of the machine's memory, or of that of the control group which leaves least.
+    /// Reads a few small files of the kernel's.
+    #[must_use]
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::OfMachine => of_machine().unwrap_or(0),
+            Self::Always(bytes) => bytes,
+        }
+    }
+}
+
+fn of_machine() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let (total, available) = (meminfo_bytes(&text, "MemTotal:")?, meminfo_bytes(&text, "MemAvailable:")?);
+    let machine = available.saturating_sub(total / 4);
+    let groups = of_memory_groups(Path::new("/sys/fs/cgroup"), spare_of_group);
+    Some(groups.map_or(machine, |groups| groups.min(machine)))
+}
+
+/// The spare memory of one group; none where it has no limit.
+fn spare_of_group(directory: &Path) -> Option<u64> {
+    let number = |name: &str| std::fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
+    let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes"))?;
+    let used = number("memory.current").or_else(|| number("memory.usage_in_bytes"))?;
+    // Version 1 counts what is in the groups below under a name of its own.
+    let stat = std::fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
+    let cached =
+        |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+    let cached = cached("total_inactive_file ").or_else(|| cached("inactive_file ")).unwrap_or(0);
+    Some(limit.saturating_sub(used.saturating_sub(cached)).saturating_sub(limit / 4))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_leaves_what_is_beyond_a_quarter_of_its_limit_and_what_it_caches() {
+        let group = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(group.path().join(name), text).unwrap();
+        assert_eq!(spare_of_group(group.path()), None);
+        write("memory.current", "700\n");
+        write("memory.max", "max\n");
+        assert_eq!(spare_of_group(group.path()), None, "no limit");
+        write("memory.max", "1000\n");
+        assert_eq!(spare_of_group(group.path()), Some(50));
+        write("memory.stat", "anon 500\ninactive_file 200\nactive_file 7\n");
+        assert_eq!(spare_of_group(group.path()), Some(250));
+        write("memory.current", "990\n");
+        assert_eq!(spare_of_group(group.path()), Some(0));
+    }
+
+    #[test]
+    fn the_machine_says_how_much_is_spare() {
+        assert!(of_machine().is_some());
+        assert_eq!(SpareMemory::Always(7).bytes(), 7);
+    }
+}

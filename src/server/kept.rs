@@ -1,0 +1,229 @@
+//! What becomes of what is in memory when the process ends without a flush, and that no start gives up what another one left.
+//!
+//! Each data directory has a note that says in which directory of a tmpfs memory lies ([`note`]). A start whose configuration
+//! names another backing reads it before anything is opened: what an earlier process has left there, or in a memfd that was passed on, is
+//! refused by name while there are blocks in it ([`refuse_left`]). To change the backing is an ordinary upgrade, or a stop in order and a start.
+//!
+//! Not here: what a memory with another size, layout or owner is refused with (`memory::persistent::file`).
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::bail;
+use futures::future::join_all;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+
+use crate::config::Config;
+use crate::durability::METADATA;
+use crate::memory::{Backing, InMemory, LeftMemory, Memory, Owner};
+
+/// The note, beside the metadata log. Without a dot: what has one is the log's.
+const NOTE: &str = "memory";
+/// A disk that does not answer says nothing; what it would say the others say too.
+const NOTE_DEADLINE: Duration = Duration::from_secs(2);
+/// Shuffles that are named in the log one by one.
+const NAMED_MAX: usize = 20;
+
+/// Where what is in memory is after a process that ended without a flush.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outlives {
+    /// In a file with a name: the next process finds it.
+    Named,
+    /// In the descriptor store of the service manager, which says that it has one (systemd, since 254).
+    Stored,
+    /// There, if it has one: it is told, and does not say.
+    PerhapsStored,
+    /// Nowhere.
+    Nothing,
+}
+
+impl Outlives {
+    /// Of `memory`, by the environment of this process.
+    pub(super) fn of(memory: &Memory) -> Self {
+        let store = std::env::var("FDSTORE").ok().and_then(|kept| kept.parse::<u64>().ok());
+        let has_manager = std::env::var_os("NOTIFY_SOCKET").is_some();
+        match (memory.is_kept(), memory.outlives_process(), store) {
+            (_, true, _) => Self::Named,
+            (true, false, Some(1..)) => Self::Stored,
+            (true, false, None) if has_manager => Self::PerhapsStored,
+            (true, false, None | Some(_)) | (false, false, _) => Self::Nothing,
+        }
+    }
+
+    /// What the log of a start says of memory in a file.
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            Self::Named => "the next process finds what is in memory, however this one ends",
+            Self::Stored => {
+                "an upgrade hands over what is in memory, and after a kill the service manager passes it to the next process; a \
+                 stop of the unit flushes it and gives up the rest"
+            }
+            Self::PerhapsStored => {
+                "an upgrade hands over what is in memory; a kill loses it unless the service manager keeps descriptors \
+                 (FileDescriptorStoreMax)"
+            }
+            Self::Nothing => {
+                "an upgrade hands over what is in memory; a kill loses it, since no service manager keeps descriptors"
+            }
+        }
+    }
+
+    /// Says what becomes of what was not flushed.
+    pub(super) fn name_losses(self, unflushed: &[InMemory]) {
+        if unflushed.is_empty() {
+            return;
+        }
+        let blocks = |of: &[InMemory]| of.iter().map(|shuffle| shuffle.blocks).sum::<u64>();
+        let (shuffles, all) = (unflushed.len(), blocks(unflushed));
+        match self {
+            Self::Named => {
+                return tracing::warn!(
+                    shuffles,
+                    blocks = all,
+                    "not flushed, left in memory for the next process"
+                );
+            }
+            Self::Stored | Self::PerhapsStored => {
+                return tracing::warn!(
+                    shuffles,
+                    blocks = all,
+                    "not flushed, left to the service manager: a restart of the unit finds it in the descriptor store, a stop gives it up"
+                );
+            }
+            Self::Nothing => {}
+        }
+        for InMemory { shuffle, partitions, blocks, bytes } in unflushed.iter().take(NAMED_MAX) {
+            tracing::error!(%shuffle, partitions, blocks, bytes, "not flushed, lost with this process");
+        }
+        if let Some(more @ [_, ..]) = unflushed.get(NAMED_MAX..) {
+            let bytes = more.iter().map(|shuffle| shuffle.bytes).sum::<u64>();
+            let (shuffles, blocks) = (more.len(), blocks(more));
+            tracing::error!(shuffles, blocks, bytes, "more that is not flushed and lost with this process");
+        }
+    }
+}
+
+/// Notes in every data directory where memory lies, as far as that is not noted there; those that are `silent` are not touched.
+pub(super) async fn note(config: &Config, silent: &[PathBuf]) {
+    let directory = match &config.memory.backing {
+        Backing::Directory(directory) => Some(directory.clone()),
+        Backing::Auto | Backing::Private | Backing::Memfd => None,
+    };
+    let notes = note_paths(config, silent).map(|path| {
+        let (directory, shown) = (directory.clone(), path.display().to_string());
+        async move {
+            let written = within(move || write_note(&path, directory.as_deref())).await;
+            if let Err(error) = written {
+                tracing::warn!(path = shown, %error, "where memory lies is not noted");
+            }
+        }
+    });
+    join_all(notes.collect::<Vec<_>>()).await;
+}
+
+fn write_note(path: &Path, directory: Option<&Path>) -> io::Result<()> {
+    let there = read_note(path)?;
+    match directory {
+        Some(directory) if there.as_deref() == Some(directory) => Ok(()),
+        Some(directory) => {
+            let beside = path.with_extension("new");
+            std::fs::write(&beside, format!("{}\n", directory.display()))?;
+            std::fs::rename(beside, path)
+        }
+        None if there.is_some() => std::fs::remove_file(path),
+        None => Ok(()),
+    }
+}
+
+fn read_note(path: &Path) -> io::Result<Option<PathBuf>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text.trim_end_matches('\n').into()).filter(|path: &PathBuf| path.is_absolute())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn note_paths(config: &Config, silent: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
+    let has_log = config.worker.store_type.has_local() && config.local.recovery;
+    let paths = config.local.paths.iter().filter(move |path| has_log && !silent.contains(path));
+    paths.map(|path| path.join(METADATA).join(NOTE))
+}
+
+async fn within<T: Send + 'static>(
+    operation: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    match timeout(NOTE_DEADLINE, spawn_blocking(operation)).await {
+        Ok(Ok(done)) => done,
+        Ok(Err(error)) => Err(io::Error::other(error)),
+        Err(_) => Err(io::ErrorKind::TimedOut.into()),
+    }
+}
+
+/// Directories that are noted, but for that of `config`.
+async fn noted(config: &Config, silent: &[PathBuf]) -> BTreeSet<PathBuf> {
+    let reads = note_paths(config, silent).map(|path| within(move || read_note(&path)));
+    let read = join_all(reads.collect::<Vec<_>>()).await;
+    let mut noted: BTreeSet<PathBuf> = read.into_iter().filter_map(|read| read.ok().flatten()).collect();
+    if let Backing::Directory(directory) = &config.memory.backing {
+        noted.remove(directory);
+    }
+    noted
+}
+
+/// Looks for what an earlier process left where the configuration does not have its memory: `passed`, a memfd that is not used, and what
+/// is noted in the data directories. A file of which nothing is left is deleted.
+///
+/// # Errors
+/// There are blocks in it, which a start would give up.
+pub(super) async fn refuse_left(
+    config: &Config,
+    (server_id, silent): (&str, &[PathBuf]),
+    passed: Option<OwnedFd>,
+) -> anyhow::Result<()> {
+    let (noted, backing) = (noted(config, silent).await, &config.memory.backing);
+    if noted.is_empty() && passed.is_none() {
+        return Ok(());
+    }
+    let owner = Owner::now(server_id)?;
+    let remedy =
+        "start with that backing; change it then by an upgrade (SIGUSR2), or stop the worker in order before";
+    if let Some(file) = passed
+        && let Ok(Some(LeftMemory { blocks: blocks @ 1.., .. })) = LeftMemory::passed(file, &owner)
+    {
+        bail!(
+            "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in a memfd that the service manager keeps \
+             (memory_store.backing = \"memfd\"): {remedy}; what is in it is given up by `systemctl stop`"
+        );
+    }
+    for directory in noted {
+        let left = match LeftMemory::in_directory(&directory, &owner) {
+            Ok(Some(left)) => left,
+            Ok(None) => continue,
+            Err(error) => bail!(
+                "memory_store.backing = \"{backing}\": what an earlier process left in {} cannot be looked at: {error}",
+                directory.display()
+            ),
+        };
+        let (blocks, path) = (left.blocks, left.path().unwrap_or(directory));
+        if blocks > 0 {
+            bail!(
+                "memory_store.backing = \"{backing}\": an earlier process left {blocks} blocks in {}: {remedy}; what is in it is \
+                 given up by deleting it",
+                path.display()
+            );
+        }
+        match left.delete() {
+            Ok(()) => {
+                tracing::info!(path = %path.display(), "an empty memory of an earlier process is deleted")
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "an empty memory of an earlier process stays")
+            }
+        }
+    }
+    Ok(())
+}

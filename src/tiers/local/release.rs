@@ -1,0 +1,305 @@
+//! Giving up what lies elsewhere by now: prefixes of streams, and the data logs in which nothing is left.
+//!
+//! Who moves data away asks what is oldest ([`LocalStore::oldest`]), reads it ([`Moving`]), and once it is safe elsewhere
+//! releases it ([`LocalStore::release`]). Index logs stay until the shuffle is purged: a later start needs the sequence of
+//! all groups to know that none is missing, and they are small. A reader that still has extents of a removed log is told
+//! `NotFound`, and finds the same bytes where they lie now.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ops::{ControlFlow, Range};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::core::Core;
+use super::extent::Extent;
+use super::log::{Log, LogKind};
+use super::read::{DataRead, Reader};
+use super::shuffle::{Restored, Shuffle};
+use super::store::{LocalStore, ShuffleHandle};
+use super::streams::Partition;
+use super::take_over::failed_log;
+use crate::durability::History;
+use crate::metrics::clamped;
+use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
+use uniffle_wire::index::{IndexRecord, RECORD_BYTES};
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// Bytes and blocks of a piece of a stream that is moved as one, unless one extent has more.
+const RUN_BYTES: u64 = 32 << 20;
+const RUN_BLOCKS: u64 = 32 << 10;
+
+/// A piece of a partition's stream: whole extents one behind the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    /// The partition.
+    pub partition: PartitionId,
+    /// Its place in the stream.
+    pub range: Range<u64>,
+    /// Blocks in it.
+    pub blocks: u32,
+}
+
+/// What is to be moved next of a shuffle.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Oldest {
+    /// Until where, by partition and in its order.
+    pub ends: Vec<(PartitionId, u64)>,
+    /// Bytes up to there.
+    pub bytes: u64,
+}
+
+/// Reads runs of one registration.
+#[derive(Debug)]
+pub struct Moving {
+    core: Arc<Core>,
+    reader: Reader,
+    shuffle: Arc<Shuffle>,
+}
+
+impl ShuffleHandle {
+    /// What it has on the disks.
+    #[must_use]
+    pub fn usage(&self) -> TierUsage {
+        self.shuffle.usage()
+    }
+
+    /// Tells registrations of a shuffle apart.
+    #[must_use]
+    pub fn incarnation(&self) -> u64 {
+        self.shuffle.incarnation
+    }
+}
+
+impl LocalStore {
+    /// What of a shuffle is to be moved next: of every partition the stream up to its last extent in the oldest data logs,
+    /// which have `bytes_max` together or one of which has more. A stream ends before what cannot be read. Nothing is
+    /// written to these logs any more.
+    pub async fn oldest(&self, handle: &ShuffleHandle, bytes_max: u64) -> Oldest {
+        let shuffle = &handle.shuffle;
+        let chosen = shuffle.with_streams(|streams| {
+            let mut by_log: HashMap<u16, u64> = HashMap::new();
+            let known = streams.extents().filter(|extent| !extent.is_lost());
+            known.for_each(|extent| *by_log.entry(extent.data_log).or_default() += extent.length);
+            let mut logs: Vec<_> = by_log.into_iter().collect();
+            logs.sort_unstable();
+            let mut bytes = 0;
+            let before = logs.iter().take_while(|(_, of_log)| {
+                let is_in = bytes == 0 || bytes + of_log <= bytes_max;
+                bytes += of_log;
+                is_in
+            });
+            before.map(|(slot, _)| *slot).collect::<HashSet<u16>>()
+        });
+        self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
+        oldest_of(shuffle, |_, extent| chosen.contains(&extent.data_log))
+    }
+
+    /// All that some partitions have; as [`LocalStore::oldest`].
+    pub async fn all_of(
+        &self,
+        handle: &ShuffleHandle,
+        is_wanted: impl Fn(PartitionId) -> bool + Send,
+    ) -> Oldest {
+        self.end_logs(&handle.shuffle, |_| true).await;
+        oldest_of(&handle.shuffle, |partition, _| is_wanted(partition))
+    }
+
+    /// What a shuffle has said so far.
+    ///
+    /// # Errors
+    /// The metadata log cannot be written now.
+    pub async fn history(&self, handle: &ShuffleHandle) -> Result<History, StoreError> {
+        let history = self.metadata.history(handle.shuffle.incarnation()).await;
+        history.map_err(|error| failed_log(&error))
+    }
+
+    /// Bytes of a shuffle's files, by disk.
+    #[must_use]
+    pub fn occupied(&self, handle: &ShuffleHandle) -> Vec<u64> {
+        let bytes = |disk| handle.shuffle.found(disk).map_or(0, |here| here.occupied.bytes());
+        self.core.disks.iter().map(|disk| bytes(disk)).collect()
+    }
+
+    /// What is written from now on goes to new files instead of these.
+    async fn end_logs(&self, shuffle: &Shuffle, is_one: impl Fn(&Log) -> bool + Send) {
+        for disk in &self.core.disks {
+            let Some(here) = shuffle.found(disk) else { continue };
+            let mut current = here.current(LogKind::Data).lock().await;
+            if let Some(log) = current.take_if(|log| is_one(log)) {
+                log.close();
+            }
+        }
+    }
+
+    /// Reads of a shuffle that is moved.
+    #[must_use]
+    pub fn moving(&self, handle: &ShuffleHandle) -> Moving {
+        let (core, shuffle) = (Arc::clone(&self.core), Arc::clone(&handle.shuffle));
+        Moving { reader: Reader::new(&core), core, shuffle }
+    }
+
+    /// Forgets what of a shuffle ends at or before these places of its streams, which lies elsewhere, and removes the files
+    /// in which nothing is left. Bytes of the files.
+    ///
+    /// # Errors
+    /// Of a file that was not removed; a later call or start does that.
+    pub async fn release(
+        &self,
+        handle: &ShuffleHandle,
+        ends: impl IntoIterator<Item = (PartitionId, u64)>,
+    ) -> Result<u64, StoreError> {
+        let shuffle = &handle.shuffle;
+        let released = shuffle.release(ends);
+        let known = || released.iter().filter(|extent| !extent.is_lost());
+        self.core.metrics.extents.sub(clamped(known().count()));
+        self.core.records.forget(known().map(|extent| shuffle.records_key(extent)));
+        self.remove_empty_logs(shuffle).await
+    }
+
+    async fn remove_empty_logs(&self, shuffle: &Shuffle) -> Result<u64, StoreError> {
+        // Looked at in this order: what a settled log has is visible.
+        let settled: Vec<_> = shuffle.logs().into_iter().filter(|log| is_removable(log)).collect();
+        let used: BTreeSet<u16> =
+            shuffle.with_streams(|streams| streams.extents().map(|extent| extent.data_log).collect());
+        let (mut bytes, mut trashed, mut failed) = (0, Vec::new(), None);
+        for log in settled.into_iter().filter(|log| !used.contains(&log.slot)) {
+            match self.core.remove_log(shuffle, &log).await {
+                Ok(trash) => {
+                    bytes += log.bytes();
+                    trashed.extend(trash.map(|trash| (Arc::clone(&log.disk), trash)));
+                }
+                Err(error) => failed = Some(error),
+            }
+        }
+        for (disk, trash) in trashed {
+            // What is not deleted now goes with the next look at the trash.
+            let deleted = disk.delete(&trash, self.core.config.purge_timeout).await;
+            deleted.map_err(|error| self.core.failed(&disk, &trash, error))?;
+        }
+        failed.map_or(Ok(bytes), Err)
+    }
+
+    /// Registers a shuffle of which the beginning lies elsewhere; its registration.
+    #[must_use]
+    pub fn adopt(&self, key: &ShuffleKey, ends: &HashMap<PartitionId, u64>) -> ShuffleHandle {
+        let handle = self.register(key);
+        let partitions = ends.iter().map(|(id, end)| (*id, Partition::beginning_at(*end))).collect();
+        handle.shuffle.restore(Restored { partitions, first_base: 0 });
+        handle
+    }
+}
+
+/// Whether a log's file may be removed once no extent is in it.
+fn is_removable(log: &Log) -> bool {
+    log.kind == LogKind::Data && log.is_settled() && !log.is_released()
+}
+
+fn oldest_of(shuffle: &Shuffle, is_wanted: impl Fn(PartitionId, &Extent) -> bool) -> Oldest {
+    let mut oldest = Oldest::default();
+    shuffle.with_streams(|streams| {
+        for (id, partition) in streams.iter() {
+            let can_be_read = |extent: &&Extent| {
+                let place = extent.base..extent.base + extent.length;
+                !extent.is_lost()
+                    && u32::try_from(extent.length).is_ok()
+                    && !shuffle.damaged.touches(id, &place)
+            };
+            let sound = partition.extents.iter().take_while(can_be_read);
+            if let Some(last) = sound.filter(|extent| is_wanted(id, extent)).last() {
+                let end = last.base + last.length;
+                oldest.bytes += end - partition.start;
+                oldest.ends.push((id, end));
+            }
+        }
+    });
+    oldest.ends.sort_unstable();
+    oldest
+}
+
+impl Core {
+    /// Moves the file of a data log in which nothing is left into the trash; where it is there.
+    pub(super) async fn remove_log(
+        &self,
+        shuffle: &Shuffle,
+        log: &Log,
+    ) -> Result<Option<PathBuf>, StoreError> {
+        if !log.release() {
+            return Ok(None);
+        }
+        self.files.forget(log);
+        let disk = &log.disk;
+        let trash = disk.discard_file(&log.path).await;
+        let trash = trash.map_err(|error| self.failed(disk, log.full_path(), error))?;
+        if let Some(here) = shuffle.found(disk) {
+            here.occupied.take(log.bytes());
+        }
+        Ok(trash)
+    }
+}
+
+impl Moving {
+    /// The next run of a partition from `base` on, where an extent begins, until `end` at most; none at the end.
+    #[must_use]
+    pub fn next_run(&self, partition: PartitionId, base: u64, end: u64) -> Option<Run> {
+        let extents = self.shuffle.extents(partition);
+        let first = extents.beginning_at(base)?;
+        let (mut until, mut blocks) = (base, 0u64);
+        for extent in extents.iter_from(first) {
+            let (next, more) = (extent.base + extent.length, blocks + u64::from(extent.blocks));
+            let fits = next - base <= RUN_BYTES && more <= RUN_BLOCKS;
+            if next > end || extent.is_lost() || !(fits || blocks == 0) {
+                break;
+            }
+            (until, blocks) = (next, more);
+        }
+        let blocks = u32::try_from(blocks).ok().filter(|blocks| *blocks > 0)?;
+        Some(Run { partition, range: base..until, blocks })
+    }
+
+    /// The index records of a run, with offsets in it.
+    ///
+    /// # Errors
+    /// What the disk says, or that they are not what was written.
+    pub async fn records(&self, run: &Run) -> Result<Bytes, StoreError> {
+        let mut all = Vec::with_capacity(run.blocks as usize * RECORD_BYTES);
+        let extents = self.shuffle.extents(run.partition);
+        let first = extents.after(run.range.start);
+        for extent in extents.iter_from(first).take_while(|extent| extent.base < run.range.end) {
+            let shift = (extent.base - run.range.start).cast_signed();
+            let add = |record: &IndexRecord| {
+                let moved = IndexRecord { offset: record.offset + shift, ..*record };
+                all.extend_from_slice(&moved.encode());
+                ControlFlow::Continue(())
+            };
+            self.core.visit_records(&self.shuffle, extent, 0, add).await?;
+        }
+        if all.len() != run.blocks as usize * RECORD_BYTES {
+            self.shuffle.require_present()?;
+            return Err(self.shuffle.error(StoreErrorKind::InvalidRange));
+        }
+        Ok(all.into())
+    }
+
+    /// The bytes of a run, every block of them checked.
+    ///
+    /// # Errors
+    /// `InvalidRange` when it is not there any more.
+    pub fn data(&self, run: &Run) -> Result<DataRead, StoreError> {
+        let invalid = || self.shuffle.error(StoreErrorKind::InvalidRange);
+        let length = u32::try_from(run.range.end - run.range.start).map_err(|_| invalid())?;
+        let shuffle = Arc::clone(&self.shuffle);
+        let read = DataRead::new(&self.reader, shuffle, run.partition, run.range.start, length)?;
+        if read.has_hole() {
+            return Err(invalid());
+        }
+        Ok(read.checked())
+    }
+
+    /// Where a partition's stream begins on the disks.
+    #[must_use]
+    pub fn start(&self, partition: PartitionId) -> u64 {
+        self.shuffle.with_partition(partition, |found| found.map_or(0, |it| it.start))
+    }
+}

@@ -1,0 +1,83 @@
+//! The page cache as an overflow, by the clock of a device that writes 16 MiB in a second.
+
+use tokio::time::{Duration, Instant};
+
+use super::*;
+use crate::schema::SpareMemory;
+use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
+
+const MIB: u64 = 1 << 20;
+const SPEED: u64 = 16 * MIB;
+/// What waits for the disk in these tests: four seconds of work.
+const BACKLOG: u64 = 64 * MIB;
+
+/// A store over one such disk of which the pace is known, with so much of the page cache.
+async fn slow_store(config: LocalConfig) -> (TestDisk, Arc<LocalStore>, ShuffleHandle) {
+    let disk = TestDisk::new("/a");
+    let config = LocalConfig { index_cache_bytes: 0, ..config };
+    let store = open_with(config, vec![disk.disk()]).await.unwrap();
+    disk.faults.set_speed(SPEED);
+    let handle = store.register(&key("app", 1));
+    assert_eq!(written_in(&handle, 0, 0).await, Duration::from_millis(63), "a MiB by the device");
+    (disk, store, handle)
+}
+
+fn cached(bytes: u64) -> LocalConfig {
+    LocalConfig {
+        page_cache_bytes: bytes,
+        spare_memory: SpareMemory::Always(u64::MAX),
+        ..LocalConfig::default()
+    }
+}
+
+/// How long a batch of a MiB takes that is written while so much waits, in whole milliseconds.
+async fn written_in(handle: &ShuffleHandle, id: i64, backlog_bytes: u64) -> Duration {
+    let began = Instant::now();
+    handle.write_of(&[extent(1, &[(id, MIB as usize)], true)], backlog_bytes).await.unwrap();
+    Duration::from_millis(u64::try_from(began.elapsed().as_millis()).unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn p7_a_long_backlog_goes_by_way_of_the_page_cache_within_its_bound() {
+    let (_disk, store, handle) = slow_store(cached(2 * MIB)).await;
+    assert!(!written_in(&handle, 1, 0).await.is_zero(), "no one waits");
+    assert!(!written_in(&handle, 2, 4 * MIB).await.is_zero(), "a short backlog");
+    assert!(written_in(&handle, 3, BACKLOG).await.is_zero());
+    assert!(written_in(&handle, 4, BACKLOG).await.is_zero());
+    assert_eq!(store.core.overflow.used(), 2 * MIB);
+    assert!(!written_in(&handle, 5, BACKLOG).await.is_zero(), "there is room for two");
+    let ids = store.present(&key("app", 1), PartitionId(1)).await.unwrap();
+    assert_eq!(ids.cardinality(), 6, "readable, wherever it is");
+    store.writer.tasks.drained().await;
+    assert_eq!(store.core.overflow.used(), 0, "written back");
+    assert_eq!(store.core.metrics.overflow_bytes.get(), 2 * MIB);
+    assert!(written_in(&handle, 6, BACKLOG).await.is_zero(), "there is room again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn p7_nothing_goes_there_where_memory_is_short_or_batches_are_to_be_synced() {
+    let none = LocalConfig { spare_memory: SpareMemory::Always(MIB - 1), ..cached(u64::MAX) };
+    let synced = LocalConfig { sync: SyncWrites::Group, ..cached(u64::MAX) };
+    let buffered_anyway = LocalConfig { direct_io: false, ..cached(u64::MAX) };
+    for config in [none, synced] {
+        let (_disk, store, handle) = slow_store(config).await;
+        assert!(!written_in(&handle, 1, BACKLOG).await.is_zero());
+        assert_eq!(store.core.overflow.used(), 0);
+    }
+    assert_eq!(
+        super::super::overflow::Overflow::new(&buffered_anyway).admit(1, BACKLOG, Some(1.0)).map(drop),
+        None
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
+    let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
+    disk.faults.add(Rule::once(Operation::WriteBack, Fault::Errno(EIO)));
+    assert!(written_in(&handle, 1, BACKLOG).await.is_zero());
+    store.writer.tasks.drained().await;
+    let ids = store.present(&key("app", 1), PartitionId(1)).await.unwrap();
+    assert_eq!(ids.iter().collect::<Vec<_>>(), [0], "the other one is lost, and known to be");
+    assert_eq!(store.core.metrics.extents_lost.get(), 1);
+    assert_eq!(store.core.overflow.used(), 0);
+}

@@ -1,0 +1,166 @@
+//! The chunks that are there, and their disks.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use uniffle_io::{Disk, ReadBuffer, ReadPart, ReadTarget};
+
+use super::directory::Directory;
+use super::slots::{CHUNK_BYTES, ChunkKey, Found, Held, Places, Slots};
+use crate::budget::{Budget, places};
+use crate::metrics::clamped;
+use crate::tiers::StoreError;
+use crate::tiers::object::metrics::Metrics;
+
+/// Chunks that are fetched at a time.
+const FETCHES: usize = 16;
+
+/// See the module.
+#[derive(Debug)]
+pub(in crate::tiers::object) struct Cache {
+    pub(super) directories: Vec<Directory>,
+    pub(super) slots: Mutex<Slots>,
+    /// For which applications wait in turns.
+    pub(super) fetches: Arc<places::Places>,
+    capacity_bytes: u64,
+}
+
+/// A chunk that is there. Its slot is no other's as long as this is.
+#[derive(Debug)]
+pub(in crate::tiers::object) struct Pinned {
+    key: ChunkKey,
+    pub(super) held: Held,
+}
+
+/// A part of a buffer that a chunk has.
+#[derive(Debug)]
+pub(in crate::tiers::object) struct CachedPart {
+    pub(in crate::tiers::object) pinned: Arc<Pinned>,
+    /// Where it begins in the chunk.
+    pub(in crate::tiers::object) offset: u64,
+    pub(in crate::tiers::object) range: Range<usize>,
+}
+
+impl Cache {
+    /// An empty one of `capacity_bytes`, of which each disk gets the same part; none without disks. What is remembered of
+    /// chunks is charged to `heap`.
+    pub(in crate::tiers::object) async fn open(
+        disks: &[Arc<dyn Disk>],
+        capacity_bytes: u64,
+        heap: &Budget,
+    ) -> Option<Self> {
+        let places = capacity_bytes / CHUNK_BYTES / (disks.len() as u64).max(1);
+        let places = u32::try_from(places).unwrap_or(u32::MAX);
+        if disks.is_empty() || places == 0 {
+            return None;
+        }
+        let directories: Vec<_> = disks.iter().map(|disk| Directory::new(Arc::clone(disk))).collect();
+        for directory in &directories {
+            if let Err(error) = directory.open().await {
+                directory.fail(&error);
+            }
+        }
+        let slots = Slots::new(disks.iter().map(|_| Places::new(places)).collect(), heap);
+        let capacity_bytes = u64::from(places) * CHUNK_BYTES * disks.len() as u64;
+        let fetches = places::Places::new(FETCHES);
+        Some(Self { directories, slots: Mutex::new(slots), fetches, capacity_bytes })
+    }
+
+    /// Bytes of chunks that it has room for.
+    pub(in crate::tiers::object) fn capacity_bytes(&self) -> u64 {
+        self.capacity_bytes
+    }
+
+    /// Bytes of the slots in use.
+    pub(in crate::tiers::object) fn used_bytes(&self) -> u64 {
+        self.slots.lock().len() as u64 * CHUNK_BYTES
+    }
+
+    /// Whether a fetch would begin at once.
+    pub(in crate::tiers::object) fn has_time(&self) -> bool {
+        self.fetches.has_room(1)
+    }
+
+    /// A chunk of which `bytes` are wanted, and whether it is to be fetched by whom this is told; none if it gets no slot.
+    pub(super) fn find(&self, metrics: &Metrics, key: ChunkKey, bytes: u64) -> Option<(Pinned, bool)> {
+        let found = self.slots.lock().find(key, bytes, |directory| self.directories[directory].works());
+        let (count, found) = match found {
+            Found::Known(held) => (&metrics.cache_hits, Some((Pinned { key, held }, false))),
+            Found::Fetch(held) => (&metrics.cache_misses, Some((Pinned { key, held }, true))),
+            Found::Not => (&metrics.cache_bypassed, None),
+        };
+        count.inc();
+        self.show(metrics);
+        found
+    }
+
+    /// Fills parts of `buffer` from chunks that are there.
+    ///
+    /// # Errors
+    /// A disk's, of which nothing is in the cache any more then. The buffer may be lost.
+    pub(in crate::tiers::object) async fn read(
+        &self,
+        metrics: &Metrics,
+        mut buffer: Box<dyn ReadBuffer>,
+        parts: &[CachedPart],
+    ) -> io::Result<Box<dyn ReadBuffer>> {
+        for (number, directory) in self.directories.iter().enumerate() {
+            let of_it = parts.iter().filter(|part| part.pinned.held.slot.directory == number);
+            let place = |part: &CachedPart| ReadPart {
+                range: part.range.clone(),
+                offset: part.pinned.held.slot.start() + part.offset,
+            };
+            let parts: Vec<_> = of_it.map(place).collect();
+            if parts.is_empty() {
+                continue;
+            }
+            let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
+            match directory.read(ReadTarget { buffer, parts }).await {
+                Ok(target) => buffer = target.buffer,
+                Err(error) => {
+                    self.give_up(metrics, number, &error);
+                    return Err(error);
+                }
+            }
+            metrics.cache_read_bytes.inc_by(bytes as u64);
+        }
+        Ok(buffer)
+    }
+
+    /// Drops chunks whose bytes are not what was written.
+    pub(in crate::tiers::object) fn discard(&self, metrics: &Metrics, parts: &[CachedPart]) {
+        let mut slots = self.slots.lock();
+        parts.iter().for_each(|part| slots.remove_held(&part.pinned.key, &part.pinned.held));
+        drop(slots);
+        self.show(metrics);
+    }
+
+    /// Drops the chunks of a registration.
+    pub(in crate::tiers::object) fn forget(&self, metrics: &Metrics, incarnation: u64) {
+        self.slots.lock().forget(incarnation);
+        self.show(metrics);
+    }
+
+    pub(super) fn give_up(&self, metrics: &Metrics, directory: usize, error: &io::Error) {
+        metrics.cache_failures.inc();
+        self.directories[directory].fail(error);
+        self.slots.lock().empty(directory);
+        self.show(metrics);
+    }
+
+    pub(super) fn show(&self, metrics: &Metrics) {
+        metrics.cache_bytes.set(clamped(self.used_bytes()));
+    }
+}
+
+impl Pinned {
+    /// Bytes of the chunk, once they are there; none when its disk did not take them.
+    ///
+    /// # Errors
+    /// The store did not give it.
+    pub(in crate::tiers::object) async fn ready(&self, key: &str) -> Result<Option<u64>, StoreError> {
+        self.held.flight.landed(key).await
+    }
+}

@@ -1,0 +1,347 @@
+//! Which chunk is in which slot, and which leaves for another: least recently used first, never one that is read or fetched.
+//!
+//! A slot is a place of [`CHUNK_BYTES`] in the file of a directory. It is free again when the last one who holds it lets go,
+//! so a chunk that is forgotten while it is read gives its place to no other meanwhile. Pure: no I/O.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use super::flight::Flight;
+use crate::budget::{Budget, Charge};
+
+/// Chunks of objects begin at multiples of this.
+pub(in crate::tiers::object) const CHUNK_BYTES: u64 = 2 << 20;
+
+/// What a chunk costs on the heap: two tree entries, the slot, who waits for it.
+pub(super) const ENTRY_BYTES: u64 = 512;
+
+/// Of the least recently used chunks so many are looked at for one that nobody holds.
+const LOOKED_AT: usize = 64;
+
+/// Chunks that were wanted and not fetched, of which it is remembered.
+const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+
+/// A chunk that has no free slot must be wanted by this part of it, or for the second time.
+const WANTED_DIVISOR: u64 = 4;
+
+/// A chunk of an object. Ordered by registration, so that those of a shuffle are a range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(in crate::tiers::object) struct ChunkKey {
+    pub(in crate::tiers::object) incarnation: u64,
+    pub(in crate::tiers::object) segment: u32,
+    pub(in crate::tiers::object) number: u32,
+}
+
+impl ChunkKey {
+    /// Where it begins in its object.
+    pub(in crate::tiers::object) fn start(&self) -> u64 {
+        u64::from(self.number) * CHUNK_BYTES
+    }
+}
+
+/// Places in the file of one directory.
+#[derive(Debug)]
+pub(super) struct Places {
+    state: Mutex<Free>,
+    max: u32,
+}
+
+#[derive(Debug)]
+struct Free {
+    /// Those that were taken and came back.
+    returned: Vec<u32>,
+    /// The first that was never taken.
+    next: u32,
+}
+
+impl Places {
+    pub(super) fn new(max: u32) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(Free { returned: Vec::new(), next: 0 }), max })
+    }
+
+    fn free(&self) -> u32 {
+        let state = self.state.lock();
+        self.max - state.next + u32::try_from(state.returned.len()).unwrap_or(0)
+    }
+
+    fn take(self: &Arc<Self>, directory: usize) -> Option<Slot> {
+        let number = {
+            let mut state = self.state.lock();
+            let fresh = (state.next < self.max).then_some(state.next);
+            let number = state.returned.pop().or(fresh)?;
+            state.next = state.next.max(number + 1);
+            number
+        };
+        Some(Slot { directory, number, places: Arc::clone(self), is_abandoned: AtomicBool::new(false) })
+    }
+}
+
+/// A place that is taken; free again when this is dropped.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) directory: usize,
+    number: u32,
+    places: Arc<Places>,
+    is_abandoned: AtomicBool,
+}
+
+impl Slot {
+    /// Where it begins in its file.
+    pub(super) fn start(&self) -> u64 {
+        u64::from(self.number) * CHUNK_BYTES
+    }
+
+    /// Nobody gets it any more: a write that was given up may still arrive.
+    pub(super) fn abandon(&self) {
+        self.is_abandoned.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if !self.is_abandoned.load(Ordering::Relaxed) {
+            self.places.state.lock().returned.push(self.number);
+        }
+    }
+}
+
+/// A chunk that is there or on its way.
+#[derive(Debug, Clone)]
+pub(super) struct Held {
+    pub(super) slot: Arc<Slot>,
+    pub(super) flight: Arc<Flight>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    held: Held,
+    used_at: u64,
+    _charge: Charge,
+}
+
+/// What is to be done about a chunk that is wanted.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// It is there or on its way.
+    Known(Held),
+    /// It has a slot now; who asked fetches it.
+    Fetch(Held),
+    /// It gets none.
+    Not,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Slots {
+    places: Vec<Arc<Places>>,
+    entries: BTreeMap<ChunkKey, Entry>,
+    by_use: BTreeMap<u64, ChunkKey>,
+    uses: u64,
+    wanted: LruCache<ChunkKey, ()>,
+    heap: Budget,
+}
+
+impl Slots {
+    pub(super) fn new(places: Vec<Arc<Places>>, heap: &Budget) -> Self {
+        Self {
+            places,
+            entries: BTreeMap::new(),
+            by_use: BTreeMap::new(),
+            uses: 0,
+            wanted: LruCache::new(WANTED_MAX),
+            heap: heap.clone(),
+        }
+    }
+
+    /// Looks for a chunk of which `bytes` are wanted, and gives it a slot of a directory that works if it is worth one.
+    pub(super) fn find(&mut self, key: ChunkKey, bytes: u64, works: impl Fn(usize) -> bool) -> Found {
+        self.uses += 1;
+        // Of one that was not fetched the next one who wants it tries again.
+        if self.entries.get(&key).is_some_and(|entry| entry.held.flight.has_failed()) {
+            self.remove(&key);
+        }
+        if let Some(entry) = self.entries.get_mut(&key) {
+            self.by_use.remove(&entry.used_at);
+            entry.used_at = self.uses;
+            self.by_use.insert(self.uses, key);
+            return Found::Known(entry.held.clone());
+        }
+        let is_worth_it = bytes >= CHUNK_BYTES / WANTED_DIVISOR || self.wanted.contains(&key);
+        let slot = match self.take(&works) {
+            Some(slot) => Some(slot),
+            None if is_worth_it && self.make_room(&works) => self.take(&works),
+            None => None,
+        };
+        let Some(slot) = slot else {
+            self.wanted.put(key, ());
+            return Found::Not;
+        };
+        self.wanted.pop(&key);
+        let held = Held { slot: Arc::new(slot), flight: Arc::new(Flight::default()) };
+        let _charge = self.heap.force_charge(ENTRY_BYTES);
+        self.entries.insert(key, Entry { held: held.clone(), used_at: self.uses, _charge });
+        self.by_use.insert(self.uses, key);
+        Found::Fetch(held)
+    }
+
+    /// Of the directories that work the one with the most room.
+    fn take(&self, works: &impl Fn(usize) -> bool) -> Option<Slot> {
+        let usable = self.places.iter().enumerate().filter(|(number, _)| works(*number));
+        let (number, places) = usable.max_by_key(|(_, places)| places.free())?;
+        places.take(number)
+    }
+
+    fn make_room(&mut self, works: &impl Fn(usize) -> bool) -> bool {
+        let is_idle = |key: &&ChunkKey| {
+            let held = self.entries.get(key).map(|entry| &entry.held);
+            held.is_some_and(|held| Arc::strong_count(&held.slot) == 1 && works(held.slot.directory))
+        };
+        let idle = self.by_use.values().take(LOOKED_AT).find(is_idle).copied();
+        idle.is_some_and(|key| self.remove(&key))
+    }
+
+    /// Drops a chunk; whether there was one.
+    pub(super) fn remove(&mut self, key: &ChunkKey) -> bool {
+        let removed = self.entries.remove(key);
+        removed.is_some_and(|entry| self.by_use.remove(&entry.used_at).is_some())
+    }
+
+    /// Drops a chunk if it is the one that is held.
+    pub(super) fn remove_held(&mut self, key: &ChunkKey, held: &Held) {
+        let entry = self.entries.get(key);
+        if entry.is_some_and(|entry| Arc::ptr_eq(&entry.held.slot, &held.slot)) {
+            self.remove(key);
+        }
+    }
+
+    /// Drops the chunks of a registration.
+    pub(super) fn forget(&mut self, incarnation: u64) {
+        let key = |segment, number| ChunkKey { incarnation, segment, number };
+        let all = key(0, 0)..=key(u32::MAX, u32::MAX);
+        let keys: Vec<_> = self.entries.range(all).map(|(key, _)| *key).collect();
+        for key in &keys {
+            self.remove(key);
+        }
+    }
+
+    /// Drops all that a directory has.
+    pub(super) fn empty(&mut self, directory: usize) {
+        let of_it = |(_, entry): &(&ChunkKey, &Entry)| entry.held.slot.directory == directory;
+        let keys: Vec<_> = self.entries.iter().filter(of_it).map(|(key, _)| *key).collect();
+        for key in &keys {
+            self.remove(key);
+        }
+    }
+
+    /// Chunks in all.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(number: u32) -> ChunkKey {
+        ChunkKey { incarnation: 1, segment: number / 4, number }
+    }
+
+    fn slots(budget: &Budget, max: u32) -> Slots {
+        Slots::new(vec![Places::new(max / 2), Places::new(max - max / 2)], budget)
+    }
+
+    fn fetch(slots: &mut Slots, number: u32) -> Held {
+        match slots.find(key(number), CHUNK_BYTES, |_| true) {
+            Found::Fetch(held) => held,
+            other => panic!("{number}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_least_recently_used_leaves_and_what_is_read_stays() {
+        let budget = Budget::new(u64::MAX);
+        let mut slots = slots(&budget, 4);
+        let read = fetch(&mut slots, 0);
+        (1..4).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)));
+        drop(fetch(&mut slots, 4));
+        assert!(matches!(slots.find(key(1), 1, |_| true), Found::Known(_)), "2 has left for it");
+        assert!(matches!(slots.find(key(0), 1, |_| true), Found::Known(_)), "it is read");
+        assert_eq!(budget.used(), 4 * ENTRY_BYTES);
+        slots.forget(1);
+        assert_eq!((slots.len(), budget.used()), (0, 0));
+        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
+        assert_eq!(places, 3, "one is still read");
+        drop(read);
+        let places: u32 = slots.places.iter().map(|places| places.free()).sum();
+        assert_eq!(places, 4);
+    }
+
+    #[test]
+    fn where_one_has_to_leave_a_chunk_must_be_worth_it() {
+        let mut slots = slots(&Budget::new(u64::MAX), 2);
+        (0..2).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Not), "a bit of it, for the first time");
+        assert!(matches!(slots.find(key(5), 1000, |_| true), Found::Fetch(_)), "and for the second");
+        assert!(matches!(slots.find(key(6), CHUNK_BYTES / 4, |_| true), Found::Fetch(_)), "much of it");
+    }
+
+    #[test]
+    fn a_directory_that_fails_gets_nothing_and_loses_all() {
+        let mut slots = slots(&Budget::new(u64::MAX), 4);
+        let first = fetch(&mut slots, 0);
+        let failing = first.slot.directory;
+        slots.empty(failing);
+        first.slot.abandon();
+        drop(first);
+        let works = |directory| directory != failing;
+        for number in 1..6 {
+            match slots.find(key(number), CHUNK_BYTES, works) {
+                Found::Fetch(held) => assert_ne!(held.slot.directory, failing),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!((slots.len(), slots.places[failing].free()), (2, 1), "a write may still arrive in one");
+    }
+
+    proptest! {
+        #[test]
+        fn no_slot_has_two_chunks_and_none_is_lost(
+            steps in prop::collection::vec((0u32..12, 0u8..5, any::<prop::sample::Index>()), 1..150),
+        ) {
+            let budget = Budget::new(u64::MAX);
+            let mut slots = slots(&budget, 5);
+            let mut held: Vec<(u32, Held)> = Vec::new();
+            for (number, what, at) in steps {
+                match what {
+                    0 if !held.is_empty() => drop(held.swap_remove(at.index(held.len()))),
+                    1 => {
+                        slots.remove(&key(number));
+                    }
+                    _ => match slots.find(key(number), CHUNK_BYTES, |_| true) {
+                        Found::Known(it) | Found::Fetch(it) => held.push((number, it)),
+                        Found::Not => {}
+                    },
+                }
+                let place = |it: &Held| (it.slot.directory, it.slot.number);
+                for (number, it) in &held {
+                    let others = held.iter().filter(|(other, that)| other != number && place(that) == place(it));
+                    prop_assert_eq!(others.count(), 0);
+                }
+                prop_assert_eq!(slots.by_use.len(), slots.len());
+                prop_assert_eq!(budget.used(), slots.len() as u64 * ENTRY_BYTES);
+            }
+            drop(held);
+            slots.forget(1);
+            prop_assert_eq!(slots.places.iter().map(|places| places.free()).sum::<u32>(), 5);
+        }
+    }
+}

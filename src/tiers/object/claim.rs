@@ -1,0 +1,154 @@
+//! The claim of a worker's prefix: an object that says which process writes there.
+//!
+//! A start replaces it, so the newest process has the prefix: that of an upgrade, of a start after a crash, on whatever
+//! machine. One that finds another's claim has lost the prefix: it acknowledges, writes and deletes nothing there any
+//! more, says so by name, and goes on to serve what it knows. It looks after a page of metadata was written and before
+//! that is acknowledged, before anything is deleted, and now and then. Since a start claims before it looks what is
+//! there, everything that was ever acknowledged is found by it. Where the store knows conditions (If-Match,
+//! If-None-Match), of two processes that start at once one is refused.
+
+use std::sync::OnceLock;
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{Error, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode, UpdateVersion};
+use uuid::Uuid;
+
+use super::client::{Failure, Refusal};
+use super::condition::failed;
+use super::layout::path_of;
+use crate::tiers::{StoreError, StoreErrorKind};
+
+/// Below the worker's prefix. No application has such a part of a key.
+pub const CLAIM: &str = "!claim";
+/// First line of a claim: format and version.
+const CLAIM_HEAD: &str = "uniffle-worker object store 1";
+
+/// The key of the claim of the prefix `root`.
+#[must_use]
+pub fn claim_key(root: &str) -> String {
+    format!("{root}/{CLAIM}")
+}
+
+/// This process's claim.
+#[derive(Debug)]
+pub(super) struct Claim {
+    key: String,
+    text: String,
+    /// Whose it is, if it is not ours any more.
+    lost: OnceLock<String>,
+}
+
+/// What is in the claim's place.
+enum Found {
+    Nothing,
+    Ours,
+    Another(String, UpdateVersion),
+}
+
+impl Claim {
+    /// Takes the prefix `root` over from the process that had it.
+    ///
+    /// # Errors
+    /// The store's, or another process took it at the same moment.
+    pub(super) async fn take(store: &dyn ObjectStore, root: &str) -> Result<Self, StoreError> {
+        let claim = Self { key: claim_key(root), text: text(), lost: OnceLock::new() };
+        let mode = match claim.find(store).await? {
+            Found::Another(_, version) if version.e_tag.is_some() => PutMode::Update(version),
+            Found::Another(..) => PutMode::Overwrite,
+            Found::Nothing | Found::Ours => PutMode::Create,
+        };
+        claim.put(store, mode).await?;
+        Ok(claim)
+    }
+
+    /// Nothing that was written before can be missing in what another process has found at its start.
+    ///
+    /// # Errors
+    /// The store's, or another process has the prefix.
+    pub(super) async fn require(&self, store: &dyn ObjectStore) -> Result<(), StoreError> {
+        if let Some(holder) = self.lost.get() {
+            return Err(self.in_use(holder));
+        }
+        match self.find(store).await? {
+            Found::Ours => Ok(()),
+            // A rule of the bucket may delete what is old.
+            Found::Nothing => self.put(store, PutMode::Create).await,
+            Found::Another(holder, _) => {
+                let error = self.in_use(&holder);
+                if self.lost.set(holder).is_ok() {
+                    tracing::error!(%error, "another process has claimed this worker's prefix, nothing is written any more");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether another process has the prefix, as far as was looked.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
+    }
+
+    fn in_use(&self, holder: &str) -> StoreError {
+        StoreError::remote(StoreErrorKind::InUse, &self.key, format!("claimed by {holder}"))
+    }
+
+    fn path(&self) -> Path {
+        path_of(&self.key)
+    }
+
+    async fn find(&self, store: &dyn ObjectStore) -> Result<Found, StoreError> {
+        let got = async {
+            let answer = store.get_opts(&self.path(), GetOptions::default()).await?;
+            let version =
+                UpdateVersion { e_tag: answer.meta.e_tag.clone(), version: answer.meta.version.clone() };
+            Ok((answer.bytes().await?, version))
+        };
+        match got.await {
+            Ok((bytes, _)) if bytes == self.text => Ok(Found::Ours),
+            Ok((bytes, version)) => Ok(Found::Another(holder_of(&bytes), version)),
+            Err(Error::NotFound { .. }) => Ok(Found::Nothing),
+            Err(error) => Err(failed(&self.key, &error)),
+        }
+    }
+
+    async fn put(&self, store: &dyn ObjectStore, mode: PutMode) -> Result<(), StoreError> {
+        let bytes = Bytes::from(self.text.clone());
+        let path = self.path();
+        let error = match store.put_opts(&path, bytes.clone().into(), mode.into()).await {
+            Ok(_) => return Ok(()),
+            Err(error) => error,
+        };
+        let knows_no_conditions = matches!(error, Error::NotImplemented { .. } | Error::NotSupported { .. })
+            || Failure::of(&error) == Failure::Refused(Refusal::NotUnderstood);
+        if knows_no_conditions {
+            let put = store.put(&path, bytes.into()).await;
+            return put.map(drop).map_err(|error| failed(&self.key, &error));
+        }
+        // The answer to an attempt that was carried out may have been lost.
+        match self.find(store).await? {
+            Found::Ours => Ok(()),
+            Found::Another(holder, _) if is_condition(&error) => Err(self.in_use(&holder)),
+            Found::Another(..) | Found::Nothing => Err(failed(&self.key, &error)),
+        }
+    }
+}
+
+fn is_condition(error: &Error) -> bool {
+    matches!(error, Error::AlreadyExists { .. } | Error::Precondition { .. })
+}
+
+/// A claim that no other process makes.
+fn text() -> String {
+    let uname = rustix::system::uname();
+    let (token, host, pid) = (Uuid::new_v4(), uname.nodename().to_string_lossy(), std::process::id());
+    format!("{CLAIM_HEAD}\n{token}\nprocess {pid} on {host}\n")
+}
+
+/// Whom a claim names, shortened: anybody may have written it.
+fn holder_of(claim: &[u8]) -> String {
+    const SHOWN_CHARS_MAX: usize = 200;
+    let text = String::from_utf8_lossy(claim);
+    let line = text.lines().nth(2).unwrap_or("one that is not named");
+    line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN_CHARS_MAX).collect()
+}

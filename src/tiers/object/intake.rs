@@ -1,0 +1,77 @@
+//! What is moved here from local disks: a registration that takes extents whose place in their streams is known, and what
+//! its shuffle says, from those who have both.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::future::join_all;
+
+use super::core::Core;
+use super::page::Noted;
+use super::shuffle::Shuffle;
+use super::upload::{MOVED_PARTS_IN_FLIGHT, Source, one_from};
+use crate::tiers::StoreError;
+use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
+use uniffle_wire::types::{PartitionId, ShuffleKey};
+
+/// A registration that an earlier process left, as those see it who have its other half.
+#[derive(Debug, Clone)]
+pub struct Bound {
+    /// The shuffle.
+    pub key: ShuffleKey,
+    /// By which number local disks knew the registration last, if any did.
+    pub local: Option<u64>,
+    /// Whether all is here that it had said on local disks.
+    pub is_whole: bool,
+    /// Its registrations, as they stand in the metadata log.
+    pub registrations: Vec<Bytes>,
+    /// Its number here.
+    pub incarnation: u64,
+}
+
+/// One registration. Clones are the same.
+#[derive(Debug, Clone)]
+pub struct Uploads {
+    pub(super) core: Arc<Core>,
+    pub(super) shuffle: Arc<Shuffle>,
+}
+
+impl Uploads {
+    /// Where a partition's stream ends in the store.
+    #[must_use]
+    pub fn end(&self, partition: PartitionId) -> u64 {
+        self.shuffle.stream_bytes(partition)
+    }
+
+    /// Where those of all partitions do.
+    #[must_use]
+    pub fn ends(&self) -> HashMap<PartitionId, u64> {
+        self.shuffle.ends()
+    }
+
+    /// Brings up one object of what `source` has; its payload, or none when there is nothing. When this returns it can be
+    /// read from the store.
+    ///
+    /// # Errors
+    /// The source's or the store's: nothing of it counts then.
+    pub async fn take(&self, source: &mut dyn Source) -> Result<Option<u64>, StoreError> {
+        one_from(&self.core, &self.shuffle, source).await
+    }
+
+    /// When this returns `Ok` all of it outlives this machine.
+    ///
+    /// # Errors
+    /// `Purged`, `InvalidBatch` when one is too long, or why the store has not taken them.
+    pub async fn note(&self, noted: &[Noted]) -> Result<(), StoreError> {
+        let notes = noted.iter().map(|noted| self.shuffle.notes.append(&self.core, noted));
+        join_all(notes.collect::<Vec<_>>()).await.into_iter().collect()
+    }
+
+    /// Memory that [`Uploads::take`] holds at most beside records: parts on their way, one that fills, and a chunk that is read.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        let part = self.core.settings.part_bytes as u64;
+        (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64
+    }
+}

@@ -1,0 +1,177 @@
+//! Where the bytes of a read come from: chunks of the cache, or the store.
+//!
+//! A reader first waits for what it needs of the cache, then for its turn, then for memory.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
+use super::core::Core;
+use super::fetch::{self, Part};
+use super::shuffle::Shuffle;
+use super::turns::Turn;
+use crate::tiers::StoreError;
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_io::{ReadBuffer, ReadBuffers};
+
+/// How far ahead of a reader chunks are brought into the cache.
+pub(super) const AHEAD_BYTES: u64 = 8 << 20;
+
+/// Parts of objects that are read together, each from where it is.
+#[derive(Debug)]
+pub(super) struct Located {
+    parts: Vec<Part>,
+    cached: Vec<CachedPart>,
+    /// Those that are not in the cache.
+    stored: Vec<Part>,
+}
+
+/// A part of an object within one chunk.
+struct Piece {
+    key: ChunkKey,
+    part: Part,
+}
+
+fn pieces<'a>(shuffle: &'a Shuffle, parts: &'a [Part]) -> impl Iterator<Item = Piece> + 'a {
+    let incarnation = shuffle.name.incarnation;
+    parts.iter().flat_map(move |part| {
+        let mut part = part.clone();
+        std::iter::from_fn(move || {
+            if part.range.is_empty() {
+                return None;
+            }
+            let number = u32::try_from(part.offset / CHUNK_BYTES).unwrap_or(u32::MAX);
+            let left = usize::try_from(CHUNK_BYTES - part.offset % CHUNK_BYTES).unwrap_or(usize::MAX);
+            let head = part.split_to(left.min(part.range.len()));
+            Some(Piece { key: ChunkKey { incarnation, segment: part.segment, number }, part: head })
+        })
+    })
+}
+
+/// Finds `parts`, waiting for what is on its way into the cache, and that of `others`, which are read soon.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn locate(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    parts: Vec<Part>,
+    others: &[Part],
+) -> Result<Located, StoreError> {
+    if core.cache.is_none() {
+        return Ok(Located::stored(parts));
+    }
+    let mut wanted: BTreeMap<ChunkKey, u64> = BTreeMap::new();
+    for piece in pieces(shuffle, &parts).chain(pieces(shuffle, others)) {
+        *wanted.entry(piece.key).or_default() += piece.part.range.len() as u64;
+    }
+    // All begin before one is waited for.
+    let begun: Vec<_> =
+        wanted.into_iter().map(|(key, bytes)| (key, cache::begin(core, shuffle, key, bytes))).collect();
+    let mut ready = BTreeMap::new();
+    for (key, pinned) in begun {
+        let Some(pinned) = pinned else { continue };
+        if let Some(bytes) = pinned.ready(&shuffle.segment_key(key.segment)).await? {
+            ready.insert(key, (Arc::new(pinned), bytes));
+        }
+    }
+    let (mut cached, mut stored) = (Vec::new(), Vec::new());
+    for Piece { key, part } in pieces(shuffle, &parts) {
+        let offset = part.offset - key.start();
+        let end = offset + part.range.len() as u64;
+        match ready.get(&key).filter(|(_, bytes)| end <= *bytes) {
+            Some((pinned, _)) => {
+                cached.push(CachedPart { pinned: Arc::clone(pinned), offset, range: part.range });
+            }
+            None => fetch::push(&mut stored, part),
+        }
+    }
+    Ok(Located { parts, cached, stored })
+}
+
+/// Begins to bring `parts` into the cache, as far as it has time for them. Waits for nothing.
+pub(super) fn begin_ahead(core: &Arc<Core>, shuffle: &Arc<Shuffle>, parts: &[Part]) {
+    let Some(cache) = &core.cache else { return };
+    let (mut bytes, mut begun) = (0, None);
+    for piece in pieces(shuffle, parts) {
+        bytes += piece.part.range.len() as u64;
+        if bytes > AHEAD_BYTES || !cache.has_time() {
+            break;
+        }
+        if begun.replace(piece.key) != Some(piece.key) {
+            cache::begin(core, shuffle, piece.key, piece.part.range.len() as u64);
+        }
+    }
+}
+
+impl Located {
+    /// All of the store, whatever the cache has.
+    pub(super) fn stored(parts: Vec<Part>) -> Self {
+        Self { stored: parts.clone(), cached: Vec::new(), parts }
+    }
+
+    /// Waits for the turn of the shuffle's application for a buffer of `bytes`, and for what `beside` it is held.
+    pub(super) async fn turn(&self, core: &Core, shuffle: &Shuffle, bytes: usize, beside: usize) -> Turn {
+        let (is_cached, app) = (self.stored.is_empty(), &shuffle.name.key.app);
+        core.turns.take(is_cached, app, (bytes, beside), &core.extents).await
+    }
+
+    /// A buffer with the parts in it.
+    ///
+    /// # Errors
+    /// The store's.
+    pub(super) async fn read(
+        &self,
+        core: &Core,
+        shuffle: &Shuffle,
+        (len, buffers): (usize, &dyn ReadBuffers),
+    ) -> Result<Box<dyn ReadBuffer>, StoreError> {
+        let key_of = |number| shuffle.segment_key(number);
+        let mut buffer = buffers.acquire(len).await;
+        let mut stored = &self.stored;
+        if let Some(cache) = core.cache.as_ref().filter(|_| !self.cached.is_empty()) {
+            buffer = match cache.read(&core.metrics, buffer, &self.cached).await {
+                Ok(buffer) => buffer,
+                Err(_) => {
+                    // It is told already; the buffer may be with a disk that hangs.
+                    stored = &self.parts;
+                    buffers.acquire(len).await
+                }
+            };
+        }
+        let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
+        fetch::fill(core, key_of, stored, bytes).await?;
+        Ok(buffer)
+    }
+
+    /// The same once more, of the store.
+    pub(super) fn of_store(&self) -> Self {
+        Self::stored(self.parts.clone())
+    }
+
+    /// The same of the store, when what the cache had was not what was written; none when nothing was of the cache.
+    pub(super) fn of_store_instead(&self, core: &Core) -> Option<Self> {
+        let cache = core.cache.as_ref().filter(|_| !self.cached.is_empty())?;
+        cache.discard(&core.metrics, &self.cached);
+        Some(self.of_store())
+    }
+}
+
+/// A range of a segment as bytes of their own. For what is small.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn read(
+    core: &Arc<Core>,
+    shuffle: &Arc<Shuffle>,
+    segment: u32,
+    range: Range<u64>,
+) -> Result<Bytes, StoreError> {
+    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let part = Part { segment, offset: range.start, range: 0..len };
+    let located = locate(core, shuffle, vec![part], &[]).await?;
+    Ok(located.read(core, shuffle, (len, &HeapBuffers)).await?.freeze(len))
+}

@@ -1,0 +1,327 @@
+//! What readers ask the store for: with a cache on disks, with one that fails, and without.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures::future::join_all;
+use uniffle_io::Disk;
+use uniffle_testkit::eventually;
+use uniffle_testkit::fault::{self, FaultDisk, Faults, Operation, Rule};
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::object::cache::CHUNK_BYTES;
+use crate::tiers::object::claim::CLAIM;
+use crate::tiers::{Cause, StoreErrorKind};
+
+/// A worker with a cache of `chunks` on one disk.
+async fn cached(store: &FaultyObjects, disk: Arc<dyn Disk>, chunks: u64) -> Process {
+    let cache_bytes = chunks * CHUNK_BYTES;
+    Process::with(store, ObjectSettings { cache_disks: vec![disk], cache_bytes, ..settings() }).await.unwrap()
+}
+
+fn memory_disk() -> Arc<dyn Disk> {
+    Arc::new(MemoryDisk::new("/cache", None))
+}
+
+fn faulty_disk() -> (Arc<dyn Disk>, Faults) {
+    let faults = Faults::default();
+    (Arc::new(FaultDisk::new(memory_disk(), faults.clone())), faults)
+}
+
+impl Process {
+    fn gets(&self) -> usize {
+        let is_counted = |(call, key): &&(Call, String)| *call == Call::Get && !key.ends_with(CLAIM);
+        self.store.calls().iter().filter(is_counted).count()
+    }
+
+    async fn data(&self, partition: i32, range: (u64, u32)) -> Result<Vec<u8>, StoreError> {
+        all(self.tier.data(&key(1), PartitionId(partition), range)?.chunks).await
+    }
+
+    /// As many segments as `segments`, each with a block of 1000 bytes of partitions 0 and 1.
+    async fn filled(&self, segments: i64) -> Arc<dyn TierShuffle> {
+        let shuffle = self.register_noted(&key(1)).await;
+        for n in 0..segments {
+            shuffle.write(vec![extent(0, n..n + 1, 1000), extent(1, n..n + 1, 1000)].into()).await.unwrap();
+        }
+        shuffle
+    }
+}
+
+/// The bytes of blocks with these ids.
+fn bytes_of(ids: std::ops::Range<i64>, length: u32) -> Vec<u8> {
+    ids.flat_map(|id| content(id, length)).collect()
+}
+
+#[tokio::test]
+async fn what_one_reader_has_brought_others_read_without_a_request() {
+    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.filled(3).await;
+    assert_eq!(process.data(0, (0, 3000)).await.unwrap(), bytes_of(0..3, 1000));
+    assert_eq!(process.gets(), 3, "one for each segment");
+    for partition in [0, 1] {
+        assert_eq!(process.read(&key(1), partition).await.unwrap(), expected(0..3, 1000));
+        assert_eq!(process.data(partition, (500, 2000)).await.unwrap(), bytes_of(0..3, 1000)[500..2500]);
+    }
+    assert_eq!(process.gets(), 3, "another partition is in the same chunks");
+}
+
+#[tokio::test]
+async fn readers_who_want_a_chunk_at_once_share_a_request() {
+    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.filled(1).await;
+    process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+    let reads = join_all((0..10).map(|n| process.data(n % 2, (0, 1000))));
+    let others = async {
+        let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
+        eventually("one asks", is_held).await;
+        process.store.let_go();
+    };
+    let (read, ()) = futures::join!(reads, others);
+    read.into_iter().for_each(|read| assert_eq!(read.unwrap(), bytes_of(0..1, 1000)));
+    assert_eq!(process.gets(), 1);
+}
+
+#[tokio::test]
+async fn a_reader_of_a_chunk_that_fails_is_told_and_the_next_one_asks_anew() {
+    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.filled(1).await;
+    for fault in [Fault::Refuse, Fault::Cut] {
+        process.store.set(move |call, _| if call == Call::Get { fault } else { Fault::None });
+        let error = process.data(0, (0, 1000)).await.unwrap_err();
+        assert_eq!(error.kind, StoreErrorKind::Unhealthy, "{fault:?}: it is expected back");
+    }
+    process.store.heal();
+    assert_eq!(process.data(0, (0, 1000)).await.unwrap(), bytes_of(0..1, 1000));
+}
+
+#[tokio::test]
+async fn a_store_that_does_not_answer_delays_only_its_own_readers() {
+    for cache_bytes in [0, 2 * CHUNK_BYTES] {
+        let (memory, used) = (12 << 20, Arc::new(AtomicU64::new(0)));
+        let pool = CountedBuffers(Arc::clone(&used));
+        let settings = ObjectSettings {
+            segment_bytes: 1 << 20,
+            part_bytes: 2 << 20,
+            read_memory_bytes: memory,
+            cache_disks: vec![memory_disk()],
+            cache_bytes,
+            ..settings()
+        };
+        let process = Process::with(&FaultyObjects::default(), settings).await.unwrap();
+        let shuffle = process.register_noted(&key(1)).await;
+        for partition in [0, 1] {
+            shuffle.write(vec![extent(partition, 0..1, 1 << 20)].into()).await.unwrap();
+        }
+        process.data(0, (0, 1 << 20)).await.unwrap();
+        process.store.set(|call, _| if call == Call::Get { Fault::Hold } else { Fault::None });
+        let read = |partition| {
+            let mut read = process.tier.data(&key(1), PartitionId(partition), (0, 1 << 20)).unwrap().chunks;
+            let pool = &pool;
+            async move { read.next_chunk(pool).await.unwrap().unwrap().len() }
+        };
+        let mut waiting: Vec<_> = (0..20).map(|_| Box::pin(read(1))).collect();
+        for reader in &mut waiting {
+            assert!(futures::poll!(reader).is_pending());
+        }
+        let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
+        eventually("some ask", is_held).await;
+        let held = used.load(Ordering::Relaxed);
+        assert!(held <= memory / 3, "{held} bytes");
+        if cache_bytes > 0 {
+            assert_eq!(read(0).await, 1 << 20, "it is in the cache");
+            let held = (process.store.held(), used.load(Ordering::Relaxed));
+            assert_eq!(held, (1, 0), "who waits for a chunk holds nothing");
+        }
+        process.store.heal();
+        for reader in waiting {
+            assert_eq!(reader.await, 1 << 20);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_fails_costs_a_request_and_no_reader_fails() {
+    for operation in [Operation::Write, Operation::Read] {
+        for fault in [fault::Fault::Errno(fault::EIO), fault::Fault::Hang] {
+            let (disk, faults) = faulty_disk();
+            let process = cached(&FaultyObjects::default(), disk, 8).await;
+            process.filled(2).await;
+            faults.add(Rule::once(operation, fault));
+            let read = process.data(0, (0, 2000)).await;
+            assert_eq!(read.unwrap(), bytes_of(0..2, 1000), "{operation:?} {fault:?}");
+            let before = process.gets();
+            process.data(0, (0, 1000)).await.unwrap();
+            assert_eq!(process.gets(), before + 1, "{operation:?} {fault:?}: it is left alone");
+            faults.release().await;
+            tokio::time::advance(Duration::from_secs(61)).await;
+            for _ in 0..2 {
+                assert_eq!(process.data(0, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+            }
+            assert_eq!(process.gets(), before + 3, "{operation:?} {fault:?}: and then it is not");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_cache_that_cannot_be_opened_is_none() {
+    let (disk, faults) = faulty_disk();
+    faults.add(Rule::always(Operation::OpenWrite, fault::Fault::Errno(fault::EACCES)));
+    let process = cached(&FaultyObjects::default(), disk, 8).await;
+    process.filled(2).await;
+    assert_eq!(process.read(&key(1), 0).await.unwrap(), expected(0..2, 1000));
+}
+
+#[tokio::test]
+async fn other_bytes_than_were_written_are_read_of_the_store_and_not_believed_again() {
+    let (disk, faults) = faulty_disk();
+    let process = cached(&FaultyObjects::default(), disk, 8).await;
+    process.filled(1).await;
+    process.data(0, (0, 1000)).await.unwrap();
+    faults.add(Rule::once(Operation::Read, fault::Fault::Flip));
+    assert_eq!(process.data(0, (0, 1000)).await.unwrap(), bytes_of(0..1, 1000));
+    assert_eq!(process.gets(), 2, "instead of the cache");
+    process.data(0, (0, 1000)).await.unwrap();
+    process.data(0, (0, 1000)).await.unwrap();
+    assert_eq!(process.gets(), 3, "it was brought anew");
+}
+
+#[tokio::test]
+async fn an_index_of_the_cache_with_other_bytes_is_read_of_the_store() {
+    let (disk, faults) = faulty_disk();
+    let store = FaultyObjects::default();
+    let process = cached(&store, disk, 8).await;
+    process.filled(2).await;
+    let before = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+    process.kill().await;
+    // Another process, which has no records in memory.
+    let (disk, faults_now) = faulty_disk();
+    drop(faults);
+    let settings = ObjectSettings {
+        cache_disks: vec![disk],
+        cache_bytes: 8 * CHUNK_BYTES,
+        index_cache_bytes: 0,
+        ..settings()
+    };
+    let process = Process::with(&store, settings).await.unwrap();
+    for _ in 0..2 {
+        faults_now.add(Rule::once(Operation::Read, fault::Fault::Flip));
+        let index = all(process.tier.index(&key(1), PartitionId(0)).unwrap().chunks).await.unwrap();
+        assert_eq!(index, before);
+        assert_eq!(process.data(1, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+    }
+}
+
+#[tokio::test]
+async fn nothing_of_a_cache_outlives_its_shuffles_or_its_process() {
+    let store = FaultyObjects::default();
+    let disk = MemoryDisk::new("/cache", None);
+    let process = cached(&store, Arc::new(disk.clone()), 8).await;
+    process.filled(2).await;
+    process.data(0, (0, 2000)).await.unwrap();
+    assert_eq!(process.tier.cached_bytes(), 2 * CHUNK_BYTES);
+    assert_eq!(disk.files(), Vec::<PathBuf>::new(), "its file has no name");
+    process.purge(&key(1), Purge::App(Cause::Unregistered)).await;
+    assert_eq!((process.tier.cached_bytes(), process.extents.used()), (0, 0));
+
+    process.filled(2).await;
+    let left = Path::new("uniffle-worker.cache.left");
+    disk.create_dir_all(left).await.unwrap();
+    disk.put(&left.join("slots"), Some(vec![1]));
+    process.kill().await;
+    let process = cached(&store, Arc::new(disk.clone()), 8).await;
+    assert_eq!((disk.files(), process.tier.cached_bytes()), (Vec::new(), 0));
+    assert_eq!(process.data(0, (0, 2000)).await.unwrap(), bytes_of(0..2, 1000));
+}
+
+#[tokio::test]
+async fn a_reader_has_what_follows_brought_while_it_reads() {
+    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.filled(5).await;
+    let before = process.gets();
+    let mut read = process.tier.data(&key(1), PartitionId(0), (0, 5000)).unwrap().chunks;
+    let small = SmallBuffers(1000);
+    assert_eq!(read.next_chunk(&small).await.unwrap().unwrap().len(), 1000);
+    let brought = || match process.gets() - before {
+        5 => Ok(()),
+        gets => Err(format!("{gets} of 5")),
+    };
+    eventually("all that is asked for is brought", brought).await;
+}
+
+#[tokio::test]
+async fn a_hint_brings_what_is_hinted_and_no_more() {
+    let process = cached(&FaultyObjects::default(), memory_disk(), 8).await;
+    process.filled(3).await;
+    process.tier.hint(&key(1), PartitionId(0), &[1000..2000, 90_000..100_000]);
+    let brought = || if process.gets() == 1 { Ok(()) } else { Err(String::new()) };
+    eventually("it is brought", brought).await;
+    assert_eq!(process.data(0, (1000, 1000)).await.unwrap(), bytes_of(1..2, 1000));
+    assert_eq!(process.gets(), 1);
+}
+
+/// Buffers that count their bytes until they are given away.
+struct CountedBuffers(Arc<AtomicU64>);
+
+struct CountedBuffer {
+    bytes: Vec<u8>,
+    used: Arc<AtomicU64>,
+}
+
+impl uniffle_io::ReadBuffers for CountedBuffers {
+    fn acquire(&self, len: usize) -> uniffle_io::BoxFuture<'_, Box<dyn uniffle_io::ReadBuffer>> {
+        self.0.fetch_add(len as u64, Ordering::Relaxed);
+        let buffer = CountedBuffer { bytes: vec![0; len], used: Arc::clone(&self.0) };
+        Box::pin(std::future::ready(Box::new(buffer) as Box<dyn uniffle_io::ReadBuffer>))
+    }
+}
+
+impl uniffle_io::ReadBuffer for CountedBuffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
+    fn freeze(mut self: Box<Self>, len: usize) -> Bytes {
+        self.used.fetch_sub(self.bytes.len() as u64, Ordering::Relaxed);
+        Bytes::from(std::mem::take(&mut self.bytes)).slice(..len)
+    }
+}
+
+/// Chunks of a few bytes.
+struct SmallBuffers(usize);
+
+impl uniffle_io::ReadBuffers for SmallBuffers {
+    fn acquire(&self, len: usize) -> uniffle_io::BoxFuture<'_, Box<dyn uniffle_io::ReadBuffer>> {
+        HeapBuffers.acquire(len)
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        self.0
+    }
+}
+
+#[tokio::test]
+async fn without_a_cache_extents_that_lie_close_together_are_one_request() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register_noted(&key(1)).await;
+    let extents = (0..6).flat_map(|n| [extent(0, n..n + 1, 100), extent(1, n..n + 1, 2000)]);
+    // A batch has one extent of a partition: these share a segment.
+    let begins = |call| matches!(call, Call::Put | Call::Begin);
+    process.store.set(move |call, _| if begins(call) { Fault::Hold } else { Fault::None });
+    let writes = join_all(extents.map(|extent| shuffle.write(vec![extent].into())));
+    let others = async {
+        let is_held = || if process.store.held() > 0 { Ok(()) } else { Err(String::new()) };
+        eventually("the first goes up", is_held).await;
+        process.store.heal();
+    };
+    let (written, ()) = futures::join!(writes, others);
+    written.into_iter().for_each(|write| write.unwrap());
+    let found = segments(&process.store).await.len();
+    assert!(found <= 3, "{found}");
+    let before = process.gets();
+    assert_eq!(process.data(0, (0, 600)).await.unwrap().len(), 600);
+    assert_eq!(process.gets() - before, found, "one for each segment, however many extents");
+}

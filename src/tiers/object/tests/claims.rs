@@ -1,0 +1,95 @@
+//! Two processes of one worker.
+
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+use crate::tiers::object::claim::claim_key;
+use crate::tiers::{Cause, StoreErrorKind};
+
+#[tokio::test(start_paused = true)]
+async fn a_process_whose_prefix_another_has_claimed_destroys_nothing() {
+    let older = Process::start(&FaultyObjects::default()).await;
+    let shuffle = older.register_noted(&key(1)).await;
+    shuffle.write(vec![extent(0, 0..3, 100)].into()).await.unwrap();
+    let newer = Process::start(&older.store).await;
+    assert_eq!(newer.tier.take_recovered().blocks, 3);
+    let before = older.store.snapshot().await;
+
+    let error = older.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap_err();
+    assert_eq!(error.kind, StoreErrorKind::InUse);
+    let text = error.to_string();
+    let names =
+        ["p/worker-1/!claim", "in use by another process", &format!("process {}", std::process::id())];
+    assert!(names.iter().all(|name| text.contains(name)), "{text}");
+    assert!(!shuffle.is_accepting());
+    assert!(older.tier.state().complaint.is_some_and(|text| text.contains("claimed")));
+    let refused = shuffle.write(vec![extent(0, 3..6, 100)].into()).await.unwrap_err();
+    assert_eq!(refused.kind, StoreErrorKind::InUse);
+    older.purge(&key(1), Purge::App(Cause::Expired)).await;
+
+    for (key, content) in before {
+        // The page that was not acknowledged.
+        let is_page = key.ends_with("m0000000001") || key.ends_with("c0000000001");
+        assert!(is_page || older.store.snapshot().await.get(&key) == Some(&content), "{key}");
+    }
+    assert_eq!(newer.read(&key(1), 0).await.unwrap(), expected(0..3, 100));
+    newer.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
+    assert!(newer.tier.state().complaint.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_purge_alone_notices_the_other_process_and_so_does_a_process_that_does_nothing() {
+    let older = Process::start(&FaultyObjects::default()).await;
+    older.register_noted(&key(1)).await;
+    let idle = Process::start(&older.store).await;
+    older.purge(&key(1), Purge::Shuffles).await;
+    assert_eq!(older.store.objects().await.len(), 2, "the page and its copy");
+    let newer = Process::start(&older.store).await;
+    let stopped = Box::pin(tokio::time::sleep(std::time::Duration::from_secs(60)));
+    Arc::clone(&idle.tier).maintain(stopped).await;
+    assert!(idle.tier.state().complaint.is_some());
+    let stopped = Box::pin(tokio::time::sleep(std::time::Duration::from_secs(60)));
+    Arc::clone(&newer.tier).maintain(stopped).await;
+    assert!(newer.tier.state().complaint.is_none());
+}
+
+#[tokio::test]
+async fn of_two_that_start_at_once_one_is_refused() {
+    let store = FaultyObjects::default();
+    for _ in 0..2 {
+        store.set(|call, _| if call == Call::Put { Fault::Hold } else { Fault::None });
+        let both = async { futures::join!(Process::try_start(&store), Process::try_start(&store)) };
+        let let_go = async {
+            uniffle_testkit::eventually("both are about to claim", || match store.held() {
+                2 => Ok(()),
+                held => Err(format!("{held}")),
+            })
+            .await;
+            store.heal();
+        };
+        let ((first, second), ()) = futures::join!(both, let_go);
+        let refused: Vec<_> = [first.err(), second.err()].into_iter().flatten().collect();
+        assert_eq!(refused.len(), 1, "{refused:?}");
+        assert_eq!(refused[0].kind, StoreErrorKind::InUse);
+    }
+}
+
+#[tokio::test]
+async fn a_claim_that_a_rule_of_the_bucket_deletes_is_put_back() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    process.register_noted(&key(1)).await;
+    process.store.remove(&claim_key("p/worker-1")).await;
+    process.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
+    let newer = Process::start(&process.store).await;
+    process.log(&key(1)).append(Bytes::from_static(b"too late")).await.unwrap_err();
+    newer.log(&key(1)).append(Bytes::from_static(b"report")).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_answer_to_a_claim_that_is_lost_is_no_other_process() {
+    let store = FaultyObjects::default();
+    store.set(|call, _| if call == Call::Put { Fault::LoseAnswer } else { Fault::None });
+    let process = Process::start(&store).await;
+    store.heal();
+    process.register_noted(&key(1)).await;
+}

@@ -1,0 +1,73 @@
+//! Whose turn it is to have memory for a read: readers of the store and readers of the cache have turns of their own, so a
+//! store that does not answer keeps no memory from what is in the cache. Applications that wait are served in turns.
+
+use std::sync::Arc;
+
+use crate::budget::places::{Places, Taken};
+use crate::budget::{Budget, Charge};
+use uniffle_wire::types::AppId;
+
+/// What turns are counted in.
+const UNIT_BYTES: usize = 4096;
+
+/// Of the memory for reads those of the store have this part, and those of the cache.
+const TURNS_DIVISOR: u64 = 3;
+
+/// The turns of readers.
+#[derive(Debug)]
+pub(super) struct Turns {
+    of_store: Arc<Places>,
+    of_cache: Arc<Places>,
+}
+
+/// A reader's turn, with what it holds beside its buffer.
+#[derive(Debug)]
+pub(super) struct Turn {
+    _taken: Taken,
+    _beside: Charge,
+}
+
+impl Turns {
+    pub(super) fn new(read_memory_bytes: u64) -> Self {
+        let share = usize::try_from(read_memory_bytes / TURNS_DIVISOR).unwrap_or(usize::MAX);
+        let places = || Places::new((share / UNIT_BYTES).max(1));
+        Self { of_store: places(), of_cache: places() }
+    }
+
+    /// Whether a reader of the store with so many bytes would have its turn at once.
+    pub(super) fn has_room(&self, bytes: usize) -> bool {
+        self.of_store.has_room(bytes.div_ceil(UNIT_BYTES))
+    }
+
+    /// Waits for a turn of `app` with a buffer of `bytes`, and for `beside` it, which is charged to `heap`.
+    pub(super) async fn take(
+        &self,
+        is_cached: bool,
+        app: &AppId,
+        (bytes, beside): (usize, usize),
+        heap: &Budget,
+    ) -> Turn {
+        let places = if is_cached { &self.of_cache } else { &self.of_store };
+        let _taken = places.take(app, (bytes + beside).div_ceil(UNIT_BYTES)).await;
+        Turn { _taken, _beside: heap.force_charge(beside as u64) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn readers_of_a_store_that_is_stuck_leave_memory_to_those_of_the_cache() {
+        let (turns, heap) = (Turns::new(3 << 20), Budget::new(u64::MAX));
+        let app = AppId::parse("app").unwrap();
+        let stuck = turns.take(false, &app, (900 << 10, 124 << 10), &heap).await;
+        assert!(!turns.has_room(1) && heap.used() == 124 << 10);
+        let mut next = Box::pin(turns.take(false, &app, (1, 0), &heap));
+        assert!(futures::poll!(&mut next).is_pending());
+        drop(turns.take(true, &app, (1 << 20, 0), &heap).await);
+        drop(stuck);
+        drop(next.await);
+        assert_eq!(heap.used(), 0);
+    }
+}

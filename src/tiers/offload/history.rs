@@ -1,0 +1,107 @@
+//! What a shuffle said before its first move is brought into the store.
+//!
+//! First what it says from now on goes to both; then what the disks' log has of it follows. So the store has all once that
+//! has ended, some of it perhaps twice, which says nothing new.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::shuffle::Shuffle;
+use super::tier::OffloadTier;
+use crate::durability::{Heard, LogError};
+use crate::tiers::object::{Noted, Uploads};
+use crate::tiers::{Purge, StoreError, StoreErrorKind, Tier as _};
+
+/// Records and bytes that are brought up together.
+const TOGETHER_MAX: usize = 256;
+const TOGETHER_BYTES_MAX: usize = 1 << 20;
+
+impl OffloadTier {
+    /// Makes sure that the store knows a shuffle and all that it said.
+    ///
+    /// # Errors
+    /// The store's, or that the metadata log cannot be read: then the store has nothing of the shuffle.
+    pub(super) async fn make_known(&self, shuffle: &Arc<Shuffle>) -> Result<Uploads, StoreError> {
+        let begun = {
+            let mut uploads = shuffle.uploads.write().await;
+            match &*uploads {
+                Some(uploads) if shuffle.is_known_there.load(Ordering::Acquire) => return Ok(uploads.clone()),
+                _ => {}
+            }
+            let begun = self.object.begin(&shuffle.key)?;
+            uploads.insert(begun).clone()
+        };
+        let told = self.tell_history(shuffle, &begun).await;
+        match told {
+            Ok(()) => {
+                shuffle.is_known_there.store(true, Ordering::Release);
+                Ok(begun)
+            }
+            Err(error) => {
+                *shuffle.uploads.write().await = None;
+                self.discard_object(&shuffle.key);
+                Err(error)
+            }
+        }
+    }
+
+    async fn tell_history(&self, shuffle: &Shuffle, uploads: &Uploads) -> Result<(), StoreError> {
+        uploads.note(&[Noted::Local(0)]).await?;
+        let mut source = 0;
+        loop {
+            match self.tell_from(shuffle, uploads, source).await? {
+                Ok(()) => break,
+                // What was told twice says nothing new.
+                Err(error) => {
+                    tracing::warn!(shuffle = %shuffle.key, %error, "the metadata log cannot be read here, it is read again");
+                    source += 1;
+                }
+            }
+        }
+        uploads.note(&[Noted::Local(shuffle.local.incarnation())]).await
+    }
+
+    /// Tells what one source of the log has; an error of the log in what is returned, others at once.
+    async fn tell_from(
+        &self,
+        shuffle: &Shuffle,
+        uploads: &Uploads,
+        source: usize,
+    ) -> Result<Result<(), LogError>, StoreError> {
+        let history = self.local.history(&shuffle.local).await?;
+        let unreadable = || StoreError::new(StoreErrorKind::Unhealthy, "the metadata log cannot be read");
+        let mut reader = history.read(source).ok_or_else(unreadable)?;
+        let (mut together, mut bytes) = (Vec::new(), 0);
+        loop {
+            let heard = match reader.next().await {
+                Ok(heard) => heard,
+                Err(error) => return Ok(Err(error)),
+            };
+            let is_over = heard.is_none();
+            match heard {
+                Some(Heard::Said(said)) => {
+                    bytes += said.len();
+                    together.push(Noted::Said(said));
+                }
+                Some(Heard::Incomplete(reason)) => together.push(Noted::Incomplete(reason)),
+                None => {}
+            }
+            if is_over || together.len() >= TOGETHER_MAX || bytes >= TOGETHER_BYTES_MAX {
+                uploads.note(&together).await?;
+                together.clear();
+                bytes = 0;
+            }
+            if is_over {
+                return Ok(Ok(()));
+            }
+        }
+    }
+
+    /// Deletes what the store has of a shuffle.
+    pub(super) fn discard_object(&self, key: &uniffle_wire::types::ShuffleKey) {
+        let deletion = Arc::clone(&self.object).forget(&key.app, std::slice::from_ref(key), Purge::Shuffles);
+        if let Some(deletion) = deletion {
+            self.tasks.spawn("object clean-up", deletion);
+        }
+    }
+}

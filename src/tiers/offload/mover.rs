@@ -1,0 +1,145 @@
+//! Moves what the policy says, one shuffle at a time, and says how far a drain is.
+//!
+//! A store that fails is left alone for a while, longer each time; the disks go on as without it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use super::policy::{self, DiskView, ShuffleView, Wanted};
+use super::shuffle::Shuffle;
+use super::tier::OffloadTier;
+use crate::metrics::clamped;
+use crate::tiers::{DiskInfo, Drained, StoreError, StoreErrorKind, TierUsage};
+
+/// Between two looks while nothing is to be moved or the store is left alone.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+impl OffloadTier {
+    /// Looks what is to be moved, and moves it.
+    pub(super) async fn keep_moving(&self) {
+        loop {
+            let has_moved = match self.next() {
+                Some((wanted, shuffle)) if self.object.is_worth_trying() => self.run(wanted, &shuffle).await,
+                _ => false,
+            };
+            if !has_moved {
+                tokio::select! {
+                    () = sleep(LOOK_INTERVAL) => {}
+                    () = self.wanted.notified() => {}
+                }
+            }
+        }
+    }
+
+    /// What is to be moved now.
+    pub(super) fn next(&self) -> Option<(Wanted, Arc<Shuffle>)> {
+        let relieved = self.look_at_disks();
+        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let is_draining = self.is_draining.load(Ordering::Acquire);
+        if !is_draining
+            && !relieved.contains(&true)
+            && shuffles.iter().all(|it| it.cold_bytes.load(Ordering::Relaxed) == 0)
+        {
+            return None;
+        }
+        let views: Vec<ShuffleView> = shuffles.iter().map(|shuffle| self.view(shuffle)).collect();
+        let wanted = policy::next(&views, &relieved, self.object.segment_bytes(), is_draining)?;
+        let (Wanted::Oldest(at) | Wanted::Cold(at)) = wanted;
+        Some((wanted, Arc::clone(&shuffles[at])))
+    }
+
+    fn look_at_disks(&self) -> Vec<bool> {
+        let mut relieved = self.relieved.lock();
+        let disks = self.local.disks();
+        relieved.resize(disks.len(), false);
+        let views: Vec<DiskView> =
+            disks.iter().zip(&*relieved).map(|(disk, was)| view_of(disk, *was)).collect();
+        *relieved = policy::relieved(&views, self.settings.watermarks);
+        self.metrics.disks_relieved.set(clamped(relieved.iter().filter(|it| **it).count()));
+        relieved.clone()
+    }
+
+    fn view(&self, shuffle: &Shuffle) -> ShuffleView {
+        let bytes = shuffle.local.usage().bytes;
+        let is_stuck = bytes == shuffle.stuck_at.load(Ordering::Relaxed);
+        ShuffleView {
+            age: shuffle.local.incarnation(),
+            on_disks: self.local.occupied(&shuffle.local),
+            movable_bytes: if is_stuck { 0 } else { bytes },
+            cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),
+            is_unknown: !shuffle.is_known_there.load(Ordering::Acquire),
+        }
+    }
+
+    /// Whether anything was moved, or made known.
+    async fn run(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> bool {
+        match self.move_some(wanted, shuffle).await {
+            Ok(has_moved) => has_moved,
+            Err(error) if error.kind == StoreErrorKind::Purged => true,
+            Err(error) => {
+                self.metrics.failures.inc();
+                tracing::warn!(shuffle = %shuffle.key, %error, "data was not moved to the object store, it stays on the disks");
+                false
+            }
+        }
+    }
+
+    /// Moves what is wanted of a shuffle; false if there was nothing that can be moved.
+    ///
+    /// # Errors
+    /// What a disk or the store says; what was moved before stays so.
+    pub(super) async fn move_some(&self, wanted: Wanted, shuffle: &Arc<Shuffle>) -> Result<bool, StoreError> {
+        let _turn = self.turn.lock().await;
+        let is_new = !shuffle.is_known_there.load(Ordering::Acquire);
+        let before = shuffle.local.usage().bytes;
+        let oldest = match wanted {
+            Wanted::Oldest(_) => self.local.oldest(&shuffle.local, self.settings.pass_bytes).await,
+            Wanted::Cold(_) => {
+                let cold = std::mem::take(&mut *shuffle.cold.lock());
+                shuffle.cold_bytes.store(0, Ordering::Relaxed);
+                self.local.all_of(&shuffle.local, |partition| cold.contains(&partition)).await
+            }
+        };
+        self.metrics.passes.inc();
+        let passed = self.pass(shuffle, oldest).await?;
+        if passed.bytes == 0 {
+            // Looked at again when there is more of it.
+            shuffle.stuck_at.store(before, Ordering::Relaxed);
+        } else {
+            let (bytes, objects) = (passed.bytes, passed.objects);
+            tracing::info!(shuffle = %shuffle.key, bytes, objects, "moved from local disks to the object store");
+        }
+        Ok(passed.bytes > 0 || is_new)
+    }
+
+    /// From now on everything is moved.
+    pub(super) fn begin_drain(&self) -> Drained {
+        self.is_draining.store(true, Ordering::Release);
+        self.wanted.notify_one();
+        self.how_far()
+    }
+
+    pub(super) fn how_far(&self) -> Drained {
+        let shuffles: Vec<Arc<Shuffle>> = self.shuffles.iter().map(|it| Arc::clone(&*it)).collect();
+        let mut drained = Drained::default();
+        for shuffle in &shuffles {
+            let TierUsage { bytes, .. } = shuffle.local.usage();
+            let is_stuck = bytes == shuffle.stuck_at.load(Ordering::Relaxed);
+            let is_unknown = !shuffle.is_known_there.load(Ordering::Acquire);
+            drained.shuffles_left += usize::from(is_unknown || (bytes > 0 && !is_stuck));
+            *if is_stuck { &mut drained.stuck_bytes } else { &mut drained.bytes_left } += bytes;
+        }
+        self.metrics.left_bytes.set(clamped(drained.bytes_left));
+        drained
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio for watermarks")]
+fn view_of(disk: &DiskInfo, is_relieved: bool) -> DiskView {
+    let used = disk.total_bytes.saturating_sub(disk.free_bytes);
+    let used_ratio = if disk.total_bytes == 0 { 0.0 } else { used as f64 / disk.total_bytes as f64 };
+    DiskView { used_ratio, is_full: disk.is_full(), is_relieved }
+}

@@ -1,0 +1,134 @@
+//! Moving of a shuffle: objects are made of runs of its partitions' streams, partition after partition, each read from the
+//! disks with its checksums checked. What an object has is released on the disks once the store has answered that it is whole.
+//!
+//! A pass holds one chunk that is read, and the parts of one object; both are charged before it begins.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+
+use super::shuffle::Shuffle;
+use super::tier::OffloadTier;
+use crate::budget::Charge;
+use crate::tiers::StoreError;
+use crate::tiers::local::{DataRead, Moving, Oldest};
+use crate::tiers::object::{Moved, Source, Uploads};
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_wire::index::RECORD_BYTES;
+use uniffle_wire::types::PartitionId;
+
+/// What a pass did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Passed {
+    /// Payload that is in the store now.
+    pub(super) bytes: u64,
+    pub(super) objects: u64,
+}
+
+impl OffloadTier {
+    /// Moves what was chosen of a shuffle.
+    ///
+    /// # Errors
+    /// What a disk or the store says; what was moved before stays so.
+    pub(super) async fn pass(&self, shuffle: &Arc<Shuffle>, oldest: Oldest) -> Result<Passed, StoreError> {
+        let uploads = self.make_known(shuffle).await?;
+        let mut passed = Passed::default();
+        let mut source = Runs {
+            charge: self.memory.force_charge(uploads.memory_bytes()),
+            records_bytes: 0,
+            moving: self.local.moving(&shuffle.local),
+            uploads: uploads.clone(),
+            left: oldest.ends.iter().copied().collect(),
+            at: None,
+            data: None,
+        };
+        // An earlier process, or a pass that was dropped, may have stopped before it released what it had moved.
+        self.release(shuffle, &uploads, &oldest).await;
+        while let Some(bytes) = uploads.take(&mut source).await? {
+            passed.bytes += bytes;
+            passed.objects += 1;
+            self.metrics.moved_bytes.inc_by(bytes);
+            source.give_records_back();
+            self.release(shuffle, &uploads, &oldest).await;
+        }
+        Ok(passed)
+    }
+
+    /// Gives up on the disks what the store has.
+    async fn release(&self, shuffle: &Shuffle, uploads: &Uploads, oldest: &Oldest) {
+        let ends = oldest.ends.iter().map(|(partition, _)| (*partition, uploads.end(*partition)));
+        match self.local.release(&shuffle.local, ends.collect::<Vec<_>>()).await {
+            Ok(bytes) => self.metrics.freed_bytes.inc_by(bytes),
+            Err(error) => {
+                tracing::warn!(shuffle = %shuffle.key, %error, "a file of which everything is in the object store stays for now");
+            }
+        }
+    }
+}
+
+/// The runs of chosen partitions, as objects are made of them.
+struct Runs {
+    /// For what is held of the present object.
+    charge: Charge,
+    /// Records of it, which stay until it ends.
+    records_bytes: u64,
+    moving: Moving,
+    uploads: Uploads,
+    /// Partitions and until where, the present one first.
+    left: VecDeque<(PartitionId, u64)>,
+    /// Where the next run of the present one begins, once it has begun.
+    at: Option<u64>,
+    data: Option<DataRead>,
+}
+
+impl Runs {
+    /// The object has ended.
+    fn give_records_back(&mut self) {
+        drop(self.charge.split_up_to(std::mem::take(&mut self.records_bytes)));
+    }
+
+    /// Where the next run of a partition begins; none where the store does not have all that stands before what the disks have.
+    fn begin(&self, partition: PartitionId) -> Option<u64> {
+        let there = self.uploads.end(partition);
+        (there >= self.moving.start(partition)).then_some(there)
+    }
+}
+
+impl Source for Runs {
+    fn next_extent(&mut self) -> BoxFuture<'_, Result<Option<Moved>, StoreError>> {
+        let next = async move {
+            while let Some((partition, end)) = self.left.front().copied() {
+                let at = self.at.or_else(|| self.begin(partition));
+                let run = at.and_then(|at| self.moving.next_run(partition, at, end));
+                let Some(run) = run else {
+                    self.left.pop_front();
+                    self.at = None;
+                    continue;
+                };
+                let bytes = u64::from(run.blocks) * RECORD_BYTES as u64;
+                self.charge.merge(self.charge.budget().force_charge(bytes));
+                self.records_bytes += bytes;
+                let records = self.moving.records(&run).await?;
+                self.data = Some(self.moving.data(&run)?);
+                self.at = Some(run.range.end);
+                let length = run.range.end - run.range.start;
+                return Ok(Some(Moved { partition, length, blocks: run.blocks, records }));
+            }
+            Ok(None)
+        };
+        next.boxed()
+    }
+
+    fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
+        let next = async move {
+            match &mut self.data {
+                Some(data) => data.next_chunk(&HeapBuffers).await,
+                None => Ok(None),
+            }
+        };
+        next.boxed()
+    }
+}

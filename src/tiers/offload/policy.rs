@@ -1,0 +1,140 @@
+//! Whether something is moved from the disks to the store, and of which shuffle. Pure: no clock, no I/O.
+//!
+//! A disk above the high watermark, or full, is relieved until it is below the low one: of the shuffles with data there the
+//! largest first, of those of about one size the oldest. Cold partitions are moved when there is an object's worth of them.
+//! While a worker is drained everything is moved, the oldest first.
+
+/// Shares of a disk's file system that are in use.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Watermarks {
+    /// Above this one it is relieved ...
+    pub high: f64,
+    /// ... until it is below this one.
+    pub low: f64,
+}
+
+/// A disk.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DiskView {
+    /// Share of its file system that is in use.
+    pub used_ratio: f64,
+    /// It takes no data for want of room.
+    pub is_full: bool,
+    /// It is being relieved.
+    pub is_relieved: bool,
+}
+
+/// A shuffle.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShuffleView {
+    /// Greater for one that was registered later.
+    pub age: u64,
+    /// Bytes of its files on each disk.
+    pub on_disks: Vec<u64>,
+    /// Bytes that can be moved.
+    pub movable_bytes: u64,
+    /// Bytes of cold partitions.
+    pub cold_bytes: u64,
+    /// The store does not know it.
+    pub is_unknown: bool,
+}
+
+/// What is to be moved of a shuffle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// Its oldest data.
+    Oldest(usize),
+    /// What its cold partitions have.
+    Cold(usize),
+}
+
+/// Which disks are relieved from now on.
+#[must_use]
+pub fn relieved(disks: &[DiskView], marks: Watermarks) -> Vec<bool> {
+    let is_relieved = |disk: &DiskView| {
+        let is_over = disk.used_ratio > if disk.is_relieved { marks.low } else { marks.high };
+        is_over || disk.is_full
+    };
+    disks.iter().map(is_relieved).collect()
+}
+
+/// What is moved next, by the places of `shuffles`; none when nothing is.
+#[must_use]
+pub fn next(
+    shuffles: &[ShuffleView],
+    relieved: &[bool],
+    object_bytes: u64,
+    is_draining: bool,
+) -> Option<Wanted> {
+    let all = || shuffles.iter().enumerate();
+    if is_draining {
+        let left = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
+        return left.min_by_key(|(_, it)| it.age).map(|(at, _)| Wanted::Oldest(at));
+    }
+    let in_the_way = |it: &ShuffleView| -> u64 {
+        let here = it.on_disks.iter().zip(relieved).filter(|(_, is_relieved)| **is_relieved);
+        here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
+    };
+    let largest = all().filter(|(_, it)| in_the_way(it) > 0);
+    let largest = largest.max_by_key(|(_, it)| (in_the_way(it).ilog2(), std::cmp::Reverse(it.age)));
+    let coldest = || {
+        let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
+        cold.max_by_key(|(_, it)| it.cold_bytes)
+    };
+    let largest = largest.map(|(at, _)| Wanted::Oldest(at));
+    largest.or_else(|| coldest().map(|(at, _)| Wanted::Cold(at)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MARKS: Watermarks = Watermarks { high: 0.6, low: 0.5 };
+
+    fn disk(used_ratio: f64, is_relieved: bool) -> DiskView {
+        DiskView { used_ratio, is_full: false, is_relieved }
+    }
+
+    fn shuffle(age: u64, on_disks: &[u64]) -> ShuffleView {
+        let movable_bytes = on_disks.iter().sum();
+        ShuffleView { age, on_disks: on_disks.to_vec(), movable_bytes, cold_bytes: 0, is_unknown: false }
+    }
+
+    #[test]
+    fn a_disk_is_relieved_from_the_high_to_the_low_watermark() {
+        let of = |used, was| relieved(&[disk(used, was)], MARKS)[0];
+        assert_eq!(
+            [of(0.6, false), of(0.61, false), of(0.55, true), of(0.5, true)],
+            [false, true, true, false]
+        );
+        let full = DiskView { is_full: true, ..disk(0.1, false) };
+        assert_eq!(relieved(&[full, disk(0.2, false)], MARKS), [true, false]);
+    }
+
+    #[test]
+    fn the_largest_on_the_disk_goes_first_and_of_equals_the_oldest() {
+        let shuffles =
+            [shuffle(3, &[900, 0]), shuffle(1, &[600, 5000]), shuffle(2, &[520, 0]), shuffle(0, &[0, 9])];
+        let next = |relieved: &[bool]| next(&shuffles, relieved, 100, false);
+        assert_eq!(next(&[true, false]), Some(Wanted::Oldest(1)), "512 to 1023 are about one size");
+        assert_eq!(next(&[false, true]), Some(Wanted::Oldest(1)));
+        assert_eq!(next(&[false, false]), None);
+        let immovable = ShuffleView { movable_bytes: 0, ..shuffle(0, &[100]) };
+        assert_eq!(super::next(&[immovable], &[true], 100, false), None);
+    }
+
+    #[test]
+    fn cold_partitions_go_by_the_object_and_a_drain_takes_everything() {
+        let cold = |cold_bytes| ShuffleView { cold_bytes, ..shuffle(5, &[400]) };
+        assert_eq!(next(&[cold(99)], &[false], 100, false), None);
+        assert_eq!(next(&[cold(99), cold(100)], &[false], 100, false), Some(Wanted::Cold(1)));
+        let unknown = ShuffleView { is_unknown: true, ..shuffle(6, &[0]) };
+        assert_eq!(
+            next(&[unknown.clone(), cold(0)], &[false], 100, true),
+            Some(Wanted::Oldest(1)),
+            "the oldest"
+        );
+        assert_eq!(next(&[unknown], &[false], 100, true), Some(Wanted::Oldest(0)), "what it said, too");
+        assert_eq!(next(&[shuffle(1, &[0])], &[false], 100, true), None);
+    }
+}

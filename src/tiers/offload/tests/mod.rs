@@ -1,0 +1,215 @@
+//! The tier over memory disks and a store in memory that fails on purpose.
+
+mod moves;
+mod restarts;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use prometheus::Registry;
+use uniffle_io::Disk;
+use uniffle_io::buffers::HeapBuffers;
+use uniffle_testkit::memory_disk::MemoryDisk;
+use uniffle_testkit::object_fault::FaultyObjects;
+use uniffle_wire::index::records;
+use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+
+use super::policy::{Wanted, Watermarks};
+use super::{OffloadSettings, OffloadTier};
+use crate::budget::Budget;
+use crate::durability::{Record, Registration};
+use crate::runtime::Tasks;
+use crate::tiers::object::{ObjectSettings, ObjectTier};
+use crate::tiers::{
+    ChunkRead, ExtentData, ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier,
+};
+
+/// What outlives a process.
+#[derive(Clone)]
+struct World {
+    disks: Vec<MemoryDisk>,
+    store: FaultyObjects,
+}
+
+impl World {
+    fn new() -> Self {
+        let disks = ["/a", "/b"].map(|name| MemoryDisk::new(name, None)).to_vec();
+        Self { disks, store: FaultyObjects::default() }
+    }
+
+    /// The same store, and disks on which nothing was ever.
+    fn on_an_empty_machine(&self) -> Self {
+        Self { store: self.store.clone(), ..Self::new() }
+    }
+
+    async fn start(&self) -> Process {
+        self.try_start().await.unwrap()
+    }
+
+    async fn try_start(&self) -> Result<Process, StoreError> {
+        let (memory, tasks) = (Budget::new(u64::MAX), Tasks::new());
+        let objects =
+            ObjectSettings { segment_bytes: 40_000, part_bytes: 8_000, ..ObjectSettings::new("p/worker-1") };
+        let registry = Registry::new();
+        let object =
+            ObjectTier::open(Arc::new(self.store.clone()), objects, &memory, tasks.clone(), &registry)
+                .await?;
+        let settings = OffloadSettings {
+            watermarks: Watermarks { high: 0.6, low: 0.5 },
+            cold_bytes: 30_000,
+            pass_bytes: 100_000,
+        };
+        let config = LocalConfig { index_cache_bytes: 0, data_log_bytes: 50_000, ..LocalConfig::default() };
+        let disks = self.disks.iter().map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>).collect();
+        let memory = (&memory, tasks.clone());
+        let tier = OffloadTier::open(settings, (config, disks), object, memory, &registry).await?;
+        Ok(Process { world: self.clone(), tier, tasks })
+    }
+
+    /// Files of data on the disks.
+    fn data_files(&self) -> usize {
+        let files = self.disks.iter().flat_map(|disk| disk.files());
+        files
+            .filter(|path| path.starts_with("apps") && path.extension().is_some_and(|it| it == "data"))
+            .count()
+    }
+
+    async fn segments(&self) -> usize {
+        self.store.objects().await.iter().filter(|(key, _)| key.contains("/s0")).count()
+    }
+}
+
+/// A process of the worker.
+struct Process {
+    world: World,
+    tier: Arc<OffloadTier>,
+    tasks: Tasks,
+}
+
+impl Process {
+    async fn register(&self, key: &ShuffleKey) {
+        Arc::clone(&self.tier).prepare(None).unwrap().unwrap()(key, &[]);
+        let note = Record::Registration(Registration { user: "ann".to_owned(), ..Registration::default() });
+        self.say(key, &note.encode()).await.unwrap();
+    }
+
+    async fn say(&self, key: &ShuffleKey, record: &[u8]) -> Result<(), StoreError> {
+        self.tier.metadata_log(key).unwrap().append(Bytes::copy_from_slice(record)).await
+    }
+
+    async fn write(&self, key: &ShuffleKey, extents: Vec<ExtentWrite>) {
+        self.tier.shuffle(key).unwrap().write(extents.into()).await.unwrap();
+    }
+
+    /// Moves what is oldest of a shuffle, until nothing is left.
+    async fn move_all(&self, key: &ShuffleKey) -> Result<(), StoreError> {
+        while self.move_once(key).await? {}
+        Ok(())
+    }
+
+    async fn move_once(&self, key: &ShuffleKey) -> Result<bool, StoreError> {
+        let shuffle = self.tier.find(key).unwrap();
+        self.tier.move_some(Wanted::Oldest(0), &shuffle).await
+    }
+
+    /// Blocks by id, each read by a request of its own, and the whole stream by one.
+    async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
+        let partition = PartitionId(partition);
+        let (index, data_length) = self.index(key, partition).await?;
+        let mut found = BTreeMap::new();
+        if data_length == 0 {
+            return Ok(found);
+        }
+        let whole = (0, u32::try_from(data_length).unwrap());
+        let whole = all(self.tier.data(key, partition, whole)?.chunks).await?;
+        assert_eq!(whole.len() as u64, data_length, "never short");
+        for record in records(&index) {
+            let range = (record.offset.cast_unsigned(), record.length.cast_unsigned());
+            let data = all(self.tier.data(key, partition, range)?.chunks).await?;
+            let at = usize::try_from(record.offset).unwrap();
+            assert_eq!(whole[at..at + data.len()], data);
+            found.insert(record.block_id, data.into());
+        }
+        Ok(found)
+    }
+
+    async fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(Vec<u8>, u64), StoreError> {
+        let index = self.tier.index(key, partition)?;
+        let (length, data_length) = (index.length, index.data_length);
+        let index = all(index.chunks).await?;
+        assert_eq!(index.len() as u64, length);
+        Ok((index, data_length))
+    }
+
+    async fn purge(&self, key: &ShuffleKey) {
+        let keys = std::slice::from_ref(key);
+        Arc::clone(&self.tier).forget(&key.app, keys, Purge::Shuffles).unwrap().await;
+    }
+
+    /// Ends it as `kill -9` does.
+    async fn kill(self) -> World {
+        self.tasks.cancel();
+        self.tasks.close();
+        self.tasks.drained().await;
+        self.world
+    }
+}
+
+/// What was found, with what shuffles had said.
+async fn heard(process: &Process) -> (Recovered, BTreeMap<ShuffleKey, Vec<Bytes>>) {
+    let mut recovered = process.tier.take_recovered();
+    let mut said: BTreeMap<ShuffleKey, Vec<Bytes>> = BTreeMap::new();
+    while let Some((key, record)) = recovered.said.next().await.unwrap() {
+        let of_one = said.entry(key).or_default();
+        if !of_one.contains(&record) {
+            of_one.push(record);
+        }
+    }
+    (recovered, said)
+}
+
+fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> {
+    let found = recovered.shuffles.iter().find(|it| it.key == *key).expect("it was found");
+    found.present.get(&PartitionId(partition)).map_or_else(Vec::new, |ids| ids.to_bitmap().iter().collect())
+}
+
+async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes)
+}
+
+fn key(shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(shuffle))
+}
+
+/// Bytes of a block, which its id gives.
+fn content(id: i64, length: u32) -> Bytes {
+    (0..length).map(|at| (i64::from(at) * 31 + id * 7).to_le_bytes()[0]).collect::<Vec<u8>>().into()
+}
+
+/// An extent of blocks with these ids, of `length` bytes each.
+fn extent(partition: i32, ids: Range<i64>, length: u32) -> ExtentWrite {
+    let pieces: Vec<Bytes> = ids.clone().map(|id| content(id, length)).collect();
+    let meta = |(id, bytes): (i64, &Bytes)| BlockMeta {
+        block_id: BlockId(id),
+        task_attempt_id: TaskAttemptId(1),
+        length,
+        uncompressed_length: length,
+        crc: crc32fast::hash(bytes),
+    };
+    ExtentWrite {
+        partition: PartitionId(partition),
+        blocks: ids.zip(&pieces).map(meta).collect(),
+        length: pieces.iter().map(|bytes| bytes.len() as u64).sum(),
+        data: ExtentData::Pieces(pieces),
+    }
+}
+
+fn expected(ids: Range<i64>, length: u32) -> BTreeMap<i64, Bytes> {
+    ids.map(|id| (id, content(id, length))).collect()
+}

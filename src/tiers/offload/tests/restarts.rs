@@ -1,0 +1,187 @@
+//! What a process finds that comes after another: on the same disks, or on others.
+
+use uniffle_testkit::object_fault::{Call, Fault};
+
+use super::*;
+
+async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
+    for id in ids {
+        process.write(key, vec![extent(0, id..id + 1, 3000), extent(5, id..id + 1, 700)]).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_puts_both_together_and_goes_on() {
+    let process = World::new().start().await;
+    let (moved, other) = (key(1), key(2));
+    for key in [&moved, &other] {
+        process.register(key).await;
+        process.say(key, b"early").await.unwrap();
+        fill(&process, key, 0..40).await;
+    }
+    assert!(process.move_once(&moved).await.unwrap());
+    process.say(&moved, b"late").await.unwrap();
+    let before = process.index(&moved, PartitionId(0)).await.unwrap();
+    let (files, used) = (process.world.data_files(), process.tier.local.used_bytes());
+
+    let process = process.kill().await.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&moved].len(), said[&other].len()), (3, 2));
+    for key in [&moved, &other] {
+        assert_eq!(present(&recovered, key, 5), (0..40).collect::<Vec<_>>());
+        assert_eq!(process.read(key, 0).await.unwrap(), expected(0..40, 3000));
+    }
+    for told in &recovered.shuffles {
+        assert!(told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(), "{told:?}");
+    }
+    assert_eq!(process.index(&moved, PartitionId(0)).await.unwrap(), before);
+    assert_eq!((process.world.data_files(), process.tier.local.used_bytes()), (files, used));
+    fill(&process, &moved, 40..44).await;
+    process.move_all(&moved).await.unwrap();
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &moved, 0), (0..44).collect::<Vec<_>>());
+    assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..44, 3000));
+    process.purge(&moved).await;
+    process.purge(&other).await;
+    assert_eq!((process.world.store.objects().await, process.world.data_files()), (vec![], 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_empty_machine_serves_what_was_moved_and_knows_every_report() {
+    let process = World::new().start().await;
+    let (moved, kept) = (key(1), key(2));
+    for key in [&moved, &kept] {
+        process.register(key).await;
+        process.say(key, b"early").await.unwrap();
+        fill(&process, key, 0..20).await;
+    }
+    process.move_all(&moved).await.unwrap();
+    process.say(&moved, b"late").await.unwrap();
+    fill(&process, &moved, 20..22).await;
+
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!(recovered.shuffles.len(), 1, "of what was never moved nobody knows");
+    assert!(recovered.shuffles[0].incomplete.is_none());
+    assert_eq!(said[&moved].len(), 3);
+    assert_eq!(
+        present(&recovered, &moved, 0),
+        (0..20).collect::<Vec<_>>(),
+        "two are lost, by what was reported"
+    );
+    assert_eq!(process.read(&moved, 0).await.unwrap(), expected(0..20, 3000));
+    // It goes on there, and the next start finds both.
+    fill(&process, &moved, 30..33).await;
+    process.say(&moved, b"on the new machine").await.unwrap();
+    let process = process.kill().await.start().await;
+    let (recovered, said) = heard(&process).await;
+    assert_eq!((said[&moved].len(), recovered.shuffles.len()), (4, 1));
+    let mut all = expected(0..20, 3000);
+    all.extend(expected(30..33, 3000));
+    assert_eq!(process.read(&moved, 0).await.unwrap(), all);
+    process.move_all(&moved).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    assert_eq!(process.read(&moved, 0).await.unwrap(), all);
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&moved].len(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_registration_that_is_over_is_not_taken_for_the_next() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..10).await;
+    process.move_all(&key).await.unwrap();
+    // Its objects are not deleted any more.
+    drop(Arc::clone(&process.tier).forget(&key.app, std::slice::from_ref(&key), Purge::Shuffles));
+    process.register(&key).await;
+    fill(&process, &key, 50..53).await;
+    let process = process.kill().await.start().await;
+    let (recovered, _) = heard(&process).await;
+    assert_eq!(present(&recovered, &key, 0), [50, 51, 52]);
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(50..53, 3000));
+}
+
+/// The process ends at every call of the store of two moves, before or after that was done.
+#[tokio::test(start_paused = true)]
+async fn wherever_a_move_ends_everything_is_there_once() {
+    let (mut at, mut has_ended) = (0, false);
+    while !has_ended {
+        for fault in [Fault::Refuse, Fault::LoseAnswer] {
+            let process = World::new().start().await;
+            let key = key(1);
+            process.register(&key).await;
+            process.say(&key, b"report").await.unwrap();
+            fill(&process, &key, 0..25).await;
+            let mut calls = 0;
+            // From this call on nothing is answered, as if the process were not there any more.
+            process.world.store.set(move |call, _| {
+                calls += usize::from(!matches!(call, Call::Get | Call::List));
+                match calls {
+                    calls if calls <= at => Fault::None,
+                    calls if calls == at + 1 => fault,
+                    _ => Fault::Refuse,
+                }
+            });
+            has_ended = process.move_all(&key).await.is_ok();
+            let world = process.kill().await;
+            world.store.heal();
+            for world in [world.clone(), world] {
+                let process = world.start().await;
+                let (recovered, said) = heard(&process).await;
+                assert_eq!(said[&key].len(), 2, "call {at}, {fault:?}");
+                let told = &recovered.shuffles[0];
+                assert!(
+                    told.lost.is_empty() && told.reason.is_empty() && told.incomplete.is_none(),
+                    "{at} {told:?}"
+                );
+                assert_eq!(present(&recovered, &key, 0), (0..25).collect::<Vec<_>>(), "call {at}, {fault:?}");
+                assert_eq!(
+                    process.read(&key, 0).await.unwrap(),
+                    expected(0..25, 3000),
+                    "call {at}, {fault:?}"
+                );
+                assert_eq!(
+                    process.read(&key, 5).await.unwrap(),
+                    expected(0..25, 700),
+                    "call {at}, {fault:?}"
+                );
+                process.move_all(&key).await.unwrap();
+                assert_eq!(process.world.data_files(), 0, "call {at}, {fault:?}");
+                assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..25, 3000));
+                process.kill().await;
+            }
+        }
+        at += 1;
+    }
+    assert!(at > 5, "{at} calls");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_segment_that_is_gone_is_lost_by_name() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..20).await;
+    process.move_all(&key).await.unwrap();
+    fill(&process, &key, 20..22).await;
+    let world = process.kill().await;
+    let objects = world.store.objects().await;
+    let last = objects.iter().map(|(key, _)| key).rfind(|key| key.contains("/s0")).unwrap();
+    let first = objects.iter().map(|(key, _)| key).find(|key| key.contains("/s0")).unwrap();
+    assert_ne!(first, last);
+    world.store.remove(first).await;
+    let process = world.start().await;
+    let (recovered, _) = heard(&process).await;
+    let told = &recovered.shuffles[0];
+    assert!(!told.reason.is_empty() || !told.lost.is_empty(), "{told:?}");
+    let lost: usize =
+        told.lost.iter().filter(|it| it.partition == PartitionId(0)).map(|it| it.blocks.len()).sum();
+    let present = present(&recovered, &key, 0);
+    assert!(present.len() < 22 && present.contains(&21), "{present:?}");
+    assert!(lost > 0, "the disks' index knows which");
+    let read = process.read(&key, 0).await.unwrap();
+    assert_eq!(read[&21], content(21, 3000), "what is behind is served");
+}

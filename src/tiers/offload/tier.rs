@@ -1,0 +1,239 @@
+//! Local disks and an object store as one tier that is read through the worker.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use croaring::Treemap;
+use dashmap::DashMap;
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+
+use super::metrics::Metrics;
+use super::policy::Watermarks;
+use super::read::Both;
+use super::shuffle::{BothLogs, Handle, Shuffle};
+use crate::budget::Budget;
+use crate::runtime::Tasks;
+use crate::tiers::object::ObjectTier;
+use crate::tiers::{
+    Admission, Capability, Drained, LocalStore, MetadataLog, Purge, Recovered, RemoteStorage, ServedData,
+    ServedIndex, ServedTier, StoreError, Tier, TierShuffle, TierState, TierUsage,
+};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
+
+/// What is moved when.
+#[derive(Debug, Clone, Copy)]
+pub struct OffloadSettings {
+    /// Of each disk.
+    pub watermarks: Watermarks,
+    /// An extent that is longer makes its partition cold.
+    pub cold_bytes: u64,
+    /// About so much is moved of a shuffle before it is looked again which is next.
+    pub pass_bytes: u64,
+}
+
+/// The tier.
+#[derive(Debug)]
+pub struct OffloadTier {
+    pub(super) local: Arc<LocalStore>,
+    pub(super) object: Arc<ObjectTier>,
+    pub(super) settings: OffloadSettings,
+    pub(super) metrics: Metrics,
+    /// What a pass holds is charged to this.
+    pub(super) memory: Budget,
+    pub(super) tasks: Tasks,
+    pub(super) shuffles: DashMap<ShuffleKey, Arc<Shuffle>>,
+    pub(super) recovered: Mutex<Recovered>,
+    pub(super) is_draining: AtomicBool,
+    /// A drain has begun.
+    pub(super) wanted: Notify,
+    /// Disks that are being relieved.
+    pub(super) relieved: Mutex<Vec<bool>>,
+    /// One pass at a time.
+    pub(super) turn: tokio::sync::Mutex<()>,
+}
+
+impl OffloadTier {
+    fn both(&self) -> Both {
+        Both { local: Arc::clone(&self.local), object: Arc::clone(&self.object) }
+    }
+
+    /// The present registration of a shuffle.
+    pub(super) fn find(&self, key: &ShuffleKey) -> Option<Arc<Shuffle>> {
+        self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
+    }
+
+    fn register(&self, key: &ShuffleKey) {
+        let local = self.local.register(key);
+        let create = || Arc::new(Shuffle::new(key.clone(), local, None));
+        self.shuffles.entry(key.clone()).or_insert_with(create);
+    }
+}
+
+impl Tier for OffloadTier {
+    fn capability(&self) -> Capability {
+        Tier::capability(&*self.local)
+    }
+
+    fn parts(&self) -> Vec<Arc<dyn Tier>> {
+        vec![Arc::clone(&self.local) as Arc<dyn Tier>, Arc::clone(&self.object) as Arc<dyn Tier>]
+    }
+
+    fn state(&self) -> TierState {
+        TierState { object_store: self.object.state().object_store, ..Tier::state(&*self.local) }
+    }
+
+    fn state_changes(&self) -> Option<watch::Receiver<()>> {
+        self.local.state_changes()
+    }
+
+    fn prepare(self: Arc<Self>, _: Option<&RemoteStorage>) -> Result<Option<Admission>, StoreError> {
+        Ok(Some(Box::new(move |key, _| self.register(key))))
+    }
+
+    fn shuffle(&self, key: &ShuffleKey) -> Option<Arc<dyn TierShuffle>> {
+        Some(Arc::new(Handle { shuffle: self.find(key)?, cold_bytes: self.settings.cold_bytes }))
+    }
+
+    fn metadata_log(&self, key: &ShuffleKey) -> Option<Arc<dyn MetadataLog>> {
+        let shuffle = self.find(key)?;
+        Some(Arc::new(BothLogs { local: self.local.metadata_log(key)?, shuffle }))
+    }
+
+    fn metadata_gap(&self) -> Option<Arc<str>> {
+        self.local.metadata_gap()
+    }
+
+    fn present<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Result<Treemap, StoreError>> {
+        let read = async move {
+            // The disks first: what goes from there meanwhile is in the store.
+            let mut present = Tier::present(&*self.local, key, partition).await?;
+            if self.object.uploads(key).is_some() {
+                present |= self.object.present(key, partition).await?;
+            }
+            Ok(present)
+        };
+        read.boxed()
+    }
+
+    fn usage(&self, key: &ShuffleKey) -> TierUsage {
+        let (local, object) = (Tier::usage(&*self.local, key), self.object.usage(key));
+        TierUsage { files: local.files + object.files, bytes: local.bytes + object.bytes }
+    }
+
+    fn served(&self) -> Option<&dyn ServedTier> {
+        Some(self)
+    }
+
+    fn forget(
+        self: Arc<Self>,
+        app: &AppId,
+        keys: &[ShuffleKey],
+        why: Purge,
+    ) -> Option<BoxFuture<'static, ()>> {
+        for key in keys {
+            self.shuffles.remove(key);
+        }
+        let local = Tier::forget(Arc::clone(&self.local), app, keys, why);
+        let object = Arc::clone(&self.object).forget(app, keys, why);
+        let none = || std::future::ready(()).boxed();
+        Some(join(local.unwrap_or_else(none), object.unwrap_or_else(none)).map(|_| ()).boxed())
+    }
+
+    fn leave(&self, key: &ShuffleKey) {
+        self.shuffles.remove(key);
+        Tier::leave(&*self.local, key);
+        self.object.leave(key);
+    }
+
+    fn take_recovered(&self) -> Recovered {
+        std::mem::take(&mut *self.recovered.lock())
+    }
+
+    fn sync(&self, time: Duration) -> BoxFuture<'_, ()> {
+        Tier::sync(&*self.local, time)
+    }
+
+    fn end_deletions(&self, time: Duration) -> BoxFuture<'_, ()> {
+        let both = join(Tier::end_deletions(&*self.local, time), self.object.end_deletions(time));
+        both.map(|_| ()).boxed()
+    }
+
+    fn refresh_metrics(&self) {
+        Tier::refresh_metrics(&*self.local);
+        self.object.refresh_metrics();
+    }
+
+    fn maintain(self: Arc<Self>, stop: BoxFuture<'static, ()>) -> BoxFuture<'static, ()> {
+        let stop = stop.shared();
+        let local = Tier::maintain(Arc::clone(&self.local), stop.clone().boxed());
+        let object = Arc::clone(&self.object).maintain(stop.clone().boxed());
+        let maintain = async move {
+            let moving = async {
+                tokio::select! {
+                    biased;
+                    () = stop => {}
+                    () = self.keep_moving() => {}
+                }
+            };
+            futures::join!(local, object, moving);
+        };
+        maintain.boxed()
+    }
+
+    fn drain(&self) -> Option<Drained> {
+        Some(self.begin_drain())
+    }
+
+    fn stay(&self) {
+        self.is_draining.store(false, Ordering::Release);
+    }
+
+    fn drained(&self) -> Option<Drained> {
+        Some(self.how_far())
+    }
+}
+
+impl ServedTier for OffloadTier {
+    fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<ServedIndex, StoreError> {
+        self.both().index(key, partition)
+    }
+
+    fn data(
+        &self,
+        key: &ShuffleKey,
+        partition: PartitionId,
+        range: (u64, u32),
+    ) -> Result<ServedData, StoreError> {
+        self.both().data(key, partition, range)
+    }
+
+    fn hint(&self, key: &ShuffleKey, partition: PartitionId, ranges: &[Range<u64>]) {
+        let border = self.both().border(key, partition);
+        let part = |of: Range<u64>| ranges.iter().map(move |it| it.start.max(of.start)..it.end.min(of.end));
+        let there: Vec<_> = part(0..border).filter(|range| !range.is_empty()).collect();
+        let here: Vec<_> = part(border..u64::MAX).filter(|range| !range.is_empty()).collect();
+        if !there.is_empty() {
+            ServedTier::hint(&*self.object, key, partition, &there);
+        }
+        if !here.is_empty() {
+            ServedTier::hint(&*self.local, key, partition, &here);
+        }
+    }
+
+    fn give_up_unreadable<'a>(
+        &'a self,
+        key: &'a ShuffleKey,
+        partition: PartitionId,
+    ) -> BoxFuture<'a, Option<StoreError>> {
+        ServedTier::give_up_unreadable(&*self.local, key, partition)
+    }
+}

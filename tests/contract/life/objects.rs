@@ -1,0 +1,223 @@
+//! The same histories above an object store instead of disks: requests fail, hang or are done without an answer, and
+//! before a life begins one object may be missing, damaged, or what it was when the life before began.
+//!
+//! A segment that is damaged excuses the loss of blocks of its shuffle. A page of metadata excuses nothing: it has a
+//! copy.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
+
+use uniffle_testkit::object_fault::{Call, Fault, FaultyObjects};
+use uniffle_worker::tiers::StoreError;
+use uniffle_worker::tiers::object::layout::{
+    FOOTER_BYTES, Footer, Name, object_key, parse_key, shuffle_prefix,
+};
+
+use super::Mutation;
+use super::history::{APPS, History};
+use super::process::{Process, ROOT};
+
+/// The store that outlives the worker.
+#[derive(Default)]
+pub(super) struct Objects {
+    pub(super) store: FaultyObjects,
+    /// What was in it when the life before began.
+    earlier: BTreeMap<String, Bytes>,
+}
+
+impl History {
+    /// A history of a worker above an object store.
+    pub(crate) fn above_objects(seed: u64, mutation: Mutation) -> Self {
+        let mut history = Self::new(seed, mutation);
+        history.disks.clear();
+        history.objects = Some(Objects::default());
+        history
+    }
+
+    /// A worker that finds the store as trouble has left it.
+    pub(super) async fn start_above(&mut self, store: &FaultyObjects, is_last: bool) {
+        self.heal_the_store(store);
+        let before = store.snapshot().await;
+        if !is_last && self.life() > 1 && self.rng.random_bool(0.4) {
+            self.damage_an_object(store, &before).await;
+        }
+        if let Some(objects) = &mut self.objects {
+            objects.earlier = before;
+        }
+        if self.mutation == Mutation::NoIndexes {
+            for (key, _) in store.objects().await {
+                let is_segment = matches!(parse_key(ROOT, &key), Some((_, Name::Segment(_))));
+                if is_segment {
+                    store.remove(&key).await;
+                }
+            }
+        }
+        if !is_last && self.rng.random_bool(0.1) {
+            self.refuse_some_reads(store);
+        }
+        let process = match Process::above(store).await {
+            Ok(process) => process,
+            Err(error) => self.start_again(store, &error).await,
+        };
+        self.heal_the_store(store);
+        self.process = Some(process);
+    }
+
+    /// Requests of a start fail: it ends, or says of what it cannot read that it may not be complete.
+    fn refuse_some_reads(&mut self, store: &FaultyObjects) {
+        let mut left = self.rng.random_range(0..12);
+        store.set(move |call, _| {
+            left -= i32::from(matches!(call, Call::Get | Call::List));
+            if left < 0 { Fault::Refuse } else { Fault::None }
+        });
+        (self.is_troubled, self.excused) = (true, true);
+    }
+
+    async fn start_again(&mut self, store: &FaultyObjects, error: &StoreError) -> Process {
+        assert!(self.is_troubled, "a start above a sound store is refused: {error}");
+        assert!(error.to_string().contains(ROOT), "a start is refused without a key: {error}");
+        self.tally.refused_starts += 1;
+        self.heal_the_store(store);
+        Process::above(store).await.expect("it answers again")
+    }
+
+    async fn damage_an_object(&mut self, store: &FaultyObjects, now: &BTreeMap<String, Bytes>) {
+        let earlier = self.objects.as_ref().map(|objects| objects.earlier.clone()).unwrap_or_default();
+        let changed: Vec<_> = earlier.iter().filter(|(key, bytes)| now.get(*key) != Some(bytes)).collect();
+        if self.rng.random_bool(0.3)
+            && let Some((key, bytes)) = changed.choose(&mut self.rng)
+        {
+            tracing::info!(target: "life", key, "is what it was");
+            self.tally.earlier_objects += 1;
+            self.excuse(key, now);
+            return store.replace(key, Bytes::clone(bytes)).await;
+        }
+        let all: Vec<_> = now.iter().collect();
+        let Some((key, bytes)) = all.choose(&mut self.rng).copied() else { return };
+        let (_, name) = parse_key(ROOT, key).expect("the worker's keys");
+        let damaged = self.damaged(name, bytes);
+        tracing::info!(target: "life", key, is_missing = damaged.is_none(), "is damaged");
+        match damaged {
+            None => {
+                self.tally.missing_objects += 1;
+                store.remove(key).await;
+            }
+            Some(bytes) => {
+                self.tally.damaged_objects += 1;
+                store.replace(key, bytes).await;
+            }
+        }
+        self.excuse(key, now);
+    }
+
+    /// An object is not what it was: of a segment, and of what stood behind it, blocks may be lost. A page whose other
+    /// object never arrived was not acknowledged, which cannot be told from one that was.
+    fn excuse(&mut self, key: &str, now: &BTreeMap<String, Bytes>) {
+        let (shuffle, name) = parse_key(ROOT, key).expect("the worker's keys");
+        let other = match name {
+            Name::Segment(_) => {
+                let app = shuffle.key.app.as_str();
+                let app =
+                    APPS.iter().copied().find(|known| *known == app).expect("an application of the model");
+                return self.lose_places_of((app, shuffle.key.shuffle.0));
+            }
+            Name::Page(number) => Name::Copy(number),
+            Name::Copy(number) => Name::Page(number),
+        };
+        self.excused |= !now.contains_key(&object_key(&shuffle_prefix(ROOT, &shuffle), other));
+    }
+
+    /// None, or other bytes; of a segment those of its index: bytes of blocks are looked at when they are read.
+    fn damaged(&mut self, name: Name, bytes: &Bytes) -> Option<Bytes> {
+        let mut bytes = bytes.to_vec();
+        let first = match (name, bytes.last_chunk::<FOOTER_BYTES>()) {
+            (Name::Segment(_), Some(footer)) => {
+                let footer = Footer::decode(footer, bytes.len() as u64);
+                footer.map_or(0, |footer| usize::try_from(footer.payload_bytes).expect("small"))
+            }
+            _ => 0,
+        };
+        let at = self.rng.random_range(first..bytes.len());
+        match self.rng.random_range(0..3) {
+            0 => None,
+            1 => {
+                bytes.truncate(at);
+                Some(bytes.into())
+            }
+            _ => {
+                bytes[at] ^= 1 << self.rng.random_range(0..8);
+                Some(bytes.into())
+            }
+        }
+    }
+
+    /// From now on requests fail now and then, also such as are done. No read, unless reads fail in this life; and who
+    /// waits for registrations and reports is not left waiting.
+    pub(super) async fn break_the_store(&mut self, store: &FaultyObjects) {
+        let (one_in, reads_fail) = (self.rng.random_range(1..4), self.reads_fail);
+        let mut rng = StdRng::seed_from_u64(self.rng.random());
+        let mutation = self.mutation;
+        store.set(move |call, path| {
+            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
+            if let Some(fault) = of_mutation(mutation, call, name) {
+                return fault;
+            }
+            if rng.random_range(0..one_in) > 0 {
+                return Fault::None;
+            }
+            let faults: &[Fault] = match (call, name) {
+                (Call::Get, _) if reads_fail => &[Fault::Refuse, Fault::Flip, Fault::Cut],
+                (Call::Get, _) => &[Fault::None],
+                (Call::Put, Some(name)) if name.is_metadata() => &[Fault::Refuse, Fault::LoseAnswer],
+                (Call::Head | Call::List | Call::Delete | Call::Abort, _) => {
+                    &[Fault::Refuse, Fault::LoseAnswer]
+                }
+                _ => &[Fault::Refuse, Fault::LoseAnswer, Fault::Hold],
+            };
+            *faults.choose(&mut rng).expect("not empty")
+        });
+        if reads_fail {
+            self.read_as_a_task_does().await;
+        }
+    }
+
+    pub(super) fn heal_the_store(&self, store: &FaultyObjects) {
+        let mutation = self.mutation;
+        store.heal();
+        store.set(move |call, path| {
+            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
+            of_mutation(mutation, call, name).unwrap_or(Fault::None)
+        });
+    }
+
+    /// What goes up when the worker dies is there, or is not, and nobody was told.
+    pub(super) fn lose_answers(&mut self, store: &FaultyObjects) {
+        let mut rng = StdRng::seed_from_u64(self.rng.random());
+        let mutation = self.mutation;
+        store.set(move |call, path| {
+            let name = parse_key(ROOT, path.as_ref()).map(|(_, name)| name);
+            if let Some(fault) = of_mutation(mutation, call, name) {
+                return fault;
+            }
+            let ends = matches!(call, Call::Put | Call::Complete | Call::Part | Call::Begin);
+            let faults = [Fault::None, Fault::LoseAnswer, Fault::Hold];
+            if ends { *faults.choose(&mut rng).expect("not empty") } else { Fault::None }
+        });
+    }
+
+    /// Everything was unregistered: nothing is left in the store.
+    pub(super) async fn assert_empty(&self, store: &FaultyObjects) {
+        let left = store.objects().await;
+        assert!(left.is_empty(), "objects left: {left:?}");
+    }
+}
+
+/// What the store does that is not as it should be.
+fn of_mutation(mutation: Mutation, call: Call, name: Option<Name>) -> Option<Fault> {
+    let is_copy = call == Call::Put && matches!(name, Some(Name::Copy(_)));
+    (mutation == Mutation::NoCopies && is_copy).then_some(Fault::Pretend)
+}

@@ -1,0 +1,309 @@
+//! The object tier over its client, above a store whose answers are spoiled: whatever happens to a request, a batch
+//! that was acknowledged is read as it was written, what was not says so and names its object, other shuffles notice
+//! nothing, and the next process finds all of it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use prometheus::Registry;
+use uniffle_client::block::{Block, IdLayout};
+use uniffle_testkit::block_generator::BlockGenerator;
+use uniffle_testkit::s3::S3Server;
+use uniffle_testkit::s3::faults::{Fault, On};
+use uniffle_wire::index::records;
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_worker::memory::{Budget, ReadPool};
+use uniffle_worker::runtime::Tasks;
+use uniffle_worker::tiers::object::client::Client;
+use uniffle_worker::tiers::object::{ObjectSettings, ObjectTier};
+use uniffle_worker::tiers::{
+    ChunkRead, ExtentData, ExtentWrite, ObjectConfig, Recovered, ServedTier as _, StoreError, Tier as _,
+};
+
+/// The shuffle whose requests are spoiled, or the first of several, and another.
+const SPOILED: i32 = 2;
+const BESIDE: i32 = 1;
+const P: PartitionId = PartitionId(0);
+/// Two of them are more than a part.
+const LARGE: u32 = 3 << 20;
+const SMALL: u32 = 300;
+
+/// What a store, or what stands before it, does to any request.
+fn faults() -> Vec<Fault> {
+    vec![
+        Fault::Refuse(500, "InternalError"),
+        Fault::Refuse(503, "SlowDown"),
+        Fault::Refuse(403, "ExpiredToken"),
+        Fault::Refuse(403, "RequestTimeTooSkewed"),
+        Fault::Slow(Duration::from_millis(50)),
+        Fault::Close,
+        Fault::LoseAnswer,
+        Fault::Hang,
+    ]
+}
+
+/// What it does to an answer with bytes, beside those.
+fn faults_of_reads() -> Vec<Fault> {
+    let more = [
+        Fault::Cut(100),
+        Fault::Stall(100),
+        Fault::Shorter,
+        Fault::OtherRange,
+        Fault::WrongByte,
+        Fault::Unranged,
+    ];
+    faults().into_iter().chain(more).collect()
+}
+
+/// A process of the worker.
+struct Process {
+    tier: Arc<ObjectTier>,
+    tasks: Tasks,
+}
+
+impl Process {
+    async fn start(server: &S3Server) -> Result<Self, StoreError> {
+        // Without retries, so that one fault is one error; times so short that a fault is over soon.
+        let config = ObjectConfig {
+            request_timeout: Duration::from_millis(1000),
+            stall_timeout: Duration::from_millis(500),
+            retry_timeout: Duration::ZERO,
+            ..server.config("uniffle")
+        };
+        let (tasks, registry) = (Tasks::new(), Registry::new());
+        let client = Client::open(&config, &tasks, &registry).unwrap();
+        let settings = ObjectSettings { part_bytes: 5 << 20, ..ObjectSettings::new("worker-1") };
+        let budget = Budget::new(u64::MAX);
+        let tier = ObjectTier::open(client.store(), settings, &budget, tasks.clone(), &registry).await?;
+        Ok(Self { tier, tasks })
+    }
+
+    async fn with_both_shuffles(server: &S3Server) -> Self {
+        let process = Self::start(server).await.unwrap();
+        for shuffle in [BESIDE, SPOILED] {
+            process.register(shuffle).await;
+        }
+        process.write(BESIDE, &blocks(0..3, SMALL)).await.unwrap();
+        process
+    }
+
+    async fn register(&self, shuffle: i32) {
+        Arc::clone(&self.tier).prepare(None).unwrap().unwrap()(&key(shuffle), &[]);
+        self.note(shuffle, "registration").await.unwrap();
+    }
+
+    async fn note(&self, shuffle: i32, text: &'static str) -> Result<(), StoreError> {
+        self.tier.metadata_log(&key(shuffle)).unwrap().append(Bytes::from_static(text.as_bytes())).await
+    }
+
+    async fn write(&self, shuffle: i32, blocks: &[Block]) -> Result<(), StoreError> {
+        let data: Vec<Bytes> = blocks.iter().map(|block| block.data.clone()).collect();
+        let extent = ExtentWrite {
+            partition: P,
+            blocks: blocks.iter().map(|block| block.meta).collect(),
+            length: data.iter().map(|bytes| bytes.len() as u64).sum(),
+            data: ExtentData::Pieces(data),
+        };
+        self.tier.shuffle(&key(shuffle)).unwrap().write(vec![extent].into()).await
+    }
+
+    /// Blocks by id.
+    async fn read(&self, shuffle: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
+        let index = self.tier.index(&key(shuffle), P)?;
+        let data_length = u32::try_from(index.data_length).unwrap();
+        let index = all(index.chunks).await?;
+        let data = match data_length {
+            0 => Bytes::new(),
+            length => all(self.tier.data(&key(shuffle), P, (0, length))?.chunks).await?.into(),
+        };
+        let place = |offset: i64, length: i32| {
+            let at = usize::try_from(offset).unwrap();
+            at..at + usize::try_from(length).unwrap()
+        };
+        Ok(records(&index).map(|it| (it.block_id, data.slice(place(it.offset, it.length)))).collect())
+    }
+
+    async fn end(self) {
+        self.tasks.cancel();
+        self.tasks.close();
+        drop(self.tier);
+        self.tasks.drained().await;
+    }
+}
+
+async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
+    let pool = ReadPool::new(8 << 20).unwrap();
+    let mut bytes = Vec::new();
+    while let Some(chunk) = read.next_chunk(&pool).await? {
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes)
+}
+
+fn key(shuffle: i32) -> ShuffleKey {
+    ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(shuffle))
+}
+
+fn blocks(numbers: std::ops::Range<u32>, bytes: u32) -> Vec<Block> {
+    let generator = BlockGenerator::new(3, IdLayout::SPARK);
+    numbers.map(|n| generator.block(P, TaskAttemptId(1), n, bytes)).collect()
+}
+
+fn expected(blocks: &[Block]) -> BTreeMap<i64, Bytes> {
+    blocks.iter().map(|block| (block.meta.block_id.0, block.data.clone())).collect()
+}
+
+async fn told(recovered: &mut Recovered, shuffle: i32) -> Vec<Bytes> {
+    let mut told = Vec::new();
+    while let Some((of, record)) = recovered.said.next().await.unwrap() {
+        told.extend((of == key(shuffle)).then_some(record));
+    }
+    told
+}
+
+/// Without [`BESIDE`] being any other than it was.
+async fn assert_reads(process: &Process, spoiled: i32, written: &[Block], what: &str) {
+    assert!(process.read(spoiled).await.unwrap() == expected(written), "{what}");
+    assert!(process.read(BESIDE).await.unwrap() == expected(&blocks(0..3, SMALL)), "{what}");
+}
+
+fn assert_named(error: &StoreError, what: &str) {
+    assert!(error.to_string().contains("worker-1"), "{what}: no key in {error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_happens_to_an_upload_what_was_acknowledged_is_there() {
+    for on in [On::Put, On::Create, On::Part, On::Complete] {
+        let server = S3Server::start().await;
+        let process = Process::with_both_shuffles(&server).await;
+        let bytes = if on == On::Put { SMALL } else { LARGE };
+        let batch = blocks(0..2, bytes);
+        for (shuffle, fault) in (SPOILED..).zip(faults()) {
+            let what = format!("{fault:?} on {on:?}");
+            process.register(shuffle).await;
+            server.faults.plan(on, 1, &fault);
+            if let Err(error) = process.write(shuffle, &batch).await {
+                assert_named(&error, &what);
+                assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                server.faults.clear();
+                assert_reads(&process, shuffle, &[], &what).await;
+                process.write(shuffle, &batch).await.unwrap();
+            }
+            assert_reads(&process, shuffle, &batch, &what).await;
+        }
+        process.end().await;
+        let process = Process::start(&server).await.unwrap();
+        let recovered = process.tier.take_recovered();
+        assert!(
+            recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty()),
+            "{on:?}"
+        );
+        for (shuffle, fault) in (SPOILED..).zip(faults()) {
+            assert_reads(&process, shuffle, &batch, &format!("{fault:?} on {on:?}, the next process")).await;
+        }
+        process.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_happens_to_a_page_of_metadata_what_was_acknowledged_is_told() {
+    // A page and its copy, and the look at the claim.
+    for (on, times) in [(On::Put, 1), (On::Put, 2), (On::Get, 1)] {
+        let server = S3Server::start().await;
+        let process = Process::with_both_shuffles(&server).await;
+        let (mut acknowledged, mut tried) = (vec![Bytes::from_static(b"registration")], 0);
+        for fault in faults() {
+            let what = format!("{fault:?} on {on:?}");
+            server.faults.plan(on, times, &fault);
+            match process.note(SPOILED, "report").await {
+                Ok(()) => acknowledged.push(Bytes::from_static(b"report")),
+                Err(error) => {
+                    assert_named(&error, &what);
+                    assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                    tried += 1;
+                }
+            }
+            server.faults.clear();
+        }
+        assert!(tried > 0, "{on:?}");
+        process.note(SPOILED, "the last").await.unwrap();
+        acknowledged.push(Bytes::from_static(b"the last"));
+        process.end().await;
+        let process = Process::start(&server).await.unwrap();
+        let mut recovered = process.tier.take_recovered();
+        assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
+        assert_eq!(told(&mut recovered, SPOILED).await, acknowledged, "{on:?} {times}");
+        assert_reads(&process, SPOILED, &[], "the next process").await;
+        process.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_happens_to_a_read_its_bytes_are_right_or_it_fails_by_name() {
+    let server = S3Server::start().await;
+    let process = Process::with_both_shuffles(&server).await;
+    let written = blocks(0..2, LARGE);
+    process.write(SPOILED, &written).await.unwrap();
+    process.end().await;
+    // It has nothing of the index in memory.
+    let process = Process::start(&server).await.unwrap();
+    for times in [1, 10] {
+        for fault in faults_of_reads() {
+            let what = format!("{times} × {fault:?}");
+            server.faults.plan(On::Get, times, &fault);
+            match process.read(SPOILED).await {
+                Ok(read) => assert!(read == expected(&written), "{what}"),
+                Err(error) => {
+                    assert_named(&error, &what);
+                    assert!(!matches!(fault, Fault::Slow(_)), "{what}: {error}");
+                }
+            }
+            server.faults.clear();
+            assert_reads(&process, SPOILED, &written, &what).await;
+        }
+    }
+    process.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_happens_to_requests_of_a_start_it_finds_everything_or_ends() {
+    let server = S3Server::start().await;
+    let process = Process::with_both_shuffles(&server).await;
+    let written = blocks(0..2, LARGE);
+    process.write(SPOILED, &written).await.unwrap();
+    process.end().await;
+    let mut ended = 0;
+    // Reads of the claim, of pages, of footers, tables and records.
+    let requests = [(On::List, 0), (On::Get, 0), (On::Get, 2), (On::Get, 5), (On::Get, 8), (On::Put, 0)];
+    for (on, nth) in requests {
+        let faults = if on == On::Get { faults_of_reads() } else { faults() };
+        for fault in faults {
+            let what = format!("{fault:?} on {on:?} {nth}");
+            server.faults.plan(on, nth, &Fault::None);
+            server.faults.plan(on, 1, &fault);
+            let started = Process::start(&server).await;
+            server.faults.clear();
+            let process = match started {
+                Ok(process) => process,
+                Err(error) => {
+                    assert_named(&error, &what);
+                    ended += 1;
+                    continue;
+                }
+            };
+            let recovered = process.tier.take_recovered();
+            let is_whole =
+                recovered.shuffles.iter().all(|it| it.incomplete.is_none() && it.reason.is_empty());
+            assert!(is_whole, "{what}: {recovered:?}");
+            assert_eq!(recovered.blocks, 5, "{what}");
+            assert_reads(&process, SPOILED, &written, &what).await;
+            process.end().await;
+        }
+    }
+    assert!(ended > 10, "{ended} starts ended");
+    let process = Process::start(&server).await.unwrap();
+    assert_reads(&process, SPOILED, &written, "at last").await;
+    process.end().await;
+}

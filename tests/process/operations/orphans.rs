@@ -1,0 +1,80 @@
+//! What workers that are gone have left in an object store, as `uniffle-worker ctl orphans` shows and removes it.
+
+use std::fs::{File, create_dir_all};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+use uniffle_testkit::config::{Lines, start_from};
+use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, S3Server, SECRET_KEY};
+
+use super::ctl::run;
+
+/// An object of 100 bytes that is so old.
+fn object(files: &Path, key: &str, days: u64) {
+    let path = files.join("uniffle").join(key);
+    create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(&path, [7; 100]).unwrap();
+    let written = SystemTime::now() - Duration::from_secs(days * 86_400 + 60);
+    File::options().write(true).open(&path).unwrap().set_modified(written).unwrap();
+}
+
+fn has(files: &Path, key: &str) -> bool {
+    files.join("uniffle").join(key).exists()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_else() {
+    let (server, dir) = (S3Server::start().await, tempfile::tempdir().unwrap());
+    let keys = dir.path().join("keys");
+    let text = format!("[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n");
+    std::fs::write(&keys, text).unwrap();
+    let tables = format!(
+        "[admin]\nport = 0\n[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
+         credentials = \"file\"\ncredentials_file = {keys:?}",
+        server.endpoint()
+    );
+    let lines = Lines { store_type: "MEMORY_OBJECT", tables: &tables, ..Lines::default() };
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, lines.own_text(&[dir.path().join("unused")])).unwrap();
+    let worker = start_from(&file).await;
+    let addresses = worker.addresses();
+    let (http, admin) = (addresses.http.to_string(), addresses.admin.unwrap().to_string());
+
+    let files = server.files();
+    object(&files, "10.0.0.1-1/app/1.5/s0000000001", 3);
+    object(&files, "10.0.0.1-1/app/1.5/m0000000001", 3);
+    object(&files, "10.0.0.1-1/notes.txt", 3);
+    object(&files, "10.0.0.2-1/app/1.5/s0000000001", 3);
+    object(&files, "10.0.0.3-1/app/1.5/s0000000001", 0);
+    object(&files, "other/file", 9);
+
+    let ctl = async |arguments: &[&str]| {
+        let whom = ["ctl", "--worker", &http, "--admin", &admin, "orphans", "--output", "json"];
+        run(&[&whom[..], arguments].concat()).await
+    };
+    let listed: Value = serde_json::from_str(&ctl(&[]).await.well()).unwrap();
+    let of = |worker: &Value| {
+        let [worker, state] = ["worker", "state"].map(|field| worker[field].as_str().unwrap().to_owned());
+        (worker, state)
+    };
+    let all: Vec<_> = listed["workers"].as_array().unwrap().iter().map(of).collect();
+    let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
+    assert_eq!(all, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
+    assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&2.into(), &200.into()));
+    assert!(ctl(&["--remove"]).await.badly(2).contains("--live"), "who lives is not known");
+
+    let removed: Value =
+        serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.well()).unwrap();
+    assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
+    assert!(!has(&files, "10.0.0.1-1/app/1.5/s0000000001") && !has(&files, "10.0.0.1-1/app/1.5/m0000000001"));
+    assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "it is alive");
+    assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was written to today");
+    assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "nobody's");
+
+    ctl(&["--remove", "10.0.0.3-1"]).await.well();
+    assert!(!has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was named");
+    assert!(ctl(&["--remove", "10.0.0.9-1"]).await.badly(1).contains("10.0.0.9-1 has no objects"));
+    assert_eq!(worker.stop().await, 0);
+    server.stop().await;
+}

@@ -1,0 +1,81 @@
+//! SIGUSR2 while a batch is on its way to a disk that is slow: it is waited for, and each block is in one place afterwards.
+
+use tokio::task::block_in_place;
+use uniffle_client::send::SendForm;
+use uniffle_testkit::wait_until;
+use uniffle_testkit::worker::{Setup, Worker};
+use uniffle_wire::types::TaskAttemptId;
+
+use crate::kept_memory::{MEMFD, directory};
+use crate::upgrades::FreezableDisk;
+use crate::writes::{Written, client_of, key};
+
+const PARTITIONS: i32 = 20;
+const BLOCK_BYTES: u32 = 64 << 10;
+/// Of a capacity of 24 MiB: from 7 MiB on batches are flushed.
+const SOON_FLUSHED: &str =
+    "[hybrid_store]\nmemory_spill_high_watermark = 0.3\nmemory_spill_low_watermark = 0.05\n";
+
+/// The number behind `name=` in the last line of `log` that has `said`.
+fn told(log: &str, said: &str, name: &str) -> u64 {
+    let line = log.lines().rev().find(|line| line.contains(said)).unwrap_or_else(|| panic!("{said}: {log}"));
+    let field = format!(" {name}=");
+    let value = line.split_once(&field).unwrap_or_else(|| panic!("{name}: {line}")).1;
+    value.split(' ').next().and_then(|value| value.parse().ok()).expect("a number")
+}
+
+async fn handed_over_in_a_flush(name: &'static str, memory: &'static str) {
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let Some(disk) = FreezableDisk::mount(dir.path()) else { return };
+    let paths = vec![disk.0.join("data")];
+    let setup = Setup { name, capacity: "24MiB", memory, tables: SOON_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| Worker::start_in(&setup, dir, paths));
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), PARTITIONS).await;
+    // Some is on the disk, and some is not to be flushed yet.
+    for task in 0..8 {
+        written.task(&client, task, BLOCK_BYTES).await.expect("sent");
+    }
+    let frozen = disk.freeze();
+    for task in 8..16 {
+        // What is reported is written to the disk, too.
+        client.push(&written.key, SendForm::Classic, &written.batch(task, BLOCK_BYTES)).await.expect("sent");
+    }
+    block_in_place(|| {
+        wait_until("a batch is being written", std::time::Duration::from_secs(30), || {
+            match worker.metrics().total("in_flush_buffer_size") {
+                Some(bytes) if bytes > 0.0 => Ok(()),
+                other => Err(format!("{other:?} bytes")),
+            }
+        });
+        worker.begin_upgrade();
+        worker.wait_log("upgrade: the successor rehearses it");
+        drop(frozen);
+        worker.finish_upgrade();
+    });
+    let log = worker.log();
+    assert!(log.contains("the successor has rehearsed it, memory is handed over"), "{log}");
+    let on_disk = told(&log, "took over what an earlier process left", "blocks");
+    let in_memory = told(&log, "took over blocks that an earlier process left in memory", "restored");
+    let blocks = 16 * u64::try_from(PARTITIONS).expect("small");
+    assert!(on_disk > 0 && in_memory > 0, "{on_disk} blocks on the disk, {in_memory} in memory");
+    assert_eq!(on_disk + in_memory, blocks, "each in one place");
+    let client = client_of(&worker).await;
+    for task in 8..16 {
+        let batch = written.batch(task, BLOCK_BYTES);
+        let ids: Vec<_> = batch.iter().map(|(at, blocks)| (*at, vec![blocks[0].meta.block_id])).collect();
+        client.report(&written.key, TaskAttemptId(task), &ids).await.expect("reported");
+        written.expect(task, BLOCK_BYTES);
+    }
+    written.assert_readable(&client).await;
+    client.unregister_app("app").await.expect("known");
+    worker.assert_clean();
+    block_in_place(|| worker.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_being_written_at_an_upgrade_is_in_one_place_afterwards() {
+    let (_directory, memory) = directory();
+    handed_over_in_a_flush("flushed meanwhile", memory).await;
+    handed_over_in_a_flush("flushed meanwhile, memfd", MEMFD).await;
+}

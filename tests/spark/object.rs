@@ -1,0 +1,133 @@
+//! Jobs over a worker without disks, above SeaweedFS: larger than the worker's memory several times, and with the
+//! worker or the store killed and started again in either stage. What is asserted is the right result or a loss that is
+//! named, and where only the store dies, the right result.
+
+use serde_json::Value;
+use uniffle_testkit::s3::weed::Weed;
+use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, SECRET_KEY};
+use uniffle_testkit::say;
+use uniffle_testkit::worker::{Setup, Worker};
+
+use crate::restarts::{JOB, goes_on, wait_total};
+use crate::{Application, Spark, spark};
+
+/// A worker of `capacity` whose only tier is `weed`.
+fn above(weed: &Weed, name: &'static str, capacity: &'static str) -> Setup {
+    let tables = format!(
+        "[object_store]\nurl = \"s3://{BUCKET}/uniffle\"\nendpoint = \"{}\"\npath_style = true\n\
+         credentials = \"environment\"\nprecheck_enable = true\n",
+        weed.endpoint()
+    );
+    let env = [("AWS_ACCESS_KEY_ID", ACCESS_KEY), ("AWS_SECRET_ACCESS_KEY", SECRET_KEY)];
+    let env = env.map(|(key, value)| (key, value.to_owned())).to_vec();
+    Setup {
+        name,
+        capacity,
+        disks: 0,
+        store_type: "MEMORY_OBJECT",
+        made_tables: tables,
+        env,
+        ..Setup::default()
+    }
+}
+
+#[test]
+fn a_sort_larger_than_memory_several_times_and_a_skewed_join_are_those_of_vanilla_spark() {
+    let Some(mut spark) = spark() else { return };
+    let Some(weed) = Weed::start("Spark above SeaweedFS") else { return };
+    let worker = Worker::start(&above(&weed, "object-sort", "32M"));
+    let answers = spark.run(&[&worker], Application::of("skew_join_aqe,range_sort,restarts"));
+    let pieces = answers[0]["skewed_pieces"].as_u64();
+    assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
+    let metrics = worker.metrics();
+    let written = metrics.expect("object_write_bytes");
+    assert!(written > 4.0 * 32e6, "only {written} bytes went into the store");
+    let (segments, pages) =
+        (metrics.expect("object_segments_written"), metrics.expect("object_metadata_writes"));
+    say(&format!("{written} bytes in {segments} segments, {pages} objects of metadata"));
+    worker.assert_no_error_logged();
+    worker.stop();
+}
+
+/// A task may be tried again, and the application may fail.
+const WORDS: &str = "failures=allowed master=local[2,4]";
+
+/// Runs the job; `in_the_map_stage` happens in the middle of one, `in_the_reduce_stage` of the other.
+fn disturbed(
+    spark: &mut Spark,
+    worker: Worker,
+    in_the_map_stage: impl FnOnce(&mut Worker),
+    in_the_reduce_stage: impl FnOnce(&mut Worker),
+) -> (Worker, Vec<Value>) {
+    let application = Application { words: WORDS, ..Application::of(JOB) };
+    let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
+        wait_total(&workers[0], "total_received_data", 40e6);
+        in_the_map_stage(&mut workers[0]);
+        wait_total(&workers[0], "total_read_data", 15e6);
+        in_the_reduce_stage(&mut workers[0]);
+    });
+    (workers.remove(0), answers)
+}
+
+fn assert_right(spark: &Spark, answers: &[Value]) {
+    let vanilla = spark.vanilla_of(uniffle_testkit::spark::Kind::Main, JOB);
+    assert_eq!(answers[0]["ok"], true, "{answers:?}\n{}", spark.log_tail(uniffle_testkit::spark::Kind::Main));
+    assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
+}
+
+#[test]
+fn a_store_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+    let Some(mut spark) = spark() else { return };
+    let Some(mut weed) = Weed::start("Spark above a SeaweedFS that is killed") else { return };
+    let worker = Worker::start(&above(&weed, "object-store-killed", "64M"));
+    let weed = std::cell::RefCell::new(&mut weed);
+    let kill = |worker: &mut Worker| {
+        weed.borrow_mut().kill();
+        worker.wait_log("the store does not answer as it should");
+        weed.borrow_mut().start_again();
+    };
+    let (worker, answers) = disturbed(&mut spark, worker, kill, |worker| {
+        kill(worker);
+        goes_on(worker, "total_read_data");
+    });
+    assert_right(&spark, &answers);
+    worker.assert_clean();
+    worker.stop();
+}
+
+/// A worker that is killed when `counter` has come to `least`, and started again.
+fn killed_in_a_stage(name: &'static str, counter: &str, least: f64) {
+    let Some(mut spark) = spark() else { return };
+    let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
+    let worker = Worker::start(&above(&weed, name, "64M"));
+    let application = Application { words: WORDS, ..Application::of(JOB) };
+    let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
+        wait_total(&workers[0], counter, least);
+        workers[0].kill();
+        workers[0].start_again();
+    });
+    let worker = workers.remove(0);
+    match answers[0]["ok"] == true {
+        true => assert_right(&spark, &answers),
+        false => {
+            let error = answers[0]["error"].as_str().unwrap_or_default();
+            let is_told = error.contains(" lost (ids ") && error.contains("/0 partition ");
+            // All attempts of a task may have met a port without a listener.
+            let is_away = error.contains("Get shuffle result is failed for appId");
+            assert!(is_told || is_away, "{error}");
+            assert!(worker.log().contains("blocks are lost shuffle="), "no loss is named");
+        }
+    }
+    worker.assert_clean();
+    worker.stop();
+}
+
+#[test]
+fn a_worker_that_is_killed_in_the_map_stage_names_what_is_lost() {
+    killed_in_a_stage("object-map-killed", "total_received_data", 40e6);
+}
+
+#[test]
+fn a_worker_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
+    killed_in_a_stage("object-reduce-killed", "total_read_data", 15e6);
+}
