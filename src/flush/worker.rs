@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use crate::app::{Counted, Stage};
 use crate::memory::{Buffer, SealedData};
-use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
+use crate::tiers::{Backlog, ExtentData, ExtentWrite, StoreError, StoreErrorKind, TierBatch};
 
 use super::queue::Batch;
 use super::scheduler::Flusher;
@@ -110,9 +110,11 @@ impl Flusher {
         let huge_partition_bytes = self.limits().huge_partition_bytes;
         let is_huge = |(buffer, _): &&(Arc<Buffer>, _)| buffer.received_bytes() > huge_partition_bytes;
         let huge_bytes = batch.parts.iter().filter(is_huge).map(|(_, sealed)| sealed.bytes()).sum();
-        let is_waited_for = self.memory.tickets().are_waited_for();
-        let backlog_bytes = if is_waited_for { self.memory.in_flight_bytes() } else { 0 };
-        shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes, backlog_bytes }).await
+        let backlog = Backlog {
+            bytes: self.memory.in_flight_bytes(),
+            is_waited_for: self.memory.tickets().are_waited_for(),
+        };
+        shuffle.write(TierBatch { extents, is_retry: batch.failures > 0, huge_bytes, backlog }).await
     }
 
     fn publish(&self, batch: &Batch, bytes: u64, tier: usize) {

@@ -25,7 +25,7 @@ pub use self::object::ObjectConfig;
 pub use self::recovered::{LostExtent, Recovered, RecoveredShuffle};
 pub use self::state::{DiskCondition, DiskInfo, MountUsage, ObjectStoreState, TierState, by_mount};
 pub use self::tier::{
-    Admission, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
+    Admission, Backlog, Capability, Cause, ChunkRead, Drained, ExtentData, ExtentWrite, MetadataLog, Purge,
     RemoteStorage, ServedData, ServedIndex, ServedTier, Tier, TierBatch, TierNames, TierShuffle, TierUsage,
     Tiers,
 };

@@ -327,13 +327,22 @@ pub struct TierBatch {
     pub is_retry: bool,
     /// Payload of huge partitions in it.
     pub huge_bytes: u64,
-    /// Bytes that wait for the tiers with it, while writers wait for memory; 0 when none does.
-    pub backlog_bytes: u64,
+    /// What the tiers have to do beside it.
+    pub backlog: Backlog,
+}
+
+/// What waits for the tiers when a batch is written, that batch included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Backlog {
+    /// Bytes of all batches that are not written yet.
+    pub bytes: u64,
+    /// Whether writers wait for memory meanwhile.
+    pub is_waited_for: bool,
 }
 
 impl From<Vec<ExtentWrite>> for TierBatch {
     fn from(extents: Vec<ExtentWrite>) -> Self {
-        Self { extents, is_retry: false, huge_bytes: 0, backlog_bytes: 0 }
+        Self { extents, is_retry: false, huge_bytes: 0, backlog: Backlog::default() }
     }
 }
 

@@ -6,7 +6,7 @@ use super::append::Writer;
 use super::metrics::ALL_DISKS;
 use super::shuffle::Shuffle;
 use super::write::validate;
-use crate::tiers::{ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{Backlog, ExtentWrite, StoreError, StoreErrorKind};
 
 /// A batch that is readable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,11 +33,11 @@ impl Writer {
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        backlog_bytes: u64,
+        backlog: Backlog,
     ) -> Result<Published, StoreError> {
         let bytes = validate(shuffle, extents)?;
         self.core.metrics.write_local.inc();
-        let result = self.write_and_publish(shuffle, extents, (bytes, backlog_bytes)).await;
+        let result = self.write_and_publish(shuffle, extents, (bytes, backlog)).await;
         match &result {
             Ok(published) => self.count_published(published, bytes),
             Err(error) if error.kind == StoreErrorKind::Purged => {}
@@ -50,7 +50,7 @@ impl Writer {
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
         extents: &[ExtentWrite],
-        (bytes, backlog_bytes): (u64, u64),
+        (bytes, backlog): (u64, Backlog),
     ) -> Result<Published, StoreError> {
         let mut tried = Vec::new();
         let mut last_error = None;
@@ -62,7 +62,7 @@ impl Writer {
             if !tried.is_empty() {
                 self.core.metrics.write_local_retries.inc();
             }
-            match self.write_batch(shuffle, &self.core.disks[index], extents, (bytes, backlog_bytes)).await {
+            match self.write_batch(shuffle, &self.core.disks[index], extents, (bytes, backlog)).await {
                 Ok(batch) => break batch,
                 Err(error) => {
                     shuffle.require_present()?;

@@ -5,9 +5,10 @@
 //! however much the cache itself would take; it is written back at once, and its pages are let go of.
 //!
 //! Writing around the page cache stays the rule, since it costs half the CPU time and no memory. Through it goes only a batch of a
-//! backlog that the disk needs [`BACKLOG_MIN`] for, while writers wait for memory. With `sync` nothing does: there a batch is on its
-//! disk before memory is released. A disk that fails when it is written back to has lost what was acknowledged, as one that
-//! fails to read: its extents become holes, and readers are told which blocks are missing.
+//! backlog that the disk needs [`BACKLOG_MIN`] for, while writers wait for memory or an earlier batch there is still on its way: a
+//! disk writes in order, so a batch written around the cache would hold its memory until all of those are written. With `sync`
+//! nothing does: there a batch is on its disk before memory is released. A disk that fails when it is written back to has lost what
+//! was acknowledged, as one that fails to read: its extents become holes, and readers are told which blocks are missing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +19,7 @@ use super::config::{LocalConfig, SyncWrites};
 use super::disk::InFlight;
 use crate::budget::{Budget, Charge};
 use crate::schema::SpareMemory;
+use crate::tiers::Backlog;
 use uniffle_io::File;
 
 /// A shorter backlog is gone before writers would have slept.
@@ -51,15 +53,11 @@ impl Overflow {
         self.budget.used()
     }
 
-    /// Room for `bytes` of a backlog of `backlog_bytes`, which is written at a pace of `seconds_per_mib`; none where a disk is the
-    /// better place.
-    pub(super) fn admit(
-        &self,
-        bytes: u64,
-        backlog_bytes: u64,
-        seconds_per_mib: Option<f64>,
-    ) -> Option<Charge> {
-        if !is_long(backlog_bytes, seconds_per_mib?) {
+    /// Room for `bytes` of `backlog`, which is written at a pace of `seconds_per_mib`; none where a disk is the better place.
+    pub(super) fn admit(&self, bytes: u64, backlog: Backlog, seconds_per_mib: Option<f64>) -> Option<Charge> {
+        let on_its_way = self.budget.used();
+        let is_called_for = backlog.is_waited_for || on_its_way > 0;
+        if !is_called_for || !is_long(backlog.bytes.saturating_add(on_its_way), seconds_per_mib?) {
             return None;
         }
         let charge = self.budget.try_charge(bytes).ok()?;

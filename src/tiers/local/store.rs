@@ -21,7 +21,7 @@ use super::read::{DataRead, IndexRead, Reader};
 use super::shuffle::Shuffle;
 use crate::durability::MetadataLog;
 use crate::runtime::Tasks;
-use crate::tiers::{DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
+use crate::tiers::{Backlog, DiskInfo, ExtentWrite, Recovered, StoreError, StoreErrorKind};
 use uniffle_wire::index::IndexRecord;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
@@ -45,16 +45,16 @@ impl ShuffleHandle {
     /// # Errors
     /// The last disk's error (the caller keeps the memory and may try again), `Purged`, or `InvalidBatch`.
     pub async fn write(&self, extents: &[ExtentWrite]) -> Result<Published, StoreError> {
-        self.write_of(extents, 0).await
+        self.write_of(extents, Backlog::default()).await
     }
 
-    /// As [`ShuffleHandle::write`], of a batch with which `backlog_bytes` wait for the disks while writers wait for memory.
+    /// As [`ShuffleHandle::write`], of a batch beside which the tiers have `backlog` to do.
     pub(super) async fn write_of(
         &self,
         extents: &[ExtentWrite],
-        backlog_bytes: u64,
+        backlog: Backlog,
     ) -> Result<Published, StoreError> {
-        self.writer.write(&self.shuffle, extents, backlog_bytes).await
+        self.writer.write(&self.shuffle, extents, backlog).await
     }
 }
 

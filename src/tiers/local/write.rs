@@ -16,7 +16,7 @@ use super::index::occupied_bytes;
 use super::log::{LogKind, LogUse};
 use super::overflow::Passing;
 use super::shuffle::Shuffle;
-use crate::tiers::{ExtentData, ExtentWrite, StoreError, StoreErrorKind};
+use crate::tiers::{Backlog, ExtentData, ExtentWrite, StoreError, StoreErrorKind};
 use uniffle_io::BLOCK_ALIGN;
 use uniffle_io::buffers::AlignedBuffer;
 
@@ -74,11 +74,11 @@ impl Writer {
         shuffle: &Shuffle,
         disk: &Arc<LocalDisk>,
         extents: &[ExtentWrite],
-        (bytes, backlog_bytes): (u64, u64),
+        (bytes, backlog): (u64, Backlog),
     ) -> Result<WrittenBatch, StoreError> {
         let load = InFlight::begin(disk, bytes);
         let (log, offset) = self.reserve(shuffle, disk, LogKind::Data, bytes).await?;
-        let passing = self.core.overflow.admit(bytes, backlog_bytes, self.seconds_per_mib(disk));
+        let passing = self.core.overflow.admit(bytes, backlog, self.seconds_per_mib(disk));
         let (file, mode) = match passing {
             Some(_) => (self.cached_writer(&log).await?, Mode::WriteCached),
             None => (self.writer(&log).await?, Mode::Write),

@@ -30,7 +30,8 @@ use super::*;
 use crate::budget::Budget;
 use crate::durability::METADATA;
 use crate::tiers::{
-    DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage, by_mount,
+    Backlog, DiskCondition, ExtentData, ExtentWrite, Recovered, StoreError, StoreErrorKind, Tier, TierUsage,
+    by_mount,
 };
 use uniffle_io::Disk;
 use uniffle_io::buffers::{AlignedBuffer, HeapBuffers, READ_CHUNK_BYTES_MAX};

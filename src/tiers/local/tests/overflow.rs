@@ -9,7 +9,7 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 const MIB: u64 = 1 << 20;
 const SPEED: u64 = 16 * MIB;
 /// What waits for the disk in these tests: four seconds of work.
-const BACKLOG: u64 = 64 * MIB;
+const BACKLOG: Backlog = Backlog { bytes: 64 * MIB, is_waited_for: true };
 
 /// A store over one such disk of which the pace is known, with so much of the page cache.
 async fn slow_store(config: LocalConfig) -> (TestDisk, Arc<LocalStore>, ShuffleHandle) {
@@ -18,7 +18,11 @@ async fn slow_store(config: LocalConfig) -> (TestDisk, Arc<LocalStore>, ShuffleH
     let store = open_with(config, vec![disk.disk()]).await.unwrap();
     disk.faults.set_speed(SPEED);
     let handle = store.register(&key("app", 1));
-    assert_eq!(written_in(&handle, 0, 0).await, Duration::from_millis(63), "a MiB by the device");
+    assert_eq!(
+        written_in(&handle, 0, Backlog::default()).await,
+        Duration::from_millis(63),
+        "a MiB by the device"
+    );
     (disk, store, handle)
 }
 
@@ -31,19 +35,21 @@ fn cached(bytes: u64) -> LocalConfig {
 }
 
 /// How long a batch of a MiB takes that is written while so much waits, in whole milliseconds.
-async fn written_in(handle: &ShuffleHandle, id: i64, backlog_bytes: u64) -> Duration {
+async fn written_in(handle: &ShuffleHandle, id: i64, backlog: Backlog) -> Duration {
     let began = Instant::now();
-    handle.write_of(&[extent(1, &[(id, MIB as usize)], true)], backlog_bytes).await.unwrap();
+    handle.write_of(&[extent(1, &[(id, MIB as usize)], true)], backlog).await.unwrap();
     Duration::from_millis(u64::try_from(began.elapsed().as_millis()).unwrap())
 }
 
 #[tokio::test(start_paused = true)]
 async fn p7_a_long_backlog_goes_by_way_of_the_page_cache_within_its_bound() {
     let (_disk, store, handle) = slow_store(cached(2 * MIB)).await;
-    assert!(!written_in(&handle, 1, 0).await.is_zero(), "no one waits");
-    assert!(!written_in(&handle, 2, 4 * MIB).await.is_zero(), "a short backlog");
+    let no_one_waits = Backlog { is_waited_for: false, ..BACKLOG };
+    assert!(!written_in(&handle, 1, no_one_waits).await.is_zero());
+    let short = Backlog { bytes: 4 * MIB, ..BACKLOG };
+    assert!(!written_in(&handle, 2, short).await.is_zero());
     assert!(written_in(&handle, 3, BACKLOG).await.is_zero());
-    assert!(written_in(&handle, 4, BACKLOG).await.is_zero());
+    assert!(written_in(&handle, 4, no_one_waits).await.is_zero(), "it would come after the one before");
     assert_eq!(store.core.overflow.used(), 2 * MIB);
     assert!(!written_in(&handle, 5, BACKLOG).await.is_zero(), "there is room for two");
     let ids = store.present(&key("app", 1), PartitionId(1)).await.unwrap();
