@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use tokio::sync::Mutex;
 
-/// See the module.
+/// How many tasks committed, and which flush serves the next of them.
 #[derive(Debug, Default)]
 pub struct Commits {
     count: AtomicI32,

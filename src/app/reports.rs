@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 
-/// See the module.
+/// How many reports are paid for, and the line of those that wait for one of them to end.
 #[derive(Debug)]
 pub struct Reports {
     paid: Mutex<usize>,

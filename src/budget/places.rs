@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::rounds::Rounds;
 use uniffle_wire::types::AppId;
 
-/// See the module.
+/// How many places are free, and who waits for one.
 #[derive(Debug)]
 pub struct Places {
     state: Mutex<State>,

@@ -20,7 +20,7 @@ pub enum Heard {
     Incomplete(String),
 }
 
-/// See the module.
+/// The registration, and where its records stand. Each copy of the log is a source to read them from.
 #[derive(Debug)]
 pub struct History {
     shuffle: Incarnation,

@@ -34,7 +34,7 @@ pub enum Phase {
     Lossy,
 }
 
-/// See the module. The default is a partition of which nothing was ever in question.
+/// Where a partition stands in the picture above. The default is a partition of which nothing was ever in question.
 #[derive(Debug, Default)]
 pub struct Ledger {
     there: There,

@@ -124,7 +124,7 @@ impl Judgement {
     }
 }
 
-/// See the module.
+/// What the directories that are present prove, by the rule above, with the word of the process before.
 #[must_use]
 pub fn judge(present: &[Present], vouch: Option<&Vouch>) -> Judgement {
     let epochs = || present.iter().flat_map(|it| &it.epochs);

@@ -12,7 +12,7 @@ use uniffle_wire::types::PartitionId;
 use super::id_set::IdSet;
 use super::ledger::{Ledger, Loss, Phase, Verdict};
 
-/// See the module.
+/// A ledger for each partition that was ever in question, under one lock.
 #[derive(Debug, Default)]
 pub struct ShuffleLedger {
     state: Mutex<State>,

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// See the module. A successor of another version reads it: fields are only added, with a default.
+/// The word for the directories that stay behind. A successor of another version reads it: fields are only added, with a default.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Vouch {
     /// Id of the newest epoch there is.

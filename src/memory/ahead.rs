@@ -19,7 +19,7 @@ const AHEAD_BYTES: u64 = 64 << 20;
 /// Between looks that nobody asked for: after a refusal, and for what was promised without a ticket.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// See the module.
+/// Takes pages until they suffice for what may be promised next, and tells the budget what is withheld.
 #[derive(Debug)]
 pub(super) struct Ahead {
     region: Arc<Region>,

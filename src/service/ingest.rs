@@ -17,7 +17,7 @@ use super::partition_limit::PartitionLimits;
 use super::status::WorkerStatus;
 use super::ticket_line::TicketLine;
 
-/// See the module.
+/// The writing half of the service: it refuses cheaply first and reserves memory before it takes bytes.
 #[derive(Debug)]
 pub struct Ingest {
     pub(super) known: Known,

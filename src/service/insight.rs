@@ -20,7 +20,7 @@ use super::quota::{self, QuotaUse};
 use super::statistics::{AppStatistics, statistics_of};
 use super::status::WorkerStatus;
 
-/// See the module.
+/// Reads the parts of the service and changes none of them.
 #[derive(Debug)]
 pub struct Insight {
     pub(super) apps: Arc<AppRegistry>,

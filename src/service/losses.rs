@@ -127,7 +127,7 @@ pub(super) fn lost_blocks_of(app: &App) -> u64 {
     app.shuffles().iter().map(|shuffle| shuffle.ledger().lost_blocks()).sum()
 }
 
-/// See the module.
+/// Enters losses into the ledgers, and refuses the reads and reports that they concern.
 #[derive(Debug)]
 pub(super) struct Losses {
     pub(super) apps: Arc<AppRegistry>,

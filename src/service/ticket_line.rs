@@ -47,7 +47,7 @@ struct Request {
     give: Option<oneshot::Sender<Result<TicketId, MemoryError>>>,
 }
 
-/// See the module.
+/// Those who wait, by application, and whose turn it is.
 #[derive(Debug)]
 pub(super) struct TicketLine {
     places: Mutex<Rounds<Request>>,

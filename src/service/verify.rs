@@ -41,7 +41,7 @@ pub(super) struct Suspect {
     pub(super) blame: Blame,
 }
 
-/// See the module.
+/// Looks into memory and all tiers, for one partition at a time and for each partition once at a time.
 #[derive(Debug)]
 pub(super) struct Verifier {
     pub(super) memory: Arc<Memory>,

@@ -16,7 +16,7 @@ pub(super) struct Check {
     pub(super) base: u64,
 }
 
-/// See the module.
+/// The blocks that are still to pass, and the sum of the one that passes now.
 #[derive(Debug)]
 pub(super) struct BlockChecks {
     /// In the order of their places.

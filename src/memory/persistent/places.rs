@@ -13,7 +13,7 @@ pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
 /// Chunks with pages in which nothing is taken, so that they do not come and go with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
-/// See the module.
+/// Free places by chunk, lowest first.
 #[derive(Debug)]
 pub(super) struct Places {
     /// Free ones, in chunks with pages.

@@ -34,7 +34,7 @@ pub(in crate::memory) enum NoPlaces {
     NoPages,
 }
 
-/// See the module.
+/// The parts of the front, names and rows, and the region that they lie in.
 pub(in crate::memory) struct Table {
     region: Arc<Region>,
     pub(super) geometry: Geometry,

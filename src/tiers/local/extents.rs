@@ -16,7 +16,7 @@ const _: () = assert!((size_of::<[Extent; CHUNK]>() + 2 * size_of::<usize>()) as
 /// Heap of a place for one extent, with what an allocator whose sizes are a quarter apart rounds up to.
 pub(super) const PLACE_BYTES: u64 = size_of::<Extent>() as u64 * 5 / 4;
 
-/// See the module.
+/// Full chunks, which copies share, and the last one, which each copy has of its own.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ExtentList {
     /// Most partitions have none.

@@ -8,7 +8,7 @@ use super::core::Core;
 use super::shuffle::Shuffle;
 use crate::tiers::{StoreError, StoreErrorKind};
 
-/// See the module.
+/// How much of a read is left. After an error it gives nothing more.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) core: Arc<Core>,

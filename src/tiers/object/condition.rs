@@ -46,7 +46,7 @@ pub(super) fn again(error: &StoreError) -> StoreError {
     }
 }
 
-/// See the module.
+/// Empty while it works; else since when it fails, and when it is tried again.
 #[derive(Debug, Default)]
 pub(super) struct Condition(Mutex<Option<Failing>>);
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 
-/// See the module. The caller that adds the first job starts the task.
+/// Jobs that wait, and whether a task is there for them. The caller that adds the first job starts the task.
 #[derive(Debug)]
 pub(super) struct Group<T>(Mutex<State<T>>);
 

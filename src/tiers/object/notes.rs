@@ -26,7 +26,7 @@ use crate::tiers::{StoreError, StoreErrorKind};
 /// A page that is longer is not written again.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// See the module.
+/// What waits for the next write, and the page that is filled.
 #[derive(Debug)]
 pub(super) struct Notes {
     /// Of the shuffle's objects.

@@ -16,7 +16,7 @@ use crate::tiers::record_cache::RecordsKey;
 use crate::tiers::{StoreError, StoreErrorKind, TierUsage};
 use uniffle_wire::types::PartitionId;
 
-/// See the module.
+/// What it has in the store, and what is on its way there.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) name: Registered,

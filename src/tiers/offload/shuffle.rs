@@ -14,7 +14,7 @@ use crate::tiers::object::{Noted, Uploads};
 use crate::tiers::{ExtentWrite, MetadataLog, ShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// See the module.
+/// Both halves of a registration, and where each partition is cut between them.
 #[derive(Debug)]
 pub(super) struct Shuffle {
     pub(super) key: ShuffleKey,

@@ -95,7 +95,7 @@ pub enum Fault {
     Slow(Duration),
 }
 
-/// See the module.
+/// What the next requests of a kind are answered with, and how many there were.
 #[derive(Debug, Default)]
 pub struct Faults {
     planned: Mutex<Vec<(On, VecDeque<Fault>)>>,

@@ -17,7 +17,7 @@ use crate::tiers::object::metrics::Metrics;
 /// Chunks that are fetched at a time.
 const FETCHES: usize = 16;
 
-/// See the module.
+/// The directories, which chunk is in which slot of them, and the places for those that fetch.
 #[derive(Debug)]
 pub(in crate::tiers::object) struct Cache {
     pub(super) directories: Vec<Directory>,

@@ -29,7 +29,7 @@ struct Files {
     read: Arc<dyn File>,
 }
 
-/// See the module.
+/// Its file is made when it is first needed.
 #[derive(Debug)]
 pub(super) struct Directory {
     disk: Arc<dyn Disk>,

@@ -52,7 +52,7 @@ impl Drop for Landing {
     }
 }
 
-/// See the module.
+/// The outcome, empty until it has landed.
 #[derive(Debug)]
 pub(super) struct Flight(watch::Sender<Option<Landed>>);
 

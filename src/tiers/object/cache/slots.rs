@@ -135,7 +135,7 @@ pub(super) enum Found {
     Not,
 }
 
-/// See the module.
+/// The chunks by key and by their last use, and the free places of each directory.
 #[derive(Debug)]
 pub(super) struct Slots {
     places: Vec<Arc<Places>>,

@@ -45,7 +45,7 @@ pub(super) struct Bounds {
     pub(super) stall_timeout: Duration,
 }
 
-/// See the module.
+/// A body that is read in chunks. Dropped before its end it closes its connection.
 pub(super) struct Answer {
     body: Incoming,
     bounds: Bounds,
