@@ -23,9 +23,9 @@ const REPORTS: usize = 4000;
 const SEEK: Duration = Duration::from_micros(8500 + 4200);
 
 #[derive(Debug)]
-struct Sound;
+struct Healthy;
 
-impl Health for Sound {
+impl Health for Healthy {
     fn rank(&self) -> Option<u8> {
         Some(0)
     }
@@ -36,7 +36,7 @@ impl Health for Sound {
 }
 
 async fn open(disks: Vec<Arc<dyn Disk>>, tasks: &Tasks) -> (MetadataLog, Arc<dyn Health>) {
-    let health: Arc<dyn Health> = Arc::new(Sound);
+    let health: Arc<dyn Health> = Arc::new(Healthy);
     let directory = |io: Arc<dyn Disk>| Directory {
         uuid: Uuid::new_v4(),
         label: io.root().display().to_string(),

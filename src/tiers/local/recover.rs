@@ -361,7 +361,7 @@ impl<'a> Rebuild<'a> {
             found.entry(*id).or_default();
         }
         for (id, extents) in found {
-            let (mut partition, left_out) = line_up(self.start_of(id), extents);
+            let (mut partition, left_out) = sort_extents(self.start_of(id), extents);
             bytes += partition.extents.iter().filter(|it| !it.is_lost()).map(|it| it.length).sum::<u64>();
             if left_out {
                 overlapped.push(id);
@@ -448,7 +448,7 @@ fn tell_damage(disk: &LocalDisk, path: &Path, reader: &LogReader<'_>) {
 
 /// Puts extents (with their sequences) into a stream that begins at `start`; true when some had to be left out because others, published
 /// later, have their place.
-fn line_up(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
+fn sort_extents(start: u64, mut extents: Vec<(u64, Extent)>) -> (Partition, bool) {
     // The later published first, so that it is met when it claims its place.
     extents.sort_by_key(|(sequence, extent)| (extent.base, std::cmp::Reverse(*sequence)));
     let mut kept: Vec<(u64, Extent)> = Vec::with_capacity(extents.len());
@@ -485,13 +485,13 @@ mod tests {
 
     #[test]
     fn a_stream_keeps_its_holes_and_the_later_of_two_extents_its_place() {
-        let (partition, left_out) = line_up(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
+        let (partition, left_out) = sort_extents(0, vec![(2, extent(300, 50)), (0, extent(0, 100))]);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 200, true), (300, 50, false)]);
         assert_eq!((partition.bytes, left_out), (350, false));
 
         let overlapping = vec![(0, extent(0, 100)), (1, extent(100, 100)), (EPOCH, extent(150, 20))];
-        let (partition, left_out) = line_up(0, overlapping);
+        let (partition, left_out) = sort_extents(0, overlapping);
         let places: Vec<_> = partition.extents.iter().map(|it| (it.base, it.length, it.is_lost())).collect();
         assert_eq!(places, [(0, 100, false), (100, 50, true), (150, 20, false)]);
         assert!(left_out);
