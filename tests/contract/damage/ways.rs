@@ -127,6 +127,7 @@ impl Damage {
     }
 
     /// Whether it leaves a whole copy of what two directories keep twice, and the one copy of everything else, claims aside.
+    /// A loss of power does: registrations and reports are on the device before they are acknowledged.
     pub(crate) fn spares_metadata(&self, disks: usize) -> bool {
         let one_file = matches!(
             self.way,
@@ -138,7 +139,7 @@ impl Damage {
             true => self.way != Way::FailingFile,
             false => disks > 1,
         };
-        matches!(self.way, Way::Nothing | Way::ReadOnly) || one_file && (bulk || is_kept)
+        matches!(self.way, Way::Nothing | Way::ReadOnly | Way::Reset) || one_file && (bulk || is_kept)
     }
 }
 
