@@ -5,6 +5,8 @@
 //! Not here: metrics, except the count of panics, which is the process's like the hook that counts them.
 
 mod audit;
+#[cfg(test)]
+pub(crate) mod captured;
 mod files;
 mod log_limiter;
 #[cfg(feature = "otlp")]

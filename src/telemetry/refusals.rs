@@ -43,6 +43,7 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::captured::CapturedLog;
 
     #[test]
     fn kinds_do_not_hold_each_other_back() {
@@ -55,25 +56,10 @@ mod tests {
 
     #[test]
     fn a_line_stays_a_line() {
-        struct Seen(std::sync::Arc<Mutex<Vec<u8>>>);
-        impl std::io::Write for Seen {
-            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-                self.0.lock().extend_from_slice(bytes);
-                Ok(bytes.len())
-            }
-            fn flush(&mut self) -> std::io::Result<()> {
-                Ok(())
-            }
-        }
-        let seen = std::sync::Arc::default();
-        let writer = std::sync::Arc::clone(&seen);
-        let subscriber = tracing_subscriber::fmt()
-            .with_ansi(false)
-            .with_writer(move || Seen(std::sync::Arc::clone(&writer)))
-            .finish();
         let text = format!("bad\nWARN everything burns {}", "x".repeat(10_000));
-        tracing::subscriber::with_default(subscriber, || Refusals::default().note("grpc", "a", &text));
-        let lines = String::from_utf8(seen.lock().clone()).unwrap();
+        let log = CapturedLog::of_this_thread();
+        Refusals::default().note("grpc", "a", &text);
+        let lines = log.text();
         assert_eq!(lines.lines().count(), 1, "{lines}");
         assert!(
             lines.contains("WARN") && lines.contains("listener=\"grpc\"") && lines.len() < 600,

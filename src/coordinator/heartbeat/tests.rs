@@ -15,6 +15,7 @@ use crate::coordinator::NodeReport;
 use crate::coordinator::embedded::{EmbeddedConfig, EmbeddedCoordinator};
 use crate::proto::ServerStatus;
 use crate::proto::coordinator_server_server::CoordinatorServerServer;
+use crate::telemetry::captured::CapturedLog;
 
 /// How long a test waits before it fails; never reached when all is well.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -107,28 +108,9 @@ async fn slow_refusing_and_half_open_coordinators_delay_no_other() {
     end(doubles).await;
 }
 
-/// Takes what tracing writes.
-#[derive(Debug, Clone, Default)]
-struct Log(Arc<parking_lot::Mutex<Vec<u8>>>);
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_silent_coordinator_is_down_after_the_deadline_and_told_once() {
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
-    let _guard = tracing::subscriber::set_default(subscriber);
-
+    let log = CapturedLog::of_this_thread();
     let tasks = Tasks::new();
     let (socket, silent) = bound();
     let _silent = listening(socket);
@@ -139,7 +121,7 @@ async fn a_silent_coordinator_is_down_after_the_deadline_and_told_once() {
         assert!(down(&link.borrow_and_update()));
     }
     end(tasks).await;
-    let log = String::from_utf8(log.0.lock().clone()).unwrap();
+    let log = log.text();
     assert_eq!(log.matches("heartbeat failed").count(), 1, "{log}");
     assert!(log.contains(&silent.to_string()), "{log}");
 }
