@@ -171,6 +171,12 @@ pub(crate) struct LoadArgs {
     /// Pause between two rounds, in which the server forgets the shuffle before
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     pub(crate) rest: Duration,
+    /// How long to wait after a phase for a server that does something yet: what that costs it is part of the phase
+    #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
+    pub(crate) settle: Duration,
+    /// Run this in a shell between writing and reading; what it takes is a phase of as many bytes
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) between: Option<String>,
     /// Count the server's system calls, with perf
     #[arg(long)]
     pub(crate) system_calls: bool,

@@ -3,12 +3,13 @@
 //! Invariant: a run that returns `Ok` has checked all it was asked to check; the first error ends it.
 
 use std::net::SocketAddr;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, interval, sleep, timeout};
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
@@ -22,7 +23,7 @@ use crate::read::{self, ReadPhase};
 use crate::report::{GB, PhaseReport, RunReport, Sample, ServerUse};
 use crate::session::Session;
 use crate::shape::Shape;
-use crate::stats::{Stats, get};
+use crate::stats::{Stats, add, get};
 use crate::write::{self, Ledger, WriteOptions, WritePhase};
 
 /// Distance of two samples.
@@ -31,8 +32,6 @@ const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 const SAMPLES_PER_HEARTBEAT: u32 = 40;
 /// A server is quiet when it uses less than this share of a core.
 const QUIET_SHARE: f64 = 0.05;
-/// How long to wait for a server to become quiet after a phase.
-const QUIET_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the end of the application may take.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -170,6 +169,22 @@ impl Cluster {
         self.phase(name, expected, &stats, write::run(phase)).await
     }
 
+    /// Runs the command that was asked for after a shuffle was written, such as one that moves it elsewhere.
+    async fn between(&mut self) -> anyhow::Result<()> {
+        let Some(command) = self.load.between.clone() else { return Ok(()) };
+        let (stats, bytes) = (Arc::new(Stats::default()), self.load.bytes.as_u64());
+        let moved = stats.clone();
+        let work = async move {
+            let mut shell = Command::new("/bin/sh");
+            shell.args(["-c", &command]).stdin(Stdio::null()).stdout(Stdio::null());
+            let status = spawn_blocking(move || shell.status()).await??;
+            ensure!(status.success(), "{command:?} ended with {status}");
+            add(&moved.written_bytes, bytes);
+            Ok(())
+        };
+        self.phase("between", bytes, &stats, work).await
+    }
+
     /// Reads a shuffle and compares every byte.
     pub(crate) async fn read(&mut self, name: &str, shuffle: &Shuffle) -> anyhow::Result<()> {
         let stats = Arc::new(Stats::default());
@@ -270,10 +285,13 @@ impl Cluster {
         self.report.samples.push(sample);
     }
 
-    /// What the server has used, once it does nothing any more.
+    /// What the server has used, once it does nothing any more or has had its time.
     pub(crate) async fn quiet_usage(&self) -> Option<Usage> {
-        let deadline = Instant::now() + QUIET_TIMEOUT;
+        let deadline = Instant::now() + self.load.settle;
         let mut last = self.probe.usage()?;
+        if self.load.settle.is_zero() {
+            return Some(last);
+        }
         loop {
             sleep(SAMPLE_INTERVAL).await;
             let now = self.probe.usage()?;
@@ -362,6 +380,7 @@ pub(crate) async fn write_and_read(name: &str, args: &RunArgs) -> anyhow::Result
             cluster.rest_before(round).await;
             let shuffle = cluster.shuffle(round).await?;
             cluster.write("write", &shuffle).await?;
+            cluster.between().await?;
             cluster.read("read", &shuffle).await?;
             cluster.unregister(&shuffle).await?;
         }

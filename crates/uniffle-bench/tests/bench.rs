@@ -195,8 +195,9 @@ fn a_scale_that_this_machine_does_not_carry_is_refused_before_anything_is_sent()
 fn a_server_that_dies_ends_the_run() {
     for transport in ["grpc", "tcp"] {
         dies_under(transport, &["write", "--rate", "2MB", "--bytes", "1GB"], "write failed");
-        // Few bytes and an endless number of reads of them.
-        dies_under(transport, &["read", "--bytes", "4MB", "--reads", "1000"], "read failed");
+        // Few bytes and an endless number of reads of them, which no machine is through with too soon.
+        let read = ["read", "--bytes", "4MB", "--reads", "1000", "--read-rate", "4MB"];
+        dies_under(transport, &read, "read failed");
     }
 }
 
@@ -205,11 +206,13 @@ fn dies_under(transport: &str, line: &[&str], expected: &str) {
     let worker = worker("bench-dies");
     let (port, raw) =
         (worker.ready().grpc_port.to_string(), worker.ready().urpc_port.unwrap_or(0).to_string());
-    let common = ["--port", &port, "--tcp-port", &raw, "--transport", transport, "--message-size", "64KiB"];
-    let running: Child =
-        command(&[line, &common].concat()).spawn().expect("the bench was built with this test");
+    // Answers to the looks below keep a worker on a slow machine from being idle between two phases.
+    let common = ["--port", &port, "--tcp-port", &raw, "--message-size", "64KiB", "--settle", "0s"];
+    let running: Child = command(&[line, &common, &["--transport", transport]].concat())
+        .spawn()
+        .expect("the bench was built with this test");
     let counter = if line[0] == "read" { "total_read_data" } else { "memory_used" };
-    wait_until("the bench is at work", Duration::from_secs(20), || {
+    wait_until("the bench is at work", Duration::from_secs(60), || {
         let seen = worker.metrics().total(counter).unwrap_or(0.0);
         if seen > 0.0 { Ok(()) } else { Err(format!("{counter} is {seen}")) }
     });

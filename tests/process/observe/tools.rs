@@ -40,7 +40,9 @@ impl Load {
     pub(crate) fn start(worker: &Worker, bytes: &str, rounds: u32) -> Self {
         let ready = worker.ready();
         let child = Command::new(uniffle_testkit::tools::binary("uniffle-bench"))
-            .args(["read", "--bytes", bytes, "--rounds", &rounds.to_string(), "--partitions", "20"])
+            // Profiles and metrics that are asked for beside it keep the worker busy; no phase waits until it is idle.
+            .args(["read", "--bytes", bytes, "--rounds", &rounds.to_string(), "--settle", "0s"])
+            .args(["--partitions", "20"])
             .args(["--port", &ready.grpc_port.to_string(), "--http-port", &ready.http_port.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
