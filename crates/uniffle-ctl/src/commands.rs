@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 
+use crate::answers::{Answer, all_of, ask_all, failures, pretty, worst};
 use crate::arguments::{Arguments, Call, Output, ProfileKind};
 use crate::everywhere;
 use crate::failure::Failure;
@@ -14,14 +14,8 @@ use crate::merged::Merged;
 use crate::workers::{Target, targets, token};
 use crate::{complain, orphans, say, text, top, wait};
 
-/// Workers asked at once.
-const AT_ONCE: usize = 32;
-
 /// What a worker that is busy may need to put a profile together, beside the time it samples.
 const PROFILE_SLACK: Duration = Duration::from_secs(30);
-
-/// A worker's answer, or why there is none.
-pub(crate) type Answer = Result<Value, Failure>;
 
 /// Does what `arguments` say; the exit code.
 pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
@@ -75,22 +69,6 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, Failure> {
     Ok(worst(&answers))
 }
 
-/// `ask` of all workers, in their order.
-pub(crate) async fn ask_all<'t, F, T>(
-    targets: &'t [Target],
-    ask: impl Fn(&'t Target) -> F,
-) -> Vec<(&'t Target, T)>
-where
-    F: Future<Output = T>,
-{
-    let asked = targets.iter().map(|target| {
-        let answer = ask(target);
-        async move { (target, answer.await) }
-    });
-    // Collected first: a stream of a borrowing closure's futures is not general enough for the compiler.
-    stream::iter(asked.collect::<Vec<_>>()).buffered(AT_ONCE).collect().await
-}
-
 async fn ask(client: &Client, target: &Target, call: &Call) -> Answer {
     let get = |path: String| async move { client.get(&target.http, &path).await };
     let post = |path: String, body: Option<Value>| async move {
@@ -141,33 +119,6 @@ fn merged(app: &str, answers: &[(&Target, Answer)]) -> Option<Value> {
         everywhere::enter(&mut merged, &target.name, answer);
     }
     merged.nothing().is_none().then(|| merged.explanation(app))
-}
-
-fn failures<'a>(answers: &'a [(&Target, Answer)]) -> impl Iterator<Item = (&'a Target, &'a Failure)> {
-    answers.iter().filter_map(|(target, answer)| Some((*target, answer.as_ref().err()?)))
-}
-
-/// The exit code of many answers.
-pub(crate) fn worst(answers: &[(&Target, Answer)]) -> u8 {
-    failures(answers).map(|(_, failure)| failure.code()).max().unwrap_or(0)
-}
-
-/// The answers of many as one.
-pub(crate) fn all_of(answers: &[(&Target, Answer)]) -> Value {
-    let one = |(target, answer): &(&Target, Answer)| {
-        let (worker, url) = (&target.name, target.http.to_string());
-        match answer {
-            Ok(answer) => json!({ "worker": worker, "url": url, "answer": answer }),
-            Err(failure) => {
-                json!({ "worker": worker, "url": url, "error": failure.to_string(), "code": failure.code() })
-            }
-        }
-    };
-    answers.iter().map(one).collect()
-}
-
-pub(crate) fn pretty(value: &Value) -> String {
-    serde_json::to_string_pretty(value).unwrap_or_default()
 }
 
 async fn profile(

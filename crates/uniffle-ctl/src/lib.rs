@@ -7,6 +7,7 @@
 //! Exit codes: 0 done; 1 a worker refuses, or does not know what was named; 2 wrong command line; 3 a worker or all
 //! coordinators cannot be reached; 4 a state was not reached in time. Of several workers the highest code counts.
 
+mod answers;
 mod arguments;
 mod commands;
 mod everywhere;

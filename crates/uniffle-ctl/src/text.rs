@@ -3,8 +3,8 @@
 use bytesize::ByteSize;
 use serde_json::Value;
 
+use crate::answers::{Answer, pretty};
 use crate::arguments::Call;
-use crate::commands::{Answer, pretty};
 use crate::workers::Target;
 
 /// The answer of one worker.

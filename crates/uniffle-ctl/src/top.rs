@@ -10,8 +10,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use crate::answers::{Answer, all_of, ask_all, pretty, worst};
 use crate::arguments::Arguments;
-use crate::commands::{Answer, all_of, ask_all, pretty, worst};
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::{Target, targets};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::commands::Answer;
+use crate::answers::Answer;
 use crate::failure::Failure;
 use crate::http::Client;
 use crate::workers::Target;
