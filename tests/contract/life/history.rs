@@ -1,27 +1,24 @@
 //! The history around a worker that lives several times: its clients, its disks, and what the clients were promised.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
-use rand::{Rng, RngExt, SeedableRng};
+use rand::{RngExt, SeedableRng};
 
 use uniffle_client::block::IdLayout;
 use uniffle_testkit::fault::{EIO, EMFILE, ENOSPC, EROFS, Fault, Faults, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
-use uniffle_wire::types::{AppId, BlockId, Distribution, PartitionId, ShuffleId, ShuffleKey};
-use uniffle_worker::service::{
-    BlockHeader, RegisterRequest, ReportRequest, RequireRequest, SendHeader, SendSession, Service,
-    ServiceError,
-};
+use uniffle_wire::types::{AppId, BlockId, ShuffleId, ShuffleKey};
+use uniffle_worker::service::Service;
 use uniffle_worker::tiers::{LetGo, StoreError, SyncWrites};
 
 use super::Mutation;
+use super::clients::OpenSend;
 use super::objects::Objects;
 use super::process::Process;
 use super::promises::{Now, PARTITIONS, Promised};
@@ -30,7 +27,6 @@ use super::tally::Tally;
 
 const DISKS_MAX: usize = 3;
 pub(super) const APPS: [&str; 2] = ["app-1", "app-10"];
-const SHUFFLES: [i32; 2] = [1, 10];
 /// Random steps of one history.
 const STEPS: u32 = 60;
 
@@ -38,15 +34,6 @@ const STEPS: u32 = 60;
 pub(super) const LAYOUT: IdLayout = IdLayout::HISTORIC;
 
 pub(crate) type Key = (&'static str, i32);
-
-/// A send whose bytes are still arriving.
-struct OpenSend {
-    key: Key,
-    epoch: u64,
-    session: SendSession,
-    blocks: Vec<(i32, i64, Vec<u8>)>,
-    next: usize,
-}
 
 /// How a life of the worker ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +51,7 @@ enum End {
 pub(crate) struct History {
     pub(super) rng: StdRng,
     pub(super) process: Option<Process>,
-    life: u32,
+    pub(super) life: u32,
     steps_left: u32,
     pub(super) disks: Vec<Arc<MemoryDisk>>,
     /// Instead of disks.
@@ -93,12 +80,12 @@ pub(crate) struct History {
     pub(super) reads_fail: bool,
     pub(crate) promised: HashMap<Key, Promised>,
     /// Shuffles that were ever registered.
-    registered: BTreeSet<Key>,
+    pub(super) registered: BTreeSet<Key>,
     /// Shuffles that a life did not know: if they were registered again, either registration may come back.
     pub(super) forgotten: BTreeSet<Key>,
-    sends: Vec<OpenSend>,
+    pub(super) sends: Vec<OpenSend>,
     readers: Vec<Reader>,
-    next_block: i64,
+    pub(super) next_block: i64,
     pub(super) next_epoch: u64,
     pub(crate) tally: Tally,
 }
@@ -412,189 +399,6 @@ impl History {
         self.heartbeat();
     }
 
-    fn key(&mut self) -> Key {
-        (APPS[self.rng.random_range(0..APPS.len())], SHUFFLES[self.rng.random_range(0..SHUFFLES.len())])
-    }
-
-    fn known_key(&mut self) -> Option<Key> {
-        let mut keys: Vec<Key> = self.promised.keys().copied().collect();
-        keys.sort_unstable();
-        keys.choose(&mut self.rng).copied()
-    }
-
-    fn heartbeat(&self) {
-        for app in APPS {
-            let _ = self.service().lifecycle.heartbeat(app);
-        }
-    }
-
-    async fn register(&mut self) {
-        let key = self.key();
-        // Also by one that is refused: it may have been written.
-        let is_again = !self.registered.insert(key);
-        let local_order = match self.promised.get(&key) {
-            Some(promised) => promised.local_order,
-            None => self.rng.random(),
-        };
-        let request = RegisterRequest {
-            app: key.0,
-            shuffle: key.1,
-            ranges: vec![(0, PARTITIONS - 1)],
-            user: "model".to_owned(),
-            distribution: if local_order { Distribution::LocalOrder } else { Distribution::Normal },
-            properties: HashMap::new(),
-            remote_storage: None,
-        };
-        if let Err(error) = self.service().lifecycle.register(request).await {
-            assert!(matches!(error, ServiceError::Store(_)), "only disks may refuse a registration: {error}");
-            return;
-        }
-        self.next_epoch += 1;
-        let fresh = Promised { epoch: self.next_epoch, local_order, is_again, ..Promised::default() };
-        self.promised.entry(key).or_insert(fresh);
-    }
-
-    async fn open_send(&mut self) {
-        let Some(key) = self.known_key() else { return self.register().await };
-        let blocks = self.blocks(key);
-        let bytes: usize = blocks.iter().map(|(_, _, data)| data.len() + 32).sum();
-        let partitions: Vec<i32> = (0..PARTITIONS).collect();
-        let request = RequireRequest {
-            app: key.0,
-            shuffle: key.1,
-            bytes: i32::try_from(bytes).expect("small"),
-            partitions: &partitions,
-            partition_sizes: &[],
-        };
-        let grant = match self.service().ingest.require_buffer(request) {
-            Ok(grant) => grant,
-            Err(error) => {
-                self.tally.refused_tickets += 1;
-                assert_eq!(error.status() as i32, 2, "only NO_BUFFER may refuse a small request: {error}");
-                return;
-            }
-        };
-        if self.rng.random_bool(0.1) {
-            return; // The ticket is left to expire.
-        }
-        let header = SendHeader {
-            app: key.0,
-            shuffle: key.1,
-            ticket: grant.ticket,
-            message_bytes: bytes as u64 + 1_000,
-        };
-        let session =
-            self.service().ingest.begin_send(header).expect("a fresh ticket of a registered shuffle");
-        let promised = self.promised.get_mut(&key).expect("a known key");
-        for (partition, id, data) in &blocks {
-            promised.sent.entry(*partition).or_default().insert(*id, Bytes::copy_from_slice(data));
-        }
-        let epoch = promised.epoch;
-        self.sends.push(OpenSend { key, epoch, session, blocks, next: 0 });
-        if self.rng.random_bool(0.5) {
-            let last = self.sends.len() - 1;
-            self.feed(last, usize::MAX);
-        }
-    }
-
-    fn blocks(&mut self, key: Key) -> Vec<(i32, i64, Vec<u8>)> {
-        let count = self.rng.random_range(1..8);
-        let mut blocks: Vec<(i32, i64, Vec<u8>)> = (0..count).map(|_| self.block(key)).collect();
-        blocks.sort_by_key(|(partition, ..)| *partition);
-        blocks
-    }
-
-    /// Resends of an id are normal after a time-out; length and bytes are a function of the id. No two registrations have
-    /// the same: a block on a disk says whose it is.
-    fn block(&mut self, key: Key) -> (i32, i64, Vec<u8>) {
-        let sent = self.promised.get(&key).map(|promised| &promised.sent);
-        let mut again: Vec<i64> =
-            sent.into_iter().flat_map(HashMap::values).flat_map(BTreeMap::keys).copied().collect();
-        again.sort_unstable();
-        let again = again.choose(&mut self.rng).copied().filter(|_| self.rng.random_bool(0.15));
-        let id = again.unwrap_or(self.next_block);
-        self.next_block = self.next_block.max(id + 1);
-        let mut content = StdRng::seed_from_u64(id.unsigned_abs());
-        let length = match content.random_range(0..10) {
-            0..3 => content.random_range(1..100),
-            3..9 => content.random_range(100..20_000),
-            _ => content.random_range(20_000..90_000),
-        };
-        let mut data = vec![0; length];
-        content.fill_bytes(&mut data);
-        (i32::try_from(id % i64::from(PARTITIONS)).expect("a partition"), id, data)
-    }
-
-    async fn feed_some(&mut self) {
-        if self.sends.is_empty() {
-            return self.open_send().await;
-        }
-        let index = self.rng.random_range(0..self.sends.len());
-        let blocks = self.rng.random_range(1..4);
-        self.feed(index, blocks);
-    }
-
-    /// Feeds up to `blocks` blocks of a send; commits it after its last.
-    fn feed(&mut self, index: usize, blocks: usize) {
-        let send = &mut self.sends[index];
-        for _ in 0..blocks {
-            let Some((partition, id, data)) = send.blocks.get(send.next) else { break };
-            let new_run = send.next == 0 || send.blocks[send.next - 1].0 != *partition;
-            if let Err(error) = feed_block(&mut send.session, new_run.then_some(*partition), *id, data) {
-                assert_eq!(error.status() as i32, 4, "only a purge may stop a send with a ticket: {error}");
-                self.sends.swap_remove(index);
-                return;
-            }
-            send.next += 1;
-        }
-        if send.next == send.blocks.len() {
-            let send = self.sends.swap_remove(index);
-            self.commit(send);
-        }
-    }
-
-    fn commit(&mut self, send: OpenSend) {
-        let committed = send.session.commit();
-        let Some(promised) = self.promised.get_mut(&send.key).filter(|promised| promised.epoch == send.epoch)
-        else {
-            assert!(committed.is_err(), "a send into a purged shuffle was acknowledged");
-            return;
-        };
-        committed.expect("a send with a ticket into a registered shuffle never fails");
-        let ids: Vec<_> = send.blocks.iter().map(|(partition, id, _)| (*partition, *id)).collect();
-        tracing::info!(target: "life", key = ?send.key, ?ids, "acknowledged");
-        for (partition, id, data) in send.blocks {
-            promised.acknowledge(partition, id, data, self.life);
-            self.tally.acknowledged += 1;
-        }
-    }
-
-    fn abort_one(&mut self) {
-        if !self.sends.is_empty() {
-            let index = self.rng.random_range(0..self.sends.len());
-            let mut send = self.sends.swap_remove(index);
-            self.tally.aborted += 1;
-            if let Some((_, _, data)) = send.blocks.get(send.next).filter(|_| send.next > 0) {
-                // Cut in the middle of a block.
-                if send.session.begin_block(u32::try_from(data.len()).expect("small")).is_ok() {
-                    send.session.write(&data[..data.len() / 2]).expect("fewer bytes than announced");
-                }
-            }
-        }
-    }
-
-    fn purge_one(&mut self) {
-        let Some(key) = self.known_key() else { return };
-        tracing::info!(target: "life", ?key, "unregistered");
-        if self.rng.random_bool(0.5) {
-            self.service().lifecycle.unregister_shuffle(key.0, key.1).expect("the app is known");
-            self.promised.remove(&key);
-        } else {
-            self.service().lifecycle.unregister_app(key.0).expect("the app is known");
-            self.promised.retain(|other, _| other.0 != key.0);
-        }
-    }
-
     async fn break_a_disk(&mut self) {
         if let Some(store) = self.store() {
             return self.break_the_store(&store).await;
@@ -647,57 +451,6 @@ impl History {
         for faults in &self.faults {
             faults.clear();
             faults.release().await;
-        }
-    }
-
-    /// A task reports what of its blocks was acknowledged.
-    async fn report_some(&mut self, wait: bool) {
-        let Some(key) = self.known_key() else { return };
-        let now = self.now();
-        let promised = self.promised.get_mut(&key).expect("a known key");
-        let mut partitions = promised.unreported();
-        for (_, ids) in &mut partitions {
-            ids.retain(|_| self.rng.random_bool(0.7));
-        }
-        partitions.retain(|(_, ids)| !ids.is_empty());
-        if partitions.is_empty() {
-            return;
-        }
-        for (partition, ids) in &partitions {
-            promised.tried.entry(*partition).or_default().extend(ids);
-        }
-        let request = ReportRequest {
-            app: key.0,
-            shuffle: key.1,
-            task_attempt: 7,
-            bitmap_count: 1,
-            partitions: partitions.iter().map(|(id, ids)| (PartitionId(*id), ids.clone())).collect(),
-            records: Vec::new(),
-        };
-        let service = self.service();
-        let reporting = service.ingest.report(request);
-        let answer = match wait {
-            true => reporting.await,
-            // The worker will die before this is answered.
-            false => match tokio::time::timeout(Duration::from_millis(5), reporting).await {
-                Ok(answer) => answer,
-                Err(_) => return,
-            },
-        };
-        let promised = self.promised.get_mut(&key).expect("a known key");
-        match answer {
-            Ok(()) => {
-                tracing::info!(target: "life", ?key, ?partitions, "reported");
-                self.tally.reports += 1;
-                for (partition, ids) in partitions {
-                    promised.reported.entry(partition).or_default().extend(ids);
-                }
-            }
-            Err(ServiceError::Lost(text)) => {
-                assert!(promised.can_miss(&partitions, now), "a report is refused without a loss: {text}");
-                self.tally.reports_refused += 1;
-            }
-            Err(error) => assert!(matches!(error, ServiceError::Store(_)), "a report failed: {error}"),
         }
     }
 
@@ -763,27 +516,4 @@ impl History {
         self.add_figures();
         self.process = None;
     }
-}
-
-fn feed_block(
-    session: &mut SendSession,
-    partition: Option<i32>,
-    id: i64,
-    data: &[u8],
-) -> Result<(), ServiceError> {
-    if let Some(partition) = partition {
-        session.partition(partition)?;
-    }
-    let length = u32::try_from(data.len()).expect("small");
-    session.begin_block(length)?;
-    let (first, second) = data.split_at(data.len() / 3);
-    session.write(first)?;
-    session.write(second)?;
-    session.end_block(BlockHeader {
-        block_id: id,
-        length: i32::try_from(length).expect("small"),
-        uncompressed_length: 7,
-        crc: i64::from(crc32fast::hash(data)),
-        task_attempt_id: LAYOUT.task_of(BlockId(id)).0,
-    })
 }

@@ -23,6 +23,7 @@
 //! `LIFE_SEEDS=10000 cargo test --test contract life` runs more seeds; `LIFE_SEED=17` runs one of them alone, as do
 //! `OBJECT_LIFE_SEEDS` and `OBJECT_LIFE_SEED` those above objects.
 
+mod clients;
 mod history;
 mod objects;
 mod process;
