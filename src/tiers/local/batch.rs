@@ -73,12 +73,14 @@ impl Writer {
                 }
             }
         };
-        let sequence = self.publish(shuffle, &batch, extents).await?;
+        let published = self.publish(shuffle, &batch, extents).await;
         let disk = batch.log.disk.index;
         if let Some(passing) = batch.passing.take() {
+            // Also what was not published: the page cache has it, and a later batch may publish it.
             self.core.metrics.overflow_bytes.inc_by(bytes);
             self.write_back(shuffle, (batch, passing), extents);
         }
+        let sequence = published?;
         Ok(Published {
             sequence,
             disk,

@@ -9,7 +9,7 @@ use super::write::WrittenBatch;
 use crate::tiers::ExtentWrite;
 
 impl Writer {
-    /// Writes a published batch from the page cache to its disk.
+    /// Writes a batch from the page cache to its disk, whatever becomes of it: its charge goes back when its pages are clean.
     pub(super) fn write_back(
         self: &Arc<Self>,
         shuffle: &Arc<Shuffle>,
@@ -21,9 +21,6 @@ impl Writer {
         self.tasks.spawn("local write back", async move {
             let Passing { file, charge, load, began } = passing;
             let WrittenBatch { log, offset, .. } = batch;
-            if shuffle.is_purged() {
-                return;
-            }
             let range = offset..offset + charge.bytes();
             let written = file.write_back(range.clone()).await;
             drop((file, charge));
@@ -31,6 +28,9 @@ impl Writer {
                 log.disk.progressed();
                 return log.disk.wrote(load.with_others, began);
             };
+            if shuffle.is_purged() {
+                return;
+            }
             log.close();
             let failed = writer.core.failed(&log.disk, log.full_path(), error);
             tracing::error!(shuffle = %shuffle.key, error = %failed, "what was in the page cache was not written");

@@ -87,3 +87,13 @@ async fn p7_what_the_disk_does_not_take_from_the_page_cache_becomes_a_hole() {
     assert_eq!(store.core.metrics.extents_lost.get(), 1);
     assert_eq!(store.core.overflow.used(), 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn p7_a_batch_that_is_not_published_is_written_back_and_charged_until_then() {
+    let (disk, store, handle) = slow_store(cached(u64::MAX)).await;
+    disk.faults.add(Rule::once(Operation::Write, Fault::Errno(EIO)).on(".index"));
+    handle.write_of(&[extent(1, &[(1, MIB as usize)], true)], BACKLOG).await.unwrap_err();
+    assert_eq!(store.core.overflow.used(), MIB);
+    store.writer.tasks.drained().await;
+    assert_eq!(store.core.overflow.used(), 0);
+}
