@@ -3,8 +3,8 @@
 //!
 //! Not here: what is written. hyper owns the [`Gathered`] half, the task that drives the connection the [`Gathering`] half.
 //! Invariants: bytes go out in order and each once; when [`Gathering::poll`] returns, everything is with the socket or the socket
-//! takes no more and wakes the task; buffers are bounded over all connections, and a connection that gets none writes through.
-//! A copy in a cache is cheaper than what it saves (docs/benchmarks.md).
+//! takes no more and wakes the task; buffers are bounded over all connections: where many have one the next get smaller ones, and
+//! a connection that gets none writes through. A copy in a cache is cheaper than what it saves (docs/benchmarks.md).
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -15,12 +15,14 @@ use std::task::{Context, Poll, ready};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// As much as stays in a core's cache. Larger frames, which a peer may ask for, are written through.
-const BUFFER_BYTES: usize = 256 << 10;
-/// Of all connections together: 6 MiB. A connection has one while it is polled, and while its socket takes no more.
-const BUFFERS_MAX: usize = 24;
-/// Writes to the socket in one poll, after which other tasks have a turn.
-const WRITES_PER_POLL: usize = 16;
+/// Bytes of a buffer and how many there are, for all connections 8.3 MiB: for the 64 frames that a client with a window of 1 MiB
+/// lets go out, with their heads and an answer's end (a buffer of just 1 MiB makes another write for the last 576 bytes); for 16
+/// frames; for four. A connection has one while it is polled, and while its socket takes no more.
+const SIZES: [(usize, usize); 3] = [(1056 << 10, 3), (264 << 10, 16), (68 << 10, 16)];
+/// Frames of this length, which a peer may ask for, are written through.
+const THROUGH_BYTES: usize = 256 << 10;
+/// Bytes that the socket gets in one poll, after which other tasks have a turn.
+const BYTES_PER_POLL: usize = 4 << 20;
 
 /// The buffers of all connections of a listener.
 #[derive(Debug, Default)]
@@ -30,10 +32,10 @@ pub(super) struct Buffers {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Empty ones.
-    spare: Vec<Vec<u8>>,
+    /// Empty ones, by size.
+    spare: [Vec<Vec<u8>>; SIZES.len()],
     /// Those that connections have.
-    given: usize,
+    given: [usize; SIZES.len()],
 }
 
 /// A buffer that goes back when it is dropped.
@@ -42,20 +44,20 @@ struct Buffer {
     bytes: Vec<u8>,
     /// How many of them the socket has.
     written: usize,
+    /// Which of [`SIZES`] it has.
+    size: usize,
     home: Arc<Buffers>,
 }
 
 impl Buffers {
     fn take(self: &Arc<Self>) -> Option<Buffer> {
         let mut state = self.state.lock();
-        if state.given == BUFFERS_MAX {
-            return None;
-        }
-        state.given += 1;
-        let spare = state.spare.pop();
+        let size = state.given.iter().zip(SIZES).position(|(given, (_, most))| *given < most)?;
+        state.given[size] += 1;
+        let spare = state.spare[size].pop();
         drop(state);
-        let bytes = spare.unwrap_or_else(|| Vec::with_capacity(BUFFER_BYTES));
-        Some(Buffer { bytes, written: 0, home: Arc::clone(self) })
+        let bytes = spare.unwrap_or_else(|| Vec::with_capacity(SIZES[size].0));
+        Some(Buffer { bytes, written: 0, size, home: Arc::clone(self) })
     }
 }
 
@@ -64,14 +66,14 @@ impl Drop for Buffer {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
         let mut state = self.home.state.lock();
-        state.given -= 1;
-        state.spare.push(bytes);
+        state.given[self.size] -= 1;
+        state.spare[self.size].push(bytes);
     }
 }
 
 impl Buffer {
     fn room(&self) -> usize {
-        BUFFER_BYTES - self.bytes.len()
+        SIZES[self.size].0 - self.bytes.len()
     }
 
     /// Takes as much as there is room for.
@@ -93,18 +95,17 @@ struct Shared<S> {
     gathered: Option<Buffer>,
     /// Written to the stream and not flushed, which TLS needs.
     is_unflushed: bool,
-    /// To the stream, in this poll.
-    writes: usize,
+    /// Bytes that the stream took in this poll.
+    taken: usize,
 }
 
 impl<S: AsyncWrite + Unpin> Shared<S> {
-    /// One write to the stream, unless this poll had its share of them.
+    /// One write to the stream, unless it took a poll's share.
     fn turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        if self.writes == WRITES_PER_POLL {
+        if self.taken >= BYTES_PER_POLL {
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
-        self.writes += 1;
         self.is_unflushed = true;
         Poll::Ready(())
     }
@@ -119,6 +120,7 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
+            self.taken += written;
             buffer.written += written;
             if buffer.written == buffer.bytes.len() {
                 self.gathered = None;
@@ -145,10 +147,12 @@ impl<S: AsyncWrite + Unpin> Shared<S> {
             ready!(self.drain(context))?;
         }
         if self.gathered.is_none() {
-            let buffer = if length < BUFFER_BYTES { self.buffers.take() } else { None };
+            let buffer = if length < THROUGH_BYTES { self.buffers.take() } else { None };
             if buffer.is_none() {
                 ready!(self.turn(context));
-                return Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
+                let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(context, pieces))?;
+                self.taken += written;
+                return Poll::Ready(Ok(written));
             }
             self.gathered = buffer;
         }
@@ -167,7 +171,7 @@ pub(super) struct Gathering<S>(Arc<Mutex<Shared<S>>>);
 /// Both halves of `stream`.
 pub(super) fn gathered<S>(stream: S, buffers: &Arc<Buffers>) -> (Gathered<S>, Gathering<S>) {
     let shared =
-        Shared { stream, buffers: Arc::clone(buffers), gathered: None, is_unflushed: false, writes: 0 };
+        Shared { stream, buffers: Arc::clone(buffers), gathered: None, is_unflushed: false, taken: 0 };
     let shared = Arc::new(Mutex::new(shared));
     (Gathered(Arc::clone(&shared)), Gathering(shared))
 }
@@ -179,10 +183,10 @@ impl<S: AsyncWrite + Unpin> Gathering<S> {
         context: &mut Context<'_>,
         connection: Pin<&mut F>,
     ) -> Poll<F::Output> {
-        self.0.lock().writes = 0;
+        self.0.lock().taken = 0;
         let polled = connection.poll(context);
         let mut shared = self.0.lock();
-        shared.writes = 0;
+        shared.taken = 0;
         if let (Poll::Ready(Err(_)), Poll::Pending) = (shared.flush(context), &polled) {
             // The next write or read says so, too.
             shared.gathered = None;
@@ -363,14 +367,17 @@ mod tests {
         let shared = gathering.0.lock();
         assert_eq!((shared.stream.writes, shared.stream.unflushed), (1, false));
         assert_eq!(shared.stream.came, frames.concat());
-        assert_eq!(buffers.state.lock().given, 0, "it went back");
+        assert_eq!(buffers.state.lock().given, [0; 3], "it went back");
     }
 
     #[test]
     fn a_connection_without_a_buffer_writes_through() {
         let buffers = Arc::new(Buffers::default());
         let taken: Vec<_> = std::iter::from_fn(|| buffers.take()).collect();
-        assert_eq!(taken.len(), BUFFERS_MAX);
+        let most = SIZES.map(|(_, most)| most);
+        assert_eq!(buffers.state.lock().given, most);
+        let held: usize = taken.iter().map(|buffer| buffer.bytes.capacity()).sum();
+        assert!(held < 9 << 20, "{held}");
         let (mut stream, gathering) = gathered(Socket::taking(vec![usize::MAX]), &buffers);
         let mut context = Context::from_waker(Waker::noop());
         for _ in 0..3 {
@@ -379,7 +386,8 @@ mod tests {
         let socket = &gathering.0.lock().stream;
         assert_eq!((socket.writes, socket.came.len()), (3, 300));
         drop(taken);
-        assert_eq!(buffers.state.lock().spare.len(), BUFFERS_MAX);
+        let state = buffers.state.lock();
+        assert_eq!((state.given, state.spare.each_ref().map(Vec::len)), ([0; 3], most));
     }
 
     #[test]
@@ -395,7 +403,7 @@ mod tests {
             let mut stream = stream;
             poll_fn(|context| Pin::new(&mut stream).poll_write(context, &frames[0])).await.unwrap();
             tokio::task::yield_now().await;
-            poll_fn(|context| Pin::new(&mut stream).poll_write(context, &[2; BUFFER_BYTES]))
+            poll_fn(|context| Pin::new(&mut stream).poll_write(context, &[2; THROUGH_BYTES]))
                 .await
                 .unwrap_err()
         });
@@ -403,7 +411,7 @@ mod tests {
         assert!(woken.0.load(Ordering::Relaxed) > 0);
         let Poll::Ready(error) = gathering.poll(&mut context, connection.as_mut()) else { panic!("told") };
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
-        assert_eq!(buffers.state.lock().given, 0);
+        assert_eq!(buffers.state.lock().given, [0; 3]);
     }
 
     proptest! {
@@ -430,7 +438,7 @@ mod tests {
                 prop_assert!(woken.0.load(Ordering::Relaxed) > before, "it would wait forever");
             }
             prop_assert_eq!(&gathering.0.lock().stream.came, &frames.concat());
-            prop_assert_eq!(buffers.state.lock().given, 0);
+            prop_assert_eq!(buffers.state.lock().given, [0; 3]);
         }
     }
 }
