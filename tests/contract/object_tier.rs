@@ -65,10 +65,11 @@ struct Process {
 
 impl Process {
     async fn start(server: &S3Server) -> Result<Self, StoreError> {
-        // Without retries, so that one fault is one error; times so short that a fault is over soon.
+        // Without retries, so that one fault is one error. Times are so short that a fault is over soon, and so long that a
+        // request without one is through on a machine with several times as much to do as it has processors.
         let config = ObjectConfig {
-            request_timeout: Duration::from_millis(1000),
-            stall_timeout: Duration::from_millis(500),
+            request_timeout: Duration::from_millis(3000),
+            stall_timeout: Duration::from_millis(1500),
             retry_timeout: Duration::ZERO,
             ..server.config("uniffle")
         };
