@@ -172,7 +172,8 @@ impl Inbound {
     }
 
     async fn ended<B: RequestBody>(&self, body: &mut B) -> Result<(), Status> {
-        if self.next(body).await?.is_some() { Err(more_than_one()) } else { Ok(()) }
+        // Nearly always known with the last bytes.
+        if body.is_end_stream() || self.next(body).await?.is_none() { Ok(()) } else { Err(more_than_one()) }
     }
 
     /// Room for `more` bytes of a message that will have `whole`, charged first.

@@ -2,15 +2,18 @@
 //!
 //! Not here: what is in a message. Invariant: no buffer is sized by an announced length before that is checked.
 
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::Poll;
+
 use bytes::{Buf, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue};
 use http_body_util::BodyExt;
 use prost::Message;
-use tokio::time::timeout;
 use tonic::body::Body;
 use tonic::{Code, Status};
 
-use super::progress::frame_deadline;
+use super::progress::FrameWait;
 
 /// One byte of flags and the message's length, big-endian.
 pub(super) const PREFIX_BYTES: usize = 5;
@@ -25,15 +28,18 @@ impl<B: http_body::Body<Data = Bytes, Error: std::fmt::Display> + Send + Unpin +
 /// The next data of `body`, never empty; `None` at its end. Flow control is released by taking it. The caller has
 /// `grpc.frame_timeout_sec` for each frame.
 pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Bytes>, Status> {
-    let deadline = frame_deadline();
-    let late =
-        |_elapsed| Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec");
     loop {
-        let frame = match deadline {
-            Some(deadline) => timeout(deadline, body.frame()).await.map_err(late)?,
-            None => body.frame().await,
-        };
-        let Some(frame) = frame else { return Ok(None) };
+        let mut waiting = None;
+        let next = poll_fn(|context| match (Pin::new(&mut *body).poll_frame(context), &waiting) {
+            (Poll::Ready(frame), _) => Poll::Ready(Ok(frame)),
+            (Poll::Pending, None) => {
+                waiting = Some(FrameWait::begin());
+                Poll::Pending
+            }
+            (Poll::Pending, Some(wait)) if wait.is_overdue() => Poll::Ready(Err(late())),
+            (Poll::Pending, Some(_)) => Poll::Pending,
+        });
+        let Some(frame) = next.await? else { return Ok(None) };
         let frame = frame.map_err(|error| Status::cancelled(format!("the request broke off: {error}")))?;
         // Trailers of a request have no meaning in gRPC.
         if let Ok(data) = frame.into_data()
@@ -42,6 +48,10 @@ pub(super) async fn next_data<B: RequestBody>(body: &mut B) -> Result<Option<Byt
             return Ok(Some(data));
         }
     }
+}
+
+fn late() -> Status {
+    Status::deadline_exceeded("the request paused for longer than grpc.frame_timeout_sec")
 }
 
 /// Reads the prefix: the message's length, and the bytes that came with it.

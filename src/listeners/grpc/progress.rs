@@ -42,11 +42,21 @@ pub(super) struct Progress {
     taken: AtomicU64,
     /// When the caller last took any of its answer, likewise; none = [`NOT_TAKING`], also while it is not the caller's turn.
     taking_ms: AtomicU64,
+    /// When the frame that is waited for is overdue, likewise; [`NO_FRAME`] while none is.
+    frame_due_ms: AtomicU64,
     tails: Arc<Tails>,
 }
 
 /// There is no answer yet, or the disk is waited for.
 const NOT_TAKING: u64 = u64::MAX;
+
+/// No frame is waited for: it came, or another thing is waited for.
+const NO_FRAME: u64 = u64::MAX;
+
+/// The next frame of a request is waited for, until this is dropped. The alarm of [`bounded`] is its timer: most frames come at
+/// once, and a timer for each is dearer than the look at them.
+#[derive(Debug)]
+pub(super) struct FrameWait(Option<Arc<Progress>>);
 
 /// The worker's own time inside an answer: it is not the caller's fault. Until it is dropped.
 #[derive(Debug)]
@@ -79,9 +89,27 @@ pub(super) fn of_this_call() -> Option<Arc<Progress>> {
     CALL.try_with(Arc::clone).ok()
 }
 
-/// How long the next frame of this call's request may take.
-pub(super) fn frame_deadline() -> Option<Duration> {
-    CALL.try_with(|progress| progress.deadlines.frame).ok()
+impl FrameWait {
+    /// Begins, in this call; outside of calls it has no end.
+    pub(super) fn begin() -> Self {
+        let progress = of_this_call();
+        if let Some(progress) = &progress {
+            let due = ms(progress.began.elapsed() + progress.deadlines.frame);
+            progress.frame_due_ms.store(due, Ordering::Relaxed);
+        }
+        Self(progress)
+    }
+
+    /// Whether the frame is later than it may be.
+    pub(super) fn is_overdue(&self) -> bool {
+        self.0.as_ref().is_some_and(|progress| progress.frame_due() <= Instant::now())
+    }
+}
+
+impl Drop for FrameWait {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|progress| progress.frame_due_ms.store(NO_FRAME, Ordering::Relaxed));
+    }
 }
 
 /// Runs `call` until it ends (true) or has not got on in time (false); `is_waited_for` says whether others wait for what its
@@ -98,6 +126,7 @@ pub(super) async fn bounded(
         due_ms: AtomicU64::new(ms(deadlines.call + deadlines.answer)),
         taken: AtomicU64::new(0),
         taking_ms: AtomicU64::new(NOT_TAKING),
+        frame_due_ms: AtomicU64::new(NO_FRAME),
         tails,
     });
     let mut call = pin!(CALL.scope(Arc::clone(&progress), call));
@@ -107,18 +136,23 @@ pub(super) async fn bounded(
             return Poll::Ready(true);
         }
         // An answer brings the next look nearer, and progress moves it away, which does not touch the timer.
-        let first_look = progress.due().min(progress.patience_ends());
+        let first_look = progress.due().min(progress.patience_ends()).min(progress.frame_due());
         if first_look < alarm.deadline() {
             alarm.as_mut().reset(first_look);
         }
         loop {
             ready!(alarm.as_mut().poll(context));
+            // Who waits for a frame that is overdue finds that out by itself.
+            if progress.frame_due() <= Instant::now() && call.as_mut().poll(context).is_ready() {
+                return Poll::Ready(true);
+            }
             let now = Instant::now();
             let is_stalled = progress.patience_ends() <= now;
             if progress.due() <= now || is_stalled && is_waited_for() {
                 return Poll::Ready(false);
             }
-            alarm.as_mut().reset(progress.due().min(progress.patience_ends().max(now + LOOK)));
+            let look = progress.patience_ends().min(progress.frame_due()).max(now + LOOK);
+            alarm.as_mut().reset(progress.due().min(look));
         }
     })
     .await
@@ -134,6 +168,14 @@ impl Progress {
         match self.taking_ms.load(Ordering::Relaxed) {
             NOT_TAKING => self.due(),
             taking => self.began + Duration::from_millis(taking) + PATIENCE,
+        }
+    }
+
+    /// When the frame that is waited for is overdue; without one there is no such time before the call's own.
+    fn frame_due(&self) -> Instant {
+        match self.frame_due_ms.load(Ordering::Relaxed) {
+            NO_FRAME => self.due(),
+            due => self.began + Duration::from_millis(due),
         }
     }
 
@@ -284,7 +326,38 @@ mod tests {
         let began = Instant::now();
         assert!(!bounded(DEADLINES, Tails::new(DEADLINES.answer), || true, std::future::pending()).await);
         assert_eq!(began.elapsed().as_secs(), 110);
-        assert!(of_this_call().is_none() && frame_deadline().is_none());
+        assert!(of_this_call().is_none());
+    }
+
+    /// A request of which a frame comes every `seconds`, and what became of it after how many.
+    async fn receives(seconds: u64, frames: usize) -> (Result<usize, tonic::Code>, u64) {
+        let began = Instant::now();
+        let frame =
+            || Ok::<_, std::convert::Infallible>(http_body::Frame::data(bytes::Bytes::from_static(b"x")));
+        let paced = futures::stream::unfold(0, move |number| async move {
+            sleep(Duration::from_secs(seconds)).await;
+            (number < frames).then(|| (frame(), number + 1))
+        });
+        let mut body = http_body_util::StreamBody::new(Box::pin(paced));
+        let mut outcome = Ok(0);
+        let call = async {
+            while let Ok(count) = outcome {
+                match crate::listeners::grpc::message::next_data(&mut body).await {
+                    Ok(Some(_)) => outcome = Ok(count + 1),
+                    Ok(None) => break,
+                    Err(status) => outcome = Err(status.code()),
+                }
+            }
+        };
+        assert!(bounded(DEADLINES, Tails::new(DEADLINES.answer), || false, call).await);
+        (outcome, began.elapsed().as_secs())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n3_each_frame_of_a_request_has_its_own_time() {
+        assert_eq!(receives(4, 20).await, (Ok(20), 84));
+        assert_eq!(receives(6, 20).await, (Err(tonic::Code::DeadlineExceeded), 5));
+        assert_eq!(receives(0, 1000).await, (Ok(1000), 0));
     }
 
     /// How many seconds an answer lives of which 1 MiB is taken and then nothing.
