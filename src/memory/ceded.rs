@@ -95,6 +95,11 @@ impl Ceded {
         self.ceded.used()
     }
 
+    /// A charge of nothing, to merge others into.
+    pub(super) fn nothing(&self) -> Charge {
+        self.charged.nothing()
+    }
+
     /// Charges `bytes` whether there is room for them or not. They were charged to the capacity before.
     pub(super) fn force(&self, bytes: u64) -> Charge {
         self.charged.force_charge(bytes)

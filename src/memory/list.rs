@@ -107,7 +107,7 @@ impl BlockList {
         supply: &Supply,
         budget: &Budget,
     ) -> Self {
-        let (permits, lists) = (supply.blocks.nothing(), supply.lists.force(0));
+        let (permits, lists) = (supply.blocks.nothing(), supply.lists.nothing());
         let paid = Paid { permits, lists, capacity: budget.nothing() };
         Self {
             kept: kept.map(Box::new),

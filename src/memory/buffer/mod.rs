@@ -189,14 +189,15 @@ impl Buffer {
     pub fn reserve(&self, len: u32, funds: &mut Reservation) -> Result<BlockFill, MemoryError> {
         funds.spend(u64::from(len))?;
         // Dropped after the lock: giving memory back takes the region's lock, and zeroing takes time.
-        let (mut dead, mut abandoned) = (SmallVec::<[Segment; 2]>::new(), None);
+        let (dead, mut abandoned);
         let mut state = self.state.lock();
         if state.evicted {
             return Err(MemoryError::Evicted);
         }
         let State { lists, next_chain, .. } = &mut *state;
         let lists = self.made(lists, next_chain);
-        dead.extend(lists.drop_dead());
+        dead = lists.drop_dead();
+        abandoned = None;
         if !lists.active.is_paid() {
             let covered = self.shared.supply.lists.cover(LIST_BYTES);
             covered.inspect_err(|_| self.shared.budget.wake())?;
@@ -269,7 +270,11 @@ impl Buffer {
         lists.active.pay_for_segments(&self.shared.supply.lists);
         let kept_rows = asked_rows - rows.as_ref().map_or(0, FreeRows::len);
         let kept_bytes = metadata_bytes(kept, kept_rows);
-        lists.active.charge(split(&mut paid, (kept, kept_bytes)), strays, &self.shared.supply.lists);
+        let (of_kept, unkept) = match kept == asked {
+            true => (paid, None),
+            false => (split(&mut paid, (kept, kept_bytes)), Some(paid)),
+        };
+        lists.active.charge(of_kept, strays, &self.shared.supply.lists);
         if lists.active.len() >= LIST_BLOCKS_MAX {
             self.rotate(lists, next_chain);
         }
@@ -277,7 +282,7 @@ impl Buffer {
         self.publish_counters(&state);
         drop(state);
         // Zeroing the duplicates' ranges and giving their charges back needs no lock.
-        drop((duplicates, rows, paid));
+        drop((duplicates, rows, unkept));
         self.shared.metrics.count_duplicates(done.duplicate_blocks, done.duplicate_bytes);
         Ok(done)
     }
