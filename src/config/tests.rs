@@ -485,7 +485,7 @@ pub(super) const RIFFLE: &str = r#"
     "#;
 
 #[test]
-fn a_riffle_configuration_with_every_option_is_read() {
+fn n20_a_riffle_configuration_with_every_option_is_read() {
     let mut text = RIFFLE.to_owned();
     if !cfg!(feature = "hdfs") {
         text = text.replace("MEMORY_LOCALFILE_HDFS", "MEMORY_LOCALFILE");

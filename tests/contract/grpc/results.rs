@@ -245,12 +245,24 @@ async fn a_report_that_is_refused_is_not_taken_in_part() {
     assert_eq!(reported(&fixture, no_bitmaps).await.0, StatusCode::InvalidRequest);
     let negative = report(&key, &[(0, vec![2]), (1, vec![3, -1])]);
     assert_ne!(reported(&fixture, negative).await.0, StatusCode::Success);
-    let mut unknown = report(&key, &[(0, vec![2])]);
-    unknown.shuffle_id = 99;
-    assert_eq!(reported(&fixture, unknown).await.0, StatusCode::NoRegister);
 
     let set = fixture.client.results(&key, &[PartitionId(0), PartitionId(1)], None).await.unwrap();
     assert_eq!(set.iter().collect::<Vec<u64>>(), [1]);
+    fixture.finish().await;
+}
+
+/// Java looks at the application only; here its blocks were refused, so that its ids would be results without blocks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n23_a_report_for_a_shuffle_that_is_not_registered_is_refused_by_name() {
+    let (fixture, known) = (WorkerFixture::start().await, key("app-1", 99));
+    fixture.client.register(&known, &[(0, 0)]).await.unwrap();
+    let unknown = key("app-1", 1);
+    let (status, text) = reported(&fixture, report(&unknown, &[(0, vec![2])])).await;
+    assert_eq!((status, text.as_str()), (StatusCode::NoRegister, "shuffle 1 is not registered"));
+    // Nor is it there once the shuffle is.
+    fixture.client.register(&unknown, &[(0, 0)]).await.unwrap();
+    let set = fixture.client.results(&unknown, &[PartitionId(0)], None).await.unwrap();
+    assert!(set.is_empty());
     fixture.finish().await;
 }
 
