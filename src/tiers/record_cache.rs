@@ -11,6 +11,10 @@ use parking_lot::Mutex;
 /// What an entry costs besides its records: key, list links, table slot and the `Bytes` itself.
 const ENTRY_BYTES: u64 = 160;
 
+/// Of extents that are gone so many are looked for, since shuffles are forgotten under locks that others wait for. No key finds
+/// what is left of more, and it leaves as the least recently used.
+const FORGOTTEN_AT_ONCE: usize = 16 << 10;
+
 /// Which extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct RecordsKey {
@@ -76,10 +80,10 @@ impl RecordCache {
         drop(left); // Freed outside the lock.
     }
 
-    /// Drops the records of extents that are gone.
+    /// Drops the records of extents that are gone, of [`FORGOTTEN_AT_ONCE`] at most.
     pub(super) fn forget(&self, keys: impl Iterator<Item = RecordsKey>) {
         // One lock per key: a purge of a million extents must not stop every reader meanwhile.
-        for key in keys {
+        for key in keys.take(FORGOTTEN_AT_ONCE) {
             let mut state = self.state.lock();
             if let Some(records) = state.entries.pop(&key) {
                 state.used_bytes -= cost(&records);
@@ -116,6 +120,18 @@ mod tests {
         assert_eq!(cache.used_bytes(), 0);
         cache.keep(key(1), Bytes::from(vec![1; 400]));
         assert!(cache.find(&key(1)).is_none(), "one extent may not sweep the others out");
+    }
+
+    #[test]
+    fn what_is_forgotten_at_once_is_bounded_and_the_rest_leaves_for_room() {
+        let most = FORGOTTEN_AT_ONCE as u64;
+        let cache = RecordCache::new((most + 10) * (40 + ENTRY_BYTES));
+        (0..most + 10).for_each(|n| cache.keep(key(n), Bytes::from(vec![1; 40])));
+        cache.forget((0..u64::MAX).map(key));
+        assert_eq!(cache.used_bytes(), 10 * (40 + ENTRY_BYTES));
+        (0..most + 10)
+            .for_each(|n| cache.keep(RecordsKey { incarnation: 2, ..key(n) }, Bytes::from(vec![1; 40])));
+        assert!((most..most + 10).all(|n| cache.find(&key(n)).is_none()));
     }
 
     proptest! {
