@@ -35,6 +35,9 @@ const BLOCKS_AT_ONCE_DIVISOR: u64 = 64 << 10;
 /// Every so many ticks memory of aborted sends is looked for: it walks all partitions.
 const TICKS_PER_SWEEP: u32 = 10;
 
+/// Above so many partitions that were ever written to, they are gone through on a blocking thread: some 100 ns each.
+const INLINE_PARTITIONS_MAX: u64 = 4096;
+
 /// Between two looks whether memory is empty.
 const EMPTYING_LOOK: Duration = Duration::from_millis(10);
 
@@ -247,7 +250,7 @@ impl Flusher {
 
     /// Flushes whatever the watermarks say until nothing is in memory, what arrives meanwhile included, or until
     /// `deadline`; true if nothing is left.
-    pub async fn empty(&self, deadline: Instant) -> bool {
+    pub async fn empty(self: &Arc<Self>, deadline: Instant) -> bool {
         self.hurry.send_replace(true);
         let emptied = loop {
             if self.memory.block_count() == 0 && self.unfinished() == 0 {
@@ -257,7 +260,7 @@ impl Flusher {
                 break false;
             }
             if self.memory.block_count() > self.memory.in_flight_blocks() {
-                self.flush_all();
+                self.walk(|flusher| flusher.flush_all()).await;
             }
             sleep(EMPTYING_LOOK).await;
         };
@@ -298,14 +301,14 @@ impl Flusher {
                 }
                 () = self.wake.notified() => {}
                 () = self.memory.pressure().notified() => {}
-                _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks),
+                _ = tick.tick() => self.drop_dead_now_and_then(&mut ticks).await,
             }
             // What those below their shares wait for is theirs, however many requests it is.
             let refused = self.refused_bytes.swap(0, Ordering::Relaxed);
             let refused = refused.max(self.memory.tickets().claimed_bytes());
             let goal = policy::flush_goal(self.usage(refused), &self.limits());
             if !goal.is_nothing() {
-                self.flush_some(goal);
+                self.walk(move |flusher| flusher.flush_some(goal)).await;
                 // All in one go; whatever arrives meanwhile is looked at once, not once per request.
                 tokio::task::yield_now().await;
             }
@@ -313,10 +316,23 @@ impl Flusher {
     }
 
     /// Looking for candidates also gives back segments that only aborted sends had used.
-    fn drop_dead_now_and_then(&self, ticks: &mut u32) {
+    async fn drop_dead_now_and_then(self: &Arc<Self>, ticks: &mut u32) {
         *ticks = ticks.wrapping_add(1);
         if ticks.is_multiple_of(TICKS_PER_SWEEP) {
-            drop(self.memory.candidates());
+            self.walk(|flusher| drop(flusher.memory.candidates())).await;
+        }
+    }
+
+    /// Does what goes through all partitions: away from the runtime's threads when there are many.
+    async fn walk(self: &Arc<Self>, work: impl FnOnce(&Self) + Send + 'static) {
+        if self.memory.partitions() <= INLINE_PARTITIONS_MAX {
+            return work(self);
+        }
+        let flusher = Arc::clone(self);
+        let walked = tokio::task::spawn_blocking(move || work(&flusher)).await;
+        // As if it had been done here.
+        if let Some(panic) = walked.err().and_then(|error| error.try_into_panic().ok()) {
+            std::panic::resume_unwind(panic);
         }
     }
 

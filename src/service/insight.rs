@@ -12,6 +12,7 @@ use crate::runtime::Tasks;
 use crate::tiers::Tiers;
 use uniffle_wire::types::AppId;
 
+use super::aside::aside;
 use super::explain::{Explanation, Gone, Presence, explanation};
 use super::history::{History, PARTITIONS_PER_SAMPLE, SAMPLE_INTERVAL, Sample, sample_apps};
 use super::losses::{Incompleteness, LossReport, Losses, lost_blocks_of};
@@ -143,7 +144,10 @@ impl Insight {
                 pause -= 1;
                 continue;
             }
-            pause = sample_apps(&self.apps, &self.memory, walked.elapsed()) / PARTITIONS_PER_SAMPLE;
+            let (insight, over) = (Arc::clone(&self), walked.elapsed());
+            let is_quick = self.memory.partitions() < PARTITIONS_PER_SAMPLE as u64;
+            let sampled = aside(is_quick, move || sample_apps(&insight.apps, &insight.memory, over)).await;
+            pause = sampled.unwrap_or_default() / PARTITIONS_PER_SAMPLE;
             walked = Instant::now();
         }
     }

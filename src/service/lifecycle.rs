@@ -277,9 +277,7 @@ impl Lifecycle {
                         tracing::debug!(expired, "tickets expired");
                     }
                 }
-                _ = apps.tick() => {
-                    self.expire_apps();
-                }
+                _ = apps.tick() => self.end_expired_apps().await,
                 _ = decommission.tick() => self.check_decommission(),
                 // The first look is at once, as Java's: an operator who waits for an idle worker does not wait an interval.
                 () = self.status.decommission_began() => decommission.reset_immediately(),

@@ -15,6 +15,7 @@ mod aside;
 mod commit_gate;
 mod commit_task;
 mod drain;
+mod end;
 mod error;
 mod explain;
 mod fairness;

@@ -2,6 +2,7 @@
 //! one line of [`Environment::tiers`](uniffle_worker::server::Environment::tiers).
 
 use std::collections::HashMap;
+use std::fmt;
 use std::future::ready;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,6 +28,16 @@ pub struct ThirdTier {
     synced_bytes: AtomicU64,
     /// Of the last registration.
     wanted: Mutex<Option<RemoteStorage>>,
+    on_forget: Mutex<Option<Hook>>,
+}
+
+/// What a test does in the middle of something.
+struct Hook(Box<dyn Fn() + Send>);
+
+impl fmt::Debug for Hook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hook")
+    }
 }
 
 /// One registration of a shuffle.
@@ -66,6 +77,11 @@ impl ThirdTier {
     /// The remote storage that the last registration named.
     pub fn wanted(&self) -> Option<RemoteStorage> {
         self.wanted.lock().clone()
+    }
+
+    /// From now on `call` is called whenever shuffles are to be forgotten, on the thread on which they are.
+    pub fn on_forget(&self, call: impl Fn() + Send + 'static) {
+        *self.on_forget.lock() = Some(Hook(Box::new(call)));
     }
 
     fn find(&self, key: &ShuffleKey) -> Result<Arc<Shuffle>, StoreError> {
@@ -164,6 +180,9 @@ impl Tier for ThirdTier {
     }
 
     fn forget(self: Arc<Self>, _: &AppId, keys: &[ShuffleKey], _: Purge) -> Option<BoxFuture<'static, ()>> {
+        if let Some(Hook(on_forget)) = &*self.on_forget.lock() {
+            on_forget();
+        }
         for key in keys {
             if let Some(shuffle) = self.shuffles.lock().remove(key) {
                 *shuffle.partitions.lock() = None;

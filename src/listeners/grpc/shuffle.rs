@@ -46,11 +46,8 @@ impl ShuffleServer for ShuffleCalls {
         request: Request<proto::ShuffleUnregisterRequest>,
     ) -> Answer<proto::ShuffleUnregisterResponse> {
         let request = request.into_inner();
-        let (status, ret_msg) = verdict(
-            &self.service,
-            self.service.lifecycle.unregister_shuffle(&request.app_id, request.shuffle_id),
-            "OK",
-        );
+        let ended = self.service.lifecycle.end_shuffle(&request.app_id, request.shuffle_id).await;
+        let (status, ret_msg) = verdict(&self.service, ended, "OK");
         answer(proto::ShuffleUnregisterResponse { status, ret_msg })
     }
 
@@ -58,8 +55,8 @@ impl ShuffleServer for ShuffleCalls {
         &self,
         request: Request<proto::ShuffleUnregisterByAppIdRequest>,
     ) -> Answer<proto::ShuffleUnregisterByAppIdResponse> {
-        let (status, ret_msg) =
-            verdict(&self.service, self.service.lifecycle.unregister_app(&request.into_inner().app_id), "OK");
+        let ended = self.service.lifecycle.end_app(&request.into_inner().app_id).await;
+        let (status, ret_msg) = verdict(&self.service, ended, "OK");
         answer(proto::ShuffleUnregisterByAppIdResponse { status, ret_msg })
     }
 

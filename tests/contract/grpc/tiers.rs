@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use croaring::Treemap;
 use uniffle_client::block::{Block, IdLayout};
@@ -260,6 +261,40 @@ async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
     assert_eq!(tier.synced_bytes(), 0);
     assert_eq!(fixture.worker.stop().await, 0, "tasks left");
     assert_eq!(tier.synced_bytes(), payload(&all));
+}
+
+/// Anyone may unregister an application, and what it has may be millions of blocks and extents: whoever lets go of them, the one
+/// thread that this worker has goes on with other calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn n1_the_end_of_an_application_or_shuffle_keeps_no_thread_of_the_runtime() {
+    let tier = Arc::new(ThirdTier::default());
+    let fixture = WorkerFixture::above(Arc::clone(&tier) as Arc<dyn Tier>).await;
+    let other = key("app-2", 1);
+    fixture.client.register(&other, &[(0, 0)]).await.unwrap();
+    for ends_all in [false, true] {
+        let key = key("app-1", 1);
+        fixture.client.register(&key, &[(0, 0)]).await.unwrap();
+        let (began, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let (release, released) = std::sync::mpsc::channel();
+        tier.on_forget(move || {
+            let _ = began.send(());
+            released.recv_timeout(Duration::from_secs(60)).expect("other calls are answered meanwhile");
+        });
+        let end = async {
+            match ends_all {
+                true => fixture.client.unregister_app(key.app.as_str()).await.unwrap(),
+                false => fixture.client.unregister(&key).await.unwrap(),
+            }
+        };
+        let meanwhile = async {
+            begun.recv().await.unwrap();
+            fixture.client.heartbeat(other.app.as_str()).await.unwrap();
+            release.send(()).unwrap();
+        };
+        tokio::join!(end, meanwhile);
+        tier.on_forget(|| {});
+    }
+    fixture.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -76,7 +76,7 @@ async fn cancel_decommission(State(hooks): State<AdminHooks>) -> Response {
 
 /// Nothing new is taken, and what is here goes to where another machine finds it; how far that is.
 async fn drain(State(hooks): State<AdminHooks>) -> Response {
-    let drained = match hooks.service.lifecycle.drain() {
+    let drained = match hooks.service.lifecycle.drain_aside().await {
         Ok(drained) => drained,
         Err(error) => return refusal(StatusCode::CONFLICT, &error.to_string()),
     };
@@ -121,14 +121,14 @@ async fn tags(State(hooks): State<AdminHooks>, body: Bytes) -> Response {
 
 /// Puts everything that is in memory on its way to the disks; does not wait for it.
 async fn flush(State(hooks): State<AdminHooks>) -> Response {
-    match hooks.service.lifecycle.flush_all() {
+    match hooks.service.lifecycle.flush_all_aside().await {
         Ok(batches) => answer(&json!({ "batches_under_way": batches })),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
     }
 }
 
 async fn purge(State(hooks): State<AdminHooks>, Path(app): Path<String>) -> Response {
-    match hooks.service.lifecycle.unregister_app(&app) {
+    match hooks.service.lifecycle.end_app(&app).await {
         Ok(()) => answer(&json!({ "purged": app })),
         Err(ServiceError::NotRegistered) => refusal(StatusCode::NOT_FOUND, "no such application"),
         Err(error) => refusal(StatusCode::CONFLICT, &error.to_string()),
