@@ -1,16 +1,17 @@
 //! The workers that have objects below `object_store.url`, also those that are gone: what each has, and its removal.
 //!
-//! Only keys that the tier writes are counted and deleted, so whatever else lies in the bucket stays. Whether a worker is gone
+//! Only keys that the tier writes are counted and deleted, at last with the claim, so whatever else lies in the bucket stays. Whether a worker is gone
 //! cannot be told from its objects; that is for the caller to know.
 
 use std::collections::HashSet;
 
 use futures::stream::{StreamExt as _, TryStreamExt as _};
-use object_store::{Error, ObjectStore as _};
+use object_store::{Error, ObjectStore as _, ObjectStoreExt as _};
 use serde::Serialize;
 
+use super::claim::claim_key;
 use super::core::Core;
-use super::layout::{Name, parse_key, path_of, text_of};
+use super::layout::{parse_key, path_of, text_of};
 use crate::tiers::{StoreError, StoreErrorKind};
 
 /// Objects that one call of [`remove`] deletes at most: a caller that waits hears of it within seconds.
@@ -83,11 +84,11 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
     let (mut pages, mut segments, mut is_more) = (Vec::new(), Vec::new(), false);
     let mut listed = core.store.list(Some(&path_of(root)));
     while let Some(object) = core.noted(root, listed.try_next().await)? {
-        match parse_key(root, object.location.as_ref()) {
-            Some((_, Name::Page(_))) if pages.len() < REMOVED_AT_ONCE => pages.push(object),
-            Some((_, Name::Segment(_))) if segments.len() < REMOVED_AT_ONCE => segments.push(object),
-            Some(_) => is_more = true,
-            None => {}
+        let Some((_, name)) = parse_key(root, object.location.as_ref()) else { continue };
+        let those = if name.is_metadata() { &mut pages } else { &mut segments };
+        match those.len() < REMOVED_AT_ONCE {
+            true => those.push(object),
+            false => is_more = true,
         }
     }
     let left = REMOVED_AT_ONCE - pages.len();
@@ -104,6 +105,13 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
                 Err(Error::NotFound { .. }) => {}
                 answer => drop(core.noted(root, answer)?),
             }
+        }
+    }
+    if removed.is_gone {
+        // Whoever is alive after all writes it again.
+        match core.store.delete(&path_of(&claim_key(root))).await {
+            Err(Error::NotFound { .. }) => {}
+            answer => core.noted(root, answer)?,
         }
     }
     Ok(removed)

@@ -44,6 +44,8 @@ async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_
     let files = server.files();
     object(&files, "10.0.0.1-1/app/1.5/s0000000001", 3);
     object(&files, "10.0.0.1-1/app/1.5/m0000000001", 3);
+    object(&files, "10.0.0.1-1/app/1.5/c0000000001", 3);
+    object(&files, "10.0.0.1-1/!claim", 3);
     object(&files, "10.0.0.1-1/notes.txt", 3);
     object(&files, "10.0.0.2-1/app/1.5/s0000000001", 3);
     object(&files, "10.0.0.3-1/app/1.5/s0000000001", 0);
@@ -61,13 +63,16 @@ async fn what_workers_that_are_gone_have_left_is_listed_and_removed_and_nothing_
     let all: Vec<_> = listed["workers"].as_array().unwrap().iter().map(of).collect();
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
     assert_eq!(all, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
-    assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&2.into(), &200.into()));
+    assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
     assert!(ctl(&["--remove"]).await.badly(2).contains("--live"), "who lives is not known");
 
     let removed: Value =
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.well()).unwrap();
     assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
-    assert!(!has(&files, "10.0.0.1-1/app/1.5/s0000000001") && !has(&files, "10.0.0.1-1/app/1.5/m0000000001"));
+    assert_eq!(removed["removed"][0]["objects"], 3, "{removed}");
+    for key in ["app/1.5/s0000000001", "app/1.5/m0000000001", "app/1.5/c0000000001", "!claim"] {
+        assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} is left");
+    }
     assert!(has(&files, "10.0.0.2-1/app/1.5/s0000000001"), "it is alive");
     assert!(has(&files, "10.0.0.3-1/app/1.5/s0000000001"), "it was written to today");
     assert!(has(&files, "10.0.0.1-1/notes.txt") && has(&files, "other/file"), "nobody's");
