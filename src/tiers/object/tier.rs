@@ -133,7 +133,15 @@ impl ObjectTier {
     /// Whether it is worth trying to write now.
     #[must_use]
     pub fn is_worth_trying(&self) -> bool {
-        self.core.condition.is_worth_trying()
+        self.core.condition.is_worth_trying() && !self.core.has_lost_claim()
+    }
+
+    /// That another process has the prefix, as far as was looked.
+    #[must_use]
+    pub fn claim_complaint(&self) -> Option<&'static str> {
+        self.core
+            .has_lost_claim()
+            .then_some("another process has claimed this worker's prefix of the object store")
     }
 
     /// Batches that wait for a segment.
@@ -265,10 +273,7 @@ impl Tier for ObjectTier {
 
     fn state(&self) -> TierState {
         TierState {
-            complaint: match self.core.has_lost_claim() {
-                true => Some("another process has claimed this worker's prefix of the object store"),
-                false => self.core.condition.complaint(),
-            },
+            complaint: self.claim_complaint().or(self.core.condition.complaint()),
             used_bytes: self.core.stored_bytes(),
             object_store: Some(self.object_store()),
             ..TierState::default()

@@ -101,6 +101,11 @@ pub(super) async fn one_from(
         () = core.tasks.cancelled() => Err(shuffle.error(StoreErrorKind::Unhealthy)),
         filled = upload.fill_from(source) => filled,
     };
+    let filled = match filled {
+        // What is given up on disks for it must be in what the next start finds.
+        Ok(Some(sealed)) => core.require_claim().await.map(|()| Some(sealed)),
+        filled => filled,
+    };
     match filled {
         Ok(None) => Ok(None),
         Ok(Some(sealed)) => {
@@ -305,6 +310,9 @@ impl<'a> Upload<'a> {
     /// Removes what a failed upload has left, as far as the store answers. What stays is in no chain of segments.
     async fn clean_up(&mut self, error: &StoreError) {
         self.parts.clear();
+        if error.kind == StoreErrorKind::InUse {
+            return; // The prefix is another process's.
+        }
         let clean_up = async {
             if let Some(multipart) = &mut self.multipart {
                 multipart.abort().await?;

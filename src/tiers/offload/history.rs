@@ -29,6 +29,11 @@ impl OffloadTier {
                 _ => {}
             }
             let begun = self.object.begin(&shuffle.key)?;
+            // What is forgotten is forgotten here first: one that is still known here goes from the store as well.
+            if !self.is_present(shuffle) {
+                self.discard_object(&shuffle.key);
+                return Err(StoreError::new(StoreErrorKind::Purged, shuffle.key.to_string()));
+            }
             uploads.insert(begun).clone()
         };
         let told = self.tell_history(shuffle, &begun).await;

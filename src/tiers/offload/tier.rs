@@ -67,6 +67,11 @@ impl OffloadTier {
         self.shuffles.get(key).map(|shuffle| Arc::clone(&*shuffle))
     }
 
+    /// Whether it is the present registration of its shuffle.
+    pub(super) fn is_present(&self, shuffle: &Arc<Shuffle>) -> bool {
+        self.shuffles.get(&shuffle.key).is_some_and(|present| Arc::ptr_eq(&present, shuffle))
+    }
+
     fn register(&self, key: &ShuffleKey) {
         let local = self.local.register(key);
         let create = || Arc::new(Shuffle::new(key.clone(), local, None));
@@ -84,7 +89,10 @@ impl Tier for OffloadTier {
     }
 
     fn state(&self) -> TierState {
-        TierState { object_store: self.object.state().object_store, ..Tier::state(&*self.local) }
+        // A store that fails is none of the disks' business; another process under this worker's name is.
+        let local = Tier::state(&*self.local);
+        let complaint = local.complaint.or(self.object.claim_complaint());
+        TierState { complaint, object_store: self.object.state().object_store, ..local }
     }
 
     fn state_changes(&self) -> Option<watch::Receiver<()>> {
