@@ -209,6 +209,13 @@ impl LocalDisk {
         self.update(|state| state.health.forgive(Instant::now()));
     }
 
+    /// Files were removed: the space is measured, and a disk that said "no space" before is tried again.
+    pub(super) async fn made_room(&self) -> io::Result<()> {
+        self.measure().await?;
+        self.update(|state| state.health.made_room());
+        Ok(())
+    }
+
     /// Draws the consequences of a failed operation. What says nothing about the disk (no descriptors or memory left,
     /// a name that is gone) does not count against it.
     pub(super) fn note(&self, error: &io::Error) {

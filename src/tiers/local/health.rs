@@ -140,6 +140,11 @@ impl Health {
         self.refusal.take_if(|refusal| refusal.until <= now);
     }
 
+    /// Files were removed since it said "no space".
+    pub(super) fn made_room(&mut self) {
+        self.refusal = None;
+    }
+
     /// A batch was written.
     pub(super) fn wrote(&mut self) {
         self.refusals = 0;

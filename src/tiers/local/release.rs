@@ -177,6 +177,7 @@ impl LocalStore {
             // What is not deleted now goes with the next look at the trash.
             let deleted = disk.delete(&trash, self.core.config.purge_timeout).await;
             deleted.map_err(|error| self.core.failed(&disk, &trash, error))?;
+            disk.made_room().await.map_err(|error| self.core.failed(&disk, &trash, error))?;
         }
         failed.map_or(Ok(bytes), Err)
     }
