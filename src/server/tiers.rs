@@ -169,6 +169,7 @@ async fn start_object(
         segment_bytes: section.segment_bytes,
         part_bytes: section.part_bytes,
         read_memory_bytes: config.memory.read_capacity_bytes,
+        answers_ahead: section.max_concurrency / 2,
         cache_disks: section.cache_disks(),
         cache_bytes: section.cache_bytes,
         ..ObjectSettings::new(root)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use object_store::ObjectStore;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use super::cache::Cache;
 use super::claim::Claim;
@@ -18,7 +18,7 @@ use crate::runtime::Tasks;
 use crate::tiers::StoreError;
 use crate::tiers::record_cache::RecordCache;
 
-/// See the module.
+/// One for the tier, which its shuffles, reads and tasks hold.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) store: Arc<dyn ObjectStore>,
@@ -30,6 +30,8 @@ pub(super) struct Core {
     /// Of segments, on local disks.
     pub(super) cache: Option<Cache>,
     pub(super) turns: Turns,
+    /// Answers that go on with the next chunk of their readers, who may be slow to take it.
+    pub(super) answers_ahead: Arc<Semaphore>,
     /// What is held of extents and open pages is charged to this.
     pub(super) extents: Budget,
     /// All that segments in the making hold beside their blocks.
@@ -57,6 +59,7 @@ impl Core {
             records: RecordCache::new(settings.index_cache_bytes),
             cache,
             turns: Turns::new(settings.read_memory_bytes),
+            answers_ahead: Arc::new(Semaphore::new(settings.answers_ahead)),
             making: Budget::new(settings.making_bytes),
             condition: Condition::default(),
             claim,

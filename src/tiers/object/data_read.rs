@@ -10,7 +10,7 @@ use futures::future::BoxFuture;
 
 use super::answer::Answer;
 use super::core::Core;
-use super::fetch::{self, Part};
+use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Located};
 use super::shuffle::Shuffle;
 use super::streams::Stream;
@@ -20,13 +20,17 @@ use crate::tiers::{ChunkRead, StoreError, StoreErrorKind};
 use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
-/// See the module.
+/// Of a run of bytes in one object so many beyond a chunk are asked for with it: without that each chunk is a request of its own.
+const ANSWER_BYTES_MAX: u64 = 16 << 20;
+
+/// Goes on where the last chunk ended. Blocks are compared with their checksums as they pass.
 pub(super) struct DataRead {
     answer: Answer,
     stream: Stream,
     /// Where in the stream the range ends.
     end: u64,
     verifier: Verifier,
+    ahead: Ahead,
 }
 
 impl fmt::Debug for DataRead {
@@ -49,6 +53,20 @@ pub(super) fn plan(stream: &Stream, range: &Range<u64>) -> Vec<Part> {
     parts
 }
 
+/// Bytes of a stream from `range.start` on, until its end at most, that lie behind `last` in its object.
+fn behind(last: &Part, stream: &Stream, range: &Range<u64>) -> u64 {
+    let mut bytes = 0;
+    for extent in stream.touched(range.start, range.end) {
+        let from = range.start.max(extent.base);
+        let place = (extent.segment, extent.offset + (from - extent.base));
+        if place != (last.segment, last.end() + bytes) {
+            break;
+        }
+        bytes += range.end.min(extent.end()) - from;
+    }
+    bytes
+}
+
 impl DataRead {
     /// # Errors
     /// `InvalidRange` when the range is empty or not wholly published.
@@ -64,7 +82,13 @@ impl DataRead {
             return Err(shuffle.error(StoreErrorKind::InvalidRange));
         };
         let verifier = Verifier::new(stream.touched(offset, end).copied().collect(), offset..end);
-        Ok(Self { answer: Answer::new(core, shuffle, u64::from(length)), stream, end, verifier })
+        Ok(Self {
+            answer: Answer::new(core, shuffle, u64::from(length)),
+            stream,
+            end,
+            verifier,
+            ahead: Ahead::default(),
+        })
     }
 
     /// What is left.
@@ -76,21 +100,30 @@ impl DataRead {
         let (core, shuffle) = (Arc::clone(&self.answer.core), Arc::clone(&self.answer.shuffle));
         let Range { start, end } = self.range();
         let until = start + len as u64;
-        let records = self.verifier.missing_records(&core, &shuffle, until);
-        let mut located =
-            reads::locate(&core, &shuffle, plan(&self.stream, &(start..until)), &records).await?;
-        if until < end {
-            let ahead = until..end.min(until.saturating_add(reads::AHEAD_BYTES));
-            reads::begin_ahead(&core, &shuffle, &plan(&self.stream, &ahead));
+        let records = match core.cache.is_some() {
+            true => self.verifier.missing_records(&core, &shuffle, until),
+            false => Vec::new(),
+        };
+        let parts = plan(&self.stream, &(start..until));
+        let next = |bytes| until..end.min(until.saturating_add(bytes));
+        self.ahead.more = match parts.last().filter(|_| core.cache.is_none()) {
+            Some(last) => behind(last, &self.stream, &next(ANSWER_BYTES_MAX)),
+            // Into the cache go whole chunks.
+            None => 0,
+        };
+        let mut located = reads::locate(&core, &shuffle, parts, &records).await?;
+        if core.cache.is_some() && until < end {
+            reads::begin_ahead(&core, &shuffle, &plan(&self.stream, &next(reads::AHEAD_BYTES)));
         }
         let _turn = located.turn(&core, &shuffle, len, self.verifier.beside_bytes(until)).await;
         self.verifier.prepare(&core, &shuffle, until).await?;
         loop {
             let mark = self.verifier.mark();
-            let mut buffer = located.read(&core, &shuffle, (len, buffers)).await?;
+            let mut buffer = located.read(&core, &shuffle, (len, buffers), &mut self.ahead).await?;
             let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
             let Some(block) = self.verifier.check(bytes) else { return Ok(buffer.freeze(len)) };
             drop(buffer);
+            self.ahead.forget();
             self.verifier.rewind(mark);
             located = self.again(&located, &block)?;
         }

@@ -1,15 +1,15 @@
 //! Ranges of objects, straight into the buffer of whom they are for.
 
-use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::stream::{self, StreamExt as _, TryStreamExt as _};
-use object_store::{GetOptions, GetRange, ObjectStore as _};
+use tokio::sync::OwnedSemaphorePermit;
 
+use super::body::{Body, Room};
 use super::condition::wrong_answer;
 use super::core::Core;
-use super::layout::path_of;
 use crate::tiers::StoreError;
 
 /// Ranges that one reader asks for at a time.
@@ -37,7 +37,8 @@ impl Part {
         head
     }
 
-    fn end(&self) -> u64 {
+    /// Where in the object it ends.
+    pub(super) fn end(&self) -> u64 {
         self.offset + self.range.len() as u64
     }
 }
@@ -71,6 +72,52 @@ fn together(parts: &[Part]) -> usize {
     1 + parts[1..].iter().take_while(joins).count()
 }
 
+/// What a reader of one range, chunk by chunk, knows of the next chunk: an answer goes on with it, so that a run of bytes
+/// that is longer than a chunk is one request.
+#[derive(Debug, Default)]
+pub(super) struct Ahead {
+    /// Bytes behind the last part of a chunk, in the same object, that the next chunks begin with.
+    pub(super) more: u64,
+    rest: Option<Rest>,
+}
+
+impl Ahead {
+    /// What has come of the next chunk is not believed.
+    pub(super) fn forget(&mut self) {
+        self.rest = None;
+    }
+}
+
+/// An answer that goes on with the next chunk. It holds a connection, so there are [few](Core::answers_ahead) of them.
+#[derive(Debug)]
+struct Rest {
+    segment: u32,
+    body: Body,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Rest {
+    fn begins(&self, part: &Part) -> bool {
+        (self.segment, self.body.at()) == (part.segment, part.offset)
+    }
+}
+
+/// A buffer of which parts are taken in their order.
+struct Unfilled<'a> {
+    rest: &'a mut [u8],
+    at: usize,
+}
+
+impl<'a> Unfilled<'a> {
+    fn take(&mut self, range: &Range<usize>) -> &'a mut [u8] {
+        let rest = std::mem::take(&mut self.rest);
+        let (_, behind) = rest.split_at_mut_checked(range.start - self.at).unwrap_or_default();
+        let (room, behind) = behind.split_at_mut_checked(range.len()).unwrap_or_default();
+        (self.rest, self.at) = (behind, range.end);
+        room
+    }
+}
+
 /// Fills the parts of `buffer`, which stand in it in order.
 ///
 /// # Errors
@@ -78,78 +125,74 @@ fn together(parts: &[Part]) -> usize {
 pub(super) async fn fill(
     core: &Core,
     key_of: impl Fn(u32) -> String,
-    mut parts: &[Part],
+    parts: &[Part],
     buffer: &mut [u8],
+    ahead: &mut Ahead,
 ) -> Result<(), StoreError> {
-    let mut gets = Vec::new();
-    let (mut rest, mut at) = (buffer, 0);
-    while let Some(first) = parts.first() {
-        let (those, others) = parts.split_at(together(parts));
-        let mut rooms = Vec::with_capacity(those.len());
-        for part in those {
-            let (_, behind) =
-                std::mem::take(&mut rest).split_at_mut_checked(part.range.start - at).unwrap_or_default();
-            let (room, behind) = behind.split_at_mut_checked(part.range.len()).unwrap_or_default();
-            (rest, at) = (behind, part.range.end);
-            rooms.push((part.offset, room));
-        }
-        gets.push(get(core, key_of(first.segment), rooms));
-        parts = others;
+    let (mut parts, mut unfilled) = (parts.to_vec(), Unfilled { rest: buffer, at: 0 });
+    let first = parts.first_mut();
+    let begun = ahead.rest.take().zip(first).filter(|(rest, part)| rest.begins(part)).map(|(rest, part)| {
+        let left = usize::try_from(rest.body.left()).unwrap_or(usize::MAX);
+        let head = part.split_to(left.min(part.range.len()));
+        (rest, (head.offset, unfilled.take(&head.range)))
+    });
+    parts.retain(|part| !part.range.is_empty());
+    let (mut gets, mut left) = (Vec::new(), &parts[..]);
+    while let Some(first) = left.first() {
+        let (those, others) = left.split_at(together(left));
+        let rooms = those.iter().map(|part| (part.offset, unfilled.take(&part.range))).collect();
+        let more = if others.is_empty() { ahead.more } else { 0 };
+        gets.push(get(core, (first.segment, key_of(first.segment)), rooms, more));
+        left = others;
     }
-    stream::iter(gets).buffer_unordered(RANGES_AT_ONCE).try_collect::<()>().await
+    let gets = stream::iter(gets).buffer_unordered(RANGES_AT_ONCE).try_collect::<Vec<_>>();
+    let begun = async {
+        match begun {
+            Some((rest, room)) => go_on(core, rest, room).await,
+            None => Ok(None),
+        }
+    };
+    let (begun, rests) = futures::try_join!(begun, gets)?;
+    // Only the last one can have one.
+    ahead.rest = rests.into_iter().flatten().next().or(begun);
+    Ok(())
 }
 
-/// Room for bytes of an object, with where they begin in it.
-type Room<'a> = (u64, &'a mut [u8]);
+/// Goes on with an answer; one that does not is asked for again.
+async fn go_on(core: &Core, mut rest: Rest, (offset, room): Room<'_>) -> Result<Option<Rest>, StoreError> {
+    match rest.body.fill(vec![(offset, &mut *room)]).await {
+        Ok(()) => Ok((rest.body.left() > 0).then_some(rest)),
+        Err(error) => {
+            tracing::debug!(%error, "the rest of an answer is asked for again");
+            let (segment, key) = (rest.segment, rest.body.key().to_owned());
+            drop(rest);
+            get(core, (segment, key), vec![(offset, room)], 0).await
+        }
+    }
+}
 
-async fn get(core: &Core, key: String, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
+/// Fills rooms, which are in the order of the object, by one request, which goes on for `more` bytes if there is a place for
+/// such an answer.
+async fn get(
+    core: &Core,
+    (segment, key): (u32, String),
+    rooms: Vec<Room<'_>>,
+    more: u64,
+) -> Result<Option<Rest>, StoreError> {
     core.metrics.ranges.inc();
-    let got = get_into(core, &key, rooms).await;
-    core.condition.note(&got);
-    got
-}
-
-/// Fills rooms, which are in the order of the object, by one request.
-async fn get_into(core: &Core, key: &str, rooms: Vec<Room<'_>>) -> Result<(), StoreError> {
     let start = rooms.first().map_or(0, |(offset, _)| *offset);
     let end = rooms.last().map_or(0, |(offset, room)| offset + room.len() as u64);
-    let options = GetOptions { range: Some(GetRange::Bounded(start..end)), ..GetOptions::default() };
-    let failed = |error| super::condition::failed(key, &error);
-    let answer = core.store.get_opts(&path_of(key), options).await.map_err(failed)?;
-    if answer.range != (start..end) {
-        return Err(wrong_answer(key, "another range than was asked for"));
-    }
-    let mut chunks = answer.into_stream();
-    let (mut rooms, mut at) = (VecDeque::from(rooms), start);
-    while let Some(chunk) = chunks.try_next().await.map_err(failed)? {
-        if chunk.len() as u64 > end - at {
-            return Err(wrong_answer(key, "more bytes than were asked for"));
-        }
-        pour(&chunk, at, &mut rooms);
-        at += chunk.len() as u64;
-    }
-    match at == end {
-        true => Ok(()),
-        false => Err(wrong_answer(key, "the answer ended too early")),
-    }
-}
-
-/// Copies what of the bytes at `at` has room.
-fn pour(mut bytes: &[u8], mut at: u64, rooms: &mut VecDeque<Room<'_>>) {
-    while let Some((offset, room)) = rooms.pop_front() {
-        let gap = usize::try_from(offset.saturating_sub(at)).unwrap_or(usize::MAX).min(bytes.len());
-        at += gap as u64;
-        bytes = &bytes[gap..];
-        let filled = bytes.len().min(room.len());
-        let (head, behind) = room.split_at_mut(filled);
-        head.copy_from_slice(&bytes[..filled]);
-        at += filled as u64;
-        bytes = &bytes[filled..];
-        if !behind.is_empty() {
-            rooms.push_front((offset + filled as u64, behind));
-            return;
-        }
-    }
+    let place = if more > 0 { Arc::clone(&core.answers_ahead).try_acquire_owned().ok() } else { None };
+    let end = if place.is_some() { end + more } else { end };
+    let got = async {
+        let mut body = Body::ask(core, key, start..end).await?;
+        body.fill(rooms).await?;
+        Ok(body)
+    };
+    let got = got.await;
+    core.condition.note(&got);
+    let body = got?;
+    Ok(place.filter(|_| body.left() > 0).map(|_place| Rest { segment, body, _place }))
 }
 
 /// A range as bytes of their own. For what is small.
@@ -157,7 +200,7 @@ pub(super) async fn read(core: &Core, key: &str, range: Range<u64>) -> Result<By
     let too_long = || wrong_answer(key, "a range that does not fit into memory");
     let length = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| too_long())?;
     let mut bytes = vec![0; length];
-    get(core, key.to_owned(), vec![(range.start, &mut bytes)]).await?;
+    get(core, (0, key.to_owned()), vec![(range.start, &mut bytes)], 0).await?;
     Ok(bytes.into())
 }
 
@@ -186,19 +229,5 @@ mod tests {
         let sparse: Vec<_> = (0..9).map(|n| part(1, n * gap, 10)).collect();
         assert_eq!(together(&sparse), 2, "more would be brought along than is wanted");
         assert_eq!(together(&[]), 0);
-    }
-
-    #[test]
-    fn rooms_are_filled_however_the_answer_is_cut() {
-        let object: Vec<u8> = (0..30).collect();
-        for cut in 1..30 {
-            let (mut first, mut second, mut third) = ([0; 5], [0; 1], [0; 7]);
-            let mut rooms = VecDeque::from([(2, &mut first[..]), (7, &mut second[..]), (20, &mut third[..])]);
-            for (number, chunk) in object[2..27].chunks(cut).enumerate() {
-                pour(chunk, 2 + (number * cut) as u64, &mut rooms);
-            }
-            assert!(rooms.is_empty(), "{cut}");
-            assert_eq!((first, second, third), ([2, 3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26]), "{cut}");
-        }
     }
 }

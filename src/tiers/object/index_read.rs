@@ -9,7 +9,7 @@ use futures::future::BoxFuture;
 
 use super::answer::Answer;
 use super::core::Core;
-use super::fetch::{self, Part};
+use super::fetch::{self, Ahead, Part};
 use super::reads::{self, Located};
 use super::shuffle::Shuffle;
 use super::streams::{Extent, Stream};
@@ -19,7 +19,7 @@ use uniffle_io::ReadBuffers;
 use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 use uniffle_wire::index::{RECORD_BYTES, rebase};
 
-/// See the module.
+/// Goes from extent to extent, each with its checksum.
 pub(super) struct IndexRead {
     answer: Answer,
     stream: Stream,
@@ -103,7 +103,7 @@ impl IndexRead {
         let mut located = reads::locate(&core, &shuffle, parts, &[]).await?;
         let _turn = located.turn(&core, &shuffle, len, 0).await;
         loop {
-            let mut buffer = located.read(&core, &shuffle, (len, buffers)).await?;
+            let mut buffer = located.read(&core, &shuffle, (len, buffers), &mut Ahead::default()).await?;
             let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
             for (range, records) in &in_memory {
                 bytes.get_mut(range.clone()).unwrap_or_default().copy_from_slice(records);

@@ -21,7 +21,7 @@
 //! | `upload`, `notes` | segments and pages on their way into the store |
 //! | `intake` | what is moved here from local disks |
 //! | `cache` | chunks of segments on local disks |
-//! | `fetch`, `reads`, `turns` | ranges of objects; whether they are of the cache or of the store; whose turn it is |
+//! | `fetch`, `body`, `reads`, `turns` | ranges of objects, and what is answered; whether they are of the cache or of the store; whose turn it is |
 //! | `index_read`, `data_read`, `answer`, `verify` | reads of clients |
 //! | `purge`, `recover` | deletion by prefix; what an earlier process left |
 //! | `workers` | what workers have below the URL, also those that are gone |
@@ -32,6 +32,8 @@
 
 #[cfg(feature = "object")]
 mod answer;
+#[cfg(feature = "object")]
+mod body;
 #[cfg(feature = "object")]
 mod cache;
 #[cfg(feature = "object")]

@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use super::cache::{self, CHUNK_BYTES, CachedPart, ChunkKey};
 use super::core::Core;
-use super::fetch::{self, Part};
+use super::fetch::{self, Ahead, Part};
 use super::shuffle::Shuffle;
 use super::turns::Turn;
 use crate::tiers::StoreError;
@@ -128,6 +128,7 @@ impl Located {
         core: &Core,
         shuffle: &Shuffle,
         (len, buffers): (usize, &dyn ReadBuffers),
+        ahead: &mut Ahead,
     ) -> Result<Box<dyn ReadBuffer>, StoreError> {
         let key_of = |number| shuffle.segment_key(number);
         let mut buffer = buffers.acquire(len).await;
@@ -143,7 +144,7 @@ impl Located {
             };
         }
         let bytes = (*buffer).as_mut().get_mut(..len).unwrap_or_default();
-        fetch::fill(core, key_of, stored, bytes).await?;
+        fetch::fill(core, key_of, stored, bytes, ahead).await?;
         Ok(buffer)
     }
 
@@ -173,5 +174,6 @@ pub(super) async fn read(
     let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let part = Part { segment, offset: range.start, range: 0..len };
     let located = locate(core, shuffle, vec![part], &[]).await?;
-    Ok(located.read(core, shuffle, (len, &HeapBuffers)).await?.freeze(len))
+    let buffer = located.read(core, shuffle, (len, &HeapBuffers), &mut Ahead::default()).await?;
+    Ok(buffer.freeze(len))
 }

@@ -23,6 +23,9 @@ pub struct ObjectSettings {
     pub making_bytes: u64,
     /// Memory for reads of clients, of which those that wait for the store have a part.
     pub read_memory_bytes: u64,
+    /// Answers at a time that are longer than a chunk of their readers, each on a connection that waits for its reader: fewer
+    /// than there are connections.
+    pub answers_ahead: usize,
     /// Memory for index records of segments.
     pub index_cache_bytes: u64,
     /// Where chunks of segments are kept that were read; none = they are not kept.
@@ -45,6 +48,7 @@ impl ObjectSettings {
             writers: 16,
             making_bytes: 16 << 20,
             read_memory_bytes: 64 << 20,
+            answers_ahead: 8,
             index_cache_bytes: 16 << 20,
             cache_disks: Vec::new(),
             cache_bytes: 0,

@@ -9,6 +9,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
 
 use super::core::Core;
 use super::fetch::{self, Part};
@@ -24,6 +25,9 @@ use uniffle_wire::index::{IndexRecord, RECORD_BYTES, records};
 const WINDOW: u32 = 4096;
 /// ... and what they take.
 const WINDOW_BYTES: usize = WINDOW as usize * RECORD_BYTES;
+
+/// Windows that are asked for at a time.
+const WINDOWS_AT_ONCE: usize = 8;
 
 /// Blocks known at a time. Of those that are smaller than some 32 bytes not all are checked.
 const CHECKS_MAX: usize = 1 << 16;
@@ -108,7 +112,8 @@ impl Verifier {
     /// What is held at most, beside the buffer, until the stream is read up to `until`.
     pub(super) fn beside_bytes(&self, until: u64) -> usize {
         let blocks: usize = self.unknown(until).map(|(_, extent)| extent.blocks as usize).sum();
-        blocks.min(CHECKS_MAX) * size_of::<Check>() + (blocks * RECORD_BYTES).min(WINDOW_BYTES)
+        blocks.min(CHECKS_MAX) * size_of::<Check>()
+            + (blocks * RECORD_BYTES).min(WINDOWS_AT_ONCE * WINDOW_BYTES)
     }
 
     /// The first records that [`Verifier::prepare`] will read, where they are not in memory.
@@ -136,12 +141,24 @@ impl Verifier {
         until: u64,
     ) -> Result<(), StoreError> {
         let until = until.min(self.range.end);
+        let mut loaded = VecDeque::new();
         while let Some(extent) = self.extents.front().copied()
             && extent.base + self.known.1 < until
             && self.checks.known() < CHECKS_MAX
         {
             let window = Window::of(&extent, self.known.0);
-            let all = load(core, shuffle, &extent, &window).await?;
+            if loaded.is_empty() {
+                loaded = self.load_some(core, shuffle, until).await?;
+            }
+            let all = match loaded.front() {
+                Some((place, all)) if *place == (extent.base, window.first) => {
+                    let all = Bytes::clone(all);
+                    loaded.pop_front();
+                    all
+                }
+                // A further one of an extent of many blocks.
+                _ => load(core, shuffle, &extent, &window).await?,
+            };
             let left = (self.known.0 - window.first) as usize * RECORD_BYTES;
             // Enough of them, or the last one.
             let _ = records(all.get(left..).unwrap_or_default())
@@ -152,6 +169,24 @@ impl Verifier {
             }
         }
         Ok(())
+    }
+
+    /// The next windows of the extents that are read up to `until`: where their extents begin, their first records, all of them.
+    async fn load_some(
+        &self,
+        core: &Arc<Core>,
+        shuffle: &Arc<Shuffle>,
+        until: u64,
+    ) -> Result<VecDeque<((u64, u32), Bytes)>, StoreError> {
+        let mut loads = Vec::with_capacity(WINDOWS_AT_ONCE);
+        for (at, extent) in self.unknown(until).take(WINDOWS_AT_ONCE) {
+            let window = Window::of(extent, if at == 0 { self.known.0 } else { 0 });
+            loads.push(async move {
+                let all = load(core, shuffle, extent, &window).await?;
+                Ok(((extent.base, window.first), all))
+            });
+        }
+        stream::iter(loads).buffered(WINDOWS_AT_ONCE).try_collect().await
     }
 
     fn take(&mut self, extent: &Extent, record: &IndexRecord, until: u64) -> ControlFlow<()> {
