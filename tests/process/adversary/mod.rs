@@ -175,6 +175,11 @@ async fn n1_repeated_partitions_stop_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn n1_large_shuffles_that_end_stop_nobody() {
+    alone("N1, ends", owed::n1_large_shuffles_that_end).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn n2_unfinished_reports_stay_within_the_bound() {
     alone("N2", owed::n2_unfinished_reports).await;
 }
@@ -221,6 +226,7 @@ async fn all_together_do_not_get_the_process_killed_and_leave_nothing() {
         attacks::slow_readers,
         attacks::paused_calls,
         owed::n1_repeated_partitions,
+        owed::n1_large_shuffles_that_end,
         owed::n2_unfinished_reports,
         owed::n4_large_local_reads,
         owed::n6_tiny_blocks,

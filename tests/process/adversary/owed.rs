@@ -17,16 +17,20 @@ use tonic::body::Body;
 use tonic::transport::Endpoint;
 use tower::{Service as _, ServiceExt as _};
 use uniffle_client::block::{Block, IdLayout};
+use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::send::SendForm;
 use uniffle_testkit::block_generator::BlockGenerator;
 use uniffle_testkit::clients::{key, local};
 use uniffle_wire::request::{LocalDataRequest, LocalDataVersion, Placement, ReadRequest};
-use uniffle_wire::types::{BlockId, PartitionId, TaskAttemptId};
+use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey, TaskAttemptId};
 use uniffle_worker::proto;
 
 use super::attacks::{APP, Target, again, client};
 use super::h2::Connection;
 use super::honest;
+
+/// Before a connection is tried again.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// N1: result queries that name one partition 300,000 times, of a shuffle with 100,000 reported ids.
 pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::Error> {
@@ -52,6 +56,35 @@ pub(super) fn n1_repeated_partitions(target: Target) -> BoxFuture<'static, io::E
         .await
     }
     .boxed()
+}
+
+/// N1: shuffles of which tens of thousands of partitions are written to, and which end at once.
+pub(super) fn n1_large_shuffles_that_end(target: Target) -> BoxFuture<'static, io::Error> {
+    async move {
+        for shuffle in 1000.. {
+            match client(target).await {
+                Ok(client) => write_and_end(&client, &key(APP, shuffle), target.seed).await,
+                Err(_) => sleep(PAUSE).await,
+            }
+        }
+        io::ErrorKind::QuotaExceeded.into()
+    }
+    .boxed()
+}
+
+/// What is refused is refused.
+async fn write_and_end(client: &ShuffleClient, key: &ShuffleKey, seed: u64) {
+    /// Partitions of one send.
+    const PARTITIONS: i32 = 5000;
+    let generator = BlockGenerator::new(seed, IdLayout::SPARK);
+    let _ = client.register(key, &[(0, 10 * PARTITIONS - 1)]).await;
+    let tiny = |partition| (partition, vec![generator.block(partition, TaskAttemptId(1), 0, 1)]);
+    for part in 0..10 {
+        let partitions = part * PARTITIONS..(part + 1) * PARTITIONS;
+        let batch: Vec<_> = partitions.map(|number| tiny(PartitionId(number))).collect();
+        let _ = client.push(key, SendForm::Classic, &batch).await;
+    }
+    let _ = client.unregister(key).await;
 }
 
 /// N2: reports of which all but the last bytes come, as many on one connection as there may be.
