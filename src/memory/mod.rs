@@ -311,11 +311,8 @@ impl Memory {
         heap: &Budget,
     ) -> HashMap<PartitionId, Vec<BlockId>> {
         let (Some(kept), Some(buffers)) = (&self.kept, self.shuffle(key)) else { return HashMap::new() };
-        let (mut leftover, Some(named)) = (kept.leftover.lock(), &buffers.named) else {
-            return HashMap::new();
-        };
-        let Some(leftover) = leftover.found() else { return HashMap::new() };
-        let leftover = &*leftover;
+        let found = kept.leftover.lock().found();
+        let (Some(leftover), Some(named)) = (&found, &buffers.named) else { return HashMap::new() };
         let (partitions, next) = (leftover.partitions(key), AtomicUsize::new(0));
         let restore_one = |partition: PartitionId| {
             let left = leftover.take(key, (partition, named), elsewhere(partition), &buffers.budget)?;
@@ -369,6 +366,12 @@ impl Memory {
         shuffles.iter().flat_map(|shuffle| shuffle.all()).collect()
     }
 
+    /// Whether an earlier process may have left something that is to be restored.
+    #[must_use]
+    pub fn has_leftover(&self) -> bool {
+        self.kept.as_ref().is_some_and(|kept| kept.table.was_used())
+    }
+
     /// The start is over: what was not restored is free. Blocks that an earlier process left, and those of them restored.
     pub fn finish_restore(&self) -> (u64, u64) {
         let left = self.kept.as_ref().and_then(|kept| kept.leftover.lock().end());
@@ -376,9 +379,7 @@ impl Memory {
         let found = left.blocks() as u64;
         left.finish();
         self.shared.supply.lists.go_on();
-        if let Err(error) = self.shared.supply.region.settle() {
-            tracing::error!(%error, "the file that memory lies in cannot be looked at for missing pages");
-        }
+        self.shared.supply.region.settle();
         (found, self.block_count())
     }
 

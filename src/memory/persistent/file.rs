@@ -218,6 +218,15 @@ impl Held {
     }
 
     fn in_directory(directory: &Path) -> Result<Self, Refusal> {
+        if let Some(tmpfs) = tmpfs_without(directory) {
+            match rustix::fs::mkdir(directory, Mode::RWXU) {
+                Ok(()) => {
+                    tracing::info!(path = %directory.display(), tmpfs = %tmpfs.display(), "made for memory to lie in")
+                }
+                Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
         let path = check_directory(directory)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         for _ in 0..OPEN_TRIES {
@@ -383,8 +392,12 @@ pub(in crate::memory) fn check(
     (capacity_bytes, blocks): (u64, u64),
 ) -> Result<(), Refusal> {
     let Backing::Directory(directory) = backing else { return Ok(()) };
-    let path = check_directory(directory)?;
     let geometry = Geometry::of(Region::bytes_of(capacity_bytes)?, blocks);
+    if let Some(tmpfs) = tmpfs_without(directory) {
+        rustix::fs::access(tmpfs, Access::WRITE_OK | Access::EXEC_OK)?;
+        return room(&rustix::fs::statvfs(tmpfs)?, geometry.resident_bytes());
+    }
+    let path = check_directory(directory)?;
     let file = match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
     {
         Ok(file) => Held { file, path: None },
@@ -406,10 +419,22 @@ pub(in crate::memory) fn check(
 
 /// The file in a directory that is one of a tmpfs.
 fn check_directory(directory: &Path) -> Result<PathBuf, Refusal> {
+    if is_of_tmpfs(directory)? { Ok(directory.join(OsStr::new(FILE))) } else { Err(Refusal::NoTmpfs) }
+}
+
+fn is_of_tmpfs(directory: &Path) -> Result<bool, Errno> {
     let kind = rustix::fs::statfs(directory)?.f_type;
     #[allow(clippy::unnecessary_cast, clippy::useless_conversion, reason = "its type is the machine's")]
     let is_tmpfs = kind as i64 == TMPFS_MAGIC;
-    if is_tmpfs { Ok(directory.join(OsStr::new(FILE))) } else { Err(Refusal::NoTmpfs) }
+    Ok(is_tmpfs)
+}
+
+/// The directory of a tmpfs that `directory` is missing in: one that was made there is gone when the machine starts again, and a worker
+/// that did not start then would wait for somebody to make it.
+fn tmpfs_without(directory: &Path) -> Option<&Path> {
+    let is_missing = rustix::fs::statfs(directory).is_err_and(|error| error == Errno::NOENT);
+    let parent = directory.parent().filter(|_| is_missing)?;
+    is_of_tmpfs(parent).is_ok_and(|is_tmpfs| is_tmpfs).then_some(parent)
 }
 
 /// Whether the region of a running worker, which it deletes before it ends, could be followed by one of another size.

@@ -45,7 +45,7 @@ impl LeftMemory {
             Region::shared(&file, usize::try_from(front).map_err(std::io::Error::other)?, bytes - front)?;
         let table = Table::new(region, found.geometry).map_err(Refusal::NoPages)?;
         let names: hashbrown::HashSet<u32> = table.found_names().into_iter().map(|(at, _)| at).collect();
-        let rows = table.found_rows(table.rows.to_be_read(u32::MAX));
+        let rows = table.found_rows(table.rows.to_be_read());
         let blocks = rows.filter(|(_, row)| names.contains(&row.name)).count() as u64;
         table.let_go();
         Ok(Some(Self { file, blocks }))

@@ -30,7 +30,7 @@ impl Table {
     /// Shuffles that an earlier process had, with the numbers of their names.
     pub(super) fn found_names(&self) -> Vec<(u32, ShuffleKey)> {
         let name = |at| Name::decode(&self.words::<NAME_WORDS>(self.names.word_of(at)), at);
-        let places = self.names.to_be_read(u32::MAX);
+        let places = self.names.to_be_read();
         places.filter_map(|at| Some((at, name(at)?.0))).collect()
     }
 }

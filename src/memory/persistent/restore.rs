@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::super::buddy::{BLOCK_BYTES, UNIT_BYTES};
@@ -31,32 +32,42 @@ const ROWS_PER_THREAD: usize = if cfg!(test) { 64 } else { 1 << 14 };
 /// Threads that look for rows or restore partitions at most: what they share is not worth more.
 const THREADS_MAX: usize = 8;
 
-/// All that an earlier process left.
+/// All that an earlier process left. Shared by those that register shuffles and those that restore them.
 #[derive(Debug)]
 pub(in crate::memory) struct Leftover {
     table: Arc<Table>,
     names: HashMap<ShuffleKey, u32>,
-    /// Those that shuffles have again. Kept until no row of the earlier process points to them.
-    named: Vec<Arc<Named>>,
-    taken_names: HashSet<u32>,
-    /// Names that the earlier process may have used; what is registered meanwhile has others.
-    used_names: u32,
+    /// Those that shuffles have again.
+    taken_names: Mutex<TakenNames>,
+    found: FoundPlaces,
     groups: Groups,
     blocks: usize,
     taken_rows: TakenRows,
+}
+
+#[derive(Debug, Default)]
+struct TakenNames {
+    numbers: HashSet<u32>,
+    /// Kept until no row of the earlier process points to them.
+    named: Vec<Arc<Named>>,
+}
+
+/// Places that the earlier process may have used. What is registered meanwhile has others, be it between them.
+#[derive(Debug)]
+struct FoundPlaces {
+    names: Vec<Range<u32>>,
+    rows: Vec<Range<u32>>,
 }
 
 /// Rows that a restored block has, by number. Shared by those that restore partitions.
 #[derive(Debug)]
 struct TakenRows {
     bits: Vec<AtomicU64>,
-    rows: u32,
 }
 
 impl TakenRows {
     fn new(rows: u32) -> Self {
-        let bits = (0..rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        Self { bits, rows }
+        Self { bits: (0..rows.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
     }
 
     fn place(&self, row: u32) -> (&AtomicU64, u64) {
@@ -84,7 +95,7 @@ impl TakenRows {
 #[derive(Debug)]
 pub(in crate::memory) enum Search {
     Sought(JoinHandle<Leftover>),
-    Found(Box<Leftover>),
+    Found(Arc<Leftover>),
     Over,
 }
 
@@ -92,31 +103,25 @@ impl Search {
     /// Begins it. Until it is over no name and no row of `table` is taken.
     pub(in crate::memory) fn begin(table: &Arc<Table>) -> Self {
         if !table.was_used() {
-            return Self::Found(Box::new(Leftover::of(Arc::clone(table))));
+            return Self::Found(Arc::new(Leftover::of(Arc::clone(table))));
         }
         let its = Arc::clone(table);
         let begun = std::thread::Builder::new().name("memory search".to_owned()).spawn(|| Leftover::of(its));
-        begun.map_or_else(|_| Self::Found(Box::new(Leftover::of(Arc::clone(table)))), Self::Sought)
+        begun.map_or_else(|_| Self::Found(Arc::new(Leftover::of(Arc::clone(table)))), Self::Sought)
     }
 
     /// What it found; none when the start is over.
-    pub(in crate::memory) fn found(&mut self) -> Option<&mut Leftover> {
-        if let Self::Sought(_) = self
-            && let Self::Sought(looking) = std::mem::replace(self, Self::Over)
-        {
-            *self = Self::Found(Box::new(joined(looking)));
-        }
-        match self {
-            Self::Found(found) => Some(found),
-            Self::Sought(_) | Self::Over => None,
-        }
+    pub(in crate::memory) fn found(&mut self) -> Option<Arc<Leftover>> {
+        let found = self.end()?;
+        *self = Self::Found(Arc::clone(&found));
+        Some(found)
     }
 
     /// The start is over: what it found, once.
-    pub(in crate::memory) fn end(&mut self) -> Option<Leftover> {
+    pub(in crate::memory) fn end(&mut self) -> Option<Arc<Leftover>> {
         match std::mem::replace(self, Self::Over) {
-            Self::Sought(looking) => Some(joined(looking)),
-            Self::Found(found) => Some(*found),
+            Self::Sought(looking) => Some(Arc::new(joined(looking))),
+            Self::Found(found) => Some(found),
             Self::Over => None,
         }
     }
@@ -167,13 +172,14 @@ pub(in crate::memory) struct Partition {
 impl Leftover {
     /// What is in the region.
     pub(in crate::memory) fn of(table: Arc<Table>) -> Self {
+        let found =
+            FoundPlaces { names: table.names.chunks_to_be_read(), rows: table.rows.chunks_to_be_read() };
         let names: HashMap<_, _> = table.found_names().into_iter().map(|(at, key)| (key, at)).collect();
         let known: hashbrown::HashSet<u32> = names.values().copied().collect();
-        let groups = grouped(&table, &known);
+        let groups = grouped(&table, &found.rows, &known);
         let blocks = groups.values().flat_map(hashbrown::HashMap::values).map(Vec::len).sum();
-        let (named, taken_names) = (Vec::new(), HashSet::new());
-        let (used_names, taken_rows) = (table.names.mark(), TakenRows::new(table.rows.mark()));
-        Self { table, names, named, taken_names, used_names, groups, blocks, taken_rows }
+        let (taken_names, taken_rows) = (Mutex::default(), TakenRows::new(table.rows.mark()));
+        Self { table, names, taken_names, found, groups, blocks, taken_rows }
     }
 
     /// How many blocks were found.
@@ -182,13 +188,14 @@ impl Leftover {
     }
 
     /// The name of a shuffle that the earlier process had.
-    pub(in crate::memory) fn name(&mut self, key: &ShuffleKey) -> Option<Arc<Named>> {
+    pub(in crate::memory) fn name(&self, key: &ShuffleKey) -> Option<Arc<Named>> {
         let at = *self.names.get(key)?;
-        if !self.taken_names.insert(at) {
+        let mut taken = self.taken_names.lock();
+        if !taken.numbers.insert(at) {
             return None;
         }
         let named = self.table.named(at);
-        self.named.push(Arc::clone(&named));
+        taken.named.push(Arc::clone(&named));
         Some(named)
     }
 
@@ -213,9 +220,7 @@ impl Leftover {
         found.extend(numbers.iter().filter_map(|at| Some((*at, self.table.row(*at)?))));
         found.retain(|(_, row)| !is_elsewhere(row.meta.block_id));
         found.sort_by_key(|(_, row)| row.order);
-        let mut ids = hashbrown::HashSet::with_capacity(found.len());
-        found.retain(|(_, row)| ids.insert(row.meta.block_id));
-        drop(ids);
+        keep_first(&mut found);
         let last_chain = found.last()?.1.order >> 32;
         let wanted: Vec<Wanted> = found.iter().filter_map(|(at, row)| self.wanted(*at, row)).collect();
         let mut segments = claim(self.table.region(), &wanted, budget);
@@ -245,20 +250,30 @@ impl Leftover {
         is_its_own.then_some(Wanted { meta: row.meta, extents, rows })
     }
 
-    /// What was not taken is free.
-    pub(in crate::memory) fn finish(self) {
-        let Self { table, named, taken_names, used_names, taken_rows, groups, .. } = self;
-        drop(groups);
+    /// What was not taken is free. Once, when nobody restores any more.
+    pub(in crate::memory) fn finish(&self) {
+        let Self { table, found, taken_rows, .. } = self;
+        let taken_names = std::mem::take(&mut *self.taken_names.lock());
         // Rows first: one must never point to a name that is another shuffle's.
-        table.open_found(&table.rows, taken_rows.rows, |at| taken_rows.is_taken(at));
-        table.open_found(&table.names, used_names, |at| taken_names.contains(&at));
-        drop(named);
+        table.open_found(&table.rows, &found.rows, |at| taken_rows.is_taken(at));
+        table.open_found(&table.names, &found.names, |at| taken_names.numbers.contains(&at));
+        drop(taken_names);
     }
 }
 
+/// Of blocks with the same id those that come first; mostly there are none.
+fn keep_first(found: &mut Vec<(u32, Row)>) {
+    let mut ids: Vec<BlockId> = found.iter().map(|(_, row)| row.meta.block_id).collect();
+    ids.sort_unstable();
+    if ids.is_sorted_by(|one, next| one < next) {
+        return;
+    }
+    let mut seen = hashbrown::HashSet::with_capacity(ids.len());
+    found.retain(|(_, row)| seen.insert(row.meta.block_id));
+}
+
 /// Rows of shuffles with a name, by partition: a part of the table for each thread.
-fn grouped(table: &Table, known: &hashbrown::HashSet<u32>) -> Groups {
-    let chunks = table.rows.chunks_to_be_read();
+fn grouped(table: &Table, chunks: &[Range<u32>], known: &hashbrown::HashSet<u32>) -> Groups {
     let rows = chunks.iter().map(|chunk| chunk.len()).sum();
     let threads = threads_for(rows);
     let mut parts = chunks.chunks(chunks.len().div_ceil(threads).max(1));

@@ -128,9 +128,9 @@ impl Part {
             before.checked_sub(1).is_some_and(|at| holes[at].end >= of.end.min(bytes_of(0..mark).end))
         };
         let places = Places::new(8 * words as u64, max, mark, |chunk| !is_hole(chunk));
-        // A read would take pages of a hole, too.
+        // A read would take pages of a hole, too, and end the process where there is none.
         for chunk in places.with_pages() {
-            region.take_front_pages(bytes_of(places.of_chunk(chunk)))?;
+            region.fill_front_pages(bytes_of(places.of_chunk(chunk)))?;
         }
         let state = Mutex::new(State { places, charged: None });
         Ok(Self { first, words, mark_at, paid_each, state })
@@ -165,9 +165,9 @@ impl Part {
         state.places.with_pages().into_iter().map(|chunk| state.places.of_chunk(chunk)).collect()
     }
 
-    /// Places below `mark` that may have something.
-    pub(super) fn to_be_read(&self, mark: u32) -> impl Iterator<Item = u32> {
-        self.chunks_to_be_read().into_iter().flatten().take_while(move |place| *place < mark)
+    /// Places that may have something.
+    pub(super) fn to_be_read(&self) -> impl Iterator<Item = u32> {
+        self.chunks_to_be_read().into_iter().flatten()
     }
 }
 
@@ -294,9 +294,11 @@ impl Table {
         state.settle(part.paid_each);
     }
 
-    /// Makes those places of the first `mark` free that nobody has, before any of them was taken by this process.
-    pub(super) fn open_found(&self, part: &Part, mark: u32, is_taken: impl Fn(u32) -> bool) {
-        let places: Vec<u32> = part.to_be_read(mark).filter(|place| !is_taken(*place)).collect();
+    /// Makes those places of `found` free that nobody has. None of them was free before, so nobody got one meanwhile; others may
+    /// have been given.
+    pub(super) fn open_found(&self, part: &Part, found: &[Range<u32>], is_taken: impl Fn(u32) -> bool) {
+        let places = found.iter().cloned().flatten();
+        let places: Vec<u32> = places.filter(|place| !is_taken(*place)).collect();
         for place in &places {
             let word = part.word_of(*place);
             if self.region.front()[word].load(Ordering::Relaxed) != 0 {

@@ -2,6 +2,7 @@
 //! finds is compared with what was committed. And regions that are not to be taken.
 
 mod files;
+mod names;
 mod pages;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -58,7 +59,7 @@ fn table(memory: &Memory) -> &Arc<Table> {
 /// Committed rows.
 fn rows_left(memory: &Memory) -> usize {
     let table = table(memory);
-    table.found_rows(table.rows.to_be_read(u32::MAX)).count()
+    table.found_rows(table.rows.to_be_read()).count()
 }
 
 fn buffer(memory: &Memory, shuffle: i32, partition: i32) -> Arc<Buffer> {
@@ -83,11 +84,20 @@ fn payload(id: i64, len: u32) -> Vec<u8> {
 
 /// Registers all shuffles and takes over what is there, but for what a tier has.
 fn restored(memory: &Memory, is_elsewhere: impl Fn(i32, PartitionId, BlockId) -> bool + Sync) -> Found {
+    restored_of(memory, SHUFFLES, is_elsewhere)
+}
+
+/// The same where only the first `known` shuffles are.
+fn restored_of(
+    memory: &Memory,
+    known: i32,
+    is_elsewhere: impl Fn(i32, PartitionId, BlockId) -> bool + Sync,
+) -> Found {
     let mut found = Found::new();
-    for shuffle in 0..SHUFFLES {
+    for shuffle in 0..known {
         memory.register(&key(shuffle), Distribution::Normal);
     }
-    for shuffle in 0..SHUFFLES {
+    for shuffle in 0..known {
         let heap = memory.heap().of(HeapKind::Partitions);
         let is_elsewhere = &is_elsewhere;
         let elsewhere =
@@ -133,10 +143,19 @@ struct Model {
     must: Found,
     /// Being committed, released or purged just now.
     may: BTreeSet<i64>,
+    /// Have other bytes than were sent: found perhaps, and never shown.
+    damaged: BTreeSet<i64>,
     stores: usize,
 }
 
 impl Model {
+    /// What is shown of `found`, which has been looked at.
+    fn shown(&self, mut found: Found) -> Found {
+        found.values_mut().for_each(|ids| ids.retain(|id| !self.damaged.contains(id)));
+        found.retain(|_, ids| !ids.is_empty());
+        found
+    }
+
     fn compare(&self, found: &Found) {
         for (at, ids) in &self.must {
             let there = found.get(at).cloned().unwrap_or_default();
@@ -161,7 +180,7 @@ fn copy(file: &OwnedFd) -> OwnedFd {
     let to = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&to, geometry.bytes()).unwrap();
     let ranges = [
-        (0, 8 * (HEADER_WORDS + 16 * NAME_WORDS)),
+        (0, 8 * (HEADER_WORDS + 64 * NAME_WORDS)),
         (8 * geometry.row_at(0), 8 * 600 * ROW_WORDS),
         (usize::try_from(geometry.front_bytes()).unwrap(), usize::try_from(geometry.data_bytes).unwrap()),
     ];
@@ -187,6 +206,8 @@ fn table_geometry() -> Geometry {
 fn look(file: &OwnedFd, model: &Model) {
     let memory = open(Some(copy(file)));
     let found = restored(&memory, |_, _, _| false);
+    memory.buffers().iter().for_each(|buffer| buffer.verify());
+    let found = model.shown(found);
     assert_eq!(read(&memory), found);
     model.compare(&found);
     for shuffle in 0..SHUFFLES {
@@ -216,6 +237,10 @@ enum Step {
     Purge(i32),
     /// Another process goes on; a tier has the oldest blocks.
     Restart(usize),
+    /// The same, and the newest block of each partition has other bytes than were sent, which is found out.
+    Damage,
+    /// The same, and the log does not know the last shuffle.
+    Unknown,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -231,6 +256,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => place().prop_map(|(s, p)| Step::Seal(s, p)),
         1 => (0..SHUFFLES).prop_map(Step::Purge),
         1 => (0usize..3).prop_map(Step::Restart),
+        1 => prop_oneof![Just(Step::Damage), Just(Step::Unknown)],
     ];
     prop::collection::vec(step, 1..15)
 }
@@ -369,24 +395,44 @@ impl World {
         drop(evicted);
     }
 
-    /// The oldest blocks of each partition are found in a tier.
-    fn restart(&mut self, elsewhere: usize) {
+    /// A bit of the newest block of each partition is another one; nobody has looked at it yet.
+    fn damage(&self) {
+        let mut model = self.model.lock();
+        let newest: BTreeSet<i64> = model.must.values().filter_map(|ids| ids.last().copied()).collect();
+        let table = table(&self.memory);
+        let rows: Vec<_> = table.found_rows(table.rows.to_be_read()).collect();
+        for (_, row) in rows.iter().filter(|(_, row)| newest.contains(&row.meta.block_id.0)) {
+            let (mut byte, at) = ([0], table_geometry().front_bytes() + row.offset);
+            rustix::io::pread(&self.file, &mut byte[..], at).unwrap();
+            rustix::io::pwrite(&self.file, &[byte[0] ^ 4], at).unwrap();
+        }
+        model.must.values_mut().for_each(|ids| ids.retain(|id| !newest.contains(id)));
+        model.damaged.extend(newest);
+    }
+
+    /// The oldest blocks of each partition are found in a tier, and the first `known` shuffles in the log.
+    fn restart(&mut self, elsewhere: usize, known: i32) {
         *table(&self.memory).after_store.lock() = None;
         let mut model = self.model.lock();
+        let unknown = model.must.iter().filter(|(at, _)| at.0 >= known);
+        let unknown: Vec<i64> = unknown.flat_map(|(_, ids)| ids.clone()).collect();
+        model.must.retain(|at, _| at.0 < known);
         let oldest: BTreeSet<i64> =
             model.must.values().flat_map(|ids| ids.iter().take(elsewhere).copied()).collect();
         model.must.values_mut().for_each(|ids| ids.retain(|id| !oldest.contains(id)));
-        model.may = oldest.clone();
+        model.may = oldest.iter().copied().chain(unknown).collect();
         drop(model);
         self.memory.let_go();
         // What is in it is dropped, and stays.
         self.memory = open(Some(self.file.try_clone().unwrap()));
         // It may die in its turn while it takes over.
         self.hook();
-        let found = restored(&self.memory, |_, _, BlockId(id)| oldest.contains(&id));
-        assert_eq!(read(&self.memory), found);
-        self.hold_places();
+        let found = restored_of(&self.memory, known, |_, _, BlockId(id)| oldest.contains(&id));
         self.may([]);
+        self.memory.buffers().iter().for_each(|buffer| buffer.verify());
+        self.hold_places();
+        let found = self.model.lock().shown(found);
+        assert_eq!(read(&self.memory), found);
         self.model.lock().compare(&found);
     }
 
@@ -408,7 +454,12 @@ impl World {
             Step::Flush(s, p) => self.flush((s, p)),
             Step::Seal(s, p) => drop(buffer(&self.memory, s, p).seal()),
             Step::Purge(shuffle) => self.purge(shuffle),
-            Step::Restart(elsewhere) => self.restart(elsewhere),
+            Step::Restart(elsewhere) => self.restart(elsewhere, SHUFFLES),
+            Step::Damage => {
+                self.damage();
+                self.restart(0, SHUFFLES);
+            }
+            Step::Unknown => self.restart(0, SHUFFLES - 1),
         }
         assert_eq!(
             read(&self.memory),

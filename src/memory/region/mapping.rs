@@ -72,8 +72,19 @@ impl Mapping {
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
         assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
-        let start = self.base.as_ptr().wrapping_sub(self.front_bytes).wrapping_add(range.start);
-        backend::populate(&self.backing, start, range)
+        backend::populate(&self.backing, self.from_front(range.start), range)
+    }
+
+    /// The same of a range that may have its pages, at a small part of the cost then: they are not made ready to be written to.
+    #[cfg(not(miri))]
+    pub(super) fn fill(&self, range: Range<usize>) -> io::Result<()> {
+        let whole = self.front_bytes + self.bytes;
+        assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
+        backend::fill(&self.backing, self.from_front(range.start), range)
+    }
+
+    fn from_front(&self, offset: usize) -> *mut u8 {
+        self.base.as_ptr().wrapping_sub(self.front_bytes).wrapping_add(offset)
     }
 
     /// Takes `range` of the segments out of the page table of this process. Of a file the pages stay, and each is found again
@@ -203,8 +214,17 @@ mod backend {
     /// A touch of each page, of which the kernel says whether it would have ended the process. Unlike `fallocate` it gives huge
     /// pages where those are advised; before Linux 5.14 there is only that.
     pub(super) fn populate(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
+        touch(backing, (start, Advice::LinuxPopulateWrite), range)
+    }
+
+    /// As a reader: the kernel goes through those that are there many at a time, and a hole gets a page as at a write.
+    pub(super) fn fill(backing: &Backing, start: *mut u8, range: Range<usize>) -> io::Result<()> {
+        touch(backing, (start, Advice::LinuxPopulateRead), range)
+    }
+
+    fn touch(backing: &Backing, (start, how): (*mut u8, Advice), range: Range<usize>) -> io::Result<()> {
         // SAFETY: the range lies in the mapping. What is in its pages stays.
-        let populated = unsafe { madvise(start.cast(), range.len(), Advice::LinuxPopulateWrite) };
+        let populated = unsafe { madvise(start.cast(), range.len(), how) };
         match (populated, &backing.file) {
             (Err(Errno::FAULT), _) => Err(io::ErrorKind::StorageFull.into()),
             (Err(Errno::INVAL), Some(file)) => {

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::super::buddy::{BLOCK_BYTES, Buddy};
 use super::mapping::Mapping;
 
-/// See the module.
+/// How much is ready, and the holes.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     /// Mirror of the state: bytes of segments with pages.
@@ -46,10 +46,7 @@ impl Pages {
     /// Takes the pages of `range`, which counts from the start of the mapping.
     fn take(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         #[cfg(test)]
-        if let Some(left) = &mut *self.left.lock() {
-            let rest = left.checked_sub(range.len()).ok_or(io::ErrorKind::StorageFull)?;
-            *left = rest;
-        }
+        self.count(range.len())?;
         map.populate(range)
     }
 
@@ -58,6 +55,31 @@ impl Pages {
         let taken = self.take(map, range.start + front..range.end + front);
         self.is_refused.store(taken.is_err(), Ordering::Relaxed);
         taken
+    }
+
+    /// As [`Pages::take`], of a range most of which may have its pages, which costs little then.
+    #[cfg(not(miri))]
+    fn fill(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
+        #[cfg(test)]
+        self.count(map.holes(range.clone())?.iter().map(ExactSizeIterator::len).sum())?;
+        map.fill(range)
+    }
+
+    #[cfg(not(miri))]
+    fn fill_segments(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
+        let front = map.front_bytes();
+        let filled = self.fill(map, range.start + front..range.end + front);
+        self.is_refused.fetch_or(filled.is_err(), Ordering::Relaxed);
+        filled
+    }
+
+    /// Takes so many bytes of what stands in for a tmpfs.
+    #[cfg(test)]
+    fn count(&self, bytes: usize) -> io::Result<()> {
+        if let Some(left) = &mut *self.left.lock() {
+            *left = left.checked_sub(bytes).ok_or(io::ErrorKind::StorageFull)?;
+        }
+        Ok(())
     }
 }
 
@@ -88,6 +110,13 @@ impl Pages {
     pub(super) fn take_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
         assert!(range.end <= map.front_bytes(), "{range:?} of the front");
         self.take(map, range)
+    }
+
+    /// The same where most of them may be there.
+    #[cfg(not(miri))]
+    pub(super) fn fill_front(&self, map: &Mapping, range: Range<usize>) -> io::Result<()> {
+        assert!(range.end <= map.front_bytes(), "{range:?} of the front");
+        self.fill(map, range)
     }
 
     /// Gives the pages of so many bytes of the front back.
@@ -143,29 +172,24 @@ impl Pages {
     }
 
     /// Takes the pages of holes that an earlier process left in what is free; a block that does not get them has nothing free. What was
-    /// claimed has its pages, and to look for holes in it takes 10 ms for each few GB.
+    /// claimed has its pages. Nothing is asked of the kernel but that: where the next hole of a file is it finds by looking at all pages
+    /// before it, of other ranges too.
     #[cfg(not(miri))]
-    pub(super) fn settle(&self, of: Of<'_>) -> io::Result<()> {
+    pub(super) fn settle(&self, of: Of<'_>) {
         let mut left_out = self.holes.lock();
-        let front = of.map.front_bytes();
         let free = of.buddy.lock().free_ranges();
-        let mut holes = Vec::new();
         for range in free {
-            holes.extend(of.map.holes(front + range.start..front + range.end)?);
-        }
-        for hole in holes {
-            let mut from = hole.start - front;
-            while from < hole.end - front {
+            let mut from = range.start;
+            while from < range.end {
                 let block = from / BLOCK_BYTES;
-                let until = (hole.end - front).min((block + 1) * BLOCK_BYTES);
-                if self.take_segments(of.map, from..until).is_err() {
+                let until = range.end.min((block + 1) * BLOCK_BYTES);
+                if self.fill_segments(of.map, from..until).is_err() {
                     left_out.extend(of.buddy.lock().take_free(block));
                 }
                 from = until;
             }
         }
         self.publish(of, &left_out);
-        Ok(())
     }
 
     fn publish(&self, of: Of<'_>, holes: &[(usize, usize)]) {

@@ -106,6 +106,15 @@ impl Region {
         self.pages.as_ref().map_or(Ok(()), |pages| pages.take_front(&self.map, range))
     }
 
+    /// The same of what may have its pages, to be read.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    #[cfg(not(miri))]
+    pub fn fill_front_pages(&self, range: Range<usize>) -> io::Result<()> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.fill_front(&self.map, range))
+    }
+
     /// Gives the pages of so many bytes of the front back to the kernel; they are zeroes until something is stored there, for which
     /// pages are to be taken again.
     #[cfg(not(miri))]
@@ -124,12 +133,9 @@ impl Region {
 
     /// What an earlier process left was claimed. Between that, it may have left holes: their pages are taken, and a block that
     /// does not get them has nothing free. Before any segment of the region is written to.
-    ///
-    /// # Errors
-    /// When the file cannot be looked at.
     #[cfg(not(miri))]
-    pub fn settle(&self) -> io::Result<()> {
-        self.pages.as_ref().map_or(Ok(()), |pages| pages.settle(self.of()))
+    pub fn settle(&self) {
+        self.pages.iter().for_each(|pages| pages.settle(self.of()));
     }
 
     /// From now on the file's tmpfs has so many bytes left.

@@ -93,6 +93,23 @@ fn what_is_not_this_worker_s_is_refused_by_name_and_not_touched() {
     assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
 }
 
+/// As when the machine has started again.
+#[test]
+fn a_directory_that_is_missing_in_a_tmpfs_is_made() {
+    let tmpfs = shm();
+    let directory = tmpfs.path().join("worker");
+    let check =
+        |path: &std::path::Path| Memory::check(&config(Backing::Directory(path.to_owned())), &owner());
+    assert!(check(&directory).is_ok() && check(&directory.join("deeper")).is_err());
+    assert!(!directory.exists(), "a check makes nothing");
+    left(&directory);
+    let again = in_directory(&directory, |_, _| {}).unwrap();
+    assert_eq!(restored(&again, |_, _, _| false), Found::from([((0, 0), vec![1])]));
+    let elsewhere = tempfile::tempdir().unwrap();
+    assert!(in_directory(&elsewhere.path().join("worker"), |_, _| {}).is_err(), "not of a tmpfs");
+    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+}
+
 #[test]
 fn a_region_that_was_not_made_to_its_end_is_made_anew() {
     let directory = shm();

@@ -1,0 +1,63 @@
+//! Names of shuffles that come while a start looks for what is left.
+
+use super::super::layout::NAME_WORDS;
+use super::super::places::CHUNK_BYTES;
+use super::*;
+
+fn send_one(memory: &Memory, shuffle: i32, id: i64) {
+    let mut funds = funds(memory, 100_000).unwrap();
+    let buffer = buffer(memory, shuffle, 0);
+    let mut fill = buffer.reserve(5000, &mut funds).unwrap();
+    fill.write(&payload(id, 5000));
+    let meta = BlockMeta {
+        block_id: BlockId(id),
+        task_attempt_id: TaskAttemptId(1),
+        length: 5000,
+        uncompressed_length: 1,
+        crc: crc32fast::hash(&payload(id, 5000)),
+    };
+    buffer.commit(vec![(meta, fill)], &mut funds).unwrap();
+}
+
+/// What is there of shuffles that the log knows.
+fn taken_over(memory: &Memory, shuffles: impl Iterator<Item = i32> + Clone) -> BTreeMap<i32, Vec<BlockId>> {
+    shuffles.clone().for_each(|shuffle| drop(memory.register(&key(shuffle), Distribution::Normal)));
+    let heap = memory.heap().of(HeapKind::Partitions);
+    let restored = shuffles.filter_map(|shuffle| {
+        let mut ids = memory.restore(&key(shuffle), |_| Box::new(|_| false), heap);
+        Some((shuffle, ids.remove(&PartitionId(0))?))
+    });
+    let restored = restored.collect();
+    memory.finish_restore();
+    restored
+}
+
+/// The log knows a shuffle that the region does not, as after a kill amid a purge: its name is new, and lies between names that were
+/// there before.
+#[test]
+fn a_name_that_is_given_out_during_a_start_is_nobody_else_s_after_it() {
+    let memory = open(None);
+    assert!(taken_over(&memory, 0..0).is_empty());
+    let per_chunk = i32::try_from(CHUNK_BYTES / (8 * NAME_WORDS as u64)).unwrap();
+    let all = 0..3 * per_chunk;
+    all.clone().for_each(|shuffle| drop(memory.register(&key(shuffle), Distribution::Normal)));
+    let gone = per_chunk..2 * per_chunk;
+    gone.clone().for_each(|shuffle| drop(memory.forget(&key(shuffle))));
+    let file = memory.handed_over().unwrap().unwrap();
+    send_one(&memory, 0, 7);
+    memory.let_go();
+    drop(memory);
+    let (unknown, later) = (1000, 1001);
+    let known = all.filter(|shuffle| !gone.contains(shuffle)).chain([unknown]);
+    let memory = open(Some(file.try_clone().unwrap()));
+    assert_eq!(taken_over(&memory, known.clone()), BTreeMap::from([(0, vec![BlockId(7)])]));
+    send_one(&memory, unknown, 8);
+    memory.register(&key(later), Distribution::Normal);
+    send_one(&memory, later, 9);
+    let left =
+        BTreeMap::from([(0, vec![BlockId(7)]), (unknown, vec![BlockId(8)]), (later, vec![BlockId(9)])]);
+    memory.let_go();
+    drop(memory);
+    let memory = open(Some(file));
+    assert_eq!(taken_over(&memory, known.chain([later])), left);
+}
