@@ -4,6 +4,7 @@
 //! | file | does |
 //! | --- | --- |
 //! | `record` | what a shuffle says: its registrations and reports, as bytes (pure) |
+//! | `plain` | the ids of most reports, read without a `Report` (pure) |
 //! | `frame` | the frames of the log, and the epoch: who holds it (pure) |
 //! | `proof` | the rule of recovery: is anything acknowledged missing? (pure) |
 //! | `read` | what the data directories have of it |
@@ -32,6 +33,7 @@ mod log;
 mod mark;
 #[cfg(test)]
 mod measure;
+mod plain;
 pub mod proof;
 mod read;
 mod record;
@@ -46,6 +48,7 @@ pub use self::id_set::{Cost, IdSet};
 pub use self::ledger::{Blame, Ledger, Loss, LostExtent, Phase, Verdict, ranges};
 pub use self::legacy::Legacy;
 pub use self::log::{MetadataLog, Said};
+pub use self::plain::plain_ids;
 pub use self::read::{Directory, Health, METADATA, Survey, newest_epoch};
 pub use self::record::{Record, RecordError, Registration, Report};
 pub use self::shuffle_ledger::ShuffleLedger;

@@ -10,11 +10,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uniffle_wire::types::{Distribution, PartitionId};
 
-const VERSION: u8 = 1;
+pub(super) const VERSION: u8 = 1;
 /// Of a report with record numbers.
 const WITH_RECORDS: u8 = 2;
 const REGISTRATION: u8 = 1;
-const REPORT: u8 = 2;
+pub(super) const REPORT: u8 = 2;
 
 /// A record of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]

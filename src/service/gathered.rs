@@ -9,7 +9,7 @@ use bytes::Bytes;
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use crate::app::{ReportError, ShuffleState};
-use crate::durability::{Record, Report};
+use crate::durability::{Record, Report, plain_ids};
 
 /// Ids of all shuffles that wait: some 20 bytes each, with the records that they are from.
 pub(super) const GATHERED_MAX: usize = 1 << 18;
@@ -21,6 +21,8 @@ pub(super) struct Gathered {
     records: Vec<Bytes>,
     bitmap_count: i32,
     ids: hashbrown::HashMap<PartitionId, Vec<i64>>,
+    /// Of the report that is read.
+    read: Vec<(PartitionId, i64)>,
 }
 
 impl Gathered {
@@ -41,9 +43,24 @@ impl Gathered {
         Some(count)
     }
 
+    /// The same of a report as it was written, if it has nothing but ids; none of any other record.
+    pub(super) fn take_plain(&mut self, record: &Bytes) -> Option<usize> {
+        let bitmap_count = plain_ids(record, &mut self.read)?;
+        if !self.records.is_empty() && self.bitmap_count != bitmap_count {
+            return None;
+        }
+        self.bitmap_count = bitmap_count;
+        self.records.push(record.clone());
+        for ids in self.read.chunk_by(|(one, _), (next, _)| one == next) {
+            let of_one = ids.first().map(|(partition, _)| self.ids.entry(*partition).or_default());
+            of_one.into_iter().for_each(|of_one| of_one.extend(ids.iter().map(|(_, id)| *id)));
+        }
+        Some(self.read.len())
+    }
+
     /// Enters what was gathered; why not all of it could be, if so.
     pub(super) fn enter(&mut self, key: &ShuffleKey, state: &ShuffleState) -> Option<ReportError> {
-        let Self { records, bitmap_count, ids } = std::mem::take(self);
+        let Self { records, bitmap_count, ids, read: _ } = std::mem::take(self);
         if records.is_empty() {
             return None;
         }

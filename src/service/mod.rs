@@ -19,6 +19,7 @@ mod end;
 mod error;
 mod explain;
 mod fairness;
+mod from_memory;
 mod gathered;
 mod history;
 mod ingest;

@@ -11,11 +11,11 @@ use tokio::time::Instant;
 
 use crate::app::{App, Counted, PartitionRanges, Registration, ReportError, ShuffleState};
 use crate::durability::{self, Record, Report, Said};
-use crate::memory::IsElsewhere;
 use crate::tiers::{Admission, Purge, Recovered, RecoveredShuffle, RemoteStorage, StoreError};
-use uniffle_wire::types::{BlockId, PartitionId, ShuffleKey};
+use uniffle_wire::types::ShuffleKey;
 
 use super::ServiceError;
+use super::from_memory::{Awaited, FromMemory, Present};
 use super::gathered::{GATHERED_MAX, Gathered, enter_alone};
 use super::lifecycle::Lifecycle;
 use super::verify::Suspect;
@@ -44,6 +44,8 @@ struct Restoring {
     early: Vec<(Report, Bytes)>,
     /// Reports behind it that are not entered yet.
     gathered: Gathered,
+    /// What is there of it, once its blocks in memory are restored; none where memory does not outlive a process.
+    present: Option<Awaited>,
     remote: Remote,
     /// Why it is not registered.
     failed: Option<ServiceError>,
@@ -63,11 +65,17 @@ impl Lifecycle {
         self.metrics.recovered_bytes.set(clamped(bytes));
         self.metrics.recovered_blocks.set(clamped(blocks));
         self.metrics.recovery_ms.set(clamped(took.as_millis()));
-        let (mut known, unread) = self.listen(&mut recovered.said).await;
+        let mut unrestored = self.take_unrestored(&mut recovered.shuffles);
+        let (mut known, unread) = self.listen(&mut recovered.said, &mut unrestored).await;
+        unrestored.from_memory.end();
         let (mut suspects, mut left) = (Vec::new(), Vec::new());
         for mut shuffle in recovered.shuffles {
             let key = shuffle.key.clone();
             let reason = shuffle.reason.clone();
+            let there = known.get_mut(&key).and_then(|it| it.present.take()?.try_recv().ok());
+            if let Some(present) = there.or_else(|| unrestored.present.remove(&key)) {
+                shuffle.present = present;
+            }
             if shuffle.incomplete.is_none() {
                 shuffle.incomplete.clone_from(&unread);
             }
@@ -167,8 +175,20 @@ impl Lifecycle {
         drop(self.purge_state(&key.app, std::slice::from_ref(key), Purge::Shuffles));
     }
 
-    /// Registers what is told and enters reports. Why not everything could be read, if so: then any shuffle may miss some.
-    async fn listen(&self, said: &mut Said) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
+    /// What is found of shuffles whose blocks in memory are to be restored: taken out of `shuffles`.
+    fn take_unrestored(&self, shuffles: &mut [RecoveredShuffle]) -> Unrestored {
+        let shuffles = shuffles.iter_mut().filter(|_| self.memory.has_leftover());
+        let present = shuffles.map(|it| (it.key.clone(), std::mem::take(&mut it.present))).collect();
+        Unrestored { present, from_memory: FromMemory::new(&self.memory) }
+    }
+
+    /// Registers what is told, begins to restore what is in memory of it, and enters reports. Why not everything could be read, if so:
+    /// then any shuffle may miss some.
+    async fn listen(
+        &self,
+        said: &mut Said,
+        unrestored: &mut Unrestored,
+    ) -> (HashMap<ShuffleKey, Restoring>, Option<String>) {
         let mut known: HashMap<ShuffleKey, Restoring> = HashMap::new();
         let mut gathered = 0;
         let unread = loop {
@@ -180,6 +200,7 @@ impl Lifecycle {
                             Ok(ids) => gathered += ids,
                             Err(error) => restoring.failed = Some(error),
                         }
+                        self.restore_memory(&key, restoring, unrestored);
                     }
                 }
                 Ok(None) => break None,
@@ -204,6 +225,9 @@ impl Lifecycle {
         restoring: &mut Restoring,
         record: &Bytes,
     ) -> Result<usize, ServiceError> {
+        if let Some(gathered) = restoring.gather(record) {
+            return Ok(gathered);
+        }
         match Record::decode(record) {
             Ok(Record::Registration(registration)) => {
                 let distribution = registration.distribution;
@@ -238,7 +262,6 @@ impl Lifecycle {
             tracing::error!(target: AUDIT, shuffle = %shuffle.key, reason, "reports may be missing, its results are refused");
             state.ledger().mark_incomplete(reason);
         }
-        self.restore_memory(&mut shuffle);
         let held = shuffle.present.values().map(|ids| ids.heap_bytes() + FOUND_PARTITION_BYTES).sum();
         state.block_ids().lock().hold(held);
         if restoring.remote == Remote::Unusable {
@@ -248,26 +271,34 @@ impl Lifecycle {
         Ok(Some(self.losses.take_over(&state, shuffle.present, lost, restoring.remote == Remote::Known)))
     }
 
-    /// Blocks that the earlier process had in memory, where that outlives a process: what no disk has is there again.
-    fn restore_memory(&self, shuffle: &mut RecoveredShuffle) {
-        let Some(app) = self.apps.find(&shuffle.key.app) else { return };
-        let present = &shuffle.present;
-        let on_disk = |partition: PartitionId| -> IsElsewhere<'_> {
-            match present.get(&partition) {
-                Some(ids) => Box::new(|id: BlockId| ids.contains(id.0.unsigned_abs())),
-                None => Box::new(|_| false),
-            }
-        };
-        let restored = self.memory.restore(&shuffle.key, on_disk, app.partitions());
-        for (partition, ids) in restored {
-            let mut ids: Vec<u64> = ids.iter().map(|id| id.0.unsigned_abs()).collect();
-            ids.sort_unstable();
-            shuffle.present.entry(partition).or_default().add_sorted(&ids);
+    /// Blocks that the earlier process had in memory, where that outlives a process: what no disk has will be there again. Once the
+    /// shuffle is registered.
+    fn restore_memory(&self, key: &ShuffleKey, restoring: &mut Restoring, unrestored: &mut Unrestored) {
+        if restoring.state.is_none() || restoring.present.is_some() || unrestored.present.is_empty() {
+            return;
         }
+        let (Some(app), Some(present)) = (self.apps.find(&key.app), unrestored.present.remove(key)) else {
+            return;
+        };
+        let heap = app.partitions().clone();
+        restoring.present = Some(unrestored.from_memory.begin(key.clone(), present, heap));
     }
 }
 
+/// Shuffles whose blocks in memory are not restored yet.
+struct Unrestored {
+    /// What is elsewhere of those that are not registered.
+    present: HashMap<ShuffleKey, Present>,
+    from_memory: FromMemory,
+}
+
 impl Restoring {
+    /// Gathers a plain report of a shuffle that is registered: how many ids it names. None of any other record.
+    fn gather(&mut self, record: &Bytes) -> Option<usize> {
+        self.state.as_ref()?;
+        self.gathered.take_plain(record)
+    }
+
     /// Enters a report of a shuffle that is registered, now or with others: how many ids were gathered.
     fn enter(&mut self, key: &ShuffleKey, report: &Report, record: &Bytes) -> usize {
         let Some(state) = &self.state else { return 0 };
