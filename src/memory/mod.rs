@@ -423,6 +423,7 @@ impl Memory {
     pub fn let_go(&self) {
         let Some(KeptMemory { table, file, .. }) = &self.kept else { return };
         table.let_go();
+        self.shared.supply.region.let_go();
         let mut left = Ok(());
         if self.block_count() == 0 {
             table.end();

@@ -38,6 +38,9 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
+        if self.region.is_let_go() {
+            return;
+        }
         if let (true, Some(pages)) = (*self.is_discarded.get_mut(), &self.region.pages) {
             return pages.give_back(self.region.of(), self.offset, self.bytes);
         }

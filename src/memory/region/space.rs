@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -18,6 +18,8 @@ pub struct Region {
     pub(super) buddy: Mutex<Buddy>,
     /// Of a region in a file.
     pub(super) pages: Option<Pages>,
+    /// It is another process's: nothing of it is given back any more.
+    let_go: AtomicBool,
 }
 
 impl Region {
@@ -28,7 +30,8 @@ impl Region {
     pub fn new(capacity_bytes: u64) -> io::Result<Arc<Self>> {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::new(blocks)?;
-        Ok(Arc::new(Self { map, buddy: Mutex::new(Buddy::new(blocks)), pages: None }))
+        let (buddy, let_go) = (Mutex::new(Buddy::new(blocks)), AtomicBool::new(false));
+        Ok(Arc::new(Self { map, buddy, pages: None, let_go }))
     }
 
     /// Bytes of a region of `capacity_bytes`: whole blocks.
@@ -53,7 +56,7 @@ impl Region {
         let blocks = blocks_of(capacity_bytes)?;
         let map = Mapping::shared(file, front_bytes, blocks)?;
         let buddy = Mutex::new(Buddy::unready(blocks));
-        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()) }))
+        Ok(Arc::new(Self { map, buddy, pages: Some(Pages::default()), let_go: AtomicBool::new(false) }))
     }
 
     /// The words before the segments; none of private memory.
@@ -73,6 +76,16 @@ impl Region {
         for start in (0..self.map.bytes).step_by(STEP) {
             self.map.unlink(start..self.map.bytes.min(start + STEP));
         }
+    }
+
+    /// From now on the file is another process's, and pieces that are dropped here stay as they are: to take the pages of those that were
+    /// given back to the kernel would be for nobody, and that process waits for the end of this one.
+    pub fn let_go(&self) {
+        self.let_go.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_let_go(&self) -> bool {
+        self.let_go.load(Ordering::Acquire)
     }
 
     /// Bytes in no segment.
