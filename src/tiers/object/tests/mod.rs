@@ -1,6 +1,7 @@
 //! The tier over a store in memory that fails on purpose.
 
 mod cache;
+mod chunks;
 mod claims;
 mod faults;
 mod restarts;

@@ -111,6 +111,47 @@ async fn a_store_that_fails_takes_nothing_away() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_disk_is_relieved_until_the_low_watermark_and_no_further() {
+    let world = World::new();
+    world.disks.iter().for_each(|disk| disk.set_capacity(Some(400_000)));
+    let process = world.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    // Nobody measures the disks meanwhile: that is done once a minute.
+    while process.tier.next().is_none() {
+        fill(&process, &key, 0..1, 4).await;
+    }
+    let mut passes = 0;
+    while let Some((wanted, shuffle)) = process.tier.next() {
+        assert!(process.tier.move_some(wanted, &shuffle).await.unwrap());
+        passes += 1;
+    }
+    let left = process.tier.find(&key).unwrap().local.usage().bytes;
+    assert!(left > 200_000, "{passes} passes have left {left} bytes");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_said_no_space_is_written_to_as_soon_as_it_was_relieved() {
+    let world = World::new();
+    let process = world.start().await;
+    let key = key(1);
+    process.register(&key).await;
+    let batch = |id: i64| vec![extent(0, id * 10..(id + 1) * 10, 1000)].into();
+    let shuffle = process.tier.shuffle(&key).unwrap();
+    for round in 0..3 {
+        shuffle.write(batch(round)).await.unwrap();
+        // What the disks have is all that they take, which only they know.
+        world.disks.iter().for_each(|disk| disk.set_capacity(Some(1)));
+        shuffle.write(batch(9)).await.unwrap_err();
+        let (wanted, full) = process.tier.next().expect("full disks are relieved");
+        world.disks.iter().for_each(|disk| disk.set_capacity(None));
+        assert!(process.tier.move_some(wanted, &full).await.unwrap());
+        assert!(process.tier.next().is_none(), "round {round}");
+    }
+    assert_eq!(process.read(&key, 0).await.unwrap(), expected(0..30, 1000));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_purge_in_the_middle_leaves_nothing() {
     let process = World::new().start().await;
     let key = key(1);
@@ -128,6 +169,53 @@ async fn a_purge_in_the_middle_leaves_nothing() {
     assert_eq!(moved.unwrap_err().kind, crate::tiers::StoreErrorKind::Purged);
     assert_eq!((process.world.store.objects().await, process.world.store.open_uploads()), (vec![], 0));
     assert_eq!(process.world.data_files(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_what_was_forgotten_before_its_first_move_nothing_is_begun_in_the_store() {
+    let process = World::new().start().await;
+    let key = key(1);
+    process.register(&key).await;
+    fill(&process, &key, 0..6, 4).await;
+    let before = process.tier.find(&key).unwrap();
+    process.purge(&key).await;
+    process.register(&key).await;
+    let put = || process.world.store.calls().iter().filter(|call| call.0 == Call::Put).count();
+    let puts = put();
+    let error = process.tier.move_some(Wanted::Oldest(0), &before).await.unwrap_err();
+    assert_eq!(error.kind, crate::tiers::StoreErrorKind::Purged);
+    assert!(put() == puts && process.tier.object.uploads(&key).is_none());
+
+    // The next registration of the same shuffle says nothing of the one before.
+    fill(&process, &key, 50..53, 4).await;
+    process.move_all(&key).await.unwrap();
+    let process = process.kill().await.on_an_empty_machine().start().await;
+    let (_, said) = heard(&process).await;
+    assert_eq!(said[&key].len(), 1);
+    assert_eq!(process.read(&key, 3).await.unwrap(), expected(200..212, 1000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_whose_prefix_another_has_claimed_gives_up_nothing_on_its_disks() {
+    let process = World::new().start().await;
+    let (world, key) = (process.world.clone(), key(1));
+    process.register(&key).await;
+    fill(&process, &key, 0..12, 4).await;
+    assert!(process.move_once(&key).await.unwrap());
+    let files = world.data_files();
+    assert!(files > 0 && process.tier.state().complaint.is_none());
+    let newer = world.on_an_empty_machine().start().await;
+    let objects = world.store.objects().await;
+
+    let error = process.move_all(&key).await.unwrap_err();
+    assert_eq!(error.kind, crate::tiers::StoreErrorKind::InUse, "{error}");
+    assert_eq!(world.data_files(), files, "what the newer process does not find stays");
+    assert!(process.tier.state().complaint.is_some_and(|text| text.contains("claimed")));
+    assert!(!process.tier.object.is_worth_trying(), "nothing is moved any more");
+    assert_eq!(process.read(&key, 3).await.unwrap(), expected(0..48, 1000));
+    let now = world.store.objects().await;
+    assert!(objects.iter().all(|object| now.contains(object)), "nothing of the newer one is deleted");
+    drop(newer);
 }
 
 #[tokio::test(start_paused = true)]
