@@ -21,6 +21,7 @@ mod losses;
 mod object;
 mod one_worker;
 mod restarts;
+mod share;
 mod tcp;
 mod traces;
 

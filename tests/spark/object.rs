@@ -1,14 +1,15 @@
-//! Jobs over a worker without disks, above SeaweedFS: larger than the worker's memory several times, and with the
-//! worker or the store killed and started again in either stage. What is asserted is the right result or a loss that is
-//! named, and where only the store dies, the right result.
+//! Jobs over a worker above SeaweedFS, without disks and with disks that are moved from there: larger than the worker's
+//! memory or its disk several times, and with the worker or the store killed and started again in either stage. What is
+//! asserted is the right result or a loss that is named, and where only the store dies, the right result.
 
 use serde_json::Value;
 use uniffle_testkit::s3::weed::Weed;
 use uniffle_testkit::s3::{ACCESS_KEY, BUCKET, SECRET_KEY};
 use uniffle_testkit::say;
+use uniffle_testkit::tools::{may_mount, weaker};
 use uniffle_testkit::worker::{Setup, Worker};
 
-use crate::restarts::{JOB, goes_on, wait_total};
+use crate::restarts::{JOB, SmallDisk, goes_on, wait_total};
 use crate::{Application, Spark, spark};
 
 /// A worker of `capacity` whose only tier is `weed`.
@@ -29,6 +30,48 @@ fn above(weed: &Weed, name: &'static str, capacity: &'static str) -> Setup {
         env,
         ..Setup::default()
     }
+}
+
+/// What moves everything as soon as it is on a disk, whatever else the machine has there.
+const AT_ONCE: &str = "offload_high_watermark = 0.000002\noffload_low_watermark = 0.000001\n";
+
+/// The same with a disk, from which data is moved beyond these watermarks.
+fn with_a_disk(weed: &Weed, name: &'static str, capacity: &'static str, watermarks: &str) -> Setup {
+    let above = above(weed, name, capacity);
+    let made_tables = above.made_tables.clone() + watermarks;
+    Setup { disks: 1, store_type: "MEMORY_LOCALFILE_OBJECT", made_tables, ..above }
+}
+
+#[test]
+fn a_sort_five_times_the_disk_and_a_skewed_join_are_those_of_vanilla_spark() {
+    const DISK: &str = "30m";
+    const DISK_BYTES: f64 = 30.0 * 1024.0 * 1024.0;
+    let Some(mut spark) = spark() else { return };
+    let Some(weed) = Weed::start("Spark above a small disk and SeaweedFS") else { return };
+    let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
+    let mount = dir.path().join("disk0");
+    let disk = SmallDisk::mount(&mount, DISK);
+    let watermarks = match &disk {
+        Some(_) => "offload_high_watermark = 0.3\noffload_low_watermark = 0.1\n",
+        None => AT_ONCE,
+    };
+    if disk.is_none() {
+        weaker("a small disk", "nothing is mounted and all is moved at once instead", may_mount());
+    }
+    let path = mount.join("data");
+    std::fs::create_dir(&path).expect("a data dir");
+    let worker = Worker::start_in(&with_a_disk(&weed, "offload-sort", "32M", watermarks), dir, vec![path]);
+    let answers = spark.run(&[&worker], Application::of("restarts,skew_join_aqe"));
+    assert!(answers[0]["shuffle_written"].as_f64() > Some(5.0 * DISK_BYTES), "{answers:?}");
+    let pieces = answers[1]["skewed_pieces"].as_u64();
+    assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
+    let metrics = worker.metrics();
+    let (moved, objects) = (metrics.expect("offload_bytes"), metrics.expect("object_segments_written"));
+    say(&format!("{moved} bytes were moved in {objects} objects"));
+    assert!(moved > 3.0 * DISK_BYTES, "only {moved} bytes were moved");
+    worker.assert_no_error_logged();
+    worker.stop();
+    drop(disk);
 }
 
 #[test]
@@ -75,11 +118,11 @@ fn assert_right(spark: &Spark, answers: &[Value]) {
     assert_eq!(answers[0]["digest"], vanilla["digest"], "{answers:?}");
 }
 
-#[test]
-fn a_store_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+/// A store that is killed in either stage and comes back costs nothing.
+fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
     let Some(mut spark) = spark() else { return };
     let Some(mut weed) = Weed::start("Spark above a SeaweedFS that is killed") else { return };
-    let worker = Worker::start(&above(&weed, "object-store-killed", "64M"));
+    let worker = Worker::start(&setup(&weed));
     let weed = std::cell::RefCell::new(&mut weed);
     let kill = |worker: &mut Worker| {
         weed.borrow_mut().kill();
@@ -95,11 +138,21 @@ fn a_store_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
     worker.stop();
 }
 
+#[test]
+fn a_store_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+    store_killed(|weed| above(weed, "object-store-killed", "64M"));
+}
+
+#[test]
+fn a_store_below_disks_that_is_killed_in_either_stage_and_comes_back_costs_nothing() {
+    store_killed(|weed| with_a_disk(weed, "offload-store-killed", "32M", AT_ONCE));
+}
+
 /// A worker that is killed when `counter` has come to `least`, and started again.
-fn killed_in_a_stage(name: &'static str, counter: &str, least: f64) {
+fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(mut spark) = spark() else { return };
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
-    let worker = Worker::start(&above(&weed, name, "64M"));
+    let worker = Worker::start(&setup(&weed));
     let application = Application { words: WORDS, ..Application::of(JOB) };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
         wait_total(&workers[0], counter, least);
@@ -122,12 +175,26 @@ fn killed_in_a_stage(name: &'static str, counter: &str, least: f64) {
     worker.stop();
 }
 
+/// Bytes that were received, or read, when a worker is killed.
+const IN_THE_MAP_STAGE: (&str, f64) = ("total_received_data", 40e6);
+const IN_THE_REDUCE_STAGE: (&str, f64) = ("total_read_data", 15e6);
+
 #[test]
 fn a_worker_that_is_killed_in_the_map_stage_names_what_is_lost() {
-    killed_in_a_stage("object-map-killed", "total_received_data", 40e6);
+    killed_in_a_stage(|weed| above(weed, "object-map-killed", "64M"), IN_THE_MAP_STAGE);
 }
 
 #[test]
 fn a_worker_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
-    killed_in_a_stage("object-reduce-killed", "total_read_data", 15e6);
+    killed_in_a_stage(|weed| above(weed, "object-reduce-killed", "64M"), IN_THE_REDUCE_STAGE);
+}
+
+#[test]
+fn a_worker_with_a_disk_that_is_killed_in_the_map_stage_names_what_is_lost() {
+    killed_in_a_stage(|weed| with_a_disk(weed, "offload-map-killed", "32M", AT_ONCE), IN_THE_MAP_STAGE);
+}
+
+#[test]
+fn a_worker_with_a_disk_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
+    killed_in_a_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
 }

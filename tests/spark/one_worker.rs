@@ -1,5 +1,6 @@
 //! Scenarios of one application and one worker, over gRPC.
 
+use crate::share::say_share;
 use crate::{Application, spark};
 use uniffle_testkit::spark::Kind;
 use uniffle_testkit::worker::{Setup, Worker};
@@ -56,7 +57,8 @@ fn n22_a_storage_type_without_memory_commits_and_reads_disks_only() {
 fn a_million_tiny_blocks_arrive() {
     let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&Setup { name: "tiny", capacity: "800M", ..Setup::default() });
-    spark.run(&[&worker], Application::of("tiny_partitions"));
+    let answers = spark.run(&[&worker], Application::of("tiny_partitions"));
+    say_share(&worker.metrics(), &answers[0]);
     worker.assert_no_error_logged();
     worker.stop();
 }

@@ -128,10 +128,11 @@ fn an_upgrade_in_either_stage_fails_no_task_of_a_local_master_over_tcp() {
 const NO_MOUNTS: &str = "NO_MOUNTS";
 
 /// A file system of its own, unmounted when it is dropped.
-struct SmallDisk(std::path::PathBuf);
+pub(super) struct SmallDisk(std::path::PathBuf);
 
 impl SmallDisk {
-    fn mount(at: &Path, size: &str) -> Option<Self> {
+    /// None where nothing may be mounted.
+    pub(super) fn mount(at: &Path, size: &str) -> Option<Self> {
         std::fs::create_dir(at).expect("a mount point");
         if std::env::var_os(NO_MOUNTS).is_some() {
             return None;

@@ -1,5 +1,6 @@
 //! The client type GRPC_NETTY: data over the raw TCP listener, the rest over gRPC.
 
+use crate::share::say_share;
 use crate::{Application, spark};
 use uniffle_testkit::metrics::Metrics;
 use uniffle_testkit::spark::Kind;
@@ -30,7 +31,9 @@ fn over_tcp_a_sort_a_skewed_join_and_tiny_partitions_have_the_results_of_vanilla
     let answers = spark.run(&[&worker], Application { scenarios, ..TCP });
     let pieces = answers[1]["skewed_pieces"].as_u64();
     assert!(pieces.is_some_and(|pieces| pieces >= 2), "AQE must have split partitions: {answers:?}");
-    assert_tcp_only(&worker.metrics(), &["sendShuffleData", "getMemoryShuffleData"]);
+    let metrics = worker.metrics();
+    assert_tcp_only(&metrics, &["sendShuffleData", "getMemoryShuffleData"]);
+    say_share(&metrics, &answers[2]);
     worker.assert_no_error_logged();
     worker.stop();
 }

@@ -5,6 +5,7 @@ import org.apache.spark.executor.TaskMetrics;
 import org.apache.spark.scheduler.SparkListener;
 import org.apache.spark.scheduler.SparkListenerStageCompleted;
 import org.apache.spark.scheduler.SparkListenerTaskEnd;
+import org.apache.spark.scheduler.StageInfo;
 
 /** Sums over the tasks of one scenario. A failed task or stage that a later attempt repaired is still counted. */
 final class TaskTotals extends SparkListener {
@@ -12,6 +13,7 @@ final class TaskTotals extends SparkListener {
   private long read;
   private long failed;
   private long failedStages;
+  private double mapSeconds;
 
   @Override
   public synchronized void onTaskEnd(SparkListenerTaskEnd end) {
@@ -27,8 +29,14 @@ final class TaskTotals extends SparkListener {
 
   @Override
   public synchronized void onStageCompleted(SparkListenerStageCompleted completed) {
-    if (completed.stageInfo().failureReason().isDefined()) {
+    StageInfo stage = completed.stageInfo();
+    if (stage.failureReason().isDefined()) {
       failedStages++;
+    }
+    boolean hasTimes = stage.submissionTime().isDefined() && stage.completionTime().isDefined();
+    if (hasTimes && stage.taskMetrics().shuffleWriteMetrics().bytesWritten() > 0) {
+      long took = (Long) stage.completionTime().get() - (Long) stage.submissionTime().get();
+      mapSeconds += took / 1000.0;
     }
   }
 
@@ -41,5 +49,6 @@ final class TaskTotals extends SparkListener {
     line.put("shuffle_read", read);
     line.put("failed_tasks", failed);
     line.put("failed_stages", failedStages);
+    line.put("map_stages_seconds", mapSeconds);
   }
 }
