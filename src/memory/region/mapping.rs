@@ -72,7 +72,7 @@ impl Mapping {
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
         assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
-        backend::populate(&self.backing, self.from_front(range.start), range)
+        backend::populate(&self.backing, self.front_at(range.start), range)
     }
 
     /// The same of a range that may have its pages, at a small part of the cost then: they are not made ready to be written to.
@@ -80,10 +80,10 @@ impl Mapping {
     pub(super) fn fill(&self, range: Range<usize>) -> io::Result<()> {
         let whole = self.front_bytes + self.bytes;
         assert!(range.start <= range.end && range.end <= whole, "{range:?} of a mapping of {whole}");
-        backend::fill(&self.backing, self.from_front(range.start), range)
+        backend::fill(&self.backing, self.front_at(range.start), range)
     }
 
-    fn from_front(&self, offset: usize) -> *mut u8 {
+    fn front_at(&self, offset: usize) -> *mut u8 {
         self.base.as_ptr().wrapping_sub(self.front_bytes).wrapping_add(offset)
     }
 
