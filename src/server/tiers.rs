@@ -132,6 +132,7 @@ pub(super) async fn start_hdfs(
 }
 
 /// Who asks an object store, and what it has beside it.
+#[cfg_attr(not(feature = "object"), expect(dead_code, reason = "refused before they are looked at"))]
 struct Place<'a> {
     server_id: &'a str,
     precheck: Precheck,
