@@ -73,7 +73,7 @@ pub use ticket::{Outstanding, Tickets};
 use crate::budget::{Heap, HeapKind};
 
 use ahead::Ahead;
-use buffer::{Shared, Verification};
+use buffer::{PARTITION_BYTES, Shared, Verification};
 use ceded::{Ceded, SPARE_BYTES};
 use chain::Supply;
 use config::{blocks_max, region_size};
@@ -284,6 +284,12 @@ impl Memory {
             tracing::warn!(shuffle = %key, "too many shuffles: what it has in memory will be lost with this process");
         }
         named
+    }
+
+    /// Partitions that were ever written to, of all shuffles that are known.
+    #[must_use]
+    pub fn partitions(&self) -> u64 {
+        self.heap().of(HeapKind::Partitions).used() / PARTITION_BYTES
     }
 
     /// The buffers of a registered shuffle.

@@ -13,14 +13,6 @@ use super::persistent::names::Named;
 use crate::budget::{Budget, Charge, HeapFull, HeapKind, NoCapacity};
 use uniffle_wire::types::{Distribution, PartitionId, ShuffleKey};
 
-impl super::Memory {
-    /// Partitions that were ever written to, of all shuffles that are known.
-    #[must_use]
-    pub fn partitions(&self) -> u64 {
-        self.heap().of(HeapKind::Partitions).used() / PARTITION_BYTES
-    }
-}
-
 /// A buffer that a flush could take from.
 #[derive(Debug, Clone)]
 pub struct Candidate {
