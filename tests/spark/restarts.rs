@@ -21,7 +21,7 @@ const PROGRESS_DEADLINE: Duration = Duration::from_secs(120);
 const JOIN_DEADLINE: Duration = Duration::from_secs(20);
 pub(super) const JOB: &str = "restarts";
 /// Its bytes, less than what is written.
-const JOB_BYTES: f64 = 155e6;
+pub(super) const JOB_BYTES: f64 = 155e6;
 
 /// Waits until the counter has come to `least`, and says to what.
 pub(super) fn wait_total(worker: &Worker, counter: &str, least: f64) -> f64 {
