@@ -108,7 +108,7 @@ pub(super) async fn remove(core: &Core, root: &str) -> Result<Removed, StoreErro
         }
     }
     if removed.is_gone {
-        // Whoever is alive after all writes it again.
+        // A worker that is alive after all writes it again.
         match core.store.delete(&path_of(&claim_key(root))).await {
             Err(Error::NotFound { .. }) => {}
             answer => core.noted(root, answer)?,

@@ -263,7 +263,7 @@ async fn a_stop_syncs_the_tiers_behind_its_last_flush() {
     assert_eq!(tier.synced_bytes(), payload(&all));
 }
 
-/// Anyone may unregister an application, and what it has may be millions of blocks and extents: whoever lets go of them, the one
+/// Anyone may unregister an application, and what it has may be millions of blocks and extents. While they are freed, the one
 /// thread that this worker has goes on with other calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn n1_the_end_of_an_application_or_shuffle_keeps_no_thread_of_the_runtime() {
