@@ -13,6 +13,8 @@ pub mod offload;
 mod record_cache;
 mod recovered;
 mod state;
+#[cfg(test)]
+mod test_blocks;
 mod tier;
 
 pub use self::error::{StoreError, StoreErrorKind};

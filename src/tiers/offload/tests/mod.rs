@@ -13,8 +13,7 @@ use uniffle_io::Disk;
 use uniffle_io::buffers::HeapBuffers;
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::object_fault::FaultyObjects;
-use uniffle_wire::index::records;
-use uniffle_wire::types::{AppId, BlockId, BlockMeta, PartitionId, ShuffleId, ShuffleKey, TaskAttemptId};
+use uniffle_wire::types::{AppId, PartitionId, ShuffleId, ShuffleKey};
 
 use super::policy::{Wanted, Watermarks};
 use super::{OffloadSettings, OffloadTier};
@@ -22,9 +21,8 @@ use crate::budget::Budget;
 use crate::durability::{Record, Registration};
 use crate::runtime::Tasks;
 use crate::tiers::object::{ObjectSettings, ObjectTier};
-use crate::tiers::{
-    ChunkRead, ExtentData, ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier,
-};
+use crate::tiers::test_blocks::{self, all, content, expected, extent};
+use crate::tiers::{ExtentWrite, LocalConfig, Purge, Recovered, ServedTier, StoreError, Tier};
 
 /// What outlives a process.
 #[derive(Clone)]
@@ -114,33 +112,13 @@ impl Process {
         self.tier.move_some(Wanted::Oldest(0), &shuffle).await
     }
 
-    /// Blocks by id, each read by a request of its own, and the whole stream by one.
+    /// Blocks by id, read as a client does.
     async fn read(&self, key: &ShuffleKey, partition: i32) -> Result<BTreeMap<i64, Bytes>, StoreError> {
-        let partition = PartitionId(partition);
-        let (index, data_length) = self.index(key, partition).await?;
-        let mut found = BTreeMap::new();
-        if data_length == 0 {
-            return Ok(found);
-        }
-        let whole = (0, u32::try_from(data_length).unwrap());
-        let whole = all(self.tier.data(key, partition, whole)?.chunks).await?;
-        assert_eq!(whole.len() as u64, data_length, "never short");
-        for record in records(&index) {
-            let range = (record.offset.cast_unsigned(), record.length.cast_unsigned());
-            let data = all(self.tier.data(key, partition, range)?.chunks).await?;
-            let at = usize::try_from(record.offset).unwrap();
-            assert_eq!(whole[at..at + data.len()], data);
-            found.insert(record.block_id, data.into());
-        }
-        Ok(found)
+        test_blocks::read(&*self.tier, key, partition).await
     }
 
     async fn index(&self, key: &ShuffleKey, partition: PartitionId) -> Result<(Vec<u8>, u64), StoreError> {
-        let index = self.tier.index(key, partition)?;
-        let (length, data_length) = (index.length, index.data_length);
-        let index = all(index.chunks).await?;
-        assert_eq!(index.len() as u64, length);
-        Ok((index, data_length))
+        test_blocks::index(&*self.tier, key, partition).await
     }
 
     async fn purge(&self, key: &ShuffleKey) {
@@ -175,41 +153,6 @@ fn present(recovered: &Recovered, key: &ShuffleKey, partition: i32) -> Vec<u64> 
     found.present.get(&PartitionId(partition)).map_or_else(Vec::new, |ids| ids.to_bitmap().iter().collect())
 }
 
-async fn all(mut read: Box<dyn ChunkRead>) -> Result<Vec<u8>, StoreError> {
-    let mut bytes = Vec::new();
-    while let Some(chunk) = read.next_chunk(&HeapBuffers).await? {
-        bytes.extend_from_slice(&chunk);
-    }
-    Ok(bytes)
-}
-
 fn key(shuffle: i32) -> ShuffleKey {
     ShuffleKey::new(AppId::parse("app-1").unwrap(), ShuffleId(shuffle))
-}
-
-/// Bytes of a block, which its id gives.
-fn content(id: i64, length: u32) -> Bytes {
-    (0..length).map(|at| (i64::from(at) * 31 + id * 7).to_le_bytes()[0]).collect::<Vec<u8>>().into()
-}
-
-/// An extent of blocks with these ids, of `length` bytes each.
-fn extent(partition: i32, ids: Range<i64>, length: u32) -> ExtentWrite {
-    let pieces: Vec<Bytes> = ids.clone().map(|id| content(id, length)).collect();
-    let meta = |(id, bytes): (i64, &Bytes)| BlockMeta {
-        block_id: BlockId(id),
-        task_attempt_id: TaskAttemptId(1),
-        length,
-        uncompressed_length: length,
-        crc: crc32fast::hash(bytes),
-    };
-    ExtentWrite {
-        partition: PartitionId(partition),
-        blocks: ids.zip(&pieces).map(meta).collect(),
-        length: pieces.iter().map(|bytes| bytes.len() as u64).sum(),
-        data: ExtentData::Pieces(pieces),
-    }
-}
-
-fn expected(ids: Range<i64>, length: u32) -> BTreeMap<i64, Bytes> {
-    ids.map(|id| (id, content(id, length))).collect()
 }
