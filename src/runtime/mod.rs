@@ -8,6 +8,7 @@
 pub(crate) mod metrics;
 mod names;
 mod polls;
+mod turn;
 
 use std::future::Future;
 use std::io;
@@ -27,6 +28,7 @@ use tokio_util::task::TaskTracker;
 pub use self::metrics::RuntimeMetrics;
 use self::names::Names;
 pub use self::names::RunningTask;
+pub(crate) use self::turn::Turn;
 
 /// Between the panic of a task that must go on and its next begin.
 const PAUSE_AFTER_PANIC: Duration = Duration::from_secs(1);

@@ -1,5 +1,7 @@
 //! Work that may be too long for a runtime thread.
 
+use tokio::task::JoinError;
+
 use super::ServiceError;
 
 /// Does `work` here if it is small, else on a blocking thread.
@@ -10,6 +12,11 @@ pub(super) async fn aside<T: Send + 'static>(
     if is_small {
         return Ok(work());
     }
-    let failed = |error| ServiceError::Malformed(format!("work on a blocking thread ended: {error}"));
     tokio::task::spawn_blocking(work).await.map_err(failed)
+}
+
+/// Work that has ended otherwise than by its answer.
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+pub(super) fn failed(error: JoinError) -> ServiceError {
+    ServiceError::Malformed(format!("work on a blocking thread ended: {error}"))
 }

@@ -5,13 +5,42 @@
 
 use std::sync::Arc;
 
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
 use uniffle_wire::{self as wire, BlockHeader, BlockSink, DecodeError};
 
 use super::ServiceError;
+use super::aside;
 use super::ingest::Ingest;
 use super::write::{SendHeader, SendSession};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind};
+
+/// Partitions of a send that is committed, or given up, where it was read. Each takes a few microseconds, and a send may name tens of thousands.
+const PARTITIONS_HERE_MAX: usize = 256;
+
+/// What has come of [`Intake::commit`]. For its errors see [`SendSession::commit`].
+#[derive(Debug)]
+pub enum Commit {
+    /// It is over.
+    Done(Result<(), ServiceError>),
+    /// It goes on, also if nobody waits for it.
+    Aside(Committing),
+}
+
+/// A commit on a blocking thread.
+#[derive(Debug)]
+pub struct Committing(JoinHandle<Result<(), ServiceError>>);
+
+impl Committing {
+    /// Waits for it. Nothing is lost with a wait that is given up: the next one goes on.
+    ///
+    /// # Errors
+    /// See [`SendSession::commit`].
+    pub async fn outcome(&mut self) -> Result<(), ServiceError> {
+        (&mut self.0).await.map_err(aside::failed)?
+    }
+}
 
 /// A send whose message is being decoded.
 #[derive(Debug)]
@@ -53,18 +82,36 @@ impl Intake {
         kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
-    /// The message was whole: makes its blocks visible.
-    ///
-    /// # Errors
-    /// See [`SendSession::commit`].
-    pub fn commit(&mut self) -> Result<(), ServiceError> {
-        self.session.take().ok_or(DecodeError::Incomplete)?.commit()
+    /// The message was whole: makes its blocks visible, here if they are of few partitions, else on a blocking thread.
+    pub fn commit(&mut self) -> Commit {
+        let Some(session) = self.session.take() else {
+            return Commit::Done(Err(DecodeError::Incomplete.into()));
+        };
+        if session.partitions() <= PARTITIONS_HERE_MAX {
+            return Commit::Done(session.commit());
+        }
+        let kept = self.kept.take();
+        Commit::Aside(Committing(tokio::task::spawn_blocking(move || {
+            let stored = session.commit();
+            drop(kept);
+            stored
+        })))
     }
 
     #[inline]
     fn open(&mut self) -> Result<&mut SendSession, ServiceError> {
         // Decoders deliver the header first; a broken promise is the request's fault, not a panic.
         self.session.as_mut().ok_or_else(|| DecodeError::Incomplete.into())
+    }
+}
+
+impl Drop for Intake {
+    /// What is given up gives back a segment or more of each partition.
+    fn drop(&mut self) {
+        let many = self.session.take_if(|session| session.partitions() > PARTITIONS_HERE_MAX);
+        if let (Some(session), Ok(runtime)) = (many, Handle::try_current()) {
+            runtime.spawn_blocking(move || drop(session));
+        }
     }
 }
 

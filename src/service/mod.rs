@@ -62,7 +62,7 @@ pub use fairness::{FairnessConfig, WeightRule};
 pub use history::{SAMPLE_INTERVAL, Sample};
 pub use ingest::Ingest;
 pub use insight::Insight;
-pub use intake::Intake;
+pub use intake::{Commit, Committing, Intake};
 pub use lifecycle::{Lifecycle, RegisterRequest};
 pub use losses::{IncompleteShuffle, Incompleteness, LossReport, ShuffleLoss};
 pub use of_connection::{AnswersOfConnection, ReadingOfConnection};

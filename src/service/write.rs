@@ -260,6 +260,11 @@ impl SendSession {
         Ok(())
     }
 
+    /// Partitions with blocks so far, one for each run of them.
+    pub fn partitions(&self) -> usize {
+        self.runs.len()
+    }
+
     /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
     /// Partitions are committed one after another: when one was purged meanwhile, those before it stay stored
     /// (docs/protocol.md §2.5), which clients take as a failed send and repeat.

@@ -169,10 +169,11 @@ fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str
         false => {
             let error = answers[0]["error"].as_str().unwrap_or_default();
             let is_told = error.contains(" lost (ids ") && error.contains("/0 partition ");
-            // All attempts of a task may have met a port without a listener.
+            // All attempts of a task may have met a port without a listener, and the application is over before the worker
+            // that comes back has looked for what is lost.
             let is_away = error.contains("Get shuffle result is failed for appId");
             assert!(is_told || is_away, "{error}");
-            assert!(worker.log().contains("blocks are lost shuffle="), "no loss is named");
+            assert!(is_away || worker.log().contains("blocks are lost shuffle="), "no loss is named");
         }
     }
     worker.assert_clean();

@@ -18,10 +18,13 @@ use super::convert::{note_broken_call, verdict};
 use super::message::{RequestBody, next_data, read_prefix, respond_message};
 use crate::metrics::TransitTimes;
 use crate::proto::SendShuffleDataResponse;
-use crate::runtime::Tasks;
-use crate::service::{Intake, Service, ServiceError};
+use crate::runtime::{Tasks, Turn};
+use crate::service::{Commit, Intake, Service, ServiceError};
 use uniffle_wire::BlockSink;
 use uniffle_wire::send_message::{Decoder, Limits, Summary};
+
+/// What is decoded at a time. A frame may be larger and of nothing but partitions: these bytes are some milliseconds of such.
+const PIECE_BYTES: usize = 64 << 10;
 
 /// Serves one call.
 pub(super) async fn send_shuffle_data<B: RequestBody>(
@@ -63,10 +66,15 @@ async fn receive<B: RequestBody>(
     let (message_bytes, first) = read_prefix(body, config.max_message_bytes).await?;
     let mut intake = Intake::new(Arc::clone(&service.ingest), message_bytes);
     let filled = fill(body, (message_bytes, first), config.send_limits, &mut intake, Intake::keep).await?;
-    Ok(filled.and_then(|summary| {
-        transit.arrived(summary.timestamp_ms);
-        intake.commit()
-    }))
+    let summary = match filled {
+        Ok(summary) => summary,
+        Err(error) => return Ok(Err(error)),
+    };
+    transit.arrived(summary.timestamp_ms);
+    match intake.commit() {
+        Commit::Done(stored) => Ok(stored),
+        Commit::Aside(mut committing) => Ok(committing.outcome().await),
+    }
 }
 
 /// Feeds the message of `message_bytes` bytes to `sink`, up to the client's half-close. `keep` is told how many bytes the
@@ -83,11 +91,19 @@ where
     S: BlockSink,
 {
     let mut decoder = Decoder::new(u64::from(message_bytes), limits);
+    let mut turn = Turn::default();
     let mut next = Some(first);
     while let Some(data) = next {
-        let fed = decoder.feed(&data, sink);
-        if let Err(error) = fed.and_then(|()| keep(sink, decoder.collected_bytes() as u64)) {
-            return Ok(Err(error));
+        for piece in data.chunks(PIECE_BYTES) {
+            let began = Instant::now();
+            let fed = decoder.feed(piece, sink);
+            if let Err(error) = fed.and_then(|()| keep(sink, decoder.collected_bytes() as u64)) {
+                return Ok(Err(error));
+            }
+            turn.count(began.elapsed());
+            if turn.is_over() {
+                tokio::task::yield_now().await;
+            }
         }
         drop(data);
         next = next_data(body).await?;

@@ -15,7 +15,7 @@ use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
 use crate::listeners::places::{Request, Seat};
 use crate::runtime::Tasks;
-use crate::service::{AnswersOfConnection, Intake, ServiceError};
+use crate::service::{AnswersOfConnection, Commit, Committing, Intake, ServiceError};
 use uniffle_wire::DecodeError;
 use uniffle_wire::frame::{FrameHeader, FrameType, HEADER_BYTES};
 use uniffle_wire::request::request_id;
@@ -48,6 +48,8 @@ pub(super) enum Wanted {
     Request,
     /// A place among the listener's memory reads.
     MemoryRead,
+    /// The end of a commit.
+    Commit,
 }
 
 /// Where in a frame the connection is.
@@ -125,6 +127,8 @@ pub(super) struct Frames {
     requests_max: usize,
     /// A memory read that waits for its place.
     memory_read: Option<(i64, ReadMessage)>,
+    /// A send that has come whole and is being committed.
+    committing: Option<(i64, Committing)>,
     /// When the current frame's first byte came.
     began: Option<Instant>,
     /// Counts the current frame's request, from its header on: the listener's and the connection's.
@@ -160,6 +164,7 @@ impl Frames {
             answers,
             requests_max,
             memory_read: None,
+            committing: None,
             began: None,
             counted: None,
             aligned: false,
@@ -213,6 +218,9 @@ impl Frames {
     pub(super) fn wanted(&mut self) -> Wanted {
         if self.memory_read.is_some() {
             return Wanted::MemoryRead;
+        }
+        if self.committing.is_some() {
+            return Wanted::Commit;
         }
         let between = matches!(self.phase, Phase::Header { have: 0, .. });
         if between && self.place.is_none() {
@@ -298,24 +306,40 @@ impl Frames {
         let Phase::Send(intake, _) = &mut self.phase else { return Ok(0) };
         let left = self.walker.left();
         let taken = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
-        let outcome = match self.walker.feed(&chunk[..taken], intake) {
+        let commit = match self.walker.feed(&chunk[..taken], intake) {
             Ok(false) => return Ok(taken),
             Ok(true) => {
                 self.shared.metrics.of(FrameType::Send).transit().arrived(self.walker.timestamp_ms());
                 intake.commit()
             }
-            Err(error) => Err(error),
+            Err(error) => Commit::Done(Err(error)),
         };
         // A request that ends before its id has come cannot be answered.
         let id = self.walker.request_id().ok_or(DecodeError::Incomplete)?;
+        match commit {
+            Commit::Done(outcome) => self.end_send(id, left - taken as u64, outcome),
+            Commit::Aside(committing) => self.committing = Some((id, committing)),
+        }
+        Ok(taken)
+    }
+
+    /// Answers the send whose commit is waited for. Nothing is lost with a wait that is given up.
+    pub(super) async fn end_commit(&mut self) {
+        if let Some((id, committing)) = &mut self.committing {
+            let (id, outcome) = (*id, committing.outcome().await);
+            self.committing = None;
+            self.end_send(id, 0, outcome);
+        }
+    }
+
+    /// Answers a send of whose frame `left` bytes are still to come.
+    fn end_send(&mut self, id: i64, left: u64, outcome: Result<(), ServiceError>) {
         match outcome {
             Ok(()) => self.reply(dispatch::sent(&self.shared, id)),
             Err(error) => {
-                let left = left - taken as u64;
                 self.refuse(Drain { kind: FrameType::Send, left, id: id.to_be_bytes().to_vec(), error });
             }
         }
-        Ok(taken)
     }
 
     /// Drops what the request holds, and answers when nothing of its frame is left.

@@ -17,15 +17,12 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::budget::{Charge, HeapFull};
 use crate::listeners::places::Seat;
-use crate::runtime::Tasks;
+use crate::runtime::{Tasks, Turn};
 use uniffle_wire::DecodeError;
 
 use super::frames::{Frames, Wanted};
 use super::shared::{LISTENER, Shared};
 use super::writer::{KeptHalf, Outbox};
-
-/// Reads in a row after which others get the thread: with 256 KiB each, 4 MiB or about a millisecond.
-const READS_IN_A_ROW: u32 = 16;
 
 thread_local! {
     /// Scratch space, without meaning between two polls.
@@ -66,6 +63,7 @@ pub(super) struct Reader {
     left_over: Vec<u8>,
     left_over_charge: Option<Charge>,
     last_read: Instant,
+    turn: Turn,
     /// Wakes at or before the nearest deadline; deadlines that move away are looked at when it does, so that no read
     /// touches the timer.
     alarm: Pin<Box<Sleep>>,
@@ -95,6 +93,7 @@ impl Reader {
             left_over,
             left_over_charge,
             last_read: now,
+            turn: Turn::default(),
             alarm,
             kept,
         }
@@ -146,7 +145,6 @@ impl Reader {
     }
 
     async fn read(&mut self) -> End {
-        let mut reads = 0;
         loop {
             if self.frames.is_at_end() && self.left_over.is_empty() {
                 return End::ListenerCloses;
@@ -166,14 +164,18 @@ impl Reader {
                     self.last_read = Instant::now();
                     self.walk_left_over()
                 }
+                Wanted::Commit => {
+                    self.frames.end_commit().await;
+                    self.last_read = Instant::now();
+                    self.walk_left_over()
+                }
                 Wanted::Bytes if !self.left_over.is_empty() => self.walk_left_over(),
                 Wanted::Bytes => poll_fn(|context| self.poll_socket(context)).await,
             };
             if let Err(end) = step {
                 return end;
             }
-            reads += 1;
-            if reads % READS_IN_A_ROW == 0 {
+            if self.turn.is_over() {
                 tokio::task::yield_now().await;
             }
         }
@@ -181,7 +183,9 @@ impl Reader {
 
     fn walk_left_over(&mut self) -> Result<(), End> {
         let bytes = std::mem::take(&mut self.left_over);
+        let began = Instant::now();
         let walked = self.frames.walk(&bytes)?;
+        self.turn.count(began.elapsed());
         self.left_over = bytes;
         self.left_over.drain(..walked);
         if self.left_over.is_empty() {
@@ -194,6 +198,7 @@ impl Reader {
     /// Takes what the socket has and walks it.
     fn poll_socket(&mut self, context: &mut Context<'_>) -> Poll<Result<(), End>> {
         let wanted = self.frames.bytes_wanted();
+        let began = Instant::now();
         let read = CHUNK.with_borrow_mut(|chunk| {
             if chunk.len() < wanted {
                 chunk.resize(wanted, 0);
@@ -214,6 +219,7 @@ impl Reader {
         });
         if read.is_ready() {
             self.last_read = Instant::now();
+            self.turn.count(self.last_read.duration_since(began));
             self.seat.progressed();
             return read;
         }

@@ -1,5 +1,6 @@
 //! What clients do.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -7,14 +8,17 @@ use futures::future::join_all;
 use tokio::time::Instant;
 use uniffle_wire::reply::Answer;
 use uniffle_wire::request::{
-    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SortedRequest, Target,
+    LocalDataRequest, LocalDataVersion, MemoryRequest, Placement, ReadRequest, SendRequest, SortedRequest,
+    Target,
 };
 use uniffle_wire::types::PartitionId;
+use uniffle_wire::{BlockHeader, BlockSink as _, SendHeader};
 use uniffle_worker::budget::HeapKind;
 use uniffle_worker::proto::StatusCode;
 
 use super::fixture::{APP, PARTITION, SHUFFLE, TcpFixture, block, block_of, frame, key};
 use uniffle_worker::listeners::tcp::TcpConfig;
+use uniffle_worker::service::{Commit, Intake};
 
 #[tokio::test]
 async fn what_was_sent_is_read_back_from_memory() {
@@ -89,6 +93,78 @@ async fn many_partitions_and_a_partition_that_repeats() {
         assert_eq!(reply.body.len(), 100);
     }
     drop(client);
+    fixture.finish().await;
+}
+
+/// The same blocks, each in a run of its own.
+fn in_runs(request: SendRequest) -> SendRequest {
+    let blocks = request.partitions.into_iter().flat_map(|(_, blocks)| blocks);
+    let partitions = blocks.zip(0..).map(|(block, number)| (number % 100, vec![block])).collect();
+    SendRequest { partitions, ..request }
+}
+
+#[tokio::test]
+async fn n1_sends_of_many_partitions_are_committed_aside_and_answered_in_turn() {
+    let fixture = TcpFixture::new().await;
+    let mut peer = fixture.raw().await;
+    let all: Vec<_> = (0..600).map(|number| block(number, 50)).collect();
+    let mut frames = BytesMut::new();
+    frames.extend_from_slice(&frame(&in_runs(fixture.request(1, &all[..300]))));
+    frames.extend_from_slice(&frame(&in_runs(fixture.request(2, &all[300..]))));
+    let target = Target { request_id: 3, app: APP, shuffle: SHUFFLE, partition: 1 };
+    let read = MemoryRequest {
+        target,
+        last_block_id: -1,
+        read_buffer_size: 1 << 30,
+        timestamp_ms: 0,
+        task_filter: None,
+    };
+    ReadRequest::Memory(read).encode_frame(&mut frames);
+    peer.say(&frames).await;
+    for request_id in 1..=3 {
+        let reply = peer.hear().await;
+        assert_eq!((reply.request_id, reply.status), (request_id, 0), "{reply:?}");
+        if let Answer::Memory(segments) = reply.answer {
+            let seen: Vec<_> = segments.iter().map(|segment| segment.block_id).collect();
+            let sent = all.iter().skip(1).step_by(100).map(|block| block.meta.block_id.0);
+            assert_eq!(seen, sent.collect::<Vec<_>>(), "both sends came before");
+        }
+    }
+    peer.expect_works(&fixture).await;
+    drop(peer);
+    fixture.finish().await;
+}
+
+#[tokio::test]
+async fn n1_what_has_few_partitions_is_committed_where_it_was_read_and_what_has_many_is_not() {
+    let fixture = TcpFixture::new().await;
+    for (partitions, is_aside) in [(256, false), (257, true)] {
+        let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
+        let ticket = fixture.ticket(APP, 1 << 20);
+        intake.header(SendHeader { app: APP, shuffle: SHUFFLE, ticket: ticket.0 }).unwrap();
+        for number in 0..partitions {
+            let block = block(u32::try_from(number).unwrap(), 1);
+            intake.partition(number % 100).unwrap();
+            intake.begin_block(1).unwrap();
+            intake.write(&block.data).unwrap();
+            let header = BlockHeader {
+                block_id: block.meta.block_id.0,
+                length: 1,
+                uncompressed_length: 1,
+                crc: i64::from(block.meta.crc),
+                task_attempt_id: 1,
+            };
+            intake.end_block(header).unwrap();
+        }
+        match intake.commit() {
+            Commit::Done(stored) => assert!(stored.is_ok() && !is_aside, "{partitions}: {stored:?}"),
+            Commit::Aside(mut committing) => {
+                assert!(is_aside, "{partitions}");
+                committing.outcome().await.unwrap();
+            }
+        }
+    }
+    assert_eq!(fixture.blocks_in_memory().await.len(), 3, "known by their ids");
     fixture.finish().await;
 }
 
