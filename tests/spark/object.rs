@@ -152,12 +152,16 @@ fn a_store_below_disks_that_is_killed_in_either_stage_and_comes_back_costs_nothi
     store_killed(|weed| with_a_disk(weed, "offload-store-killed", "32M", AT_ONCE));
 }
 
-/// A worker that is killed when `counter` has come to `least`, and started again.
+/// A worker that is killed when `counter` has come to `least`, and started again. An application that ends while it is away
+/// cannot take leave of it and expires.
 fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
     let Some(mut spark) = spark() else { return };
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
-    let worker = Worker::start(&setup(&weed));
-    let application = Application { words: WORDS, ..Application::of(JOB) };
+    let mut setup = setup(&weed);
+    setup.made_tables += "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n";
+    let worker = Worker::start(&setup);
+    let words = "failures=allowed master=local[2,4] spark.rss.heartbeat.interval=1000";
+    let application = Application { words, ..Application::of(JOB) };
     let (mut workers, answers) = spark.run_unchecked(vec![worker], application, |workers| {
         wait_total(&workers[0], counter, least);
         workers[0].kill();
