@@ -244,11 +244,14 @@ impl Tails {
     pub(super) async fn keep_others_waiting(&self, seat: &Seat, is_waited_for: impl Fn() -> bool) {
         loop {
             self.begun.notified().await;
+            let begun = Instant::now();
             while self.waiting.iter().any(|waiting| waiting.load(Ordering::Relaxed) > 0) {
-                if seat.unwritten() >= PATIENCE && is_waited_for() {
+                // A connection that was idle has written nothing for long when an answer begins.
+                let untaken = seat.unwritten().min(begun.elapsed());
+                if untaken >= PATIENCE && is_waited_for() {
                     return;
                 }
-                sleep(PATIENCE.saturating_sub(seat.unwritten()).max(LOOK)).await;
+                sleep(PATIENCE.saturating_sub(untaken).max(LOOK)).await;
             }
         }
     }
@@ -400,6 +403,21 @@ mod tests {
         closes.await;
         assert!((PATIENCE..=2 * PATIENCE).contains(&began.elapsed()), "{:?}", began.elapsed());
         drop(tail);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn n8_a_connection_that_was_idle_has_time_to_take_its_first_answer() {
+        let places = crate::listeners::places::Places::new(1);
+        let (held, _) = places.take([127, 0, 0, 1].into(), crate::listeners::places::closing().0);
+        let tails = Tails::new(Duration::from_secs(100));
+        let mut closes = pin!(tails.keep_others_waiting(held.seat(), || true));
+        assert!(timeout(10 * PATIENCE, closes.as_mut()).await.is_err(), "it is idle");
+        for _ in 0..2 {
+            let tail = tails.begin();
+            assert!(timeout(PATIENCE / 2, closes.as_mut()).await.is_err(), "its answer has just begun");
+            drop(tail);
+            assert!(timeout(10 * PATIENCE, closes.as_mut()).await.is_err(), "it is idle again");
+        }
     }
 
     #[tokio::test(start_paused = true)]
