@@ -16,9 +16,6 @@ use super::write::{SendHeader, SendSession};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Charge, HeapKind};
 
-/// Partitions of a send that is committed, or given up, where it was read. Each takes a few microseconds, and a send may name tens of thousands.
-const PARTITIONS_HERE_MAX: usize = 256;
-
 /// What has come of [`Intake::commit`]. For its errors see [`SendSession::commit`].
 #[derive(Debug)]
 pub enum Commit {
@@ -82,12 +79,12 @@ impl Intake {
         kept.try_grow(more).map_err(|refusal| HeapFull::of(HeapKind::Blocks, refusal).into())
     }
 
-    /// The message was whole: makes its blocks visible, here if they are of few partitions, else on a blocking thread.
+    /// The message was whole: makes its blocks visible, here if they are few, else on a blocking thread.
     pub fn commit(&mut self) -> Commit {
         let Some(session) = self.session.take() else {
             return Commit::Done(Err(DecodeError::Incomplete.into()));
         };
-        if session.partitions() <= PARTITIONS_HERE_MAX {
+        if session.is_small() {
             return Commit::Done(session.commit());
         }
         let kept = self.kept.take();
@@ -108,7 +105,7 @@ impl Intake {
 impl Drop for Intake {
     /// What is given up gives back a segment or more of each partition.
     fn drop(&mut self) {
-        let many = self.session.take_if(|session| session.partitions() > PARTITIONS_HERE_MAX);
+        let many = self.session.take_if(|session| !session.is_small());
         if let (Some(session), Ok(runtime)) = (many, Handle::try_current()) {
             runtime.spawn_blocking(move || drop(session));
         }

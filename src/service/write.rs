@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::app::{App, Counted, ShuffleState, Stage};
 use crate::budget::heap::HeapFull;
 use crate::budget::{Budget, Charge, HeapKind};
-use crate::memory::{BlockFill, Buffer, MemoryError, Reservation, ShuffleBuffers};
+use crate::memory::{BlockFill, Buffer, Committed, MemoryError, Reservation, ShuffleBuffers};
 use uniffle_wire::BlockHeader;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, BlockMeta, PartitionId, TaskAttemptId, TicketId};
 
@@ -26,6 +26,13 @@ const BLOCKS_FREE: usize = 16;
 
 /// Blocks charged at once: less than one look at the heap per 256.
 const BLOCKS_AT_ONCE: usize = 256;
+
+/// Blocks of a partition that are stored under one lock of it: its readers wait some hundred microseconds for that.
+const BLOCKS_STORED_AT_ONCE: usize = 4096;
+
+/// Partitions and blocks of a send up to which it is committed, or given up, where it was read. A partition takes some
+/// microseconds, a block some hundred nanoseconds; a send may have tens and hundreds of thousands.
+const SMALL: (usize, usize) = (256, 8192);
 
 /// What is kept of a block until it is committed, with the room that lists grow by.
 const BLOCK_BYTES: u64 =
@@ -260,9 +267,10 @@ impl SendSession {
         Ok(())
     }
 
-    /// Partitions with blocks so far, one for each run of them.
-    pub fn partitions(&self) -> usize {
-        self.runs.len()
+    /// Whether to commit it, or to give it up, takes no time that others would notice.
+    pub(super) fn is_small(&self) -> bool {
+        let (partitions, blocks) = SMALL;
+        self.runs.len() <= partitions && self.bookkeeping.blocks <= blocks
     }
 
     /// Makes the blocks visible. Whether a partition would pass its hard limit is asked before any is stored.
@@ -324,7 +332,7 @@ impl SendSession {
             true => run.blocks.iter().map(|(meta, _)| meta.block_id.0.unsigned_abs()).collect(),
             false => Vec::new(),
         };
-        let stored = run.buffer.commit(std::mem::take(&mut run.blocks), &mut self.funds)?;
+        let stored = self.commit_to(&run.buffer, std::mem::take(&mut run.blocks))?;
         if cares {
             self.ingest.losses.note_committed(&self.shuffle, run.buffer.partition(), &ids);
         }
@@ -341,6 +349,21 @@ impl SendSession {
             flusher.flush_if_oversized(&self.buffers, &run.buffer);
         }
         Ok(())
+    }
+
+    fn commit_to(
+        &mut self,
+        buffer: &Buffer,
+        blocks: Vec<(BlockMeta, BlockFill)>,
+    ) -> Result<Committed, MemoryError> {
+        if blocks.len() <= BLOCKS_STORED_AT_ONCE {
+            return buffer.commit(blocks, &mut self.funds);
+        }
+        let (mut blocks, mut all) = (blocks.into_iter(), Committed::default());
+        while blocks.len() > 0 {
+            all += buffer.commit(blocks.by_ref().take(BLOCKS_STORED_AT_ONCE).collect(), &mut self.funds)?;
+        }
+        Ok(all)
     }
 
     fn mark_huge(&self, partition: PartitionId, received_bytes: u64) {

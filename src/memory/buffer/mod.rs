@@ -13,6 +13,7 @@ mod restored;
 mod unverified;
 
 use std::collections::VecDeque;
+use std::ops::AddAssign;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -68,6 +69,15 @@ pub struct Committed {
     pub duplicate_blocks: usize,
     /// Their payload.
     pub duplicate_bytes: u64,
+}
+
+impl AddAssign for Committed {
+    fn add_assign(&mut self, more: Self) {
+        self.blocks += more.blocks;
+        self.bytes += more.bytes;
+        self.duplicate_blocks += more.duplicate_blocks;
+        self.duplicate_bytes += more.duplicate_bytes;
+    }
 }
 
 /// A moment of a buffer: what was committed until then is in chains with lower numbers.

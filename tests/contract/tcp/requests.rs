@@ -136,15 +136,17 @@ async fn n1_sends_of_many_partitions_are_committed_aside_and_answered_in_turn() 
 }
 
 #[tokio::test]
-async fn n1_what_has_few_partitions_is_committed_where_it_was_read_and_what_has_many_is_not() {
+async fn n1_what_has_few_partitions_and_blocks_is_committed_where_it_was_read_and_what_has_many_is_not() {
     let fixture = TcpFixture::new().await;
-    for (partitions, is_aside) in [(256, false), (257, true)] {
+    for (runs, blocks, is_aside) in [(256, 256, false), (257, 257, true), (1, 8192, false), (1, 8193, true)] {
         let mut intake = Intake::new(Arc::clone(&fixture.service.ingest), 1 << 20);
         let ticket = fixture.ticket(APP, 1 << 20);
         intake.header(SendHeader { app: APP, shuffle: SHUFFLE, ticket: ticket.0 }).unwrap();
-        for number in 0..partitions {
-            let block = block(u32::try_from(number).unwrap(), 1);
-            intake.partition(number % 100).unwrap();
+        for number in 0..blocks {
+            let block = block(number, 1);
+            if number < runs {
+                intake.partition(i32::try_from((number + 2) % 100).unwrap()).unwrap();
+            }
             intake.begin_block(1).unwrap();
             intake.write(&block.data).unwrap();
             let header = BlockHeader {
@@ -157,14 +159,16 @@ async fn n1_what_has_few_partitions_is_committed_where_it_was_read_and_what_has_
             intake.end_block(header).unwrap();
         }
         match intake.commit() {
-            Commit::Done(stored) => assert!(stored.is_ok() && !is_aside, "{partitions}: {stored:?}"),
+            Commit::Done(stored) => {
+                assert!(stored.is_ok() && !is_aside, "{runs} runs, {blocks} blocks: {stored:?}")
+            }
             Commit::Aside(mut committing) => {
-                assert!(is_aside, "{partitions}");
+                assert!(is_aside, "{runs} runs, {blocks} blocks");
                 committing.outcome().await.unwrap();
             }
         }
     }
-    assert_eq!(fixture.blocks_in_memory().await.len(), 3, "known by their ids");
+    assert_eq!(fixture.blocks_in_memory().await.len(), 8193, "known by their ids");
     fixture.finish().await;
 }
 
