@@ -27,6 +27,9 @@ use crate::tiers::{StoreError, StoreErrorKind};
 /// Parts of an object that is moved from local disks which are on their way at a time: what is moved can wait.
 pub(super) const MOVED_PARTS_IN_FLIGHT: usize = 2;
 
+/// Extents of a segment whose records are kept in one turn: a segment of small blocks has tens of thousands.
+const KEPT_IN_A_TURN: usize = 512;
+
 /// How long what a failed upload has left is tried to be removed.
 const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -64,7 +67,7 @@ async fn one_segment(core: &Core, shuffle: &Shuffle, lane: &mut Lane, first: Job
         filled = upload.fill() => filled,
     };
     let result = match filled {
-        Ok(sealed) => publish(core, shuffle, sealed),
+        Ok(sealed) => publish(core, shuffle, sealed).await,
         Err(error) => {
             upload.clean_up(&error).await;
             Err(error)
@@ -110,7 +113,7 @@ pub(super) async fn one_from(
         Ok(None) => Ok(None),
         Ok(Some(sealed)) => {
             let bytes = sealed.payload_bytes;
-            publish(core, shuffle, sealed)?;
+            publish(core, shuffle, sealed).await?;
             lane.published = number;
             Ok(Some(bytes))
         }
@@ -122,11 +125,14 @@ pub(super) async fn one_from(
     }
 }
 
-fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), StoreError> {
+async fn publish(core: &Core, shuffle: &Shuffle, sealed: Sealed) -> Result<(), StoreError> {
     let Sealed { extents, payload_bytes, bytes } = sealed;
     // Before they are visible: a purge forgets what is visible, so nothing stays behind.
-    for (_, extent, records) in &extents {
-        core.records.keep(shuffle.records_key(extent), records.clone());
+    for some in extents.chunks(KEPT_IN_A_TURN) {
+        for (_, extent, records) in some {
+            core.records.keep(shuffle.records_key(extent), records.clone());
+        }
+        tokio::task::yield_now().await;
     }
     let visible: Vec<_> = extents.iter().map(|(partition, extent, _)| (*partition, *extent)).collect();
     if let Err(error) = shuffle.publish(&visible) {
