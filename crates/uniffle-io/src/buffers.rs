@@ -110,6 +110,69 @@ impl ReadBuffer for Vec<u8> {
     }
 }
 
+/// Heap buffers of one reader of long streams. Those of 64 KiB and more begin on a [`BLOCK_ALIGN`] boundary, so that direct reads land in them
+/// without a detour, and those of whole chunks are used again once their last clone is dropped: there are as many as were
+/// held at once.
+#[derive(Debug, Clone, Default)]
+pub struct StreamBuffers(Arc<Mutex<Vec<Vec<u8>>>>);
+
+impl StreamBuffers {
+    /// What of a buffer may lie idle is a sixteenth of it.
+    const SMALLEST: usize = 16 * BLOCK_ALIGN;
+
+    /// Whether a buffer of a whole chunk is taken for `len` bytes.
+    fn is_chunk(len: usize) -> bool {
+        (READ_CHUNK_BYTES_MAX - READ_CHUNK_BYTES_MAX / 16..=READ_CHUNK_BYTES_MAX).contains(&len)
+    }
+}
+
+impl ReadBuffers for StreamBuffers {
+    fn acquire(&self, len: usize) -> BoxFuture<'_, Box<dyn ReadBuffer>> {
+        if len < Self::SMALLEST {
+            return HeapBuffers.acquire(len);
+        }
+        let recycled = Self::is_chunk(len).then(|| self.0.lock().pop()).flatten();
+        let whole = if Self::is_chunk(len) { READ_CHUNK_BYTES_MAX } else { len };
+        let memory = recycled.unwrap_or_else(|| vec![0; whole + BLOCK_ALIGN]);
+        let address = memory.as_ptr().addr();
+        let start = address.next_multiple_of(BLOCK_ALIGN) - address;
+        let home = Self::is_chunk(len).then(|| Arc::clone(&self.0));
+        let buffer: Box<dyn ReadBuffer> = Box::new(StreamBuffer { memory, range: start..start + len, home });
+        Box::pin(std::future::ready(buffer))
+    }
+}
+
+struct StreamBuffer {
+    memory: Vec<u8>,
+    range: Range<usize>,
+    home: Option<Arc<Mutex<Vec<Vec<u8>>>>>,
+}
+
+impl ReadBuffer for StreamBuffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.range.clone()]
+    }
+
+    fn freeze(mut self: Box<Self>, len: usize) -> Bytes {
+        self.range.end = self.range.end.min(self.range.start + len);
+        Bytes::from_owner(*self)
+    }
+}
+
+impl AsRef<[u8]> for StreamBuffer {
+    fn as_ref(&self) -> &[u8] {
+        &self.memory[self.range.clone()]
+    }
+}
+
+impl Drop for StreamBuffer {
+    fn drop(&mut self) {
+        if let Some(home) = self.home.take() {
+            home.lock().push(std::mem::take(&mut self.memory));
+        }
+    }
+}
+
 /// A bounded pool of recycled [`STAGING_BYTES`] buffers that begin on a [`BLOCK_ALIGN`] boundary.
 #[derive(Debug)]
 pub struct AlignedPool {
@@ -242,6 +305,29 @@ mod tests {
         second.pad();
         assert_eq!(second.filled(), BLOCK_ALIGN);
         assert!(second.as_ref()[10..].iter().all(|byte| *byte == 0), "nothing of the first user is left");
+    }
+
+    #[test]
+    fn buffers_of_a_stream_are_aligned_and_those_of_whole_chunks_are_used_again() {
+        let buffers = StreamBuffers::default();
+        let acquire = |len| buffers.acquire(len).now_or_never().unwrap();
+        for (len, recycled) in
+            [(READ_CHUNK_BYTES_MAX, 1), (READ_CHUNK_BYTES_MAX - 5, 1), (1 << 16, 0), (1 << 20, 0)]
+        {
+            buffers.0.lock().clear();
+            let mut buffer = acquire(len);
+            let bytes = (*buffer).as_mut();
+            assert_eq!((bytes.len(), bytes.as_ptr().addr() % BLOCK_ALIGN), (len, 0));
+            bytes.fill(7);
+            let frozen = buffer.freeze(100);
+            assert_eq!(frozen, [7; 100].as_slice());
+            let clone = frozen.slice(1..2);
+            drop(frozen);
+            assert_eq!(buffers.0.lock().len(), 0, "a clone still holds it");
+            drop(clone);
+            assert_eq!(buffers.0.lock().len(), recycled, "{len}");
+            assert_eq!((*acquire(len)).as_mut().len(), len);
+        }
     }
 
     #[test]

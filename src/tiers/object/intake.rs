@@ -72,6 +72,8 @@ impl Uploads {
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         let part = self.core.settings.part_bytes as u64;
-        (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64
+        let held = (MOVED_PARTS_IN_FLIGHT as u64 + 1) * part + READ_CHUNK_BYTES_MAX as u64;
+        // What of buffers lies idle (`StreamBuffers`).
+        held + held / 16
     }
 }

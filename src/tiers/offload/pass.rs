@@ -16,7 +16,7 @@ use crate::budget::Charge;
 use crate::tiers::StoreError;
 use crate::tiers::local::{DataRead, Moving, Oldest};
 use crate::tiers::object::{Moved, Source, Uploads};
-use uniffle_io::buffers::HeapBuffers;
+use uniffle_io::buffers::StreamBuffers;
 use uniffle_wire::index::RECORD_BYTES;
 use uniffle_wire::types::PartitionId;
 
@@ -44,6 +44,7 @@ impl OffloadTier {
             left: oldest.ends.iter().copied().collect(),
             at: None,
             data: None,
+            buffers: StreamBuffers::default(),
         };
         // An earlier process, or a pass that was dropped, may have stopped before it released what it had moved.
         self.release(shuffle, &uploads, &oldest).await;
@@ -82,6 +83,7 @@ struct Runs {
     /// Where the next run of the present one begins, once it has begun.
     at: Option<u64>,
     data: Option<DataRead>,
+    buffers: StreamBuffers,
 }
 
 impl Runs {
@@ -125,7 +127,7 @@ impl Source for Runs {
     fn next_bytes(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, StoreError>> {
         let next = async move {
             match &mut self.data {
-                Some(data) => data.next_chunk(&HeapBuffers).await,
+                Some(data) => data.next_chunk(&self.buffers).await,
                 None => Ok(None),
             }
         };
