@@ -9,6 +9,7 @@
 //! | `life` | seeded histories of blocks under paused time, against a model |
 //! | `object_client` | the client of object stores, against a store with faults and SeaweedFS |
 //! | `object_tier` | the object tier over its client, against the store with faults |
+//! | `client` | the client crate and its example, against workers |
 //! | `burst` | a burst against a disk of which the speed is simulated |
 //! | `cluster`, `metrics` | workers and coordinators together; the names of metrics |
 //!
@@ -19,6 +20,7 @@
 #![allow(clippy::duplicate_mod, reason = "the same tests over both ways to run the TCP listener")]
 
 mod burst;
+mod client;
 mod cluster;
 mod damage;
 mod life;

@@ -1,8 +1,6 @@
 //! The client against real workers in this process, over real sockets. Every wait has a deadline.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "to panic is how a test fails")]
-
-#[path = "../examples/word_count.rs"]
+#[path = "../../crates/uniffle-client/examples/word_count.rs"]
 mod word_count;
 
 use std::collections::BTreeMap;
