@@ -1,6 +1,7 @@
 //! Jobs over a worker above SeaweedFS, without disks and with disks that are moved from there: larger than the worker's
 //! memory or its disk several times, and with the worker or the store killed and started again in either stage. What is
-//! asserted is the right result or a loss that is named, and where only the store dies, the right result.
+//! asserted is the right result or a loss that is named, and where only the store dies, the right result. A store takes
+//! seconds to start, in which another test may have its turn.
 
 use serde_json::Value;
 use uniffle_testkit::s3::weed::Weed;
@@ -46,8 +47,8 @@ fn with_a_disk(weed: &Weed, name: &'static str, capacity: &'static str, watermar
 fn a_sort_five_times_the_disk_and_a_skewed_join_are_those_of_vanilla_spark() {
     const DISK: &str = "30m";
     const DISK_BYTES: f64 = 30.0 * 1024.0 * 1024.0;
-    let Some(mut spark) = spark() else { return };
     let Some(weed) = Weed::start("Spark above a small disk and SeaweedFS") else { return };
+    let Some(mut spark) = spark() else { return };
     let dir = tempfile::Builder::new().prefix("uniffle-worker-test-").tempdir().expect("a temp dir");
     let mount = dir.path().join("disk0");
     let disk = SmallDisk::mount(&mount, DISK);
@@ -76,8 +77,8 @@ fn a_sort_five_times_the_disk_and_a_skewed_join_are_those_of_vanilla_spark() {
 
 #[test]
 fn a_sort_larger_than_memory_several_times_and_a_skewed_join_are_those_of_vanilla_spark() {
-    let Some(mut spark) = spark() else { return };
     let Some(weed) = Weed::start("Spark above SeaweedFS") else { return };
+    let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&above(&weed, "object-sort", "32M"));
     let answers = spark.run(&[&worker], Application::of("skew_join_aqe,range_sort,restarts"));
     let pieces = answers[0]["skewed_pieces"].as_u64();
@@ -120,8 +121,8 @@ fn assert_right(spark: &Spark, answers: &[Value]) {
 
 /// A store that is killed in either stage and comes back costs nothing.
 fn store_killed(setup: impl FnOnce(&Weed) -> Setup) {
-    let Some(mut spark) = spark() else { return };
     let Some(mut weed) = Weed::start("Spark above a SeaweedFS that is killed") else { return };
+    let Some(mut spark) = spark() else { return };
     let worker = Worker::start(&setup(&weed));
     let weed = std::cell::RefCell::new(&mut weed);
     let kill = |worker: &mut Worker| {
@@ -155,8 +156,8 @@ fn a_store_below_disks_that_is_killed_in_either_stage_and_comes_back_costs_nothi
 /// A worker that is killed when `counter` has come to `least`, and started again. An application that ends while it is away
 /// cannot take leave of it and expires.
 fn killed_in_a_stage(setup: impl FnOnce(&Weed) -> Setup, (counter, least): (&str, f64)) {
-    let Some(mut spark) = spark() else { return };
     let Some(weed) = Weed::start("Spark above a worker that is killed") else { return };
+    let Some(mut spark) = spark() else { return };
     let mut setup = setup(&weed);
     setup.made_tables += "[app_config]\napp_heartbeat_timeout_min = \"10s\"\n";
     let worker = Worker::start(&setup);
@@ -206,4 +207,41 @@ fn a_worker_with_a_disk_that_is_killed_in_the_map_stage_names_what_is_lost() {
 #[test]
 fn a_worker_with_a_disk_that_is_killed_in_the_reduce_stage_names_what_is_lost() {
     killed_in_a_stage(|weed| with_a_disk(weed, "offload-reduce-killed", "32M", AT_ONCE), IN_THE_REDUCE_STAGE);
+}
+
+/// How much longer the map stage of a sort of 1.1 GB takes when all of it is moved to the store meanwhile:
+///
+/// ```text
+/// SPEED_WORKER=target/release/uniffle-worker cargo test --test spark -- --ignored --nocapture the_map_stage
+/// ```
+#[test]
+#[ignore = "a measurement, on an idle machine"]
+fn the_map_stage_with_all_moved_beside_the_one_with_disks_only() {
+    const TURNS: usize = 5;
+    let Some(weed) = Weed::start("Spark above disks and SeaweedFS") else { return };
+    let Some(mut spark) = spark() else { return };
+    let binary = std::env::var_os("SPEED_WORKER").map(Into::into);
+    let moved = Setup { binary, ..with_a_disk(&weed, "speed", "256M", AT_ONCE) };
+    let disks = || Setup {
+        made_tables: String::new(),
+        store_type: "MEMORY_LOCALFILE",
+        binary: moved.binary.clone(),
+        ..Setup { name: "speed-disks", capacity: "256M", ..Setup::default() }
+    };
+    let mut seconds = [Vec::new(), Vec::new()];
+    for _ in 0..TURNS {
+        for (all, setup) in seconds.iter_mut().zip([disks(), moved.clone()]) {
+            let worker = Worker::start(&setup);
+            let answers = spark.run(&[&worker], Application::of("sort_1g"));
+            all.push(answers[0]["map_stages_seconds"].as_f64().expect("a number"));
+            worker.stop();
+        }
+    }
+    let median = |all: &mut Vec<f64>| {
+        all.sort_by(f64::total_cmp);
+        all[TURNS / 2]
+    };
+    say(&format!("disks only {:.2?} s, all moved {:.2?} s", seconds[0], seconds[1]));
+    let [disks, moved] = seconds.each_mut().map(median);
+    say(&format!("medians {disks:.2} and {moved:.2} s: {:.2}", moved / disks));
 }
