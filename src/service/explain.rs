@@ -54,6 +54,8 @@ pub struct Explanation {
     /// Where its time went, in the order of a block's way.
     pub stages: Vec<StageView>,
     pub bytes: Bytes,
+    /// Whether the object store did not answer as it should.
+    pub object_store_is_failing: bool,
     /// What was done more than once.
     pub retries: Retries,
     /// Quotas that are set, with what it and its user have of them.
@@ -101,6 +103,7 @@ pub struct Bytes {
     /// How long a byte stayed in memory on average.
     pub mean_seconds_in_memory: f64,
     pub on_local_disks: u64,
+    pub in_object_store: u64,
     pub local_files: u64,
     /// Ever read from memory.
     pub read_from_memory: u64,
@@ -167,6 +170,7 @@ pub(super) fn explanation(
     presence: Presence,
     (statistics, quotas): (&AppStatistics, Vec<QuotaUse>),
     memory: &Memory,
+    object_store_is_failing: bool,
 ) -> Explanation {
     let account = app.account();
     let sum = |stage| account.sum(stage);
@@ -184,11 +188,13 @@ pub(super) fn explanation(
             in_memory: statistics.in_memory_bytes,
             in_memory_peak: account.memory_peak_bytes().max(statistics.in_memory_bytes),
             mean_seconds_in_memory: account.mean_time_in_memory(received).as_secs_f64(),
-            on_local_disks: statistics.local_bytes,
+            on_local_disks: statistics.local_bytes.saturating_sub(statistics.object_bytes),
+            in_object_store: statistics.object_bytes,
             local_files: statistics.local_files,
             read_from_memory: account.memory_reads.bytes(),
             read_from_disks: disk_read.bytes,
         },
+        object_store_is_failing,
         retries: Retries {
             tickets_granted: account.tickets_granted.count(),
             tickets_refused_memory: sum(Stage::TicketWait).count,
@@ -281,6 +287,12 @@ fn findings(it: &Explanation) -> Vec<String> {
         found
             .push(format!("{blocks} blocks are lost: their readers fail and Spark runs the map tasks again"));
     }
+    if it.object_store_is_failing && it.bytes.in_object_store > 0 {
+        let bytes = it.bytes.in_object_store;
+        found.push(format!(
+            "{bytes} bytes are in the object store, which does not answer as it should: their readers wait for it"
+        ));
+    }
     for quota in it.quotas.iter().filter(|quota| quota.refused > 0) {
         let QuotaUse { quota, max, used, refused, .. } = quota;
         found.push(format!("{refused} requests were refused by {quota} = {max}, of which {used} are in use"));
@@ -339,10 +351,12 @@ mod tests {
                 in_memory_peak: 0,
                 mean_seconds_in_memory: 0.0,
                 on_local_disks: 0,
+                in_object_store: 0,
                 local_files: 0,
                 read_from_memory: 0,
                 read_from_disks: 0,
             },
+            object_store_is_failing: false,
             retries: Retries {
                 tickets_granted: 0,
                 tickets_refused_memory: 0,
@@ -398,6 +412,10 @@ mod tests {
         let disks = text.find("the disks are behind").unwrap();
         let skew = text.find("20 times the mean").unwrap();
         assert!(memory < disks && disks < skew, "{text}");
+        it.bytes.in_object_store = 7;
+        assert!(!findings(&it).join("\n").contains("object store"), "it answers");
+        it.object_store_is_failing = true;
+        assert!(findings(&it)[0].starts_with("7 bytes are in the object store, which does not answer"));
         it.losses.push(ShuffleLoss {
             app: "app-1".to_owned(),
             shuffle: 1,

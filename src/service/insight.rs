@@ -69,7 +69,9 @@ impl Insight {
     fn explanation(&self, app: &App, presence: Presence) -> Explanation {
         let (statistics, quotas) =
             (statistics_of(app, &self.memory, &self.tiers), quota::of_app(self.apps.quotas(), app));
-        explanation(app, presence, (&statistics, quotas), &self.memory)
+        let mut stores = self.tiers.iter().filter_map(|tier| tier.state().object_store);
+        let is_failing = stores.any(|store| store.is_failing);
+        explanation(app, presence, (&statistics, quotas), &self.memory, is_failing)
     }
 
     /// The quotas that are set, each with who has most of it.

@@ -34,8 +34,10 @@ pub struct AppStatistics {
     pub partitions_with_data: u64,
     /// Files on local disks.
     pub local_files: u64,
-    /// Payload in them that readers can see.
+    /// Payload that readers find through this worker, in them or in an object store.
     pub local_bytes: u64,
+    /// Of that, in an object store.
+    pub object_bytes: u64,
     /// Files in remote stores that this process has made.
     pub remote_files: u64,
     /// Payload in them.
@@ -71,6 +73,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
         partitions_with_data: 0,
         local_files: 0,
         local_bytes: 0,
+        object_bytes: 0,
         remote_files: 0,
         remote_bytes: 0,
     };
@@ -85,6 +88,7 @@ pub(super) fn statistics_of(app: &App, memory: &Memory, tiers: &Tiers) -> AppSta
             };
             *files += usage.files;
             *bytes += usage.bytes;
+            sum.object_bytes += usage.object_bytes;
         }
         let Some(buffers) = memory.shuffle(shuffle.key()) else { continue };
         for buffer in buffers.all() {
@@ -138,6 +142,7 @@ mod tests {
             partitions_with_data: 1,
             local_files: u64::from(local_bytes > 0),
             local_bytes,
+            object_bytes: 0,
             remote_files: 0,
             remote_bytes: 0,
         }

@@ -282,6 +282,8 @@ pub struct TierUsage {
     pub files: u64,
     /// Payload bytes.
     pub bytes: u64,
+    /// Of those, in an object store.
+    pub object_bytes: u64,
 }
 
 /// Why shuffles are forgotten.

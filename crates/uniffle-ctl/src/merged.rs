@@ -26,7 +26,7 @@ const TEXT_BYTES_MAX: usize = 500;
 const NOTHING: &str = "nothing";
 
 /// Of `bytes`, what a worker has of an application only while that is there.
-const HELD: [&str; 3] = ["in_memory", "on_local_disks", "local_files"];
+const HELD: [&str; 4] = ["in_memory", "on_local_disks", "in_object_store", "local_files"];
 
 /// The stages' fields that are added up.
 const STAGE_SUMS: [&str; 3] = ["count", "bytes", "total_seconds"];

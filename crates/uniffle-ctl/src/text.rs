@@ -272,7 +272,11 @@ fn explanation(it: &Value) -> String {
         true => format!("nothing of it is here any more (at most {peak} were in memory)"),
         false => {
             let [memory, disks] = ["in_memory", "on_local_disks"].map(|field| size(&bytes[field]));
-            format!("in memory {memory} (at most {peak}), on disks {disks}")
+            let store = match bytes["in_object_store"].as_u64() {
+                None | Some(0) => String::new(),
+                Some(_) => format!(", in the object store {}", size(&bytes["in_object_store"])),
+            };
+            format!("in memory {memory} (at most {peak}), on disks {disks}{store}")
         }
     };
     text.push_str(&format!(

@@ -172,6 +172,7 @@ impl Tier for ThirdTier {
         TierUsage {
             files: all().count() as u64,
             bytes: all().map(|partition| partition.data.len() as u64).sum(),
+            ..TierUsage::default()
         }
     }
 

@@ -341,7 +341,8 @@ impl HdfsStore {
     pub fn usage(&self, key: &ShuffleKey) -> TierUsage {
         let Some(handle) = self.handle(key) else { return TierUsage::default() };
         let files = handle.shuffle.writers.lock().values().map(|writers| writers.files()).sum();
-        TierUsage { files, bytes: handle.shuffle.written_bytes.load(Ordering::Relaxed) }
+        let bytes = handle.shuffle.written_bytes.load(Ordering::Relaxed);
+        TierUsage { files, bytes, ..TierUsage::default() }
     }
 
     /// Known shuffles.

@@ -238,7 +238,8 @@ impl Shuffle {
     /// What it has on the disks.
     pub(super) fn usage(&self) -> TierUsage {
         let files = self.logs.read().iter().filter(|log| !log.is_released()).count() as u64;
-        TierUsage { files, bytes: self.published_bytes.load(Ordering::Relaxed) }
+        let bytes = self.published_bytes.load(Ordering::Relaxed);
+        TierUsage { files, bytes, ..TierUsage::default() }
     }
 
     /// Length of a partition's stream.

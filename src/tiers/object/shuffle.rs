@@ -120,10 +120,9 @@ impl Shuffle {
     }
 
     pub(super) fn usage(&self) -> TierUsage {
-        TierUsage {
-            files: self.segments.load(Ordering::Relaxed),
-            bytes: self.payload_bytes.load(Ordering::Relaxed),
-        }
+        let (files, bytes) =
+            (self.segments.load(Ordering::Relaxed), self.payload_bytes.load(Ordering::Relaxed));
+        TierUsage { files, bytes, object_bytes: bytes }
     }
 
     /// From now on writes end with `Purged`, and nothing is found.

@@ -134,7 +134,11 @@ impl Tier for OffloadTier {
 
     fn usage(&self, key: &ShuffleKey) -> TierUsage {
         let (local, object) = (Tier::usage(&*self.local, key), self.object.usage(key));
-        TierUsage { files: local.files + object.files, bytes: local.bytes + object.bytes }
+        TierUsage {
+            files: local.files + object.files,
+            bytes: local.bytes + object.bytes,
+            object_bytes: object.object_bytes,
+        }
     }
 
     fn served(&self) -> Option<&dyn ServedTier> {

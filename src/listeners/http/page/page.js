@@ -409,7 +409,7 @@ function showExplanation(it) {
     el('ul', { class: 'findings' }, ...it.findings.map(finding => el('li', calm ? { class: 'calm' } : {}, finding))),
     facts([['State', it.presence], ['Age', duration(it.age_seconds)], ['User', it.user || '–'], ['Received', size(b.received)],
       ['In memory', size(b.in_memory)], ['Peak in memory', size(b.in_memory_peak)], ['A byte stays in memory', duration(b.mean_seconds_in_memory)],
-      ['On disks', size(b.on_local_disks)], ['Read from memory', size(b.read_from_memory)], ['Read from disks', size(b.read_from_disks)]]),
+      ['On disks', size(b.on_local_disks)], ...(b.in_object_store ? [['In the object store', size(b.in_object_store)]] : []), ['Read from memory', size(b.read_from_memory)], ['Read from disks', size(b.read_from_disks)]]),
     ...at,
     el('h3', {}, 'Time'),
     el('table', { class: 'stages' }, head(['Stage', 'Times', 'Total', 'Median', '99 %', 'Longest']), el('tbody', {}, ...it.stages.map(row))),
