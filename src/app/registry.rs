@@ -245,8 +245,11 @@ impl AppRegistry {
         let mut alone = self.lifecycle.lock();
         let Some(app) = self.find(&key.app) else { return (false, None) };
         alone.unproven.unregistered(key);
-        let removed = app.shuffles.write().remove(&key.shuffle).is_some();
-        (removed, Some(with()))
+        let removed = app.shuffles.write().remove(&key.shuffle);
+        let given = with();
+        // What was reported of it may be millions of ids.
+        drop(alone);
+        (removed.is_some(), Some(given))
     }
 
     /// Removes an app and runs `with` on its shuffles before it can be registered again; what that gave, see
@@ -271,7 +274,10 @@ impl AppRegistry {
         let (_, app) = self.apps.remove_if(id, |_, app| condition(app))?;
         alone.unproven.ended(id);
         let shuffles = std::mem::take(&mut *app.shuffles.write());
-        Some(with(shuffles.into_values().map(|shuffle| shuffle.key().clone()).collect()))
+        let given = with(shuffles.values().map(|shuffle| shuffle.key().clone()).collect());
+        // As there.
+        drop(alone);
+        Some(given)
     }
 
     /// Apps without use for longer than the timeout.
@@ -358,6 +364,22 @@ mod tests {
         drop(registry.remove_shuffle(&ShuffleKey::new(id.clone(), ShuffleId(1)), || Large(&registry, &free)));
         drop(registry.remove_app(&id, |_| Large(&registry, &free)));
         assert_eq!(free.get(), 2);
+    }
+
+    #[tokio::test]
+    async fn d13_what_was_reported_is_dropped_when_others_can_register() {
+        let registry = registry();
+        for shuffle in [1, 2] {
+            registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();
+        }
+        let app = registry.find(&AppId::parse("app").unwrap()).unwrap();
+        let of = |shuffle| Arc::downgrade(&app.shuffle(ShuffleId(shuffle)).unwrap());
+        let (first, second) = (of(1), of(2));
+        let key = ShuffleKey::new(app.id().clone(), ShuffleId(1));
+        let (_, is_whole) = registry.remove_shuffle(&key, || first.upgrade().is_some());
+        assert_eq!((is_whole, first.upgrade().is_none()), (Some(true), true));
+        let is_whole = registry.remove_app(app.id(), |_| second.upgrade().is_some());
+        assert_eq!((is_whole, second.upgrade().is_none()), (Some(true), true));
     }
 
     fn registry() -> AppRegistry {
