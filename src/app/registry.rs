@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn d13_what_was_reported_is_dropped_when_others_can_register() {
+    async fn what_was_reported_is_dropped_when_others_can_register() {
         let registry = registry();
         for shuffle in [1, 2] {
             registry.register(registration("app", shuffle, &[(0, 0)]), || ()).unwrap();

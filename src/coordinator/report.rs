@@ -8,6 +8,8 @@ use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use tokio::task::JoinError;
+
 use crate::metrics::clamped;
 use crate::proto;
 
@@ -103,7 +105,8 @@ impl NodeReport {
     }
 }
 
-/// Where the current [`NodeReport`] comes from; called once per heartbeat, must not block.
+/// Where the current [`NodeReport`] comes from; called once per heartbeat. It sums over all partitions of the worker, which are
+/// too many for a runtime thread.
 #[derive(Clone)]
 pub struct ReportSource(Arc<dyn Fn() -> NodeReport + Send + Sync>);
 
@@ -113,9 +116,18 @@ impl ReportSource {
         Self(Arc::new(report))
     }
 
-    /// The state of this moment.
+    /// The state of this moment. For a start; beside requests it is [`ReportSource::now_aside`].
     pub fn now(&self) -> NodeReport {
         (self.0)()
+    }
+
+    /// [`ReportSource::now`] on a blocking thread.
+    ///
+    /// # Errors
+    /// It panicked.
+    pub async fn now_aside(&self) -> Result<NodeReport, JoinError> {
+        let report = Arc::clone(&self.0);
+        tokio::task::spawn_blocking(move || report()).await
     }
 }
 

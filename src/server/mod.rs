@@ -401,7 +401,7 @@ impl Worker {
         self.live.beating(Pace { embedded: pace, quorum: quorum.clone() });
         let tell = move || {
             if let Some(embedded) = &embedded {
-                embedded.report_now(&source);
+                embedded.report_now();
             }
             if let Some(heartbeats) = &quorum {
                 heartbeats.beat_now();

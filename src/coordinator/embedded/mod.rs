@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus::Registry;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use self::apps::AppTable;
@@ -208,6 +208,8 @@ struct Inner {
     metrics: Metrics,
     /// What assignments are charged to until they are sent.
     answers: Budget,
+    /// The own worker's state has changed.
+    report_wanted: Notify,
 }
 
 impl EmbeddedCoordinator {
@@ -227,6 +229,7 @@ impl EmbeddedCoordinator {
             apps: Mutex::new(apps),
             metrics,
             answers: heap.of(HeapKind::Answers).clone(),
+            report_wanted: Notify::new(),
             config,
         })))
     }
@@ -252,7 +255,7 @@ impl EmbeddedCoordinator {
         let coordinator = self.clone();
         let cancelled = tasks.cancelled();
         let (pace, mut changes) = watch::channel(interval);
-        coordinator.report_and_sweep(&source);
+        coordinator.take_and_sweep(source.now());
         tasks.spawn("embedded coordinator", async move {
             let mut ticks = tokio::time::interval(interval);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -262,24 +265,30 @@ impl EmbeddedCoordinator {
                 tokio::select! {
                     biased;
                     () = &mut cancelled => return,
-                    _ = ticks.tick() => coordinator.report_and_sweep(&source),
+                    _ = ticks.tick() => {}
+                    () = coordinator.0.report_wanted.notified() => {}
                     Ok(()) = changes.changed() => {
                         ticks = tokio::time::interval(*changes.borrow_and_update());
                         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                        continue;
                     }
+                }
+                match source.now_aside().await {
+                    Ok(report) => coordinator.take_and_sweep(report),
+                    Err(error) => tracing::error!(%error, "the own report was not made"),
                 }
             }
         });
         pace
     }
 
-    /// Takes the own worker's state now, besides the regular reports, because it has changed.
-    pub fn report_now(&self, source: &ReportSource) {
-        self.report_and_sweep(source);
+    /// Has the own worker's state reported now, besides the regular reports, because it has changed.
+    pub fn report_now(&self) {
+        self.0.report_wanted.notify_one();
     }
 
-    fn report_and_sweep(&self, source: &ReportSource) {
-        if let Err(error) = self.report(source.now()) {
+    fn take_and_sweep(&self, report: NodeReport) {
+        if let Err(error) = self.report(report) {
             tracing::error!(%error, "the own report is not accepted");
         }
         self.sweep();

@@ -1,6 +1,7 @@
 //! The embedded coordinator through its RPCs, as a client sees it, under paused time.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 use tokio::time::advance;
@@ -241,6 +242,13 @@ async fn a_silent_node_is_in_no_answer_after_thirty_seconds() {
     assert_eq!(assignments(&coordinator, request(1, 1, &[])).await.status(), StatusCode::InternalError);
 }
 
+/// The only node has reported, since the clock has moved.
+async fn reported(coordinator: &EmbeddedCoordinator) {
+    while coordinator.cluster().nodes[0].silent_for > Duration::ZERO {
+        tokio::task::yield_now().await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_own_worker_stays_while_it_reports() {
     let coordinator = coordinator(EmbeddedConfig::default());
@@ -250,13 +258,35 @@ async fn the_own_worker_stays_while_it_reports() {
     assert_eq!(coordinator.nodes().len(), 1, "reported before the first tick");
     for _ in 0..12 {
         advance(Duration::from_secs(10)).await;
-        tokio::task::yield_now().await;
+        reported(&coordinator).await;
     }
     assert_eq!(coordinator.nodes().len(), 1);
     tasks.cancel();
     tasks.drained().await;
     advance(Duration::from_secs(31)).await;
     assert!(coordinator.nodes().is_empty());
+}
+
+/// A report sums over all partitions: a thread that serves requests does not make it, but for the first, at the start.
+#[tokio::test(start_paused = true)]
+async fn the_own_report_is_made_beside_the_runtime_also_when_it_is_wanted_now() {
+    let coordinator = coordinator(EmbeddedConfig::default());
+    let (tasks, here) = (Tasks::new(), std::thread::current().id());
+    let made_here = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&made_here);
+    let source = ReportSource::new(move || {
+        counted.fetch_add(usize::from(std::thread::current().id() == here), Ordering::Relaxed);
+        node(1, true)
+    });
+    coordinator.keep_reporting(source, Duration::from_secs(10), &tasks);
+    advance(Duration::from_secs(10)).await;
+    reported(&coordinator).await;
+    advance(Duration::from_secs(1)).await;
+    coordinator.report_now();
+    reported(&coordinator).await;
+    assert_eq!(made_here.load(Ordering::Relaxed), 1);
+    tasks.cancel();
+    tasks.drained().await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -221,7 +221,8 @@ impl Beater {
             Some(client) => client,
             None => CoordinatorServerClient::new(self.connect().await?),
         };
-        let mut request = tonic::Request::new(self.source.now().into_request());
+        let report = self.source.now_aside().await.map_err(|error| describe(&error))?;
+        let mut request = tonic::Request::new(report.into_request());
         request.set_timeout(self.interval);
         let answer = client.heartbeat(request).await.map_err(|status| describe(&status))?.into_inner();
         self.client = Some(client);

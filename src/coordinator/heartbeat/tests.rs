@@ -184,6 +184,24 @@ async fn a_change_is_told_at_once_when_asked() {
     end(doubles).await;
 }
 
+/// It sums over all partitions: a thread that serves requests does not make it.
+#[tokio::test]
+async fn a_report_is_made_beside_the_runtime() {
+    let (tasks, doubles) = (Tasks::new(), Tasks::new());
+    let (socket, address) = bound();
+    serve(listening(socket), &[], &doubles);
+    let (made_on, made) = watch::channel(None);
+    let source = ReportSource::new(move || {
+        made_on.send_replace(Some(std::thread::current().id()));
+        NodeReport::new("10.0.0.1-21100".into(), [10, 0, 0, 1].into(), 21100)
+    });
+    let heartbeats = begin_hourly(vec![address], &source, &tasks);
+    until(&heartbeats, 0, up(1)).await;
+    assert_ne!(*made.borrow(), Some(std::thread::current().id()));
+    end(tasks).await;
+    end(doubles).await;
+}
+
 #[tokio::test]
 async fn heartbeats_go_on_without_their_handle_and_end_on_cancel() {
     let (tasks, doubles) = (Tasks::new(), Tasks::new());

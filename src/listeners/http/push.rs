@@ -197,12 +197,20 @@ impl Pusher {
     }
 
     async fn push(&self, deadline: Duration) -> Result<(), String> {
-        self.node.refresh_metrics();
-        let mut text = Vec::new();
-        TextEncoder::new().encode(&self.registry.gather(), &mut text).map_err(|error| error.to_string())?;
+        let (node, registry) = (Arc::clone(&self.node), self.registry.clone());
+        // As for a scrape: gauges are sums over everything that the worker holds.
+        let gathered = tokio::task::spawn_blocking(move || gathered(&*node, &registry));
+        let text = gathered.await.map_err(|error| error.to_string())??;
         let put = put(&self.gateway.authority, &self.path, text);
         timeout(deadline, put).await.unwrap_or_else(|_| Err(format!("no answer within {deadline:?}")))
     }
+}
+
+fn gathered(node: &dyn Node, registry: &Registry) -> Result<Vec<u8>, String> {
+    node.refresh_metrics();
+    let mut text = Vec::new();
+    TextEncoder::new().encode(&registry.gather(), &mut text).map_err(|error| error.to_string())?;
+    Ok(text)
 }
 
 /// The path of the worker's group. The names and values were checked to need no escaping.

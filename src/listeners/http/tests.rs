@@ -2,12 +2,14 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use prometheus::IntGauge;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
+use super::push::{Endpoint, PushConfig, Pusher};
 use super::*;
 use crate::runtime::Tasks;
 
@@ -29,10 +31,13 @@ struct TestServer {
 struct TestNode {
     gauge: IntGauge,
     is_ready: Arc<AtomicBool>,
+    /// The only one of the test's runtime, on which nothing is summed over all that a worker holds.
+    runtime_thread: ThreadId,
 }
 
 impl Node for TestNode {
     fn refresh_metrics(&self) {
+        assert_ne!(thread::current().id(), self.runtime_thread);
         self.gauge.inc();
     }
 
@@ -69,12 +74,17 @@ impl Node for TestNode {
     }
 }
 
-async fn listener() -> TestServer {
+fn node() -> (Registry, Arc<TestNode>) {
     let registry = Registry::new();
     let gauge = IntGauge::new("refreshed", "how often gauges were refreshed").unwrap();
     registry.register(Box::new(gauge.clone())).unwrap();
     let is_ready = Arc::new(AtomicBool::new(true));
-    let node = Arc::new(TestNode { gauge, is_ready: Arc::clone(&is_ready) });
+    (registry, Arc::new(TestNode { gauge, is_ready, runtime_thread: thread::current().id() }))
+}
+
+async fn listener() -> TestServer {
+    let (registry, node) = node();
+    let is_ready = Arc::clone(&node.is_ready);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let tasks = Tasks::new();
@@ -252,4 +262,18 @@ fn readiness_says_whose_results_are_refused() {
     let expected = "ready\nresults of 2 shuffles are refused: /a is missing\nresults of shuffles that are not known are \
                     refused: /a is missing\n";
     assert_eq!(said_ready(&incomplete), expected);
+}
+
+#[tokio::test]
+async fn what_is_pushed_is_gathered_beside_the_runtime() {
+    let ((registry, node), tasks) = (node(), Tasks::new());
+    let gateway = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = Endpoint::parse(&format!("http://{}", gateway.local_addr().unwrap())).unwrap();
+    let config = PushConfig { endpoint: None, interval: Duration::from_secs(3600), labels: BTreeMap::new() };
+    Pusher::start(&config, &endpoint, "worker", registry, node, &tasks).unwrap();
+    let pushed = tokio::time::timeout(Duration::from_secs(20), gateway.accept()).await;
+    drop(pushed.expect("metrics are pushed").unwrap());
+    drop(gateway);
+    tasks.cancel();
+    tasks.drained().await;
 }
