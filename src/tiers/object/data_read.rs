@@ -81,7 +81,7 @@ impl DataRead {
             shuffle.require_present()?;
             return Err(shuffle.error(StoreErrorKind::InvalidRange));
         };
-        let verifier = Verifier::new(stream.touched(offset, end).copied().collect(), offset..end);
+        let verifier = Verifier::new(&stream, offset..end);
         Ok(Self {
             answer: Answer::new(core, shuffle, u64::from(length)),
             stream,

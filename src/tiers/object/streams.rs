@@ -58,10 +58,14 @@ pub(super) struct Stream {
 }
 
 impl Stream {
+    /// The number of the first extent that does not end at or before `start`.
+    pub(super) fn first_touched(&self, start: u64) -> usize {
+        self.extents.partition_point(|extent| extent.end() <= start)
+    }
+
     /// The extents that hold `start..end`.
     pub(super) fn touched(&self, start: u64, end: u64) -> impl Iterator<Item = &Extent> {
-        let first = self.extents.partition_point(|extent| extent.end() <= start);
-        self.extents.iter().skip(first).take_while(move |extent| extent.base < end)
+        self.extents.iter().skip(self.first_touched(start)).take_while(move |extent| extent.base < end)
     }
 }
 

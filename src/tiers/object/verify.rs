@@ -15,7 +15,7 @@ use super::core::Core;
 use super::fetch::{self, Part};
 use super::reads;
 use super::shuffle::Shuffle;
-use super::streams::Extent;
+use super::streams::{Extent, Stream};
 use crate::tiers::StoreError;
 use crate::tiers::block_checks::{BlockChecks, Check, Mark};
 use crate::tiers::record_cache::RecordsKey;
@@ -35,9 +35,11 @@ const CHECKS_MAX: usize = 1 << 16;
 /// Checks the blocks of one read in the order of the stream.
 #[derive(Debug)]
 pub(super) struct Verifier {
-    /// Those of which not all records are known, the first one first.
-    extents: VecDeque<Extent>,
-    /// Records of the first that are known, and bytes of their blocks.
+    /// Of the whole stream: a list that is shared with it.
+    extents: Arc<Vec<Extent>>,
+    /// The first of which not all records are known.
+    at: usize,
+    /// Records of it that are known, and bytes of their blocks.
     known: (u32, u64),
     range: Range<u64>,
     checks: BlockChecks,
@@ -72,10 +74,11 @@ impl Window {
 }
 
 impl Verifier {
-    /// For a read of `range`, which `extents` cover.
-    pub(super) fn new(extents: VecDeque<Extent>, range: Range<u64>) -> Self {
+    /// For a read of a `range` of `stream`.
+    pub(super) fn new(stream: &Stream, range: Range<u64>) -> Self {
+        let (extents, at) = (Arc::clone(&stream.extents), stream.first_touched(range.start));
         let checks = BlockChecks::new(range.start);
-        Self { extents, known: (0, 0), range, checks, mismatches: 0 }
+        Self { extents, at, known: (0, 0), range, checks, mismatches: 0 }
     }
 
     /// Remembers where it is.
@@ -106,7 +109,7 @@ impl Verifier {
     fn unknown(&self, until: u64) -> impl Iterator<Item = (usize, &Extent)> {
         let known = self.known.1;
         let begins = move |at: usize, extent: &Extent| extent.base + if at == 0 { known } else { 0 };
-        self.extents.iter().enumerate().take_while(move |(at, extent)| begins(*at, extent) < until)
+        self.extents[self.at..].iter().enumerate().take_while(move |(at, extent)| begins(*at, extent) < until)
     }
 
     /// What is held at most, beside the buffer, until the stream is read up to `until`.
@@ -142,7 +145,7 @@ impl Verifier {
     ) -> Result<(), StoreError> {
         let until = until.min(self.range.end);
         let mut loaded = VecDeque::new();
-        while let Some(extent) = self.extents.front().copied()
+        while let Some(extent) = self.extents.get(self.at).copied()
             && extent.base + self.known.1 < until
             && self.checks.known() < CHECKS_MAX
         {
@@ -164,8 +167,7 @@ impl Verifier {
             let _ = records(all.get(left..).unwrap_or_default())
                 .try_for_each(|record| self.take(&extent, &record, until));
             if self.known.0 >= extent.blocks {
-                self.extents.pop_front();
-                self.known = (0, 0);
+                (self.at, self.known) = (self.at + 1, (0, 0));
             }
         }
         Ok(())
@@ -248,4 +250,32 @@ pub(super) fn forget_records(core: &Core, shuffle: &Shuffle, extent: &Extent) {
     let windows = (0..extent.blocks).step_by(WINDOW as usize).map(|first| Window::of(extent, first));
     let parts = windows.filter(|window| window.blocks < extent.blocks);
     core.records.forget(parts.map(|window| window.key(shuffle, extent)));
+}
+
+#[cfg(all(test, feature = "jemalloc"))]
+mod tests {
+    use super::*;
+
+    /// Nothing is charged for a read before its first chunk, and readers may be many.
+    #[test]
+    fn a_read_of_many_extents_has_no_list_of_its_own() {
+        use tikv_jemalloc_ctl::thread::allocatedp;
+        let extent = |at: u64| Extent {
+            base: at * 10,
+            length: 10,
+            offset: 0,
+            records: 0,
+            segment: 1,
+            blocks: 1,
+            records_crc: 0,
+        };
+        let extents: Vec<_> = (0..100_000).map(extent).collect();
+        let stream = Stream { extents: Arc::new(extents), bytes: 1_000_000, blocks: 100_000 };
+        let before = allocatedp::read().unwrap().get();
+        let verifier = Verifier::new(&stream, 25..1_000_000);
+        let allocated = allocatedp::read().unwrap().get() - before;
+        assert!(allocated < 1024, "{allocated} bytes");
+        let bases = verifier.unknown(45).map(|(_, extent)| extent.base);
+        assert_eq!(bases.collect::<Vec<_>>(), [20, 30, 40]);
+    }
 }
