@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 
 use bytes::Bytes;
+use tokio::task::coop::consume_budget;
 
 use super::frame::{Entry, Incarnation};
 use super::read::{METADATA, Places, SourceReader};
@@ -60,6 +61,8 @@ impl HistoryReader<'_> {
     /// This source cannot be read to its end.
     pub async fn next(&mut self) -> Result<Option<Heard>, LogError> {
         loop {
+            // Most entries are of others, thousands in a window of the log: between two waits for a disk.
+            consume_budget().await;
             let entry =
                 self.reader.next().await.map_err(|error: io::Error| LogError::new(METADATA, &error))?;
             match entry {
