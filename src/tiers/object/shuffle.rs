@@ -125,18 +125,21 @@ impl Shuffle {
         TierUsage { files, bytes, object_bytes: bytes }
     }
 
-    /// From now on writes end with `Purged`, and nothing is found.
-    pub(super) fn forget(&self, core: &Core) {
-        let taken = {
-            let mut streams = self.streams.write();
-            self.purged.store(true, Ordering::Release);
-            streams.take()
-        };
-        let extents = taken.iter().flat_map(|(_, stream)| stream.extents.iter());
+    /// From now on writes end with `Purged`, and nothing is found. What it had, for [`Shuffle::leave_caches`].
+    pub(super) fn forget(&self, core: &Core) -> Streams {
+        core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
+        let mut streams = self.streams.write();
+        self.purged.store(true, Ordering::Release);
+        streams.take()
+    }
+
+    /// Takes out of the caches what it `had` when it was forgotten, and drops it: a walk over all extents and chunks, not for a
+    /// runtime thread, nor under a lock. Without it nothing finds them, and they leave as the least recently used.
+    pub(super) fn leave_caches(&self, core: &Core, had: Streams) {
+        let extents = had.iter().flat_map(|(_, stream)| stream.extents.iter());
         core.records.forget(extents.map(|extent| self.records_key(extent)));
         if let Some(cache) = &core.cache {
             cache.forget(&core.metrics, self.name.incarnation);
         }
-        core.take_stored(self.stored_bytes.swap(0, Ordering::Relaxed));
     }
 }

@@ -32,6 +32,7 @@ use super::recover::{said, survey};
 use super::segment::{Prepared, making_bytes};
 use super::settings::ObjectSettings;
 use super::shuffle::Shuffle;
+use super::streams::Streams;
 use super::workers::{self, Removed, WorkerObjects};
 use super::{purge, reads, upload};
 use crate::budget::Budget;
@@ -208,6 +209,14 @@ impl ObjectTier {
     }
 }
 
+/// [`Shuffle::leave_caches`] of several on a blocking thread; also when the caller goes away.
+async fn leave_caches(core: &Arc<Core>, had: Vec<(Arc<Shuffle>, Streams)>) {
+    let core = Arc::clone(core);
+    let leave = move || had.into_iter().for_each(|(shuffle, had)| shuffle.leave_caches(&core, had));
+    // Of a panic nobody here can make more than its message.
+    let _left = tokio::task::spawn_blocking(leave).await;
+}
+
 fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
@@ -327,7 +336,8 @@ impl Tier for ObjectTier {
         let before = self.next_incarnation.load(Ordering::Relaxed);
         let removed = keys.iter().filter_map(|key| self.shuffles.remove(key));
         let forgotten: Vec<_> = removed.map(|(_, shuffle)| shuffle).collect();
-        forgotten.iter().for_each(|shuffle| shuffle.forget(&self.core));
+        let had: Vec<_> =
+            forgotten.iter().map(|shuffle| (Arc::clone(shuffle), shuffle.forget(&self.core))).collect();
         let app = match why {
             Purge::App(_) => Some((app.clone(), before)),
             Purge::Shuffles if forgotten.is_empty() => return None,
@@ -335,13 +345,18 @@ impl Tier for ObjectTier {
         };
         // Counted from now on: a stop may follow at once.
         let counted = purge::Counted::new(Arc::clone(&self.core));
-        let purge = purge::purge(Arc::clone(&self.core), forgotten, app);
-        Some(purge.inspect(move |()| drop(counted)).boxed())
+        let core = Arc::clone(&self.core);
+        let purge = async move {
+            leave_caches(&core, had).await;
+            purge::purge(core, forgotten, app).await;
+            drop(counted);
+        };
+        Some(purge.boxed())
     }
 
     fn leave(&self, key: &ShuffleKey) {
         if let Some((_, shuffle)) = self.shuffles.remove(key) {
-            shuffle.forget(&self.core);
+            shuffle.leave_caches(&self.core, shuffle.forget(&self.core));
         }
     }
 

@@ -139,7 +139,7 @@ impl Cache {
 
     /// Drops the chunks of a registration.
     pub(in crate::tiers::object) fn forget(&self, metrics: &Metrics, incarnation: u64) {
-        self.slots.lock().forget(incarnation);
+        while self.slots.lock().forget(incarnation) {}
         self.show(metrics);
     }
 

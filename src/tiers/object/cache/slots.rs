@@ -23,6 +23,9 @@ pub(super) const ENTRY_BYTES: u64 = 512;
 /// Of the least recently used chunks so many are looked at for one that nobody holds.
 const LOOKED_AT: usize = 64;
 
+/// Chunks of a registration that are dropped at once: readers wait for the lock meanwhile, some 50 µs.
+const FORGOTTEN_AT_ONCE: usize = 128;
+
 /// Chunks that were wanted and not fetched, of which it is remembered.
 const WANTED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
@@ -219,14 +222,16 @@ impl Slots {
         }
     }
 
-    /// Drops the chunks of a registration.
-    pub(super) fn forget(&mut self, incarnation: u64) {
+    /// Drops chunks of a registration, [`FORGOTTEN_AT_ONCE`] at most; whether there may be more.
+    pub(super) fn forget(&mut self, incarnation: u64) -> bool {
         let key = |segment, number| ChunkKey { incarnation, segment, number };
         let all = key(0, 0)..=key(u32::MAX, u32::MAX);
-        let keys: Vec<_> = self.entries.range(all).map(|(key, _)| *key).collect();
+        let some = self.entries.range(all).take(FORGOTTEN_AT_ONCE);
+        let keys: Vec<_> = some.map(|(key, _)| *key).collect();
         for key in &keys {
             self.remove(key);
         }
+        keys.len() == FORGOTTEN_AT_ONCE
     }
 
     /// Drops all that a directory has.
@@ -283,6 +288,14 @@ mod tests {
         drop(read);
         let places: u32 = slots.places.iter().map(|places| places.free()).sum();
         assert_eq!(places, 4);
+    }
+
+    #[test]
+    fn chunks_of_a_registration_are_dropped_some_at_a_time() {
+        let mut slots = slots(&Budget::new(u64::MAX), 300);
+        (0..200).for_each(|number| drop(fetch(&mut slots, number)));
+        assert!(slots.forget(1) && slots.len() == 200 - FORGOTTEN_AT_ONCE);
+        assert!(!slots.forget(1) && slots.len() == 0);
     }
 
     #[test]

@@ -103,6 +103,22 @@ async fn a_purge_waits_for_what_is_under_way_and_leaves_nothing() {
     assert_eq!((process.extents.used(), process.tier.state().used_bytes), (0, 0));
 }
 
+/// Registrations wait on runtime threads for the lock under which a shuffle is forgotten.
+#[tokio::test]
+async fn what_a_shuffle_had_is_walked_through_after_it_is_forgotten() {
+    let process = Process::start(&FaultyObjects::default()).await;
+    let shuffle = process.register(&key(1));
+    for round in 0..3 {
+        shuffle.write(vec![extent(0, round * 3..round * 3 + 3, 100)].into()).await.unwrap();
+    }
+    let charged = process.extents.used();
+    let removal = Arc::clone(&process.tier).forget(&key(1).app, &[key(1)], Purge::Shuffles).unwrap();
+    assert!(charged > 0 && process.extents.used() == charged);
+    assert_eq!(process.tier.state().used_bytes, 0);
+    removal.await;
+    assert_eq!(process.extents.used(), 0);
+}
+
 #[tokio::test]
 async fn what_comes_after_an_application_goes_is_not_deleted_with_it() {
     let process = Process::start(&FaultyObjects::default()).await;
